@@ -19,7 +19,7 @@ from accuracy_parts import aceso, own, sailor
 from accuracy_parts.figures import Compared, figures, show, write_json
 from accuracy_parts.public.show import told
 
-from shardwright_formats.io.errors import BadInput, one_line_errors
+from shardwright_formats.io import BadInput, one_line_errors
 from shardwright_formats.io.versions import versions_text
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,11 +27,9 @@ from shardwright_estimate.devices import read_devices
 from shardwright_estimate.layers import Machine, estimate_layer
 from shardwright_estimate.messages import message_time_s
 from shardwright_estimate.rates import Efficiencies, machine_of, rates_of
+from shardwright_formats.types import Attention, LayerStrategy, Model, Precision, Strategy, misfit
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import Model
 from shardwright_formats.types.model_profile import LayerFigures
-from shardwright_formats.types.plan import Attention, Precision, misfit
-from shardwright_formats.types.strategy import LayerStrategy, Strategy
 from shardwright_train.models.description import describe
 from shardwright_train.models.registry import family_named
 

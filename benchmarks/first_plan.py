@@ -16,11 +16,8 @@ from typing import Any, NamedTuple
 import yaml
 from accuracy_parts.commands import run, write_json_document
 
-from shardwright_formats.io.errors import one_line_errors
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate, Prediction
+from shardwright_formats.io import one_line_errors, read_document
+from shardwright_formats.types import Estimate, Model, Plan, Prediction
 from shardwright_search.advise.choices import choice_of, plan_of_choice
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.advise.report import mfu, plan_words

@@ -21,8 +21,7 @@ from gpu_parts.page import page_of
 from gpu_parts.parts import PARTS, part_named, run_part, run_rank
 from gpu_parts.setting import Setting, setting_of_gpus, setting_of_rehearsal
 
-from shardwright_formats.io.errors import BadInput, RunFailed, one_line_errors
-from shardwright_formats.io.json import write_bytes
+from shardwright_formats.io import BadInput, RunFailed, one_line_errors, write_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -21,10 +21,9 @@ import msgspec
 import yaml
 from accuracy_parts.commands import run, write_json_document
 
-from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.io import read_document, write_document
 from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.plan import Plan, Plans
+from shardwright_formats.types import Measurement, Plan, Plans
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import read_profiles
 from shardwright_search.cost_model.time_model import TimeModel

@@ -25,9 +25,8 @@ from msgspec.structs import replace
 from peers import sailor_inputs
 from search_scale import PRECISION, SETTINGS, median_of
 
-from shardwright_formats.io.errors import BadInput, one_line_errors
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.io import BadInput, one_line_errors, read_document, write_document
+from shardwright_formats.types import Cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30

@@ -32,11 +32,8 @@ from peers import galvatron
 from peers.cases import CASES, Case
 from peers.verdicts import our_verdict, their_verdict
 
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
-from shardwright_formats.types.strategy import Strategy
+from shardwright_formats.io import read_document, write_document
+from shardwright_formats.types import Cluster, NodeGroup, NodeType, Plan, Prediction, Strategy
 
 MIB = 1 << 20
 CONTEXT_MIB = 1024

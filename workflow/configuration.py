@@ -17,9 +17,8 @@ from configuration_types import Configuration, ModelChoice, Profile, Select, Sou
 from data_files import DataFiles, check_data
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.command.options import options_of
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import Document
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.io import BadInput, Document
+from shardwright_formats.types import Cluster
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.options import RunOptions
 from slurm_jobs import Component, components_of, job_resources

@@ -13,7 +13,7 @@ import msgspec
 
 from configuration_files import read_yaml
 from configuration_types import DECIDED, RANDOM, Configuration, ModelChoice, Name, Search, Validate, components
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 
 Section = Mapping[str, Any]
 _Type = TypeVar("_Type")

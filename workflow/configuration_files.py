@@ -9,9 +9,7 @@ from typing import Any
 
 import yaml
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_bytes
-from shardwright_formats.io.text import has_controls
+from shardwright_formats.io import BadInput, has_controls, read_bytes
 
 _MAX_BYTES = 2**20
 _MAX_SPELLED_OUT = 2**21

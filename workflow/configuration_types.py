@@ -14,13 +14,13 @@ import msgspec
 from msgspec import Meta
 
 from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io.json import Value
+from shardwright_formats.io import Value
 from shardwright_formats.schema.writing import write_or_check
-from shardwright_formats.types.cluster import NodeGroup
-from shardwright_formats.types.limits import (
+from shardwright_formats.types import (
     MAX_DEVICES,
     Count,
     Gib,
+    NodeGroup,
     NonNegativeCount,
     NonNegativeNumber,
     PositiveNumber,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configuration_types import RANDOM, Configuration, Data, Run
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_train.data.corpora.open import Source
 
 _TEXT_FILES = ("data.json", "tokens.bin")

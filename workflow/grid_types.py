@@ -7,8 +7,8 @@ import msgspec
 from msgspec import Meta
 
 from configuration_types import Name, Text
-from shardwright_formats.io.json import Value
-from shardwright_formats.types.limits import MAX_DEVICES, Count, Gib, NonNegativeNumber
+from shardwright_formats.io import Value
+from shardwright_formats.types import MAX_DEVICES, Count, Gib, NonNegativeNumber
 from shardwright_search.space.request import Counts, Space
 
 Gibs = Annotated[tuple[Gib, ...], Meta(min_length=1)]

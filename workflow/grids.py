@@ -14,8 +14,8 @@ from configuration import Workflow, spelled_options
 from configuration_checks import converted
 from configuration_files import read_yaml
 from grid_types import GridCluster, GridSettings, Profiles, Published
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Cluster
 from shardwright_search.space.grid import Grid
 from shardwright_search.space.request import SearchRequest, Space
 

@@ -4,10 +4,8 @@ import os
 from math import ceil
 from pathlib import Path
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.types import Plan, Prediction
 
 START_S = 30.0
 """Seconds for the signal's way to the ranks and their end, besides steps and saves: an assumption."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from accuracy_parts.commands import run, write_json_document
 from accuracy_parts.figures import Compared
 
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.prediction import Estimate, Prediction
+from shardwright_formats.io import read_document
+from shardwright_formats.types import Estimate, Prediction
 
 __all__ = ["compared"]
 

@@ -19,14 +19,9 @@ from accuracy_parts.commands import run, write_json_document
 from accuracy_parts.draws import random_plan
 from accuracy_parts.figures import Compared, spearman
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.measurement import Measurement, PlanMeasurement
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types import Cluster, Estimate, Measurement, Model, Plan, PlanMeasurement, Plans
 from shardwright_formats.types.model_profile import read_model_profile
-from shardwright_formats.types.plan import Plan, Plans
-from shardwright_formats.types.prediction import Estimate
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
 from shardwright_search.cost_model.time_model import TimeModel

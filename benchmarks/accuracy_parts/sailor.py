@@ -23,9 +23,7 @@ from typing import Any, NamedTuple
 from accuracy_parts.figures import Compared
 
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.model import LayerType, Parameter
-from shardwright_formats.types.plan import Precision, Schedule
-from shardwright_formats.types.strategy import Strategy
+from shardwright_formats.types import LayerType, Parameter, Precision, Schedule, Strategy
 from shardwright_search.cost_model.memory import parameter_memory
 from shardwright_search.simulation.simulator import StageTimes, simulate
 

@@ -16,9 +16,9 @@ from gpu_parts.setting import Setting
 from gpu_parts.smoke import REFERENCE, plans_of
 from gpu_parts.workbench import described
 
-from shardwright_formats.io.errors import RunFailed
+from shardwright_formats.io import RunFailed
 from shardwright_formats.semantics.process_groups import Purpose
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types import Plan
 from shardwright_launch.collectives import collectives_of
 from shardwright_launch.ranks import launch
 from shardwright_train.parallel.process_groups import Groups

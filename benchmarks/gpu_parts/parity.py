@@ -23,7 +23,7 @@ from gpu_parts.workbench import (
 )
 from torch import Tensor, nn
 
-from shardwright_formats.types.plan import Precision
+from shardwright_formats.types import Precision
 from shardwright_train.data.objectives import Batch
 from shardwright_train.models.attention_kernels import settle_attention
 from shardwright_train.parallel.data import local_tensor

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from gpu_parts.setting import Setting
 
-from shardwright_formats.io.errors import RunFailed
+from shardwright_formats.io import RunFailed
 from shardwright_launch.ranks import launch
 
 Result = dict[str, Any]

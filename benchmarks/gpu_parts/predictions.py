@@ -16,10 +16,8 @@ from gpu_parts.parts import Part
 from gpu_parts.profiles import HARDWARE, MODELS, PRECISION, cluster_file, profile_file, write_preset
 from gpu_parts.setting import Setting
 
-from shardwright_formats.io.errors import RunFailed
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.io import RunFailed, read_document
+from shardwright_formats.types import Measurement, Prediction
 
 LAYERS = {"llama-7b": (8, 6, 4, 2), "gpt2-xl": (24, 12, 6), "bert-large": (24, 12, 6)}
 """The first that fits the device under every plan is taken."""

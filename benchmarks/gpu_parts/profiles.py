@@ -10,7 +10,7 @@ from accuracy_parts.commands import run, write_json_document
 from gpu_parts.parts import Part
 from gpu_parts.setting import Setting
 
-from shardwright_formats.io.json import write_document
+from shardwright_formats.io import write_document
 
 ROOT = Path(__file__).resolve().parents[2]
 HARDWARE = "hardware"

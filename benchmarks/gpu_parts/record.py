@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu_parts.setting import Setting, today
 
-from shardwright_formats.io.json import write_bytes
+from shardwright_formats.io import write_bytes
 
 Result = dict[str, Any]
 

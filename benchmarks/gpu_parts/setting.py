@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types import Cluster, NodeGroup, NodeType
 
 ROOT = Path(__file__).resolve().parents[2]
 REHEARSAL = "rehearsal on cpu"

@@ -12,7 +12,7 @@ from gpu_parts.setting import Setting
 from gpu_parts.workbench import batch_of, described, engine_of, memory_given_back, one_device_plan, step_of
 from torch.profiler import ProfilerActivity, profile
 
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types import Plan
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
 

@@ -28,8 +28,7 @@ from gpu_parts.workbench import (
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types import EMBEDDING, HEAD, Plan
 from shardwright_train.data.objectives import Batch
 from shardwright_train.data.share import on_host
 from shardwright_train.engine.learning_rate import Hyperparameters

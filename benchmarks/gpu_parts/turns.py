@@ -15,10 +15,8 @@ from gpu_parts.setting import Setting
 from gpu_parts.smoke import REFERENCE, plans_of
 from gpu_parts.workbench import MIXED, described
 
-from shardwright_formats.io.errors import RunFailed
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.plan import Plan, Plans, Schedule
+from shardwright_formats.io import RunFailed, read_document, write_document
+from shardwright_formats.types import Measurement, Plan, Plans, Schedule
 
 STEPS = 6
 _VOCABULARY = 512

@@ -9,9 +9,7 @@ from gpu_parts.setting import Setting
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import PipelineStage, Plan, Precision, Schedule
-from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_formats.types import LayerStrategy, Model, PipelineStage, Plan, Precision, Schedule, Strategy
 from shardwright_train.data.objectives import Batch
 from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine

@@ -12,7 +12,7 @@ from fasop_inputs import CASES, Case, problem_of
 from fasop_partition import chosen
 from fasop_published import DEFECTS, PricedCase, Published, published
 
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types import Schedule
 from shardwright_search.fasop.estimate import (
     Batch,
     Estimate,

@@ -9,6 +9,7 @@ import shardwright_formats
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Sourced
 from shardwright_formats.key import LayerKey
+from shardwright_formats.types import LayerStrategy, Precision
 from shardwright_formats.types.model_profile import (
     LayerFigures,
     LayerRow,
@@ -16,8 +17,6 @@ from shardwright_formats.types.model_profile import (
     read_model_profile,
     write_model_profile,
 )
-from shardwright_formats.types.plan import Precision
-from shardwright_formats.types.strategy import LayerStrategy
 from shardwright_profile.importers.rows import profile_of, state_row
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.profiles import index_profiles

@@ -8,7 +8,7 @@ import pytest
 from documented import told
 
 from shardwright_formats.command.options import options_of
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "config").glob("*.md"))]

@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from shardwright_formats.command import POSITIONAL, Command, CommandLine, Off, Options, run, show
-from shardwright_formats.io.errors import NothingFits
-from shardwright_formats.io.json import atomic_path
-from shardwright_formats.types.limits import Count, Seconds
+from shardwright_formats.io import NothingFits, atomic_path
+from shardwright_formats.types import Count, Seconds
 
 
 class Schedule(StrEnum):

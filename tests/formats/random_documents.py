@@ -4,23 +4,45 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shardwright_formats.types import prediction
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.measurement import (
+from shardwright_formats.types import (
+    Attention,
+    BoundaryTensor,
+    Cluster,
+    DataParallel,
+    Estimate,
+    GradientReduction,
+    LayerStrategy,
+    LayerType,
     Measurement,
+    Model,
+    NodeGroup,
+    NodeType,
+    Parameter,
     PassTime,
+    PipelineStage,
+    Plan,
     PlanFailure,
     PlanMeasurement,
+    Plans,
+    Precision,
+    Prediction,
+    Proof,
     RankMeasurement,
     RankMemory,
+    Recompute,
+    Replanned,
+    RunnerUp,
+    RunResult,
+    Schedule,
     Segment,
     SegmentMemory,
+    SequenceParallel,
+    StagePrediction,
+    StopNote,
+    Strategy,
+    TimelineEvent,
+    prediction,
 )
-from shardwright_formats.types.model import BoundaryTensor, LayerType, Model, Parameter
-from shardwright_formats.types.plan import Attention, GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
-from shardwright_formats.types.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
-from shardwright_formats.types.run import Replanned, RunResult, StopNote
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 CONTROLS = "".join(map(chr, [*range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFFFE, 0xFFFF]))
 """Beside control characters and halves of surrogate pairs, what is refused in files that are read."""

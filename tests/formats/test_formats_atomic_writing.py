@@ -8,9 +8,8 @@ from pathlib import Path
 import h5py
 import pytest
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path, write_bytes, write_document
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.io import BadInput, atomic_path, write_bytes, write_document
+from shardwright_formats.types import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.hardware_profile import read_hardware_profile, write_hardware_profile
 
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"

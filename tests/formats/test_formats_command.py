@@ -11,7 +11,7 @@ from front_door import APP, FailOptions, Schedule, WriteOptions
 
 from shardwright_formats.command import Options
 from shardwright_formats.command.options import options_of
-from shardwright_formats.types.limits import Count
+from shardwright_formats.types import Count
 
 
 def test_options_reach_the_command_as_its_struct(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from shardwright_formats.io.json import Document, read_document, write_document
+from shardwright_formats.io import Document, read_document, write_document
 from shardwright_formats.schema import generate as schemas
 from shardwright_formats.types.hardware_profile import read_hardware_profile, write_hardware_profile
 from shardwright_formats.types.model_profile import read_model_profile, write_model_profile

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-from shardwright_formats.io.errors import BadInput, one_line_errors
+from shardwright_formats.io import BadInput, one_line_errors
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model_profile import read_model_profile
 

@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardwright_formats.io.errors import one_line_errors
-from shardwright_formats.io.json import Document, read_any_document, read_document
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan, Plans
+from shardwright_formats.io import Document, one_line_errors, read_any_document, read_document
+from shardwright_formats.types import Cluster, Measurement, Model, Plan, Plans
 
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
 Change = Callable[[dict[str, Any]], object]

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.io.json import read_document
+from shardwright_formats.io import read_document
 from shardwright_formats.semantics.communication import (
     Cause,
     Message,

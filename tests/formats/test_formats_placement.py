@@ -18,7 +18,7 @@ from shardwright_formats.semantics.layout import (
     sent_numel,
     tp_groups,
 )
-from shardwright_formats.types.strategy import SequenceParallel, Strategy
+from shardwright_formats.types import SequenceParallel, Strategy
 
 SIZES = (1, 2, 3, 4, 6, 8)
 FEATURES = 3

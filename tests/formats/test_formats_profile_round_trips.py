@@ -14,8 +14,8 @@ from msgspec.inspect import BoolType, EnumType, FloatType, IntType
 from numpy.typing import NDArray
 from random_documents import shown
 
+from shardwright_formats.io import sha256_of_file
 from shardwright_formats.io.hdf5 import Provenance, tables_of
-from shardwright_formats.io.json import sha256_of_file
 from shardwright_formats.io.table import Column, Row, Table, columns_of
 from shardwright_formats.types.hardware_profile import (
     HardwareProfile,

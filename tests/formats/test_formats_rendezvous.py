@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types import Schedule
 
 INTERLEAVED = Schedule.INTERLEAVED_1F1B
 GRID = [

@@ -9,13 +9,9 @@ import pytest
 from hypothesis import given, settings
 from random_documents import documents, plans
 
-from shardwright_formats.io.json import Document, read_document, sha256_of_value, write_document
+from shardwright_formats.io import Document, read_document, sha256_of_value, write_document
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.measurement import (
-    Measurement,
-    PlanMeasurement,
-    RankMeasurement,
-)
+from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement
 from shardwright_formats.types.model import Model, Parameter
 from shardwright_formats.types.plan import Plan
 

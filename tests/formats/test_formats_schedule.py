@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardwright_formats.semantics.schedules.closed_form import step_time
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types import Schedule
 
 F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED_1F1B
 

@@ -8,11 +8,11 @@ import pytest
 from msgspec import Meta
 from numpy.typing import ArrayLike
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.hdf5 import Profile, read_profile, write_profile
 from shardwright_formats.io.table import Row, Source, Table
+from shardwright_formats.types import PositiveSeconds, Ranks
 from shardwright_formats.types.hardware_profile import RateRow, RepeatRow, read_hardware_profile
-from shardwright_formats.types.limits import PositiveSeconds, Ranks
 
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
 

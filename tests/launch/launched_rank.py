@@ -8,7 +8,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from shardwright_formats.io.errors import BadInput, ShardwrightError, Stopped
+from shardwright_formats.io import BadInput, ShardwrightError, Stopped
 from shardwright_launch.heartbeat import Heartbeat, start_rank
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwright_formats.io.errors import one_line_errors
+from shardwright_formats.io import one_line_errors
 from shardwright_launch.heartbeat import RankFiles
 from shardwright_launch.meeting import SECRET_VARIABLE, meeting_of
 from shardwright_launch.nodes import Nodes

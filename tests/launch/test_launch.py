@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launchers import RANK, STARTED_S, start_node, started_by, until_in_a_step
 
-from shardwright_formats.io.errors import RunFailed
+from shardwright_formats.io import RunFailed
 from shardwright_launch import ranks as launching
 from shardwright_launch.heartbeat import Heartbeat, RankFiles
 from shardwright_launch.ranks import launch

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwright_formats.io import atomic_path, remove_temporaries, write_bytes
 from shardwright_formats.io import owner as owners
-from shardwright_formats.io.json import atomic_path, remove_temporaries, write_bytes
 from shardwright_formats.io.owner import is_gone, owner
 from shardwright_launch.scratch import scratch_folder
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
 

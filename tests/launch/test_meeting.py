@@ -10,7 +10,7 @@ import pytest
 from launchers import SEVERAL, free_port, met
 from strangers import listeners
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_launch import interfaces
 from shardwright_launch.exchange import exchange
 from shardwright_launch.heartbeat import RankFiles

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Cluster, NodeGroup, NodeType
 from shardwright_launch.nodes import Address, NodeOptions, Nodes, check_all_nodes, nodes_of
 
 STEP = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launchers import RANK, STARTED_S, free_port, let_act, start_node, started_by
 
-from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io import BadInput, RunFailed
 from shardwright_launch import rank_output
 from shardwright_launch.rank_output import RankLog
 from shardwright_launch.ranks import launch

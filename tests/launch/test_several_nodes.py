@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from launchers import SEVERAL, STARTED_S, free_port, let_act, met, start_node, started_by, until_in_a_step
 
-from shardwright_formats.io.errors import RunFailed
+from shardwright_formats.io import RunFailed
 from shardwright_launch.exchange import exchange
 from shardwright_launch.failure_report import NodeReport
 from shardwright_launch.meeting import meeting_of

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.types import Model
 from shardwright_models.description import model_of_config
 from shardwright_models.presets import read_presets
 from shardwright_models.registry import FAMILIES

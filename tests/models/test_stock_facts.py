@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types import EMBEDDING, HEAD
 from shardwright_models.description import model_of_config
 from shardwright_models.facts import Family, Mask, Stack
 from shardwright_models.registry import FAMILIES

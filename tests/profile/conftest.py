@@ -9,19 +9,23 @@ from typing import Any, NamedTuple
 import pytest
 from probe_plans import probe_settings
 
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.measurement import (
+from shardwright_formats.types import (
+    Cluster,
+    DataParallel,
+    LayerType,
     Measurement,
+    Model,
+    NodeGroup,
+    NodeType,
+    Parameter,
     PassTime,
+    Plan,
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
     Segment,
     SegmentMemory,
 )
-from shardwright_formats.types.model import LayerType, Model, Parameter
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import DataParallel
 from shardwright_profile.model.probes import make_probes
 
 

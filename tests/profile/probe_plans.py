@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.types.strategy import Recompute, SequenceParallel
+from shardwright_formats.types import Recompute, SequenceParallel
 
 __all__ = ["probe_settings"]
 

@@ -17,15 +17,12 @@ from shardwright_estimate.notes import SEEN_ERROR, SEEN_LINK_ERROR, Process
 from shardwright_estimate.overlap import overlap_slowdowns
 from shardwright_estimate.rates import Efficiencies
 from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import write_document
+from shardwright_formats.io import BadInput, write_document
 from shardwright_formats.io.table import Source
 from shardwright_formats.semantics.sweep_plan import collective_kinds
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright_formats.types import Cluster, NodeGroup, NodeType, Precision, Recompute, SequenceParallel
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
 from shardwright_formats.types.model_profile import read_model_profile
-from shardwright_formats.types.plan import Precision
-from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.cli import APP
 from shardwright_profile.options import AnalyticOptions
 

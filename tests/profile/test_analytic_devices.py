@@ -4,7 +4,7 @@ import pytest
 
 from shardwright_estimate.devices import device_lines, device_named, read_devices
 from shardwright_estimate.rates import Efficiencies, machine_of, rates_of
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 
 LISTED = {
     "A100-40", "A100-80", "A10", "V100-16", "V100-32", "L4", "L40S", "RTX-4090", "H100-PCIe", "H100-SXM", "H200",

@@ -11,13 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from probe_plans import probe_settings
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Row, Table
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.model import Model
+from shardwright_formats.types import DataParallel, GradientReduction, Measurement, Model, Precision, SequenceParallel
 from shardwright_formats.types.model_profile import StateRow, read_model_profile, write_model_profile
-from shardwright_formats.types.plan import GradientReduction, Precision
-from shardwright_formats.types.strategy import DataParallel, SequenceParallel
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
 

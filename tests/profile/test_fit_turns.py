@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from probe_plans import probe_settings
 
-from shardwright_formats.types.measurement import Measurement, RankMeasurement
+from shardwright_formats.types import Measurement, RankMeasurement
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes, probe_key
 

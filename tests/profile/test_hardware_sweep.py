@@ -12,9 +12,9 @@ import pytest
 from forked_command import PROFILE, Command, forked_command
 from launchers import by_address, by_slurm
 
-from shardwright_formats.io.json import write_document
+from shardwright_formats.io import write_document
 from shardwright_formats.io.table import Row, Table
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import Cluster
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, read_hardware_profile
 from shardwright_launch.ranks import launch
 

@@ -6,10 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright_estimate.settings import Grid, ProfileSettings, Range
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.plan import Plans
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types import DataParallel, Plans, Recompute, SequenceParallel
 from shardwright_profile.model.probes import make_probes, with_layers
 
 

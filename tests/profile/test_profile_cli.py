@@ -5,11 +5,9 @@ import time
 
 import pytest
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types import Measurement, Plans
 from shardwright_formats.types.model_profile import read_model_profile
-from shardwright_formats.types.plan import Plans
 from shardwright_profile.hardware.start import start_sweep
 from shardwright_profile.options import HardwareOptions
 

@@ -13,12 +13,9 @@ from forked_command import forked_command
 from tiny_models import CONFIGS, tiny
 
 from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.measurement import Measurement
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types import Measurement, Plans, Recompute, SequenceParallel
 from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
-from shardwright_formats.types.plan import Plans
-from shardwright_formats.types.strategy import Recompute, SequenceParallel
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
 from shardwright_profile.show.tables import draw_profile

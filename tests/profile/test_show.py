@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Table
 from shardwright_formats.types.hardware_profile import (

@@ -1,6 +1,6 @@
 import pytest
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_launch.journal import Journal, Kept, journal_path
 from shardwright_profile.hardware.profile import (

@@ -8,9 +8,9 @@ import pytest
 from forked_command import PROFILE, Command, Fault, forked_command
 from sweep_faults import stop_once_written
 
-from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.io import read_document, write_document
 from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import Cluster
 from shardwright_formats.types.hardware_profile import read_hardware_profile
 from shardwright_launch.journal import Journal, Kept, journal_path
 from shardwright_profile.hardware.profile import JOURNAL, StartEntry, SweepIdentity

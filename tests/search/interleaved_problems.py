@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types import Schedule
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.interleaved import Interleaved
 from shardwright_search.solver.interleaved_problem import InterleavedProblem, moments_in_flight

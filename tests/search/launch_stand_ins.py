@@ -8,7 +8,7 @@ from pathlib import Path
 from made_up import make_mixed_cluster, make_model
 from msgspec.structs import replace
 
-from shardwright_formats.types.plan import PipelineStage, Plan
+from shardwright_formats.types import PipelineStage, Plan
 from shardwright_search.interop.uniform import uniform_plan
 from shardwright_search.options import UniformRequest
 

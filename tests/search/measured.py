@@ -5,13 +5,7 @@ import msgspec
 from shardwright_formats.semantics.chunks import stage_actions
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.correction import Term
-from shardwright_formats.types.measurement import (
-    PassTime,
-    PlanMeasurement,
-    RankMeasurement,
-    RankMemory,
-    Segment,
-)
+from shardwright_formats.types.measurement import PassTime, PlanMeasurement, RankMeasurement, RankMemory, Segment
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate
 from shardwright_formats.types.strategy import DataParallel

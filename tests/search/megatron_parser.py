@@ -4,7 +4,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types import Plan
 from shardwright_search.interop.megatron import megatron_arguments
 
 

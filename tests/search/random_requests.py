@@ -8,10 +8,9 @@ import numpy as np
 from made_up import HIDDEN, LENGTH, VOCABULARY, make_cluster, make_hardware, make_profiles, make_request
 from msgspec.structs import replace
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import BoundaryTensor, Cluster, Heads, LayerType, Model, Parameter, Region
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.solver.problem import Problem, Solution
 from shardwright_search.solver.targets import Target

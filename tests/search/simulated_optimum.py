@@ -14,7 +14,7 @@ from random_requests import FILE, World
 from shardwright_formats.io.table import Table
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.limits import GIB
+from shardwright_formats.types import GIB
 from shardwright_formats.types.model_profile import LayerRow
 from shardwright_search.cost_model.profiles import index_profiles
 from shardwright_search.search import Found, find_best

@@ -8,8 +8,8 @@ from statistics import fmean
 
 import pytest
 
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.io import read_document
+from shardwright_formats.types import Cluster
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
 from shardwright_formats.types.model_profile import read_model_profile
 

@@ -10,10 +10,8 @@ import pytest
 
 from shardwright_estimate.accuracy import SEEN
 from shardwright_formats.command.run import _exit_code
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.plan import Plan, Schedule
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.types import DataParallel, Plan, Recompute, Schedule, SequenceParallel
 from shardwright_models.presets import read_presets
 from shardwright_search.advise.choices import Choice, choice_of, plan_of_choice
 from shardwright_search.advise.question import question_of

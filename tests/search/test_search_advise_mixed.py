@@ -3,9 +3,8 @@
 import pytest
 
 from shardwright_formats.command.run import _exit_code
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.types import Plan
 from shardwright_search.advise.question import question_of
 from shardwright_search.advise.report import mfu
 from shardwright_search.cli import APP

@@ -10,9 +10,8 @@ from middle_problems import middle_problem, solved
 from msgspec.structs import replace
 from random_problems import best_of, random_problem, random_unequal
 
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.certificate import Band, Certificate, ConfigurationProof, MemoryPrice
-from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_formats.io import read_document, write_document
+from shardwright_formats.types import Band, Certificate, ConfigurationProof, MemoryPrice, Plan, Schedule
 from shardwright_search.certificate import check
 from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import GAPS, certified, proof_of

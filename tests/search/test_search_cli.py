@@ -11,10 +11,8 @@ import pytest
 from command_calls import Called
 from command_calls import call as call_app
 
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
-from shardwright_formats.types.strategy import Recompute
+from shardwright_formats.io import read_document, write_document
+from shardwright_formats.types import Plan, Prediction, Recompute
 from shardwright_search.cli import APP
 from shardwright_search.explain.tables import show_rich, table
 

@@ -6,8 +6,8 @@ from interleaved_problems import every_interleaved
 from msgspec.structs import replace
 from random_requests import FILE, World, random_solution, random_world
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Schedule
 from shardwright_search.cost_model import plan as evaluation
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import evaluate

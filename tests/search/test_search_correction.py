@@ -9,14 +9,11 @@ from command_calls import call
 from made_up import make_curve
 from measured import FACTORS, PLAIN, a_plan, measured_as, scaled, three_plans
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, sha256_of_file, write_document
+from shardwright_formats.io import BadInput, read_document, sha256_of_file, write_document
 from shardwright_formats.key import rows_by_key
 from shardwright_formats.types.correction import Correction, Term
 from shardwright_formats.types.hardware_profile import write_hardware_profile
-from shardwright_formats.types.measurement import (
-    Measurement,
-)
+from shardwright_formats.types.measurement import Measurement
 from shardwright_formats.types.model_profile import Quantity, write_model_profile
 from shardwright_formats.types.plan import GradientReduction, Plan
 from shardwright_formats.types.prediction import Prediction, RunnerUp

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from made_up import make_curve
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Table
 from shardwright_formats.key import LayerKey
+from shardwright_formats.types import Strategy
 from shardwright_formats.types.model_profile import FitMode, FitRow, Quantity
-from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost, states_of
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.time_model import TimeModel

@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.model import LayerType
-from shardwright_formats.types.plan import Precision
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
+from shardwright_formats.types import GIB, DataParallel, LayerStrategy, LayerType, Precision, SequenceParallel, Strategy
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.memory import ParameterMemory, parameter_memory
 from shardwright_search.cost_model.plan import evaluate

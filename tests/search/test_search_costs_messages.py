@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
 from shardwright_search.cost_model.collectives import (
     Duration,

@@ -4,8 +4,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from shardwright_formats.types.plan import PipelineStage, Plan
-from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_formats.types import LayerStrategy, PipelineStage, Plan, Strategy
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.difference import difference, memory_changes, plan_differences, time_changes
 

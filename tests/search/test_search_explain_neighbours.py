@@ -7,10 +7,9 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import GIB, DataParallel, Recompute
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import answers_shown
 from shardwright_search.explain.what_if import answer, faster_links, more_memory, more_nodes, neighbours, outlook

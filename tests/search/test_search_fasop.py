@@ -8,7 +8,7 @@ import pytest
 from command_calls import call as call_app
 from msgspec.structs import replace
 
-from shardwright_formats.types.limits import GIB
+from shardwright_formats.types import GIB
 from shardwright_search.cli import APP
 from shardwright_search.fasop.estimate import batches, estimate_of, estimates
 from shardwright_search.fasop.exhaustive import check

@@ -11,14 +11,10 @@ from command_calls import call as call_app
 from made_up import LENGTH, VOCABULARY, make_hardware, make_mixed_cluster, make_model, make_profile, make_request
 from msgspec.structs import replace
 
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.cluster import NodeType
+from shardwright_formats.io import read_document, write_document
+from shardwright_formats.types import GIB, Heads, Model, NodeType, Plan, Prediction, Region
 from shardwright_formats.types.hardware_profile import write_hardware_profile
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.model import Heads, Model, Region
 from shardwright_formats.types.model_profile import write_model_profile
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
 from shardwright_search.cli import APP
 
 call = partial(call_app, APP)

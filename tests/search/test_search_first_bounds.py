@@ -10,8 +10,7 @@ from made_up import make_mixed_cluster, make_request
 from mixed_worlds import mixed_world, profiles_of
 from msgspec.structs import replace
 
-from shardwright_formats.types.cluster import NodeGroup
-from shardwright_formats.types.limits import GIB
+from shardwright_formats.types import GIB, NodeGroup
 from shardwright_search.solver import quick_bounds
 from shardwright_search.solver.quick_bounds import _Least
 from shardwright_search.space import first_bound

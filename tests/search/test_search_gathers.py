@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from shardwright_formats.types.plan import Schedule
-from shardwright_formats.types.strategy import DataParallel
+from shardwright_formats.types import DataParallel, Schedule
 from shardwright_search.cost_model.collectives import Slowdowns
 from shardwright_search.cost_model.layer import Gather, LayerCost
 from shardwright_search.cost_model.memory import ParameterMemory

@@ -6,9 +6,8 @@ from functools import partial
 import pytest
 from command_calls import call as call_app
 
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.io import read_document, write_document
+from shardwright_formats.types import Plan, Prediction
 from shardwright_search import search
 from shardwright_search.cli import APP
 from shardwright_search.commands import grid as command

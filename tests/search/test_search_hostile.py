@@ -22,7 +22,7 @@ def given(tmp_path_factory):
     """A folder with the inputs of every command, and a plan with its prediction."""
     from made_up import make_cluster, make_hardware, make_model, make_profile, make_request
 
-    from shardwright_formats.io.json import write_document
+    from shardwright_formats.io import write_document
     from shardwright_formats.types.hardware_profile import write_hardware_profile
     from shardwright_formats.types.model_profile import write_model_profile
 

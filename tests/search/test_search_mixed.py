@@ -15,11 +15,8 @@ from random_problems import best_of, random_mixed
 from random_requests import random_solution
 
 from shardwright_formats.display.node_types import node_type_uses
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import GIB, Cluster, Model, Plan
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import together
 from shardwright_search.explain.tables import node_types_table

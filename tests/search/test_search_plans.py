@@ -8,12 +8,8 @@ import pytest
 from msgspec.structs import replace
 from plans_by_hand import plans_on
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import DataParallel, Recompute
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import GIB, Cluster, DataParallel, Model, Plan, Recompute
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles

@@ -10,11 +10,8 @@ from msgspec.structs import replace
 from random_problems import best_of, random_problem
 from random_requests import FILE, World, random_world
 
-from shardwright_formats.io.errors import BadInput, RunFailed
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.plan import Schedule
-from shardwright_formats.types.prediction import Prediction
-from shardwright_formats.types.strategy import Recompute
+from shardwright_formats.io import BadInput, RunFailed, read_document
+from shardwright_formats.types import Prediction, Recompute, Schedule
 from shardwright_search import certify as prove
 from shardwright_search.certify import certificate
 from shardwright_search.cli import APP

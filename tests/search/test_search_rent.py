@@ -15,15 +15,11 @@ from made_up import make_hardware, make_mixed_cluster, make_request
 from random_fronts import front_mistakes
 from test_search_mixed import FILE, SLOWNESS, every_plan, profiles_of
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.io.hdf5 import read_profile
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import GIB, Cluster, Plan, Prediction
 from shardwright_formats.types.hardware_profile import write_hardware_profile
-from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model_profile import write_model_profile
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.rent.front import Prices, find_front

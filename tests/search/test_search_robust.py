@@ -9,11 +9,9 @@ import pytest
 from made_up import make_cluster, make_curve, make_hardware, make_model, make_profiles, make_request
 
 from shardwright_formats.key import LayerKey, rows_by_key
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import Cluster, Schedule, Strategy
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_formats.types.model_profile import ModelProfile, Quantity
-from shardwright_formats.types.plan import Schedule
-from shardwright_formats.types.strategy import Strategy
 from shardwright_search import robust as module
 from shardwright_search import search as optimal
 from shardwright_search.commands.prediction import prediction_of_searched

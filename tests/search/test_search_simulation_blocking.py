@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types import Schedule
 from shardwright_search.simulation.simulator import Sends, StageTimes, simulate
 
 F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED_1F1B

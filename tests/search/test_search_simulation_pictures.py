@@ -12,10 +12,8 @@ from command_calls import call as call_app
 
 from shardwright_formats.display.svg import document
 from shardwright_formats.display.timeline import draw_timeline, idle_s
-from shardwright_formats.io.json import write_document
-from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.types.prediction import TimelineEvent
-from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_formats.io import write_document
+from shardwright_formats.types import LayerStrategy, PipelineStage, Plan, Schedule, Strategy, TimelineEvent
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import read_profiles

@@ -8,9 +8,9 @@ import pytest
 from made_up import make_cluster, make_request
 from msgspec.structs import replace
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import GIB
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.plan import evaluate

@@ -17,11 +17,8 @@ from random_requests import random_solution
 from test_search_certificate import some_proof
 
 from shardwright_formats.display.node_types import node_type_uses
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import GIB, Cluster, Model, Plan
 from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import certified
 from shardwright_search.commands.prediction import prediction_of_searched

@@ -10,12 +10,10 @@ from mixed_worlds import MIB, SLOWNESS, profiles_of
 from msgspec.structs import replace
 from test_search_spanning import every_plan
 
-from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.io import read_document, write_document
+from shardwright_formats.types import GIB, Plan, Prediction
 from shardwright_formats.types.hardware_profile import write_hardware_profile
-from shardwright_formats.types.limits import GIB
 from shardwright_formats.types.model_profile import write_model_profile
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.rent.front import find_front

@@ -14,13 +14,9 @@ from plans_by_hand import plans_on
 from random_problems import best_of, random_unequal
 from random_requests import World, random_solution, random_world
 
-from shardwright_formats.io.json import read_document
+from shardwright_formats.io import read_document
 from shardwright_formats.semantics.layout import Layout, sent_numel
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.model import BoundaryTensor, Model
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.types import GIB, BoundaryTensor, Cluster, Model, Plan, Prediction
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.collectives import send_kind_time
 from shardwright_search.cost_model.communication import handover_time

@@ -7,8 +7,7 @@ from command_calls import Called
 from command_calls import call as call_app
 from msgspec.structs import replace
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
+from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
 from shardwright_formats.types.prediction import Prediction
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel

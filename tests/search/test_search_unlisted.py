@@ -9,9 +9,8 @@ from made_up import make_mixed_cluster, make_model, make_request
 from mixed_worlds import profiles_of
 from msgspec.structs import replace
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.strategy import DataParallel
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import GIB, DataParallel
 from shardwright_search.commands.certificate import problems_of
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.explain.wording import plan_summary

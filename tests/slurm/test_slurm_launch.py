@@ -9,7 +9,7 @@ from loopback import COMMAND_S
 from made_up import make_mixed_cluster, make_model
 from msgspec.structs import replace
 
-from shardwright_formats.io.json import write_document
+from shardwright_formats.io import write_document
 from shardwright_search.cli import APP
 from shardwright_search.interop.uniform import uniform_plan
 from shardwright_search.options import UniformRequest

@@ -10,8 +10,8 @@ from tiny_models import CONFIGS, LAYERS, tiny
 
 import shardwright_models
 import shardwright_train
-from shardwright_formats.io.json import write_document
-from shardwright_formats.types.plan import Plans
+from shardwright_formats.io import write_document
+from shardwright_formats.types import Plans
 from shardwright_models.description import model_of_config
 
 PLANS = 8

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io import BadInput, RunFailed
 from shardwright_train.parallel.channel import Channel, GroupChannel
 from shardwright_train.parallel.world import joined_world
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from tiny_models import batch_of, engine_of
 
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.plan import Plan, Plans
+from shardwright_formats.io import read_document
+from shardwright_formats.types import Plan, Plans
 from shardwright_train.checkpoints.folders import folder_of_step
 from shardwright_train.checkpoints.record import Identity, run_identity, start
 from shardwright_train.checkpoints.saver import Saver

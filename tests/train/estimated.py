@@ -7,9 +7,8 @@ from command_calls import call
 
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.command import CommandLine
-from shardwright_formats.io.json import write_document
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import Recompute, SequenceParallel
+from shardwright_formats.io import write_document
+from shardwright_formats.types import Plan, Recompute, SequenceParallel
 from shardwright_profile.cli import APP as PROFILE
 from shardwright_search.cli import APP as SEARCH
 

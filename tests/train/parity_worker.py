@@ -18,9 +18,9 @@ import torch.distributed as dist
 from tiny_models import batch_of, engine_of, initial_stock, made_by_first, stock_logits
 from torch import Tensor, nn
 
-from shardwright_formats.io.json import read_document
+from shardwright_formats.io import read_document
 from shardwright_formats.semantics.layout import parameter_box
-from shardwright_formats.types.plan import Plan, Plans
+from shardwright_formats.types import Plan, Plans
 from shardwright_train.data.boundaries import Boundaries
 from shardwright_train.data.packing import with_boundaries
 from shardwright_train.data.share import Batch

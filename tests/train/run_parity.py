@@ -15,8 +15,8 @@ from pathlib import Path
 from random_plans import UNEVEN, random_plan, uneven_plan
 from tiny_models import CONFIGS, tiny
 
-from shardwright_formats.io.json import write_document
-from shardwright_formats.types.plan import Plan, Plans
+from shardwright_formats.io import write_document
+from shardwright_formats.types import Plan, Plans
 from shardwright_launch.ranks import launch
 
 __all__ = ["TOLERANCE", "Start", "compare", "launched"]

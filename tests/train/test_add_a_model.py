@@ -12,9 +12,8 @@ import pytest
 
 import shardwright_models
 import shardwright_train
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.plan import Plans
-from shardwright_formats.types.strategy import Recompute, SequenceParallel
+from shardwright_formats.io import read_document
+from shardwright_formats.types import Plans, Recompute, SequenceParallel
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
 MOST_LINES = 60

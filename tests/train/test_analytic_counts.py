@@ -8,8 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright_estimate.layers import Machine, estimate_layer
 from shardwright_estimate.messages import Link
-from shardwright_formats.types.plan import Attention, Precision
-from shardwright_formats.types.strategy import LayerStrategy
+from shardwright_formats.types import Attention, LayerStrategy, Precision
 from shardwright_train.models.describe import describe_folder
 
 SAMPLES, LENGTH = 3, 96

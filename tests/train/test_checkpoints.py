@@ -13,7 +13,7 @@ import pytest
 import torch
 from saved_steps import IDENTITY, progress_of, saved_steps, saver_of, tensors_of
 
-from shardwright_formats.io.errors import BadInput, OutOfMemory, RunFailed, ShardwrightError, Stopped, system_fault
+from shardwright_formats.io import BadInput, OutOfMemory, RunFailed, ShardwrightError, Stopped, system_fault
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
 from shardwright_train.checkpoints import saver as saving

@@ -9,7 +9,7 @@ import torch
 from test_data_sampling import LENGTH, _written
 from tiny_models import tiny
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_train.data.blend import BLEND, open_data
 from shardwright_train.data.boundaries import Boundaries
 from shardwright_train.data.objectives import Causal, TextBatches

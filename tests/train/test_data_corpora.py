@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_train.data import encoding, prepare, unfinished
 from shardwright_train.data.corpora.files import Files
 from shardwright_train.data.corpora.open import Source, open_corpus

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_train.data.images import ImageForm, Images, open_images
 from shardwright_train.data.share import Share
 from shardwright_train.data.split import Fractions, Part, Split

@@ -9,8 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.io import BadInput, sha256_of_file
 from shardwright_train.data.description import END_OF_TEXT, DataFolder
 from shardwright_train.data.prepare import prepare
 from shardwright_train.data.sampling import open_samples

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_train.data.read_ahead import read_ahead
 
 

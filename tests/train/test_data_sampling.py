@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import write_document
+from shardwright_formats.io import BadInput, write_document
 from shardwright_train.data.description import DataFolder, PreparedData
 from shardwright_train.data.sampling import Samples, open_samples
 from shardwright_train.data.split import Fractions, Part, Split

@@ -9,7 +9,7 @@ from test_data_sampling import _written
 from tiny_models import tiny
 from tokenizers import Tokenizer, models
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_train.data.boundaries import Boundaries
 from shardwright_train.data.description import DataFolder
 from shardwright_train.data.objectives import Prefix, TextBatches

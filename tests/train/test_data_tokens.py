@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_train.data.token_index import open_index, write_index
 from shardwright_train.data.tokens import read_tokens, token_dtype, write_tokens
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright_formats.io.errors import RunFailed
-from shardwright_formats.types.plan import Schedule
-from shardwright_formats.types.strategy import SequenceParallel
+from shardwright_formats.io import RunFailed
+from shardwright_formats.types import Schedule, SequenceParallel
 from shardwright_train.parallel.world import World
 
 ROOT = Path(__file__).parents[2]

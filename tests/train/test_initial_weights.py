@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright_formats.semantics.layout import parameter_box
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types import DataParallel, Plan, Recompute, SequenceParallel
 from shardwright_train.models import initial_weights
 from shardwright_train.models.initial_weights import (
     Constant,

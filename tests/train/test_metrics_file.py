@@ -7,7 +7,7 @@ import pytest
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.types.run import StepMetrics
+from shardwright_formats.types import StepMetrics
 from shardwright_train.parallel.world import World
 from shardwright_train.training.metrics import METRICS, Metrics
 

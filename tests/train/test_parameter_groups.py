@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tiny_models import CONFIGS, stock_model, tiny
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Model
 from shardwright_train.engine.parameter_groups import LearningRateFactor, ParameterGroup, check_patterns, group_of
 from shardwright_train.models.registry import family_named
 
@@ -52,7 +52,7 @@ def test_parameters_are_named_as_in_the_stock_model(model: Model) -> None:
 def test_a_pattern_of_no_parameter_is_refused_before_anything_starts(tmp_path: Path) -> None:
     from random_plans import random_plan
 
-    from shardwright_formats.io.json import write_document
+    from shardwright_formats.io import write_document
     from shardwright_train.commands.run import start_run
     from shardwright_train.options import RunOptions
 

@@ -16,7 +16,7 @@ from forked_ranks import run_worker
 from random_plans import bare_plan, random_plan, uneven_plan
 from tiny_models import tiny
 
-from shardwright_formats.io.json import write_document
+from shardwright_formats.io import write_document
 from shardwright_formats.semantics.group_names import described_ranks
 from shardwright_formats.semantics.process_groups import (
     EDGE_CHANNELS,
@@ -25,7 +25,7 @@ from shardwright_formats.semantics.process_groups import (
     communicators,
     process_groups,
 )
-from shardwright_formats.types.plan import Plan, Plans
+from shardwright_formats.types import Plan, Plans
 from shardwright_launch.heartbeat import RankFiles
 from shardwright_train.parallel import world as world_module
 from shardwright_train.parallel.process_groups import Groups

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from command_calls import call
 
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import read_document
+from shardwright_formats.types import Model
 from shardwright_train.cli import APP
 
 Config = dict[str, Any]

@@ -11,7 +11,7 @@ from command_calls import call
 from tiny_models import CONFIGS, SEQUENCE_LENGTH, tiny
 from torch import Tensor
 
-from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io import BadInput, RunFailed
 from shardwright_train.cli import APP
 from shardwright_train.data.objectives import Masked, TextBatches
 from shardwright_train.data.sampling import Samples

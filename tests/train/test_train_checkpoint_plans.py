@@ -9,8 +9,7 @@ from random_plans import random_plan
 from run_resumes import TOLERANCE, resumed, saved
 from tiny_models import tiny
 
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
+from shardwright_formats.types import DataParallel, LayerStrategy, Plan, SequenceParallel, Strategy
 
 
 def plan_of(name: str, **sharding: object) -> Plan:

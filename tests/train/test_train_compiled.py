@@ -12,9 +12,8 @@ from test_train_saved_bytes import HIDDEN, RANKS, SAMPLES, plan_of
 from tiny_models import SEQUENCE_LENGTH, batch_of, engine_of, tiny
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import LayerStrategy, Plan, Recompute, SequenceParallel, Strategy
 from shardwright_train.models.attention_kernels import check_kernels
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel import compiling

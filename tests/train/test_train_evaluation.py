@@ -9,10 +9,8 @@ from forked_ranks import run_worker
 from random_plans import bare_plan, random_plan, uneven_plan
 from tiny_models import CONFIGS, tiny
 
-from shardwright_formats.io.json import write_document
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan, Plans, Schedule
-from shardwright_formats.types.strategy import DataParallel
+from shardwright_formats.io import write_document
+from shardwright_formats.types import DataParallel, Model, Plan, Plans, Schedule
 
 TOLERANCE = 1e-10
 _DROPOUT = {

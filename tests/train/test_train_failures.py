@@ -20,7 +20,7 @@ from tiny_models import tiny
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright_formats.io.json import write_document
+from shardwright_formats.io import write_document
 from shardwright_launch.heartbeat import RankFiles
 from shardwright_train import cli
 from shardwright_train.commands import measure

@@ -21,9 +21,8 @@ from transformers.models.cohere.modeling_cohere import CohereAttention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama as llama
 
-from shardwright_formats.io.json import write_document
-from shardwright_formats.types.plan import Plan, Plans
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.io import write_document
+from shardwright_formats.types import DataParallel, LayerStrategy, Plan, Plans, Recompute, SequenceParallel, Strategy
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.fused import fuse, fusible
 

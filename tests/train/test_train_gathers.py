@@ -7,8 +7,7 @@ import pytest
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.types.plan import Plan, Schedule
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Strategy
+from shardwright_formats.types import DataParallel, LayerStrategy, Plan, Schedule, Strategy
 from shardwright_train.dry_run import simulated_step
 from shardwright_train.engine.engine import Engine
 from shardwright_train.models.registry import family_named

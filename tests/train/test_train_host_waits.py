@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types import Plan
 from shardwright_train.engine.engine import build_engine
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.process_groups import Groups

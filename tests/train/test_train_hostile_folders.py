@@ -10,8 +10,8 @@ from forked_command import Command, forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import read_document, write_document
+from shardwright_formats.types import Plan
 from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes

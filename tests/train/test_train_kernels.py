@@ -16,11 +16,8 @@ from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 from torch import Tensor
 from transformers.integrations import flash_attention
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.plan import Attention, Plan, Plans, Precision
-from shardwright_formats.types.strategy import SequenceParallel, Strategy
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types import Attention, Measurement, Plan, Plans, Precision, SequenceParallel, Strategy
 from shardwright_train.cli import APP
 from shardwright_train.models import attention_kernels as kernels
 from shardwright_train.models import support

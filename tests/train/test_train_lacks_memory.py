@@ -11,9 +11,8 @@ from forked_command import Fault, forked_command
 from random_plans import random_plan
 from tiny_models import LAYERS, SEQUENCE_LENGTH, tiny
 
-from shardwright_formats.io.json import write_document
-from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.types.prediction import Estimate, Prediction, RunnerUp, StagePrediction
+from shardwright_formats.io import write_document
+from shardwright_formats.types import Estimate, PipelineStage, Plan, Prediction, RunnerUp, Schedule, StagePrediction
 from shardwright_train.data.prepare import prepare
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.process_groups import Groups

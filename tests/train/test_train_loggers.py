@@ -13,10 +13,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.layout_pb2 import Layout
 from tiny_models import tiny
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.prediction import Prediction
-from shardwright_formats.types.run import Evaluation, StepMetrics
+from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.types import Evaluation, Prediction, StepMetrics
 from shardwright_train.commands import run as run_command
 from shardwright_train.options import RunOptions
 from shardwright_train.training.loggers import Loggers, RunNames, open_loggers, scalars

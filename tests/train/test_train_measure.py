@@ -11,8 +11,7 @@ from forked_command import forked_command
 from random_plans import cluster_of
 from tiny_models import tiny
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.semantics.chunks import stage_actions
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule

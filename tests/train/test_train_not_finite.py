@@ -9,9 +9,8 @@ from forked_command import Fault, forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io.json import write_document
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright_formats.io import write_document
+from shardwright_formats.types import DataParallel, LayerStrategy, Plan, Recompute, Strategy
 from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
 

@@ -12,10 +12,8 @@ from random_plans import random_plan
 from tiny_models import tiny
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwright_formats.io.errors import BadInput, OutOfMemory
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.plan import Plan, Plans
+from shardwright_formats.io import BadInput, OutOfMemory, read_document, write_document
+from shardwright_formats.types import Measurement, Plan, Plans
 from shardwright_launch.failure_report import NodeReport, RankState, failure_report
 from shardwright_launch.heartbeat import Asked, RankError, Step
 from shardwright_launch.ranks import EXPANDABLE, _environment

@@ -18,11 +18,8 @@ from test_train_searched_plan import DEVICES, PLAIN
 from tiny_models import tiny
 
 from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io.errors import BadInput, RunFailed
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.run import RunResult
+from shardwright_formats.io import BadInput, RunFailed, read_document, write_document
+from shardwright_formats.types import Cluster, NodeGroup, NodeType, Plan, RunResult
 from shardwright_launch.nodes import Nodes
 from shardwright_profile.cli import APP as PROFILE
 from shardwright_search.cli import APP as SEARCH

@@ -7,7 +7,7 @@ import torch
 from tiny_models import SEQUENCE_LENGTH, stock_model, tiny
 from torch import Tensor
 
-from shardwright_formats.types.model import Model
+from shardwright_formats.types import Model
 from shardwright_train.models.registry import family_named
 
 # Below and over the length of pretraining, where a kind tells them apart.

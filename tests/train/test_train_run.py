@@ -13,9 +13,8 @@ from forked_command import Command, forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.run import RunResult, StopNote
+from shardwright_formats.io import read_document, write_document
+from shardwright_formats.types import Plan, RunResult, StopNote
 from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
 from shardwright_train.training.stopping import Grace

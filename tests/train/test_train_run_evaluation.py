@@ -9,10 +9,8 @@ from forked_ranks import run_worker
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.run import RunResult
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types import Plan, RunResult
 from shardwright_train.checkpoints.folders import complete_checkpoints, folder_of_run, prune
 from shardwright_train.checkpoints.record import Best
 from shardwright_train.commands.run import start_run
@@ -108,7 +106,7 @@ def test_the_best_checkpoint_is_kept_and_named_and_outlives_a_resume(
 
 
 def test_of_equal_losses_the_first_is_the_best_and_the_worse_change_nothing() -> None:
-    from shardwright_formats.types.run import Evaluation
+    from shardwright_formats.types import Evaluation
     from shardwright_train.training.evaluation import ValidationData
 
     class Anything:

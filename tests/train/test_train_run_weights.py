@@ -16,9 +16,8 @@ from tiny_models import tiny
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.run import BestCheckpoint, RunResult
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types import BestCheckpoint, RunResult
 from shardwright_train.commands.documents import convert
 from shardwright_train.commands.run import start_run
 from shardwright_train.data.prepare import prepare

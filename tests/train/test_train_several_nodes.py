@@ -14,11 +14,8 @@ from launchers import Place, by_address, by_slurm, free_port
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.cluster import Cluster, NodeGroup
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.run import RunResult
+from shardwright_formats.io import read_document, write_document
+from shardwright_formats.types import Cluster, Measurement, NodeGroup, Plan, RunResult
 from shardwright_launch import accelerator
 from shardwright_train.cli import APP
 from shardwright_train.data.prepare import prepare

@@ -13,8 +13,8 @@ from random_plans import random_plan
 from strangers import LOOPBACK, listeners, molest
 from tiny_models import tiny
 
-from shardwright_formats.io.json import write_document
-from shardwright_formats.types.cluster import Cluster, NodeGroup
+from shardwright_formats.io import write_document
+from shardwright_formats.types import Cluster, NodeGroup
 from shardwright_train.data.prepare import prepare
 
 IN_STEPS_S = 90.0

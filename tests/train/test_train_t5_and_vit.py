@@ -10,10 +10,8 @@ from command_calls import call
 from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 from torch import Tensor
 
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import misfit
-from shardwright_formats.types.strategy import SequenceParallel, Strategy
+from shardwright_formats.io import read_document
+from shardwright_formats.types import EMBEDDING, HEAD, Model, SequenceParallel, Strategy, misfit
 from shardwright_train.cli import APP
 from shardwright_train.data.objectives import Text
 from shardwright_train.models.registry import family_named

@@ -8,7 +8,7 @@ from forked_command import forked_command
 from random_plans import cluster_of
 from tiny_models import tiny
 
-from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.io import read_document, write_document
 from shardwright_formats.types.measurement import Measurement, PassTime, PlanMeasurement
 from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Strategy

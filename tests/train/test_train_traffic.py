@@ -12,7 +12,7 @@ from command_calls import call
 from random_plans import bare_plan, cluster_of, precision_of, random_plan, uneven_plan
 from tiny_models import tiny
 
-from shardwright_formats.io.json import write_document
+from shardwright_formats.io import write_document
 from shardwright_formats.semantics.chunks import gathers_spared
 from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.semantics.process_groups import communicator_bytes, communicators

@@ -10,10 +10,10 @@ from forked_ranks import run_worker
 from random_plans import random_plan, uneven_plan
 from tiny_models import tiny
 
-from shardwright_formats.io.json import write_document
+from shardwright_formats.io import write_document
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.plan import Plan, Plans, Schedule
+from shardwright_formats.types import Plan, Plans, Schedule
 from shardwright_train.pipeline.alone import until_fullest
 
 DROPS = tiny("gpt2", embd_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1)

@@ -12,9 +12,8 @@ from command_calls import call
 from random_plans import on_devices
 from tiny_models import CONFIGS, stock_model, tiny
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.types import Plan
 from shardwright_train.cli import APP
 from shardwright_train.models.registry import family_named
 from shardwright_train.training.metrics import model_flops_utilization, peak_flops_per_s

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from tiny_models import CONFIGS, batch_of, stock_logits, stock_model, tiny
 from torch import Tensor, nn
 
-from shardwright_formats.io.json import write_document
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan, Plans
+from shardwright_formats.io import write_document
+from shardwright_formats.types import Model, Plan, Plans
 from shardwright_train.checkpoints.folders import complete_checkpoints
 from shardwright_train.options import ConvertOptions
 from shardwright_train.weights.export import export

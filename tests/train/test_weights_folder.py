@@ -13,7 +13,7 @@ from test_weights import published
 from tiny_models import tiny
 from torch import Tensor
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_train.models.registry import family_named
 from shardwright_train.weights.agreement import Agreement, agree
 from shardwright_train.weights.reading import Weights

@@ -13,8 +13,8 @@ from forked_ranks import run_worker
 from random_plans import uneven_plan
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
-from shardwright_formats.io.json import write_document
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import write_document
+from shardwright_formats.types import Plan
 from shardwright_train.commands.documents import convert
 from shardwright_train.data.prepare import prepare
 from shardwright_train.models.description import describe

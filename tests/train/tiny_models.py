@@ -16,8 +16,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types import Model, Plan
 from shardwright_train.data.share import Batch
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters

@@ -12,8 +12,8 @@ from parity_worker import SETTINGS, Reference, batches, worst
 from tiny_models import made_by_first, stock_model
 from torch import Tensor, nn
 
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.plan import Plan, Plans
+from shardwright_formats.io import read_document
+from shardwright_formats.types import Plan, Plans
 from shardwright_train.checkpoints.record import run_identity
 from shardwright_train.checkpoints.tensors import read_tensors
 from shardwright_train.engine.engine import Engine, build_engine

@@ -5,17 +5,11 @@ from pathlib import Path
 
 import msgspec
 
-from shardwright_formats.io.json import write_document
+from shardwright_formats.io import write_document
 from shardwright_formats.semantics.chunks import stage_actions
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
-from shardwright_formats.types.measurement import (
-    Measurement,
-    PassTime,
-    PlanMeasurement,
-    RankMeasurement,
-    RankMemory,
-)
+from shardwright_formats.types.measurement import Measurement, PassTime, PlanMeasurement, RankMeasurement, RankMemory
 from shardwright_formats.types.model import LayerType, Model, Parameter
 from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
 from shardwright_formats.types.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent

@@ -14,9 +14,8 @@ from snakemake_executor_plugin_slurm.validation import validate_slurm_extra
 from configuration import load_workflow
 from configuration_checks import check_model_keys
 from configuration_files import read_yaml
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import Document
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.io import BadInput, Document
+from shardwright_formats.types import Cluster
 from slurm_jobs import job_resources
 
 ROOT = Path(__file__).parents[2]

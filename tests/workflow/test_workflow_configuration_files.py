@@ -3,7 +3,7 @@
 import pytest
 
 from configuration_files import read_yaml
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 
 
 def _tenfold(first, each):

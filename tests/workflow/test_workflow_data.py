@@ -8,8 +8,7 @@ from test_workflow_chain import _of, _options
 from test_workflow_configuration import DEFAULT, ROOT, _load
 
 from configuration import load_workflow
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
+from shardwright_formats.io import BadInput, read_document
 from shardwright_train.data.blend import BlendedData
 
 OTHER = {"text": "/texts/other.jsonl", "vocab_size": 300}

@@ -16,11 +16,8 @@ from sample_results import a_plan, write_sample_results
 from configuration import load_workflow
 from front_table import front_markdown
 from grids import GridFile, read_grids
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.plan import Plans
-from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types import Cluster, Plans, Prediction
 from shardwright_search.cli import APP
 from shardwright_search.rent.table import Status, SubClusterRow, csv_of
 from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers

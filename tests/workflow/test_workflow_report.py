@@ -21,9 +21,8 @@ from loss_picture import draw_loss, draw_step_times
 from report_numbers import numbers
 from results import evaluation_text, layers_text, read_profile, read_run, read_search
 from shardwright_formats.display.svg import bar, document, picture
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.strategy import Recompute
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Cluster, NodeGroup, NodeType, Recompute
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 1024 * 1024

@@ -11,7 +11,7 @@ import yaml
 
 from configuration import load_workflow
 from configuration_types import DECIDED, Configuration, components
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from slurm_jobs import job_resources
 
 ROOT = Path(__file__).parents[2]

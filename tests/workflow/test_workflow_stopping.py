@@ -6,10 +6,8 @@ import msgspec
 import pytest
 from sample_results import write_sample_results
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types import Plan, Prediction
 from stopping import SAVE_BYTES_PER_S, START_S, signal_lead_s
 
 

@@ -18,7 +18,7 @@ from configuration_files import check_configurations  # noqa: E402
 from slurm_jobs import job_resources  # noqa: E402
 from slurm_states import know_heterogeneous_jobs  # noqa: E402
 from stopping import signal_lead_s  # noqa: E402
-from shardwright_formats.io.errors import one_line_errors  # noqa: E402
+from shardwright_formats.io import one_line_errors  # noqa: E402
 
 if not workflow.overwrite_configfiles:
     with one_line_errors():

@@ -6,7 +6,7 @@ from html import escape
 from results import Comparison, SearchOutcome, plan_text, ratio_text, shape_text
 from shardwright_formats.display.node_types import NodeTypeUse, binding, node_type_uses
 from shardwright_formats.display.units import bytes_text, seconds_text, usd_text
-from shardwright_formats.types.plan import Plan, Schedule
+from shardwright_formats.types import Plan, Schedule
 from shardwright_search.explain.binding import step_parts
 
 _KINDS = ("analytic", "assumed", "absent")

@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 
 from results import shape_text
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import read_document
+from shardwright_formats.types import Plan
 from shardwright_search.rent.table import Status
 
 _HEAD = ("nodes", "step, closed form", "simulated", "samples/s", "USD an hour", "USD a thousand steps", "plan")

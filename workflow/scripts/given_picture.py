@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_bytes
+from shardwright_formats.io import BadInput, read_bytes
 
 _SVG = "http://www.w3.org/2000/svg"
 _DRAWN = {"svg", "g", "defs", "pattern", "title", "rect", "line", "polyline", "polygon", "circle", "path", "text"}

@@ -18,11 +18,8 @@ from grid_picture import draw_grid
 from results import layers_text
 from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run
 from shardwright_formats.display.svg import document
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path, read_document, write_bytes, write_document
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.plan import Plan, Plans
-from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.io import BadInput, atomic_path, read_document, write_bytes, write_document
+from shardwright_formats.types import Measurement, Plan, Plans, Prediction
 from shardwright_search.space.grid import Grid, GridAnswers
 from shardwright_search.space.request import Space
 

@@ -3,7 +3,7 @@
 from shardwright_formats.display.chart import bytes_axis
 from shardwright_formats.display.svg import PALETTE, WIDTH, bar, element, legend, line, picture, text
 from shardwright_formats.display.units import bytes_text
-from shardwright_formats.types.prediction import Estimate
+from shardwright_formats.types import Estimate
 
 _LEFT, _RIGHT, _TOP, _ROW, _GAP = 76.0, 84.0, 22.0, 28.0, 10.0
 

@@ -4,9 +4,7 @@ from collections.abc import Iterable
 
 from results import strategy_text
 from shardwright_formats.display.svg import PALETTE, WIDTH, bar, element, legend, line, picture, text
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, LayerStrategy, Plan, Recompute, Strategy
 
 _LEFT, _ROW, _GAP = 150.0, 46.0, 8.0
 _WORD = 30.0

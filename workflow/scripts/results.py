@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_bytes, read_document
+from shardwright_formats.io import BadInput, read_bytes, read_document
 from shardwright_formats.types.correction import Correction
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement
 from shardwright_formats.types.model_profile import ModelProfile, read_model_profile

@@ -15,8 +15,8 @@ from report_numbers import numbers
 from results import RunOutcome, SearchOutcome, read_profile, read_run, read_search
 from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run, show
 from shardwright_formats.display.svg import document
-from shardwright_formats.io.json import read_document, write_bytes
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import read_document, write_bytes
+from shardwright_formats.types import Plan
 from summary import summary
 
 

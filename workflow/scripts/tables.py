@@ -7,7 +7,7 @@ from statistics import median
 
 from results import Comparison, plan_text, ratio_text
 from shardwright_formats.display.units import bytes_text, seconds_text
-from shardwright_formats.types.correction import Correction
+from shardwright_formats.types import Correction
 from shardwright_formats.types.model_profile import ModelProfile
 
 _COMPARED = ("step, predicted", "measured", "ratio", "at equal speed", "memory, predicted", "measured", "ratio")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from accuracy_parts.public.runs import GIB, Machine, Run, rows_of
 
-from shardwright_formats.types.strategy import DataParallel, Recompute
+from shardwright_formats.types import DataParallel, Recompute
 
 _COLUMNS = ("layers", "hidden", "heads", "vocab", "seq_len", "zero_stage", "dp", "tp", "pp", "micro_batch", "optimizer")
 _UNUSED = ("layers_not_given", "tflops_before_recount", "dp*tp*pp!=gpus", "sec_and_tflops_columns")

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from accuracy_parts.public.runs import GIB, Machine, Run, rows_of
 
-from shardwright_formats.types.plan import GradientReduction
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types import DataParallel, GradientReduction, Recompute, SequenceParallel
 
 _LLAMA3_8B = {
     "model_type": "llama",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accuracy_parts.public.runs import GIB, Machine, Run, rows_of
 
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types import DataParallel, Recompute, SequenceParallel
 
 _COLUMNS = ("model", "layers", "hidden", "gpus", "dp", "tp", "pp", "zero_stage", "micro_batch", "grad_acc", "status")
 _MAX_DEVICES = 128

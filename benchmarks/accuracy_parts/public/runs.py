@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.plan import GradientReduction
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import DataParallel, GradientReduction, Recompute, SequenceParallel
 
 __all__ = ["GIB", "Machine", "Run", "rows_of"]
 

@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import Value, first_odd, read_bytes
-from shardwright_formats.types.limits import NonNegativeNumber, PositiveBytes, Rate, whole
+from shardwright_formats.io import BadInput, Value, first_odd, read_bytes
+from shardwright_formats.types import NonNegativeNumber, PositiveBytes, Rate, whole
 
 _MAX_BYTES = 2**20
 _Text = Annotated[str, Meta(min_length=1)]

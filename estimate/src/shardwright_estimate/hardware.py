@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
 from shardwright_estimate.overlap import Overlap, overlap_rows
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Table
 from shardwright_formats.semantics.groups import ranks_on_nodes
 from shardwright_formats.semantics.sweep_plan import SizeRange, messages_alike
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import MAX_DEVICES, Cluster
 from shardwright_formats.types.hardware_profile import (
     Collective,
     CollectiveKey,
@@ -24,7 +24,6 @@ from shardwright_formats.types.hardware_profile import (
     RateRow,
     RepeatRow,
 )
-from shardwright_formats.types.limits import MAX_DEVICES
 
 _OPTION = "--inter-node-gbit-s"
 _GIGABIT = 1e9 / 8

@@ -9,7 +9,7 @@ from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
 from shardwright_estimate.overlap import Overlap
 from shardwright_estimate.rates import TYPICAL_PRODUCT, Efficiencies, Rates, matrix_efficiency
 from shardwright_formats.semantics.process_groups import COMMUNICATOR_BYTES
-from shardwright_formats.types.limits import MAX_DEVICES
+from shardwright_formats.types import MAX_DEVICES
 
 SEEN_ERROR = (
     "seen against 272 measured layer times of FASOP (A100, A10) and Sailor (V100, A100, GH200): "

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source
 from shardwright_formats.semantics.sweep_plan import overlap_keys
 from shardwright_formats.types.hardware_profile import CollectiveKey, OverlapRow

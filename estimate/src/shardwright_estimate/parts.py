@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.communication import LOSS_ELEMENTS
-from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Region
+from shardwright_formats.types import EMBEDDING, HEAD, LayerType, Model, Region
 from shardwright_models.facts import Mask
 from shardwright_models.registry import facts_of
 

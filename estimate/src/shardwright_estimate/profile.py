@@ -18,7 +18,7 @@ from shardwright_estimate.notes import Process, hardware_notes, model_notes
 from shardwright_estimate.overlap import Overlap
 from shardwright_estimate.rates import Efficiencies, Rates, link_of, machine_of, matrix_efficiency
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Sourced, Table
 from shardwright_formats.io.versions import versions_text

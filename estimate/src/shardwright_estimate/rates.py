@@ -5,7 +5,7 @@ from typing import NamedTuple
 from shardwright_estimate.devices import Device, DeviceTable, device_named
 from shardwright_estimate.layers import Machine
 from shardwright_estimate.messages import STEP_S, Link
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 
 TYPICAL_PRODUCT = 0.85
 """A large product over the best one: 0.8 to 0.9 (compute/accelerator/benchmarks beside the table of best products)."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shardwright_formats.io.json import Document, Value
+from shardwright_formats.io import Document, Value
 from shardwright_formats.types.limits import Count
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import Attention, Precision, misfit

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Cluster
 
 CPU = "cpu"
 """PyTorch's name of the device type of a node's processors."""

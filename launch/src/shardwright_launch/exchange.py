@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 
-from shardwright_formats.io.errors import RunFailed, Stopped
+from shardwright_formats.io import RunFailed, Stopped
 from shardwright_launch.failure_report import NodeReport, shifted
 from shardwright_launch.heartbeat import START_UP_S
 from shardwright_launch.meeting import ANSWER_S, REMEDY, Place, admit, call, framed, place_of, read_frame

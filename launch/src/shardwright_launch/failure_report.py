@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from shardwright_formats.io.errors import OutOfMemory, RunFailed, Stopped
+from shardwright_formats.io import OutOfMemory, RunFailed, Stopped
 from shardwright_launch.collectives import RankCollectives, first_missing
 from shardwright_launch.heartbeat import RankError, Step
 

@@ -21,8 +21,7 @@ from typing import TypeGuard
 
 import msgspec
 
-from shardwright_formats.io.errors import OutOfMemory, RunFailed, ShardwrightError, system_fault
-from shardwright_formats.io.json import write_bytes
+from shardwright_formats.io import OutOfMemory, RunFailed, ShardwrightError, system_fault, write_bytes
 from shardwright_launch.collectives import RankCollectives, collectives_of
 from shardwright_launch.signals import outlive_terminal
 

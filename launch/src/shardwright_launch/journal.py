@@ -8,8 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import Value, canonical_json
+from shardwright_formats.io import BadInput, Value, canonical_json
 
 _VERSION = 1
 

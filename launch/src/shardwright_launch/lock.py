@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import Value
+from shardwright_formats.io import BadInput, Value
 from shardwright_launch.nodes import Nodes
 
 _MAX_WHO_BYTES = 300

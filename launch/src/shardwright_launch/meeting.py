@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_launch.interfaces import means_loopback
 from shardwright_launch.nodes import Address, Meeting, Nodes
 

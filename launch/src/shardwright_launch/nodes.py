@@ -14,9 +14,8 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta
 
 from shardwright_formats.command import Options
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.limits import Count
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Cluster, Count
 from shardwright_launch.interfaces import name_for_others
 
 _MAX_PORT = 65535

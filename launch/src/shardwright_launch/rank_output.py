@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from shardwright_formats.io.errors import BadInput, system_fault
+from shardwright_formats.io import BadInput, system_fault
 
 LAST_LINES = 10
 """Number of the last lines of a failed rank that are shown once more."""

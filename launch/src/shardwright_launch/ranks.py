@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import msgspec
 
-from shardwright_formats.io.errors import RanksLost, RunFailed
+from shardwright_formats.io import RanksLost, RunFailed
 from shardwright_launch.exchange import Exchange, exchange
 from shardwright_launch.failure_report import NodeReport, RankState, failure_report
 from shardwright_launch.heartbeat import COLLECTIVES_SIGNAL, STACKS_SIGNAL, START_UP_S, RankFiles

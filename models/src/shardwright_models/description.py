@@ -8,7 +8,7 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.types.limits import MAX_LAYERS
 from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_models.facts import Config, Family

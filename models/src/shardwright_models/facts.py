@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from shardwright_formats.types.model import Parameter
+from shardwright_formats.types import Parameter
 
 Config = Mapping[str, Any]
 """The keys of a config.json; once `configured` has read it, also those that are absent, and under the usual names."""

@@ -7,7 +7,7 @@ of what it ends with, and the vocabulary.
 from collections.abc import Iterator
 from typing import Literal
 
-from shardwright_formats.types.model import Parameter
+from shardwright_formats.types import Parameter
 from shardwright_models.facts import Config
 
 Parameters = Iterator[Parameter]

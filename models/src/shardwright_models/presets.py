@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.io.json import Value
-from shardwright_formats.types.limits import Tokens
+from shardwright_formats.io import Value
+from shardwright_formats.types import Tokens
 
 
 class Preset(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

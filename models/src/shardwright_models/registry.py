@@ -1,7 +1,7 @@
 """A registry of all families, keyed by the `model_type` of their config.json."""
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Model
 from shardwright_models.facts import Family
 from shardwright_models.families.bert import BERT
 from shardwright_models.families.gpt2 import GPT2

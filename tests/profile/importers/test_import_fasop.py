@@ -3,7 +3,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
 from shardwright_formats.types.model_profile import read_model_profile
 from shardwright_profile.importers.fasop import (
@@ -157,7 +157,7 @@ def test_impossible_constants_are_one_clear_line(tmp_path, text, problem):
 
 
 def test_the_commands_write_what_can_be_read(command, tmp_path, make_model):
-    from shardwright_formats.io.json import write_document
+    from shardwright_formats.io import write_document
 
     write_document(tmp_path / "model.json", make_model(sequence_length=1024))
     of = ("--constants", str(CONSTANTS), "--gpu", "A10", "--device", "A10")

@@ -1,7 +1,7 @@
 import pytest
 
+from shardwright_formats.types import SequenceParallel
 from shardwright_formats.types.model_profile import read_model_profile, write_model_profile
-from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_profile.importers.flat_model import FlatType
 from shardwright_profile.importers.galvatron.model_profile import import_galvatron
 

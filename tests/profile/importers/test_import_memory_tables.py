@@ -2,11 +2,9 @@
 
 import pytest
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.types import Model, SequenceParallel
 from shardwright_formats.types.model_profile import read_model_profile
-from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_profile.importers.flat_model import FlatType
 from shardwright_profile.importers.galvatron.model_profile import import_galvatron
 

@@ -3,9 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types import Model
 from shardwright_formats.types.model_profile import read_model_profile
 from shardwright_profile.importers.flat_model import FlatType, parse_type
 from shardwright_profile.importers.galvatron.keys import read_computation

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from shardwright_formats.types.plan import Plan, Precision
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types import DataParallel, Plan, Precision, Recompute, SequenceParallel
 from shardwright_search.interop.galvatron import plan_of_galvatron
 from shardwright_search.interop.galvatron_file import read_galvatron
 from shardwright_search.interop.uniform import uniform_plan

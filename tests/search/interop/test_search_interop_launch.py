@@ -15,9 +15,8 @@ from made_up import make_cluster, make_mixed_cluster
 from megatron_parser import parser
 from msgspec.structs import replace
 
-from shardwright_formats.io.json import write_document
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.plan import PipelineStage, Plan
+from shardwright_formats.io import write_document
+from shardwright_formats.types import Cluster, PipelineStage, Plan
 from shardwright_search.cli import APP
 from shardwright_search.interop.node_order import in_pipeline_order
 

@@ -7,9 +7,8 @@ import msgspec
 import pytest
 from megatron_parser import megatron
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.plan import GradientReduction, Precision, Schedule
-from shardwright_formats.types.strategy import DataParallel, Recompute
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import DataParallel, GradientReduction, Precision, Recompute, Schedule
 from shardwright_search.interop.megatron import megatron_arguments
 
 PLAN = Path("plan.json")

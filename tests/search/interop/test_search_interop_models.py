@@ -11,9 +11,8 @@ import msgspec
 import pytest
 from megatron_parser import megatron
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.plan import GradientReduction, Plan
-from shardwright_formats.types.strategy import DataParallel
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import DataParallel, GradientReduction, Plan
 from shardwright_models.description import model_of_config
 from shardwright_models.presets import read_presets
 from shardwright_search.interop.megatron import megatron_arguments

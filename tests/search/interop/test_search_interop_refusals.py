@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.types.plan import Attention, PipelineStage, Plan, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.interop.galvatron import galvatron_file

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_search.interop.galvatron import galvatron_file, plan_of_galvatron
 from shardwright_search.interop.galvatron_file import read_galvatron
 from shardwright_search.options import GalvatronRun

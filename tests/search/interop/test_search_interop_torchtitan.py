@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.types.plan import GradientReduction, Plan, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.interop.torchtitan import torchtitan_toml

@@ -11,8 +11,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 from shardwright_formats.command.faults import show
 from shardwright_formats.command.options import POSITIONAL, Option, Options, options_of
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_bytes
+from shardwright_formats.io import BadInput, read_bytes
 from shardwright_formats.schema.field_docs import class_doc, field_docs
 
 _HELP = ("-h", "--help")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 
-from shardwright_formats.io.errors import BadInput, ReaderGone, system_fault
+from shardwright_formats.io import BadInput, ReaderGone, system_fault
 
 _STANDARD_OUTPUT = "standard output"
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.text import has_controls
+from shardwright_formats.io import BadInput, has_controls
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from shardwright_formats.command.command_line import CommandLine
 from shardwright_formats.command.faults import check_streams, discard_output, flush
-from shardwright_formats.io.errors import ReaderGone, ShardwrightError, system_fault
+from shardwright_formats.io import ReaderGone, ShardwrightError, system_fault
 
 
 def run(app: CommandLine, arguments: Sequence[str] | None = None) -> NoReturn:

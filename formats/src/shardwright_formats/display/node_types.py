@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardwright_formats.display.timeline import idle_s
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate
+from shardwright_formats.types import Estimate, Plan
 
 
 class NodeTypeUse(NamedTuple):

@@ -5,8 +5,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from shardwright_formats.display.svg import COLOURS, WIDTH, bar, element, legend, line, picture, text, ticks
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate, TimelineEvent
+from shardwright_formats.types import Estimate, Plan, TimelineEvent
 
 PASSES, GRADIENTS, FORTH, BACK = "passes", "gradients", "send_forward", "send_backward"
 """Kinds of lanes."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright_formats.io.json import Document
+from shardwright_formats.io import Document
 from shardwright_formats.schema import reference
 from shardwright_formats.schema.writing import write_or_check
 from shardwright_formats.types.certificate import Certificate

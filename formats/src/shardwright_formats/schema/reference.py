@@ -6,13 +6,13 @@ from typing import Any, get_args
 
 import msgspec
 
+from shardwright_formats.io import Document
 from shardwright_formats.io.hdf5 import Profile, tables_of, texts_of
-from shardwright_formats.io.json import Document
 from shardwright_formats.io.table import Column, columns_of
 from shardwright_formats.schema.field_docs import class_doc, field_docs
+from shardwright_formats.types import StepMetrics
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model_profile import ModelProfile
-from shardwright_formats.types.run import StepMetrics
 
 _INTRODUCTION = """\
 # File formats

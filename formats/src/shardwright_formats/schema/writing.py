@@ -5,8 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwright_formats.io.errors import BadInput, one_line_errors
-from shardwright_formats.io.json import write_bytes
+from shardwright_formats.io import BadInput, one_line_errors, write_bytes
 
 
 def write_or_check(command: str, texts: Mapping[str, str], arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """A strategy without the choices that do nothing at its sizes."""
 
-from shardwright_formats.types.strategy import DataParallel, SequenceParallel, Strategy
+from shardwright_formats.types import DataParallel, SequenceParallel, Strategy
 
 
 def effective(strategy: Strategy) -> Strategy:

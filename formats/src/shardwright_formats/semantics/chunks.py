@@ -8,9 +8,7 @@ from typing import NamedTuple
 from shardwright_formats.semantics.layout import Layout, Transfer, layout_of, redistribution_plan
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import DataParallel, Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, DataParallel, Plan, Strategy
 
 
 def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:

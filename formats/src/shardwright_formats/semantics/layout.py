@@ -5,8 +5,7 @@ from functools import lru_cache
 from itertools import cycle
 from typing import NamedTuple
 
-from shardwright_formats.types.model import Parameter
-from shardwright_formats.types.strategy import SequenceParallel, Strategy
+from shardwright_formats.types import Parameter, SequenceParallel, Strategy
 
 
 class ActivationShard(NamedTuple):

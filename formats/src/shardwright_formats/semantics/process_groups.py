@@ -10,8 +10,7 @@ from shardwright_formats.semantics.group_names import ranks_text
 from shardwright_formats.semantics.layout import closed_groups, dp_groups, layout_of, parameter_layout, tp_groups
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_parameters
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import SequenceParallel, Strategy
+from shardwright_formats.types import Plan, SequenceParallel, Strategy
 
 EDGE_CHANNELS = 4
 """NCCL channels of an edge, an assumption: they carry more than a network of 400 Gbit/s, and hold 4 multiprocessors."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_formats.semantics.groups import groups_by_kind
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import Cluster
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, GroupKind
 
 _ALWAYS_BYTES = 1024 * 1024

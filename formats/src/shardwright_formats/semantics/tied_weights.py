@@ -7,9 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardwright_formats.semantics.layout import Box, overlap, parameter_box
-from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, Parameter, Plan, Strategy
 
 
 @dataclass(frozen=True)

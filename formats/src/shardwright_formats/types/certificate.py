@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shardwright_formats.io.json import Document, Value
+from shardwright_formats.io import Document, Value
 from shardwright_formats.types.limits import Sha256
 
 Weight = Annotated[float, Meta(ge=0, le=1e15)]

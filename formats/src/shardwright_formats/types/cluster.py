@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shardwright_formats.io.json import Document, Value
+from shardwright_formats.io import Document, Value
 from shardwright_formats.types.limits import MAX_DEVICES, Name, NonNegativeNumber, PositiveBytes, Ranks
 
 _CPU = re.compile(r"cpu(?:/([2-9]|[1-9][0-9]))?")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shardwright_formats.io.json import Document, Value
+from shardwright_formats.io import Document, Value
 from shardwright_formats.types.limits import Count, Number, PositiveNumber, Sha256
 
 

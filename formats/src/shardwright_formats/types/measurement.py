@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shardwright_formats.io.json import Document, Value
+from shardwright_formats.io import Document, Value
 from shardwright_formats.types.limits import Bytes, NonNegativeCount, PositiveSeconds, Rank, Seconds, SignedSeconds
 from shardwright_formats.types.plan import Plan
 

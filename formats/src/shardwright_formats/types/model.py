@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from shardwright_formats.io.json import Document, Value, sha256_of_value
+from shardwright_formats.io import Document, Value, sha256_of_value
 from shardwright_formats.types.limits import MAX_DIMS, MAX_LAYERS, Flops, Length, Name, NonNegativeCount, Tokens
 
 EMBEDDING = "embedding"

@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, Generic, NamedTuple, TypeVar
 
 from msgspec import Meta
 
+from shardwright_formats.io import Value
 from shardwright_formats.io.hdf5 import Profile, Provenance, read_profile, write_profile
-from shardwright_formats.io.json import Value
 from shardwright_formats.io.table import Row, Source, Sourced, Table, sourced
 from shardwright_formats.key import LayerKey, rows_by_key
 from shardwright_formats.types.limits import (

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shardwright_formats.io.json import Document, Value, sha256_of_value
+from shardwright_formats.io import Document, Value, sha256_of_value
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.limits import Name, NonNegativeCount, Rank, Samples
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model

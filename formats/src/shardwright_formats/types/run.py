@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from shardwright_formats.io.json import Document, Value
+from shardwright_formats.io import Document, Value
 from shardwright_formats.types.limits import Bytes, Count, NonNegativeNumber, Seconds, Sha256
 from shardwright_formats.types.plan import Plan
 

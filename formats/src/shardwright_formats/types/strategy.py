@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from shardwright_formats.io.json import Value
+from shardwright_formats.io import Value
 from shardwright_formats.types.limits import Ranks, SomeRanks
 
 

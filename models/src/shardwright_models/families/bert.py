@@ -1,6 +1,6 @@
 """BERT (Devlin et al. 2019), trained as a masked language model."""
 
-from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
+from shardwright_formats.types import EMBEDDING, HEAD, Parameter
 from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Only, Stack
 from shardwright_models.parameters import Parameters, linear, norm, vocabulary
 

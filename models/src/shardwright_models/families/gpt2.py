@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019)."""
 
-from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
+from shardwright_formats.types import EMBEDDING, HEAD, Parameter
 from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Only, Stack
 from shardwright_models.parameters import Parameters, conv1d, norm, vocabulary
 

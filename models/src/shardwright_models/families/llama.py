@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
+from shardwright_formats.types import EMBEDDING, HEAD, Parameter
 from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Layers, Mask, Norm, Stack
 from shardwright_models.parameters import Parameters, linear, norm, vocabulary
 

@@ -1,6 +1,6 @@
 """T5 (Raffel et al. 2020): an encoder, and a decoder whose blocks also attend to what the encoder made."""
 
-from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
+from shardwright_formats.types import EMBEDDING, HEAD, Parameter
 from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Stack
 from shardwright_models.parameters import Parameters, linear, norm, vocabulary
 

@@ -1,6 +1,6 @@
 """ViT (Dosovitskiy et al. 2021): patches of an image instead of tokens, and a class instead of the next token."""
 
-from shardwright_formats.types.model import EMBEDDING, HEAD, Parameter
+from shardwright_formats.types import EMBEDDING, HEAD, Parameter
 from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Stack
 from shardwright_models.parameters import Parameters, linear, norm
 

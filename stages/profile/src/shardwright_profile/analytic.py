@@ -10,11 +10,9 @@ from shardwright_estimate.overlap import overlap_slowdowns
 from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.rates import Efficiencies, Rates, rates_of
 from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.types import Cluster, Model
 from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
-from shardwright_formats.types.model import Model
 from shardwright_formats.types.model_profile import ModelProfile, write_model_profile
 from shardwright_profile.options import AnalyticOptions
 

@@ -2,10 +2,8 @@
 
 import sys
 
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import read_document, write_document
+from shardwright_formats.types import Cluster, Measurement, Model
 from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_profile.options import DevicesOptions, FitOptions, ProbesOptions, ShowOptions
 

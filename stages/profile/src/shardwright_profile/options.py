@@ -6,18 +6,18 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from shardwright_formats.command import POSITIONAL, Options
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.limits import (
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import (
+    ITEMSIZE,
     Count,
     Name,
     NonNegativeCount,
     NonNegativeNumber,
     PositiveSeconds,
     Seconds,
+    SequenceParallel,
     Tokens,
 )
-from shardwright_formats.types.plan import ITEMSIZE
-from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_launch.nodes import NodeOptions
 
 _MessageBytes = Annotated[int, Meta(ge=4, le=2**50)]

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.io.errors import RunFailed
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import RunFailed
+from shardwright_formats.types import Cluster, Model
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.search import Found
 from shardwright_search.solver.milp import Answer, highs_version, solve

@@ -14,9 +14,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import Cluster, ScenarioRegret
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile
-from shardwright_formats.types.prediction import ScenarioRegret
 from shardwright_search.cost_model.layer import picoseconds
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles

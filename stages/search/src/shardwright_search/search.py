@@ -9,12 +9,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import ScenarioRegret
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import GIB, Cluster, Model, Plan, ScenarioRegret
 from shardwright_search.alternatives import MAX_NEAR, NEAR, further, other_configurations
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles

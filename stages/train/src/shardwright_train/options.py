@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from shardwright_formats.command import POSITIONAL, Off, Options
-from shardwright_formats.types.limits import Count, Gib, NonNegativeCount, Seconds, Share
+from shardwright_formats.types import Count, Gib, NonNegativeCount, Seconds, Share
 from shardwright_launch.heartbeat import HANG_TIMEOUT_S
 from shardwright_launch.lock import HeldLock
 from shardwright_launch.nodes import NodeOptions

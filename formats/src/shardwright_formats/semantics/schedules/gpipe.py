@@ -1,7 +1,7 @@
 """GPipe (Huang et al. 2019): all forward passes, then all backward passes."""
 
 from shardwright_formats.semantics.schedules.schedule import PipelineSchedule
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types import Schedule
 
 
 class GPipe(PipelineSchedule):

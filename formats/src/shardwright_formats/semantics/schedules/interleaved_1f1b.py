@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_formats.semantics.schedules.one_f_one_b import OneFOneB
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types import Schedule
 
 
 class Interleaved1F1B(OneFOneB):

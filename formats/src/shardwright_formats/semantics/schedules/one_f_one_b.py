@@ -1,7 +1,7 @@
 """1F1B (Narayanan et al. 2019): one forward and one backward pass in turn, once the pipeline is full."""
 
 from shardwright_formats.semantics.schedules.schedule import PipelineSchedule
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types import Schedule
 
 
 class OneFOneB(PipelineSchedule):

@@ -4,7 +4,7 @@ from shardwright_formats.semantics.schedules.gpipe import GPipe
 from shardwright_formats.semantics.schedules.interleaved_1f1b import Interleaved1F1B
 from shardwright_formats.semantics.schedules.one_f_one_b import OneFOneB
 from shardwright_formats.semantics.schedules.schedule import PipelineSchedule
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types import Schedule
 
 _SCHEDULES: dict[Schedule, PipelineSchedule] = {own.name: own for own in (GPipe(), OneFOneB(), Interleaved1F1B())}
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types import Schedule
 
 
 class PipelineSchedule(ABC):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardwright_formats.display.units import bytes_text, seconds_text
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import Cluster
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_profile.hardware.statistics import SETTLED
 

@@ -9,11 +9,11 @@ import numpy as np
 from msgspec import Meta
 
 from shardwright_formats.display.units import bytes_text, seconds_text
+from shardwright_formats.io import Document, Value
 from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.json import Document, Value
 from shardwright_formats.io.table import Source, Table
 from shardwright_formats.semantics.sweep_plan import SizeRange
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import Cluster
 from shardwright_formats.types.hardware_profile import (
     Collective,
     CollectiveKey,

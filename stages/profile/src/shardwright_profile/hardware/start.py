@@ -5,10 +5,9 @@ import os
 import sys
 import time
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import Cluster
 from shardwright_launch.accelerator import check_accelerator, device_type_of
 from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run

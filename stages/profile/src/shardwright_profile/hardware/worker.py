@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import canonical_json, read_document
+from shardwright_formats.io import BadInput, canonical_json, read_document
 from shardwright_formats.types.hardware_profile import write_hardware_profile
 from shardwright_launch.accelerator import CPU
 from shardwright_launch.heartbeat import START_UP_S, Heartbeat, end_quietly, start_rank

@@ -3,10 +3,9 @@
 import sys
 from pathlib import Path
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types import Model
 from shardwright_formats.types.hardware_profile import write_hardware_profile
-from shardwright_formats.types.model import Model
 from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_profile.importers.fasop import FasopRequest, import_fasop, read_fasop_constants, read_fasop_times
 from shardwright_profile.importers.fasop import fasop_hardware as made_of

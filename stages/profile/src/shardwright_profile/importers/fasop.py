@@ -10,15 +10,13 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput, Value, read_bytes, read_object, sha256_of_file
 from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.json import Value, read_bytes, read_object, sha256_of_file
 from shardwright_formats.io.table import Source, Sourced
 from shardwright_formats.key import LayerKey
+from shardwright_formats.types import EMBEDDING, HEAD, LayerStrategy, Model, Recompute
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProfileOrigin
-from shardwright_formats.types.strategy import LayerStrategy, Recompute
 from shardwright_profile.importers.hardware_points import HardwarePoint, hardware_profile, link_points
 from shardwright_profile.importers.rows import ABSENT, noted, profile_of, state_row
 from shardwright_profile.options import FasopHardwareOptions, FasopOptions

@@ -6,8 +6,8 @@ No family of the runtime builds it, so plans of it can be searched, priced and c
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 
 _STATES = "hidden_states"
 _ELEMENT_BYTES = 4

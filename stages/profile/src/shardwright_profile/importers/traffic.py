@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
 from shardwright_formats.semantics.groups import seconds_on
 from shardwright_formats.semantics.schedules.passes import Pass
+from shardwright_formats.types import HEAD, LayerStrategy, Model
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
-from shardwright_formats.types.model import HEAD, Model
-from shardwright_formats.types.strategy import LayerStrategy
 
 
 class Hardware(NamedTuple):

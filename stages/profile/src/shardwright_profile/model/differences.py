@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import hypot
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.key import rows_by_key
 from shardwright_formats.semantics.differences import Duration
 from shardwright_profile.model.probe_results import ProbeResult, Repeats

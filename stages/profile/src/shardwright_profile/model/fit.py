@@ -11,10 +11,8 @@ from shardwright_estimate.curves import fits_table
 from shardwright_formats.io.table import Source, Sourced, Table
 from shardwright_formats.key import LayerKey, rows_by_key
 from shardwright_formats.semantics.differences import Duration
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types import EMBEDDING, HEAD, DataParallel, Measurement, Recompute
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProcessRow, StateRow
-from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_profile.model.differences import LayerPair, bytes_per_layer, layer_pairs, seconds_per_layer
 from shardwright_profile.model.fit_states import OptimizerLine, fit_optimizer_line, fit_states
 from shardwright_profile.model.fit_zero import zero_rates

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types import EMBEDDING, HEAD, Model, SequenceParallel
 from shardwright_formats.types.model_profile import StateRow
-from shardwright_formats.types.strategy import SequenceParallel
 from shardwright_profile.model.differences import LayerPair, bytes_per_layer
 from shardwright_profile.model.probe_results import ProbeResult
 

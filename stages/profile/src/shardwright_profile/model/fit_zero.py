@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.strategy import DataParallel
+from shardwright_formats.types import EMBEDDING, HEAD, DataParallel
 from shardwright_profile.model.fit_states import ZeroRates, parameter_tp_size
 from shardwright_profile.model.probe_results import ProbeResult
 

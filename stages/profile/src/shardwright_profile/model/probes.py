@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec.structs import asdict, replace
 
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.key import LayerKey
 from shardwright_formats.types.cluster import Cluster, NodeGroup
 from shardwright_formats.types.model import Model

@@ -6,11 +6,8 @@ import sys
 from pathlib import Path
 
 from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io.errors import BadInput, RunFailed
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import BadInput, RunFailed, read_document, write_document
+from shardwright_formats.types import Cluster, Measurement, Model
 from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes

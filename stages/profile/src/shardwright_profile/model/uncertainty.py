@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR, Duration
-from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types import EMBEDDING, HEAD
 from shardwright_formats.types.model_profile import LayerRow
 from shardwright_profile.model.probe_results import ProbeResult
 

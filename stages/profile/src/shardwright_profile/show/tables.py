@@ -13,9 +13,8 @@ from rich.table import Table as Printed
 from shardwright_formats.command import show
 from shardwright_formats.display.svg import document, without_variables
 from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput, write_bytes
 from shardwright_formats.io.hdf5 import format_of
-from shardwright_formats.io.json import write_bytes
 from shardwright_formats.io.table import Row, Source, Table, columns_of
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model_profile import ModelProfile, read_model_profile

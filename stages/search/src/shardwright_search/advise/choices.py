@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_bytes
-from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.io import BadInput, read_bytes
+from shardwright_formats.types import DataParallel, GradientReduction, Plan, Recompute, Schedule, SequenceParallel
 from shardwright_search.advise.question import Question
 from shardwright_search.interop.uniform import uniform_plan
 from shardwright_search.options import UniformRequest

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from shardwright_estimate.devices import Device, DeviceTable, device_named
 from shardwright_estimate.hardware import NodeRates, node_rates
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.limits import GIB, MAX_DEVICES
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import GIB, MAX_DEVICES, Cluster, NodeGroup, NodeType
 from shardwright_search.options import AdviseOptions
 
 _SPARE = 0.05

@@ -9,14 +9,8 @@ from shardwright_estimate.overlap import overlap_slowdowns
 from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.rates import Efficiencies, rates_of
 from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_object
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan, Precision
-from shardwright_formats.types.prediction import Estimate
-from shardwright_formats.types.strategy import Recompute
+from shardwright_formats.io import BadInput, read_object
+from shardwright_formats.types import GIB, Cluster, Estimate, Model, Plan, Precision, Recompute
 from shardwright_models.description import model_of_config
 from shardwright_models.presets import read_presets
 from shardwright_search.advise.machines import Machines, machines_of

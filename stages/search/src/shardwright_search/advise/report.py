@@ -7,10 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from shardwright_estimate.accuracy import SEEN
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate
+from shardwright_formats.types import EMBEDDING, GIB, HEAD, Estimate, Plan
 from shardwright_search.advise.question import Question
 from shardwright_search.explain.difference import plan_differences, time_changes
 from shardwright_search.explain.tables import node_types_table, table

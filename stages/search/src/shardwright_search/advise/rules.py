@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import DataParallel, Recompute
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import DataParallel, Plan, Recompute
 from shardwright_search.advise.choices import Choice, plan_of_choice
 from shardwright_search.advise.question import Question
 from shardwright_search.space.configurations import divisors

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from shardwright_formats.types.certificate import MemoryPrice, Prices
+from shardwright_formats.types import MemoryPrice, Prices
 
 Array = NDArray[Any]
 Arrays = Any

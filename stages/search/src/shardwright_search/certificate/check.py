@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright_formats.types.certificate import Band, ConfigurationProof, MemoryPrice
+from shardwright_formats.types import Band, ConfigurationProof, MemoryPrice
 from shardwright_search.certificate import bounds
 from shardwright_search.certificate.bounds import Array, Chain, Duals, Place, Problem, Run
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright_formats.types.certificate import Band, ConfigurationProof, MemoryPrice, Prices
+from shardwright_formats.types import Band, ConfigurationProof, MemoryPrice, Prices
 from shardwright_search.certificate.bounds import (
     Array,
     Chain,

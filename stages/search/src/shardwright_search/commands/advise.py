@@ -5,10 +5,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from shardwright_formats.io.errors import BadInput, NothingFits
-from shardwright_formats.io.json import check_writable, write_document
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput, NothingFits, check_writable, write_document
+from shardwright_formats.types import GIB, Plan
 from shardwright_search.advise.choices import choice_of, plan_of_choice
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.advise.report import Beside, report

@@ -6,10 +6,8 @@ from typing import Any
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput, RunFailed
-from shardwright_formats.io.json import sha256_of_file
-from shardwright_formats.types.certificate import Certificate
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput, RunFailed, sha256_of_file
+from shardwright_formats.types import Certificate, Plan
 from shardwright_search.certificate.make import certified
 from shardwright_search.search import Found
 from shardwright_search.space.configurations import Configuration

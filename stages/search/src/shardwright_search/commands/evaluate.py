@@ -1,11 +1,8 @@
 """`shardwright-search evaluate` and `uniform`: what a given plan, or one that shards all layers alike, would take."""
 
 from shardwright_formats.command import show
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path, read_document, write_document
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput, atomic_path, read_document, write_document
+from shardwright_formats.types import Cluster, Model, Plan
 from shardwright_search.commands.inputs import read_inputs
 from shardwright_search.commands.prediction import prediction_of_evaluated, written
 from shardwright_search.cost_model.plan import cost_model_of, evaluate

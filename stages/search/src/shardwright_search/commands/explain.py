@@ -7,10 +7,8 @@ from typing import NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, sha256_of_file
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.io import BadInput, read_document, sha256_of_file
+from shardwright_formats.types import Plan, Prediction
 from shardwright_search.commands.inputs import Inputs, read_inputs
 from shardwright_search.commands.prediction import prediction_path, read_prediction
 from shardwright_search.commands.progress import progress

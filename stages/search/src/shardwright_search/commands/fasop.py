@@ -7,12 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright_formats.command import show
-from shardwright_formats.io.errors import BadInput, NothingFits
-from shardwright_formats.io.json import check_writable, read_document, write_bytes
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.io import BadInput, NothingFits, check_writable, read_document, write_bytes
+from shardwright_formats.types import Cluster, Model, Plan, Prediction
 from shardwright_search.commands.inputs import Inputs, read_inputs
 from shardwright_search.commands.prediction import prediction_of_evaluated, prediction_path, written
 from shardwright_search.cost_model.plan import evaluate

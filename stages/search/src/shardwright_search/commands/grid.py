@@ -9,8 +9,8 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright_formats.command import show
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import (
+from shardwright_formats.io import (
+    BadInput,
     check_writable,
     read_bytes,
     read_document,
@@ -19,8 +19,7 @@ from shardwright_formats.io.json import (
     write_bytes,
     write_document,
 )
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
+from shardwright_formats.types import Cluster, Model
 from shardwright_search.commands.inputs import Inputs, read_inputs
 from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, written
 from shardwright_search.commands.progress import progress

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.correction import Correction
+from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.types import Correction
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
 from shardwright_search.options import ProfileOptions
 

@@ -4,11 +4,8 @@ from contextlib import ExitStack
 from os.path import realpath
 
 from shardwright_formats.command import show
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path, read_document, sync_path, write_document
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput, atomic_path, read_document, sync_path, write_document
+from shardwright_formats.types import Cluster, Model, Plan
 from shardwright_search.interop.galvatron import galvatron_file, plan_of_galvatron
 from shardwright_search.interop.galvatron_file import read_galvatron
 from shardwright_search.interop.launch import Launch, launch_of

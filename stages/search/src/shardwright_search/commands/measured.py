@@ -5,12 +5,8 @@ from pathlib import Path
 from statistics import median
 
 from shardwright_formats.command import show
-from shardwright_formats.io.errors import BadInput, NothingFits
-from shardwright_formats.io.json import atomic_path, read_document, sha256_of_file, write_document
-from shardwright_formats.types.correction import Correction
-from shardwright_formats.types.measurement import Measurement, PlanMeasurement
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.io import BadInput, NothingFits, atomic_path, read_document, sha256_of_file, write_document
+from shardwright_formats.types import Correction, Measurement, Plan, PlanMeasurement, Prediction
 from shardwright_search.commands.prediction import prediction_path, read_prediction
 from shardwright_search.cost_model.calibration import Evidence, evidence_of, learned
 from shardwright_search.cost_model.profiles import Profiles, read_profiles

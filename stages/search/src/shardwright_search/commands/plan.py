@@ -5,10 +5,8 @@ from contextlib import ExitStack
 from msgspec.structs import replace
 
 from shardwright_formats.command import show
-from shardwright_formats.io.errors import BadInput, NothingFits
-from shardwright_formats.io.json import atomic_path, check_writable, read_document, write_document
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import BadInput, NothingFits, atomic_path, check_writable, read_document, write_document
+from shardwright_formats.types import Cluster, Model
 from shardwright_search.commands.certificate import certificate_of, check_certifiable
 from shardwright_search.commands.inputs import read_inputs
 from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, written

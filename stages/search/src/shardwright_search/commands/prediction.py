@@ -6,10 +6,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path, read_document, sha256_of_file, write_document
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction, Proof, RunnerUp
+from shardwright_formats.io import BadInput, atomic_path, read_document, sha256_of_file, write_document
+from shardwright_formats.types import Plan, Prediction, Proof, RunnerUp
 from shardwright_search.alternatives import NEAR
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.search import Found

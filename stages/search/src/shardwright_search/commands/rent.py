@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright_formats.command import show
-from shardwright_formats.io.errors import BadInput, NothingFits
+from shardwright_formats.io import BadInput, NothingFits, check_writable, read_document, write_bytes
 from shardwright_formats.io.hdf5 import write_profile
-from shardwright_formats.io.json import check_writable, read_document, write_bytes
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
+from shardwright_formats.types import Cluster, Model
 from shardwright_search.commands.inputs import Inputs, read_inputs
 from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, written
 from shardwright_search.commands.progress import progress

@@ -8,10 +8,8 @@ from rich.text import Text
 
 from shardwright_formats.display.svg import document
 from shardwright_formats.display.timeline import draw_timeline, idle_s
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path, read_document
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate
+from shardwright_formats.io import BadInput, atomic_path, read_document
+from shardwright_formats.types import Estimate, Plan
 from shardwright_search.commands.inputs import read_inputs
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.explain.tables import node_types_table, show_rich, table

@@ -5,10 +5,8 @@ from pathlib import Path
 from time import monotonic
 
 from shardwright_formats.command import show
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, sha256_of_file
-from shardwright_formats.types.certificate import Certificate
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput, read_document, sha256_of_file
+from shardwright_formats.types import Certificate, Plan
 from shardwright_search.certificate.check import confirms
 from shardwright_search.commands.certificate import check_certifiable, problems_of, scale_of
 from shardwright_search.commands.inputs import read_inputs

@@ -5,8 +5,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.io import BadInput, sha256_of_file
 from shardwright_formats.semantics.schedules.passes import Pass, middle
 from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
 from shardwright_formats.types.hardware_profile import Collective

@@ -7,8 +7,8 @@ from math import ceil, lcm
 from typing import NamedTuple
 
 from shardwright_formats.semantics.layout import Layout, closed_groups, redistribution_plan, sent_numel
+from shardwright_formats.types import BoundaryTensor
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
-from shardwright_formats.types.model import BoundaryTensor
 from shardwright_search.cost_model.collectives import Duration, collective_time, send_kind_time
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import StageTopology, kinds_of

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.key import LayerKey
 from shardwright_formats.types.model_profile import FitMode, LayerFigures, Quantity, StateRow
 from shardwright_search.cost_model.profiles import LayerPoints, Profiles

@@ -16,11 +16,8 @@ from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.communication import region_messages
 from shardwright_formats.semantics.layout import Layout, parameter_layout
 from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import Cluster, DataParallel, GradientReduction, Model, Precision, Strategy
 from shardwright_formats.types.hardware_profile import GroupKind
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import GradientReduction, Precision
-from shardwright_formats.types.strategy import DataParallel, Strategy
 from shardwright_search.cost_model.collectives import Duration, Slowdowns, collective_time, longest, overlapped_time
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost, probed_tp_size, slowest_compute, states_of

@@ -9,9 +9,7 @@ import msgspec
 
 from shardwright_formats.semantics.buckets import copied_bucket_bytes
 from shardwright_formats.semantics.layout import parameter_layout
-from shardwright_formats.types.model import LayerType, Parameter
-from shardwright_formats.types.plan import ITEMSIZE, Precision
-from shardwright_formats.types.strategy import DataParallel, Strategy
+from shardwright_formats.types import ITEMSIZE, DataParallel, LayerType, Parameter, Precision, Strategy
 
 
 class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,11 +8,9 @@ import msgspec
 from shardwright_formats.io.table import Source
 from shardwright_formats.semantics.communication import Cause, Message, parameter_messages, partial_gradient_bytes
 from shardwright_formats.semantics.layout import parameter_layout
+from shardwright_formats.types import EMBEDDING, Model, Precision, Strategy
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
-from shardwright_formats.types.model import EMBEDDING, Model
 from shardwright_formats.types.model_profile import StateRow
-from shardwright_formats.types.plan import Precision
-from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.collectives import (
     Duration,
     Slowdowns,

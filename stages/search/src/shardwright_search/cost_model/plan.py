@@ -7,8 +7,7 @@ from typing import NamedTuple
 from shardwright_formats.semantics.process_groups import communicator_bytes, communicators
 from shardwright_formats.semantics.schedules.closed_form import step_time
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate, StagePrediction, TimelineEvent
+from shardwright_formats.types import Estimate, Plan, StagePrediction, TimelineEvent
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.provenance import provenance_warnings

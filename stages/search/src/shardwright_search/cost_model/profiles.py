@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Row, columns_of
 from shardwright_formats.key import LayerKey, rows_by_key
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import Attention, Cluster, Model, Precision, profiled_as
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
-from shardwright_formats.types.model import Model
 from shardwright_formats.types.model_profile import (
     FitRow,
     LayerFigures,
@@ -22,7 +21,6 @@ from shardwright_formats.types.model_profile import (
     StateRow,
     read_model_profile,
 )
-from shardwright_formats.types.plan import Attention, Precision, profiled_as
 
 Sources = frozenset[tuple[str, str]]
 """Numbers of a profile by name, each with where it comes from: measured, derived, assumed, analytic or absent."""

@@ -6,9 +6,7 @@ from pathlib import Path
 from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR
 from shardwright_formats.semantics.layout import parameter_layout
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, Plan, Strategy
 from shardwright_search.cost_model.profiles import LayerPoints, Profiles, Sources, sources_of
 
 _QUOTED = ("analytic", "assumed")

@@ -15,9 +15,7 @@ from shardwright_formats.semantics.chunks import gathers_spared, stage_actions
 from shardwright_formats.semantics.layout import layout_of
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, Plan, Strategy
 from shardwright_search.cost_model.collectives import largest_slowdowns
 from shardwright_search.cost_model.layer import Cost, CostModel, Gather, LayerCost
 from shardwright_search.cost_model.topology import StageTopology, stage_topology

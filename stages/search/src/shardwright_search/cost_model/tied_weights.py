@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from math import prod
 
 from shardwright_formats.semantics.layout import parameter_box, parameter_layout
+from shardwright_formats.types import EMBEDDING, HEAD, Model, Strategy
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.collectives import collective_time, longest, send_kind_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.memory import itemsize

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwright_formats.semantics.groups import groups_by_kind
 from shardwright_formats.semantics.layout import Layout
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import Cluster
 from shardwright_formats.types.hardware_profile import GroupKind
 
 

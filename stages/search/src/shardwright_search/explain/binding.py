@@ -7,14 +7,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.semantics.schedules.closed_form import step_time
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.limits import MIB
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute
+from shardwright_formats.types import MIB, DataParallel, Estimate, LayerStrategy, Plan, Recompute
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.explain.tables import STEP_TERMS

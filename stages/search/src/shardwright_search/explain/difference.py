@@ -9,10 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright_formats.semantics.canonical import effective
-from shardwright_formats.types.limits import MIB
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate
-from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_formats.types import MIB, Estimate, LayerStrategy, Plan, Strategy
 from shardwright_search.explain.tables import STEP_TERMS, table
 from shardwright_search.explain.wording import range_words, sample_s, strategy_words
 

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Cluster, Model
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.what_if import more_nodes
 from shardwright_search.search import find_best

@@ -10,10 +10,8 @@ from rich.text import Text
 
 from shardwright_formats.command import show
 from shardwright_formats.display.node_types import binding, node_type_uses
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.limits import MIB
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate, RunnerUp
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import MIB, Estimate, Plan, RunnerUp
 from shardwright_search.explain.what_if import Answer
 from shardwright_search.explain.wording import headline, runs_words, sample_s, stage_lines
 from shardwright_search.search import Found

@@ -8,11 +8,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import Recompute
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Cluster, Model, Plan, Recompute
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.scaling import Scaling, scaled
 from shardwright_search.search import Found, find_best

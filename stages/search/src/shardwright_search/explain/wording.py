@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from shardwright_formats.types.limits import MIB
+from shardwright_formats.types import MIB
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, Prediction
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy

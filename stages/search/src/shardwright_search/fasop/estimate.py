@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types import Schedule
 from shardwright_search.fasop.memory import Memory, memory
 from shardwright_search.fasop.network import Network, network
 from shardwright_search.fasop.partition import Pipelines, fastest_partitions, pipeline_times

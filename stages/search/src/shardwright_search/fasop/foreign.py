@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_bytes
+from shardwright_formats.io import BadInput, read_bytes
 from shardwright_search.fasop.estimate import Estimate, batches, priced
 from shardwright_search.fasop.problem import Candidate, Problem
 

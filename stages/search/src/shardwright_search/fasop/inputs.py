@@ -9,14 +9,10 @@ import numpy as np
 from msgspec.structs import asdict
 from numpy.typing import NDArray
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.key import LayerKey
-from shardwright_formats.types.cluster import Cluster, NodeType
+from shardwright_formats.types import EMBEDDING, GIB, HEAD, Cluster, Model, NodeType, Strategy, misfit
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import misfit
-from shardwright_formats.types.strategy import Strategy
 from shardwright_search.cost_model.collectives import collective_time, send_kind_time
 from shardwright_search.cost_model.compute import layer_cost
 from shardwright_search.cost_model.profiles import Profiles, check_profiles

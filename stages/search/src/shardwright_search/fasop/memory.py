@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.types.limits import GIB
+from shardwright_formats.types import GIB
 from shardwright_search.fasop.problem import Candidate, LayerKind, Problem
 
 SAFETY = 1.10

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardwright_formats.types.limits import Count
+from shardwright_formats.types import Count
 from shardwright_search.options import ProfileOptions
 
 

@@ -4,10 +4,7 @@ from itertools import accumulate
 
 from msgspec.structs import replace
 
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright_formats.types import Cluster, LayerStrategy, Model, PipelineStage, Plan, Schedule, Strategy
 from shardwright_search.fasop.estimate import Estimate
 from shardwright_search.fasop.problem import Problem
 from shardwright_search.space.request import SearchRequest

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model

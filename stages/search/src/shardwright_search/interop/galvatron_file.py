@@ -12,8 +12,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_object
+from shardwright_formats.io import BadInput, read_object
 
 Degree = Annotated[int, Meta(ge=1)]
 Flag = Literal[0, 1]

@@ -10,9 +10,8 @@ from importlib.resources import files
 from itertools import groupby
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Cluster, Plan
 from shardwright_search.interop.node_order import Node
 from shardwright_search.interop.target import Exported
 

@@ -13,8 +13,7 @@ whole gradients over several, it has not.
 import shlex
 from collections.abc import Iterator
 
-from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types import DataParallel, GradientReduction, Plan, Recompute, Schedule, SequenceParallel
 from shardwright_search.interop.megatron_model import Options, model_notes, model_options
 from shardwright_search.interop.target import Degrees, Exported, Target, kernel_notes
 

@@ -7,7 +7,7 @@ Names are those of `_add_network_size_args`, `_add_regularization_args` and `_ad
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwright_formats.types.model import Heads, Model
+from shardwright_formats.types import Heads, Model
 from shardwright_models.facts import Family
 from shardwright_models.registry import FAMILIES
 from shardwright_search.interop.target import Target

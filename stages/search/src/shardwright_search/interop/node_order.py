@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_bytes
-from shardwright_formats.types.cluster import Cluster, NodeGroup
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput, read_bytes
+from shardwright_formats.types import Cluster, NodeGroup, Plan
 
 _MAX_HOSTS_BYTES = 64 * 1024 * 1024
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

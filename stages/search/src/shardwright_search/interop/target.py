@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types.model import EMBEDDING, HEAD

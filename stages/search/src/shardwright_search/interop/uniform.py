@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from msgspec.structs import asdict, replace
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.model import Model

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardwright_formats.types.limits import Count, PositiveNumber, Seconds
+from shardwright_formats.types import Count, PositiveNumber, Seconds
 from shardwright_search.options import ProfileOptions
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster, NodeGroup
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Cluster, NodeGroup
 from shardwright_search.space.offers import Offer, Offers
 
 MAX_SUB_CLUSTERS = 100_000

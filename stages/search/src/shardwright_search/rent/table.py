@@ -17,7 +17,7 @@ from shardwright_formats.display.chart import Axis, linear_axis
 from shardwright_formats.display.svg import PALETTE, document, element, line, marker, picture, text
 from shardwright_formats.io.hdf5 import Profile, Provenance
 from shardwright_formats.io.table import Row, Table
-from shardwright_formats.types.limits import NonNegativeCount, NonNegativeNumber
+from shardwright_formats.types import NonNegativeCount, NonNegativeNumber
 from shardwright_search.rent.front import Answer, Front
 
 _PLOT = 640.0, 360.0

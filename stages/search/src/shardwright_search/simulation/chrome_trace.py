@@ -3,8 +3,7 @@
 from typing import Any
 
 from shardwright_formats.display.timeline import BACK, FORTH, GRADIENTS, PASSES, Lane, by_lane, lane_name
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate, TimelineEvent
+from shardwright_formats.types import Estimate, Plan, TimelineEvent
 
 _THREADS = (PASSES, GRADIENTS, FORTH, BACK)
 

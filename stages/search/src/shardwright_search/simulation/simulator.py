@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.plan import Schedule
+from shardwright_formats.types import Schedule
 from shardwright_search.simulation.blocking import Exchange, play_blocking
 from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduction, backward_pass
 

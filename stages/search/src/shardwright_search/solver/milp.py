@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_search.solver.problem import Cut, Options, Position, Problem, Solution, Start
 from shardwright_search.step.memory import phases
 

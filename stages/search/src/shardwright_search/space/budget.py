@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.limits import GIB
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import GIB, Cluster, Plan
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest

@@ -7,13 +7,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Schedule
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
+from shardwright_formats.types import Cluster, DataParallel, LayerStrategy, Model, Recompute, Schedule, SequenceParallel
 from shardwright_search.space.placements import NodeTypes, pools_of
 from shardwright_search.space.request import Dimension, SearchRequest, Space, StageWidths, batch_sizes
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, product
 
-from shardwright_formats.types.strategy import LayerStrategy
+from shardwright_formats.types import LayerStrategy
 from shardwright_search.cost_model.tied_weights import has_shared
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shardwright_formats.io.json import Document, Value
-from shardwright_formats.types.limits import Sha256
+from shardwright_formats.io import Document, Value
+from shardwright_formats.types import Sha256
 from shardwright_search.space.request import SearchRequest
 
 

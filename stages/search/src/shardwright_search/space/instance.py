@@ -9,10 +9,7 @@ import msgspec
 import numpy as np
 
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import PipelineStage, Plan
-from shardwright_formats.types.strategy import LayerStrategy
+from shardwright_formats.types import EMBEDDING, HEAD, Cluster, LayerStrategy, PipelineStage, Plan
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.solver.interleaved_problem import InterleavedProblem, moments_in_flight

@@ -5,8 +5,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.io.json import Document, Value
-from shardwright_formats.types.limits import NonNegativeCount, NonNegativeNumber, Seconds
+from shardwright_formats.io import Document, Value
+from shardwright_formats.types import NonNegativeCount, NonNegativeNumber, Seconds
 
 
 class Offer(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import Cluster
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.solver.problem import Cut, Moves, Position
 

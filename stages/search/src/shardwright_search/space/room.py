@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from math import ceil
 
 from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types import Cluster, Model, Plan
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.tied_weights import has_shared

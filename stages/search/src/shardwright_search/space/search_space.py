@@ -10,10 +10,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.strategy import LayerStrategy
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Cluster, LayerStrategy, Model
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.tied_weights import has_shared

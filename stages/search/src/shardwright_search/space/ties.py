@@ -6,8 +6,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.strategy import Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, Strategy
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.tied_weights import has_shared, shared_cost_ps, tie_class, tie_cost_ps
 from shardwright_search.space.choices import Shardings

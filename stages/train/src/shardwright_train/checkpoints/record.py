@@ -5,10 +5,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.io.json import Document, Value, sha256_of_value
-from shardwright_formats.types.limits import Bytes, Count, NonNegativeCount, Samples, Seconds, Sha256, whole
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import Document, Value, sha256_of_value
+from shardwright_formats.types import Bytes, Count, Model, NonNegativeCount, Plan, Samples, Seconds, Sha256, whole
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 from shardwright_train.options import RunOptions
 

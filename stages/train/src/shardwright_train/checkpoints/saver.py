@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import sha256_of_file, sync_path, write_document
+from shardwright_formats.io import BadInput, sha256_of_file, sync_path, write_document
 from shardwright_launch.lock import HeldLock
 from shardwright_train.checkpoints.folders import RECORD, folder_of_step, make_empty, prune, unfinished_folder
 from shardwright_train.checkpoints.parts import HostBuffer, Part, parts_to_save

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from shardwright_formats.io.errors import BadInput, system_fault
+from shardwright_formats.io import BadInput, system_fault
 from shardwright_train.checkpoints.parts import Part
 from shardwright_train.checkpoints.writing import write_parts
 from shardwright_train.parallel.channel import GroupChannel

@@ -5,9 +5,8 @@ from io import StringIO
 from pathlib import Path
 
 from shardwright_formats.command import show
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document, write_document
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types import Plan
 from shardwright_train.data.corpora.open import Source
 from shardwright_train.imports import without_collection
 from shardwright_train.models.describe import describe_folder

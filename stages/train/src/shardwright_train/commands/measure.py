@@ -10,12 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.io.errors import OutOfMemory, RunFailed
-from shardwright_formats.io.json import Document, read_any_document, read_document, write_document
+from shardwright_formats.io import Document, OutOfMemory, RunFailed, read_any_document, read_document, write_document
 from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types.measurement import Measurement, PlanFailure
-from shardwright_formats.types.plan import Attention, Plan, Plans
-from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.types import Attention, Measurement, Plan, PlanFailure, Plans, Prediction
 from shardwright_launch.accelerator import CPU, device_type_of
 from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.types import Plan
 from shardwright_launch.lock import only_run
 from shardwright_train.checkpoints.folders import OUT_LOCK
 from shardwright_train.commands.start import check_folder, check_plan, start_ranks

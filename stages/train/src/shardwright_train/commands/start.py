@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Plan
 from shardwright_launch.accelerator import check_accelerator, device_type_of
 from shardwright_launch.nodes import Nodes, check_all_nodes
 from shardwright_launch.ranks import launch

@@ -14,8 +14,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import Document, Value, read_document, sha256_of_value
+from shardwright_formats.io import BadInput, Document, Value, read_document, sha256_of_value
 from shardwright_train.data.description import DataFolder
 from shardwright_train.data.sampling import Samples, open_samples
 from shardwright_train.data.split import WHOLE, Part, Split

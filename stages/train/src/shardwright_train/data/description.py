@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shardwright_formats.io.json import Document, read_document, sha256_of_value
+from shardwright_formats.io import Document, read_document, sha256_of_value
 
 END_OF_TEXT = "<|endoftext|>"
 """The token that ends every document; its number is 0."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from shardwright_formats.io.errors import BadInput, RunFailed
+from shardwright_formats.io import BadInput, RunFailed
 from shardwright_train.data.corpora.piece import Piece
 from shardwright_train.data.tokens import token_dtype
 

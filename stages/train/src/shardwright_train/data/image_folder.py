@@ -15,8 +15,7 @@ import numpy as np
 from numpy.lib.format import write_array_header_1_0
 from numpy.typing import NDArray
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path, write_bytes
+from shardwright_formats.io import BadInput, atomic_path, write_bytes
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path, sha256_of_file, write_bytes, write_document
+from shardwright_formats.io import BadInput, atomic_path, sha256_of_file, write_bytes, write_document
 from shardwright_train.data.corpora.open import Source
 from shardwright_train.data.description import DataFolder, PreparedData
 from shardwright_train.data.token_index import write_index

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright_formats.io.errors import BadInput, RunFailed
-from shardwright_formats.io.json import sha256_of_value
-from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.io import BadInput, RunFailed, sha256_of_value
+from shardwright_formats.types import EMBEDDING, HEAD
 from shardwright_train.data.blend import Blend, open_data
 from shardwright_train.data.boundaries import ACROSS, Boundaries
 from shardwright_train.data.images import ImageForm, Images, open_images

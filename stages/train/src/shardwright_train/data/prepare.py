@@ -8,8 +8,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import check_writable, sha256_of_file, sha256_of_value, write_document
+from shardwright_formats.io import BadInput, check_writable, sha256_of_file, sha256_of_value, write_document
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
 from shardwright_train.data.corpora.open import Source, glob_of, open_corpus, source_of

@@ -6,8 +6,7 @@ from typing import Protocol
 
 import torch
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import sha256_of_value
+from shardwright_formats.io import BadInput, sha256_of_value
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.data.split import Part, Split
 from shardwright_train.parallel.rng import seed_of

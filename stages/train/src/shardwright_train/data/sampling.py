@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import sha256_of_file, sha256_of_value
+from shardwright_formats.io import BadInput, sha256_of_file, sha256_of_value
 from shardwright_train.data.description import DataFolder
 from shardwright_train.data.order import samples_at
 from shardwright_train.data.split import WHOLE, Part, Split

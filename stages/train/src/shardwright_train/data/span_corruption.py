@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_train.data.blend import Blend
 from shardwright_train.data.boundaries import ACROSS, Boundaries
 from shardwright_train.data.description import DataFolder

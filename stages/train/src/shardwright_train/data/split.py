@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 
 
 class Split(StrEnum):

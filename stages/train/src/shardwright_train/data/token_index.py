@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.io.errors import BadInput, system_fault
-from shardwright_formats.io.json import atomic_path, check_regular
+from shardwright_formats.io import BadInput, atomic_path, check_regular, system_fault
 
 _MAGIC, _OLD_MAGIC = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
 _VERSION = 1

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_bytes, read_object
+from shardwright_formats.io import BadInput, read_bytes, read_object
 from shardwright_train.data.description import END_OF_TEXT
 
 TOKENIZER = "tokenizer.json"

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import atomic_path
+from shardwright_formats.io import BadInput, atomic_path
 from shardwright_train.data.token_index import AGAIN, TokenIndex, open_index, write_index
 
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.io.json import sha256_of_file, sync_path, write_bytes
+from shardwright_formats.io import sha256_of_file, sync_path, write_bytes
 from shardwright_train.data.encoding import Encoded
 from shardwright_train.data.tokenizing import Tokenizing
 from shardwright_train.data.tokens import token_dtype

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.io.errors import NothingFits
+from shardwright_formats.io import NothingFits
 from shardwright_formats.semantics.chunks import chunk_layers
 from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes, communicators
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types import Plan
 from shardwright_train.dry_run.simulated_step import SimulatedStep, Traffic, simulate_step
 from shardwright_train.models.base import Family
 

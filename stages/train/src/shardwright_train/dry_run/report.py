@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright_formats.semantics.process_groups import communicator_bytes
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types import Plan
 from shardwright_train.dry_run.check import RoleCheck
 
 _MIB = 1 << 20

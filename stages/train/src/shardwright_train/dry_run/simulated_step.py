@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright_formats.semantics.schedules.passes import Pass
+from shardwright_formats.types import ITEMSIZE, Plan
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.plan import ITEMSIZE, Plan
 from shardwright_train.data.boundaries import DOCUMENTS
 from shardwright_train.engine.engine import build_engine
 from shardwright_train.models.base import Family

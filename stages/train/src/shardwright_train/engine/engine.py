@@ -6,7 +6,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types import Plan
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedAdamW, StepOutcome
 from shardwright_train.engine.slowdown import slowed

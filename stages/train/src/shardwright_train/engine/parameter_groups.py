@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 
 OPTION = "--learning-rate-factor"
 _MAX = 1e6

@@ -1,7 +1,7 @@
 """The journal of an interrupted measurement: the plans it had finished."""
 
-from shardwright_formats.io.json import Value
-from shardwright_formats.types.measurement import PlanMeasurement
+from shardwright_formats.io import Value
+from shardwright_formats.types import PlanMeasurement
 from shardwright_launch.journal import Journal, JournalKind, Kept
 from shardwright_train.options import MeasureJob
 from shardwright_train.parallel.world import World

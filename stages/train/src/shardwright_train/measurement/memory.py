@@ -11,7 +11,7 @@ import torch
 from torch.distributed import Work
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shardwright_formats.types.measurement import SegmentMemory
+from shardwright_formats.types import SegmentMemory
 from shardwright_train.pipeline.runner import MicrobatchChunk
 from shardwright_train.torch_private import AllocationFields, EventType, ProfilerEvent, TorchDispatchMode
 

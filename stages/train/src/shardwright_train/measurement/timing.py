@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from shardwright_formats.semantics.schedules.passes import Pass, middle
-from shardwright_formats.types.measurement import PassTime
+from shardwright_formats.types import PassTime
 from shardwright_train.pipeline.runner import MicrobatchChunk
 
 _FORWARD, _BACKWARD = ".forward", ".backward"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shardwright_formats.io.json import write_bytes
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import write_bytes
+from shardwright_formats.types import Plan
 from shardwright_launch.scratch import scratch_folder
 from shardwright_train.pipeline.runner import MicrobatchChunk, StepHook
 

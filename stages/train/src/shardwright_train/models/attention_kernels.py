@@ -10,10 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import Attention, Plan, Precision
-from shardwright_formats.types.strategy import SequenceParallel
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import EMBEDDING, HEAD, Attention, Plan, Precision, SequenceParallel
 from shardwright_models.facts import Mask
 from shardwright_train.models.base import Family
 from shardwright_train.models.registry import family_named

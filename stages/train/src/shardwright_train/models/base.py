@@ -9,9 +9,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import Attention
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import EMBEDDING, HEAD, Attention, Model
 from shardwright_models.facts import Family as Facts
 from shardwright_models.facts import Mask
 from shardwright_train.data.boundaries import POSITIONS

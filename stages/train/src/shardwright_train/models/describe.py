@@ -3,9 +3,8 @@
 import logging
 from pathlib import Path
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_object
-from shardwright_formats.types.model import Model
+from shardwright_formats.io import BadInput, read_object
+from shardwright_formats.types import Model
 from shardwright_train.imports import without_collection
 
 

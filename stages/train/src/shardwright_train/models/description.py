@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model, Parameter
+from shardwright_formats.types import EMBEDDING, HEAD, Model, Parameter
 from shardwright_models.description import Contents, described_model
 from shardwright_train.models.base import Family
 from shardwright_train.models.configuration import check_only, check_sizes

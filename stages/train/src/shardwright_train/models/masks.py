@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shardwright_formats.types.plan import Attention
+from shardwright_formats.types import Attention
 from shardwright_models.facts import Mask
 from shardwright_train.data.share import Batch
 

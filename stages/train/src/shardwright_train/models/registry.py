@@ -3,7 +3,7 @@
 from functools import cache
 from pkgutil import resolve_name
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_models.registry import FAMILIES
 from shardwright_train.models.base import Family
 

@@ -5,10 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.model import HEAD
-from shardwright_formats.types.plan import Attention, Plan
-from shardwright_formats.types.strategy import SequenceParallel
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import HEAD, Attention, Plan, SequenceParallel
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")

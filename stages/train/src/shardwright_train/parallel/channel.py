@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.io.errors import ShardwrightError, system_fault
+from shardwright_formats.io import ShardwrightError, system_fault
 
 T = TypeVar("T")
 

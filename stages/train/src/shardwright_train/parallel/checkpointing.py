@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright_formats.types.strategy import Recompute
+from shardwright_formats.types import Recompute
 from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.selective import KeptResults
 from shardwright_train.parallel.sharding_rules import Parts

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from shardwright_formats.types.strategy import Recompute
+from shardwright_formats.types import Recompute
 from shardwright_train.parallel.checkpointing import part_of
 from shardwright_train.parallel.selective import is_attention, is_product
 from shardwright_train.parallel.sharding_rules import Parts

@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright_formats.types.plan import Precision
-from shardwright_formats.types.strategy import DataParallel
+from shardwright_formats.types import DataParallel, Precision
 from shardwright_train.torch_private import (
     StridedShard,
     gather_asynchronously,

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types.strategy import DataParallel
+from shardwright_formats.types import DataParallel
 
 
 class Gathers:

@@ -7,8 +7,7 @@ from functools import cached_property
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright_formats.types.plan import Precision
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types import DataParallel, Precision, Recompute, SequenceParallel, Strategy
 from shardwright_train.parallel.checkpointing import apply_activation_checkpointing, part_of
 from shardwright_train.parallel.compiling import compile_block
 from shardwright_train.parallel.data import (

@@ -16,8 +16,7 @@ from shardwright_formats.semantics.process_groups import (
     process_groups,
 )
 from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import SequenceParallel, Strategy
+from shardwright_formats.types import Plan, SequenceParallel, Strategy
 
 _MeshKey = tuple[tuple[int, ...], int, bool, int]
 _ALL_TO_ALL = (Purpose.EXCHANGE, Purpose.TIED_PARAMETERS)

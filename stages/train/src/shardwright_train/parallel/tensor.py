@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
-from shardwright_formats.types.strategy import SequenceParallel
+from shardwright_formats.types import SequenceParallel
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import copy_to_group, gather_sequence, scatter_sequence, sum_over_group
 from shardwright_train.parallel.gathering import gathered_again

@@ -17,7 +17,7 @@ from shardwright_formats.semantics.tied_weights import (
     ranks_of_replicas,
     tied_parameters,
 )
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types import Plan
 from shardwright_train.parallel.process_groups import Groups
 
 

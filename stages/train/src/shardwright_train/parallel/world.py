@@ -11,8 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io.errors import BadInput, OutOfMemory
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import BadInput, OutOfMemory
+from shardwright_formats.types import Plan
 from shardwright_launch.accelerator import CPU
 from shardwright_launch.heartbeat import START_UP_S, Heartbeat
 from shardwright_launch.store import rank_store

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.types.strategy import SequenceParallel
+from shardwright_formats.types import SequenceParallel
 from shardwright_train.data.share import Batch
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.vocab import IGNORED

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from shardwright_formats.semantics.chunks import chunk_layers
 from shardwright_formats.semantics.layout import Box, layout_of, parameter_box
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, Plan, Recompute, SequenceParallel, Strategy
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import Family, States
 from shardwright_train.models.initial_weights import fill

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwright_formats.semantics.chunks import stage_actions
 from shardwright_formats.semantics.schedules.passes import Action
-from shardwright_formats.types.plan import ITEMSIZE
+from shardwright_formats.types import ITEMSIZE
 from shardwright_models.facts import Mask
 from shardwright_train.data.boundaries import DOCUMENTS
 from shardwright_train.data.share import Batch

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.types.plan import GradientReduction
-from shardwright_formats.types.strategy import SequenceParallel
+from shardwright_formats.types import GradientReduction, SequenceParallel
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import States
 from shardwright_train.parallel.vocab import IGNORED

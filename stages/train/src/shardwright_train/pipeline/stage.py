@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwright_formats.semantics.chunks import chunk_layers, incoming_layout
 from shardwright_formats.semantics.layout import layout_of
 from shardwright_formats.semantics.schedules.passes import Action
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.strategy import DataParallel
+from shardwright_formats.types import EMBEDDING, HEAD, DataParallel
 from shardwright_train.data.share import Batch
 from shardwright_train.models.base import States
 from shardwright_train.parallel.collectives import all_reduce_together

@@ -11,12 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput, RunFailed
-from shardwright_formats.io.json import read_document, read_object, write_document
-from shardwright_formats.types.cluster import Cluster, NodeGroup
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
-from shardwright_formats.types.run import Replanned
+from shardwright_formats.io import BadInput, RunFailed, read_document, read_object, write_document
+from shardwright_formats.types import Cluster, NodeGroup, Plan, Prediction, Replanned
 from shardwright_launch.nodes import Nodes
 from shardwright_launch.signals import relayed_signals
 from shardwright_train.checkpoints.folders import latest_checkpoint

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import RanksLost
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.io import RanksLost
+from shardwright_formats.types import Plan
 from shardwright_launch.lock import HeldLock, only_run
 from shardwright_launch.meeting import meeting_of
 from shardwright_launch.nodes import Nodes

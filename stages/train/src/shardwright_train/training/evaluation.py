@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io.errors import RunFailed
-from shardwright_formats.io.json import sha256_of_value
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.run import Evaluation
+from shardwright_formats.io import RunFailed, sha256_of_value
+from shardwright_formats.types import Evaluation, Plan
 from shardwright_train.checkpoints.record import Best
 from shardwright_train.data.objectives import Batches, TextBatches
 from shardwright_train.data.read_ahead import read_ahead

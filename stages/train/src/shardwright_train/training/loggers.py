@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction
-from shardwright_formats.types.run import StepMetrics
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Plan, Prediction, StepMetrics
 from shardwright_train.options import LogTo
 
 _GIB = 2**30

@@ -14,10 +14,8 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.io.errors import BadInput, RunFailed, Stopped
-from shardwright_formats.io.json import read_document, remove_temporaries, write_document
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.run import BestCheckpoint, RunResult
+from shardwright_formats.io import BadInput, RunFailed, Stopped, read_document, remove_temporaries, write_document
+from shardwright_formats.types import BestCheckpoint, Plan, RunResult
 from shardwright_train.checkpoints.choice import (
     Resumed,
     check_branch,

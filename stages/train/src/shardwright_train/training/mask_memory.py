@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from shardwright_formats.types.prediction import Prediction
+from shardwright_formats.types import Prediction
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.microbatches import mask_bytes
 from shardwright_train.training.out_of_memory import prediction_of

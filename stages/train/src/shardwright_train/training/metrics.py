@@ -7,10 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from shardwright_formats.io.json import write_bytes
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.run import Evaluation, StepMetrics
+from shardwright_formats.io import write_bytes
+from shardwright_formats.types import EMBEDDING, HEAD, Evaluation, Plan, StepMetrics
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from shardwright_formats.types.model import EMBEDDING, HEAD
+from shardwright_formats.types import EMBEDDING, HEAD
 from shardwright_train.engine.engine import Engine
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.world import World

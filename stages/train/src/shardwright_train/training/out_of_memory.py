@@ -6,10 +6,8 @@ from pathlib import Path
 
 import torch
 
-from shardwright_formats.io.errors import OutOfMemory
-from shardwright_formats.io.json import read_document
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Prediction, RunnerUp, StagePrediction
+from shardwright_formats.io import OutOfMemory, read_document
+from shardwright_formats.types import Plan, Prediction, RunnerUp, StagePrediction
 from shardwright_train.engine.engine import Engine
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.world import out_of_memory_said

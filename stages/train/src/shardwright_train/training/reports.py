@@ -3,7 +3,7 @@
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from shardwright_formats.types.run import Evaluation
+from shardwright_formats.types import Evaluation
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.training.loggers import Loggers
 from shardwright_train.training.metrics import Metrics

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from shardwright_formats.types.run import StopNote
+from shardwright_formats.types import StopNote
 
 NOTE, DONE = "STOPPED.json", "DONE.json"
 """Names of the final notes of a stopped and of a finished run."""

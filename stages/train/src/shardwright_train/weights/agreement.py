@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.types.model import HEAD, Model
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import HEAD, Model
 from shardwright_train.models.base import Family
 from shardwright_train.weights.folder import CONFIG, Stored, listed, read_config, stored_tensors
 

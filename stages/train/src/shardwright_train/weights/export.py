@@ -12,11 +12,8 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
-from shardwright_formats.io.errors import BadInput, system_fault
-from shardwright_formats.io.json import read_document, read_object, sync_path
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.run import RunResult
+from shardwright_formats.io import BadInput, read_document, read_object, sync_path, system_fault
+from shardwright_formats.types import EMBEDDING, HEAD, Model, Plan, RunResult
 from shardwright_train.checkpoints.choice import damage, read_record
 from shardwright_train.checkpoints.record import identity_of
 from shardwright_train.checkpoints.tensors import read_tensors, saved_dtypes

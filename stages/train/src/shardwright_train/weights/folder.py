@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from shardwright_formats.io.errors import BadInput, system_fault
-from shardwright_formats.io.json import check_regular, read_object
+from shardwright_formats.io import BadInput, check_regular, read_object, system_fault
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

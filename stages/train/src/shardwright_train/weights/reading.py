@@ -8,10 +8,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import sha256_of_file, sha256_of_value
+from shardwright_formats.io import BadInput, sha256_of_file, sha256_of_value
 from shardwright_formats.semantics.layout import Box
-from shardwright_formats.types.model import Model
+from shardwright_formats.types import Model
 from shardwright_train.models.base import Family
 from shardwright_train.parallel.world import World
 from shardwright_train.weights.agreement import Agreement, agree

@@ -10,8 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import sha256_of_file
+from shardwright_formats.io import BadInput, sha256_of_file
 from shardwright_formats.io.table import Source
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_profile.importers.galvatron.keys import read_numbers

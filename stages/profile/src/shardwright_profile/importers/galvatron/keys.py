@@ -5,8 +5,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright_formats.io.errors import BadInput
-from shardwright_formats.io.json import read_object
+from shardwright_formats.io import BadInput, read_object
 
 Lengths = tuple[int, ...]
 

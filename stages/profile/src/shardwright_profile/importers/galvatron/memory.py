@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source, Sourced
-from shardwright_formats.types.model import EMBEDDING, HEAD
-from shardwright_formats.types.strategy import SequenceParallel
+from shardwright_formats.types import EMBEDDING, HEAD, SequenceParallel
 from shardwright_profile.importers.galvatron.keys import (
     ACTIVATION,
     CHECKPOINT,

@@ -3,16 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput, sha256_of_file
 from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.json import sha256_of_file
 from shardwright_formats.io.table import Source, Sourced
 from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types import EMBEDDING, HEAD, ITEMSIZE, LayerStrategy, Model, Recompute, SequenceParallel
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProfileOrigin, StateRow
-from shardwright_formats.types.plan import ITEMSIZE
-from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel
 from shardwright_profile.importers.flat_model import FlatType, flat_model
 from shardwright_profile.importers.galvatron.keys import Computation, Memory
 from shardwright_profile.importers.galvatron.memory import ModelMemory, model_memory, tables_of

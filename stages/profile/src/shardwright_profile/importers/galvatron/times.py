@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_estimate.curves import design_of, fit_curve
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source
 from shardwright_formats.types.model_profile import FitMode
 from shardwright_profile.importers.galvatron.keys import Computation, Lengths

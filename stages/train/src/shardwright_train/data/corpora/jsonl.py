@@ -11,7 +11,7 @@ from typing import IO, cast
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_train.data.corpora.files import Files
 from shardwright_train.data.corpora.piece import Piece
 

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from pathlib import Path
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_train.data.corpora.arrow import is_saved, open_saved
 from shardwright_train.data.corpora.files import PYTHON_STDLIB, find_files
 from shardwright_train.data.corpora.jsonl import JsonLines

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO
 from xml.etree.ElementTree import Element, ParseError, iterparse
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io import BadInput
 from shardwright_train.data.corpora.files import Files
 from shardwright_train.data.corpora.piece import Piece
 
