@@ -10,7 +10,7 @@ import pytest
 
 from shardwright_formats.io import atomic_path, remove_temporaries, write_bytes
 from shardwright_formats.io import owner as owners
-from shardwright_formats.io.owner import is_gone, owner
+from shardwright_formats.io.owner import is_gone, this_process
 from shardwright_launch.scratch import scratch_folder
 
 STRANGERS = (".metrics.jsonl.tmp", ".file.json.00000000.1.tmp", ".file.json.swp", "file.json.tmp", ".tmp")
@@ -54,7 +54,7 @@ def test_what_a_kill_left_of_a_file_goes_when_the_file_is_written_again(tmp_path
 def test_of_processes_elsewhere_and_of_other_users_nothing_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, pid, start = owner().split("-")
+    host, pid, start = this_process().split("-")
     gone = (host, pid, str(int(start) + 1))  # an earlier process of this number
     assert not is_gone(tmp_path, host, pid, start) and is_gone(tmp_path, *gone)
     assert not is_gone(tmp_path, f"{int(host, 16) ^ 1:08x}", *gone[1:])

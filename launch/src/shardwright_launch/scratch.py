@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardwright_formats.io.owner import OWNER, is_gone, owner
+from shardwright_formats.io.owner import OWNER, is_gone, this_process
 
 _PREFIX = "shardwright-"
 _NAME = re.compile(rf"{_PREFIX}{OWNER}-[a-z0-9_]+")
@@ -17,7 +17,7 @@ _NAME = re.compile(rf"{_PREFIX}{OWNER}-[a-z0-9_]+")
 def scratch_folder() -> Iterator[Path]:
     """Yield an empty folder that is removed at the end; first remove those that killed commands have left."""
     _sweep(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{owner()}-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{this_process()}-") as folder:
         yield Path(folder)
 
 

@@ -16,7 +16,7 @@ from zlib import crc32
 import msgspec
 
 from shardwright_formats.io.errors import BadInput, system_fault
-from shardwright_formats.io.owner import OWNER, is_gone, owner
+from shardwright_formats.io.owner import OWNER, is_gone, this_process
 from shardwright_formats.io.text import has_controls
 
 _MAX_JSON_BYTES = 256 * 1024 * 1024
@@ -97,7 +97,7 @@ def check_writable(path: Path) -> None:
 
 def _temporary(path: Path) -> Path:
     """Short enough for any file system, and another one for each name, however alike they begin, and process."""
-    return path.parent / f"{_beginning(path)}{owner()}{_ENDING}"
+    return path.parent / f"{_beginning(path)}{this_process()}{_ENDING}"
 
 
 def _beginning(path: Path) -> str:

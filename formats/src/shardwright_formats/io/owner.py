@@ -11,7 +11,7 @@ _START = 19
 """Place of a process's start time in /proc/*/stat, after the name (proc(5))."""
 
 
-def owner() -> str:
+def this_process() -> str:
     """Return the name of this process, which no other one has: its host, its number, and when it was started."""
     return f"{_host()}-{os.getpid()}-{_start_of(os.getpid())}"
 
