@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.engine import engine
 from shardwright_train.engine.engine import Engine
 from shardwright_train.measurement import measure
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.pipeline.stage import Chunk
+from shardwright_train.training.metrics import Metrics
 
 BAD_STEP, POISONED_LAYER = 3, 2
+_STEP_S, _BEFORE_A_SAVE_S = 20.0, 0.5
 LACKING_PLAN = "lacking"
 WORDS = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 79.25 GiB"
 
@@ -47,6 +51,22 @@ def hang_in_step_3() -> None:
         time.sleep(10_000)
 
     _before(engine, "run_step", BAD_STEP, sleep_for_ever)
+
+
+def write_steps_late() -> None:
+    """Write step 1 while step 2 runs, and step 2 late; fail where step 2 waits for that, or its save does not."""
+    write, begun, saving = Metrics.write, threading.Event(), threading.Event()
+
+    def late(metrics: Metrics, step: int, *arguments: Any) -> Any:
+        if step == 1:
+            assert begun.wait(_STEP_S), "step 2 waits for step 1 to be written"
+        else:
+            assert not saving.wait(_BEFORE_A_SAVE_S), "step 2 is saved before it is written"
+        return write(metrics, step, *arguments)
+
+    _before(engine, "run_step", 2, lambda *_: begun.set())
+    _before(Saver, "save", 1, lambda *_: saving.set())
+    Metrics.write = late  # type: ignore[method-assign]
 
 
 def kill_in_step_3() -> None:

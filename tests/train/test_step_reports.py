@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from faults import write_steps_late
+from forked_command import Fault, forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 
+from shardwright_formats.io import write_document
+from shardwright_train.data.prepare import prepare
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World
 from shardwright_train.training.loggers import Loggers
@@ -66,3 +70,14 @@ def test_a_step_that_cannot_be_written_down_ends_the_run_at_the_next(tmp_path: P
         reports.write(2, OUTCOME, 1.0)
     reports.close()
     assert logger.closed
+
+
+def test_a_run_goes_on_while_a_step_is_written_and_saves_it_afterwards(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    prepare(str(tmp_path), "a.txt", 260, 1.0, tmp_path / "data")
+    write_document(tmp_path / "plan.json", random_plan(tiny("llama", vocab_size=260), 0, 1, "float32"))
+    files = ("--data", tmp_path / "data", "--checkpoints", tmp_path / "kept", "--out", tmp_path)
+    run = forked_command(("run", tmp_path / "plan.json", "--steps", 2, *files), fault=Fault(0, write_steps_late))
+    _, error = run.communicate(timeout=90)
+    assert run.returncode == 0, error
+    assert [json.loads(line)["step"] for line in (tmp_path / METRICS).read_text().splitlines()] == [1, 2]
