@@ -2,6 +2,7 @@
 
 import itertools
 import signal
+import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,8 @@ from strangers import LOOPBACK, listeners, molest
 
 from shardwright_launch.exchange import exchange
 from shardwright_launch.failure_report import NodeReport
-from shardwright_launch.meeting import call, framed, place_of
+from shardwright_launch.meeting import call, framed, place_of, receive, receive_frame
+from shardwright_launch.store import CountValues, RankCall, ReadValues
 
 
 def test_a_stranger_is_answered_by_a_random_number_alone_and_changes_nothing(tmp_path: Path) -> None:
@@ -84,6 +86,22 @@ def test_what_makes_no_sense_is_hung_up_on_without_a_traceback(
             assert line.recv(1) == b""
         with exchange(second, "4"):
             one.tell(NodeReport(node=0, ended=True))
+    assert (*capfd.readouterr(), caplog.text) == ("", "", "")
+
+
+def test_an_exchange_that_ends_while_peers_wait_says_nothing(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a rank that waits for a value of the store, and of a stranger that says nothing."""
+    with met(2) as (first, _), ExitStack() as stack:
+        with exchange(first, "4") as one:
+            stranger = stack.enter_context(socket.create_connection(place_of(first).address))
+            assert len(receive(stranger, 32)) == 32
+            rank = stack.enter_context(call(place_of(first)))
+            rank.sendall(framed(RankCall(launch=one.launch)) + framed(CountValues()))
+            receive_frame(rank)
+            rank.sendall(framed(ReadValues(keys=("late",), wait_s=60.0)))
+        assert (stranger.recv(1), rank.recv(1)) == (b"", b"")
     assert (*capfd.readouterr(), caplog.text) == ("", "", "")
 
 

@@ -244,7 +244,8 @@ async def _sent(peer: asyncio.StreamWriter) -> None:
 
 @contextmanager
 def _ended_line(writer: asyncio.StreamWriter) -> Iterator[None]:
-    with suppress(*_ENDS):
+    # The event loop cancels what still waits at its end: Python 3.11's streams print a traceback of a cancelled task.
+    with suppress(*_ENDS, asyncio.CancelledError):
         try:
             yield
         finally:
