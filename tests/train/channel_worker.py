@@ -1,18 +1,23 @@
 """Run by the launcher, one process per rank: values and errors that ranks of a world exchange."""
 
+from pathlib import Path
+
+import msgspec
 import torch
 import torch.distributed as dist
+from forged_rank import broadcast_pickle, gather_pickle
 
 from shardwright_formats.io import BadInput, RunFailed
 from shardwright_train.parallel.channel import Channel, GroupChannel
 from shardwright_train.parallel.world import joined_world
 
 
-def main() -> None:
-    """Exchange in the world's own group, and in another."""
+def main(unpickled: str) -> None:
+    """Exchange in the world's own group, and in another; `unpickled` is created by who reads a pickle."""
     with joined_world("cpu") as world:
         for channel in (world, GroupChannel(torch.device("cpu"), dist.new_group(backend="gloo"))):
             _exchange(channel, world.rank, world.size)
+        _send_pickles(world, world.rank, Path(unpickled))
 
 
 def _exchange(channel: Channel, rank: int, size: int) -> None:
@@ -34,6 +39,20 @@ def _exchange(channel: Channel, rank: int, size: int) -> None:
         assert error.args[0] == "rank 1"
     else:
         raise AssertionError("rank 0 fails")
+
+
+def _send_pickles(channel: Channel, rank: int, unpickled: Path) -> None:
+    """Send pickles from rank 0, then from rank 1, where the other ranks wait for values."""
+    for sender, send, receive in (
+        (0, broadcast_pickle, lambda: channel.first_says(lambda: "", str)),
+        (1, gather_pickle, lambda: channel.agree(None)),
+    ):
+        try:
+            send(unpickled) if rank == sender else receive()
+        except msgspec.DecodeError:
+            assert rank != sender
+        else:
+            assert rank == sender, "a pickle is no value"
 
 
 def _fail(rank: int) -> None:

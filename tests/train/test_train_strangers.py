@@ -5,8 +5,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forged_rank
 import pytest
 from forked_command import Command, forked_command
+from forked_ranks import forking
 from launchers import Place, by_address
 from msgspec.structs import replace
 from random_plans import random_plan
@@ -46,6 +48,33 @@ def test_a_stranger_changes_nothing_of_a_run(tmp_path: Path, place: Callable[[in
     shown = [command.communicate(timeout=60) for command in started]
     assert [command.returncode for command in started] == [75] * len(started), shown
     assert "Traceback" not in str(shown) and "starting anew" not in str(shown), shown
+
+
+def test_a_forged_rank_does_not_join_a_run_that_waits_for_it(tmp_path: Path) -> None:
+    """By PyTorch's own protocol, at the rendezvous, before the true rank is there: it would run code in rank 0."""
+    places = by_address(2, tmp_path)
+    command = ("run", _plan(tmp_path, 2), "--data", _data(tmp_path), "--steps", 2, "--checkpoints", tmp_path / "kept")
+    first = forked_command((*command, "--out", tmp_path / "out", *places[0][0]), places[0][1])
+    port = _until_listening(first)
+    joined, unpickled = tmp_path / "joined", tmp_path / "unpickled"
+    forged = forking().Process(target=forged_rank.forge, args=(port, joined, unpickled), daemon=True)
+    forged.start()
+    forged.join(IN_STEPS_S)
+    assert forged.exitcode == 1 and not joined.exists() and not unpickled.exists()
+    second = forked_command((*command, "--out", tmp_path / "out", *places[1][0]), places[1][1])
+    shown = [launcher.communicate(timeout=IN_STEPS_S) for launcher in (first, second)]
+    assert [launcher.returncode for launcher in (first, second)] == [0, 0], shown
+    assert not unpickled.exists() and "Traceback" not in str(shown)
+
+
+def _until_listening(launcher: Command) -> int:
+    """Wait until node 0's launcher listens, and return its port."""
+    until_s = time.monotonic() + IN_STEPS_S
+    while not (where := listeners([launcher.pid])):
+        assert time.monotonic() < until_s, launcher.communicate(timeout=1)
+        time.sleep(0.01)
+    ((_, port),) = where
+    return port
 
 
 def _until_in_steps(started: list[Command]) -> list[int]:
