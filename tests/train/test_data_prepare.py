@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_calls import call
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from shardwright_formats.io import BadInput, sha256_of_file
+from shardwright_train.cli import APP
 from shardwright_train.data.description import END_OF_TEXT, DataFolder
 from shardwright_train.data.prepare import prepare
 from shardwright_train.data.sampling import open_samples
@@ -53,6 +55,16 @@ def test_a_single_file_is_one_document_whatever_the_glob(text: Path, tmp_path: P
     tokenizer = Tokenizer.from_file(str(DataFolder(tmp_path / "out").tokenizer))
     (document,) = _documents(tmp_path / "out")
     assert tokenizer.decode(document, skip_special_tokens=True) == TEXTS["b.txt"]
+
+
+def test_the_folder_that_one_is_in_is_an_output_folder(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    called = call(APP, "prepare", "--text", text, "--glob", "*.txt", "--vocab-size", 300, "--out", ".")
+    assert called.exit_code == 0, called.stderr
+    assert len(_documents(tmp_path / "here")) == len(IN_ORDER)
 
 
 def test_every_document_ends_with_the_end_of_text_and_has_no_other(text: Path, tmp_path: Path) -> None:
