@@ -19,7 +19,7 @@ import torch.distributed as dist
 from runtime import CONFIG, LENGTH, Ours, compare, medians, ratio, the_plan
 
 from shardwright_formats.types import DataParallel
-from shardwright_train.checkpoints.record import run_identity, start
+from shardwright_train.checkpoints.folders import run_identity, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import total_bytes
 from shardwright_train.measurement.memory import record_memory

@@ -10,8 +10,8 @@ with without_collection():
     from transformers.models.llama import modeling_llama  # noqa: F401
 
     from shardwright_profile.hardware import worker  # noqa: F401
-    from shardwright_train.measurement import measure, reference  # noqa: F401
+    from shardwright_train.measurement import measure, timing  # noqa: F401
     from shardwright_train.training import loop  # noqa: F401
 
 # Of models this small, steps take less than the workload that they are compared with.
-reference._WORKLOADS["cpu"] = reference._WORKLOADS["cpu"]._replace(products=1, sums=1)
+timing._WORKLOADS["cpu"] = timing._WORKLOADS["cpu"]._replace(products=1, sums=1)

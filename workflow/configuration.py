@@ -171,7 +171,7 @@ class Workflow:
 
     def blend_json(self, name: str) -> str:
         """Return the document of a blend."""
-        from shardwright_train.data.blend import BlendedData
+        from shardwright_train.data.sampling import BlendedData
 
         return _document(BlendedData, self.data_files.blend(name))
 

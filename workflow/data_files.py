@@ -6,7 +6,7 @@ from typing import Any
 
 from configuration_types import RANDOM, Configuration, Data, Run
 from shardwright_formats.io import BadInput
-from shardwright_train.data.corpora.open import Source
+from shardwright_train.data.corpora import Source
 
 _TEXT_FILES = ("data.json", "tokens.bin")
 _IMAGE_FILES = ("images.npy", "labels.npy")

@@ -11,8 +11,7 @@ from tiny_models import batch_of, engine_of
 
 from shardwright_formats.io import read_document
 from shardwright_formats.types import Plan, Plans
-from shardwright_train.checkpoints.folders import folder_of_step
-from shardwright_train.checkpoints.record import Identity, run_identity, start
+from shardwright_train.checkpoints.folders import Identity, folder_of_step, run_identity, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.engine.engine import Engine

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from shardwright_formats.io import read_document
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.types import Plan, Plans
-from shardwright_train.data.boundaries import Boundaries
-from shardwright_train.data.packing import with_boundaries
-from shardwright_train.data.share import Batch
+from shardwright_train.data.share import Batch, with_boundaries
+from shardwright_train.data.split import Boundaries
 from shardwright_train.engine import optimizer
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.engine.parameter_groups import LearningRateFactor

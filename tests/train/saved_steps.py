@@ -9,7 +9,7 @@ from random_plans import random_plan
 from tiny_models import tiny
 from torch import Tensor
 
-from shardwright_train.checkpoints.record import run_identity, start
+from shardwright_train.checkpoints.folders import run_identity, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.options import RunOptions
 

@@ -16,8 +16,7 @@ from saved_steps import saved_steps, shard_of, tensors_of
 
 from shardwright_formats.io import BadInput
 from shardwright_train.checkpoints.choice import damage, newest_whole, read_record, read_whole
-from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints
-from shardwright_train.checkpoints.record import Checkpoint
+from shardwright_train.checkpoints.folders import RECORD, Checkpoint, complete_checkpoints
 from shardwright_train.checkpoints.tensors import read_tensors
 from shardwright_train.parallel.world import World
 

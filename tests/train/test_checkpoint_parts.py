@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright_train.checkpoints.folders import complete_checkpoints
-from shardwright_train.checkpoints.parts import HostBuffer, Part, parts_to_save
-from shardwright_train.checkpoints.tensors import read_tensors
+from shardwright_train.checkpoints.tensors import HostBuffer, Part, parts_to_save, read_tensors
 from shardwright_train.parallel.world import World
 from shardwright_train.torch_private import FakeStore
 

@@ -10,14 +10,11 @@ from test_data_sampling import LENGTH, _written
 from tiny_models import tiny
 
 from shardwright_formats.io import BadInput
-from shardwright_train.data.blend import BLEND, open_data
-from shardwright_train.data.boundaries import Boundaries
 from shardwright_train.data.objectives import Causal, TextBatches
-from shardwright_train.data.packing import with_boundaries
 from shardwright_train.data.random_samples import RANDOM
-from shardwright_train.data.sampling import open_samples
-from shardwright_train.data.share import Share
-from shardwright_train.data.split import Fractions, Part, Split
+from shardwright_train.data.sampling import BLEND, open_data, open_samples
+from shardwright_train.data.share import Share, with_boundaries
+from shardwright_train.data.split import Boundaries, Fractions, Part, Split
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.vocab import IGNORED
 

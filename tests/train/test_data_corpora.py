@@ -4,21 +4,18 @@ import bz2
 import gzip
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from token_files import write_tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shardwright_formats.io import BadInput
-from shardwright_train.data import encoding, prepare, unfinished
-from shardwright_train.data.corpora.files import Files
-from shardwright_train.data.corpora.open import Source, open_corpus
-from shardwright_train.data.corpora.text import TextFiles
-from shardwright_train.data.description import DataFolder
-from shardwright_train.data.tokens import read_tokens, write_tokens
+from shardwright_train.data import documents, prepare, tokenizing, unfinished
+from shardwright_train.data.corpora import Source
+from shardwright_train.data.tokens import DataFolder, read_tokens
 
 TEXTS = ["def one():\n    return 1\n", "", "zwei: Größe 狐\n\nund drei", "x" * 50 + "\n" + "y y\n" * 30]
 KEPT = [text for text in TEXTS if text]
@@ -146,13 +143,13 @@ def test_what_takes_a_package_says_so(package: str, tmp_path: Path, monkeypatch:
         _prepared(text, tmp_path / "out", source=source)
 
 
-def test_pieces_of_a_long_text_are_the_text_and_its_tokens(tmp_path: Path) -> None:
+def test_pieces_of_a_long_text_are_the_text_and_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut behind lines, words or characters; behind lines the tokens are those of the whole."""
+    monkeypatch.setattr(documents, "_PIECE_BYTES", 64)
     lines = "".join(f"line {i}:\n\n    x = {i}\n" for i in range(200))
     for text in (lines, "狐" * 100, "ab cd " * 50, "\n" * 90):
         (tmp_path / "t.txt").write_text(text)
-        files = Files(tmp_path / "t.txt", "", (tmp_path / "t.txt",))
-        pieces = list(TextFiles(files, None, piece_bytes=64).pieces())
+        pieces = list(documents.text_pieces((tmp_path / "t.txt",), None))
         assert "".join(piece.text for piece in pieces) == text
         assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
         assert pieces[-1].at == len(text.encode())
@@ -173,14 +170,14 @@ def test_what_goes_on_after_a_kill_is_to_the_byte_what_is_never_killed(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in the middle of a document, and where more had been written than was known to be whole."""
-    monkeypatch.setattr(encoding, "_BATCH_PIECES", 3)
-    monkeypatch.setattr(prepare, "open_corpus", lambda *asked: replace(open_corpus(*asked), piece_bytes=50))
+    monkeypatch.setattr(tokenizing, "_BATCH_PIECES", 3)
+    monkeypatch.setattr(documents, "_PIECE_BYTES", 50)
     (tmp_path / "text").mkdir()
     for number in range(9):
         (tmp_path / "text" / f"{number}.txt").write_text(f"{number} words in a line\n" * number * 2)
     original, written = unfinished.Appender.write, []
 
-    def write(appender: unfinished.Appender, encoded: encoding.Encoded) -> None:
+    def write(appender: unfinished.Appender, encoded: tokenizing.Encoded) -> None:
         if len(written) == after:
             for file in ("tokens", "lengths"):
                 with (tmp_path / "out" / "unfinished" / file).open("ab") as more:
@@ -220,7 +217,7 @@ def test_worker_processes_give_what_one_process_gives(tmp_path: Path, monkeypatc
     texts = [f"document {i} " * (i % 7) + "end" for i in range(60)]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     assert _prepared(tmp_path / "t.jsonl", tmp_path / "one") == texts
-    monkeypatch.setattr(encoding, "_BATCH_PIECES", 4)
+    monkeypatch.setattr(tokenizing, "_BATCH_PIECES", 4)
     monkeypatch.setattr(prepare, "_FEW", 2)
     assert _prepared(tmp_path / "t.jsonl", tmp_path / "two", workers=2) == texts
     assert _bytes_of(tmp_path / "one") == _bytes_of(tmp_path / "two")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_train.data.order import samples_at
+from shardwright_train.data.sampling import samples_at
 
 
 @settings(max_examples=100, deadline=None)

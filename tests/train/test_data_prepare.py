@@ -12,10 +12,10 @@ from tokenizers.processors import TemplateProcessing
 
 from shardwright_formats.io import BadInput, sha256_of_file
 from shardwright_train.cli import APP
-from shardwright_train.data.description import END_OF_TEXT, DataFolder
 from shardwright_train.data.prepare import prepare
 from shardwright_train.data.sampling import open_samples
-from shardwright_train.data.tokens import read_tokens
+from shardwright_train.data.tokenizing import END_OF_TEXT
+from shardwright_train.data.tokens import DataFolder, read_tokens
 
 TEXTS = {
     "b.txt": "the quick brown fox jumps over the lazy dog\n" * 5,

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from shardwright_formats.io import BadInput
-from shardwright_train.data.read_ahead import read_ahead
+from shardwright_train.data.share import read_ahead
 
 
 def _readers() -> int:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_files import write_tokens
 
 from shardwright_formats.io import BadInput, write_document
-from shardwright_train.data.description import DataFolder, PreparedData
 from shardwright_train.data.sampling import Samples, open_samples
 from shardwright_train.data.split import Fractions, Part, Split
-from shardwright_train.data.tokens import write_tokens
+from shardwright_train.data.tokens import DataFolder, PreparedData
 
 LENGTH = 5
 TOKENS = np.arange(1000, 1043)

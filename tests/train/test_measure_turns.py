@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR
-from shardwright_train.measurement.timing import StepTiming
-from shardwright_train.measurement.turns import MAX_AGAIN, Limits, largest_error, measure_in_turns
+from shardwright_train.measurement.timing import MAX_AGAIN, Limits, StepTiming, largest_error, measure_in_turns
 
 FORWARD_S = 0.04
 """Of a layer; its backward pass takes twice as long, embedding and head 0.1 s."""

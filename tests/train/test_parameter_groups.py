@@ -53,7 +53,7 @@ def test_a_pattern_of_no_parameter_is_refused_before_anything_starts(tmp_path: P
     from random_plans import random_plan
 
     from shardwright_formats.io import write_document
-    from shardwright_train.commands.run import start_run
+    from shardwright_train.commands.ranks import start_run
     from shardwright_train.options import RunOptions
 
     write_document(tmp_path / "plan.json", random_plan(tiny("llama"), 1, 2))

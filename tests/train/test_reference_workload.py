@@ -3,24 +3,24 @@
 import pytest
 import torch
 
-from shardwright_train.measurement import reference
+from shardwright_train.measurement import timing
 from shardwright_train.measurement.timing import Interval
 from shardwright_train.parallel.world import World
 
 
 def test_the_workload_is_the_one_that_profiles_were_measured_beside() -> None:
-    assert reference._WORKLOADS == {
+    assert timing._WORKLOADS == {
         "cpu": (torch.float32, 256, 40, 1 << 20, 20),
         "cuda": (torch.float16, 4096, 40, 1 << 24, 100),
     }
-    assert reference._REPEATS == 4
+    assert timing._REPEATS == 4
 
 
 def test_its_time_is_the_mean_of_some_in_a_row(one_rank: World, monkeypatch: pytest.MonkeyPatch) -> None:
     products = []
     monkeypatch.setattr(torch, "mm", lambda *_factors, out: products.append(out))
-    monkeypatch.setattr(reference, "clock_for", lambda _device: _Clock())
-    assert reference.reference_time_s(one_rank.device) == 2.0
+    monkeypatch.setattr(timing, "clock_for", lambda _device: _Clock())
+    assert timing.reference_time_s(one_rank.device) == 2.0
     assert len(products) == 4 * 40
 
 

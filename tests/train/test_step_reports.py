@@ -16,8 +16,7 @@ from shardwright_train.data.prepare import prepare
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World
 from shardwright_train.training.loggers import Loggers
-from shardwright_train.training.metrics import METRICS, Metrics
-from shardwright_train.training.reports import StepReports
+from shardwright_train.training.metrics import METRICS, Metrics, StepReports
 
 OUTCOME = StepOutcome(1.0, 1.0, 1e-3, False, False, (1,))
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright_formats.io import write_document
 from shardwright_launch.heartbeat import RankFiles
 from shardwright_train import cli
-from shardwright_train.commands import measure
+from shardwright_train.commands import ranks
 from shardwright_train.data.prepare import prepare
 from shardwright_train.parallel.world import joined_world
 
@@ -164,7 +164,7 @@ def test_a_rank_killed_in_a_send_and_in_a_collective_is_started_anew_and_a_stopp
 
 def test_a_measurement_is_watched_as_its_option_says(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
-    monkeypatch.setattr(measure, "start_measure", lambda options: asked.append(options.hang_timeout_s))
+    monkeypatch.setattr(ranks, "start_measure", lambda options: asked.append(options.hang_timeout_s))
     ended = call(cli.APP, "measure", "plan.json", "--out", "out.json", "--hang-timeout-s", "7.5")
     assert (ended.exit_code, asked) == (0, [7.5])
 

@@ -18,8 +18,7 @@ from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.microbatches import mask_bytes
-from shardwright_train.training.mask_memory import mask_memory
-from shardwright_train.training.out_of_memory import _what_fits
+from shardwright_train.training.memory import _what_fits, mask_memory
 
 GIB = 2**30
 

@@ -17,9 +17,9 @@ from shardwright_formats.types.measurement import Measurement, PlanMeasurement, 
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_launch.journal import Journal
-from shardwright_train.commands.measure import start_measure
+from shardwright_train.commands.ranks import start_measure
 from shardwright_train.dry_run.simulated_step import simulate_step
-from shardwright_train.measurement.journal import MeasureIdentity, open_journal
+from shardwright_train.measurement.measure import MeasureIdentity, open_journal
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import MeasureJob, MeasureOptions
 from shardwright_train.parallel.world import World

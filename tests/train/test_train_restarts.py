@@ -28,7 +28,7 @@ from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoi
 from shardwright_train.cli import APP as TRAIN
 from shardwright_train.data.prepare import prepare
 from shardwright_train.options import RunOptions
-from shardwright_train.supervision.replan import replanned, without_nodes
+from shardwright_train.supervision import replanned, without_nodes
 
 LIMIT_S = 400.0
 

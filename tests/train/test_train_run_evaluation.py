@@ -11,9 +11,8 @@ from tiny_models import tiny
 
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.types import Plan, RunResult
-from shardwright_train.checkpoints.folders import complete_checkpoints, folder_of_run, prune
-from shardwright_train.checkpoints.record import Best
-from shardwright_train.commands.run import start_run
+from shardwright_train.checkpoints.folders import Best, complete_checkpoints, folder_of_run, prune
+from shardwright_train.commands.ranks import start_run
 from shardwright_train.data.prepare import prepare
 from shardwright_train.options import RunOptions, encode_job
 from shardwright_train.training.evaluation import better

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.types import BestCheckpoint, RunResult
 from shardwright_train.commands.documents import convert
-from shardwright_train.commands.run import start_run
+from shardwright_train.commands.ranks import start_run
 from shardwright_train.data.prepare import prepare
 from shardwright_train.options import ConvertOptions, RunOptions, encode_job
 

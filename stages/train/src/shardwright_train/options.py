@@ -12,9 +12,8 @@ from shardwright_formats.types import Count, Gib, NonNegativeCount, Seconds, Sha
 from shardwright_launch.heartbeat import HANG_TIMEOUT_S
 from shardwright_launch.lock import HeldLock
 from shardwright_launch.nodes import NodeOptions
-from shardwright_train.data.boundaries import Boundaries
-from shardwright_train.data.corpora.open import Source
-from shardwright_train.data.split import Fractions
+from shardwright_train.data.corpora import Source
+from shardwright_train.data.split import Boundaries, Fractions
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]

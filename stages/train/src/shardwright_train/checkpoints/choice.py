@@ -13,6 +13,9 @@ from shardwright_formats.io.errors import BadInput, ShardwrightError
 from shardwright_formats.io.json import check_regular, read_document, sha256_of_file, sha256_of_value
 from shardwright_train.checkpoints.folders import (
     RECORD,
+    Beginning,
+    Checkpoint,
+    Identity,
     damaged_checkpoints,
     named_checkpoints,
     remove_leftovers,
@@ -20,7 +23,6 @@ from shardwright_train.checkpoints.folders import (
     step_of,
     write_sign,
 )
-from shardwright_train.checkpoints.record import Beginning, Checkpoint, Identity
 from shardwright_train.parallel.channel import tried
 from shardwright_train.parallel.world import World
 

@@ -14,10 +14,19 @@ from torch import Tensor
 
 from shardwright_formats.io import BadInput, sha256_of_file, sync_path, write_document
 from shardwright_launch.lock import HeldLock
-from shardwright_train.checkpoints.folders import RECORD, folder_of_step, make_empty, prune, unfinished_folder
-from shardwright_train.checkpoints.parts import HostBuffer, Part, parts_to_save
-from shardwright_train.checkpoints.record import Beginning, Checkpoint, Identity, Progress, SavedFile
-from shardwright_train.checkpoints.tensors import files_of_rank, write_tensors
+from shardwright_train.checkpoints.folders import (
+    RECORD,
+    Beginning,
+    Checkpoint,
+    Identity,
+    Progress,
+    SavedFile,
+    folder_of_step,
+    make_empty,
+    prune,
+    unfinished_folder,
+)
+from shardwright_train.checkpoints.tensors import HostBuffer, Part, files_of_rank, parts_to_save, write_tensors
 from shardwright_train.parallel.channel import Channel, GroupChannel
 
 _ROOM = 1.05

@@ -7,7 +7,7 @@ from pathlib import Path
 from shardwright_formats.command import show
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.types import Plan
-from shardwright_train.data.corpora.open import Source
+from shardwright_train.data.corpora import Source
 from shardwright_train.imports import without_collection
 from shardwright_train.models.describe import describe_folder
 from shardwright_train.models.support import check_supported, without_devices
@@ -54,8 +54,7 @@ def check(options: CheckOptions) -> None:
     """Print what a plan would do on every role; NothingFits where a rank lacks memory."""
     from rich.console import Console
 
-    from shardwright_train.dry_run.check import check_roles, raise_if_too_large
-    from shardwright_train.dry_run.report import print_checks
+    from shardwright_train.dry_run.check import check_roles, print_checks, raise_if_too_large
     from shardwright_train.models.registry import family_named
 
     plan = read_document(options.plan, Plan)

@@ -14,7 +14,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from shardwright_formats.io import BadInput, sha256_of_file, sha256_of_value
-from shardwright_train.data.order import samples_at
+from shardwright_train.data.sampling import samples_at
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.data.split import WHOLE, Part, Split
 

@@ -12,14 +12,11 @@ from torch import Tensor
 
 from shardwright_formats.io import BadInput, RunFailed, sha256_of_value
 from shardwright_formats.types import EMBEDDING, HEAD
-from shardwright_train.data.blend import Blend, open_data
-from shardwright_train.data.boundaries import ACROSS, Boundaries
 from shardwright_train.data.images import ImageForm, Images, open_images
-from shardwright_train.data.packing import with_boundaries
 from shardwright_train.data.random_samples import RANDOM, RandomBatches, random_batches
-from shardwright_train.data.sampling import Samples
-from shardwright_train.data.share import Batch, Share
-from shardwright_train.data.split import WHOLE, Part
+from shardwright_train.data.sampling import Blend, Samples, open_data
+from shardwright_train.data.share import Batch, Share, with_boundaries
+from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, Part
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 

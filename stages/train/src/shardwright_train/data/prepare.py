@@ -1,6 +1,7 @@
-"""Tokenization of a corpus into a token file, with a given tokenizer or one trained on the corpus."""
+"""Preparation of data: a corpus is tokenized into a token file, or Megatron's own token files are copied."""
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -8,23 +9,40 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_formats.io import BadInput, check_writable, sha256_of_file, sha256_of_value, write_document
+import numpy as np
+
+from shardwright_formats.io import (
+    BadInput,
+    atomic_path,
+    check_writable,
+    sha256_of_file,
+    sha256_of_value,
+    write_document,
+)
+from shardwright_formats.types import MIB
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
-from shardwright_train.data.corpora.open import Source, glob_of, open_corpus, source_of
-from shardwright_train.data.corpora.piece import Corpus, Piece
-from shardwright_train.data.description import DataFolder, PreparedData
-from shardwright_train.data.encoding import Encoder, batches, check_plain, encoding, plain
-from shardwright_train.data.imported import import_megatron
-from shardwright_train.data.token_index import write_index
-from shardwright_train.data.tokenizing import SETTINGS, Tokenizing, given, learnable, trained
-from shardwright_train.data.tokens import token_dtype
+from shardwright_train.data.corpora import Corpus, Source, glob_of, open_corpus, source_of
+from shardwright_train.data.documents import Piece
+from shardwright_train.data.tokenizing import (
+    SETTINGS,
+    Encoder,
+    Tokenizing,
+    batches,
+    check_plain,
+    encoding,
+    given,
+    learnable,
+    plain,
+    trained,
+)
+from shardwright_train.data.tokens import DataFolder, PreparedData, read_tokens, token_dtype, write_index
 from shardwright_train.data.unfinished import Done, Unfinished
 
-_MIB = 1 << 20
 _FEW = 16
 """Number of batches."""
 _SAY_EVERY_S = 10.0
+_BLOCK = 1 << 20
 
 
 class How(NamedTuple):
@@ -64,21 +82,21 @@ def prepare(
     """
     source = source_of(text, glob) if how.source is Source.AUTO else how.source
     if source is Source.MEGATRON:
-        import_megatron(Path(text), tokenizer_folder, out)
+        _import_megatron(Path(text), tokenizer_folder, DataFolder(out))
         return
     if (vocab_size is None) == (tokenizer_folder is None):
         raise BadInput("prepare", "it takes either --vocab-size or --tokenizer", "train a tokenizer, or name a model's")
     glob = glob_of(text, source) if glob is None else glob
-    most_bytes = None if max_mib is None else int(max_mib * _MIB)
-    corpus = open_corpus(text, source, glob, how.field, how.dataset_split, most_bytes)
-    if corpus.is_wikitext:
+    max_bytes = None if max_mib is None else int(max_mib * MIB)
+    corpus = open_corpus(text, source, glob, how.field, how.dataset_split, max_bytes)
+    if corpus.strips_markup:
         check_plain(text)
-    asked = _Asked(text, source, glob, corpus, most_bytes, vocab_size, tokenizer_folder, how)
+    request = _Request(text, source, glob, corpus, max_bytes, vocab_size, tokenizer_folder, how)
     is_new, targets = not out.exists(), DataFolder(out)
     check_writable(targets.description)
     with only_run(out.with_name(f"{out.name}.lock"), Nodes()):
         try:
-            _prepare(asked, targets, Unfinished(targets.unfinished))
+            _prepare(request, targets, Unfinished(targets.unfinished))
         except BadInput:
             Unfinished(targets.unfinished).remove()
             if is_new:
@@ -86,12 +104,12 @@ def prepare(
             raise
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     text: str
     source: Source
     glob: str
     corpus: Corpus
-    most_bytes: int | None
+    max_bytes: int | None
     vocab_size: int | None
     tokenizer_folder: Path | None
     how: How
@@ -103,20 +121,20 @@ class _Asked(NamedTuple):
         if self.tokenizer_folder is not None:
             files = [self.tokenizer_folder / name for name in SETTINGS]
             tokenizer = [sha256_of_file(file) if file.is_file() else "" for file in files]
-        return sha256_of_value([self.corpus.identity, self.most_bytes, tokenizer])
+        return sha256_of_value([self.corpus.identity, self.max_bytes, tokenizer])
 
     def tokenizing(self) -> Tokenizing:
         """Return the given tokenizer, or train one."""
         if self.tokenizer_folder is not None:
             return given(self.tokenizer_folder)
         assert self.vocab_size is not None
-        most = int(self.how.tokenizer_mib * _MIB)
-        _say(f"training a tokenizer on the first {most / _MIB:g} MiB at most")
-        return trained(learnable(self._texts(most), self.text), self.vocab_size)
+        max_bytes = int(self.how.tokenizer_mib * MIB)
+        _say(f"training a tokenizer on the first {max_bytes / MIB:g} MiB at most")
+        return trained(learnable(self._texts(max_bytes), self.text), self.vocab_size)
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces to tokenize, up to the limit of text."""
-        room = self.most_bytes
+        room = self.max_bytes
         for piece in self.corpus.pieces():
             if room is not None:
                 room -= len(piece.text.encode())
@@ -124,36 +142,35 @@ class _Asked(NamedTuple):
                     return
             yield piece
 
-    def _texts(self, most_bytes: int) -> Iterator[str]:
+    def _texts(self, room: int) -> Iterator[str]:
         for piece in self.pieces():
-            text = plain(piece.text) if self.corpus.is_wikitext else piece.text
+            text = plain(piece.text) if self.corpus.strips_markup else piece.text
             yield text
-            most_bytes -= len(text.encode())
-            if most_bytes <= 0:
+            room -= len(text.encode())
+            if room <= 0:
                 return
 
 
-def _prepare(asked: _Asked, targets: DataFolder, unfinished: Unfinished) -> None:
-    done = unfinished.read(asked.identity)
+def _prepare(request: _Request, targets: DataFolder, unfinished: Unfinished) -> None:
+    done = unfinished.read(request.identity)
     if done is None:
-        tokenizing = asked.tokenizing()
-        done = unfinished.begin(asked.identity, tokenizing)
+        tokenizing = request.tokenizing()
+        done = unfinished.begin(request.identity, tokenizing)
     else:
         _say(f"going on behind document {done.documents}")
-    encoder = Encoder(unfinished.tokenizer, done.tokenizer_sha256, done.end, done.vocab_size, asked.corpus.is_wikitext)
-    done = _encoded(asked, unfinished, encoder, done)
+    done = _encoded(request, unfinished, done)
     if not done.documents:
-        within = "" if asked.most_bytes is None else f" within {asked.most_bytes} bytes"
-        what = f"no text in files {asked.glob!r}{within}" if asked.glob else f"no text{within}"
-        raise BadInput(asked.text, what, "check --text, --glob and --max-mib")
+        within = "" if request.max_bytes is None else f" within {request.max_bytes} bytes"
+        problem = f"no text in files {request.glob!r}{within}" if request.glob else f"no text{within}"
+        raise BadInput(request.text, problem, "check --text, --glob and --max-mib")
     targets.description.unlink(missing_ok=True)
     write_index(targets.index, unfinished.all_lengths(done.documents), token_dtype(done.vocab_size))
     os.replace(unfinished.tokenizer, targets.tokenizer)
     os.replace(unfinished.tokens, targets.tokens)
     description = PreparedData(
-        text=asked.text,
-        source=asked.source.value,
-        glob=asked.glob,
+        text=request.text,
+        source=request.source.value,
+        glob=request.glob,
         vocab_size=done.vocab_size,
         documents=done.documents,
         text_bytes=done.text_bytes,
@@ -166,41 +183,72 @@ def _prepare(asked: _Asked, targets: DataFolder, unfinished: Unfinished) -> None
     _say(f"{done.tokens} tokens of {done.documents} documents, vocabulary {done.vocab_size}")
 
 
-def _encoded(asked: _Asked, unfinished: Unfinished, encoder: Encoder, done: Done) -> Done:
+def _encoded(request: _Request, unfinished: Unfinished, done: Done) -> Done:
     """Tokenize the rest of the corpus."""
-    work = batches(islice(asked.pieces(), done.pieces, None))
+    removes_markup = request.corpus.strips_markup
+    encoder = Encoder(unfinished.tokenizer, done.tokenizer_sha256, done.end, done.vocab_size, removes_markup)
+    work = batches(islice(request.pieces(), done.pieces, None))
     # Few are made into tokens before worker processes would have started.
     few = list(islice(work, _FEW))
-    workers = 1 if len(few) < _FEW else asked.how.workers or len(os.sched_getaffinity(0))
-    progress = _Progress(asked.corpus.size, done)
-    with (
-        unfinished.appended(done, token_dtype(done.vocab_size).itemsize) as appender,
-        encoding(encoder, workers) as encode,
-    ):
+    workers = 1 if len(few) < _FEW else request.how.workers or len(os.sched_getaffinity(0))
+    size, first, began = max(request.corpus.size, 1), done, time.monotonic()
+    said = began
+    with unfinished.appended(done) as appender, encoding(encoder, workers) as encode:
         for encoded in encode(chain(few, work)):
             appender.write(encoded)
-            progress.say(appender.done)
+            if (now := time.monotonic()) - said >= _SAY_EVERY_S:
+                said = now
+                _say(_progress(first, appender.done, size, now - began))
     return appender.done
 
 
-class _Progress:
-    """A progress report of preparing, with the remaining time, every few seconds on standard error."""
-
-    def __init__(self, size: int, begun: Done) -> None:
-        self._size, self._begun = max(size, 1), begun
-        self._began = self._said = time.monotonic()
-
-    def say(self, done: Done) -> None:
-        """Print the progress if it is due."""
-        now = time.monotonic()
-        if now - self._said < _SAY_EVERY_S:
-            return
-        self._said = now
-        rate = (done.tokens - self._begun.tokens) / (now - self._began)
-        left_s = (self._size - done.at) * (now - self._began) / max(done.at - self._begun.at, 1)
-        share = f"{100 * done.at / self._size:.1f} % of the text, {done.tokens / 1e6:.1f} million tokens"
-        _say(f"{share}, {rate / 1e6:.2f} million tokens/s, {left_s / 60:.0f} min left")
+def _progress(first: Done, done: Done, size: int, time_s: float) -> str:
+    """Return a line of the progress since preparing began or went on, `time_s` seconds ago, and the remaining time."""
+    rate = (done.tokens - first.tokens) / time_s
+    left_s = (size - done.at) * time_s / max(done.at - first.at, 1)
+    share = f"{100 * done.at / size:.1f} % of the text, {done.tokens / 1e6:.1f} million tokens"
+    return f"{share}, {rate / 1e6:.2f} million tokens/s, {left_s / 60:.0f} min left"
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _import_megatron(index: Path, tokenizer_folder: Path | None, targets: DataFolder) -> None:
+    """Copy Megatron's token file into a folder of prepared data, checked against the vocabulary of its tokenizer.
+
+    Raises BadInput where a file is damaged, a token is not in the vocabulary, or no tokenizer is given.
+    """
+    if tokenizer_folder is None:
+        raise BadInput(index, "its tokens are of some tokenizer", "name the folder of that model with --tokenizer")
+    if index.suffix != ".idx":
+        raise BadInput(index, "is no .idx", "name the .idx of Megatron's token file")
+    tokenizing, token_file = given(tokenizer_folder), index.with_suffix(".bin")
+    read = read_tokens(token_file, index)
+    tokens, opened = read.tokens, read.index
+    if not opened.num_documents or not opened.total:
+        raise BadInput(index, "holds no tokens", "prepare a text")
+    for first in range(0, len(tokens), _BLOCK):
+        block = tokens[first : first + _BLOCK]
+        strange = np.flatnonzero((block < 0) | (block >= tokenizing.vocab_size))
+        if len(strange):
+            number, token = first + strange[0], block[strange[0]]
+            problem = f"token number {number} is {token}, the tokenizer has {tokenizing.vocab_size}"
+            raise BadInput(token_file, problem, "name the tokenizer that these tokens are of")
+    targets.description.unlink(missing_ok=True)
+    with atomic_path(targets.tokens) as temporary:
+        shutil.copyfile(token_file, temporary)
+    write_index(targets.index, opened.lengths, opened.dtype, opened.documents)
+    tokenizing.write(targets.tokenizer)
+    description = PreparedData(
+        text=str(index),
+        source=Source.MEGATRON.value,
+        glob="",
+        vocab_size=tokenizing.vocab_size,
+        documents=opened.num_documents,
+        text_bytes=None,
+        tokens=opened.total,
+        tokenizer_sha256=sha256_of_file(targets.tokenizer),
+        tokens_sha256=sha256_of_file(targets.tokens),
+    )
+    write_document(targets.description, description)

@@ -1,12 +1,22 @@
-"""The part of a global batch that one rank works on."""
+"""The part of a global batch that one rank works on, read ahead of its step."""
 
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwright_train.data.split import Boundaries
+from shardwright_train.parallel.vocab import IGNORED
+
+DOCUMENTS, POSITIONS = "documents", "positions"
+"""Keys of the tensors [samples, positions] of a batch that hold each position's document and its number in it."""
 Batch = dict[str, Tensor]
 """Inputs and `labels` of some samples, which are the first dim of each; labels that are IGNORED do not count."""
 
@@ -50,3 +60,52 @@ def on_host(batch: Batch, device: torch.device) -> Batch:
         return batch
     with torch.cuda.device(device):  # in a new thread it is another
         return {name: x.pin_memory() for name, x in batch.items()}
+
+
+def with_boundaries(batch: Batch, documents: Tensor, boundaries: Boundaries, *, predicts_next: bool) -> Batch:
+    """Return a batch with the tensors that tell its documents apart.
+
+    `documents` [n, positions + 1] number the documents of each sample, ascending.
+    Where each label is the token after its position, and attention stays within documents, labels that begin another
+    document do not count.
+    """
+    inputs = documents[:, :-1].contiguous()
+    batch = dict(batch)
+    if boundaries.reset_attention_mask:
+        batch[DOCUMENTS] = inputs
+        if predicts_next:
+            batch["labels"] = batch["labels"].masked_fill(documents[:, 1:] != inputs, IGNORED)
+    if boundaries.reset_position_ids:
+        places = torch.arange(inputs.shape[1]).expand_as(inputs)
+        begins = F.pad(inputs[:, 1:] != inputs[:, :-1], (1, 0), value=True)
+        batch[POSITIONS] = places - places.where(begins, torch.zeros_like(places)).cummax(1).values
+    return batch
+
+
+T = TypeVar("T")
+
+_AHEAD = 2
+"""Number of steps read ahead: one is ready while another is read."""
+
+
+@contextmanager
+def read_ahead(read: Callable[[int], T], steps: Iterable[int]) -> Iterator[Iterator[T]]:
+    """Yield an iterator over `read` of each step, in order, which a thread reads ahead until the block ends.
+
+    An error of `read` is raised where that step's data is taken.
+    """
+    with ThreadPoolExecutor(1, "reader") as thread:
+        try:
+            yield _taken(thread, read, iter(steps))
+        finally:
+            thread.shutdown(cancel_futures=True)
+
+
+def _taken(thread: ThreadPoolExecutor, read: Callable[[int], T], steps: Iterator[int]) -> Iterator[T]:
+    ahead: deque[Future[T]] = deque()
+    for step in steps:
+        ahead.append(thread.submit(read, step))
+        if len(ahead) > _AHEAD:
+            yield ahead.popleft().result()
+    while ahead:
+        yield ahead.popleft().result()

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from shardwright_formats.io import BadInput
-from shardwright_train.data.blend import Blend
-from shardwright_train.data.boundaries import ACROSS, Boundaries
-from shardwright_train.data.description import DataFolder
 from shardwright_train.data.objectives import Prefix, Text, TextBatches
 from shardwright_train.data.random_samples import RANDOM, RandomBatches
-from shardwright_train.data.sampling import Samples
+from shardwright_train.data.sampling import Blend, Samples
 from shardwright_train.data.share import Batch
-from shardwright_train.data.split import WHOLE, Part
+from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, Part
 from shardwright_train.data.tokenizing import read_tokenizer
+from shardwright_train.data.tokens import DataFolder
 from shardwright_train.parallel.vocab import IGNORED
 
 # Raffel et al. 2020, section 3.3.4: what T5 was trained with.

@@ -1,4 +1,4 @@
-"""The splits of the data into training, validation and test."""
+"""How a run takes its data: the splits into training, validation and test, and the boundaries of documents."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -52,3 +52,16 @@ class Part(NamedTuple):
 
 WHOLE = Part()
 """The part that holds all data, to train on."""
+
+
+class Boundaries(NamedTuple):
+    """The treatment of document boundaries in a sample, with Megatron-LM's names for the settings."""
+
+    reset_attention_mask: bool = False
+    """Whether attention and prediction stay within each document."""
+    reset_position_ids: bool = False
+    """Whether positions are numbered from 0 in each document."""
+
+
+ACROSS = Boundaries()
+"""Boundaries that are ignored: a sample is one text, whatever its documents."""

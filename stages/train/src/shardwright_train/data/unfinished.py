@@ -5,7 +5,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_formats.io import sha256_of_file, sync_path, write_bytes
-from shardwright_train.data.encoding import Encoded
-from shardwright_train.data.tokenizing import Tokenizing
+from shardwright_train.data.tokenizing import Encoded, Tokenizing
 from shardwright_train.data.tokens import token_dtype
 
 _SAVE_EVERY_S = 5.0
@@ -42,31 +40,19 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Position in the corpus up to which it has been read."""
 
 
-@dataclass(frozen=True)
 class Unfinished:
     """The folder of an unfinished preparation: tokens, document lengths, and progress."""
 
-    folder: Path
-
-    @property
-    def tokens(self) -> Path:
-        """Return the file of the tokens so far, in the .bin's format."""
-        return self.folder / "tokens"
-
-    @property
-    def lengths(self) -> Path:
-        """Return the file of the document lengths so far, int64."""
-        return self.folder / "lengths"
-
-    @property
-    def tokenizer(self) -> Path:
-        """Return the file of the tokenizer that made the tokens."""
-        return self.folder / "tokenizer.json"
-
-    @property
-    def state(self) -> Path:
-        """Return the file of the progress, which says how much of both files counts."""
-        return self.folder / "state.json"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokens = folder / "tokens"
+        """File of the tokens so far, in the .bin's format."""
+        self.lengths = folder / "lengths"
+        """File of the document lengths so far, int64."""
+        self.tokenizer = folder / "tokenizer.json"
+        """File of the tokenizer that made the tokens."""
+        self.state = folder / "state.json"
+        """File of the progress, which says how much of both files counts."""
 
     def read(self, request: str) -> Done | None:
         """Return the progress of the same request; None where nothing is left of it, or it is damaged."""
@@ -76,21 +62,17 @@ class Unfinished:
         except (OSError, msgspec.DecodeError):
             return None
         itemsize = token_dtype(done.vocab_size).itemsize
-        whole = sizes[0] >= itemsize * done.tokens and sizes[1] >= 8 * done.documents
-        return done if whole and done.request == request and self.tokenizer.is_file() else None
+        is_whole = sizes[0] >= itemsize * done.tokens and sizes[1] >= 8 * done.documents
+        return done if is_whole and done.request == request and self.tokenizer.is_file() else None
 
     def begin(self, request: str, tokenizing: Tokenizing) -> Done:
         """Start from the beginning, removing previous contents."""
         self.remove()
-        write_bytes(self.tokenizer, (tokenizing.tokenizer.to_str(pretty=True) + "\n").encode())
+        tokenizing.write(self.tokenizer)
         self.tokens.touch()
         self.lengths.touch()
-        done = Done(
-            request=request,
-            tokenizer_sha256=sha256_of_file(self.tokenizer),
-            end=tokenizing.end,
-            vocab_size=tokenizing.vocab_size,
-        )
+        sha256 = sha256_of_file(self.tokenizer)
+        done = Done(request=request, tokenizer_sha256=sha256, end=tokenizing.end, vocab_size=tokenizing.vocab_size)
         self.save(done)
         return done
 
@@ -107,10 +89,10 @@ class Unfinished:
         write_bytes(self.state, msgspec.json.encode(done))
 
     @contextmanager
-    def appended(self, done: Done, itemsize: int) -> Iterator["Appender"]:
+    def appended(self, done: Done) -> Iterator["Appender"]:
         """Append after what is done; saves every few seconds, and when the block ends without an error."""
         with self.tokens.open("r+b") as tokens, self.lengths.open("r+b") as lengths:
-            tokens.truncate(done.tokens * itemsize)
+            tokens.truncate(done.tokens * token_dtype(done.vocab_size).itemsize)
             lengths.truncate(8 * done.documents)
             tokens.seek(0, os.SEEK_END)
             lengths.seek(0, os.SEEK_END)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import ITEMSIZE, Plan
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_train.data.boundaries import DOCUMENTS
+from shardwright_train.data.share import DOCUMENTS
 from shardwright_train.engine.engine import build_engine
 from shardwright_train.models.base import Family
 from shardwright_train.parallel.data import local_tensor

@@ -1,4 +1,4 @@
-"""Running plans for some steps and reporting the time and memory they took."""
+"""Running plans for some steps and reporting the time and memory they took; finished plans are kept in a journal."""
 
 import gc
 import os
@@ -13,19 +13,33 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io import read_document, write_document
+from shardwright_formats.io import Value, read_document, write_document
 from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement, RankMemory, Segment
-from shardwright_formats.types.plan import Attention, Plan, Plans
+from shardwright_formats.types import (
+    Attention,
+    Measurement,
+    Plan,
+    PlanMeasurement,
+    Plans,
+    RankMeasurement,
+    RankMemory,
+    Segment,
+)
+from shardwright_launch.journal import Journal, JournalKind, Kept
 from shardwright_launch.ranks import allocator_setting
 from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
-from shardwright_train.measurement.journal import open_journal
 from shardwright_train.measurement.memory import record_memory, segments_of_memory
-from shardwright_train.measurement.reference import reference_time_s
-from shardwright_train.measurement.timing import StepTiming, clock_for, timing_of_step
+from shardwright_train.measurement.timing import (
+    MAX_AGAIN,
+    Limits,
+    StepTiming,
+    clock_for,
+    measure_in_turns,
+    reference_time_s,
+    timing_of_step,
+)
 from shardwright_train.measurement.trace import trace_file, traced
-from shardwright_train.measurement.turns import MAX_AGAIN, Limits, measure_in_turns
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import MeasureJob
@@ -281,3 +295,39 @@ def _memory(runner: _Runner, resident: int) -> RankMemory:
         device_used_bytes=used,
         resident_bytes=resident,
     )
+
+
+class MeasureIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings that must be equal for a plan's earlier measurement to be reused."""
+
+    steps: int
+    warmup_steps: int
+    min_time_s: float
+    device: str
+    backend: str
+    versions: str
+
+
+_KIND: JournalKind[MeasureIdentity, PlanMeasurement] = JournalKind(
+    format="shardwright.measure_journal",
+    run="measurement",
+    identity=MeasureIdentity,
+    entry=PlanMeasurement,
+    key=lambda found: (found.plan.sha256,),
+)
+
+
+def open_journal(
+    job: MeasureJob, world: World, device: str, versions: str
+) -> Journal[MeasureIdentity, PlanMeasurement]:
+    """Open a measurement's journal, the same on every rank; it starts anew for other settings, device or versions."""
+    identity = MeasureIdentity(
+        steps=job.steps,
+        warmup_steps=job.warmup_steps,
+        min_time_s=job.min_time_s,
+        device=device,
+        backend=world.backend,
+        versions=versions,
+    )
+    kept = world.first_says(lambda: _KIND.read(job.journal, identity, anew=True), Kept[PlanMeasurement])
+    return Journal(job.journal if world.rank == 0 else None, _KIND, identity, kept)

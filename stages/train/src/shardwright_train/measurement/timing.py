@@ -1,14 +1,16 @@
-"""Times of one step: the events that a step sets, the time between them, by segment and by pass."""
+"""Times of steps by segment and pass, of a reference workload before each, and of several plans measured in turns."""
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
+from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR, Duration, paired_difference
 from shardwright_formats.semantics.schedules.passes import Pass, middle
 from shardwright_formats.types import PassTime
 from shardwright_train.pipeline.runner import MicrobatchChunk
@@ -139,3 +141,122 @@ def _passes(intervals: Sequence[Interval]) -> Iterator[PassTime]:
                     start_s=start_s,
                     time_s=interval.start_s + interval.time_s - start_s,
                 )
+
+
+class _Workload(NamedTuple):
+    """A workload like layers and optimizers: products of square matrices, then sums of vectors larger than caches."""
+
+    dtype: torch.dtype
+    side: int
+    products: int
+    numel: int
+    sums: int
+
+
+_WORKLOADS = {
+    "cpu": _Workload(torch.float32, side=256, products=40, numel=1 << 20, sums=20),
+    "cuda": _Workload(torch.float16, side=4096, products=40, numel=1 << 24, sums=100),
+}
+"""Workload by device type, about 15 ms on a processor core and on an H100; profiles compare with the same one only."""
+
+_REPEATS = 4
+"""Number of repeats, as long as a step of a small model: an interruption of 10 ms doubles 15 ms, but hardly a step."""
+
+
+def reference_time_s(device: torch.device) -> float:
+    """Return the seconds of the workload on this rank's device, mean of several, while all ranks run it; collective.
+
+    Between training steps its tensors use memory that activations have freed.
+    """
+    work = _WORKLOADS[device.type]
+    factor = torch.ones(work.side, work.side, dtype=work.dtype, device=device)
+    product = torch.empty_like(factor)
+    terms, total = torch.ones(work.numel, device=device), torch.zeros(work.numel, device=device)
+    dist.barrier()
+    clock = clock_for(device)
+    clock.hook("start")
+    for _ in range(_REPEATS):
+        for _ in range(work.products):
+            torch.mm(factor, factor, out=product)
+        for _ in range(work.sums):
+            torch.add(total, terms, out=total)
+    clock.hook("reference")
+    return sum(interval.time_s for interval in clock.intervals()) / _REPEATS
+
+
+_SCATTER = 0.1
+_MAX_SCATTERED = 3
+"""Limit of the steps of a plan measured alone, as a multiple of the requested ones, where they scatter."""
+MAX_AGAIN = 2
+"""Limit of the repetitions of the first rounds for plans measured in turns."""
+_LAYERS = "layers"
+
+Taken = tuple[list[StepTiming], ...]
+"""Timed steps of each plan; those of equal index belong to one round."""
+
+
+class Measured(NamedTuple):
+    """The timed steps of some plans."""
+
+    steps: Taken
+    again: int
+    """Number of times that the first rounds were repeated."""
+
+
+class Limits(NamedTuple):
+    """The limits of the duration of a measurement."""
+
+    steps: int
+    min_time_s: float
+    """Seconds of each plan at least; of those in turns, in the mean."""
+    of_all_ranks: Callable[[float], float]
+    """Function that returns the largest value over all ranks; collective."""
+
+
+def measure_in_turns(step: Sequence[Callable[[], StepTiming]], limits: Limits) -> Measured:
+    """Measure one step of each plan in turn, until all are measured for long enough.
+
+    A plan alone is measured for longer where its steps scatter. Several plans are compared with the first:
+    where the difference in layer time has too large an error, all are measured again.
+    """
+    taken: Taken = tuple([] for _ in step)
+    while len(taken[0]) < limits.steps or limits.of_all_ranks(_spent_s(taken)) < limits.min_time_s * len(taken):
+        _round(step, taken)
+    if len(taken) == 1:
+        while len(taken[0]) < _MAX_SCATTERED * limits.steps and limits.of_all_ranks(_scatter(taken[0])) > _SCATTER:
+            _round(step, taken)
+        return Measured(taken, 0)
+    again, rounds = 0, len(taken[0])
+    while again < MAX_AGAIN and limits.of_all_ranks(largest_error(taken)) > MAX_RELATIVE_ERROR:
+        for _ in range(rounds):
+            _round(step, taken)
+        again += 1
+    return Measured(taken, again)
+
+
+def largest_error(taken: Taken) -> float:
+    """Return the largest relative error, in either pass, of a plan's difference in layer time from the first plan."""
+    first, *others = taken
+    return max(difference.relative_error for other in others for difference in _differences(first, other))
+
+
+def _differences(few: Sequence[StepTiming], many: Sequence[StepTiming]) -> tuple[Duration, Duration]:
+    """Return the differences of the forward and of the backward pass."""
+    forward = paired_difference([step.forward_s[_LAYERS] for step in few], [step.forward_s[_LAYERS] for step in many])
+    back = paired_difference([step.backward_s[_LAYERS] for step in few], [step.backward_s[_LAYERS] for step in many])
+    return forward, back
+
+
+def _round(step: Sequence[Callable[[], StepTiming]], taken: Taken) -> None:
+    for one, own in zip(step, taken, strict=True):
+        own.append(one())
+
+
+def _spent_s(taken: Taken) -> float:
+    return sum(step.step_s for own in taken for step in own)
+
+
+def _scatter(steps: Sequence[StepTiming]) -> float:
+    """Return the spread of the middle half of the step times, as a fraction of the median."""
+    times = sorted(step.step_s for step in steps)
+    return (times[(3 * len(times)) // 4] - times[len(times) // 4]) / statistics.median(times)

@@ -13,9 +13,8 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.types import EMBEDDING, HEAD, Attention, Model
 from shardwright_models.facts import Family as Facts
 from shardwright_models.facts import Mask
-from shardwright_train.data.boundaries import POSITIONS
 from shardwright_train.data.objectives import Causal, Classification, Text
-from shardwright_train.data.share import Batch
+from shardwright_train.data.share import POSITIONS, Batch
 from shardwright_train.models.configuration import parse
 from shardwright_train.models.initial_weights import Filling
 from shardwright_train.models.masks import mask_for

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 
 from shardwright_models.facts import BLOCK
-from shardwright_train.data.boundaries import POSITIONS
 from shardwright_train.data.objectives import Masked
-from shardwright_train.data.share import Batch
+from shardwright_train.data.share import POSITIONS, Batch
 from shardwright_train.models.base import Family, States
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts

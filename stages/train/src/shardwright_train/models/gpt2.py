@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright_models.facts import BLOCK
-from shardwright_train.data.boundaries import POSITIONS
-from shardwright_train.data.share import Batch
+from shardwright_train.data.share import POSITIONS, Batch
 from shardwright_train.models.base import Family, States
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts, Rule

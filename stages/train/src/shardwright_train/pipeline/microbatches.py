@@ -9,8 +9,7 @@ from shardwright_formats.semantics.chunks import stage_actions
 from shardwright_formats.semantics.schedules.passes import Action
 from shardwright_formats.types import ITEMSIZE
 from shardwright_models.facts import Mask
-from shardwright_train.data.boundaries import DOCUMENTS
-from shardwright_train.data.share import Batch
+from shardwright_train.data.share import DOCUMENTS, Batch
 from shardwright_train.models.masks import MASK, document_mask
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.pipeline.layer import RankContext

@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from shardwright_formats.io import RunFailed, sha256_of_value
 from shardwright_formats.types import Evaluation, Plan
-from shardwright_train.checkpoints.record import Best
+from shardwright_train.checkpoints.folders import Best
 from shardwright_train.data.objectives import Batches, TextBatches
-from shardwright_train.data.read_ahead import read_ahead
-from shardwright_train.data.share import Batch, Share, on_host
+from shardwright_train.data.share import Batch, Share, on_host, read_ahead
 from shardwright_train.data.split import Part, Split
 from shardwright_train.engine.engine import Engine
 from shardwright_train.models.registry import family_named

@@ -24,13 +24,19 @@ from shardwright_train.checkpoints.choice import (
     newest_whole,
     read_whole,
 )
-from shardwright_train.checkpoints.folders import folder_of_run, folder_of_step
-from shardwright_train.checkpoints.record import Beginning, Identity, Progress, run_identity, start
+from shardwright_train.checkpoints.folders import (
+    Beginning,
+    Identity,
+    Progress,
+    folder_of_run,
+    folder_of_step,
+    run_identity,
+    start,
+)
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.data.objectives import Batches
-from shardwright_train.data.read_ahead import read_ahead
-from shardwright_train.data.share import on_host
+from shardwright_train.data.share import on_host, read_ahead
 from shardwright_train.data.split import Part, Split
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.engine.learning_rate import Hyperparameters
@@ -42,17 +48,12 @@ from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, check_device
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
-from shardwright_train.training.due import Due
 from shardwright_train.training.evaluation import Evaluator, ValidationData, best_so_far, better, open_validation
-from shardwright_train.training.first_step import try_stages
 from shardwright_train.training.loggers import Loggers, RunNames, open_loggers
-from shardwright_train.training.loss_scale import LossScale
-from shardwright_train.training.mask_memory import say_mask_memory
-from shardwright_train.training.metrics import METRICS, Metrics
-from shardwright_train.training.nonfinite import first_nonfinite
-from shardwright_train.training.out_of_memory import lack_of_memory_explained, prediction_of
-from shardwright_train.training.reports import StepReports
-from shardwright_train.training.stopping import DONE, NOTE, Grace, asked_to_stop, stop_note
+from shardwright_train.training.memory import lack_of_memory_explained, prediction_of, say_mask_memory, try_stages
+from shardwright_train.training.metrics import METRICS, Metrics, StepReports
+from shardwright_train.training.nonfinite import LossScale, first_nonfinite
+from shardwright_train.training.stopping import DONE, NOTE, Due, Grace, asked_to_stop, stop_note
 from shardwright_train.weights.reading import Weights
 
 

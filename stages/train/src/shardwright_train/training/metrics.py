@@ -1,7 +1,8 @@
-"""metrics.jsonl: a line for each step of a run."""
+"""metrics.jsonl: a line for each step of a run, written while the next step runs."""
 
 import sys
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from shardwright_formats.io import write_bytes
 from shardwright_formats.types import EMBEDDING, HEAD, Evaluation, Plan, StepMetrics
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World
+from shardwright_train.training.loggers import Loggers
 
 METRICS = "metrics.jsonl"
 
@@ -107,3 +109,37 @@ def model_flops_utilization(plan: Plan, step_time_s: float) -> float | None:
 def peak_flops_per_s(device_name: str, compute_dtype: str) -> float | None:
     """Return the published peak of one device in a compute dtype, or None where it is unknown here."""
     return _BFLOAT16.get(device_name) if compute_dtype == "bfloat16" else None
+
+
+@dataclass
+class StepReports:
+    """A writer of steps in order, each while the next one runs; a slow write delays the step after that."""
+
+    metrics: Metrics
+    loggers: Loggers
+    """Loggers, open on rank 0 alone."""
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "reports"))
+    _writing: list[Future[None]] = field(default_factory=list)
+
+    def write(self, step: int, outcome: StepOutcome, step_time_s: float, evaluation: Evaluation | None = None) -> None:
+        """Start to write a step once the previous one is written; raise the error of that write."""
+        self.finish()
+        self._writing.append(self._thread.submit(self._write, step, outcome, step_time_s, evaluation))
+
+    def finish(self) -> None:
+        """Wait until all steps are written, as required before a checkpoint."""
+        while self._writing:
+            self._writing.pop().result()
+
+    def close(self) -> None:
+        """Write the remaining steps, and end."""
+        try:
+            self.finish()
+        finally:
+            self._thread.shutdown()
+            self.loggers.close()
+
+    def _write(self, step: int, outcome: StepOutcome, step_time_s: float, evaluation: Evaluation | None) -> None:
+        written = self.metrics.write(step, outcome, step_time_s, evaluation)
+        if written is not None:
+            self.loggers.write(written)

@@ -1,4 +1,6 @@
-"""The search for the origin of a loss or gradient that is not finite."""
+"""Numbers that are not finite: the loss scale that avoids them in float16, and the search for their origin."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,42 @@ from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.torch_private import tree_leaves
+
+_START = 2.0**16
+_GROWTH_STEPS = 2000
+_FACTOR = 2.0
+_LEAST = 1.0
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The factor by which the loss is multiplied before the backward pass."""
+
+    value: float = 1.0
+    fixed: bool = True
+    steps_without_overflow: int = 0
+
+    @classmethod
+    def for_compute(cls, dtype: str) -> "LossScale":
+        """Return the initial scale of a dtype: float16 starts at 2^16 and adapts; other formats need none."""
+        return cls(_START, fixed=False) if dtype == "float16" else cls()
+
+    @property
+    def can_fall(self) -> bool:
+        """Return whether an overflow may come from the scale; at 1 it comes from the model."""
+        return not self.fixed and self.value > _LEAST
+
+    def after(self, overflowed: bool) -> "LossScale":
+        """Return the scale of the next step: halved after an overflow, doubled after 2000 steps without one."""
+        if self.fixed:
+            return self
+        if overflowed:
+            return LossScale(self.value / _FACTOR, fixed=False)
+        steps = self.steps_without_overflow + 1
+        if steps == _GROWTH_STEPS:
+            return LossScale(self.value * _FACTOR, fixed=False)
+        return LossScale(self.value, fixed=False, steps_without_overflow=steps)
+
 
 # Forward finds come before those of the backward pass, then earlier microbatches, then lower layers, then ranks.
 _Find = tuple[int, int, int, int, str]

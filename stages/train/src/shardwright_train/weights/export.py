@@ -15,15 +15,14 @@ from safetensors.torch import save_file
 from shardwright_formats.io import BadInput, read_document, read_object, sync_path, system_fault
 from shardwright_formats.types import EMBEDDING, HEAD, Model, Plan, RunResult
 from shardwright_train.checkpoints.choice import damage, read_record
-from shardwright_train.checkpoints.record import identity_of
+from shardwright_train.checkpoints.folders import identity_of
 from shardwright_train.checkpoints.tensors import read_tensors, saved_dtypes
 from shardwright_train.data.tokenizing import TOKENIZER, read_tokenizer, rows_of
 from shardwright_train.models.base import Family
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import ConvertOptions
 from shardwright_train.parallel.data import torch_dtype
-from shardwright_train.weights.agreement import stored_names
-from shardwright_train.weights.folder import CONFIG, INDEX, inside, read_config, refuse_code
+from shardwright_train.weights.reading import CONFIG, INDEX, inside, read_config, refuse_code, stored_names
 
 _COPIED = (
     *("generation_config.json", "preprocessor_config.json", "tokenizer_config.json", "special_tokens_map.json"),

@@ -1,20 +1,247 @@
-"""Parameters read straight into a rank's shards: of each tensor the part that the rank holds, and no more."""
+"""A folder of config.json and safetensors as the initial weights of a run: read as data, and never beyond the folder.
 
-from collections.abc import Iterator, Sequence
+Its tensors are matched with the parameters of a plan's model; of each, a rank reads the part that it holds and no more.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from shardwright_formats.io import BadInput, sha256_of_file, sha256_of_value
+from shardwright_formats.io import BadInput, check_regular, read_object, sha256_of_file, sha256_of_value, system_fault
 from shardwright_formats.semantics.layout import Box
-from shardwright_formats.types import Model
+from shardwright_formats.types import HEAD, Model
 from shardwright_train.models.base import Family
 from shardwright_train.parallel.world import World
-from shardwright_train.weights.agreement import Agreement, agree
-from shardwright_train.weights.folder import Stored
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
+_MAX_FILE = 2**60
+_SHOWN = 8
+_AGAIN = "fetch the folder again"
+
+
+class Stored(NamedTuple):
+    """A tensor of a file, as the file's header says; `dtype` in the words of safetensors, such as BF16."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a folder; raise BadInput where it is missing or names code to run."""
+    if not folder.is_dir():
+        raise BadInput(folder, "is no folder", "name one with config.json and safetensors files")
+    file = inside(folder, CONFIG)
+    config = read_object(file)
+    refuse_code(file, config)
+    return config
+
+
+def refuse_code(file: Path, content: Mapping[str, Any]) -> None:
+    """Raise BadInput where a configuration of the Hub names code that comes with it."""
+    if "auto_map" in content:
+        what = "auto_map names code that comes with the folder, which is not run here"
+        raise BadInput(file, what, "take a model that transformers knows itself")
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Return every tensor of a folder by key, from one file or those that its index names, reading none.
+
+    Raises BadInput naming the file that is missing, lies outside, is no whole safetensors file, or lacks a key.
+    """
+    if (folder / SINGLE).exists():
+        return _header(inside(folder, SINGLE))
+    if not (folder / INDEX).exists():
+        what = f"has neither {SINGLE} nor {INDEX}"
+        raise BadInput(folder, what, "save the model with safetensors: pickled weights are not read")
+    index = inside(folder, INDEX)
+    named = _weight_map(index)
+    headers = {name: _header(inside(folder, name)) for name in sorted(set(named.values()))}
+    if absent := [key for key, name in named.items() if key not in headers[name]]:
+        raise BadInput(index, f"says that {absent[0]} is in {named[absent[0]]}, which lacks it", _AGAIN)
+    return {key: headers[name][key] for key, name in named.items()}
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return a file of a folder; raise BadInput where it is a link that leads elsewhere, or no regular file.
+
+    The Hub's own cache may link to its blobs: `snapshots/REVISION/FILE` to `blobs/`, two folders up.
+    """
+    home = folder.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    file = folder / name
+    try:
+        found = file.resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise BadInput(file, "is not there", _AGAIN) from None
+    if found.parent not in (home, blobs):
+        raise BadInput(file, "is a link that leads out of its folder", "put the file itself there")
+    check_regular(found, _MAX_FILE)
+    return file
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names in one line, only the first few of many."""
+    every = sorted(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise BadInput(index, "has no weight_map from tensors to files", _AGAIN)
+    for key, name in found.items():
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+            raise BadInput(index, f"puts {key} in {name!r}, which is no safetensors file of its folder", _AGAIN)
+    return found
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(file, "numpy") as opened:
+            slices = {key: opened.get_slice(key) for key in opened.keys()}
+            return {key: Stored(file, key, tuple(x.get_shape()), x.get_dtype()) for key, x in slices.items()}
+    except SafetensorError as error:
+        raise BadInput(file, f"is no whole safetensors file ({error})", _AGAIN) from None
+    except OSError as error:
+        raise system_fault(error, file) from None
+
+
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FREE = re.compile(
+    r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cache|pretraining_tp|layer_types|.*dropout.*"
+)
+"""Keys of a configuration that say nothing about what its weights compute."""
+_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Buffers that older files of transformers hold in addition to parameters."""
+_REMEDY = "describe the model from this folder and plan for that"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A folder's tensors under the names that the stock model has for its parameters."""
+
+    tensors: Mapping[str, tuple[Stored, ...]]
+    """Tensors by parameter; a tied parameter has every one that the folder holds of it."""
+    aliases: Mapping[str, str]
+    """Tied names, each with the name of the parameter that it equals."""
+    new: tuple[str, ...]
+    """Parameters of the head that the folder lacks."""
+    surplus: tuple[str, ...]
+    """Keys of the folder that the model does not use."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the files that parameters are read from, in the order of their names."""
+        return tuple(sorted({stored.file for stored in chain.from_iterable(self.tensors.values())}))
+
+    def notes(self, kept_in: str) -> list[str]:
+        """Return messages for the user: parameters drawn anew, ignored keys, and a change of format."""
+        found = {_FLOATS[stored.dtype] for stored in chain.from_iterable(self.tensors.values())}
+        said = []
+        if self.new:
+            said.append(f"drawn anew: {listed(self.new)}")
+        if self.surplus:
+            said.append(f"not used: {listed(self.surplus)}")
+        if found - {kept_in}:
+            said.append(f"stored in {listed(found)}, kept in {kept_in}")
+        return said
+
+
+def agree(folder: Path, model: Model, family: Family, allow_new: bool) -> Agreement:
+    """Match a folder with a plan's model; `allow_new` lets parameters of the head be missing.
+
+    Raises BadInput in one line for a configuration or a shape that is not the model's, for parameters that are missing,
+    and for surplus ones inside its blocks.
+    """
+    _check_configuration(folder / CONFIG, read_config(folder), model, family)
+    stock: Any = family.stock_model(model)
+    shapes = {name: tuple(x.shape) for name, x in stock.state_dict().items()}
+    aliases: dict[str, str] = dict(stock.all_tied_weights_keys)
+    found: dict[str, tuple[Stored, ...]] = {}
+    surplus: list[str] = []
+    transforms = _by_kind(get_model_conversion_mapping(stock))
+    for key, stored in stored_tensors(folder).items():
+        # A file may be older than transformers, or of the base model without a head.
+        name, _ = rename_source_key(key, *transforms, stock.base_model_prefix, shapes)
+        if name in shapes:
+            _check_form(stored, shapes[name])
+            own = aliases.get(name, name)
+            found[own] = (*found.get(own, ()), stored)
+        elif not _is_buffer(name, stock):
+            surplus.append(name)
+    if inner := [name for name in surplus if any(name.startswith(f"{parts.path}.") for parts in family.parts.values())]:
+        raise BadInput(folder, f"has what the model's blocks lack: {listed(inner)}", _REMEDY)
+    new = _missing(folder, set(shapes) - set(aliases) - set(found), _of_head(model, family), allow_new)
+    return Agreement(found, aliases, new, tuple(sorted(surplus)))
+
+
+def stored_names(stock: Any, names: Sequence[str]) -> dict[str, str]:
+    """Return the names under which transformers now stores parameters of a stock model."""
+    transforms = [t.reverse_transform() for t in get_model_conversion_mapping(stock, add_legacy=False)[::-1]]
+    renamings, converters = _by_kind(transforms)
+    return {name: rename_source_key(name, renamings, converters, reverse=True)[0] for name in names}
+
+
+def _by_kind(transforms: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    return renamings, [one for one in transforms if isinstance(one, WeightConverter)]
+
+
+def _is_buffer(name: str, stock: Any) -> bool:
+    patterns = (*_BUFFERS, *(stock._keys_to_ignore_on_load_unexpected or ()))
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _check_form(stored: Stored, shape: tuple[int, ...]) -> None:
+    if stored.shape != shape:
+        what = f"{stored.key} has the shape {list(stored.shape)}, the model's is {list(shape)}"
+        raise BadInput(stored.file, what, _REMEDY)
+    if stored.dtype not in _FLOATS:
+        what = f"{stored.key} is stored as {stored.dtype}, which is not trained"
+        raise BadInput(stored.file, what, f"store it as one of {', '.join(_FLOATS)}")
+
+
+def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -> tuple[str, ...]:
+    if missing - head:
+        raise BadInput(folder, f"lacks {listed(missing - head)}", "fetch the whole model, or its own configuration")
+    if missing and not allow_new:
+        what = f"lacks {listed(missing)} of the model's head"
+        raise BadInput(folder, what, "take a folder that has them, or let them be drawn anew with --new-weights")
+    return tuple(sorted(missing))
+
+
+def _of_head(model: Model, family: Family) -> set[str]:
+    return {family.hugging_face_name(model, HEAD, name) for name in family.parameter_names(model, HEAD)}
+
+
+def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, family: Family) -> None:
+    """Raise BadInput where a config.json is not that of the model, in anything that its weights are used for."""
+    if (kind := config.get("model_type")) != family.facts.model_type:
+        raise BadInput(file, f"model_type is {kind!r}, the plan's model is a {family.facts.model_type}", _REMEDY)
+    try:
+        found, wanted = family.configured(config).to_dict(), family.configuration(model).to_dict()
+    except ValueError as error:
+        raise BadInput(file, str(error), "correct the configuration") from None
+    free = set(PreTrainedConfig().to_dict()) | {*family.facts.ignored, *family.facts.dropouts.keys}
+    for key in sorted(set(found) | set(wanted)):
+        if found.get(key) != wanted.get(key) and key not in free and not _FREE.fullmatch(key):
+            raise BadInput(file, f"{key} is {found.get(key)}, of the plan's model {wanted.get(key)}", _REMEDY)
 
 
 @dataclass(frozen=True)

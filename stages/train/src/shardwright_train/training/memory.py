@@ -1,16 +1,23 @@
-"""The report of a rank that lacks memory in a step: its memory, the predicted one, and a plan that would fit."""
+"""Device memory of a run: a trial before the first step, masks that no plan counts, and the report of a lack of it."""
 
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from shardwright_formats.io import OutOfMemory, read_document
 from shardwright_formats.types import Plan, Prediction, RunnerUp, StagePrediction
 from shardwright_train.engine.engine import Engine
 from shardwright_train.parallel.data import local_tensor
-from shardwright_train.parallel.world import out_of_memory_said
+from shardwright_train.parallel.world import World, out_of_memory_said
+from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.microbatches import mask_bytes
+from shardwright_train.pipeline.runner import Step
 
 _STATES = ("parameters", "gradients", "optimizer")
 _GIB = 2**30
@@ -82,3 +89,50 @@ def _what_fits(prediction: Prediction, stage: StagePrediction, needed: int, plan
             where = f"runner-up {number} ({runner_up.plan.name}) of {file.with_suffix('.prediction.json')}"
             return f"{where} fits: predicted {gib:.2f} GiB, {step_s:.4g} s a step"
     return "none of its runners-up would fit: search with a lower memory_gib"
+
+
+_MIB = 2**20
+
+
+def say_mask_memory(file: Path, context: RankContext) -> None:
+    """Warn of the memory that document masks take in addition to the prediction; `file` is the plan's."""
+    print(f"warning: {mask_memory(context, prediction_of(file, context.plan))}", file=sys.stderr, flush=True)
+
+
+def mask_memory(context: RankContext, prediction: Prediction | None) -> str:
+    """Return a warning of how much memory masks take beyond the prediction, for the rank with the least left."""
+    left, rank, masks, predicted, device = min(_ranks(context, prediction))
+    said = f"--reset-attention-mask: masks take {masks / _MIB:.1f} MiB of rank {rank}, which its plan does not count"
+    if prediction is None:
+        return said
+    said += f": {(predicted + masks) / _MIB:.1f} MiB with the {predicted / _MIB:.1f} predicted"
+    fits = "of" if left >= 0 else f"{-left / _MIB:.1f} more than the"
+    return f"{said}, {fits} {device / _MIB:.1f} of its device"
+
+
+def _ranks(context: RankContext, prediction: Prediction | None) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield what is left of each rank's device, the rank, bytes of masks, bytes predicted, and those of the device."""
+    for rank in range(context.plan.world_size):
+        there = replace(context, rank=rank)
+        masks, device = mask_bytes(there), there.plan.cluster.of_rank(rank).memory_bytes
+        predicted = 0 if prediction is None else prediction.estimate.stages[there.stage_index].memory_bytes
+        yield device - predicted - masks, rank, masks, predicted, device
+
+
+def try_stages(engine: Engine, step: Step, world: World, group: dist.ProcessGroup, file: Path) -> None:
+    """Run each pipeline stage alone on a step's samples, all at once; leaves no gradients, and prints the result.
+
+    `group` is one of all ranks, `file` the plan's. Raises OutOfMemory where a device lacks memory.
+    """
+    plan = engine.stage.context.plan
+    world.heartbeat.begin("while each pipeline stage is tried alone")
+    began = time.monotonic()
+    with lack_of_memory_explained(file, plan, engine):
+        tried = engine.try_alone(step)
+    dist.barrier(group=group)
+    if world.rank == 0:
+        compiled = ", blocks compiled in it" if plan.compile else ""
+        took = (
+            f"{time.monotonic() - began:.1f} s, {tried} of {plan.num_microbatches} microbatches in the first{compiled}"
+        )
+        print(f"tried each pipeline stage alone: {took} (--no-trial leaves it out)", file=sys.stderr, flush=True)

@@ -1,1 +1,0 @@
-"""Supervision of a run's ranks by its launcher: restarts, and plans for the nodes that are left."""
