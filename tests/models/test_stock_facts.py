@@ -91,7 +91,7 @@ def test_tied_parameters_are_those_of_the_stock_model(stock):
 def test_samples_have_the_labels_of_the_objective(stock):
     facts, runtime, model = stock
     length = 197 if facts.positions_without_input else 32
-    objective = runtime.objective.of(model.config, length)
+    objective = runtime.objective.from_config(model.config, length)
     assert (facts.labels or length, facts.positions_without_input) == (objective.labels, objective.no_inputs)
 
 

@@ -17,13 +17,7 @@ from shardwright_formats.io import BadInput, OutOfMemory, RunFailed, Shardwright
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
 from shardwright_train.checkpoints import saver as saving
-from shardwright_train.checkpoints.choice import (
-    check_branch,
-    check_same_run,
-    check_shared,
-    newest_whole,
-    read_whole,
-)
+from shardwright_train.checkpoints.choice import check_branch, check_same_run, check_shared, newest_whole, read_whole
 from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints, folder_of_run, named_checkpoints, prune
 from shardwright_train.checkpoints.tensors import read_tensors
 from shardwright_train.parallel.world import World

@@ -10,8 +10,7 @@ from test_data_sampling import LENGTH, _written
 from tiny_models import tiny
 
 from shardwright_formats.io import BadInput
-from shardwright_train.data.objectives import Causal, TextBatches
-from shardwright_train.data.random_samples import RANDOM
+from shardwright_train.data.objectives import RANDOM, Causal, TextBatches
 from shardwright_train.data.sampling import BLEND, open_data, open_samples
 from shardwright_train.data.share import Share, with_boundaries
 from shardwright_train.data.split import Boundaries, Fractions, Part, Split

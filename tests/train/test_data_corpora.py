@@ -218,7 +218,7 @@ def test_worker_processes_give_what_one_process_gives(tmp_path: Path, monkeypatc
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     assert _prepared(tmp_path / "t.jsonl", tmp_path / "one") == texts
     monkeypatch.setattr(tokenizing, "_BATCH_PIECES", 4)
-    monkeypatch.setattr(prepare, "_FEW", 2)
+    monkeypatch.setattr(tokenizing, "_FEW", 2)
     assert _prepared(tmp_path / "t.jsonl", tmp_path / "two", workers=2) == texts
     assert _bytes_of(tmp_path / "one") == _bytes_of(tmp_path / "two")
 

@@ -10,8 +10,7 @@ from tiny_models import tiny
 from tokenizers import Tokenizer, models
 
 from shardwright_formats.io import BadInput
-from shardwright_train.data.objectives import Prefix, TextBatches
-from shardwright_train.data.random_samples import RANDOM
+from shardwright_train.data.objectives import RANDOM, Prefix, TextBatches
 from shardwright_train.data.share import Share
 from shardwright_train.data.span_corruption import SpanCorruption, lengths_filling
 from shardwright_train.data.split import Boundaries

@@ -77,8 +77,8 @@ def check_replan(options: RunOptions, plan: Plan, run: Path, nodes: Nodes) -> No
     """Raise BadInput where replanning is impossible, and delete the plan that an earlier start found."""
     search = options.replan_search
     if search is None or options.replan_hardware is None or not options.replan_profile:
-        what = "needs what plans are searched with"
-        raise BadInput("--on-node-loss replan", what, "give --replan-hardware, --replan-profile and --replan-search")
+        problem = "needs what plans are searched with"
+        raise BadInput("--on-node-loss replan", problem, "give --replan-hardware, --replan-profile and --replan-search")
     if not options.max_restarts:
         raise BadInput("--on-node-loss replan", "starts the ranks anew", "give --max-restarts, 1 or more")
     for file in (options.replan_hardware, *options.replan_profile):
@@ -86,8 +86,8 @@ def check_replan(options: RunOptions, plan: Plan, run: Path, nodes: Nodes) -> No
             raise BadInput(file, "is no file", "name a profile that plans are searched with")
     asked = read_object(search).get("global_batch_size")
     if asked != plan.global_batch_size:
-        what = f"asks for a global batch of {asked}, the plan has {plan.global_batch_size}"
-        raise BadInput(search, what, "search for the same batch")
+        problem = f"asks for a global batch of {asked}, the plan has {plan.global_batch_size}"
+        raise BadInput(search, problem, "search for the same batch")
     _program()
     if nodes.rank == 0:
         shutil.rmtree(run / _FOLDER, ignore_errors=True)

@@ -54,8 +54,8 @@ def check_shared(folder: Path, world: World) -> None:
 
 def _check_seen(sign: Path, rank: int) -> None:
     if not _appears(sign):
-        what = f"rank {rank} does not see what rank 0 writes there"
-        raise BadInput(sign.parent, what, "name a --checkpoints folder that all nodes share")
+        problem = f"rank {rank} does not see what rank 0 writes there"
+        raise BadInput(sign.parent, problem, "name a --checkpoints folder that all nodes share")
 
 
 def _appears(file: Path) -> bool:
@@ -83,8 +83,8 @@ def newest_whole(run: Path, world: World) -> Resumed | None:
         world.first_does(lambda: _set_aside(run, damaged))
         return resumed
     if damaged:
-        file, what, _ = next(iter(damaged.values())).args
-        raise BadInput(run, f"none of its {len(damaged)} checkpoints is whole ({file}: {what})", _NONE_WHOLE)
+        file, problem, _ = next(iter(damaged.values())).args
+        raise BadInput(run, f"none of its {len(damaged)} checkpoints is whole ({file}: {problem})", _NONE_WHOLE)
     return None
 
 
@@ -120,8 +120,8 @@ def read_whole(checkpoint: Path, world: World) -> Resumed:
 
 def _check_same(checkpoint: Path, record: Checkpoint, first: str, rank: int) -> None:
     if sha256_of_value(record) != first:
-        what = f"rank {rank} finds another record than rank 0 does"
-        raise BadInput(checkpoint / RECORD, what, "name a --checkpoints folder that all nodes share")
+        problem = f"rank {rank} finds another record than rank 0 does"
+        raise BadInput(checkpoint / RECORD, problem, "name a --checkpoints folder that all nodes share")
 
 
 def read_record(checkpoint: Path) -> Checkpoint:

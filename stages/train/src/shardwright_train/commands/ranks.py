@@ -98,8 +98,8 @@ def _check_loggers(options: RunOptions) -> None:
 def _check_evaluation(job: RunOptions) -> None:
     """Raise BadInput where the options of an evaluation contradict each other."""
     if job.valid_data is not None and job.valid_fraction:
-        what = "a folder to evaluate on, and a share of the data"
-        raise BadInput("--valid-data, --valid-fraction", what, "give one of them")
+        problem = "a folder to evaluate on, and a share of the data"
+        raise BadInput("--valid-data, --valid-fraction", problem, "give one of them")
     if job.valid_data is not None:
         _check_data(job.valid_data)
     asked = {"--eval-every": job.eval_every, "--eval-samples": job.eval_samples, "--keep-best": job.keep_best}

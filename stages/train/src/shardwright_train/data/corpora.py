@@ -8,15 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright_formats.io import BadInput
-from shardwright_train.data.documents import (
-    Piece,
-    article_pieces,
-    is_saved,
-    line_pieces,
-    open_saved,
-    row_pieces,
-    text_pieces,
-)
+from shardwright_train.data import documents
 
 _PYTHON_STDLIB = "python-stdlib"
 _NOT_STDLIB = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests"})
@@ -63,7 +55,7 @@ class Corpus(NamedTuple):
     """Position after the last piece, in the corpus' unit: bytes of files as stored, or rows."""
     identity: list[object]
     """Properties that identify the corpus: how it is read, its files, their sizes and modification times."""
-    pieces: Callable[[], Iterator[Piece]]
+    pieces: Callable[[], Iterator[documents.Piece]]
     """Function that yields the text from the beginning; it raises BadInput with the place where it is damaged."""
     strips_markup: bool = False
     """Whether the text has MediaWiki markup that is removed."""
@@ -71,7 +63,7 @@ class Corpus(NamedTuple):
 
 def source_of(text: str, glob: str | None) -> Source:
     """Return the format that `auto` stands for: by the ending of the file or pattern, else plain text."""
-    if Path(text).is_dir() and is_saved(Path(text)):
+    if Path(text).is_dir() and documents.is_saved(Path(text)):
         return Source.DATASETS
     name = text if glob is None or Path(text).is_file() else glob
     return next((source for source, ends in _ENDINGS.items() if name.endswith(ends)), Source.TEXT)
@@ -85,20 +77,20 @@ def glob_of(text: str, source: Source) -> str:
 def open_corpus(text: str, source: Source, glob: str, field: str, split: str, max_bytes: int | None) -> Corpus:
     """Open a corpus; raise BadInput where there is none."""
     if source is Source.DATASETS:
-        rows = open_saved(Path(text), field, split)
+        rows = documents.open_saved(Path(text), field, split)
         identity = [split, field, *_stamps(_find_files(text, "*"))]
-        return Corpus(len(rows), identity, partial(row_pieces, Path(text), rows, field))
+        return Corpus(len(rows), identity, partial(documents.row_pieces, Path(text), rows, field))
     files = _find_files(text, glob)
     size, stamps = sum(path.stat().st_size for path in files), _stamps(files)
     match source:
         case Source.JSONL:
-            return Corpus(size, [field, *stamps], partial(line_pieces, files, field))
+            return Corpus(size, [field, *stamps], partial(documents.line_pieces, files, field))
         case Source.WIKIPEDIA | Source.WIKITEXT:
             strips_markup = source is Source.WIKIPEDIA
-            return Corpus(size, [strips_markup, *stamps], partial(article_pieces, files), strips_markup)
+            return Corpus(size, [strips_markup, *stamps], partial(documents.article_pieces, files), strips_markup)
         case Source.TEXT:
             size = size if max_bytes is None else min(size, max_bytes)
-            return Corpus(size, [max_bytes, *stamps], partial(text_pieces, files, max_bytes))
+            return Corpus(size, [max_bytes, *stamps], partial(documents.text_pieces, files, max_bytes))
     raise BadInput(text, f"is no text ({source})", "name its files")
 
 

@@ -6,10 +6,11 @@ import struct
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 from numpy.lib.format import write_array_header_1_0
@@ -25,14 +26,6 @@ _AT_ONCE = 256
 _SAY_EVERY_S = 10.0
 
 
-class _Found(NamedTuple):
-    """The image files of a folder, class after class, each in the order of names."""
-
-    classes: tuple[str, ...]
-    files: tuple[Path, ...]
-    labels: NDArray[np.int64]
-
-
 def prepare_images(folder: Path, size: int, out: Path, workers: int | None = None) -> None:
     """Write OUT/{images.npy,labels.npy,classes.json}: the same files and size give the same bytes.
 
@@ -44,46 +37,50 @@ def prepare_images(folder: Path, size: int, out: Path, workers: int | None = Non
     try:
         import PIL  # noqa: F401
     except ImportError:
-        what, remedy = "decoding images takes the package `pillow`", "pip install 'shardwright-train[images]'"
-        raise BadInput(folder, what, remedy) from None
-    found, is_new = _find(folder), not out.exists()
+        problem, remedy = "decoding images takes the package `pillow`", "pip install 'shardwright-train[images]'"
+        raise BadInput(folder, problem, remedy) from None
+    files_by_class, is_new = _find(folder), not out.exists()
     out.parent.mkdir(parents=True, exist_ok=True)
     with only_run(out.with_name(f"{out.name}.lock"), Nodes()):
         try:
-            _write(found, size, out, workers or len(os.sched_getaffinity(0)))
+            _write(files_by_class, size, out, workers or len(os.sched_getaffinity(0)))
         except BadInput:
             if is_new and out.is_dir():
                 out.rmdir()
             raise
-    print(f"{len(found.files)} images of {len(found.classes)} classes", file=sys.stderr, flush=True)
+    number = sum(map(len, files_by_class.values()))
+    print(f"{number} images of {len(files_by_class)} classes", file=sys.stderr, flush=True)
 
 
-def _find(folder: Path) -> _Found:
+def _find(folder: Path) -> dict[str, list[Path]]:
+    """Return the image files of a folder by class, both in the order of names."""
     if not folder.is_dir():
         raise BadInput(folder, "is no folder", "name one with a folder of images for each class")
     classes = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     if not classes:
         raise BadInput(folder, "has no folders of classes", "put the images of each class into one")
-    files = [sorted(file for file in each.iterdir() if file.suffix.lower() in _ENDINGS) for each in classes]
-    for each, some in zip(classes, files, strict=True):
-        if not some:
+    files_by_class = {}
+    for each in classes:
+        files_by_class[each.name] = sorted(file for file in each.iterdir() if file.suffix.lower() in _ENDINGS)
+        if not files_by_class[each.name]:
             raise BadInput(each, "holds no .jpg, .jpeg or .png file", "remove the folder, or fill it")
-    labels = np.repeat(np.arange(len(classes)), [len(some) for some in files])
-    return _Found(tuple(each.name for each in classes), tuple(file for some in files for file in some), labels)
+    return files_by_class
 
 
-def _write(found: _Found, size: int, out: Path, workers: int) -> None:
+def _write(files_by_class: Mapping[str, list[Path]], size: int, out: Path, workers: int) -> None:
+    files = list(chain.from_iterable(files_by_class.values()))
+    numbers = np.repeat(np.arange(len(files_by_class)), [len(images) for images in files_by_class.values()])
     with atomic_path(out / "images.npy") as temporary:
         with temporary.open("wb") as file:
-            _header(file, "|u1", (len(found.files), 3, size, size))
-            for image in _decoded(found.files, size, workers):
+            _header(file, "|u1", (len(files), 3, size, size))
+            for image in _decoded(files, size, workers):
                 file.write(image.tobytes())
         # A folder of before is none any more until both belong together.
         (out / "images.npy").unlink(missing_ok=True)
         with atomic_path(out / "labels.npy") as labels, labels.open("wb") as file:
-            _header(file, "<i8", found.labels.shape)
-            file.write(found.labels.astype("<i8").tobytes())
-        names = {str(number): name for number, name in enumerate(found.classes)}
+            _header(file, "<i8", numbers.shape)
+            file.write(numbers.astype("<i8").tobytes())
+        names = {str(number): name for number, name in enumerate(files_by_class)}
         write_bytes(out / "classes.json", (json.dumps({"id2label": names}, indent=1) + "\n").encode())
 
 
@@ -91,7 +88,7 @@ def _header(file: BinaryIO, dtype: str, shape: tuple[int, ...]) -> None:
     write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
 
 
-def _decoded(files: tuple[Path, ...], size: int, workers: int) -> Iterator[NDArray[np.uint8]]:
+def _decoded(files: list[Path], size: int, workers: int) -> Iterator[NDArray[np.uint8]]:
     """Yield images [3, size, size] in the order of their files; Pillow decodes without holding the GIL."""
     began = said = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
@@ -110,7 +107,7 @@ def _image(file: Path, size: int) -> NDArray[np.uint8]:
     try:
         with Image.open(file, formats=_FORMATS) as opened:
             fitted = ImageOps.fit(opened.convert("RGB"), (size, size), Image.Resampling.BILINEAR)
-    # What Pillow's decoders raise where a file is cut short, damaged, of another kind, or far too large.
+    # Pillow's decoders raise these where a file is cut short, damaged, of another kind, or far too large.
     except (
         OSError,
         SyntaxError,

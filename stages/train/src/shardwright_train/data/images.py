@@ -98,11 +98,11 @@ def open_images(folder: Path, form: ImageForm, seed: int, part: Part = WHOLE) ->
     if len(labels) != len(pixels) or not len(labels):
         raise BadInput(label_file, f"{len(labels)} labels for {len(pixels)} images", "write one for each image")
     if pixels.shape[1:] != form[:3]:
-        found, wanted = (" x ".join(map(str, shape)) for shape in (pixels.shape[1:], form[:3]))
-        raise BadInput(image_file, f"images of {found}, the model takes {wanted}", "resize them")
+        shapes = [" x ".join(map(str, shape)) for shape in (pixels.shape[1:], form[:3])]
+        raise BadInput(image_file, f"images of {shapes[0]}, the model takes {shapes[1]}", "resize them")
     if not 0 <= labels.min() <= labels.max() < form.classes:
-        what = f"labels from {labels.min()} to {labels.max()}, the model has {form.classes} classes, from 0"
-        raise BadInput(label_file, what, "number the classes from 0, or describe a model with more")
+        problem = f"labels from {labels.min()} to {labels.max()}, the model has {form.classes} classes, from 0"
+        raise BadInput(label_file, problem, "number the classes from 0, or describe a model with more")
     identity = sha256_of_value([sha256_of_file(image_file), sha256_of_file(label_file), *part.identity])
     images = Images(pixels, labels.astype(np.int64), seed, identity, part)
     if not images.per_epoch:

@@ -13,13 +13,15 @@ from torch import Tensor
 from shardwright_formats.io import BadInput, RunFailed, sha256_of_value
 from shardwright_formats.types import EMBEDDING, HEAD
 from shardwright_train.data.images import ImageForm, Images, open_images
-from shardwright_train.data.random_samples import RANDOM, RandomBatches, random_batches
 from shardwright_train.data.sampling import Blend, Samples, open_data
 from shardwright_train.data.share import Batch, Share, with_boundaries
-from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, Part
+from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, Part, Split
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 
+RANDOM = Path("random")
+"""Name in place of a data folder that selects random samples, for timing alone: no data is read."""
+_RANDOM_EPOCH = 1 << 20
 # Devlin et al. 2019, section 3.1: the share of positions that are labels, and of these the shares that show the mask
 # token and a random one; the rest show themselves.
 _CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1
@@ -43,7 +45,7 @@ class Text(ABC):
     sequence_length: int
 
     @classmethod
-    def of(cls, config: Any, sequence_length: int) -> Self:
+    def from_config(cls, config: Any, sequence_length: int) -> Self:
         """Return the objective of a configuration; raise ValueError where something is missing or wrong in it."""
         return cls(config.vocab_size, sequence_length)
 
@@ -83,8 +85,8 @@ class Text(ABC):
         Raises BadInput when a file is damaged, the split holds less than one sample, or it does not fit the model.
         """
         if any(boundaries) and not self.keeps_boundaries:
-            what = "the samples of this family are not told where documents meet"
-            raise BadInput("--reset-attention-mask, --reset-position-ids", what, "leave them out")
+            problem = "the samples of this family are not told where documents meet"
+            raise BadInput("--reset-attention-mask, --reset-position-ids", problem, "leave them out")
         if folder == RANDOM:
             return random_batches(self, seed, part)
         samples = open_data(folder, self.stream_tokens, seed, part)
@@ -129,12 +131,12 @@ class TextBatches:
     def counted(self, first: int, samples: int) -> int:
         """Return the number of labels of a batch that count on all ranks together; raise RunFailed where none does."""
         indices = np.arange(first, first + samples)
-        found = self.objective.counted(samples, lambda: torch.from_numpy(self.samples.read(indices)))
+        labels = self.objective.counted(samples, lambda: torch.from_numpy(self.samples.read(indices)))
         if self.boundaries.reset_attention_mask and self.objective.predicts_next:
-            found -= int(self.samples.documents(indices)[:, -1].sum())
-        if not found:
+            labels -= int(self.samples.documents(indices)[:, -1].sum())
+        if not labels:
             raise RunFailed("a batch is nothing but padding: shuffle the text or see what pad_token_id stands for")
-        return found
+        return labels
 
     def check_contents(self) -> None:
         """Read the files once; raise BadInput unless they match data.json."""
@@ -156,35 +158,6 @@ class Causal(Text):
 
 
 @dataclass(frozen=True)
-class Prefix(Text):
-    """Prefix language modelling (Raffel et al. 2020, section 3.2.3): an encoder reads, a decoder goes on."""
-
-    keeps_boundaries: ClassVar[bool] = False
-    first_token: int
-    """Token that the decoder starts with."""
-
-    @classmethod
-    def of(cls, config: Any, sequence_length: int) -> Self:
-        """Return the objective, whose decoder starts with the token given for it, else with padding."""
-        given = getattr(config, "decoder_start_token_id", None)
-        first = config.pad_token_id if given is None else given
-        if first is None:
-            raise ValueError("there is no pad_token_id for the decoder to start with")
-        return cls(config.vocab_size, sequence_length, first)
-
-    @property
-    def stream_tokens(self) -> int:
-        """Return the number of tokens that the encoder reads and the decoder predicts."""
-        return 2 * self.sequence_length
-
-    def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """Return `tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each."""
-        tokens, labels, _ = samples.split([self.sequence_length, self.sequence_length, 1], 1)
-        start = torch.full_like(labels[:, :1], self.first_token)
-        return {"tokens": tokens, "decoder_tokens": torch.cat((start, labels[:, :-1]), 1), "labels": labels}
-
-
-@dataclass(frozen=True)
 class Masked(Text):
     """Masked language modelling: some tokens are hidden, and are the labels (Devlin et al. 2019)."""
 
@@ -195,7 +168,7 @@ class Masked(Text):
     """Token of padding; None where nothing is padded."""
 
     @classmethod
-    def of(cls, config: Any, sequence_length: int) -> Self:
+    def from_config(cls, config: Any, sequence_length: int) -> Self:
         """Return the objective; published files leave `mask_token_id`, no key of transformers, to the tokenizer."""
         mask, padding = getattr(config, "mask_token_id", None), config.pad_token_id
         for name, token in (("mask_token_id", mask), ("pad_token_id", padding)):
@@ -274,7 +247,7 @@ class Classification:
     form: ImageForm
 
     @classmethod
-    def of(cls, config: Any, sequence_length: int) -> Self:
+    def from_config(cls, config: Any, sequence_length: int) -> Self:
         """Return the objective for a configuration's images and classes; the patches determine the sequence length."""
         if config.num_labels < 1:
             raise ValueError("there are no classes: give num_labels or id2label")
@@ -282,8 +255,8 @@ class Classification:
         patch_height, patch_width = _pair(config.patch_size)
         positions = (height // patch_height) * (width // patch_width) + cls.no_inputs
         if sequence_length != positions:
-            what = f"sequence length {sequence_length} is not that of the patches and the class"
-            raise ValueError(f"{what}: {positions}")
+            problem = f"sequence length {sequence_length} is not that of the patches and the class"
+            raise ValueError(f"{problem}: {positions}")
         return cls(ImageForm(config.num_channels, height, width, config.num_labels))
 
     @property
@@ -303,11 +276,53 @@ class Classification:
     ) -> "Images | RandomBatches":
         """Open a split of a folder of images; RANDOM gives random ones."""
         if any(boundaries):
-            what = "images have no documents"
-            raise BadInput("--reset-attention-mask, --reset-position-ids", what, "leave them out")
+            problem = "images have no documents"
+            raise BadInput("--reset-attention-mask, --reset-position-ids", problem, "leave them out")
         if folder == RANDOM:
             return random_batches(self, seed, part)
         return open_images(folder, self.form, seed, part)
+
+
+@dataclass(frozen=True)
+class RandomBatches:
+    """The global batches of a run on random samples: a function of seed and step alone, whatever the plan."""
+
+    objective: Text | Classification
+    seed: int
+
+    @property
+    def sha256(self) -> str:
+        """Return the identity of the kind of samples."""
+        return sha256_of_value([str(RANDOM), repr(self.objective)])
+
+    @property
+    def per_epoch(self) -> int:
+        """Return the nominal length of an epoch; the samples are endless."""
+        return _RANDOM_EPOCH
+
+    def read(self, first: int, share: Share) -> Batch:
+        """Return a rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
+        made = [self._sample(first + int(row)) for row in share.rows]
+        return {name: torch.cat([one[name] for one in made]) for name in made[0] if name not in share.left_out}
+
+    def counted(self, first: int, samples: int) -> int:
+        """Return the number of labels of a batch that count."""
+        made = (self._sample(first + number)["labels"] for number in range(samples))
+        return sum(int((labels != IGNORED).sum().item()) for labels in made)
+
+    def check_contents(self) -> None:
+        """Do nothing: there are no files to check."""
+
+    def _sample(self, index: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed_of(self.seed, "random sample", index))
+        return self.objective.random_batch(1, generator)
+
+
+def random_batches(objective: Text | Classification, seed: int, part: Part) -> RandomBatches:
+    """Return random samples to train on; raise BadInput for any other split."""
+    if part.split is not Split.TRAIN:
+        raise BadInput(RANDOM, f"random samples have no {part.split} split", "evaluate on data")
+    return RandomBatches(objective, seed)
 
 
 def _chosen_of(real: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,19 +28,15 @@ from shardwright_train.data.tokenizing import (
     SETTINGS,
     Encoder,
     Tokenizing,
-    batches,
     check_plain,
     encoding,
     given,
-    learnable,
     plain,
     trained,
 )
 from shardwright_train.data.tokens import DataFolder, PreparedData, read_tokens, token_dtype, write_index
 from shardwright_train.data.unfinished import Done, Unfinished
 
-_FEW = 16
-"""Number of batches."""
 _SAY_EVERY_S = 10.0
 _BLOCK = 1 << 20
 
@@ -130,7 +126,7 @@ class _Request(NamedTuple):
         assert self.vocab_size is not None
         max_bytes = int(self.how.tokenizer_mib * MIB)
         _say(f"training a tokenizer on the first {max_bytes / MIB:g} MiB at most")
-        return trained(learnable(self._texts(max_bytes), self.text), self.vocab_size)
+        return trained(self._texts(max_bytes), self.vocab_size, self.text)
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces to tokenize, up to the limit of text."""
@@ -185,16 +181,13 @@ def _prepare(request: _Request, targets: DataFolder, unfinished: Unfinished) -> 
 
 def _encoded(request: _Request, unfinished: Unfinished, done: Done) -> Done:
     """Tokenize the rest of the corpus."""
-    removes_markup = request.corpus.strips_markup
-    encoder = Encoder(unfinished.tokenizer, done.tokenizer_sha256, done.end, done.vocab_size, removes_markup)
-    work = batches(islice(request.pieces(), done.pieces, None))
-    # Few are made into tokens before worker processes would have started.
-    few = list(islice(work, _FEW))
-    workers = 1 if len(few) < _FEW else request.how.workers or len(os.sched_getaffinity(0))
+    strips_markup = request.corpus.strips_markup
+    encoder = Encoder(unfinished.tokenizer, done.tokenizer_sha256, done.end, done.vocab_size, strips_markup)
+    pieces = islice(request.pieces(), done.pieces, None)
     size, first, began = max(request.corpus.size, 1), done, time.monotonic()
     said = began
-    with unfinished.appended(done) as appender, encoding(encoder, workers) as encode:
-        for encoded in encode(chain(few, work)):
+    with unfinished.appended(done) as appender, encoding(encoder, pieces, request.how.workers) as batches:
+        for encoded in batches:
             appender.write(encoded)
             if (now := time.monotonic()) - said >= _SAY_EVERY_S:
                 said = now

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardwright_formats.io import BadInput, Document, Value, read_document, sha256_of_file, sha256_of_value
 from shardwright_train.data.split import WHOLE, Part, Split
-from shardwright_train.data.tokens import DataFolder, TokenFile, TokenIndex, read_tokens
+from shardwright_train.data.tokens import AGAIN, DataFolder, TokenFile, TokenIndex, read_tokens
 
 _ROUNDS = 8
 """Number of Feistel rounds: twice what makes a permutation hard to tell from a random one (Luby & Rackoff 1988)."""
@@ -29,11 +29,11 @@ _FOLD = np.uint64(32)
 def samples_at(indices: NDArray[np.int64], per_epoch: int, seed: int) -> NDArray[np.int64]:
     """Return the samples with these numbers, counted over all epochs, each epoch in its own order."""
     epochs, places = np.divmod(indices, per_epoch)
-    found = np.empty_like(places)
+    samples = np.empty_like(places)
     for epoch in np.unique(epochs):
-        there = epochs == epoch
-        found[there] = _permuted(places[there].astype(np.uint64), per_epoch, _keys(seed, int(epoch)))
-    return found
+        is_there = epochs == epoch
+        samples[is_there] = _permuted(places[is_there].astype(np.uint64), per_epoch, _keys(seed, int(epoch)))
+    return samples
 
 
 @lru_cache(maxsize=4)
@@ -48,10 +48,10 @@ def _permuted(places: NDArray[np.uint64], size: int, keys: tuple[np.uint64, ...]
     walking: Black & Rogaway 2002, section 3), four times on average at most.
     """
     half = max(1, -(-(size - 1).bit_length() // 2))
-    found = _feistel(places, half, keys)
-    while (outside := found >= size).any():
-        found[outside] = _feistel(found[outside], half, keys)
-    return found.astype(np.int64)
+    images = _feistel(places, half, keys)
+    while (outside := images >= size).any():
+        images[outside] = _feistel(images[outside], half, keys)
+    return images.astype(np.int64)
 
 
 def _feistel(x: NDArray[np.uint64], half: int, keys: tuple[np.uint64, ...]) -> NDArray[np.uint64]:
@@ -97,12 +97,13 @@ class Samples:
         Raises BadInput when the stream holds a token that is not in the vocabulary.
         """
         firsts = self.numbers(indices) * self.sequence_length
-        found = np.stack([self.tokens[first : first + self.sequence_length + 1] for first in firsts]).astype(np.int64)
-        strange = (found < 0) | (found >= self.vocab_size)
+        length = self.sequence_length + 1
+        tokens = np.stack([self.tokens[first : first + length] for first in firsts]).astype(np.int64)
+        strange = (tokens < 0) | (tokens >= self.vocab_size)
         if strange.any():
-            what = f"a token after number {self.first + firsts[strange.any(1)][0]} is not in the vocabulary"
-            raise BadInput(DataFolder(self.folder).tokens, f"{what} of {self.vocab_size}", "prepare the data again")
-        return found
+            problem = f"a token after number {self.first + firsts[strange.any(1)][0]} is not in the vocabulary"
+            raise BadInput(DataFolder(self.folder).tokens, f"{problem} of {self.vocab_size}", AGAIN)
+        return tokens
 
     def documents(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the document [n, S + 1] of each token of these samples, numbered from 0 in each sample."""
@@ -137,12 +138,10 @@ class Samples:
         """Read the files once; raise BadInput unless they match data.json."""
         files = DataFolder(self.folder)
         described = files.read_description()
-        for file, said in (
-            (files.tokens, described.tokens_sha256),
-            (files.tokenizer, described.tokenizer_sha256),
-        ):
-            if sha256_of_file(file) != said:
-                raise BadInput(file, f"its SHA-256 is not what {files.description.name} says", "prepare the data again")
+        digests = {files.tokens: described.tokens_sha256, files.tokenizer: described.tokenizer_sha256}
+        for file, digest in digests.items():
+            if sha256_of_file(file) != digest:
+                raise BadInput(file, f"its SHA-256 is not what {files.description.name} says", AGAIN)
 
 
 def open_samples(folder: Path, sequence_length: int, seed: int, part: Part = WHOLE) -> Samples:
@@ -154,14 +153,14 @@ def open_samples(folder: Path, sequence_length: int, seed: int, part: Part = WHO
     described = files.read_description()
     opened = read_tokens(files.tokens, files.index)
     if len(opened.tokens) != described.tokens:
-        what = f"has {len(opened.tokens)} tokens, data.json says {described.tokens}"
-        raise BadInput(files.tokens, what, "prepare the data again")
-    first, end = _tokens_of(opened, part)
+        problem = f"has {len(opened.tokens)} tokens, data.json says {described.tokens}"
+        raise BadInput(files.tokens, problem, AGAIN)
+    first, end = _tokens_of(opened.index, part)
     _check_splits(files, opened, part)
     if end - first <= sequence_length:
         of_split = "" if part == WHOLE else f" of the {part.split} split"
-        what = f"{end - first} tokens{of_split} are less than one sample of {sequence_length} + 1"
-        raise BadInput(files.tokens, what, "prepare more text or shorten the sequence")
+        problem = f"{end - first} tokens{of_split} are less than one sample of {sequence_length} + 1"
+        raise BadInput(files.tokens, problem, "prepare more text or shorten the sequence")
     return Samples(
         folder=folder,
         tokens=opened.tokens[first:end],
@@ -181,22 +180,19 @@ def _check_splits(files: DataFolder, opened: TokenFile, part: Part) -> None:
     for split in Split:
         each = Part(split, part.fractions)
         begin, end = each.bounds
-        first, last = _tokens_of(opened, each)
+        first, last = _tokens_of(opened.index, each)
         if begin < end and first == last:
             share = f"{end - begin:.3g} of {opened.index.num_documents} documents, which are not cut,"
-            what = f"{share} leave no tokens to the {split} split"
+            problem = f"{share} leave no tokens to the {split} split"
             remedy = "prepare it in more documents (files, or lines with --source jsonl), or give --valid-data"
-            raise BadInput(files.tokens, what, remedy)
+            raise BadInput(files.tokens, problem, remedy)
 
 
-def _tokens_of(opened: TokenFile, part: Part) -> tuple[int, int]:
+def _tokens_of(index: TokenIndex, part: Part) -> tuple[int, int]:
     """Return the range of a split's tokens: whole documents, from the first that begins inside the split."""
-    begin, end = (_document_start(opened.index, share) for share in part.bounds)
+    documents = (index.first_document_from(round(share * index.total)) for share in part.bounds)
+    begin, end = map(index.document_start, documents)
     return begin, end
-
-
-def _document_start(index: TokenIndex, share: float) -> int:
-    return index.document_start(index.first_document_from(round(share * index.total)))
 
 
 BLEND = "blend.json"
@@ -240,7 +236,7 @@ class Blend:
 
     @property
     def sha256(self) -> str:
-        """Identity of the data sets and of their weights."""
+        """Return the identity of the data sets and of their weights."""
         return sha256_of_value([[samples.sha256 for samples in self.parts], self.weights])
 
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -257,17 +253,17 @@ class Blend:
             samples.check_vocabulary(vocab_size)
 
     def check_contents(self) -> None:
-        """Read the files once; BadInput unless they hold what data.json says."""
+        """Read the files once; raise BadInput unless they match data.json."""
         for samples in self.parts:
             samples.check_contents()
 
     def places(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return each sample's data set and its number in that, counted over all epochs."""
         if self.part.split is not Split.TRAIN:
-            ends = np.cumsum([samples.per_epoch for samples in self.parts])
+            starts = np.cumsum([0, *(samples.per_epoch for samples in self.parts)])
             within = indices % self.per_epoch
-            chosen = np.searchsorted(ends, within, "right")
-            return chosen, within - (ends[chosen] - np.array([s.per_epoch for s in self.parts])[chosen])
+            chosen = np.searchsorted(starts, within, "right") - 1
+            return chosen, within - starts[chosen]
         rounds, place = np.divmod(indices, _ROUND)
         chosen = self._round[0][place]
         return chosen, rounds * self._quotas[chosen] + self._round[1][place]
@@ -282,8 +278,7 @@ class Blend:
         """Return each data set's number of samples in a round: its share, the largest remainders rounded up."""
         exact = _ROUND * np.array(self.weights) / sum(self.weights)
         quotas = exact.astype(np.int64)
-        for most in np.argsort(quotas - exact, kind="stable")[: _ROUND - quotas.sum()]:
-            quotas[most] += 1
+        quotas[np.argsort(quotas - exact, kind="stable")[: _ROUND - quotas.sum()]] += 1
         return quotas
 
     @cached_property
@@ -298,10 +293,10 @@ class Blend:
         self, indices: NDArray[np.int64], read: Callable[[Samples, NDArray[np.int64]], NDArray[np.int64]]
     ) -> NDArray[np.int64]:
         chosen, numbers = self.places(indices)
-        found = np.empty((len(indices), self.parts[0].sequence_length + 1), np.int64)
+        rows = np.empty((len(indices), self.parts[0].sequence_length + 1), np.int64)
         for number in np.unique(chosen):
-            found[chosen == number] = read(self.parts[number], numbers[chosen == number])
-        return found
+            rows[chosen == number] = read(self.parts[number], numbers[chosen == number])
+        return rows
 
 
 def check_described(folder: Path) -> None:
@@ -326,8 +321,8 @@ def open_data(folder: Path, sequence_length: int, seed: int, part: Part = WHOLE)
     parts = tuple(open_samples(folder / each.folder, sequence_length, seed, part) for each in blended.datasets)
     for samples in parts:
         if samples.tokenizer_sha256 != parts[0].tokenizer_sha256:
-            what = f"{samples.folder} has another tokenizer than {parts[0].folder}"
-            raise BadInput(file, what, "prepare both with one")
+            problem = f"{samples.folder} has another tokenizer than {parts[0].folder}"
+            raise BadInput(file, problem, "prepare both with one")
     blend = Blend(parts, tuple(each.weight for each in blended.datasets), part)
     if blend.leaves_out:
         raise BadInput(file, f"a weight is less than 1/{_ROUND} of all", "leave that data set out")

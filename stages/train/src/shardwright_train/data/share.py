@@ -49,7 +49,7 @@ class Share(NamedTuple):
         starts = np.arange(self.microbatches)[:, None] * self.microbatch_samples + self.first
         return (starts + np.arange(self.of_each)).ravel()
 
-    def of(self, batch: Batch) -> Batch:
+    def part_of(self, batch: Batch) -> Batch:
         """Return the rank's part of a global batch."""
         return {name: x[self.rows] for name, x in batch.items() if name not in self.left_out}
 

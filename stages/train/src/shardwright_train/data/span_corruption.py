@@ -1,4 +1,7 @@
-"""Span corruption (Raffel et al. 2020, section 3.1.4): the decoder predicts the spans cut out of a text."""
+"""Objectives of an encoder and a decoder: a text after its prefix, or the spans cut out of it.
+
+Source: Raffel et al. 2020, sections 3.1.4 and 3.2.3.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,8 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright_formats.io import BadInput
-from shardwright_train.data.objectives import Prefix, Text, TextBatches
-from shardwright_train.data.random_samples import RANDOM, RandomBatches
+from shardwright_train.data.objectives import RandomBatches, Text, TextBatches
 from shardwright_train.data.sampling import Blend, Samples
 from shardwright_train.data.share import Batch
 from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, Part
@@ -49,7 +51,7 @@ class Lengths(NamedTuple):
         return self.noise + self.kept
 
     @classmethod
-    def of(cls, tokens: int) -> Self:
+    def of_text(cls, tokens: int) -> Self:
         """Return the lengths for a text of `tokens` tokens, rounded as in T5's random_spans_noise_mask."""
         noise = min(max(round(tokens * _NOISE_DENSITY), 1), tokens - 1)
         return cls(noise, max(round(noise / _MEAN_SPAN), 1), tokens - noise)
@@ -58,12 +60,41 @@ class Lengths(NamedTuple):
 @cache
 def lengths_filling(inputs: int) -> Lengths:
     """Return the lengths of the longest text whose inputs fit `inputs`; raise ValueError where there is none."""
-    found = Lengths.of(2)
-    if found.inputs > inputs:
-        raise ValueError(f"sequence length {inputs} is too short for span corruption: {found.inputs} at least")
-    while (longer := Lengths.of(found.tokens + 1)).inputs <= inputs:
-        found = longer
-    return found
+    longest = Lengths.of_text(2)
+    if longest.inputs > inputs:
+        raise ValueError(f"sequence length {inputs} is too short for span corruption: {longest.inputs} at least")
+    while (longer := Lengths.of_text(longest.tokens + 1)).inputs <= inputs:
+        longest = longer
+    return longest
+
+
+@dataclass(frozen=True)
+class Prefix(Text):
+    """Prefix language modelling (Raffel et al. 2020, section 3.2.3): an encoder reads, a decoder goes on."""
+
+    keeps_boundaries: ClassVar[bool] = False
+    first_token: int
+    """Token that the decoder starts with."""
+
+    @classmethod
+    def from_config(cls, config: Any, sequence_length: int) -> Self:
+        """Return the objective, whose decoder starts with the token given for it, else with padding."""
+        given = getattr(config, "decoder_start_token_id", None)
+        first = config.pad_token_id if given is None else given
+        if first is None:
+            raise ValueError("there is no pad_token_id for the decoder to start with")
+        return cls(config.vocab_size, sequence_length, first)
+
+    @property
+    def stream_tokens(self) -> int:
+        """Return the number of tokens that the encoder reads and the decoder predicts."""
+        return 2 * self.sequence_length
+
+    def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
+        """Return `tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each."""
+        tokens, labels, _ = samples.split([self.sequence_length, self.sequence_length, 1], 1)
+        start = torch.full_like(labels[:, :1], self.first_token)
+        return {"tokens": tokens, "decoder_tokens": torch.cat((start, labels[:, :-1]), 1), "labels": labels}
 
 
 @dataclass(frozen=True)
@@ -84,12 +115,12 @@ class SpanCorruption(Text):
     """Sentinel tokens of the first span, the second and so on; known once the data is."""
 
     @classmethod
-    def of(cls, config: Any, sequence_length: int) -> Self:
+    def from_config(cls, config: Any, sequence_length: int) -> Self:
         """Return the objective, its decoder start as for a prefix; raise ValueError where there is no eos_token_id."""
         lengths_filling(sequence_length)
         if config.eos_token_id is None:
             raise ValueError("there is no eos_token_id to close inputs and targets with")
-        first = Prefix.of(config, sequence_length).first_token
+        first = Prefix.from_config(config, sequence_length).first_token
         return cls(config.vocab_size, sequence_length, first, config.eos_token_id)
 
     @property
@@ -110,16 +141,15 @@ class SpanCorruption(Text):
         self, folder: Path, seed: int, part: Part = WHOLE, boundaries: Boundaries = ACROSS
     ) -> TextBatches | RandomBatches:
         """Open a split as any objective does; raise BadInput where there are too few sentinels for a sample's spans."""
-        if folder == RANDOM:
-            return super().open(folder, seed, part, boundaries)
         opened = super().open(folder, seed, part, boundaries)
-        assert isinstance(opened, TextBatches)
-        found = sentinels_of(opened.samples, self.vocab_size)
-        if len(found) < self.lengths.spans:
-            what = f"{len(found)} sentinel tokens for the {self.lengths.spans} spans of a sample"
+        if isinstance(opened, RandomBatches):
+            return opened
+        sentinels = sentinels_of(opened.samples, self.vocab_size)
+        if len(sentinels) < self.lengths.spans:
+            problem = f"{len(sentinels)} sentinel tokens for the {self.lengths.spans} spans of a sample"
             remedy = "raise the model's vocab_size beyond the tokenizer's, or train with --objective prefix"
-            raise BadInput(folder, what, remedy)
-        return replace(opened, objective=replace(self, sentinels=found[: self.lengths.spans]))
+            raise BadInput(folder, problem, remedy)
+        return replace(opened, objective=replace(self, sentinels=sentinels[: self.lengths.spans]))
 
     @property
     def identity(self) -> tuple[object, ...]:

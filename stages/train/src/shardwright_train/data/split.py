@@ -26,8 +26,8 @@ class Fractions(NamedTuple):
         Raises BadInput where nothing is left to train on.
         """
         if self.valid + self.test >= 1:
-            what = f"{self.valid} of the data to validate and {self.test} to test leave none to train on"
-            raise BadInput("--valid-fraction, --test-fraction", what, "ask for less")
+            problem = f"{self.valid} of the data to validate and {self.test} to test leave none to train on"
+            raise BadInput("--valid-fraction, --test-fraction", problem, "ask for less")
         ends = (0.0, 1.0 - self.valid - self.test, 1.0 - self.test, 1.0)
         number = list(Split).index(split)
         return ends[number], ends[number + 1]

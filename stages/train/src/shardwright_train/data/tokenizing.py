@@ -7,12 +7,13 @@ import sys
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,8 +59,11 @@ def rows_of(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
-def trained(texts: Iterator[str], vocab_size: int) -> Tokenizing:
-    """Train a tokenizer on texts; raise BadInput where the vocabulary has no room for all bytes."""
+def trained(texts: Iterator[str], vocab_size: int, source: str) -> Tokenizing:
+    """Train a tokenizer on texts of a source.
+
+    Raises BadInput where the vocabulary has no room for all bytes, or a word is too long to learn from.
+    """
     if vocab_size < _LEAST_VOCABULARY:
         raise BadInput("--vocab-size", f"{vocab_size} is too small for bytes", f"ask for {_LEAST_VOCABULARY} or more")
     tokenizer = Tokenizer(models.BPE())
@@ -71,7 +75,7 @@ def trained(texts: Iterator[str], vocab_size: int) -> Tokenizing:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(_learnable(texts, source), trainer)
     return Tokenizing(tokenizer, tokenizer.get_vocab()[END_OF_TEXT])
 
 
@@ -87,20 +91,19 @@ def given(folder: Path) -> Tokenizing:
     named = (_text_of(read_object(settings, any_text=True).get(key)) for key in _ENDS)
     ends = [number for token in named if token and (number := tokenizer.token_to_id(token)) is not None]
     if not ends:
-        what = f"has no {' or '.join(_ENDS)} that is one of {file.name}"
-        raise BadInput(settings, what, "name the token that closes a document")
+        problem = f"has no {' or '.join(_ENDS)} that is one of {file.name}"
+        raise BadInput(settings, problem, "name the token that closes a document")
     return Tokenizing(tokenizer, ends[0])
 
 
-def learnable(texts: Iterator[str], text: str) -> Iterator[str]:
+def _learnable(texts: Iterator[str], source: str) -> Iterator[str]:
     """Yield the texts to train on; raise BadInput where a word is too long to learn from in reasonable time."""
-    for each in texts:
-        longest = max(_WORD.finditer(each), key=lambda word: word.end() - word.start(), default=None)
-        if longest is not None and longest.end() - longest.start() > _MAX_WORD:
-            beginning = each[longest.start() : longest.start() + 20]
-            what = f"a word of {longest.end() - longest.start()} characters, over {_MAX_WORD}: {beginning!r}..."
-            raise BadInput(text, what, "break it up, or leave it out")
-        yield each
+    for text in texts:
+        longest = max((match[0] for match in _WORD.finditer(text)), key=len, default="")
+        if len(longest) > _MAX_WORD:
+            problem = f"a word of {len(longest)} characters, over {_MAX_WORD}: {longest[:20]!r}..."
+            raise BadInput(source, problem, "break it up, or leave it out")
+        yield text
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
@@ -125,6 +128,8 @@ _AHEAD = 3
 """Number of batches in progress per worker, which bounds memory independently of the corpus' size."""
 _BATCH_CHARACTERS = 1 << 19
 _BATCH_PIECES = 4096
+_FEW = 16
+"""Number of batches for which no worker process is started."""
 
 
 class Encoded(NamedTuple):
@@ -155,15 +160,15 @@ class Encoder:
     def __call__(self, pieces: list[Piece]) -> Encoded:
         """Return the tokens of some pieces; raise BadInput where the tokenizer cannot encode one."""
         texts = [plain(piece.text) if self.strips_markup else piece.text for piece in pieces]
-        found, ends = array("i"), []
+        ids, ends = array("i"), []
         for piece, encoding in zip(pieces, self._encodings(texts), strict=True):
-            found.extend(encoding.ids)
+            ids.extend(encoding.ids)
             if piece.ends:
-                found.append(self.end)
-            ends.append(len(found))
-        tokens = np.frombuffer(found, np.int32)
+                ids.append(self.end)
+            ends.append(len(ids))
+        tokens = np.frombuffer(ids, np.int32)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            raise BadInput("tokenizer.json", f"gives tokens that are not below {self.vocab_size}", "take another")
+            raise BadInput(TOKENIZER, f"gives tokens that are not below {self.vocab_size}", "take another")
         return Encoded(
             tokens=tokens.astype(token_dtype(self.vocab_size)).tobytes(),
             lengths=np.array(ends, np.int64) - np.array([0, *ends[:-1]], np.int64),
@@ -178,10 +183,8 @@ class Encoder:
         except Exception as error:
             if type(error) is not Exception:  # the library raises nothing narrower
                 raise
-            what = f"cannot take a text ({error})"
-            raise BadInput(
-                "tokenizer.json", what, "take a tokenizer that has a token for what it does not know"
-            ) from None
+            remedy = "take a tokenizer that has a token for what it does not know"
+            raise BadInput(TOKENIZER, f"cannot take a text ({error})", remedy) from None
 
 
 @lru_cache(maxsize=1)
@@ -208,7 +211,7 @@ def check_plain(corpus: object) -> None:
         raise BadInput(corpus, "taking markup out takes the package `mwparserfromhell`", remedy) from None
 
 
-def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Yield batches of pieces, large enough to be worth sending to another process."""
     batch: list[Piece] = []
     characters = 0
@@ -223,28 +226,34 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 @contextmanager
-def encoding(encoder: Encoder, workers: int) -> Iterator[Callable[[Iterable[list[Piece]]], Iterator[Encoded]]]:
-    """Yield a function that tokenizes batches in order: in this process for one worker, else in worker processes.
+def encoding(encoder: Encoder, pieces: Iterable[Piece], workers: int | None) -> Iterator[Iterator[Encoded]]:
+    """Yield the tokens of pieces by batches, in order: made in this process, or in worker processes for many pieces.
 
-    Worker processes end with the block, and with this process however it ends.
+    Worker processes, one per core where `workers` is None, end with the block, and with this process however it ends.
     """
+    work = _batches(pieces)
+    # Few are made into tokens before worker processes would have started.
+    few = list(islice(work, _FEW))
+    workers = 1 if len(few) < _FEW else workers or len(os.sched_getaffinity(0))
     if workers == 1:
-        yield lambda work: map(encoder, work)
+        yield map(encoder, chain(few, work))
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start)
     try:
-        yield lambda work: _in_order(pool, encoder, work, _AHEAD * workers)
+        yield _in_order(pool, encoder, chain(few, work), _AHEAD * workers)
     except BrokenProcessPool:
         raise RunFailed("a worker process was killed: run the same command again to go on") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _in_order(pool: ProcessPoolExecutor, encoder: Encoder, work: Iterable[list[Piece]], most: int) -> Iterator[Encoded]:
+def _in_order(
+    pool: ProcessPoolExecutor, encoder: Encoder, work: Iterable[list[Piece]], limit: int
+) -> Iterator[Encoded]:
     ahead: deque[Future[Encoded]] = deque()
     for batch in work:
         ahead.append(pool.submit(encoder, batch))
-        if len(ahead) == most:
+        if len(ahead) == limit:
             yield ahead.popleft().result()
     while ahead:
         yield ahead.popleft().result()

@@ -115,7 +115,7 @@ class Family:
 
     def learns(self, model: Model) -> Text | Classification:
         """Return the default objective of a described model."""
-        return self.objective.of(self.configuration(model), model.sequence_length)
+        return self.objective.from_config(self.configuration(model), model.sequence_length)
 
     def trained_on(self, model: Model, asked: str | None) -> Text | Classification:
         """Return the objective of a run that requests `asked`; raise BadInput where the model has none such."""
@@ -125,7 +125,7 @@ class Family:
             return self.learns(model)
         name = asked or next(iter(self.objectives))
         try:
-            return self.objectives[name].of(self.configuration(model), model.sequence_length)
+            return self.objectives[name].from_config(self.configuration(model), model.sequence_length)
         except ValueError as error:
             raise BadInput(f"--objective {name}", str(error), "describe another model, or train otherwise") from None
 

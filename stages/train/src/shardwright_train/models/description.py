@@ -22,7 +22,7 @@ def describe(family: Family, config: dict[str, Any], name: str, sequence_length:
     check_only(config, facts)
     check_sizes(parsed, facts, sequence_length)
     stock = skeleton(family.stock, parsed)
-    family.objective.of(stock.config, sequence_length)
+    family.objective.from_config(stock.config, sequence_length)
     read = facts.completed(facts.configured(vars(stock.config)))
     layers = facts.layers(read)
 

@@ -52,7 +52,7 @@ class Step:
     @classmethod
     def of(cls, batch: Batch, share: Share, seed: int = 0, number: int = 1) -> "Step":
         """Return a step on a global batch that every rank has."""
-        return cls(share.of(batch), int((batch["labels"] != IGNORED).sum().item()), seed, number)
+        return cls(share.part_of(batch), int((batch["labels"] != IGNORED).sum().item()), seed, number)
 
 
 def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_hook) -> Tensor:

@@ -70,8 +70,8 @@ class Loggers:
                 do(logger)
             except logger.faults as error:
                 del self.to[name]
-                what = f"warning: --log-to {name}: {error}: nothing more is sent there; metrics.jsonl has all steps"
-                print(" ".join(what.split()), file=sys.stderr, flush=True)
+                problem = f"warning: --log-to {name}: {error}: nothing more is sent there; metrics.jsonl has all steps"
+                print(" ".join(problem.split()), file=sys.stderr, flush=True)
 
 
 def open_loggers(names: tuple[LogTo, ...], run: RunNames, prediction: Prediction | None) -> Loggers:
@@ -190,8 +190,8 @@ class _MLflow:
             tags = {"shardwright_run": run.key, "plan_sha256": run.plan.sha256}
             made = earlier[0] if earlier else self._client.create_run(number, tags=tags, run_name=run.out.name)
         except (OSError, MlflowException) as error:
-            what = " ".join(str(error).split())
-            raise BadInput("--log-to mlflow", what, f"see MLFLOW_TRACKING_URI, which is {where}") from None
+            problem = " ".join(str(error).split())
+            raise BadInput("--log-to mlflow", problem, f"see MLFLOW_TRACKING_URI, which is {where}") from None
         self._run = made.info.run_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -162,8 +162,8 @@ def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) ->
         found = read_whole(job.resume_from, world)
         check_branch(found, identity, job.allow_batch_change)
     if found is not None and found.record.progress.step > job.steps:
-        what = f"is at step {found.record.progress.step}, past --steps {job.steps}"
-        raise BadInput(found.folder, what, "ask for more steps")
+        problem = f"is at step {found.record.progress.step}, past --steps {job.steps}"
+        raise BadInput(found.folder, problem, "ask for more steps")
     return found
 
 
@@ -258,8 +258,8 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
         overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
         if not outcome.finite and not overflowed:
             where = first_nonfinite(run.engine, work, run.world)
-            what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
-            raise RunFailed(f"step {step}: {what}: {where}: nothing of this step was saved")
+            problem = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
+            raise RunFailed(f"step {step}: {problem}: {where}: nothing of this step was saved")
         scale = scale.after(overflowed)
         evaluation, stops, best = None, outcome.stop, progress.best
         if run.evaluator is not None and run.evaluates_after(step) and not stops:

@@ -54,8 +54,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def refuse_code(file: Path, content: Mapping[str, Any]) -> None:
     """Raise BadInput where a configuration of the Hub names code that comes with it."""
     if "auto_map" in content:
-        what = "auto_map names code that comes with the folder, which is not run here"
-        raise BadInput(file, what, "take a model that transformers knows itself")
+        problem = "auto_map names code that comes with the folder, which is not run here"
+        raise BadInput(file, problem, "take a model that transformers knows itself")
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -66,8 +66,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if (folder / SINGLE).exists():
         return _header(inside(folder, SINGLE))
     if not (folder / INDEX).exists():
-        what = f"has neither {SINGLE} nor {INDEX}"
-        raise BadInput(folder, what, "save the model with safetensors: pickled weights are not read")
+        problem = f"has neither {SINGLE} nor {INDEX}"
+        raise BadInput(folder, problem, "save the model with safetensors: pickled weights are not read")
     index = inside(folder, INDEX)
     named = _weight_map(index)
     headers = {name: _header(inside(folder, name)) for name in sorted(set(named.values()))}
@@ -210,19 +210,19 @@ def _is_buffer(name: str, stock: Any) -> bool:
 
 def _check_form(stored: Stored, shape: tuple[int, ...]) -> None:
     if stored.shape != shape:
-        what = f"{stored.key} has the shape {list(stored.shape)}, the model's is {list(shape)}"
-        raise BadInput(stored.file, what, _REMEDY)
+        problem = f"{stored.key} has the shape {list(stored.shape)}, the model's is {list(shape)}"
+        raise BadInput(stored.file, problem, _REMEDY)
     if stored.dtype not in _FLOATS:
-        what = f"{stored.key} is stored as {stored.dtype}, which is not trained"
-        raise BadInput(stored.file, what, f"store it as one of {', '.join(_FLOATS)}")
+        problem = f"{stored.key} is stored as {stored.dtype}, which is not trained"
+        raise BadInput(stored.file, problem, f"store it as one of {', '.join(_FLOATS)}")
 
 
 def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -> tuple[str, ...]:
     if missing - head:
         raise BadInput(folder, f"lacks {listed(missing - head)}", "fetch the whole model, or its own configuration")
     if missing and not allow_new:
-        what = f"lacks {listed(missing)} of the model's head"
-        raise BadInput(folder, what, "take a folder that has them, or let them be drawn anew with --new-weights")
+        problem = f"lacks {listed(missing)} of the model's head"
+        raise BadInput(folder, problem, "take a folder that has them, or let them be drawn anew with --new-weights")
     return tuple(sorted(missing))
 
 
@@ -268,8 +268,10 @@ class Weights:
             again = torch.empty_like(window)
             _read(other, again, shape, box)
             if not torch.equal(again, window):
-                what = f"{other.key} is not {first.key}, the model has one for both"
-                raise BadInput(other.file, what, "describe the model with tie_word_embeddings false, if it can be so")
+                problem = f"{other.key} is not {first.key}, the model has one for both"
+                raise BadInput(
+                    other.file, problem, "describe the model with tie_word_embeddings false, if it can be so"
+                )
         return True
 
     def sha256(self, world: World) -> str:
