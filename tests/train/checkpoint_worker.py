@@ -11,7 +11,7 @@ from tiny_models import batch_of, engine_of
 
 from shardwright_formats.io import read_document
 from shardwright_formats.types import Plan, Plans
-from shardwright_train.checkpoints.folders import Identity, folder_of_step, run_identity, start
+from shardwright_train.checkpoints.folders import Identity, Progress, folder_of_step
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.engine.engine import Engine
@@ -40,7 +40,7 @@ def saved(folder: Path, engine: Engine, identity: Identity) -> Path:
         bytes_in_all=total_bytes(engine.tensors()),
     )
     samples = STEP * identity.global_batch_size
-    saver.save(engine.tensors(), msgspec.structs.replace(start(1.0), step=STEP, samples=samples, updates=STEP))
+    saver.save(engine.tensors(), msgspec.structs.replace(Progress.begin(1.0), step=STEP, samples=samples, updates=STEP))
     return folder_of_step(folder, STEP)
 
 
@@ -66,7 +66,7 @@ def main(plans_file: str, folder: str, result_file: str, *checkpoints: str) -> N
             if not checkpoints:
                 engine = engine_of(plan, world, groups, settings=SETTINGS)
                 outcomes(engine, plan, range(1, 2))
-                saved(Path(folder, plan.name), engine, run_identity(JOB, plan, data_sha256="0" * 64))
+                saved(Path(folder, plan.name), engine, Identity.of_run(JOB, plan, data_sha256="0" * 64))
                 found[plan.name] = outcomes(engine, plan, range(2, 4))
             for kept in map(Path, checkpoints):
                 engine = engine_of(plan, world, groups, settings=SETTINGS, updates=1)

@@ -9,13 +9,13 @@ from random_plans import random_plan
 from tiny_models import tiny
 from torch import Tensor
 
-from shardwright_train.checkpoints.folders import run_identity, start
+from shardwright_train.checkpoints.folders import Identity, Progress
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.options import RunOptions
 
 JOB = RunOptions(plan=Path(), data=Path(), out=Path(), checkpoints=Path(), steps=1, learning_rate=1e-3)
 IDENTITY = msgspec.structs.replace(
-    run_identity(JOB, random_plan(tiny("llama"), 1, 2), data_sha256="3" * 64), global_batch_size=8, seed=7
+    Identity.of_run(JOB, random_plan(tiny("llama"), 1, 2), data_sha256="3" * 64), global_batch_size=8, seed=7
 )
 
 
@@ -38,7 +38,7 @@ def saver_of(folder: Path, **changes: object) -> Saver:
 
 
 def progress_of(step: int) -> object:
-    return msgspec.structs.replace(start(1.0), step=step, samples=8 * step)
+    return msgspec.structs.replace(Progress.begin(1.0), step=step, samples=8 * step)
 
 
 def saved_steps(folder: Path) -> Path:

@@ -18,7 +18,7 @@ from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.microbatches import mask_bytes
-from shardwright_train.training.memory import _what_fits, mask_memory
+from shardwright_train.training.memory import _fitting_plan, mask_memory
 
 GIB = 2**30
 
@@ -83,7 +83,7 @@ def plan_of(memory_gib: int, stages: int = 1) -> Plan:
 def test_the_best_runner_up_that_would_fit_were_it_as_wrong_is_named(needed_gib: int, named: str) -> None:
     plan = plan_of(4)
     found = prediction(plan, estimate(4.0), a=4.0, b=3.9, c=3.1)
-    assert _what_fits(found, found.estimate.stages[0], needed_gib * GIB, plan, Path("p.json")) == named
+    assert _fitting_plan(found, found.estimate.stages[0], needed_gib * GIB, plan, Path("p.json")) == named
 
 
 def context_of(plan: Plan, rank: int = 0) -> RankContext:
@@ -129,7 +129,7 @@ def test_masks_that_no_plan_counts_are_told_of(memory_gib: int, said: str) -> No
 
 
 @pytest.mark.parametrize(("stages", "where"), [(1, "in step "), (2, "while each pipeline stage is tried alone: ")])
-def test_a_run_that_lacks_memory_says_what_was_held_and_predicted_and_what_fits(
+def test_a_run_that_lacks_memory_says_what_was_held_and_predicted_and_fitting_plan(
     tmp_path: Path, stages: int, where: str
 ) -> None:
     (tmp_path / "text").mkdir()

@@ -15,8 +15,7 @@ from tiny_models import tiny
 
 from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.types import Evaluation, Prediction, StepMetrics
-from shardwright_train.commands import ranks
-from shardwright_train.options import RunOptions
+from shardwright_train.training import loggers as loggers_of
 from shardwright_train.training.loggers import Loggers, RunNames, open_loggers, scalars
 
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
@@ -124,12 +123,11 @@ def test_where_nothing_can_be_written_the_run_does_not_begin(tmp_path: Path) -> 
 
 
 def test_a_package_that_is_not_installed_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "find_spec", lambda name: None)
-    job = RunOptions(plan=Path(), data=Path(), steps=1, out=Path(), checkpoints=Path(), log_to=("wandb",))
+    monkeypatch.setattr(loggers_of, "find_spec", lambda name: None)
     with pytest.raises(
         BadInput, match=r"--log-to wandb: wandb is not installed: pip install 'shardwright-train\[wandb\]'"
     ):
-        ranks._check_loggers(job)
+        loggers_of.check_loggers(("wandb",))
 
 
 def test_weights_and_biases_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

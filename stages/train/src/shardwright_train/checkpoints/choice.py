@@ -9,20 +9,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput, ShardwrightError
-from shardwright_formats.io.json import check_regular, read_document, sha256_of_file, sha256_of_value
-from shardwright_train.checkpoints.folders import (
-    RECORD,
-    Beginning,
-    Checkpoint,
-    Identity,
-    damaged_checkpoints,
-    named_checkpoints,
-    remove_leftovers,
-    set_aside,
-    step_of,
-    write_sign,
+from shardwright_formats.io import (
+    BadInput,
+    ShardwrightError,
+    check_regular,
+    read_document,
+    sha256_of_file,
+    sha256_of_value,
 )
+from shardwright_train.checkpoints import folders
+from shardwright_train.checkpoints.folders import RECORD, Beginning, Checkpoint, Identity
+from shardwright_train.options import RunOptions
 from shardwright_train.parallel.channel import tried
 from shardwright_train.parallel.world import World
 
@@ -30,6 +27,7 @@ _VISIBLE_S = 20.0
 """Seconds that another node's file system may take to show a new file; an assumption."""
 _MAX_FILE = 2**60
 _OTHER = "take another checkpoint"
+_NOT_SHARED = "name a --checkpoints folder that all nodes share"
 _NONE_WHOLE = "put back what is missing, or start anew in another --checkpoints folder"
 
 
@@ -47,24 +45,40 @@ class Resumed(NamedTuple):
 
 def check_shared(folder: Path, world: World) -> None:
     """Raise BadInput on all ranks unless each rank sees the files that rank 0 writes to a folder."""
-    sign = folder / world.first_says(lambda: write_sign(folder).name, str, folder)
-    world.together(lambda: _check_seen(sign, world.rank))
+    sign = folder / world.first_says(lambda: folders.write_sign(folder).name, str, folder)
+
+    def check() -> None:
+        if not _appears(sign):
+            raise BadInput(folder, f"rank {world.rank} does not see what rank 0 writes there", _NOT_SHARED)
+
+    world.together(check)
     world.first_does(sign.unlink)
-
-
-def _check_seen(sign: Path, rank: int) -> None:
-    if not _appears(sign):
-        problem = f"rank {rank} does not see what rank 0 writes there"
-        raise BadInput(sign.parent, problem, "name a --checkpoints folder that all nodes share")
 
 
 def _appears(file: Path) -> bool:
     until = time.monotonic() + _VISIBLE_S
-    while not (seen := file.name in os.listdir(file.parent) if file.parent.is_dir() else False):
+    while not (file.parent.is_dir() and file.name in os.listdir(file.parent)):
         if time.monotonic() > until:
             return False
         time.sleep(0.1)
-    return seen
+    return True
+
+
+def checkpoint_to_resume(job: RunOptions, identity: Identity, run: Path, world: World) -> Resumed | None:
+    """Return the checkpoint to continue from: the run's newest, else the one that it branches from, else None.
+
+    Raises BadInput on all ranks where a run of this identity cannot continue from it.
+    """
+    resumed = newest_whole(run, world)
+    if resumed is not None:
+        check_same_run(resumed, identity)
+    elif job.resume_from is not None:
+        resumed = read_whole(job.resume_from, world)
+        check_branch(resumed, identity, job.allow_batch_change)
+    if resumed is not None and resumed.record.progress.step > job.steps:
+        problem = f"is at step {resumed.record.progress.step}, past --steps {job.steps}"
+        raise BadInput(resumed.folder, problem, "ask for more steps")
+    return resumed
 
 
 def newest_whole(run: Path, world: World) -> Resumed | None:
@@ -80,7 +94,7 @@ def newest_whole(run: Path, world: World) -> Resumed | None:
         except BadInput as error:
             damaged[name] = error
             continue
-        world.first_does(lambda: _set_aside(run, damaged))
+        world.first_does(lambda: _set_all_aside(run, damaged))
         return resumed
     if damaged:
         file, problem, _ = next(iter(damaged.values())).args
@@ -93,16 +107,16 @@ def _candidates(run: Path) -> tuple[str, ...]:
 
     Raises BadInput where only checkpoints that were set aside remain: such a run must not restart silently.
     """
-    remove_leftovers(run)
-    found = named_checkpoints(run)
-    if not found and (damaged := damaged_checkpoints(run)):
+    folders.remove_leftovers(run)
+    names = tuple(path.name for path in folders.named_checkpoints(run))
+    if not names and (damaged := folders.damaged_checkpoints(run)):
         raise BadInput(run, f"has no checkpoints but {len(damaged)} damaged ones, such as {damaged[-1]}", _NONE_WHOLE)
-    return tuple(path.name for path in found)
+    return names
 
 
-def _set_aside(run: Path, damaged: Mapping[str, BadInput]) -> None:
+def _set_all_aside(run: Path, damaged: Mapping[str, BadInput]) -> None:
     for name, error in damaged.items():
-        aside = set_aside(run / name).name
+        aside = folders.set_aside(run / name).name
         print(f"{error}: set aside as {aside}, going on from the one before", file=sys.stderr, flush=True)
 
 
@@ -112,24 +126,24 @@ def read_whole(checkpoint: Path, world: World) -> Resumed:
     Raises BadInput on all ranks, naming the file.
     """
     record = world.together(lambda: read_record(checkpoint))
-    first = world.first_says(lambda: sha256_of_value(record), str)
-    world.together(lambda: _check_same(checkpoint, record, first, world.rank))
+    digest = sha256_of_value(record)
+    first = world.first_says(lambda: digest, str)
+
+    def check() -> None:
+        if digest != first:
+            raise BadInput(checkpoint / RECORD, f"rank {world.rank} finds another record than rank 0 does", _NOT_SHARED)
+
+    world.together(check)
     world.agree(damage(checkpoint, record, range(world.rank, len(record.files), world.size)))
     return Resumed(checkpoint, record)
 
 
-def _check_same(checkpoint: Path, record: Checkpoint, first: str, rank: int) -> None:
-    if sha256_of_value(record) != first:
-        problem = f"rank {rank} finds another record than rank 0 does"
-        raise BadInput(checkpoint / RECORD, problem, "name a --checkpoints folder that all nodes share")
-
-
 def read_record(checkpoint: Path) -> Checkpoint:
-    """Return a checkpoint's record; BadInput where there is none, or it is not of the step that its folder names."""
+    """Return a checkpoint's record; raise BadInput where there is none, or it is of another step than its folder."""
     if not os.path.lexists(checkpoint / RECORD):
         raise BadInput(checkpoint, f"is no whole checkpoint: it has no {RECORD}", "name the folder of a step, step-…")
     record = read_document(checkpoint / RECORD, Checkpoint)
-    if step_of(checkpoint) not in (None, record.progress.step):
+    if folders.step_of(checkpoint) not in (None, record.progress.step):
         raise BadInput(checkpoint / RECORD, f"is of step {record.progress.step}", _OTHER)
     return record
 
@@ -155,9 +169,7 @@ def _check_files(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> 
 
 def check_same_run(resumed: Resumed, asked: Identity) -> None:
     """Raise BadInput where a run's checkpoint was saved with another identity than the requested one."""
-    _check(
-        resumed, asked, ("plan_sha256", "model_sha256", "data_sha256", "seed", "weights_sha256", "global_batch_size")
-    )
+    _check(resumed, asked, tuple(_DIFFERENCES))
     saved = msgspec.structs.asdict(resumed.record.identity.settings)
     for name, wanted in msgspec.structs.asdict(asked.settings).items():
         if saved[name] != wanted:
@@ -174,7 +186,7 @@ def check_branch(resumed: Resumed, asked: Identity, batch_may_change: bool) -> N
     _check(resumed, asked, same if batch_may_change else (*same, "global_batch_size"))
 
 
-_SAID = {
+_DIFFERENCES = {
     "plan_sha256": "another plan",
     "model_sha256": "another model",
     "data_sha256": "other data",
@@ -187,7 +199,7 @@ _REMEDY = {"global_batch_size": "plan for the same, or allow it with --allow-bat
 
 def _check(resumed: Resumed, asked: Identity, names: Sequence[str]) -> None:
     for name in names:
-        found, wanted = (getattr(identity, name) for identity in (resumed.record.identity, asked))
-        if found != wanted:
+        saved, wanted = (getattr(identity, name) for identity in (resumed.record.identity, asked))
+        if saved != wanted:
             remedy = _REMEDY.get(name, "start anew in another --checkpoints folder")
-            raise BadInput(resumed.folder, f"was saved under {_SAID[name]} ({found}, now {wanted})", remedy)
+            raise BadInput(resumed.folder, f"was saved under {_DIFFERENCES[name]} ({saved}, now {wanted})", remedy)

@@ -9,8 +9,9 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from hashlib import sha256
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated
 
@@ -120,15 +121,10 @@ def prune(run: Path, keep_last: int, keep_every: int, kept: Collection[int] = ()
 
 def set_aside(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint, so that it is neither taken again nor in the way of the next one of its step."""
-    aside = next(name for name in _names_aside(checkpoint) if not os.path.lexists(name))
+    names = (checkpoint.with_suffix(f"{_DAMAGED}{number or ''}") for number in chain((None,), count(2)))
+    aside = next(name for name in names if not os.path.lexists(name))
     checkpoint.rename(aside)
     return aside
-
-
-def _names_aside(checkpoint: Path) -> Iterator[Path]:
-    yield checkpoint.with_suffix(_DAMAGED)
-    for number in range(2, 1 << 20):
-        yield checkpoint.with_suffix(f"{_DAMAGED}{number}")
 
 
 def _clear(path: Path) -> None:
@@ -184,19 +180,19 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weights_sha256: Sha256 | None = None
     """SHA-256 of the files of the initial weights; None where all were drawn."""
 
-
-def run_identity(job: RunOptions, plan: Plan, data_sha256: str, weights_sha256: str | None = None) -> Identity:
-    """Return the identity of the requested run."""
-    asked = msgspec.structs.asdict(job)
-    return Identity(
-        plan_sha256=plan.sha256,
-        model_sha256=identity_of(plan.model),
-        weights_sha256=weights_sha256,
-        data_sha256=data_sha256,
-        seed=job.seed,
-        global_batch_size=plan.global_batch_size,
-        settings=Settings(**{name: asked[name] for name in Settings.__struct_fields__}),
-    )
+    @classmethod
+    def of_run(cls, job: RunOptions, plan: Plan, data_sha256: str, weights_sha256: str | None = None) -> "Identity":
+        """Return the identity of the requested run."""
+        asked = msgspec.structs.asdict(job)
+        return cls(
+            plan_sha256=plan.sha256,
+            model_sha256=identity_of(plan.model),
+            weights_sha256=weights_sha256,
+            data_sha256=data_sha256,
+            seed=job.seed,
+            global_batch_size=plan.global_batch_size,
+            settings=Settings(**{name: asked[name] for name in Settings.__struct_fields__}),
+        )
 
 
 class Best(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -228,6 +224,20 @@ class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     steps_without_overflow: NonNegativeCount
     best: Best | None = None
     """Best evaluation so far, whose checkpoint is kept where requested."""
+
+    @classmethod
+    def begin(cls, loss_scale: float) -> "Progress":
+        """Return the progress of a run before its first step."""
+        return cls(
+            step=0,
+            samples=0,
+            first_loss=0.0,
+            last_loss=0.0,
+            wall_s=0.0,
+            updates=0,
+            loss_scale=loss_scale,
+            steps_without_overflow=0,
+        )
 
 
 class SavedFile(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -274,17 +284,3 @@ class Checkpoint(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
 def identity_of(model: Model) -> str:
     """Return the SHA-256 of the parts of a model's description that are the same under all plans."""
     return sha256_of_value([model.architecture_sha256, model.sequence_length])
-
-
-def start(loss_scale: float) -> Progress:
-    """Return the progress of a run before its first step."""
-    return Progress(
-        step=0,
-        samples=0,
-        first_loss=0.0,
-        last_loss=0.0,
-        wall_s=0.0,
-        updates=0,
-        loss_scale=loss_scale,
-        steps_without_overflow=0,
-    )

@@ -13,19 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright_formats.io import BadInput, sha256_of_file, sync_path, write_document
+from shardwright_formats.types import GIB
 from shardwright_launch.lock import HeldLock
-from shardwright_train.checkpoints.folders import (
-    RECORD,
-    Beginning,
-    Checkpoint,
-    Identity,
-    Progress,
-    SavedFile,
-    folder_of_step,
-    make_empty,
-    prune,
-    unfinished_folder,
-)
+from shardwright_train.checkpoints import folders
+from shardwright_train.checkpoints.folders import RECORD, Beginning, Checkpoint, Identity, Progress, SavedFile
 from shardwright_train.checkpoints.tensors import HostBuffer, Part, files_of_rank, parts_to_save, write_tensors
 from shardwright_train.parallel.channel import Channel, GroupChannel
 
@@ -68,7 +59,7 @@ class Saver:
         Raises BadInput, here or at the next call, where it cannot be written; earlier checkpoints are unchanged.
         """
         self.finish()
-        self._check_room()
+        self._first(lambda: check_room(self.folder, self.bytes_in_all))
         parts = parts_to_save(tensors)
         if self.asynchronous and not wait:
             if not self._buffer:
@@ -94,9 +85,9 @@ class Saver:
             self._buffer.pop().close()
 
     def _write(self, parts: Sequence[Part], progress: Progress) -> Path:
-        began, target = time.monotonic(), folder_of_step(self.folder, progress.step)
-        unfinished = unfinished_folder(target)
-        self._first(lambda: make_empty(unfinished))
+        began, target = time.monotonic(), folders.folder_of_step(self.folder, progress.step)
+        unfinished = folders.unfinished_folder(target)
+        self._first(lambda: folders.make_empty(unfinished))
         self._channel.together(lambda: write_tensors(unfinished, parts, self.group.rank()), unfinished)
         record = Checkpoint(
             identity=self.identity,
@@ -108,7 +99,7 @@ class Saver:
         )
         self._first(lambda: _commit(unfinished, target, record))
         kept = {progress.step} | ({progress.best.step} if progress.best is not None else set())
-        self._first(lambda: prune(self.folder, self.keep_last, self.keep_every, kept))
+        self._first(lambda: folders.prune(self.folder, self.keep_last, self.keep_every, kept))
         self.took_s.append(time.monotonic() - began)
         return target
 
@@ -131,9 +122,6 @@ class Saver:
 
         self._channel.first_does(locked, self.folder)
 
-    def _check_room(self) -> None:
-        self._first(lambda: check_room(self.folder, self.bytes_in_all))
-
 
 def check_room(folder: Path, tensor_bytes: int) -> None:
     """Raise BadInput unless the file system has room for one more checkpoint of this size."""
@@ -141,7 +129,7 @@ def check_room(folder: Path, tensor_bytes: int) -> None:
     if free < wanted:
         raise BadInput(
             folder,
-            f"{free / 2**30:.2f} GiB are free, a checkpoint takes {wanted / 2**30:.2f} GiB",
+            f"{free / GIB:.2f} GiB are free, a checkpoint takes {wanted / GIB:.2f} GiB",
             "make room, keep fewer, or choose another --checkpoints folder; what was saved before is whole",
         )
 

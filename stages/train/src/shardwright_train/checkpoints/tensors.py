@@ -117,9 +117,9 @@ def write_tensors(folder: Path, parts: Sequence[Part], rank: int) -> None:
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill the tensors of every rank, in place; BadInput, on all ranks, where what they need is not there.
+    """Fill the tensors of all ranks in place; raise BadInput on all ranks where the parts that they need are missing.
 
-    Outside a world, only this process's tensors. Each rank reads by itself, as all see the same file headers.
+    Outside a world, only this process's are filled. Each rank reads by itself, as all see the same file headers.
     """
 
     def read() -> None:
@@ -139,8 +139,8 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """Return the dtype of each tensor in a checkpoint."""
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: one.properties.dtype for name, one in found.items() if isinstance(one, TensorStorageMetadata)}
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: one.properties.dtype for name, one in metadata.items() if isinstance(one, TensorStorageMetadata)}
 
 
 def files_of_rank(folder: Path, rank: int) -> tuple[Path, ...]:
@@ -155,9 +155,9 @@ def _prefix(rank: int) -> str:
 def total_bytes(tensors: dict[str, Tensor]) -> int:
     """Return the bytes of all ranks' tensors, each element counted once; collective over the world."""
     shares = [x.nbytes / (x.device_mesh.size() if isinstance(x, DTensor) else 1) for x in tensors.values()]
-    found = torch.tensor(sum(shares), dtype=torch.float64, device=local_tensor(next(iter(tensors.values()))).device)
-    dist.all_reduce(found)
-    return int(found)
+    total = torch.tensor(sum(shares), dtype=torch.float64, device=local_tensor(next(iter(tensors.values()))).device)
+    dist.all_reduce(total)
+    return int(total)
 
 
 class _AnyPadding(DefaultLoadPlanner):
@@ -170,15 +170,15 @@ class _AnyPadding(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         assert metadata is not None
-        found = dict(metadata.state_dict_metadata)
+        padded = dict(metadata.state_dict_metadata)
         for name, tensor in state_dict.items():
-            saved = found.get(name)
+            saved = padded.get(name)
             if not isinstance(saved, TensorStorageMetadata) or saved.size == tensor.size():
                 continue
             if saved.size[1:] == tensor.size()[1:]:
-                found[name] = dataclasses.replace(saved, size=tensor.size())
+                padded[name] = dataclasses.replace(saved, size=tensor.size())
                 local_tensor(tensor.detach()).zero_()
-        super().set_up_planner(state_dict, dataclasses.replace(metadata, state_dict_metadata=found), is_coordinator)
+        super().set_up_planner(state_dict, dataclasses.replace(metadata, state_dict_metadata=padded), is_coordinator)
 
 
 def _cause(error: CheckpointException, folder: Path) -> BadInput:

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +34,7 @@ from shardwright_train.imports import without_collection
 from shardwright_train.models.support import check_installed, check_supported
 from shardwright_train.options import MeasureJob, MeasureOptions, OnNodeLoss, RunJob, RunOptions, encode_job
 from shardwright_train.supervision import Attempt, check_replan, run_with_restarts
+from shardwright_train.training.loggers import check_loggers
 
 _DATA = "name one that `prepare` wrote, or one of images.npy and labels.npy"
 
@@ -47,7 +47,7 @@ def start_run(options: RunOptions) -> None:
     if options.data != Path("random"):
         _check_data(options.data)
     _check_evaluation(options)
-    _check_loggers(options)
+    check_loggers(options.log_to)
     for folder in filter(None, (options.out, options.checkpoints, options.log_dir)):
         check_folder(folder)
     if options.weights is not None:
@@ -85,14 +85,6 @@ def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
     found = agree(weights, plan.model, family_named(plan.model.family, options.plan), options.new_weights)
     for note in found.notes(plan.precision.parameters):
         print(f"{weights}: {note}", file=sys.stderr, flush=True)
-
-
-def _check_loggers(options: RunOptions) -> None:
-    """Raise BadInput where a logger's package is not installed."""
-    for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow")):
-        if name in options.log_to and find_spec(package) is None:
-            remedy = f"pip install 'shardwright-train[{name}]'" if name != "tensorboard" else f"pip install {package}"
-            raise BadInput(f"--log-to {name}", f"{package} is not installed", f"{remedy}, or log elsewhere")
 
 
 def _check_evaluation(job: RunOptions) -> None:

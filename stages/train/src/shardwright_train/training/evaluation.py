@@ -23,6 +23,7 @@ from shardwright_train.pipeline.forward import evaluating, run_forward
 
 _SEED = 0
 """Seed of random draws in an evaluation, such as masked tokens, equal for every run."""
+_MAX_PERPLEXITY = 1e15
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ class Evaluator:
         """
         began, totals, stage = time.monotonic(), [0.0, 0.0], self.engine.stage
         share, device = stage.context.share, self.world.device
-        number_of_batches = -(-self.data.samples // share.global_samples)
-        numbers = range(number_of_batches)
+        numbers = range(-(-self.data.samples // share.global_samples))
 
         def read(number: int) -> Batch:
             return on_host(self.data.read(number, share), device)
@@ -86,30 +86,31 @@ class Evaluator:
         with evaluating(stage), read_ahead(read, numbers) as ready:
             for number, batch in zip(numbers, ready, strict=True):
                 self.world.heartbeat.begin(f"in the evaluation after step {step}, batch {number + 1}")
-                own = run_forward(stage, self.engine.pipeline, batch)
-                shared = torch.cat([own, own.new_full((1,), float(stops()))])
+                sums = run_forward(stage, self.engine.pipeline, batch)
+                shared = torch.cat([sums, sums.new_full((1,), float(stops()))])
                 dist.all_reduce(shared)
-                *sums, stopped = shared.tolist()
+                *parts, stopped = shared.tolist()
                 if stopped:
                     return None
-                totals = [total + part for total, part in zip(totals, sums, strict=True)]
+                totals = [total + part for total, part in zip(totals, parts, strict=True)]
         loss, labels = totals[0] / totals[1] if totals[1] else math.nan, round(totals[1])
         if not math.isfinite(loss):
             raise RunFailed(f"evaluation after step {step}: loss {loss} over {labels} labels")
+        is_text = isinstance(self.data.batches, TextBatches)
         return Evaluation(
             loss=loss,
-            perplexity=_perplexity(loss) if isinstance(self.data.batches, TextBatches) else None,
+            perplexity=math.exp(loss) if is_text and loss < math.log(_MAX_PERPLEXITY) else None,
             labels=labels,
             samples=self.data.samples,
             time_s=time.monotonic() - began,
         )
 
 
-def better(best: Best | None, found: Evaluation | None, step: int, data: ValidationData) -> Best | None:
+def better(best: Best | None, evaluation: Evaluation | None, step: int, data: ValidationData) -> Best | None:
     """Return the lowest loss so far, an evaluation after a step included."""
-    if found is None or (best is not None and best.loss <= found.loss):
+    if evaluation is None or (best is not None and best.loss <= evaluation.loss):
         return best
-    return Best(step=step, loss=found.loss, data_sha256=data.sha256)
+    return Best(step=step, loss=evaluation.loss, data_sha256=data.sha256)
 
 
 def best_so_far(job: RunOptions, saved: Best | None, data: ValidationData | None) -> Best | None:
@@ -117,8 +118,3 @@ def best_so_far(job: RunOptions, saved: Best | None, data: ValidationData | None
     if saved is None or data is None or not job.keep_best:
         return None
     return saved if saved.data_sha256 == data.sha256 else None
-
-
-def _perplexity(loss: float) -> float | None:
-    """Return exp(loss), or None where it is 1e15 or more."""
-    return math.exp(loss) if loss < math.log(1e15) else None

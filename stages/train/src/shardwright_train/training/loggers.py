@@ -5,16 +5,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import Plan, Prediction, StepMetrics
+from shardwright_formats.types import GIB, Plan, Prediction, StepMetrics
 from shardwright_train.options import LogTo
 
-_GIB = 2**30
 _PROJECT = "shardwright"
-_BESIDE = {
+_CHARTS = {
     "step time": ["time/step_s", "time/predicted_step_s"],
     "memory": ["memory/peak_gib", "memory/predicted_gib"],
     "loss": ["loss/train", "loss/validation"],
@@ -22,18 +22,15 @@ _BESIDE = {
 """Values that TensorBoard's Custom Scalars draw in one chart."""
 
 
-class Logger(Protocol):
+class Logger(NamedTuple):
     """A logger of the numbers of steps."""
 
-    @property
-    def faults(self) -> tuple[type[Exception], ...]:
-        """Return the exceptions that its library raises where it cannot write."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the numbers of a step."""
-
-    def close(self) -> None:
-        """Flush and close the logger."""
+    write: Callable[[int, Mapping[str, float]], None]
+    """Function that writes the numbers of a step."""
+    close: Callable[[], object]
+    """Function that flushes and closes the logger."""
+    faults: tuple[type[Exception], ...]
+    """Exceptions that its library raises where it cannot write."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,14 @@ class RunNames:
     """Key of the run, unchanged when it is resumed."""
     first: int
     """Number of the first step that this process takes."""
+
+
+class _Library(NamedTuple):
+    """A library that logs, and the package that `pip` installs it by."""
+
+    package: str
+    installed_as: str
+    open: Callable[[RunNames], Logger]
 
 
 @dataclass
@@ -64,23 +69,27 @@ class Loggers:
         """Flush and close each logger."""
         self._each(lambda logger: logger.close())
 
-    def _each(self, do: Callable[[Logger], None]) -> None:
+    def _each(self, do: Callable[[Logger], object]) -> None:
         for name, logger in list(self.to.items()):
             try:
                 do(logger)
             except logger.faults as error:
                 del self.to[name]
-                problem = f"warning: --log-to {name}: {error}: nothing more is sent there; metrics.jsonl has all steps"
-                print(" ".join(problem.split()), file=sys.stderr, flush=True)
+                warning = f"warning: --log-to {name}: {error}: nothing more is sent there; metrics.jsonl has all steps"
+                print(" ".join(warning.split()), file=sys.stderr, flush=True)
 
 
 def open_loggers(names: tuple[LogTo, ...], run: RunNames, prediction: Prediction | None) -> Loggers:
     """Open the requested loggers; raise BadInput where one cannot be opened."""
-    found = Loggers(prediction)
-    for name in dict.fromkeys(names):
-        if name != "none":
-            found.to[name] = _OPEN[name](run)
-    return found
+    return Loggers(prediction, {name: _LIBRARIES[name].open(run) for name in dict.fromkeys(names) if name != "none"})
+
+
+def check_loggers(names: tuple[LogTo, ...]) -> None:
+    """Raise BadInput where the package of a requested logger is not installed."""
+    for name in names:
+        if name != "none" and find_spec((library := _LIBRARIES[name]).package) is None:
+            remedy = f"pip install {library.installed_as}, or log elsewhere"
+            raise BadInput(f"--log-to {name}", f"{library.package} is not installed", remedy)
 
 
 def scalars(metrics: StepMetrics, prediction: Prediction | None) -> dict[str, float]:
@@ -96,116 +105,101 @@ def scalars(metrics: StepMetrics, prediction: Prediction | None) -> dict[str, fl
         "time/predicted_step_s": None if prediction is None else prediction.estimate.simulated_step_time_s,
         "time/tokens_per_s": metrics.tokens_per_s,
         "time/mfu": metrics.mfu,
-        "memory/peak_gib": max(metrics.peak_memory_bytes) / _GIB,
-        "memory/predicted_gib": None if prediction is None else prediction.estimate.memory_bytes / _GIB,
+        "memory/peak_gib": max(metrics.peak_memory_bytes) / GIB,
+        "memory/predicted_gib": None if prediction is None else prediction.estimate.memory_bytes / GIB,
     }
     return {name: value for name, value in values.items() if value is not None}
 
 
-class _TensorBoard:
-    """A logger of event files in `OUT/tensorboard`, written without tensorboardX's thread, which hides errors."""
+def _open_tensorboard(run: RunNames) -> Logger:
+    """Write event files in `OUT/tensorboard`, without tensorboardX's thread, which hides errors."""
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.summary import custom_scalars
 
-    faults = (OSError,)
+    folder = run.out / "tensorboard"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The process number keeps the names of two starts within a second apart: the second would overwrite the first.
+        file = EventsWriter(str(folder / "events"), f".{os.getpid()}")
+    except OSError as error:
+        raise BadInput(folder, error.strerror or str(error), "name another --out, or --log-to none") from None
 
-    def __init__(self, run: RunNames) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import SessionLog
-        from tensorboardX.summary import custom_scalars
+    def add(step: int, **content: Any) -> None:
+        file.write_event(Event(wall_time=time.time(), step=step, **content))
 
-        folder = run.out / "tensorboard"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # A name of its own: within a second of the last start it would be the same, and overwritten.
-            self._file = EventsWriter(str(folder / "events"), f".{os.getpid()}")
-        except OSError as error:
-            raise BadInput(folder, error.strerror or str(error), "name another --out, or --log-to none") from None
-        # TensorBoard forgets what an earlier process wrote of these steps.
-        self._event(run.first, session_log=SessionLog(status=SessionLog.START))
-        layout = {"together": {title: ["Multiline", tags] for title, tags in _BESIDE.items()}}
-        self._event(run.first, summary=custom_scalars(layout))
-        self._file.flush()
+    def write(step: int, values: Mapping[str, float]) -> None:
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        add(step, summary=Summary(value=scalars))
+        file.flush()
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._event(step, summary=Summary(value=found))
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _event(self, step: int, **content: Any) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-
-        self._file.write_event(Event(wall_time=time.time(), step=step, **content))
+    # TensorBoard forgets the events of these steps that an earlier process wrote.
+    add(run.first, session_log=SessionLog(status=SessionLog.START))
+    add(
+        run.first, summary=custom_scalars({"together": {title: ["Multiline", tags] for title, tags in _CHARTS.items()}})
+    )
+    file.flush()
+    return Logger(write, file.close, (OSError,))
 
 
-class _WeightsAndBiases:
-    """A run of the project `shardwright`, or of WANDB_PROJECT; with WANDB_MODE=offline in `OUT/wandb`."""
+def _open_wandb(run: RunNames) -> Logger:
+    """Begin a run of the project `shardwright`, or of WANDB_PROJECT; with WANDB_MODE=offline in `OUT/wandb`."""
+    import wandb
 
-    def __init__(self, run: RunNames) -> None:
-        import wandb
-
-        self.faults = (OSError, wandb.Error)
-        try:
-            run.out.mkdir(parents=True, exist_ok=True)
-            self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", _PROJECT),
-                name=f"{run.out.name}: {run.plan.name}",
-                id=run.key,
-                resume="allow",
-                dir=str(run.out),
-                config={"plan_sha256": run.plan.sha256, "model": run.plan.model.name},
-                settings=wandb.Settings(silent=True),
-            )
-        except (OSError, wandb.Error) as error:
-            remedy = "log in with `wandb login`, or set WANDB_MODE=offline"
-            raise BadInput("--log-to wandb", " ".join(str(error).split()), remedy) from None
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    faults = (OSError, wandb.Error)
+    try:
+        run.out.mkdir(parents=True, exist_ok=True)
+        remote = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=f"{run.out.name}: {run.plan.name}",
+            id=run.key,
+            resume="allow",
+            dir=str(run.out),
+            config={"plan_sha256": run.plan.sha256, "model": run.plan.model.name},
+            settings=wandb.Settings(silent=True),
+        )
+    except faults as error:
+        remedy = "log in with `wandb login`, or set WANDB_MODE=offline"
+        raise BadInput("--log-to wandb", " ".join(str(error).split()), remedy) from None
+    return Logger(lambda step, values: remote.log(dict(values), step=step), remote.finish, faults)
 
 
-class _MLflow:
-    """A run of the experiment `shardwright`, or of MLFLOW_EXPERIMENT_NAME, at MLFLOW_TRACKING_URI, or `OUT/mlruns`."""
+def _open_mlflow(run: RunNames) -> Logger:
+    """Begin or continue a run of the experiment `shardwright`, or of MLFLOW_EXPERIMENT_NAME.
 
-    def __init__(self, run: RunNames) -> None:
-        if "MLFLOW_TRACKING_URI" not in os.environ:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # files are what needs neither server nor database
-        import mlflow
-        from mlflow.exceptions import MlflowException
+    It is kept at MLFLOW_TRACKING_URI, or in `OUT/mlruns`.
+    """
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # files need neither server nor database
+    import mlflow
+    from mlflow.entities import Metric
+    from mlflow.exceptions import MlflowException
 
-        self.faults = (OSError, MlflowException)
-        where = os.environ.get("MLFLOW_TRACKING_URI") or (run.out / "mlruns").resolve().as_uri()
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        try:
-            self._client: Any = mlflow.MlflowClient(where)
-            found = self._client.get_experiment_by_name(experiment)
-            number = self._client.create_experiment(experiment) if found is None else found.experiment_id
-            earlier = self._client.search_runs([number], f"tags.shardwright_run = '{run.key}'", max_results=1)
-            tags = {"shardwright_run": run.key, "plan_sha256": run.plan.sha256}
-            made = earlier[0] if earlier else self._client.create_run(number, tags=tags, run_name=run.out.name)
-        except (OSError, MlflowException) as error:
-            problem = " ".join(str(error).split())
-            raise BadInput("--log-to mlflow", problem, f"see MLFLOW_TRACKING_URI, which is {where}") from None
-        self._run = made.info.run_id
+    faults = (OSError, MlflowException)
+    where = os.environ.get("MLFLOW_TRACKING_URI") or (run.out / "mlruns").resolve().as_uri()
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+    try:
+        client: Any = mlflow.MlflowClient(where)
+        experiment = client.get_experiment_by_name(name)
+        number = client.create_experiment(name) if experiment is None else experiment.experiment_id
+        earlier = client.search_runs([number], f"tags.shardwright_run = '{run.key}'", max_results=1)
+        tags = {"shardwright_run": run.key, "plan_sha256": run.plan.sha256}
+        remote = earlier[0] if earlier else client.create_run(number, tags=tags, run_name=run.out.name)
+    except faults as error:
+        problem = " ".join(str(error).split())
+        raise BadInput("--log-to mlflow", problem, f"see MLFLOW_TRACKING_URI, which is {where}") from None
+    run_id = remote.info.run_id
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
+    def write(step: int, values: Mapping[str, float]) -> None:
+        now_ms = int(time.time() * 1000)
+        client.log_batch(run_id, [Metric(name, value, now_ms, step) for name, value in values.items()])
 
-        now = int(time.time() * 1000)
-        self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in values.items()])
-
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
+    return Logger(write, lambda: client.set_terminated(run_id), faults)
 
 
-_OPEN: Mapping[str, Callable[[RunNames], Logger]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _WeightsAndBiases,
-    "mlflow": _MLflow,
+_LIBRARIES = {
+    "tensorboard": _Library("tensorboardX", "tensorboardX", _open_tensorboard),
+    "wandb": _Library("wandb", "'shardwright-train[wandb]'", _open_wandb),
+    "mlflow": _Library("mlflow", "'shardwright-train[mlflow]'", _open_mlflow),
 }

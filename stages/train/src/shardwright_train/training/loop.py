@@ -14,25 +14,10 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.io import BadInput, RunFailed, Stopped, read_document, remove_temporaries, write_document
+from shardwright_formats.io import RunFailed, Stopped, read_document, remove_temporaries, write_document
 from shardwright_formats.types import BestCheckpoint, Plan, RunResult
-from shardwright_train.checkpoints.choice import (
-    Resumed,
-    check_branch,
-    check_same_run,
-    check_shared,
-    newest_whole,
-    read_whole,
-)
-from shardwright_train.checkpoints.folders import (
-    Beginning,
-    Identity,
-    Progress,
-    folder_of_run,
-    folder_of_step,
-    run_identity,
-    start,
-)
+from shardwright_train.checkpoints.choice import check_shared, checkpoint_to_resume
+from shardwright_train.checkpoints.folders import Beginning, Identity, Progress, folder_of_run, folder_of_step
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.data.objectives import Batches
@@ -81,8 +66,8 @@ class _Run:
 
     def evaluates_after(self, step: int) -> bool:
         """Return whether an evaluation follows a step."""
-        every = self.job.eval_every
-        return step == self.job.steps or (every > 0 and step % every == 0)
+        interval = self.job.eval_every
+        return step == self.job.steps or (interval > 0 and step % interval == 0)
 
     def read(self, step: int) -> Step:
         """Return the inputs of a step, read ahead of it."""
@@ -103,21 +88,22 @@ def train(job: RunJob, world: World) -> None:
     folder = folder_of_run(job.checkpoints, plan.sha256, job.resume_from)
     check_shared(folder, world)
     weights = _weights(job, plan, world)
-    identity = run_identity(job, plan, batches.sha256, None if weights is None else weights.sha256(world))
-    resumed = _resumed(job, identity, folder, world)
+    identity = Identity.of_run(job, plan, batches.sha256, None if weights is None else weights.sha256(world))
+    resumed = checkpoint_to_resume(job, identity, folder, world)
     (attention,) = settle_attention([plan], world, by_document=job.reset_attention_mask)
-    before = start(LossScale.for_compute(plan.precision.compute).value) if resumed is None else resumed.record.progress
+    loss_scale = LossScale.for_compute(plan.precision.compute)
+    before = Progress.begin(loss_scale.value) if resumed is None else resumed.record.progress
     engine = _engine(job, plan, world, attention, before.updates, resumed is not None, weights)
     if job.reset_attention_mask and world.rank == 0:
         say_mask_memory(job.plan, engine.stage.context)
     if resumed is not None:
         read_tensors(resumed.folder, engine.tensors())
     evaluator = None if validation is None else Evaluator(engine, validation, world)
-    own = resumed is not None and resumed.folder.parent == folder
-    best = best_so_far(job, before.best if own else None, validation)
+    goes_on = resumed is not None and resumed.folder.parent == folder
+    best = best_so_far(job, before.best if goes_on else None, validation)
     before = msgspec.structs.replace(before, best=best)
     loggers = _loggers(job, plan, world, folder, before.step + 1)
-    began = Beginning() if resumed is None else resumed.beginning(own)
+    began = Beginning() if resumed is None else resumed.beginning(goes_on)
     reports = StepReports(Metrics(folder / METRICS, plan, world, job.steps), loggers)
     with closing(_saver(job, folder, identity, began, engine.tensors())) as saver, closing(reports):
         run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, reports)
@@ -153,20 +139,6 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
     return inputs
 
 
-def _resumed(job: RunOptions, identity: Identity, folder: Path, world: World) -> Resumed | None:
-    """Return the checkpoint to continue from: the run's newest, else the one that it branches from, else None."""
-    found = newest_whole(folder, world)
-    if found is not None:
-        check_same_run(found, identity)
-    elif job.resume_from is not None:
-        found = read_whole(job.resume_from, world)
-        check_branch(found, identity, job.allow_batch_change)
-    if found is not None and found.record.progress.step > job.steps:
-        problem = f"is at step {found.record.progress.step}, past --steps {job.steps}"
-        raise BadInput(found.folder, problem, "ask for more steps")
-    return found
-
-
 def _loggers(job: RunOptions, plan: Plan, world: World, folder: Path, first: int) -> Loggers:
     """Return the requested loggers on rank 0, none on the others."""
 
@@ -188,13 +160,7 @@ def _weights(job: RunOptions, plan: Plan, world: World) -> Weights | None:
 
 
 def _engine(
-    job: RunOptions,
-    plan: Plan,
-    world: World,
-    attention: str,
-    updates: int,
-    resumes: bool,
-    weights: Weights | None,
+    job: RunOptions, plan: Plan, world: World, attention: str, updates: int, resumes: bool, weights: Weights | None
 ) -> Engine:
     context = RankContext(
         plan=plan,
@@ -315,6 +281,10 @@ def _finish(run: _Run, progress: Progress, checkpoint: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     prediction = prediction_of(run.job.plan, run.plan)
     shutil.copyfile(run.saver.folder / METRICS, out / METRICS)
+    best = None
+    if progress.best is not None:
+        best_folder = folder_of_step(run.saver.folder, progress.best.step)
+        best = BestCheckpoint(step=progress.best.step, loss=progress.best.loss, checkpoint=str(best_folder))
     result = RunResult(
         plan_sha256=run.plan.sha256,
         steps=progress.step,
@@ -323,14 +293,7 @@ def _finish(run: _Run, progress: Progress, checkpoint: Path) -> None:
         attention=run.attention,
         wall_s=progress.wall_s,
         checkpoint=str(checkpoint),
-        best=_best(run, progress),
+        best=best,
         predicted_step_time_s=None if prediction is None else prediction.estimate.simulated_step_time_s,
     )
     write_document(out / DONE, result)
-
-
-def _best(run: _Run, progress: Progress) -> BestCheckpoint | None:
-    best = progress.best
-    if best is None:
-        return None
-    return BestCheckpoint(step=best.step, loss=best.loss, checkpoint=str(folder_of_step(run.saver.folder, best.step)))

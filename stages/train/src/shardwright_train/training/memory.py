@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright_formats.io import OutOfMemory, read_document
-from shardwright_formats.types import Plan, Prediction, RunnerUp, StagePrediction
+from shardwright_formats.types import GIB, MIB, Plan, Prediction, StagePrediction
 from shardwright_train.engine.engine import Engine
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.world import World, out_of_memory_said
@@ -20,7 +20,6 @@ from shardwright_train.pipeline.microbatches import mask_bytes
 from shardwright_train.pipeline.runner import Step
 
 _STATES = ("parameters", "gradients", "optimizer")
-_GIB = 2**30
 
 
 @contextmanager
@@ -35,15 +34,16 @@ def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator
     except OutOfMemory as error:
         held = _held(engine)
         needed = sum(held.values()) + (error.asked_bytes or 0)
-        told = f"{error.asked_bytes / _GIB:.2f} GiB asked for" if error.asked_bytes else str(error).split(". ")[0]
-        told += f"; held {_sizes(held)}"
+        report = f"{error.asked_bytes / GIB:.2f} GiB asked for" if error.asked_bytes else str(error).split(". ")[0]
+        report += f"; held {_sizes_text(held)}"
         prediction = prediction_of(file, plan)
         if prediction is None:
-            told += "; no prediction stands beside the plan"
+            report += "; no prediction stands beside the plan"
         else:
             stage = prediction.estimate.stages[engine.stage.context.stage_index]
-            told += f", predicted {_sizes(_by_category(stage))}; {_what_fits(prediction, stage, needed, plan, file)}"
-        raise OutOfMemory(told, asked_bytes=error.asked_bytes) from None
+            alternative = _fitting_plan(prediction, stage, needed, plan, file)
+            report += f", predicted {_sizes_text(_by_category(stage))}; {alternative}"
+        raise OutOfMemory(report, asked_bytes=error.asked_bytes) from None
 
 
 def _held(engine: Engine) -> dict[str, int]:
@@ -62,9 +62,9 @@ def _by_category(stage: StagePrediction) -> dict[str, int]:
     return states | {"others": stage.memory_bytes - sum(states.values())}
 
 
-def _sizes(of: Mapping[str, int]) -> str:
-    parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in of.items())
-    return f"{sum(of.values()) / _GIB:.2f} GiB ({parts})"
+def _sizes_text(sizes_bytes: Mapping[str, int]) -> str:
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes_bytes.items())
+    return f"{sum(sizes_bytes.values()) / GIB:.2f} GiB ({parts})"
 
 
 def prediction_of(file: Path, plan: Plan) -> Prediction | None:
@@ -74,24 +74,17 @@ def prediction_of(file: Path, plan: Plan) -> Prediction | None:
     return prediction if prediction is not None and prediction.plan_sha256 == plan.sha256 else None
 
 
-def _what_fits(prediction: Prediction, stage: StagePrediction, needed: int, plan: Plan, file: Path) -> str:
+def _fitting_plan(prediction: Prediction, stage: StagePrediction, needed: int, plan: Plan, file: Path) -> str:
     """Return the best runner-up that fits even if it exceeds its prediction as much as this plan did."""
     factor = max(1.0, needed / stage.memory_bytes)
-    memory = min(node.memory_bytes for node in plan.cluster.node_types.values())
-
-    def fits(runner_up: RunnerUp) -> bool:
-        return runner_up.plan.sha256 != plan.sha256 and runner_up.estimate.memory_bytes * factor <= memory
-
+    room = min(node.memory_bytes for node in plan.cluster.node_types.values())
     for number, runner_up in enumerate(prediction.runners_up, start=1):
-        smaller = runner_up.estimate.memory_bytes < prediction.estimate.memory_bytes
-        if smaller and fits(runner_up):
-            gib, step_s = runner_up.estimate.memory_bytes / _GIB, runner_up.estimate.simulated_step_time_s
+        memory, step_s = runner_up.estimate.memory_bytes, runner_up.estimate.simulated_step_time_s
+        is_smaller = memory < prediction.estimate.memory_bytes and memory * factor <= room
+        if is_smaller and runner_up.plan.sha256 != plan.sha256:
             where = f"runner-up {number} ({runner_up.plan.name}) of {file.with_suffix('.prediction.json')}"
-            return f"{where} fits: predicted {gib:.2f} GiB, {step_s:.4g} s a step"
+            return f"{where} fits: predicted {memory / GIB:.2f} GiB, {step_s:.4g} s a step"
     return "none of its runners-up would fit: search with a lower memory_gib"
-
-
-_MIB = 2**20
 
 
 def say_mask_memory(file: Path, context: RankContext) -> None:
@@ -101,22 +94,19 @@ def say_mask_memory(file: Path, context: RankContext) -> None:
 
 def mask_memory(context: RankContext, prediction: Prediction | None) -> str:
     """Return a warning of how much memory masks take beyond the prediction, for the rank with the least left."""
-    left, rank, masks, predicted, device = min(_ranks(context, prediction))
-    said = f"--reset-attention-mask: masks take {masks / _MIB:.1f} MiB of rank {rank}, which its plan does not count"
-    if prediction is None:
-        return said
-    said += f": {(predicted + masks) / _MIB:.1f} MiB with the {predicted / _MIB:.1f} predicted"
-    fits = "of" if left >= 0 else f"{-left / _MIB:.1f} more than the"
-    return f"{said}, {fits} {device / _MIB:.1f} of its device"
-
-
-def _ranks(context: RankContext, prediction: Prediction | None) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield what is left of each rank's device, the rank, bytes of masks, bytes predicted, and those of the device."""
+    sizes = []
     for rank in range(context.plan.world_size):
         there = replace(context, rank=rank)
         masks, device = mask_bytes(there), there.plan.cluster.of_rank(rank).memory_bytes
         predicted = 0 if prediction is None else prediction.estimate.stages[there.stage_index].memory_bytes
-        yield device - predicted - masks, rank, masks, predicted, device
+        sizes.append((device - predicted - masks, rank, masks, predicted, device))
+    left, rank, masks, predicted, device = min(sizes)
+    masks_text = f"masks take {masks / MIB:.1f} MiB of rank {rank}, which its plan does not count"
+    if prediction is not None:
+        total = f"{(predicted + masks) / MIB:.1f} MiB with the {predicted / MIB:.1f} predicted"
+        fits = "of" if left >= 0 else f"{-left / MIB:.1f} more than the"
+        masks_text += f": {total}, {fits} {device / MIB:.1f} of its device"
+    return f"--reset-attention-mask: {masks_text}"
 
 
 def try_stages(engine: Engine, step: Step, world: World, group: dist.ProcessGroup, file: Path) -> None:
@@ -132,7 +122,6 @@ def try_stages(engine: Engine, step: Step, world: World, group: dist.ProcessGrou
     dist.barrier(group=group)
     if world.rank == 0:
         compiled = ", blocks compiled in it" if plan.compile else ""
-        took = (
-            f"{time.monotonic() - began:.1f} s, {tried} of {plan.num_microbatches} microbatches in the first{compiled}"
-        )
+        microbatches = f"{tried} of {plan.num_microbatches} microbatches in the first{compiled}"
+        took = f"{time.monotonic() - began:.1f} s, {microbatches}"
         print(f"tried each pipeline stage alone: {took} (--no-trial leaves it out)", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from shardwright_train.training.loggers import Loggers
 
 METRICS = "metrics.jsonl"
 
-# Dense matrix rates without sparsity, from NVIDIA's data sheets of A100 (2021), H100 (2023) and H200 (2024).
+# Published peaks in FLOP/s: dense matrix rates, from NVIDIA's data sheets of A100 (2021), H100 (2023) and H200 (2024).
 _BFLOAT16 = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
@@ -75,13 +75,14 @@ class Metrics:
             took = f"{step_time_s:.3f} s, {tokens_per_s:.0f} tokens/s"
             print(f"step {step}/{self.steps}: loss {outcome.loss:.4f}, {took}", flush=True)
         if evaluation is not None:
-            print(f"step {step}/{self.steps}: {_evaluated(evaluation)}", flush=True)
+            print(f"step {step}/{self.steps}: {_described(evaluation)}", flush=True)
         return metrics
 
 
-def _evaluated(found: Evaluation) -> str:
-    perplexity = "" if found.perplexity is None else f", perplexity {found.perplexity:.6g}"
-    return f"validation loss {found.loss:.4f}{perplexity} ({found.samples} samples, {found.time_s:.1f} s)"
+def _described(evaluation: Evaluation) -> str:
+    perplexity = "" if evaluation.perplexity is None else f", perplexity {evaluation.perplexity:.6g}"
+    loss = f"validation loss {evaluation.loss:.4f}{perplexity}"
+    return f"{loss} ({evaluation.samples} samples, {evaluation.time_s:.1f} s)"
 
 
 def _step_of(line: bytes) -> int | None:
@@ -97,18 +98,11 @@ def model_flops_utilization(plan: Plan, step_time_s: float) -> float | None:
 
     A backward pass counts twice a forward pass; what is recomputed does not count.
     """
-    cluster = plan.cluster
-    every = [peak_flops_per_s(cluster.of_rank(rank).device, plan.precision.compute) for rank in range(plan.world_size)]
-    peaks = [peak for peak in every if peak is not None]
-    if len(peaks) < len(every):
+    devices = [plan.cluster.of_rank(rank).device for rank in range(plan.world_size)]
+    if plan.precision.compute != "bfloat16" or not set(devices) <= _BFLOAT16.keys():
         return None
     forward = sum(plan.model.types[name].forward_flops_per_sample for name in (EMBEDDING, *plan.model.layers, HEAD))
-    return 3 * forward * plan.global_batch_size / step_time_s / sum(peaks)
-
-
-def peak_flops_per_s(device_name: str, compute_dtype: str) -> float | None:
-    """Return the published peak of one device in a compute dtype, or None where it is unknown here."""
-    return _BFLOAT16.get(device_name) if compute_dtype == "bfloat16" else None
+    return 3 * forward * plan.global_batch_size / step_time_s / sum(_BFLOAT16[device] for device in devices)
 
 
 @dataclass

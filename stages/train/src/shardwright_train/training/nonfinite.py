@@ -1,6 +1,9 @@
 """Numbers that are not finite: the loss scale that avoids them in float16, and the search for their origin."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
 
 import torch
 from torch import Tensor, nn
@@ -59,36 +62,31 @@ def first_nonfinite(engine: Engine, step: Step, world: World) -> str:
     """
     finds: list[_Find] = []
     rank = world.rank
-    hooks = []
-    for layer in engine.stage.layers:
-        calls = [0]
 
-        def watch(
-            _module: nn.Module, _args: object, output: object, name: str = layer.name, calls: list[int] = calls
-        ) -> None:
-            if not _finite(output):
-                microbatch = calls[0]
-                found = f"in the output of {name} on rank {rank}, microbatch {microbatch}"
-                finds.append((0, microbatch, _position(name), rank, found))
-            calls[0] += 1
+    def watch(name: str, calls: Iterator[int], _module: nn.Module, _args: object, output: object) -> None:
+        microbatch = next(calls)
+        if not _finite(output):
+            place = f"in the output of {name} on rank {rank}, microbatch {microbatch}"
+            finds.append((0, microbatch, _position(name), rank, place))
 
-        hooks.append(layer.module.register_forward_hook(watch))
+    layers = engine.stage.layers
+    hooks = [layer.module.register_forward_hook(partial(watch, layer.name, count())) for layer in layers]
     engine.forward_backward(step)
     for hook in hooks:
         hook.remove()
-    for layer in engine.stage.layers:
+    for layer in layers:
         for name, parameter in layer.parallel.parameters.items():
-            if not _finite(local_tensor(parameter.grad) if parameter.grad is not None else None):
-                # The backward pass comes from the head: what it meets last is the lowest layer.
-                found = f"in the gradient of {layer.name}'s {name} on rank {rank}"
-                finds.append((1, 0, -_position(layer.name), rank, found))
+            if parameter.grad is not None and not _finite(local_tensor(parameter.grad)):
+                # The backward pass comes from the head and meets the lowest layer last.
+                place = f"in the gradient of {layer.name}'s {name} on rank {rank}"
+                finds.append((1, 0, -_position(layer.name), rank, place))
             parameter.grad = None
-    known = [find for of_rank in world.all_say(sorted(finds)[:1], list[_Find]) for find in of_rank]
+    known = list(chain.from_iterable(world.all_say(sorted(finds)[:1], list[_Find])))
     return f"first {min(known)[-1]}" if known else "and not again when the step was repeated"
 
 
 def _finite(values: object) -> bool:
-    # Detached, so that nothing is kept of it: a replay would otherwise go on to what selective recomputation left out.
+    # Detached, so that no graph is kept: a replay would otherwise go on to what selective recomputation left out.
     return all(bool(torch.isfinite(x.detach()).all()) for x in tree_leaves(values) if isinstance(x, Tensor))
 
 

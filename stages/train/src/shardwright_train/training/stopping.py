@@ -43,9 +43,9 @@ class Grace:
         takes_s = step_s + self.saves * save_s
         if self.given_s is None or self.warned or takes_s <= self.given_s:
             return replace(self, step_s=step_s)
-        told = f"{takes_s:.1f} s (a step {step_s:.1f} s, a save {save_s:.1f} s)"
+        duration = f"{takes_s:.1f} s (a step {step_s:.1f} s, a save {save_s:.1f} s)"
         remedy = "steps since the last save will be lost: ask for more time, or save more often"
-        print(f"warning: --grace-s {self.given_s:g}: a stop takes {told}: {remedy}", file=sys.stderr, flush=True)
+        print(f"warning: --grace-s {self.given_s:g}: a stop takes {duration}: {remedy}", file=sys.stderr, flush=True)
         return replace(self, step_s=step_s, warned=True)
 
 
