@@ -70,7 +70,7 @@ _SEARCH_S = 300.0
 _WAIT_S = 2 * _SEARCH_S
 """Seconds that the other nodes wait for the plan that node 0 searches."""
 _POLL_S = 0.2
-_FOLDER, _FOUND = "replanned", "replanned.json"
+_FOLDER, _ANSWER = "replanned", "replanned.json"
 
 
 def check_replan(options: RunOptions, plan: Plan, run: Path, nodes: Nodes) -> None:
@@ -107,18 +107,18 @@ def replanned(
     folder = run / _FOLDER / "-".join(map(str, gone))
     if nodes.rank == 0:
         _search(options, plan, gone, run, folder)
-    found = _awaited(folder / _FOUND)
-    parent = options.resume_from if found.resume_from is None else Path(found.resume_from)
+    answer = _awaited(folder / _ANSWER)
+    parent = options.resume_from if answer.resume_from is None else Path(answer.resume_from)
     rank = nodes.rank - sum(node < nodes.rank for node in gone)
     left = dataclasses.replace(nodes, count=nodes.count - len(gone), rank=rank)
-    return msgspec.structs.replace(options, plan=folder / "plan.json", resume_from=parent), found.plan, left
+    return msgspec.structs.replace(options, plan=folder / "plan.json", resume_from=parent), answer.plan, left
 
 
 def without_nodes(cluster: Cluster, gone: Collection[int]) -> Cluster:
     """Return the cluster of the remaining nodes, in their order."""
     types = [group.node_type for group in cluster.nodes for _ in range(group.count)]
     left = [node_type for node, node_type in enumerate(types) if node not in gone]
-    groups = tuple(NodeGroup(node_type=name, count=len(list(of))) for name, of in groupby(left))
+    groups = tuple(NodeGroup(node_type=name, count=len(list(nodes))) for name, nodes in groupby(left))
     return msgspec.structs.replace(cluster, nodes=groups)
 
 
@@ -133,20 +133,15 @@ def _search(options: RunOptions, plan: Plan, gone: Collection[int], run: Path, f
     _run(["evaluate", folder / "lost.json", *profiles, "--out", folder / "lost.prediction.json"])
     described = ["--cluster", cluster, "--model", model, "--search", options.replan_search]
     _run(["plan", *profiles, *described, "--time-limit", _SEARCH_S, "--out", out])
-    before, after = (
-        read_document(folder / f"{name}.prediction.json", Prediction).estimate.simulated_step_time_s
-        for name in ("lost", "plan")
-    )
+    predictions = (read_document(folder / f"{name}.prediction.json", Prediction) for name in ("lost", "plan"))
+    before, after = (prediction.estimate.simulated_step_time_s for prediction in predictions)
     checkpoint = latest_checkpoint(run)
-    found = Replanned(
-        plan=read_document(out, Plan),
-        resume_from=None if checkpoint is None else str(checkpoint),
-        step_before_s=before,
-        step_after_s=after,
-    )
+    resume_from = None if checkpoint is None else str(checkpoint)
+    new_plan = read_document(out, Plan)
+    answer = Replanned(plan=new_plan, resume_from=resume_from, step_before_s=before, step_after_s=after)
     costs = f"predicted {after:.4g} s a step, {before:.4g} s with all of them ({after / before - 1:+.0%})"
     print(f"planned for the nodes that are left: {costs}: {out}", file=sys.stderr, flush=True)
-    write_document(folder / _FOUND, found)
+    write_document(folder / _ANSWER, answer)
 
 
 def _run(arguments: Sequence[object]) -> None:
@@ -162,10 +157,10 @@ def _run(arguments: Sequence[object]) -> None:
 
 def _program() -> str:
     beside = Path(sys.executable).with_name("shardwright-search")
-    found = str(beside) if beside.is_file() else shutil.which("shardwright-search")
-    if found is None:
+    program = str(beside) if beside.is_file() else shutil.which("shardwright-search")
+    if program is None:
         raise BadInput("shardwright-search", "is not installed here", "--on-node-loss replan needs it: install it")
-    return found
+    return program
 
 
 def _awaited(file: Path) -> Replanned:

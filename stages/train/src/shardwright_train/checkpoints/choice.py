@@ -9,18 +9,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.io import (
-    BadInput,
-    ShardwrightError,
-    check_regular,
-    read_document,
-    sha256_of_file,
-    sha256_of_value,
-)
+from shardwright_formats.io import BadInput, check_regular, read_document, sha256_of_file, sha256_of_value
 from shardwright_train.checkpoints import folders
 from shardwright_train.checkpoints.folders import RECORD, Beginning, Checkpoint, Identity
 from shardwright_train.options import RunOptions
-from shardwright_train.parallel.channel import tried
 from shardwright_train.parallel.world import World
 
 _VISIBLE_S = 20.0
@@ -134,7 +126,8 @@ def read_whole(checkpoint: Path, world: World) -> Resumed:
             raise BadInput(checkpoint / RECORD, f"rank {world.rank} finds another record than rank 0 does", _NOT_SHARED)
 
     world.together(check)
-    world.agree(damage(checkpoint, record, range(world.rank, len(record.files), world.size)))
+    share = range(world.rank, len(record.files), world.size)
+    world.together(lambda: check_files(checkpoint, record, share))
     return Resumed(checkpoint, record)
 
 
@@ -148,12 +141,8 @@ def read_record(checkpoint: Path) -> Checkpoint:
     return record
 
 
-def damage(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> ShardwrightError | None:
-    """Return the error in some checkpoint files, given by their numbers, or next to them; None if undamaged."""
-    return tried(lambda: _check_files(checkpoint, record, share))[1]
-
-
-def _check_files(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> None:
+def check_files(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> None:
+    """Raise BadInput where some checkpoint files, given by their numbers, are damaged, or others stand next to them."""
     strange = sorted({path.name for path in checkpoint.glob("*.safetensors")} - {file.name for file in record.files})
     if strange:
         raise BadInput(checkpoint / strange[0], "is not one of the files that were saved", _OTHER)

@@ -10,15 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.io import (
-    BadInput,
-    Document,
-    OutOfMemory,
-    RunFailed,
-    read_any_document,
-    read_document,
-    write_document,
-)
+from shardwright_formats.io import BadInput, OutOfMemory, RunFailed, read_any_document, read_document, write_document
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types import Attention, Measurement, Plan, PlanFailure, Plans, Prediction
 from shardwright_launch.accelerator import CPU, check_accelerator, device_type_of
@@ -48,8 +40,7 @@ def start_run(options: RunOptions) -> None:
         _check_data(options.data)
     _check_evaluation(options)
     check_loggers(options.log_to)
-    for folder in filter(None, (options.out, options.checkpoints, options.log_dir)):
-        check_folder(folder)
+    _check_folders(options.out, options.checkpoints, options.log_dir)
     if options.weights is not None:
         _check_weights(options, options.weights, plan)
     if options.learning_rate_factor:
@@ -82,8 +73,8 @@ def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
     with without_collection():
         from shardwright_train.models.registry import family_named
         from shardwright_train.weights.reading import agree
-    found = agree(weights, plan.model, family_named(plan.model.family, options.plan), options.new_weights)
-    for note in found.notes(plan.precision.parameters):
+    agreement = agree(weights, plan.model, family_named(plan.model.family, options.plan), options.new_weights)
+    for note in agreement.notes(plan.precision.parameters):
         print(f"{weights}: {note}", file=sys.stderr, flush=True)
 
 
@@ -95,9 +86,9 @@ def _check_evaluation(job: RunOptions) -> None:
     if job.valid_data is not None:
         _check_data(job.valid_data)
     asked = {"--eval-every": job.eval_every, "--eval-samples": job.eval_samples, "--keep-best": job.keep_best}
-    if job.valid_data is None and not job.valid_fraction:
-        for option in (option for option, value in asked.items() if value):
-            raise BadInput(option, "there is nothing to evaluate on", "give --valid-fraction or --valid-data")
+    option = next((option for option, value in asked.items() if value), None)
+    if option is not None and job.valid_data is None and not job.valid_fraction:
+        raise BadInput(option, "there is nothing to evaluate on", "give --valid-fraction or --valid-data")
 
 
 def _check_learning_rates(options: RunOptions, plan: Plan) -> None:
@@ -119,19 +110,19 @@ def start_measure(options: MeasureOptions) -> None:
     plans = [(file, plan) for file, some in asked for plan in some.plans]
     for file, plan in plans:
         check_plan(plan, file, nodes)
-    for folder in filter(None, (options.trace, options.log_dir)):
-        check_folder(folder)
+    _check_folders(options.trace, options.log_dir)
     with (
         only_run(out.with_name(f"{out.name}.lock"), nodes),
         meeting_of(nodes, out.with_name(f"{out.name}.secret"), os.environ) as nodes,
         scratch_folder() as scratch,
     ):
         sized = sorted((plan for _, plan in plans), key=lambda plan: plan.world_size)
-        found, in_turns = _Found({}, {}), [_hashes(some, group) for _, some in asked for group in some.in_turns]
+        in_turns = [tuple(some.plans[place].sha256 for place in group) for _, some in asked for group in some.in_turns]
+        results = _Results({}, {})
         for _, group in groupby(sized, key=lambda plan: plan.world_size):
-            _measure(tuple(group), in_turns, options, nodes, scratch, found)
+            _measure(tuple(group), in_turns, options, nodes, scratch, results)
         if nodes.rank == 0:
-            write_document(out, _in_order([plan for _, plan in plans], found))
+            write_document(out, _in_order([plan for _, plan in plans], results))
             journal_path(out).unlink(missing_ok=True)
 
 
@@ -139,7 +130,7 @@ _Turns = tuple[str, ...]
 """Hashes of plans that are measured in turns."""
 
 
-class _Found(NamedTuple):
+class _Results(NamedTuple):
     """The results and failures of the plans so far, by plan hash; measurements are known on node 0."""
 
     measured: dict[str, Measurement]
@@ -147,7 +138,12 @@ class _Found(NamedTuple):
 
 
 def _measure(
-    plans: tuple[Plan, ...], in_turns: list[_Turns], options: MeasureOptions, nodes: Nodes, scratch: Path, found: _Found
+    plans: tuple[Plan, ...],
+    in_turns: list[_Turns],
+    options: MeasureOptions,
+    nodes: Nodes,
+    scratch: Path,
+    results: _Results,
 ) -> None:
     """Measure plans of one world size, in one launch and one more each time that a device lacked memory for a plan.
 
@@ -161,19 +157,19 @@ def _measure(
         write_document(together, _asked(plans, [group for group in in_turns if group not in apart]))
         job = MeasureJob(**fields, journal=journal_path(options.out).absolute())
         try:
-            start_ranks(job, plans[0], nodes, f"after {len(found.failed) + len(apart)} that lacked memory")
+            start_ranks(job, plans[0], nodes, f"after {len(results.failed) + len(apart)} that lacked memory")
         except OutOfMemory as error:
-            lacking = [plan for plan in plans if plan.sha256 == error.subject]
-            if not lacking:
+            lacking = next((plan for plan in plans if plan.sha256 == error.subject), None)
+            if lacking is None:
                 raise
-            if beside := [group for group in in_turns if error.subject in group and group not in apart]:
-                told = "it and those that it is measured in turns with are measured one by one"
-                print(f"{lacking[0].name}: {error}: {told}", file=sys.stderr)
-                apart += beside
+            if groups := [group for group in in_turns if error.subject in group and group not in apart]:
+                consequence = "it and those that it is measured in turns with are measured one by one"
+                print(f"{lacking.name}: {error}: {consequence}", file=sys.stderr)
+                apart += groups
                 continue
-            print(f"{lacking[0].name} was not measured: {error}", file=sys.stderr)
-            found.failed[error.subject] = PlanFailure(
-                plan=lacking[0],
+            print(f"{lacking.name} was not measured: {error}", file=sys.stderr)
+            results.failed[error.subject] = PlanFailure(
+                plan=lacking,
                 category="out_of_memory",
                 rank=error.rank,
                 where=error.where,
@@ -183,7 +179,7 @@ def _measure(
             continue
         if nodes.rank == 0:
             measurement = read_document(result, Measurement)
-            found.measured.update({one.plan.sha256: measurement for one in measurement.plans})
+            results.measured.update({one.plan.sha256: measurement for one in measurement.plans})
         return
 
 
@@ -194,13 +190,9 @@ def _asked(plans: tuple[Plan, ...], in_turns: Sequence[_Turns]) -> Plans:
     return Plans(plans=plans, in_turns=tuple(group for group in groups if len(group) > 1))
 
 
-def _hashes(plans: Plans, places: Sequence[int]) -> _Turns:
-    return tuple(plans.plans[place].sha256 for place in places)
-
-
-def _in_order(plans: Sequence[Plan], found: _Found) -> Measurement:
-    failed = tuple(found.failed[plan.sha256] for plan in plans if plan.sha256 in found.failed)
-    done = [(plan, found.measured[plan.sha256]) for plan in plans if plan.sha256 in found.measured]
+def _in_order(plans: Sequence[Plan], results: _Results) -> Measurement:
+    failed = tuple(results.failed[plan.sha256] for plan in plans if plan.sha256 in results.failed)
+    done = [(plan, results.measured[plan.sha256]) for plan in plans if plan.sha256 in results.measured]
     if not done:
         return _of_failures(failed)
     taken = {measured.attention for plan, measured in done if plan.attention is Attention.AUTO}
@@ -232,15 +224,13 @@ def _of_failures(failed: tuple[PlanFailure, ...]) -> Measurement:
 
 
 def _plans_of(file: Path) -> Plans:
-    document: Document = read_any_document(file, Plan, Plans, Prediction)
-    match document:
-        case Plan():
-            return Plans(plans=(document,))
-        case Plans():
-            return document
-        case Prediction():
-            return Plans(plans=tuple(runner_up.plan for runner_up in document.runners_up))
-    raise AssertionError(type(document))
+    document = read_any_document(file, Plan, Plans, Prediction)
+    if isinstance(document, Plans):
+        return document
+    if isinstance(document, Plan):
+        return Plans(plans=(document,))
+    assert isinstance(document, Prediction)
+    return Plans(plans=tuple(runner_up.plan for runner_up in document.runners_up))
 
 
 def check_plan(plan: Plan, file: object, nodes: Nodes) -> None:
@@ -252,10 +242,11 @@ def check_plan(plan: Plan, file: object, nodes: Nodes) -> None:
     check_accelerator(plan.cluster, nodes.rank, file)
 
 
-def check_folder(folder: Path) -> None:
+def _check_folders(*folders: Path | None) -> None:
     """Raise BadInput where a folder's name is that of a file."""
-    if folder.exists() and not folder.is_dir():
-        raise BadInput(folder, "is no folder", "name another")
+    for folder in filter(None, folders):
+        if folder.exists() and not folder.is_dir():
+            raise BadInput(folder, "is no folder", "name another")
 
 
 def start_ranks(job: RunJob | MeasureJob, plan: Plan, nodes: Nodes, name: str = "", start: int = 0) -> None:

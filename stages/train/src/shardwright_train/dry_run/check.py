@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import msgspec
@@ -14,12 +15,13 @@ from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes, communicators
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import Plan
+from shardwright_formats.types import MIB, Plan
 from shardwright_train.dry_run.simulated_step import SimulatedStep, Traffic, simulate_step
 from shardwright_train.models.base import Family
 
 _SIMULATED = 2
 """Number of simulated microbatches; each further one has the activations of the second."""
+_LEFT_COLUMNS = ("ranks", "why", "collective", "communicators")
 
 
 class Role(NamedTuple):
@@ -52,29 +54,37 @@ class RoleCheck(NamedTuple):
 
 def roles_of(plan: Plan) -> tuple[Role, ...]:
     """Return the distinct roles of a plan's ranks, each with all its ranks."""
-    found: dict[object, list[int]] = {}
+    ranks_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for index, stage in enumerate(plan.stages):
         for me, rank in enumerate(stage.ranks):
-            key = index, tuple(_shard_sizes(plan, index, me))
-            found.setdefault(key, []).append(rank)
-    return tuple(Role(plan.stage_of_rank(ranks[0]), tuple(ranks)) for ranks in found.values())
+            ranks_of.setdefault((index, tuple(_shard_sizes(plan, index, me))), []).append(rank)
+    return tuple(Role(stage_index, tuple(ranks)) for (stage_index, _), ranks in ranks_of.items())
 
 
 def check_roles(
-    plan: Plan,
-    family: Family,
-    attention: str,
-    progress: Callable[[int, int], None],
-    reset_attention_mask: bool = False,
+    plan: Plan, family: Family, attention: str, progress: Callable[[int, int], None], reset_attention_mask: bool = False
 ) -> tuple[RoleCheck, ...]:
     """Simulate a step of one rank of each role; `progress` is called with the number done and the total."""
     roles, counted = roles_of(plan), communicators(plan)
-    found = []
+    simulated = min(_SIMULATED, plan.num_microbatches)
+    batch_size = simulated * plan.microbatch_samples
+    shorter = msgspec.structs.replace(plan, num_microbatches=simulated, global_batch_size=batch_size)
+    checks = []
     for number, role in enumerate(roles, start=1):
-        most = max((counted[rank] for rank in role.ranks), key=communicator_bytes)
-        found.append(_check(plan, role, family, attention, most, reset_attention_mask))
+        step = simulate_step(shorter, role.ranks[0], family, attention, reset_attention_mask)
+        check = RoleCheck(
+            role=role,
+            messages=_messages(plan, role),
+            miscounted=_miscounted(shorter, role.ranks[0], step),
+            parameters_bytes=step.parameters_bytes,
+            gradients_bytes=step.gradients_bytes,
+            optimizer_bytes=step.optimizer_bytes,
+            peak_bytes=step.peak_bytes + _further(plan, role.stage, simulated) * step.activation_bytes,
+            communicators=max((counted[rank] for rank in role.ranks), key=communicator_bytes),
+        )
+        checks.append(check)
         progress(number, len(roles))
-    return tuple(found)
+    return tuple(checks)
 
 
 def raise_if_too_large(plan: Plan, checks: tuple[RoleCheck, ...]) -> None:
@@ -82,51 +92,27 @@ def raise_if_too_large(plan: Plan, checks: tuple[RoleCheck, ...]) -> None:
     lacking = []
     for check in checks:
         for rank in check.role.ranks:
-            node_type = plan.cluster.node_type_of_rank[rank]
-            beside = 0 if plan.cluster.of_rank(rank).on_cpu else communicator_bytes(check.communicators)
-            lacks = check.peak_bytes + beside - plan.cluster.node_types[node_type].memory_bytes
-            lacking.append((lacks, -rank, node_type))
-    worst, rank, node_type = max(lacking)
+            device = plan.cluster.of_rank(rank)
+            held = check.peak_bytes + (0 if device.on_cpu else communicator_bytes(check.communicators))
+            lacking.append((held - device.memory_bytes, -rank))
+    worst, rank = max(lacking)
     if worst > 0:
+        node_type = plan.cluster.node_type_of_rank[-rank]
         raise NothingFits(f"rank {-rank} on a {node_type} lacks {worst} bytes: recompute more, or share out more")
 
 
-def _check(
-    plan: Plan,
-    role: Role,
-    family: Family,
-    attention: str,
-    communicators_of_rank: Mapping[Purpose, int],
-    reset_attention_mask: bool,
-) -> RoleCheck:
-    simulated = min(_SIMULATED, plan.num_microbatches)
-    shorter = msgspec.structs.replace(
-        plan, num_microbatches=simulated, global_batch_size=simulated * plan.microbatch_samples
-    )
-    step = simulate_step(shorter, role.ranks[0], family, attention, reset_attention_mask)
-    return RoleCheck(
-        role=role,
-        messages=_messages(plan, role),
-        miscounted=_miscounted(shorter, role.ranks[0], step),
-        parameters_bytes=step.parameters_bytes,
-        gradients_bytes=step.gradients_bytes,
-        optimizer_bytes=step.optimizer_bytes,
-        peak_bytes=step.peak_bytes + _further(plan, role.stage, simulated) * step.activation_bytes,
-        communicators=communicators_of_rank,
-    )
-
-
 def _messages(plan: Plan, role: Role) -> Mapping[tuple[Cause, Traffic], tuple[int, int]]:
-    most: dict[tuple[Cause, Traffic], tuple[int, int]] = {}
+    most_messages: Counter[tuple[Cause, Traffic]] = Counter()
+    most_bytes: Counter[tuple[Cause, Traffic]] = Counter()
     for rank in role.ranks:
-        found: dict[tuple[Cause, Traffic], tuple[int, int]] = {}
+        counts, sizes = Counter[tuple[Cause, Traffic]](), Counter[tuple[Cause, Traffic]]()
         for message in step_messages(plan, rank):
             key = message.cause, Traffic(message.collective, message.group_size)
-            count, size = found.get(key, (0, 0))
-            found[key] = count + message.times, size + message.times * message.bytes
-        for key, (count, size) in found.items():
-            most[key] = max(count, most.get(key, (0, 0))[0]), max(size, most.get(key, (0, 0))[1])
-    return most
+            counts[key] += message.times
+            sizes[key] += message.times * message.bytes
+        most_messages |= counts
+        most_bytes |= sizes
+    return {key: (count, most_bytes[key]) for key, count in most_messages.items()}
 
 
 def _further(plan: Plan, stage: int, simulated: int) -> int:
@@ -151,23 +137,15 @@ def _shard_sizes(plan: Plan, stage: int, me: int) -> Iterator[int]:
     for chunk in range(len(plan.stages[stage].layers)):
         for _, type_name, strategy in chunk_layers(plan, stage, chunk):
             for parameter in plan.model.types[type_name].parameters:
-                size = 1
-                for low, high in parameter_box(parameter, strategy, me):
-                    size *= high - low
-                yield size
-
-
-_MIB = 1 << 20
+                yield prod(high - low for low, high in parameter_box(parameter, strategy, me))
 
 
 def print_checks(plan: Plan, checks: Sequence[RoleCheck], console: Console) -> None:
     """Print memory and traffic of every role."""
-    memory = Table(title=f"{plan.name}: tensor memory of a rank, MiB (peak: estimated)", title_justify="left")
-    for column in ("stage", "ranks", "parameters", "gradients", "optimizer", "peak", "device"):
-        memory.add_column(column, justify="left" if column == "ranks" else "right")
-    traffic = Table(title="Messages of a rank in one step (of a full tensor; sends by sender)", title_justify="left")
-    for column in ("stage", "ranks", "why", "collective", "among", "number", "MiB together"):
-        traffic.add_column(column, justify="left" if column in ("ranks", "why", "collective") else "right")
+    memory_columns = ("stage", "ranks", "parameters", "gradients", "optimizer", "peak", "device")
+    memory = _table(f"{plan.name}: tensor memory of a rank, MiB (peak: estimated)", memory_columns)
+    traffic_columns = ("stage", "ranks", "why", "collective", "among", "number", "MiB together")
+    traffic = _table("Messages of a rank in one step (of a full tensor; sends by sender)", traffic_columns)
     for check in checks:
         stage, ranks = str(check.role.stage), _spans(check.role.ranks)
         node_type = plan.cluster.of_rank(check.role.ranks[0])
@@ -186,14 +164,19 @@ def print_checks(plan: Plan, checks: Sequence[RoleCheck], console: Console) -> N
 
 def _communicators(checks: Sequence[RoleCheck]) -> Table:
     title = "NCCL communicators of a rank, MiB assumed (in the device's memory beside the tensors)"
-    found = Table(title=title, title_justify="left")
-    for column in ("stage", "ranks", "communicators", "MiB together"):
-        found.add_column(column, justify="left" if column in ("ranks", "communicators") else "right")
+    table = _table(title, ("stage", "ranks", "communicators", "MiB together"))
     for check in checks:
         counted = ", ".join(f"{count} of {purpose}" for purpose, count in check.communicators.items())
         held = _mib(communicator_bytes(check.communicators))
-        found.add_row(str(check.role.stage), _spans(check.role.ranks), counted, held)
-    return found
+        table.add_row(str(check.role.stage), _spans(check.role.ranks), counted, held)
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in _LEFT_COLUMNS else "right")
+    return table
 
 
 def _verdict(checks: Sequence[RoleCheck]) -> Iterator[str]:
@@ -208,7 +191,7 @@ def _verdict(checks: Sequence[RoleCheck]) -> Iterator[str]:
 
 
 def _mib(size: int) -> str:
-    return f"{size / _MIB:.1f}"
+    return f"{size / MIB:.1f}"
 
 
 def _spans(numbers: Sequence[int]) -> str:

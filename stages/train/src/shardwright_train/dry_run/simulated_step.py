@@ -125,9 +125,8 @@ class _SentBytes(TorchDispatchMode):
         self.bytes: Counter[Traffic] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = _COLLECTIVES.get(func.name())
-        if found is not None:
-            collective, which = found
+        if func.name() in _COLLECTIVES:
+            collective, which = _COLLECTIVES[func.name()]
             group = next(a for a in args if isinstance(a, torch.ScriptObject))
             size = dist.ProcessGroup.unbox(group).size()
             key = Traffic(collective, 2 if collective is Collective.P2P else size)

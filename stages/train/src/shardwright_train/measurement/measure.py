@@ -15,30 +15,13 @@ import torch.distributed as dist
 
 from shardwright_formats.io import Value, read_document, write_document
 from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import (
-    Attention,
-    Measurement,
-    Plan,
-    PlanMeasurement,
-    Plans,
-    RankMeasurement,
-    RankMemory,
-    Segment,
-)
+from shardwright_formats.types import Attention, Measurement, Plan, PlanMeasurement, Plans, RankMemory
 from shardwright_launch.journal import Journal, JournalKind, Kept
 from shardwright_launch.ranks import allocator_setting
 from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
+from shardwright_train.measurement import timing
 from shardwright_train.measurement.memory import record_memory, segments_of_memory
-from shardwright_train.measurement.timing import (
-    MAX_AGAIN,
-    Limits,
-    StepTiming,
-    clock_for,
-    measure_in_turns,
-    reference_time_s,
-    timing_of_step,
-)
 from shardwright_train.measurement.trace import trace_file, traced
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
@@ -62,28 +45,28 @@ def measure_plans(job: MeasureJob, world: World) -> None:
     device = plans[0].cluster.of_rank(0).device
     journal = open_journal(job, world, device, versions)
     measured = [journal.find(plan.sha256) for plan in plans]
-    if (known := sum(found is not None for found in measured)) and world.rank == 0:
+    if (known := sum(measurement is not None for measurement in measured)) and world.rank == 0:
         print(f"{known} of {len(plans)} plans were measured before", file=sys.stderr)
     for places in _in_turns(asked):
         if all(measured[place] is not None for place in places):
             continue
-        found = _measure([(plans[place], kernels[place]) for place in places], job, world, resident)
-        for place, one in zip(places, found, strict=True):
-            measured[place] = one
-        journal.add(found)
+        group = _measure([(plans[place], kernels[place]) for place in places], job, world, resident)
+        for place, measurement in zip(places, group, strict=True):
+            measured[place] = measurement
+        journal.add(group)
         if world.rank == 0:
-            _say_measured(places, found, len(plans))
+            _say_measured(places, group, len(plans))
     if world.rank == 0:
-        measurement = Measurement(
+        complete = Measurement(
             device=device,
             backend=world.backend,
             date=datetime.now(UTC).date().isoformat(),
             versions=versions,
             attention=next(taken, kernels[0]),
             allocator=allocator_setting(os.environ) if world.device.type == "cuda" else "",
-            plans=tuple(found for found in measured if found is not None),
+            plans=tuple(measurement for measurement in measured if measurement is not None),
         )
-        write_document(job.out, measurement)
+        write_document(job.out, complete)
 
 
 def _in_turns(asked: Plans) -> Iterator[_Places]:
@@ -95,13 +78,13 @@ def _in_turns(asked: Plans) -> Iterator[_Places]:
             yield groups.get(place, (place,))
 
 
-def _say_measured(places: _Places, found: Sequence[PlanMeasurement], count: int) -> None:
-    for place, one in zip(places, found, strict=True):
+def _say_measured(places: _Places, measured: Sequence[PlanMeasurement], count: int) -> None:
+    for place, one in zip(places, measured, strict=True):
         step_s = statistics.median(one.step_times_s)
         taken_s = f"{step_s * 1000:.1f} ms a step, the reference workload {one.reference_s * 1000:.1f} ms"
         others = [str(other + 1) for other in places if other != place]
         turns = f", in turns with {' and '.join(others)}" if others else ""
-        again = f", measured again {one.measured_again} of {MAX_AGAIN} times" if one.measured_again else ""
+        again = f", measured again {one.measured_again} of {timing.MAX_AGAIN} times" if one.measured_again else ""
         print(f"measured {place + 1}/{count} {one.plan.name}: {taken_s}{turns}{again}", file=sys.stderr)
 
 
@@ -165,12 +148,17 @@ class _Runner:
         if plan.compile and self.world.rank == 0 and self.steps == 1:
             say_compiled(plan, time.perf_counter() - started)
 
-    def timed(self) -> StepTiming:
-        reference_s = reference_time_s(self.world.device)
+    def timed(self) -> timing.StepTiming:
+        reference_s = timing.reference_time_s(self.world.device)
         dist.barrier()
-        clock = clock_for(self.world.device)
+        clock = timing.clock_for(self.world.device)
         self.step(clock.hook)
-        return timing_of_step(clock.intervals(), reference_s)
+        return timing.timing_of_step(clock.intervals(), reference_s)
+
+    def trace(self, folder: Path) -> None:
+        dist.barrier()
+        with traced(self.world.device, self.world.rank, trace_file(folder, self.plan, self.world.rank)) as hook:
+            self.step(hook)
 
     def close(self) -> None:
         """Free its device memory, its communicators' buffers included."""
@@ -190,12 +178,12 @@ def _measure(
     if len(asked) > 1:
         memory[0] = _memory(runners[0], resident)
     runners += [_Runner.build(plan, kernel, world, job.warmup_steps) for plan, kernel in asked[1:]]
-    reference_time_s(world.device)  # the first one also loads kernels
-    limits = Limits(job.steps, job.min_time_s, lambda value: _of_all_ranks(value, world))
-    measured = measure_in_turns([runner.timed for runner in runners], limits)
+    timing.reference_time_s(world.device)  # the first one also loads kernels
+    limits = timing.Limits(job.steps, job.min_time_s, lambda value: _of_all_ranks(value, world))
+    measured = timing.measure_in_turns([runner.timed for runner in runners], limits)
     if job.trace is not None:
         for runner in runners:
-            _trace(runner, job.trace)
+            runner.trace(job.trace)
     stages = [runner.engine.stage.context.stage_index for runner in runners]
     last = runners.pop()
     while runners:
@@ -210,7 +198,7 @@ def _measure(
     return tuple(
         PlanMeasurement(
             plan=plan,
-            ranks=_gathered(_of_rank(steps, stages[place], memory[place], world), world),
+            ranks=timing.rank_measurements(steps, stages[place], memory[place], world),
             in_turns=tuple(other.sha256 for other in plans) if len(plans) > 1 else (),
             measured_again=measured.again,
         )
@@ -218,51 +206,11 @@ def _measure(
     )
 
 
-def _of_rank(steps: Sequence[StepTiming], stage: int, memory: RankMemory, world: World) -> RankMeasurement:
-    return RankMeasurement(
-        rank=world.rank,
-        stage=stage,
-        step_s=tuple(step.step_s for step in steps),
-        reference_s=tuple(step.reference_s for step in steps),
-        segments=tuple(
-            Segment(
-                name=name,
-                forward_s=tuple(step.forward_s[name] for step in steps),
-                backward_s=tuple(step.backward_s[name] for step in steps),
-            )
-            for name in steps[0].forward_s
-        ),
-        gradient_reduction_s=tuple(s.gradient_reduction_s for s in steps if s.gradient_reduction_s is not None),
-        optimizer_s=tuple(step.optimizer_s for step in steps),
-        passes=steps[_median_repeat(steps, world)].passes,
-        memory=memory,
-    )
-
-
-def _gathered(mine: RankMeasurement, world: World) -> tuple[RankMeasurement, ...]:
-    return tuple(world.all_say(mine, RankMeasurement))
-
-
-def _trace(runner: _Runner, folder: Path) -> None:
-    world = runner.world
-    dist.barrier()
-    with traced(world.device, world.rank, trace_file(folder, runner.plan, world.rank)) as hook:
-        runner.step(hook)
-
-
 def _of_all_ranks(value: float, world: World) -> float:
     """Return the largest value of all ranks."""
     largest = torch.tensor(value, dtype=torch.float64, device=world.device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
-
-
-def _median_repeat(steps: Sequence[StepTiming], world: World) -> int:
-    """Return the repeat that `PlanMeasurement.median_repeat` will name, before all ranks' measurements are combined."""
-    slowest = torch.tensor([step.step_s for step in steps], dtype=torch.float64, device=world.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    times: list[float] = slowest.tolist()
-    return times.index(statistics.median_low(times))
 
 
 def _memory(runner: _Runner, resident: int) -> RankMemory:
@@ -313,7 +261,7 @@ _KIND: JournalKind[MeasureIdentity, PlanMeasurement] = JournalKind(
     run="measurement",
     identity=MeasureIdentity,
     entry=PlanMeasurement,
-    key=lambda found: (found.plan.sha256,),
+    key=lambda measurement: (measurement.plan.sha256,),
 )
 
 

@@ -130,11 +130,11 @@ def segments_of_memory(intervals: Sequence[MemoryInterval]) -> tuple[SegmentMemo
     """
     second = min(1, max(i.at[0] for i in intervals if i.at is not None))
     mine = [i for i in intervals if i.at is not None and i.at[0] == second]
-    found = []
+    segments = []
     for name in dict.fromkeys(i.name.removesuffix(_FORWARD) for i in mine if i.name.endswith(_FORWARD)):
         forward = [i for i in mine if i.name == name + _FORWARD]
         backward = [i for i in mine if i.name == name + _BACKWARD]
-        found.append(
+        segments.append(
             SegmentMemory(
                 name=name,
                 activation_bytes=sum(max(0, i.after_bytes - i.before_bytes) for i in forward),
@@ -142,7 +142,7 @@ def segments_of_memory(intervals: Sequence[MemoryInterval]) -> tuple[SegmentMemo
                 backward_workspace_bytes=max(i.peak_bytes - i.before_bytes for i in backward),
             )
         )
-    return tuple(found)
+    return tuple(segments)
 
 
 def _all_events(events: Iterable[ProfilerEvent]) -> Iterator[ProfilerEvent]:

@@ -10,9 +10,10 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR, Duration, paired_difference
+from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR, paired_difference
 from shardwright_formats.semantics.schedules.passes import Pass, middle
-from shardwright_formats.types import PassTime
+from shardwright_formats.types import PassTime, RankMeasurement, RankMemory, Segment
+from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.runner import MicrobatchChunk
 
 _FORWARD, _BACKWARD = ".forward", ".backward"
@@ -48,11 +49,8 @@ class _HostClock:
         self._events.append((name, at, time.perf_counter()))
 
     def intervals(self) -> list[Interval]:
-        first = self._events[0][-1]
-        return [
-            Interval(name, at, before - first, after - before)
-            for (*_, before), (name, at, after) in pairwise(self._events)
-        ]
+        first, pairs = self._events[0][-1], pairwise(self._events)
+        return [Interval(name, at, before - first, after - before) for (*_, before), (name, at, after) in pairs]
 
 
 class _CudaClock:
@@ -114,13 +112,13 @@ def timing_of_step(intervals: Sequence[Interval], reference_s: float) -> StepTim
 
 def _by_segment(intervals: Sequence[Interval], suffix: str) -> dict[str, list[float]]:
     """Return the times of each segment, one per microbatch in the order of the microbatches."""
-    found: dict[str, dict[int, float]] = {}
+    by_segment: dict[str, dict[int, float]] = {}
     for interval in intervals:
         if interval.name.endswith(suffix) and interval.at is not None:
             microbatch, _ = interval.at
-            times = found.setdefault(interval.name.removesuffix(suffix), {})
+            times = by_segment.setdefault(interval.name.removesuffix(suffix), {})
             times[microbatch] = times.get(microbatch, 0.0) + interval.time_s
-    return {name: [times[microbatch] for microbatch in sorted(times)] for name, times in found.items()}
+    return {name: [times[microbatch] for microbatch in sorted(times)] for name, times in by_segment.items()}
 
 
 def _passes(intervals: Sequence[Interval]) -> Iterator[PassTime]:
@@ -236,27 +234,56 @@ def measure_in_turns(step: Sequence[Callable[[], StepTiming]], limits: Limits) -
 
 def largest_error(taken: Taken) -> float:
     """Return the largest relative error, in either pass, of a plan's difference in layer time from the first plan."""
-    first, *others = taken
-    return max(difference.relative_error for other in others for difference in _differences(first, other))
-
-
-def _differences(few: Sequence[StepTiming], many: Sequence[StepTiming]) -> tuple[Duration, Duration]:
-    """Return the differences of the forward and of the backward pass."""
-    forward = paired_difference([step.forward_s[_LAYERS] for step in few], [step.forward_s[_LAYERS] for step in many])
-    back = paired_difference([step.backward_s[_LAYERS] for step in few], [step.backward_s[_LAYERS] for step in many])
-    return forward, back
+    forward = [[step.forward_s[_LAYERS] for step in steps] for steps in taken]
+    backward = [[step.backward_s[_LAYERS] for step in steps] for steps in taken]
+    pairs = [(first, other) for first, *others in (forward, backward) for other in others]
+    return max(paired_difference(*pair).relative_error for pair in pairs)
 
 
 def _round(step: Sequence[Callable[[], StepTiming]], taken: Taken) -> None:
-    for one, own in zip(step, taken, strict=True):
-        own.append(one())
+    for measure, steps in zip(step, taken, strict=True):
+        steps.append(measure())
 
 
 def _spent_s(taken: Taken) -> float:
-    return sum(step.step_s for own in taken for step in own)
+    return sum(step.step_s for steps in taken for step in steps)
 
 
 def _scatter(steps: Sequence[StepTiming]) -> float:
     """Return the spread of the middle half of the step times, as a fraction of the median."""
     times = sorted(step.step_s for step in steps)
     return (times[(3 * len(times)) // 4] - times[len(times) // 4]) / statistics.median(times)
+
+
+def rank_measurements(
+    steps: Sequence[StepTiming], stage: int, memory: RankMemory, world: World
+) -> tuple[RankMeasurement, ...]:
+    """Return the times and memory of all ranks in the steps of a plan, from those of this rank; collective."""
+    names = steps[0].forward_s
+    mine = RankMeasurement(
+        rank=world.rank,
+        stage=stage,
+        step_s=tuple(step.step_s for step in steps),
+        reference_s=tuple(step.reference_s for step in steps),
+        segments=tuple(
+            Segment(
+                name=name,
+                forward_s=tuple(step.forward_s[name] for step in steps),
+                backward_s=tuple(step.backward_s[name] for step in steps),
+            )
+            for name in names
+        ),
+        gradient_reduction_s=tuple(s.gradient_reduction_s for s in steps if s.gradient_reduction_s is not None),
+        optimizer_s=tuple(step.optimizer_s for step in steps),
+        passes=steps[_median_repeat(steps, world)].passes,
+        memory=memory,
+    )
+    return tuple(world.all_say(mine, RankMeasurement))
+
+
+def _median_repeat(steps: Sequence[StepTiming], world: World) -> int:
+    """Return the repeat that `PlanMeasurement.median_repeat` will name, before all ranks' measurements are combined."""
+    slowest = torch.tensor([step.step_s for step in steps], dtype=torch.float64, device=world.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    times: list[float] = slowest.tolist()
+    return times.index(statistics.median_low(times))

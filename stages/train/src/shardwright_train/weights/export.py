@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from shardwright_formats.io import BadInput, read_document, read_object, sync_path, system_fault
 from shardwright_formats.types import EMBEDDING, HEAD, Model, Plan, RunResult
-from shardwright_train.checkpoints.choice import damage, read_record
+from shardwright_train.checkpoints.choice import check_files, read_record
 from shardwright_train.checkpoints.folders import identity_of
 from shardwright_train.checkpoints.tensors import read_tensors, saved_dtypes
 from shardwright_train.data.tokenizing import TOKENIZER, read_tokenizer, rows_of
@@ -86,9 +86,7 @@ def _checkpoint(checkpoint: Path, model: Model) -> Path:
     record = read_record(checkpoint)
     if record.identity.model_sha256 != identity_of(model):
         raise BadInput(checkpoint, "was saved under another model than the plan's", "name a plan for the same model")
-    problem = damage(checkpoint, record, range(len(record.files)))
-    if problem is not None:
-        raise problem
+    check_files(checkpoint, record, range(len(record.files)))
     return checkpoint
 
 
