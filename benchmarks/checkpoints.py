@@ -22,7 +22,7 @@ from shardwright_formats.types import DataParallel
 from shardwright_train.checkpoints.folders import run_identity, start
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import total_bytes
-from shardwright_train.measurement.memory import record_memory
+from shardwright_train.measurement.profiles import record_memory
 from shardwright_train.options import RunOptions
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups

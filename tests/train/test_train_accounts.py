@@ -1,6 +1,6 @@
 """Events of a step turned into times and memory, by segment and by pass."""
 
-from shardwright_train.measurement.memory import Allocation, Event, MemoryInterval, intervals_of, segments_of_memory
+from shardwright_train.measurement.profiles import Allocation, Event, MemoryInterval, intervals_of, segments_of_memory
 from shardwright_train.measurement.timing import Interval, timing_of_step
 
 

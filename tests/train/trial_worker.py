@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright_formats.io import read_document
 from shardwright_formats.types import Plan, Plans
 from shardwright_train.engine.engine import Engine
-from shardwright_train.measurement.memory import record_memory
+from shardwright_train.measurement.profiles import record_memory
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, joined_world

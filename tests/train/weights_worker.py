@@ -23,7 +23,7 @@ from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, joined_world
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
-from shardwright_train.weights.reading import Weights
+from shardwright_train.weights.reading import open_weights
 
 
 class Loaded(Reference):
@@ -49,7 +49,7 @@ def engine_with(plan: Plan, folder: Path, world: World, groups: Groups) -> Engin
         attention="sdpa",
         device=world.device,
         seed=0,
-        weights=Weights.of(folder, plan.model, family, allow_new=False),
+        weights=open_weights(folder, plan.model, family, allow_new=False),
     )
     return build_engine(context, SETTINGS)
 

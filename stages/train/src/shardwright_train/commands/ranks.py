@@ -72,9 +72,9 @@ def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
         raise BadInput(weights, "a branch has the weights of its checkpoint", "leave out --weights or --resume-from")
     with without_collection():
         from shardwright_train.models.registry import family_named
-        from shardwright_train.weights.reading import agree
-    agreement = agree(weights, plan.model, family_named(plan.model.family, options.plan), options.new_weights)
-    for note in agreement.notes(plan.precision.parameters):
+        from shardwright_train.weights.reading import open_weights
+    opened = open_weights(weights, plan.model, family_named(plan.model.family, options.plan), options.new_weights)
+    for note in opened.notes(plan.precision.parameters):
         print(f"{weights}: {note}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""How a run takes its data: the splits into training, validation and test, and the boundaries of documents."""
+"""Settings of the data of a run: its splits into training, validation and test, and the boundaries of documents."""
 
 from enum import StrEnum
 from typing import NamedTuple

@@ -21,8 +21,7 @@ from shardwright_launch.ranks import allocator_setting
 from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.measurement import timing
-from shardwright_train.measurement.memory import record_memory, segments_of_memory
-from shardwright_train.measurement.trace import trace_file, traced
+from shardwright_train.measurement.profiles import record_memory, segments_of_memory, trace_file, traced
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import MeasureJob

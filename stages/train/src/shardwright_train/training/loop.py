@@ -39,7 +39,7 @@ from shardwright_train.training.memory import lack_of_memory_explained, predicti
 from shardwright_train.training.metrics import METRICS, Metrics, StepReports
 from shardwright_train.training.nonfinite import LossScale, first_nonfinite
 from shardwright_train.training.stopping import DONE, NOTE, Due, Grace, asked_to_stop, stop_note
-from shardwright_train.weights.reading import Weights
+from shardwright_train.weights.reading import Weights, open_weights
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _weights(job: RunOptions, plan: Plan, world: World) -> Weights | None:
     if job.weights is None:
         return None
     folder, family = job.weights, family_named(plan.model.family, job.plan)
-    return world.together(lambda: Weights.of(folder, plan.model, family, job.new_weights))
+    return world.together(lambda: open_weights(folder, plan.model, family, job.new_weights))
 
 
 def _engine(

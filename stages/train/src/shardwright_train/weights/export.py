@@ -13,7 +13,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
 from shardwright_formats.io import BadInput, read_document, read_object, sync_path, system_fault
-from shardwright_formats.types import EMBEDDING, HEAD, Model, Plan, RunResult
+from shardwright_formats.types import EMBEDDING, GIB, HEAD, Model, Plan, RunResult
 from shardwright_train.checkpoints.choice import check_files, read_record
 from shardwright_train.checkpoints.folders import identity_of
 from shardwright_train.checkpoints.tensors import read_tensors, saved_dtypes
@@ -63,7 +63,7 @@ def export(options: ConvertOptions) -> None:
     config = _config(plan.model, family, options.copy_from, parameters[0].dtype)
     with _complete_or_none(options.out) as folder:
         _write_json(folder / CONFIG, config)
-        _write_tensors(folder, checkpoint, parameters, int(options.file_gib * 2**30))
+        _write_tensors(folder, checkpoint, parameters, int(options.file_gib * GIB))
         for file in copied:
             shutil.copyfile(file, folder / file.name)
 
@@ -95,16 +95,16 @@ def _parameters(
 ) -> Iterator[_Exported]:
     """Yield the parameters of the stock model, each once: the first of tied ones, the first layer's of replicas."""
     stock: Any = family.stock_model(model)
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    saved_as: dict[str, tuple[str, tuple[int, ...]]] = {}
     kinds = {EMBEDDING: EMBEDDING, **{f"layers[{i}]": kind for i, kind in enumerate(model.layers)}, HEAD: HEAD}
     for layer, kind in kinds.items():
         shapes = {parameter.name: parameter.shape for parameter in model.types[kind].parameters}
         for local in family.parameter_names(model, layer):
             saved = family.full_name(model, layer, local), shapes[family.described_name(kind, local)]
-            found.setdefault(family.hugging_face_name(model, layer, local), saved)
-    names = stored_names(stock, [name for name in found if name not in stock.all_tied_weights_keys])
+            saved_as.setdefault(family.hugging_face_name(model, layer, local), saved)
+    names = stored_names(stock, [name for name in saved_as if name not in stock.all_tied_weights_keys])
     for name, file_name in names.items():
-        saved_name, shape = found[name]
+        saved_name, shape = saved_as[name]
         dtype = dtypes[saved_name] if asked is None else asked
         yield _Exported(saved_name, file_name, shape, tuple(stock.get_parameter(name).shape), dtype)
 

@@ -85,30 +85,30 @@ def inside(folder: Path, name: str) -> Path:
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     file = folder / name
     try:
-        found = file.resolve(strict=True)
+        target = file.resolve(strict=True)
     except (OSError, RuntimeError):
         raise BadInput(file, "is not there", _AGAIN) from None
-    if found.parent not in (home, blobs):
+    if target.parent not in (home, blobs):
         raise BadInput(file, "is a link that leads out of its folder", "put the file itself there")
-    check_regular(found, _MAX_FILE)
+    check_regular(target, _MAX_FILE)
     return file
 
 
 def listed(names: Iterable[str]) -> str:
     """Return names in one line, only the first few of many."""
-    every = sorted(names)
-    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return ", ".join(every[:_SHOWN]) + more
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return ", ".join(ordered[:_SHOWN]) + more
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    found = read_object(index).get("weight_map")
-    if not isinstance(found, dict) or not found:
+    files = read_object(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
         raise BadInput(index, "has no weight_map from tensors to files", _AGAIN)
-    for key, name in found.items():
+    for key, name in files.items():
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
             raise BadInput(index, f"puts {key} in {name!r}, which is no safetensors file of its folder", _AGAIN)
-    return found
+    return files
 
 
 def _header(file: Path) -> dict[str, Stored]:
@@ -133,8 +133,8 @@ _REMEDY = "describe the model from this folder and plan for that"
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """A folder's tensors under the names that the stock model has for its parameters."""
+class Weights:
+    """A folder's tensors under the names that the stock model has for its parameters, to begin a run with."""
 
     tensors: Mapping[str, tuple[Stored, ...]]
     """Tensors by parameter; a tied parameter has every one that the folder holds of it."""
@@ -152,18 +152,39 @@ class Agreement:
 
     def notes(self, kept_in: str) -> list[str]:
         """Return messages for the user: parameters drawn anew, ignored keys, and a change of format."""
-        found = {_FLOATS[stored.dtype] for stored in chain.from_iterable(self.tensors.values())}
-        said = []
-        if self.new:
-            said.append(f"drawn anew: {listed(self.new)}")
-        if self.surplus:
-            said.append(f"not used: {listed(self.surplus)}")
-        if found - {kept_in}:
-            said.append(f"stored in {listed(found)}, kept in {kept_in}")
-        return said
+        dtypes = {_FLOATS[stored.dtype] for stored in chain.from_iterable(self.tensors.values())}
+        notes = [f"drawn anew: {listed(self.new)}"] if self.new else []
+        notes += [f"not used: {listed(self.surplus)}"] if self.surplus else []
+        return notes + ([f"stored in {listed(dtypes)}, kept in {kept_in}"] if dtypes - {kept_in} else [])
+
+    def read(self, window: Tensor, name: str, shape: Sequence[int], box: Box) -> bool:
+        """Fill a tensor with the part `box` of a parameter of a `shape`; False where it must be drawn.
+
+        Raises BadInput where the file has changed since, or holds two different values of a tied parameter.
+        """
+        first, *others = self.tensors.get(self.aliases.get(name, name), (None,))
+        if first is None:
+            return False
+        _read(first, window, shape, box)
+        for other in others:
+            again = torch.empty_like(window)
+            _read(other, again, shape, box)
+            if not torch.equal(again, window):
+                problem = f"{other.key} is not {first.key}, the model has one for both"
+                remedy = "describe the model with tie_word_embeddings false, if it can be so"
+                raise BadInput(other.file, problem, remedy)
+        return True
+
+    def sha256(self, world: World) -> str:
+        """Return the identity of the files, which all ranks hash together."""
+        files = self.files
+        share = files[world.rank :: world.size]
+        hashes = world.together(lambda: {file.name: sha256_of_file(file) for file in share})
+        parts = world.all_say(hashes, dict[str, str])
+        return sha256_of_value({name: digest for part in parts for name, digest in part.items()})
 
 
-def agree(folder: Path, model: Model, family: Family, allow_new: bool) -> Agreement:
+def open_weights(folder: Path, model: Model, family: Family, allow_new: bool) -> Weights:
     """Match a folder with a plan's model; `allow_new` lets parameters of the head be missing.
 
     Raises BadInput in one line for a configuration or a shape that is not the model's, for parameters that are missing,
@@ -173,7 +194,7 @@ def agree(folder: Path, model: Model, family: Family, allow_new: bool) -> Agreem
     stock: Any = family.stock_model(model)
     shapes = {name: tuple(x.shape) for name, x in stock.state_dict().items()}
     aliases: dict[str, str] = dict(stock.all_tied_weights_keys)
-    found: dict[str, tuple[Stored, ...]] = {}
+    matches: dict[str, tuple[Stored, ...]] = {}
     surplus: list[str] = []
     transforms = _by_kind(get_model_conversion_mapping(stock))
     for key, stored in stored_tensors(folder).items():
@@ -181,14 +202,14 @@ def agree(folder: Path, model: Model, family: Family, allow_new: bool) -> Agreem
         name, _ = rename_source_key(key, *transforms, stock.base_model_prefix, shapes)
         if name in shapes:
             _check_form(stored, shapes[name])
-            own = aliases.get(name, name)
-            found[own] = (*found.get(own, ()), stored)
+            parameter = aliases.get(name, name)
+            matches[parameter] = (*matches.get(parameter, ()), stored)
         elif not _is_buffer(name, stock):
             surplus.append(name)
     if inner := [name for name in surplus if any(name.startswith(f"{parts.path}.") for parts in family.parts.values())]:
         raise BadInput(folder, f"has what the model's blocks lack: {listed(inner)}", _REMEDY)
-    new = _missing(folder, set(shapes) - set(aliases) - set(found), _of_head(model, family), allow_new)
-    return Agreement(found, aliases, new, tuple(sorted(surplus)))
+    new = _missing(folder, set(shapes) - set(aliases) - set(matches), _head_names(model, family), allow_new)
+    return Weights(matches, aliases, new, tuple(sorted(surplus)))
 
 
 def stored_names(stock: Any, names: Sequence[str]) -> dict[str, str]:
@@ -226,7 +247,7 @@ def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -
     return tuple(sorted(missing))
 
 
-def _of_head(model: Model, family: Family) -> set[str]:
+def _head_names(model: Model, family: Family) -> set[str]:
     return {family.hugging_face_name(model, HEAD, name) for name in family.parameter_names(model, HEAD)}
 
 
@@ -235,52 +256,13 @@ def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, fa
     if (kind := config.get("model_type")) != family.facts.model_type:
         raise BadInput(file, f"model_type is {kind!r}, the plan's model is a {family.facts.model_type}", _REMEDY)
     try:
-        found, wanted = family.configured(config).to_dict(), family.configuration(model).to_dict()
+        given, wanted = family.configured(config).to_dict(), family.configuration(model).to_dict()
     except ValueError as error:
         raise BadInput(file, str(error), "correct the configuration") from None
     free = set(PreTrainedConfig().to_dict()) | {*family.facts.ignored, *family.facts.dropouts.keys}
-    for key in sorted(set(found) | set(wanted)):
-        if found.get(key) != wanted.get(key) and key not in free and not _FREE.fullmatch(key):
-            raise BadInput(file, f"{key} is {found.get(key)}, of the plan's model {wanted.get(key)}", _REMEDY)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights that a run begins with instead of drawn ones."""
-
-    agreement: Agreement
-
-    @classmethod
-    def of(cls, folder: Path, model: Model, family: Family, allow_new: bool) -> "Weights":
-        """Return the weights of a folder that agrees with a plan's model; see `agree`."""
-        return cls(agree(folder, model, family, allow_new))
-
-    def read(self, window: Tensor, name: str, shape: Sequence[int], box: Box) -> bool:
-        """Fill a tensor with the part `box` of a parameter of a `shape`; False where it must be drawn.
-
-        Raises BadInput where the file has changed since, or holds two different values of a tied parameter.
-        """
-        first, *others = self.agreement.tensors.get(self.agreement.aliases.get(name, name), (None,))
-        if first is None:
-            return False
-        _read(first, window, shape, box)
-        for other in others:
-            again = torch.empty_like(window)
-            _read(other, again, shape, box)
-            if not torch.equal(again, window):
-                problem = f"{other.key} is not {first.key}, the model has one for both"
-                raise BadInput(
-                    other.file, problem, "describe the model with tie_word_embeddings false, if it can be so"
-                )
-        return True
-
-    def sha256(self, world: World) -> str:
-        """Return the identity of the files, which all ranks hash together."""
-        files = self.agreement.files
-        share = files[world.rank :: world.size]
-        hashes = world.together(lambda: {file.name: sha256_of_file(file) for file in share})
-        parts = world.all_say(hashes, dict[str, str])
-        return sha256_of_value({name: digest for part in parts for name, digest in part.items()})
+    for key in sorted(set(given) | set(wanted)):
+        if given.get(key) != wanted.get(key) and key not in free and not _FREE.fullmatch(key):
+            raise BadInput(file, f"{key} is {given.get(key)}, of the plan's model {wanted.get(key)}", _REMEDY)
 
 
 def _read(stored: Stored, window: Tensor, shape: Sequence[int], box: Box) -> None:
@@ -304,7 +286,7 @@ def _parts(shape: tuple[int, ...], stored: tuple[int, ...], box: Box) -> Iterato
     if shape == stored:
         yield (...,), ranges  # type: ignore[misc]
         return
-    dim = next(i for i, (own, length) in enumerate(zip(shape, stored, strict=False)) if own != length)
+    dim = next(i for i, (size, length) in enumerate(zip(shape, stored, strict=False)) if size != length)
     width, (low, high) = shape[dim + 1], box[dim + 1]
     for place, number in enumerate(range(*box[dim])):
         columns = slice(number * width + low, number * width + high)
