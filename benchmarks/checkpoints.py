@@ -19,7 +19,7 @@ import torch.distributed as dist
 from runtime import CONFIG, LENGTH, Ours, compare, medians, ratio, the_plan
 
 from shardwright_formats.types import DataParallel
-from shardwright_train.checkpoints.folders import run_identity, start
+from shardwright_train.checkpoints.folders import Identity, Progress
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import total_bytes
 from shardwright_train.measurement.profiles import record_memory
@@ -38,7 +38,7 @@ def _window(ours: Ours, saver: Saver | None, number: int) -> tuple[float, float]
     dist.barrier()
     began, worked = time.perf_counter(), time.process_time()
     if saver is not None:
-        progress = msgspec.structs.replace(start(1.0), step=number + 1, samples=BATCH * (number + 1))
+        progress = msgspec.structs.replace(Progress.begin(1.0), step=number + 1, samples=BATCH * (number + 1))
         saver.save(ours.engine.tensors(), progress)
     for _ in range(STEPS):
         ours.step(torch.randint(0, CONFIG["vocab_size"], (BATCH, LENGTH + 1), generator=generator))
@@ -60,7 +60,7 @@ def worker(result: str, pairs: int) -> None:
         for name, asynchronous in (("beside the steps", True), ("at once", False)):
             saver = Saver(
                 folder=folder,
-                identity=run_identity(JOB, plan, data_sha256="0" * 64),
+                identity=Identity.of_run(JOB, plan, data_sha256="0" * 64),
                 parent=None,
                 keep_last=1,
                 keep_every=0,
@@ -86,7 +86,7 @@ def _host_memory(world: World, folder: Path, group: dist.ProcessGroup) -> list[t
     tensors = ours.engine.tensors()
     saver = Saver(
         folder=folder,
-        identity=run_identity(JOB, plan, data_sha256="0" * 64),
+        identity=Identity.of_run(JOB, plan, data_sha256="0" * 64),
         parent=None,
         keep_last=1,
         keep_every=0,
@@ -96,7 +96,7 @@ def _host_memory(world: World, folder: Path, group: dist.ProcessGroup) -> list[t
     )
     with record_memory(world.device) as record:
         record.hook("start")
-        saver.save(tensors, msgspec.structs.replace(start(1.0), step=1))
+        saver.save(tensors, msgspec.structs.replace(Progress.begin(1.0), step=1))
         record.hook("copied")
     added, held = record.intervals[-1].peak_bytes / 2**20, sum(local_tensor(x).nbytes for x in tensors.values()) / 2**20
     saver.finish()

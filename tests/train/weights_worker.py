@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwright_formats.io import read_document
 from shardwright_formats.types import Plan, Plans
-from shardwright_train.checkpoints.folders import run_identity
+from shardwright_train.checkpoints.folders import Identity
 from shardwright_train.checkpoints.tensors import read_tensors
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.models.registry import family_named
@@ -60,7 +60,7 @@ def shards(engine: Engine) -> dict[str, Tensor]:
 
 def passed_on(first: Plan, second: Plan, folder: Path, world: World, groups: Groups) -> dict[str, float]:
     """From one file under the first plan, through its checkpoint into the second, which trains; differences."""
-    identity = run_identity(JOB, first, data_sha256="0" * 64)
+    identity = Identity.of_run(JOB, first, data_sha256="0" * 64)
     engine = engine_with(first, folder / "single", world, groups)
     checkpoint = saved(folder / "first", engine, identity)
     engine = engine_with(second, folder / "sharded", world, groups)

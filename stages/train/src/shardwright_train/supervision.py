@@ -149,15 +149,15 @@ def _run(arguments: Sequence[object]) -> None:
     command = [_program(), *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with relayed_signals(process.terminate) as signals:
-        _, said = process.communicate()
+        _, errors = process.communicate()
     if process.returncode or signals:
-        why = said.strip().rpartition("\n")[2] or f"it ended with {process.returncode}"
+        why = errors.strip().rpartition("\n")[2] or f"it ended with {process.returncode}"
         raise RunFailed(f"no plan for the nodes that are left: {why.removeprefix('error: ')}")
 
 
 def _program() -> str:
-    beside = Path(sys.executable).with_name("shardwright-search")
-    program = str(beside) if beside.is_file() else shutil.which("shardwright-search")
+    program_file = Path(sys.executable).with_name("shardwright-search")
+    program = str(program_file) if program_file.is_file() else shutil.which("shardwright-search")
     if program is None:
         raise BadInput("shardwright-search", "is not installed here", "--on-node-loss replan needs it: install it")
     return program

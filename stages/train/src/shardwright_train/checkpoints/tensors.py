@@ -59,14 +59,14 @@ def parts_to_save(tensors: Mapping[str, Tensor]) -> tuple[Part, ...]:
 def _chosen(tensors: Mapping[str, Tensor]) -> set[str]:
     """Return the names of the tensors that this rank saves: largest first, each by the rank with the least bytes."""
     chosen = {name for name, x in tensors.items() if not isinstance(x, DTensor)}
-    spread = [(name, x) for name, x in tensors.items() if isinstance(x, DTensor)]
-    if not spread:
+    sharded = [(name, x) for name, x in tensors.items() if isinstance(x, DTensor)]
+    if not sharded:
         return chosen
-    rank, laden = dist.get_rank(), np.zeros(dist.get_world_size())
-    for name, x in sorted(spread, key=lambda pair: -pair[1].nbytes):
+    rank, load_bytes = dist.get_rank(), np.zeros(dist.get_world_size())
+    for name, x in sorted(sharded, key=lambda pair: -pair[1].nbytes):
         replicas = _replicas(x)
-        ranks = replicas[laden[replicas].max(1).argmin()]
-        laden[ranks] += x.nbytes / len(ranks)
+        ranks = replicas[load_bytes[replicas].max(1).argmin()]
+        load_bytes[ranks] += x.nbytes / len(ranks)
         if rank in ranks:
             chosen.add(name)
     return chosen

@@ -35,12 +35,7 @@ class Source(StrEnum):
     """No text: a folder of classes, JPEG and PNG files in each."""
 
 
-_GLOBS = {
-    Source.TEXT: "*.txt",
-    Source.JSONL: "*.jsonl*",
-    Source.WIKIPEDIA: "*.xml.bz2",
-    Source.WIKITEXT: "*.xml.bz2",
-}
+_GLOBS = {Source.TEXT: "*.txt", Source.JSONL: "*.jsonl*", Source.WIKIPEDIA: "*.xml.bz2", Source.WIKITEXT: "*.xml.bz2"}
 _ENDINGS = {
     Source.JSONL: (".jsonl", ".jsonl.gz", ".jsonl.bz2"),
     Source.WIKIPEDIA: (".xml.bz2", ".xml"),

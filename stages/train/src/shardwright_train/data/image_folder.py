@@ -90,14 +90,14 @@ def _header(file: BinaryIO, dtype: str, shape: tuple[int, ...]) -> None:
 
 def _decoded(files: list[Path], size: int, workers: int) -> Iterator[NDArray[np.uint8]]:
     """Yield images [3, size, size] in the order of their files; Pillow decodes without holding the GIL."""
-    began = said = time.monotonic()
+    began = reported_s = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
         for first in range(0, len(files), _AT_ONCE):
             some = files[first : first + _AT_ONCE]
             yield from pool.map(_image, some, [size] * len(some))
             done, now = first + len(some), time.monotonic()
-            if now - said >= _SAY_EVERY_S:
-                said, left_s = now, (len(files) - done) * (now - began) / done
+            if now - reported_s >= _SAY_EVERY_S:
+                reported_s, left_s = now, (len(files) - done) * (now - began) / done
                 print(f"{done} of {len(files)} images, {left_s / 60:.0f} min left", file=sys.stderr, flush=True)
 
 

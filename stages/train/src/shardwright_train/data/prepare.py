@@ -185,12 +185,12 @@ def _encoded(request: _Request, unfinished: Unfinished, done: Done) -> Done:
     encoder = Encoder(unfinished.tokenizer, done.tokenizer_sha256, done.end, done.vocab_size, strips_markup)
     pieces = islice(request.pieces(), done.pieces, None)
     size, first, began = max(request.corpus.size, 1), done, time.monotonic()
-    said = began
+    reported_s = began
     with unfinished.appended(done) as appender, encoding(encoder, pieces, request.how.workers) as batches:
         for encoded in batches:
             appender.write(encoded)
-            if (now := time.monotonic()) - said >= _SAY_EVERY_S:
-                said = now
+            if (now := time.monotonic()) - reported_s >= _SAY_EVERY_S:
+                reported_s = now
                 _say(_progress(first, appender.done, size, now - began))
     return appender.done
 

@@ -31,7 +31,7 @@ END_OF_TEXT = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"
 SETTINGS = (TOKENIZER, "tokenizer_config.json")
 """The files of a model's tokenizer."""
-_LEAST_VOCABULARY = 257  # every byte and the end of text
+_MIN_VOCABULARY = 257  # every byte and the end of text
 _MAX_WORD = 100_000
 """Largest number of consecutive characters of one kind: training takes time quadratic in it, here seconds."""
 _WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # as ByteLevel tells them apart
@@ -64,8 +64,8 @@ def trained(texts: Iterator[str], vocab_size: int, source: str) -> Tokenizing:
 
     Raises BadInput where the vocabulary has no room for all bytes, or a word is too long to learn from.
     """
-    if vocab_size < _LEAST_VOCABULARY:
-        raise BadInput("--vocab-size", f"{vocab_size} is too small for bytes", f"ask for {_LEAST_VOCABULARY} or more")
+    if vocab_size < _MIN_VOCABULARY:
+        raise BadInput("--vocab-size", f"{vocab_size} is too small for bytes", f"ask for {_MIN_VOCABULARY} or more")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -93,8 +93,8 @@ def raise_if_too_large(plan: Plan, checks: tuple[RoleCheck, ...]) -> None:
     for check in checks:
         for rank in check.role.ranks:
             device = plan.cluster.of_rank(rank)
-            held = check.peak_bytes + (0 if device.on_cpu else communicator_bytes(check.communicators))
-            lacking.append((held - device.memory_bytes, -rank))
+            resident = check.peak_bytes + (0 if device.on_cpu else communicator_bytes(check.communicators))
+            lacking.append((resident - device.memory_bytes, -rank))
     worst, rank = max(lacking)
     if worst > 0:
         node_type = plan.cluster.node_type_of_rank[-rank]
@@ -102,17 +102,17 @@ def raise_if_too_large(plan: Plan, checks: tuple[RoleCheck, ...]) -> None:
 
 
 def _messages(plan: Plan, role: Role) -> Mapping[tuple[Cause, Traffic], tuple[int, int]]:
-    most_messages: Counter[tuple[Cause, Traffic]] = Counter()
-    most_bytes: Counter[tuple[Cause, Traffic]] = Counter()
+    max_messages: Counter[tuple[Cause, Traffic]] = Counter()
+    max_bytes: Counter[tuple[Cause, Traffic]] = Counter()
     for rank in role.ranks:
         counts, sizes = Counter[tuple[Cause, Traffic]](), Counter[tuple[Cause, Traffic]]()
         for message in step_messages(plan, rank):
             key = message.cause, Traffic(message.collective, message.group_size)
             counts[key] += message.times
             sizes[key] += message.times * message.bytes
-        most_messages |= counts
-        most_bytes |= sizes
-    return {key: (count, most_bytes[key]) for key, count in most_messages.items()}
+        max_messages |= counts
+        max_bytes |= sizes
+    return {key: (count, max_bytes[key]) for key, count in max_messages.items()}
 
 
 def _further(plan: Plan, stage: int, simulated: int) -> int:
@@ -167,8 +167,8 @@ def _communicators(checks: Sequence[RoleCheck]) -> Table:
     table = _table(title, ("stage", "ranks", "communicators", "MiB together"))
     for check in checks:
         counted = ", ".join(f"{count} of {purpose}" for purpose, count in check.communicators.items())
-        held = _mib(communicator_bytes(check.communicators))
-        table.add_row(str(check.role.stage), _spans(check.role.ranks), counted, held)
+        resident = _mib(communicator_bytes(check.communicators))
+        table.add_row(str(check.role.stage), _spans(check.role.ranks), counted, resident)
     return table
 
 

@@ -32,10 +32,10 @@ def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator
         with out_of_memory_said():
             yield
     except OutOfMemory as error:
-        held = _held(engine)
-        needed = sum(held.values()) + (error.asked_bytes or 0)
+        resident = _held(engine)
+        needed = sum(resident.values()) + (error.asked_bytes or 0)
         report = f"{error.asked_bytes / GIB:.2f} GiB asked for" if error.asked_bytes else str(error).split(". ")[0]
-        report += f"; held {_sizes_text(held)}"
+        report += f"; held {_sizes_text(resident)}"
         prediction = prediction_of(file, plan)
         if prediction is None:
             report += "; no prediction stands beside the plan"
@@ -52,9 +52,9 @@ def _held(engine: Engine) -> dict[str, int]:
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     device = engine.stage.context.device
     sizes = (sum(local_tensor(p).nbytes for p in parameters), sum(g.nbytes for g in gradients))
-    held = dict(zip(_STATES, (*sizes, engine.optimizer.state_bytes), strict=True))
+    resident = dict(zip(_STATES, (*sizes, engine.optimizer.state_bytes), strict=True))
     in_all = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    return held | {"others": max(0, in_all - sum(held.values()))}
+    return resident | {"others": max(0, in_all - sum(resident.values()))}
 
 
 def _by_category(stage: StagePrediction) -> dict[str, int]:
@@ -69,8 +69,8 @@ def _sizes_text(sizes_bytes: Mapping[str, int]) -> str:
 
 def prediction_of(file: Path, plan: Plan) -> Prediction | None:
     """Return the prediction next to a plan's file, if it exists and is of this plan."""
-    beside = file.with_suffix(".prediction.json")
-    prediction = read_document(beside, Prediction) if beside.is_file() else None
+    prediction_file = file.with_suffix(".prediction.json")
+    prediction = read_document(prediction_file, Prediction) if prediction_file.is_file() else None
     return prediction if prediction is not None and prediction.plan_sha256 == plan.sha256 else None
 
 

@@ -18,7 +18,7 @@ from shardwright_train.torch_private import tree_leaves
 _START = 2.0**16
 _GROWTH_STEPS = 2000
 _FACTOR = 2.0
-_LEAST = 1.0
+_MIN_SCALE = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LossScale:
     @property
     def can_fall(self) -> bool:
         """Return whether an overflow may come from the scale; at 1 it comes from the model."""
-        return not self.fixed and self.value > _LEAST
+        return not self.fixed and self.value > _MIN_SCALE
 
     def after(self, overflowed: bool) -> "LossScale":
         """Return the scale of the next step: halved after an overflow, doubled after 2000 steps without one."""

@@ -167,9 +167,9 @@ class Weights:
             return False
         _read(first, window, shape, box)
         for other in others:
-            again = torch.empty_like(window)
-            _read(other, again, shape, box)
-            if not torch.equal(again, window):
+            other_window = torch.empty_like(window)
+            _read(other, other_window, shape, box)
+            if not torch.equal(other_window, window):
                 problem = f"{other.key} is not {first.key}, the model has one for both"
                 remedy = "describe the model with tie_word_embeddings false, if it can be so"
                 raise BadInput(other.file, problem, remedy)
