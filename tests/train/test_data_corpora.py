@@ -13,7 +13,7 @@ from token_files import write_tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shardwright_formats.io import BadInput
-from shardwright_train.data import documents, prepare, tokenizing, unfinished
+from shardwright_train.data import corpora, prepare, tokenizing, unfinished
 from shardwright_train.data.corpora import Source
 from shardwright_train.data.tokens import DataFolder, read_tokens
 
@@ -145,11 +145,11 @@ def test_what_takes_a_package_says_so(package: str, tmp_path: Path, monkeypatch:
 
 def test_pieces_of_a_long_text_are_the_text_and_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut behind lines, words or characters; behind lines the tokens are those of the whole."""
-    monkeypatch.setattr(documents, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(corpora, "_PIECE_BYTES", 64)
     lines = "".join(f"line {i}:\n\n    x = {i}\n" for i in range(200))
     for text in (lines, "狐" * 100, "ab cd " * 50, "\n" * 90):
         (tmp_path / "t.txt").write_text(text)
-        pieces = list(documents.text_pieces((tmp_path / "t.txt",), None))
+        pieces = list(corpora.text_pieces((tmp_path / "t.txt",), None))
         assert "".join(piece.text for piece in pieces) == text
         assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
         assert pieces[-1].at == len(text.encode())
@@ -171,7 +171,7 @@ def test_what_goes_on_after_a_kill_is_to_the_byte_what_is_never_killed(
 ) -> None:
     """Also in the middle of a document, and where more had been written than was known to be whole."""
     monkeypatch.setattr(tokenizing, "_BATCH_PIECES", 3)
-    monkeypatch.setattr(documents, "_PIECE_BYTES", 50)
+    monkeypatch.setattr(corpora, "_PIECE_BYTES", 50)
     (tmp_path / "text").mkdir()
     for number in range(9):
         (tmp_path / "text" / f"{number}.txt").write_text(f"{number} words in a line\n" * number * 2)

@@ -22,6 +22,13 @@ from shardwright_launch.signals import relayed_signals
 from shardwright_train.checkpoints.folders import LOCK, SECRET, folder_of_run, latest_checkpoint
 from shardwright_train.options import OnNodeLoss, RunOptions
 
+_SEARCH_S = 300.0
+"""Seconds that the search may look for a better plan; an assumption."""
+_WAIT_S = 2 * _SEARCH_S
+"""Seconds that the other nodes wait for the plan that node 0 searches."""
+_POLL_S = 0.2
+_FOLDER, _ANSWER = "replanned", "replanned.json"
+
 
 class Attempt(NamedTuple):
     """The parameters of one start of this node's ranks."""
@@ -63,14 +70,6 @@ def run_with_restarts(attempt: Attempt, launch: Callable[[Attempt], None]) -> No
                 if lost.nodes and options.on_node_loss is OnNodeLoss.REPLAN:
                     left = replanned(options, attempt.plan, nodes, lost.nodes, attempt.folder)
                     return run_with_restarts(Attempt(*left, attempt.start, attempt.locks), launch)
-
-
-_SEARCH_S = 300.0
-"""Seconds that the search may look for a better plan; an assumption."""
-_WAIT_S = 2 * _SEARCH_S
-"""Seconds that the other nodes wait for the plan that node 0 searches."""
-_POLL_S = 0.2
-_FOLDER, _ANSWER = "replanned", "replanned.json"
 
 
 def check_replan(options: RunOptions, plan: Plan, run: Path, nodes: Nodes) -> None:

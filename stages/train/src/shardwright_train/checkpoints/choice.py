@@ -21,6 +21,15 @@ _MAX_FILE = 2**60
 _OTHER = "take another checkpoint"
 _NOT_SHARED = "name a --checkpoints folder that all nodes share"
 _NONE_WHOLE = "put back what is missing, or start anew in another --checkpoints folder"
+_DIFFERENCES = {
+    "plan_sha256": "another plan",
+    "model_sha256": "another model",
+    "data_sha256": "other data",
+    "seed": "another seed",
+    "weights_sha256": "other weights to begin with",
+    "global_batch_size": "another global batch size",
+}
+_REMEDY = {"global_batch_size": "plan for the same, or allow it with --allow-batch-change"}
 
 
 class Resumed(NamedTuple):
@@ -173,17 +182,6 @@ def check_branch(resumed: Resumed, asked: Identity, batch_may_change: bool) -> N
     """Raise BadInput where a branch cannot begin from a checkpoint; it may have another plan and other settings."""
     same = ("model_sha256", "data_sha256", "seed")
     _check(resumed, asked, same if batch_may_change else (*same, "global_batch_size"))
-
-
-_DIFFERENCES = {
-    "plan_sha256": "another plan",
-    "model_sha256": "another model",
-    "data_sha256": "other data",
-    "seed": "another seed",
-    "weights_sha256": "other weights to begin with",
-    "global_batch_size": "another global batch size",
-}
-_REMEDY = {"global_batch_size": "plan for the same, or allow it with --allow-batch-change"}
 
 
 def _check(resumed: Resumed, asked: Identity, names: Sequence[str]) -> None:

@@ -33,6 +33,8 @@ _SIGN = re.compile(r"\.seen-[0-9]+-[0-9]+")
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished", ".removed", ".damaged"
 _SAVED = re.compile(rf"shard-[0-9]{{5}}-.+\.safetensors|{re.escape(RECORD)}|\.{re.escape(RECORD)}\..+\.tmp")
 """Names of the files that a save writes."""
+_FileName = Annotated[str, whole("[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")]
+_Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
 def folder_of_run(checkpoints: Path, plan_sha256: str, parent: Path | None = None) -> Path:
@@ -143,10 +145,6 @@ def _is_saved(path: Path) -> bool:
         return False
     with os.scandir(path) as entries:
         return all(entry.is_file(follow_symlinks=False) and _SAVED.fullmatch(entry.name) for entry in entries)
-
-
-_FileName = Annotated[str, whole("[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")]
-_Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
 class Settings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

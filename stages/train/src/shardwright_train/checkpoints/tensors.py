@@ -30,6 +30,8 @@ from shardwright_train.parallel.channel import GroupChannel
 from shardwright_train.parallel.data import local_tensor
 
 _ALIGNMENT = 16
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_HEADER_ALIGNMENT = 8
 
 
 class Part(NamedTuple):
@@ -189,10 +191,6 @@ def _cause(error: CheckpointException, folder: Path) -> BadInput:
     if isinstance(cause, ValueError | SafetensorError):
         return BadInput(folder, str(cause), "take another checkpoint, or another plan")
     raise cause
-
-
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_HEADER_ALIGNMENT = 8
 
 
 def write_parts(file: Path, parts: Sequence[Part]) -> None:

@@ -29,6 +29,8 @@ from shardwright_train.supervision import Attempt, check_replan, run_with_restar
 from shardwright_train.training.loggers import check_loggers
 
 _DATA = "name one that `prepare` wrote, or one of images.npy and labels.npy"
+_Turns = tuple[str, ...]
+"""Hashes of plans that are measured in turns."""
 
 
 def start_run(options: RunOptions) -> None:
@@ -124,10 +126,6 @@ def start_measure(options: MeasureOptions) -> None:
         if nodes.rank == 0:
             write_document(out, _in_order([plan for _, plan in plans], results))
             journal_path(out).unlink(missing_ok=True)
-
-
-_Turns = tuple[str, ...]
-"""Hashes of plans that are measured in turns."""
 
 
 class _Results(NamedTuple):

@@ -22,8 +22,7 @@ from shardwright_formats.io import (
 from shardwright_formats.types import MIB
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
-from shardwright_train.data.corpora import Corpus, Source, glob_of, open_corpus, source_of
-from shardwright_train.data.documents import Piece
+from shardwright_train.data.corpora import Corpus, Piece, Source, glob_of, open_corpus, source_of
 from shardwright_train.data.tokenizing import (
     SETTINGS,
     Encoder,

@@ -24,6 +24,8 @@ _ROUNDS = 8
 _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 """Multipliers of splitmix64 (Steele, Lea & Flood 2014)."""
 _FOLD = np.uint64(32)
+BLEND = "blend.json"
+_ROUND = 1 << 16
 
 
 def samples_at(indices: NDArray[np.int64], per_epoch: int, seed: int) -> NDArray[np.int64]:
@@ -193,10 +195,6 @@ def _tokens_of(index: TokenIndex, part: Part) -> tuple[int, int]:
     documents = (index.first_document_from(round(share * index.total)) for share in part.bounds)
     begin, end = map(index.document_start, documents)
     return begin, end
-
-
-BLEND = "blend.json"
-_ROUND = 1 << 16
 
 
 class Ingredient(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,6 +19,9 @@ DOCUMENTS, POSITIONS = "documents", "positions"
 """Keys of the tensors [samples, positions] of a batch that hold each position's document and its number in it."""
 Batch = dict[str, Tensor]
 """Inputs and `labels` of some samples, which are the first dim of each; labels that are IGNORED do not count."""
+T = TypeVar("T")
+_AHEAD = 2
+"""Number of steps read ahead: one is ready while another is read."""
 
 
 class Share(NamedTuple):
@@ -80,12 +83,6 @@ def with_boundaries(batch: Batch, documents: Tensor, boundaries: Boundaries, *, 
         begins = F.pad(inputs[:, 1:] != inputs[:, :-1], (1, 0), value=True)
         batch[POSITIONS] = places - places.where(begins, torch.zeros_like(places)).cummax(1).values
     return batch
-
-
-T = TypeVar("T")
-
-_AHEAD = 2
-"""Number of steps read ahead: one is ready while another is read."""
 
 
 @contextmanager

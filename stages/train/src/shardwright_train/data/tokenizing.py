@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shardwright_formats.io import BadInput, RunFailed, read_bytes, read_object, write_bytes
-from shardwright_train.data.documents import Piece
+from shardwright_train.data.corpora import Piece
 from shardwright_train.data.tokens import token_dtype
 
 END_OF_TEXT = "<|endoftext|>"
@@ -36,6 +36,12 @@ _MAX_WORD = 100_000
 """Largest number of consecutive characters of one kind: training takes time quadratic in it, here seconds."""
 _WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # as ByteLevel tells them apart
 _ENDS = ("eos_token", "sep_token")
+_AHEAD = 3
+"""Number of batches in progress per worker, which bounds memory independently of the corpus' size."""
+_BATCH_CHARACTERS = 1 << 19
+_BATCH_PIECES = 4096
+_FEW = 16
+"""Number of batches for which no worker process is started."""
 
 
 class Tokenizing(NamedTuple):
@@ -122,14 +128,6 @@ def _text_of(token: object) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
-
-
-_AHEAD = 3
-"""Number of batches in progress per worker, which bounds memory independently of the corpus' size."""
-_BATCH_CHARACTERS = 1 << 19
-_BATCH_PIECES = 4096
-_FEW = 16
-"""Number of batches for which no worker process is started."""
 
 
 class Encoded(NamedTuple):

@@ -24,6 +24,15 @@ from shardwright_train.pipeline.p2p import Pipeline
 from shardwright_train.pipeline.runner import MicrobatchChunk, Step
 from shardwright_train.torch_private import FakeStore, FakeTensorMode, TorchDispatchMode, tree_leaves
 
+# The argument that holds the full tensor of each.
+_COLLECTIVES = {
+    "c10d::allreduce_": (Collective.ALL_REDUCE, 0),
+    "c10d::_allgather_base_": (Collective.ALL_GATHER, 0),
+    "c10d::_reduce_scatter_base_": (Collective.REDUCE_SCATTER, 1),
+    "c10d::alltoall_base_": (Collective.ALL_TO_ALL, 1),
+    "c10d::send": (Collective.P2P, 0),
+}
+
 
 class Traffic(NamedTuple):
     """A kind of communication."""
@@ -132,16 +141,6 @@ class _SentBytes(TorchDispatchMode):
             key = Traffic(collective, 2 if collective is Collective.P2P else size)
             self.bytes[key] += sum(x.nbytes for x in tree_leaves(args[which]))
         return func(*args, **(kwargs or {}))
-
-
-# The argument that holds the full tensor of each.
-_COLLECTIVES = {
-    "c10d::allreduce_": (Collective.ALL_REDUCE, 0),
-    "c10d::_allgather_base_": (Collective.ALL_GATHER, 0),
-    "c10d::_reduce_scatter_base_": (Collective.REDUCE_SCATTER, 1),
-    "c10d::alltoall_base_": (Collective.ALL_TO_ALL, 1),
-    "c10d::send": (Collective.P2P, 0),
-}
 
 
 class _ResidentBytes(TorchDispatchMode):

@@ -23,6 +23,10 @@ from shardwright_train.pipeline.runner import MicrobatchChunk, StepHook
 from shardwright_train.torch_private import AllocationFields, EventType, ProfilerEvent, TorchDispatchMode
 
 _FORWARD, _BACKWARD = ".forward", ".backward"
+_EVENT = "shardwright.event."
+_RANKS, _FLOWS = 1 << 20, 1 << 32
+"""Strides of the numbers of ranks and of one rank's flows, so that numbers of two ranks never collide."""
+_NAMES_OF_PROCESSES = ("process_name", "process_labels", "process_sort_index")
 
 
 class Event(NamedTuple):
@@ -86,9 +90,6 @@ class MemoryRecord:
             elif event.name.startswith(_EVENT):
                 record.append(self._events[int(event.name.removeprefix(_EVENT))])
         return list(intervals_of(record, standing_bytes))
-
-
-_EVENT = "shardwright.event."
 
 
 @contextmanager
@@ -178,11 +179,6 @@ class _CollectivesSettled(TorchDispatchMode):
                     Work.unbox(part).wait()
             time.sleep(self._SETTLING_S)
         return result
-
-
-_RANKS, _FLOWS = 1 << 20, 1 << 32
-"""Strides of the numbers of ranks and of one rank's flows, so that numbers of two ranks never collide."""
-_NAMES_OF_PROCESSES = ("process_name", "process_labels", "process_sort_index")
 
 
 def trace_file(folder: Path, plan: Plan, rank: int) -> Path:

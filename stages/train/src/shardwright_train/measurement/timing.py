@@ -17,6 +17,14 @@ from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.runner import MicrobatchChunk
 
 _FORWARD, _BACKWARD = ".forward", ".backward"
+_REPEATS = 4
+"""Number of repeats, as long as a step of a small model: an interruption of 10 ms doubles 15 ms, but hardly a step."""
+_SCATTER = 0.1
+_MAX_SCATTERED = 3
+"""Limit of the steps of a plan measured alone, as a multiple of the requested ones, where they scatter."""
+MAX_AGAIN = 2
+"""Limit of the repetitions of the first rounds for plans measured in turns."""
+_LAYERS = "layers"
 
 
 class Interval(NamedTuple):
@@ -157,9 +165,6 @@ _WORKLOADS = {
 }
 """Workload by device type, about 15 ms on a processor core and on an H100; profiles compare with the same one only."""
 
-_REPEATS = 4
-"""Number of repeats, as long as a step of a small model: an interruption of 10 ms doubles 15 ms, but hardly a step."""
-
 
 def reference_time_s(device: torch.device) -> float:
     """Return the seconds of the workload on this rank's device, mean of several, while all ranks run it; collective.
@@ -181,13 +186,6 @@ def reference_time_s(device: torch.device) -> float:
     clock.hook("reference")
     return sum(interval.time_s for interval in clock.intervals()) / _REPEATS
 
-
-_SCATTER = 0.1
-_MAX_SCATTERED = 3
-"""Limit of the steps of a plan measured alone, as a multiple of the requested ones, where they scatter."""
-MAX_AGAIN = 2
-"""Limit of the repetitions of the first rounds for plans measured in turns."""
-_LAYERS = "layers"
 
 Taken = tuple[list[StepTiming], ...]
 """Timed steps of each plan; those of equal index belong to one round."""

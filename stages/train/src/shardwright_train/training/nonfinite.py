@@ -19,6 +19,8 @@ _START = 2.0**16
 _GROWTH_STEPS = 2000
 _FACTOR = 2.0
 _MIN_SCALE = 1.0
+# Forward finds come before those of the backward pass, then earlier microbatches, then lower layers, then ranks.
+_Find = tuple[int, int, int, int, str]
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,6 @@ class LossScale:
         if steps == _GROWTH_STEPS:
             return LossScale(self.value * _FACTOR, fixed=False)
         return LossScale(self.value, fixed=False, steps_without_overflow=steps)
-
-
-# Forward finds come before those of the backward pass, then earlier microbatches, then lower layers, then ranks.
-_Find = tuple[int, int, int, int, str]
 
 
 def first_nonfinite(engine: Engine, step: Step, world: World) -> str:

@@ -30,6 +30,15 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_FILE = 2**60
 _SHOWN = 8
 _AGAIN = "fetch the folder again"
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FREE = re.compile(
+    r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cache|pretraining_tp|layer_types|.*dropout.*"
+)
+"""Keys of a configuration that say nothing about what its weights compute."""
+_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Buffers that older files of transformers hold in addition to parameters."""
+_REMEDY = "describe the model from this folder and plan for that"
+_Slices = tuple[slice | int, ...]
 
 
 class Stored(NamedTuple):
@@ -120,16 +129,6 @@ def _header(file: Path) -> dict[str, Stored]:
         raise BadInput(file, f"is no whole safetensors file ({error})", _AGAIN) from None
     except OSError as error:
         raise system_fault(error, file) from None
-
-
-_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_FREE = re.compile(
-    r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cache|pretraining_tp|layer_types|.*dropout.*"
-)
-"""Keys of a configuration that say nothing about what its weights compute."""
-_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers that older files of transformers hold in addition to parameters."""
-_REMEDY = "describe the model from this folder and plan for that"
 
 
 @dataclass(frozen=True)
@@ -275,9 +274,6 @@ def _read(stored: Stored, window: Tensor, shape: Sequence[int], box: Box) -> Non
                 window[place].copy_(tensor[part])
     except (SafetensorError, OSError) as error:
         raise BadInput(stored.file, f"{stored.key} cannot be read ({error})", "fetch the folder again") from None
-
-
-_Slices = tuple[slice | int, ...]
 
 
 def _parts(shape: tuple[int, ...], stored: tuple[int, ...], box: Box) -> Iterator[tuple[_Slices, tuple[slice, ...]]]:
