@@ -10,9 +10,9 @@ from tiny_models import tiny
 from tokenizers import Tokenizer, models
 
 from shardwright_formats.io import BadInput
+from shardwright_train.data.encoder_decoder import Prefix, SpanCorruption, lengths_filling
 from shardwright_train.data.objectives import RANDOM, TextBatches
 from shardwright_train.data.share import Share
-from shardwright_train.data.span_corruption import Prefix, SpanCorruption, lengths_filling
 from shardwright_train.data.split import Boundaries
 from shardwright_train.data.tokens import DataFolder
 from shardwright_train.models.registry import family_named

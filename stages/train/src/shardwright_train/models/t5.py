@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright_train.data.encoder_decoder import Prefix, SpanCorruption
 from shardwright_train.data.share import Batch
-from shardwright_train.data.span_corruption import Prefix, SpanCorruption
 from shardwright_train.models.base import Family, States
 from shardwright_train.models.masks import causal_mask
 from shardwright_train.models.stock import Pieces

@@ -207,7 +207,8 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool) ->
             surplus.append(name)
     if inner := [name for name in surplus if any(name.startswith(f"{parts.path}.") for parts in family.parts.values())]:
         raise BadInput(folder, f"has what the model's blocks lack: {listed(inner)}", _REMEDY)
-    new = _missing(folder, set(shapes) - set(aliases) - set(matches), _head_names(model, family), allow_new)
+    head = {family.hugging_face_name(model, HEAD, name) for name in family.parameter_names(model, HEAD)}
+    new = _missing(folder, set(shapes) - set(aliases) - set(matches), head, allow_new)
     return Weights(matches, aliases, new, tuple(sorted(surplus)))
 
 
@@ -244,10 +245,6 @@ def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -
         problem = f"lacks {listed(missing)} of the model's head"
         raise BadInput(folder, problem, "take a folder that has them, or let them be drawn anew with --new-weights")
     return tuple(sorted(missing))
-
-
-def _head_names(model: Model, family: Family) -> set[str]:
-    return {family.hugging_face_name(model, HEAD, name) for name in family.parameter_names(model, HEAD)}
 
 
 def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, family: Family) -> None:
