@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 from plans_by_hand import plans_on
 
+from shardwright_formats.display.plan_words import layer_runs
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB, Cluster, DataParallel, Model, Plan, Recompute
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.explain.wording import layer_runs
 from shardwright_search.interop.uniform import even_cuts
 from shardwright_search.search import NEAR, Found, Infeasible, find_best
 from shardwright_search.solver.branch_and_bound import guess

@@ -271,5 +271,5 @@ def test_a_front_is_a_section_with_its_points_and_the_number_of_the_others(tmp_p
     said = front_markdown(tmp_path / "bert" / "front.csv")
     assert said.startswith("## Step time against price: bert\n\ndemo on sub-clusters of laptop, batch 32: ")
     assert "1 of 3 are on the front, 1 are dominated, 1 are without a plan." in said
-    assert "| 2xa | 2 s | 1.9 s | 16 | 900 | 500 | pp 2 (1f1b), 4 microbatches |" in said
+    assert "| 2xa | 2 s | 1.9 s | 16 | 900 | 500 | pp2, 4 microbatch(es), 1f1b |" in said
     assert "1xa |" not in said

@@ -32,7 +32,7 @@ def test_a_plans_picture_shows_each_layer_once_in_order():
     shown = sorted({(x, title) for title, x, _ in cells})
     names = [title.partition(":")[0] for _, title in shown]
     assert names == ["embedding", *(f"layer {i}" for i in range(8)), "head"]
-    assert shown[1][1] == "layer 0: ZeRO-3 dp 4, recomputed"
+    assert shown[1][1] == "layer 0: tp1 x dp4 zero3 recompute full"
 
 
 @pytest.mark.parametrize("layers", [8, 26, 32, 80, 128])

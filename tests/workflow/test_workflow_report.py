@@ -19,7 +19,8 @@ import summary
 from given_picture import read_picture
 from loss_picture import draw_loss, draw_step_times
 from report_numbers import numbers
-from results import evaluation_text, layers_text, read_profile, read_run, read_search
+from results import evaluation_text, read_profile, read_run, read_search
+from shardwright_formats.display.plan_words import layers_summary
 from shardwright_formats.display.svg import bar, document, picture
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Cluster, NodeGroup, NodeType, Recompute
@@ -127,7 +128,7 @@ def test_the_page_begins_with_the_answer(results):
     cards = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", report.page([search], [read_run(results, "demo")]))
     said = dict(cards)
     assert list(said) == ["Plan", "Time", "Memory", "Price", "How sure", "Why"]
-    assert said["Plan"].startswith("demo on laptop, 8 ranks: pp 2 (1f1b), 4 microbatches")
+    assert said["Plan"].startswith("demo on laptop, 8 ranks: pp2, 4 microbatch(es), 1f1b")
     assert said["Time"] == "210 ms a step, measured: 152 samples/s"
     assert said["Memory"] == "60 MiB on the fullest device, measured: fits 64 MiB, 4 MiB to spare"
     assert "it was run, and took 1.05 × as long as predicted" in said["How sure"]
@@ -145,7 +146,7 @@ def test_it_is_told_why_a_plan_takes_as_long_as_it_does(results):
     assert said == (
         "66.7% of a step are forward and backward passes of stage 0, the slowest, 16.7% filling and draining the "
         "pipeline, 2.8% reducing gradients and the optimizer, 13.9% what every step needs; stage 0 is the fullest, "
-        "stage 1 needs 8 MiB less; the best plan of another configuration (pp 2 (1f1b), 8 microbatches) takes 10.0% "
+        "stage 1 needs 8 MiB less; the best plan of another configuration (pp2, 8 microbatch(es), 1f1b) takes 10.0% "
         "more time for a sample, predicted"
     )
 
@@ -161,7 +162,7 @@ def test_the_plan_that_was_selected_is_the_one_that_is_told(results):
     assert read_search(results, "roomy").in_use.role == "chosen"
     assert read_search(results, "roomy", selected=True).in_use.role == "runner-up 1"
     page = report.page([read_search(results, "roomy", selected=True)], [])
-    assert "8 microbatches" in page.partition("<dt>Plan")[2].partition("</dd>")[0]
+    assert "8 microbatch(es)" in page.partition("<dt>Plan")[2].partition("</dd>")[0]
 
 
 def test_the_table_of_contents_leads_to_every_part(results):
@@ -278,7 +279,7 @@ def test_evaluations_and_the_predicted_step_time_are_drawn_beside_what_was_measu
 
 def test_the_summary_names_plan_ratio_and_losses(results):
     said = summary.summary([read_search(results, "roomy")], [read_run(results, "demo")])
-    assert "plan roomy within 64 MiB a device: pp 2 (1f1b), 4 microbatches" in said
+    assert "plan roomy within 64 MiB a device: pp2, 4 microbatch(es), 1f1b" in said
     assert re.search(r"chosen +200 ms +210 ms +1\.05", said)
     assert "run demo: 100 steps, loss 7.600 -> 1.702 (-78%)" in said
 
@@ -290,14 +291,14 @@ def test_the_grid_has_a_row_per_search(results):
 
 
 def test_equal_neighbours_are_counted_together():
-    assert layers_text(a_plan()) == (
-        "3 ZeRO-3 dp 4, recomputed + 1 DDP dp 4 | 2 DDP dp 4 + 2 tp 2, Megatron SP, ZeRO-2 dp 2"
+    assert layers_summary(a_plan()) == (
+        "3 tp1 x dp4 zero3 recompute full + 1 tp1 x dp4 ddp | 2 tp1 x dp4 ddp + 2 tp2 x dp2 zero2 megatron"
     )
     alike = msgspec.structs.replace(a_plan(), layers=a_plan().layers[4:5] * 8)
-    assert layers_text(alike) == "2 stages of 4 DDP dp 4"
+    assert layers_summary(alike) == "2 stages of 4 tp1 x dp4 ddp"
     recomputed = msgspec.structs.replace(a_plan().layers[4], recompute=Recompute.FULL)
     half = msgspec.structs.replace(a_plan(), layers=(recomputed,) * 3 + a_plan().layers[4:5] * 5)
-    assert layers_text(half) == "all DDP dp 4; 3 recomputed + 1 as is | 4 as is"
+    assert layers_summary(half) == "all tp1 x dp4 ddp; 3 recompute full + 1 as is | 4 as is"
 
 
 def test_a_profile_is_told_with_its_sources_and_how_well_curves_explain_it(tmp_path):

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from html import escape
 
-from results import Comparison, SearchOutcome, plan_text, ratio_text, shape_text
+from results import Comparison, SearchOutcome, plan_text, ratio_text
 from shardwright_formats.display.node_types import NodeTypeUse, binding, node_type_uses
+from shardwright_formats.display.plan_words import shape_words
 from shardwright_formats.display.units import bytes_text, seconds_text, usd_text
 from shardwright_formats.types import Plan, Schedule
 from shardwright_search.explain.binding import step_parts
@@ -108,7 +109,7 @@ def _why(search: SearchOutcome, of: Comparison) -> Iterator[str]:
         yield f"stage {held.index(max(held))} is the fullest, stage {held.index(min(held))} needs {left} less"
     if others := [other for other in search.comparisons if _shape(other.plan) != _shape(of.plan)]:
         best = min(others, key=_sample_s)
-        shape = shape_text(best.plan)
+        shape = shape_words(best.plan)
         more = _sample_s(best) / _sample_s(of) - 1
         words = f"{abs(more):.1%} {'less' if more < 0 else 'more'} time for a sample, predicted"
         yield f"the best plan of another configuration ({shape}) takes {words}"

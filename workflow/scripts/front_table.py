@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from results import shape_text
+from shardwright_formats.display.plan_words import shape_words
 from shardwright_formats.io import read_document
 from shardwright_formats.types import Plan
 from shardwright_search.rent.table import Status
@@ -48,4 +48,4 @@ def _cells(point: dict[Any, Any], plan: Plan) -> tuple[str, ...]:
     speed = plan.global_batch_size / point["step_s"]
     numbers = f"{speed:.4g}", f"{point['usd_per_hour']:.4g}", f"{1000 * point['usd_per_step']:.4g}"
     times = (f"{point[name]:.4g} s" for name in ("step_s", "simulated_step_s"))
-    return point["nodes"], *times, *numbers, shape_text(plan)
+    return point["nodes"], *times, *numbers, shape_words(plan)

@@ -4,7 +4,8 @@ import csv
 import io
 from collections.abc import Sequence
 
-from results import SearchOutcome, layers_text
+from results import SearchOutcome
+from shardwright_formats.display.plan_words import layers_summary
 
 _COLUMNS = (
     "search", "model", "cluster", "ranks", "global_batch_size", "memory_budget_bytes", "pp_size", "num_microbatches",
@@ -35,7 +36,7 @@ def _row(search: SearchOutcome) -> tuple[object, ...]:
         len(plan.stages),
         plan.num_microbatches,
         str(plan.schedule),
-        layers_text(plan),
+        layers_summary(plan),
         estimate.simulated_step_time_s,
         estimate.samples_per_s,
         estimate.usd_per_step,

@@ -15,8 +15,8 @@ import pandas as pd
 
 from front_table import front_markdown, markdown_line
 from grid_picture import draw_grid
-from results import layers_text
 from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run
+from shardwright_formats.display.plan_words import layers_summary
 from shardwright_formats.display.svg import document
 from shardwright_formats.io import BadInput, atomic_path, read_document, write_bytes, write_document
 from shardwright_formats.types import Measurement, Plan, Plans, Prediction
@@ -132,7 +132,7 @@ def _found(path: Path, reason: str | None, times: dict[str, float]) -> dict[str,
     values = (
         estimate.simulated_step_time_s, estimate.samples_per_s, estimate.memory_bytes,
         None if prediction.proof is None else prediction.proof.gap, times.get(_decision(plan)), len(plan.stages),
-        plan.num_microbatches, layers_text(plan), plan.sha256, None,
+        plan.num_microbatches, layers_summary(plan), plan.sha256, None,
     )  # fmt: skip
     return dict(zip(names, values, strict=True))
 

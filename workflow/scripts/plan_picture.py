@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from results import strategy_text
+from shardwright_formats.display.plan_words import strategy_words
 from shardwright_formats.display.svg import PALETTE, WIDTH, bar, element, legend, line, picture, text
 from shardwright_formats.types import EMBEDDING, HEAD, LayerStrategy, Plan, Recompute, Strategy
 
@@ -62,7 +62,7 @@ def _row_frame(plan: Plan, stage: int) -> str:
 
 def _cell(x: float, y: float, width: float, name: str, strategy: Strategy, colours: StrategyColours) -> str:
     inset = 1.5 if width > 10 else 0.4
-    title = f"{name if name in (EMBEDDING, HEAD) else f'layer {name}'}: {strategy_text(strategy)}"
+    title = f"{name if name in (EMBEDDING, HEAD) else f'layer {name}'}: {strategy_words(strategy)}"
     left, top, wide, high = x + inset, y + 3, width - 2 * inset, _ROW - 6
     drawn = bar(left, top, wide, high, title, fill=colours.of(strategy), rx=3)
     if _is_recomputed(strategy):
@@ -89,7 +89,7 @@ def _legend_entries(cells: list[tuple[str, Strategy, int]], colours: StrategyCol
         mark = element("rect", width=13, height=13, rx=3, fill=colours.of(strategy))
         if _is_recomputed(strategy):
             mark += element("rect", width=13, height=13, rx=3, fill="url(#hatch)")
-        entries.setdefault(strategy_text(strategy), mark)
+        entries.setdefault(strategy_words(strategy), mark)
     return [(mark, word) for word, mark in entries.items()]
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 
 from answer import fits_by, provenance
-from results import Comparison, ProfileOutcome, RunOutcome, SearchOutcome, layers_text
+from results import Comparison, ProfileOutcome, RunOutcome, SearchOutcome
 from shardwright_formats.display.node_types import node_type_uses
+from shardwright_formats.display.plan_words import layers_summary
 
 
 def numbers(
@@ -42,7 +43,7 @@ def _plan(search: SearchOutcome, of: Comparison) -> dict[str, Any]:
         "global_batch_size": of.plan.global_batch_size,
         "num_microbatches": of.plan.num_microbatches,
         "pp_size": len(of.plan.stages),
-        "layers": layers_text(of.plan),
+        "layers": layers_summary(of.plan),
         "predicted": of.estimate,
         "predicted_memory_bytes": of.estimate.memory_bytes,
         "measured": of.measured,

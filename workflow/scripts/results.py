@@ -1,13 +1,13 @@
 """The results of searches, runs and profiles: read, matched with one another, and formatted for pages and tables."""
 
 from collections.abc import Sequence, Set
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import msgspec
 
+from shardwright_formats.display.plan_words import layers_summary, shape_words
 from shardwright_formats.io import BadInput, read_bytes, read_document
 from shardwright_formats.types.correction import Correction
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement
@@ -15,11 +15,8 @@ from shardwright_formats.types.model_profile import ModelProfile, read_model_pro
 from shardwright_formats.types.plan import Plan
 from shardwright_formats.types.prediction import Estimate, Prediction
 from shardwright_formats.types.run import RunResult, StepMetrics
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 _SAME_SPEED = 0.05
-_DATA_PARALLEL = {DataParallel.DDP: "DDP", DataParallel.ZERO2: "ZeRO-2", DataParallel.ZERO3: "ZeRO-3"}
-_SEQUENCE_PARALLEL = {SequenceParallel.MEGATRON: "Megatron SP", SequenceParallel.ULYSSES: "Ulysses"}
 
 
 class Comparison(NamedTuple):
@@ -171,48 +168,6 @@ def ratio_text(predicted: float, measured: float | None) -> str:
     return "–" if measured is None or not predicted else f"{measured / predicted:.2f}"
 
 
-def strategy_text(strategy: Strategy) -> str:
-    """Return a strategy as text; what does not apply is left out."""
-    return ", ".join(strategy_words(strategy))
-
-
-def strategy_words(strategy: Strategy) -> tuple[str, ...]:
-    """Return the parts of a strategy's text; what does not apply is left out."""
-    words = []
-    if strategy.tp_size > 1:
-        strided = "" if strategy.tp_consecutive else " strided"
-        words.append(f"tp {strategy.tp_size}{strided}")
-    if strategy.sequence_parallel is not SequenceParallel.NONE:
-        words.append(_SEQUENCE_PARALLEL[strategy.sequence_parallel])
-    if strategy.dp_size > 1:
-        groups = f" in groups of {strategy.shard_size}" if strategy.shard_size else ""
-        words.append(f"{_DATA_PARALLEL[strategy.data_parallel]} dp {strategy.dp_size}{groups}")
-    if isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE:
-        words.append("recomputed" if strategy.recompute is Recompute.FULL else f"{strategy.recompute} recomputed")
-    return tuple(words) or ("unsharded",)
-
-
-def layers_text(plan: Plan) -> str:
-    """Return the layers' strategies in order, equal neighbours together, stages apart; first what all layers share."""
-    words = [strategy_words(layer) for layer in plan.layers]
-    shared = [word for word in words[0] if len(set(words)) > 1 and all(word in own for own in words)]
-    parts = []
-    for stage in plan.stages:
-        own = [words[i] for low, high in stage.layers for i in range(low, high)]
-        texts = [", ".join(word for word in each if word not in shared) or "as is" for each in own]
-        parts.append(" + ".join(f"{len(list(equal))} {text}" for text, equal in groupby(texts)))
-    alike = ((len(list(equal)), text) for text, equal in groupby(parts))
-    stages = " | ".join(text if count == 1 else f"{count} stages of {text}" for count, text in alike)
-    return f"all {', '.join(shared)}; {stages}" if shared else stages
-
-
 def plan_text(plan: Plan) -> str:
     """Return a plan in one line."""
-    return f"{shape_text(plan)}; layers: {layers_text(plan)}"
-
-
-def shape_text(plan: Plan) -> str:
-    """Return a text of a plan's pipeline and microbatches."""
-    stages, microbatches = len(plan.stages), plan.num_microbatches
-    pipeline = f"pp {stages} ({plan.schedule})" if stages > 1 else "pp 1"
-    return f"{pipeline}, {microbatches} microbatch{'' if microbatches == 1 else 'es'}"
+    return f"{shape_words(plan)}; layers: {layers_summary(plan)}"

@@ -7,11 +7,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from shardwright_estimate.accuracy import SEEN
+from shardwright_formats.display.plan_words import layer_runs, strategy_words
 from shardwright_formats.types import EMBEDDING, GIB, HEAD, Estimate, Plan
 from shardwright_search.advise.question import Question
 from shardwright_search.explain.difference import plan_differences, time_changes
-from shardwright_search.explain.tables import node_types_table, table
-from shardwright_search.explain.wording import layer_runs, sample_s, strategy_words
+from shardwright_search.explain.tables import node_types_table, sample_s, table
 from shardwright_search.search import Found
 
 _LESS_BY = {

@@ -4,9 +4,8 @@ from shardwright_formats.command import show
 from shardwright_formats.io import BadInput, atomic_path, read_document, write_document
 from shardwright_formats.types import Cluster, Model, Plan
 from shardwright_search.commands.inputs import read_inputs
-from shardwright_search.commands.prediction import prediction_of_evaluated, written
+from shardwright_search.commands.prediction import plan_summary, prediction_of_evaluated, written
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.explain.wording import plan_summary
 from shardwright_search.interop.uniform import uniform_plan
 from shardwright_search.options import EvaluateOptions, ProfileOptions, UniformOptions
 

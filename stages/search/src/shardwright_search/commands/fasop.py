@@ -10,9 +10,8 @@ from shardwright_formats.command import show
 from shardwright_formats.io import BadInput, NothingFits, check_writable, read_document, write_bytes
 from shardwright_formats.types import Cluster, Model, Plan, Prediction
 from shardwright_search.commands.inputs import Inputs, read_inputs
-from shardwright_search.commands.prediction import prediction_of_evaluated, prediction_path, written
+from shardwright_search.commands.prediction import plan_summary, prediction_of_evaluated, prediction_path, written
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.explain.wording import plan_summary
 from shardwright_search.fasop.estimate import Estimate, batches, estimates
 from shardwright_search.fasop.exhaustive import MAX_PARTITIONS, check
 from shardwright_search.fasop.foreign import joined, read_foreign

@@ -9,9 +9,8 @@ from shardwright_formats.io import BadInput, NothingFits, atomic_path, check_wri
 from shardwright_formats.types import Cluster, Model
 from shardwright_search.commands.certificate import certificate_of, check_certifiable
 from shardwright_search.commands.inputs import read_inputs
-from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, written
+from shardwright_search.commands.prediction import plan_summary, prediction_of_searched, prediction_path, written
 from shardwright_search.commands.progress import progress
-from shardwright_search.explain.wording import plan_summary
 from shardwright_search.options import PlanOptions
 from shardwright_search.search import find_best
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages

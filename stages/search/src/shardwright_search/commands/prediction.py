@@ -6,8 +6,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from shardwright_formats.display.plan_words import headline, stage_lines
 from shardwright_formats.io import BadInput, atomic_path, read_document, sha256_of_file, write_document
-from shardwright_formats.types import Plan, Prediction, Proof, RunnerUp
+from shardwright_formats.types import MIB, Estimate, Plan, Prediction, Proof, RunnerUp
 from shardwright_search.alternatives import NEAR
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.search import Found
@@ -172,3 +173,46 @@ def _chosen_by(found: Found, aim: str, changes: str) -> str:
         f"of {found.near} plans found within {NEAR:.0%} of {aim} {found.simulated} were "
         f"simulated, and the one with the least simulated time was taken{changes}"
     )
+
+
+def plan_summary(plan: Plan, prediction: Prediction) -> str:
+    """Return the plan, its predicted time and memory, and the proof in a few lines."""
+    estimate, proof = prediction.estimate, prediction.proof
+    lines = [
+        headline(plan),
+        *stage_lines(plan),
+        f"predicted {estimate.simulated_step_time_s * 1e3:.3f} ms a step, {estimate.samples_per_s:.6g} samples/s",
+        f"simulated gap {_gap(estimate):.2%}: no order of its passes takes less than "
+        f"{estimate.simulated_lower_bound_s * 1e3:.3f} ms",
+        _memory_line(estimate, prediction.memory_budget_bytes),
+    ]
+    if proof is not None:
+        below = f"no plan of the space is below {proof.objective_bound_s * 1e3:.3f} ms (gap {proof.gap:.2%})"
+        rest = "some others are open" if proof.gap else "the bounds ruled out the others"
+        lines.append(
+            f"proof: {proof.objective} {proof.objective_s * 1e3:.3f} ms, "
+            f"{below if proof.objective_bound_s else 'no bound is known'}; "
+            f"{proof.solved} of {proof.examined} cases were solved, {rest}"
+        )
+        lines += [] if proof.certificate is None else [f"certificate: {proof.certificate}"]
+    if prediction.robust:
+        own = max(prediction.robust, key=lambda one: one.regret)
+        nominal = max(prediction.robust, key=lambda one: one.nominal_regret)
+        lines.append(
+            f"robust: over {len(prediction.robust)} scenarios never more than {own.regret:.2%} above the best plan "
+            f"({own.scenario}); the plan for the profile as it is: {nominal.nominal_regret:.2%} ({nominal.scenario})"
+        )
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in prediction.warnings)])
+
+
+def _gap(estimate: Estimate) -> float:
+    """Return the share by which the simulated step is above the lower bound of any order of the plan's passes."""
+    bound_s = estimate.simulated_lower_bound_s
+    return estimate.simulated_step_time_s / bound_s - 1 if bound_s else 0.0
+
+
+def _memory_line(estimate: Estimate, budget_bytes: int | None) -> str:
+    line = f"memory of the fullest rank {estimate.memory_bytes / MIB:.1f} MiB"
+    if budget_bytes is None:
+        return line
+    return f"{line} of {budget_bytes / MIB:.1f} MiB ({estimate.memory_bytes / budget_bytes:.1%})"

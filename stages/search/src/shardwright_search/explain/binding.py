@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from shardwright_formats.display.plan_words import range_words, strategy_words
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.semantics.schedules.closed_form import step_time
@@ -15,7 +16,6 @@ from shardwright_formats.types import MIB, DataParallel, Estimate, LayerStrategy
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.explain.tables import STEP_TERMS
-from shardwright_search.explain.wording import range_words, strategy_words
 
 _PER_SECOND = 1e12
 

@@ -8,10 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwright_formats.display.plan_words import range_words, strategy_words
 from shardwright_formats.semantics.canonical import effective
 from shardwright_formats.types import MIB, Estimate, LayerStrategy, Plan, Strategy
-from shardwright_search.explain.tables import STEP_TERMS, table
-from shardwright_search.explain.wording import range_words, sample_s, strategy_words
+from shardwright_search.explain.tables import STEP_TERMS, sample_s, table
 
 _FIELDS = (
     "cluster", "global_batch_size", "num_microbatches", "schedule", "gradient_reduction", "precision", "attention",

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from shardwright_formats.command import show
 from shardwright_formats.display.node_types import binding, node_type_uses
+from shardwright_formats.display.plan_words import headline, shape_and_runs, stage_lines
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import MIB, Estimate, Plan, RunnerUp
 from shardwright_search.explain.what_if import Answer
-from shardwright_search.explain.wording import headline, runs_words, sample_s, stage_lines
 from shardwright_search.search import Found
 from shardwright_search.space.budget import Infeasible
 
@@ -139,10 +139,15 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole if whole else 0.0:5.0%}"
 
 
+def sample_s(plan: Plan, estimate: Estimate) -> float:
+    """Return the simulated seconds of a step for each of its samples."""
+    return estimate.simulated_step_time_s / plan.global_batch_size
+
+
 def _runner_up(other: RunnerUp, estimate: Estimate) -> tuple[str, ...]:
     step_s = other.estimate.simulated_step_time_s
     return (
-        "\n  ".join(runs_words(other.plan)),
+        "\n  ".join(shape_and_runs(other.plan)),
         f"{step_s * 1e3:.3f}",
         f"{step_s / estimate.simulated_step_time_s - 1:+.1%}",
         *_memory_figures(other.estimate, estimate),
@@ -174,7 +179,7 @@ def _words(found: Found | Infeasible | BadInput, plan: Plan) -> str:
         more = "" if found.exact else "more than "
         return f"no plan fits, the leanest lacks {more}{found.missing_bytes} bytes a rank"
     chosen = found.chosen.plan
-    words = "this plan" if _decision(chosen) == _decision(plan) else "; ".join(runs_words(chosen))
+    words = "this plan" if _decision(chosen) == _decision(plan) else "; ".join(shape_and_runs(chosen))
     return f"(the best so far) {words}" if found.stopped else words
 
 
