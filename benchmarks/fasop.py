@@ -23,7 +23,7 @@ from fasop_compare import Table, defects_of, partitions_of, read_table, repeated
 from fasop_inputs import CASES, problem_of
 
 from shardwright_search.fasop.estimate import batches, estimates
-from shardwright_search.fasop.exhaustive import check
+from shardwright_search.fasop.partition import check
 from shardwright_search.fasop.problem import candidates
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +123,11 @@ def _partitions(tables: list[Table]) -> Iterator[str]:
         " all-reduce at the end, which no partition is chosen by; how many take longer when both are simulated, and the"
         " mean of ours over FASOP's, simulated.\n"
     )
-    results = [check(own.problem, batch) for own in tables for batch in batches(own.problem, [r.own for r in own.rows])]
+    results = [
+        check(batch.pipelines, batch.candidates)
+        for own in tables
+        for batch in batches(own.problem, [r.own for r in own.rows])
+    ]
     tried, wrong = sum(result.tried for result in results), sum(len(result.wrong) for result in results)
     yield (
         f"Of {tried:,} of all {sum(len(own.rows) for own in tables):,} candidates every partition was tried"

@@ -18,10 +18,9 @@ from accuracy_parts.commands import run, write_json_document
 
 from shardwright_formats.io import one_line_errors, read_document
 from shardwright_formats.types import Estimate, Model, Plan, Prediction
-from shardwright_search.advise.choices import choice_of, plan_of_choice
+from shardwright_search.advise.choices import RULES, choice_of, plan_of_choice, plan_of_rule
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.advise.report import mfu, plan_words
-from shardwright_search.advise.rules import RULES, plan_of_rule
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import read_profiles
 from shardwright_search.options import AdviseOptions

@@ -21,8 +21,9 @@ from shardwright_search.fasop.estimate import (
     priced,
 )
 from shardwright_search.fasop.partition import fastest_partitions, least_bottlenecks, stage_times
-from shardwright_search.fasop.problem import Candidate, Problem
+from shardwright_search.fasop.problem import Problem
 from shardwright_search.simulation.simulator import StageTimes, step_time_ps
+from shardwright_search.space.uniform import UniformStrategy
 
 __all__ = ["CASES", "Row", "Table", "defects_of", "partitions_of", "read_table", "repeated_of", "tops_of"]
 _SAME = 1e-9
@@ -31,7 +32,7 @@ _SAME = 1e-9
 class Row(NamedTuple):
     """One of FASOP's, as its table has it."""
 
-    own: Candidate
+    own: UniformStrategy
     layers: tuple[int, ...]
     told: Published
     usd: float
@@ -54,12 +55,12 @@ def read_table(reference: Path, case: Case) -> Table:
 
 def _row(cells: dict[str, str]) -> Row:
     placed = ast.literal_eval(cells["node placement"])
-    own = Candidate(
-        tuple(0 if name.startswith("p4d") else 1 for name in placed),
+    own = UniformStrategy(
         int(cells["tp"]),
         int(cells["dp"]),
         int(float(cells["pp"])),
         int(cells["mbs"]),
+        nodes=tuple(0 if name.startswith("p4d") else 1 for name in placed),
     )
     names = ("estimated time (s/step)", "pipeline time", "DP all-reduce time", "embedding layer all-reduce time")
     told = Published(
@@ -104,7 +105,9 @@ def _published(table: Table, row: Row, layers: Sequence[int], mended: Sequence[s
 
 
 @cache
-def _known(_: str, problem: Problem, own: Candidate, layers: tuple[int, ...], mended: tuple[str, ...]) -> Published:
+def _known(
+    _: str, problem: Problem, own: UniformStrategy, layers: tuple[int, ...], mended: tuple[str, ...]
+) -> Published:
     return published(problem, own, layers, mended)
 
 
@@ -219,7 +222,7 @@ def partitions_of(table: Table) -> Partitions:
     return found._replace(rows=sum(own.pp_size > 1 for own in theirs))
 
 
-def _compare(problem: Problem, batch: Batch, theirs: dict[Candidate, tuple[int, ...]], found: Partitions) -> None:
+def _compare(problem: Problem, batch: Batch, theirs: dict[UniformStrategy, tuple[int, ...]], found: Partitions) -> None:
     cuts = np.array([np.cumsum([0, *theirs[own]]) for own in batch.candidates])
     ours = fastest_partitions(batch.pipelines)
     least = least_bottlenecks(batch.pipelines)
@@ -233,7 +236,7 @@ def _compare(problem: Problem, batch: Batch, theirs: dict[Candidate, tuple[int, 
     found.ratios.extend(mine / other for mine, other in played)
 
 
-def _missed_own(problem: Problem, batch: Batch, theirs: dict[Candidate, tuple[int, ...]]) -> Iterator[float]:
+def _missed_own(problem: Problem, batch: Batch, theirs: dict[UniformStrategy, tuple[int, ...]]) -> Iterator[float]:
     """Middle stages wait for what they receive, others for nothing; layers are those that FASOP priced."""
     sends = np.zeros_like(batch.pipelines.sends)
     cuts = []

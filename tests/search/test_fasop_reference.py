@@ -63,7 +63,7 @@ def test_candidates_are_the_same_and_the_fastest_is_no_slower(peer, table_of, na
 def test_with_its_partitions_joined_no_row_is_slower_than_in_its_table(table_of):
     """Four of T5's are faster with FASOP's, by their all-reduce at the end."""
     from shardwright_search.fasop.estimate import estimate_of, estimates
-    from shardwright_search.fasop.foreign import joined
+    from shardwright_search.fasop.table import joined
 
     table = table_of("T5")
     theirs = {row.own: row.layers for row in table.rows}

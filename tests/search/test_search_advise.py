@@ -13,13 +13,13 @@ from shardwright_formats.command.run import _exit_code
 from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.types import DataParallel, Plan, Recompute, Schedule, SequenceParallel
 from shardwright_models.presets import read_presets
-from shardwright_search.advise.choices import Choice, choice_of, plan_of_choice
+from shardwright_search.advise.choices import RULES, choice_of, plan_of_choice, plan_of_rule
 from shardwright_search.advise.question import question_of
 from shardwright_search.advise.report import mfu, usd_per_billion_tokens
-from shardwright_search.advise.rules import RULES, plan_of_rule
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import AdviseOptions
+from shardwright_search.space.uniform import UniformStrategy
 
 ROOT = Path(__file__).parents[2]
 TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704}
@@ -61,7 +61,7 @@ def test_the_answer_says_everything_that_was_asked(config, tmp_path, capsys):
 
 def test_utilization_and_price_are_those_by_hand():
     question = _question()
-    plan = plan_of_choice(Choice(2, 2, data_parallel=DataParallel.ZERO2), "mine", question)
+    plan = plan_of_choice(UniformStrategy(tp_size=2, pp_size=2, data_parallel=DataParallel.ZERO2), "mine", question)
     estimate = evaluate(plan, question.profiles).estimate
     # 6 FLOPs a weight of a matrix and token, and 12 a feature, layer and position attended to.
     matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096
@@ -71,7 +71,7 @@ def test_utilization_and_price_are_those_by_hand():
     usd_per_s = 16 * question.devices["H100-SXM"].usd_per_hour / 3600
     assert usd_per_billion_tokens(plan, estimate) == pytest.approx(usd_per_s / tokens_per_s * 1e9)
     given = _question(price_per_gpu_hour=2.0)
-    priced = evaluate(plan_of_choice(Choice(2, 2), "mine", given), given.profiles).estimate
+    priced = evaluate(plan_of_choice(UniformStrategy(tp_size=2, pp_size=2), "mine", given), given.profiles).estimate
     assert usd_per_billion_tokens(plan, priced) == pytest.approx(
         16 * 2 / 3600 * priced.simulated_step_time_s / (64 * 4096) * 1e9
     )
@@ -88,7 +88,14 @@ fsdp_reshard_after_forward = "never"
 [activation_checkpoint]
 mode = "selective"
 """
-WANTED = Choice(4, 2, 2, DataParallel.ZERO2, True, Recompute.SELECTIVE)
+WANTED = UniformStrategy(
+    tp_size=4,
+    pp_size=2,
+    micro_batch_size=2,
+    data_parallel=DataParallel.ZERO2,
+    sequence_parallel=SequenceParallel.MEGATRON,
+    recompute=Recompute.SELECTIVE,
+)
 
 
 def test_one_choice_is_read_alike_in_three_languages(tmp_path):
@@ -104,7 +111,12 @@ def test_one_choice_is_read_alike_in_three_languages(tmp_path):
 def test_what_torchtitan_leaves_out_means_what_it_means_there(tmp_path):
     (tmp_path / "run.toml").write_text("[training]\nlocal_batch_size = 4\n")
     choice = choice_of(str(tmp_path / "run.toml"), _question())
-    assert choice == Choice(1, 1, 4, DataParallel.ZERO3, True, Recompute.SELECTIVE)
+    assert choice == UniformStrategy(
+        micro_batch_size=4,
+        data_parallel=DataParallel.ZERO3,
+        sequence_parallel=SequenceParallel.MEGATRON,
+        recompute=Recompute.SELECTIVE,
+    )
     (tmp_path / "run.toml").write_text("[parallelism]\ndata_parallel_replicate_degree = 2\n")
     assert choice_of(str(tmp_path / "run.toml"), _question()).shard_size == 8
     (tmp_path / "run.toml").write_text("[parallelism]\ndata_parallel_replicate_degree = 16\n")

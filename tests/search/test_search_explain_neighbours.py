@@ -36,13 +36,13 @@ def world(make):
 
 
 def answers(plan, questions):
-    return {question.what: answer(question).found for question in questions}
+    return {question.difference: answer(question).result for question in questions}
 
 
 def test_where_states_may_be_shared_out_in_groups_one_kind_has_none(world, make):
     request, *_, profiles = world
     kinds = neighbours(best(*world).chosen.plan, replace(request, shard_sizes=(2,)), profiles, FILE)
-    (question,) = [own for own in kinds if own.what == "states shared out among all ranks"]
+    (question,) = [own for own in kinds if own.difference == "states shared out among all ranks"]
     assert question.request.shard_sizes is None
 
 
@@ -101,7 +101,7 @@ def test_degrees_and_counts_stay_in_the_asked_space_and_counts_with_the_batch_of
     request = make.request(global_batch_size=batch, pp_sizes=[1, 2], num_microbatches=[1, 2, 8])
     plan = best(request, model, cluster, profiles).chosen.plan
     small = replace(plan, global_batch_size=4, num_microbatches=2)
-    questions = {q.what: q.request for q in neighbours(small, request, profiles, FILE)}
+    questions = {q.difference: q.request for q in neighbours(small, request, profiles, FILE)}
     assert [what for what in questions if "microbatch" in what] == ["1 microbatch(es)"]
     assert questions["1 microbatch(es)"].global_batch_size == 4
     (other,) = [what for what in questions if "pp_size" in what]
@@ -115,11 +115,11 @@ def test_what_a_kind_lacks_is_what_makes_it_feasible(world):
     plan = best(*world).chosen.plan
     lacking = 0
     for question in neighbours(plan, request, profiles, FILE):
-        found = answer(question).found
+        found = answer(question).result
         if isinstance(found, Infeasible):
             enough = int(request.memory_gib * GIB) + found.missing_bytes
             for budget, fits in ((enough, True), (enough - 1, False)):
-                again = answer(question._replace(request=replace(question.request, memory_gib=budget / GIB))).found
+                again = answer(question._replace(request=replace(question.request, memory_gib=budget / GIB))).result
                 assert isinstance(again, Infeasible) is not fits
             lacking += 1
     assert lacking > 0
@@ -215,7 +215,7 @@ def test_an_answer_that_was_stopped_says_so(world):
     found = best(*world).chosen
     kind, *_ = neighbours(found.plan, replace(request, memory_gib=None), profiles, FILE)
     stopped = answer(kind)
-    stopped = stopped._replace(found=replace(stopped.found, stopped=True))
+    stopped = stopped._replace(result=replace(stopped.result, stopped=True))
     console = Console(width=200)
     with console.capture() as captured:
         console.print(answers_shown("kinds", found.plan, found.evaluation.estimate, [stopped]))

@@ -8,7 +8,7 @@ from random_requests import FILE, World, random_world
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB
-from shardwright_search.explain.remedies import further_remedies, remedies
+from shardwright_search.explain.what_if import further_remedies, remedies
 from shardwright_search.search import Found, find_best
 from shardwright_search.space.budget import Infeasible, budgets_of
 from shardwright_search.space.configurations import divisors

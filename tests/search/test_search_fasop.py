@@ -11,17 +11,18 @@ from msgspec.structs import replace
 from shardwright_formats.types import GIB
 from shardwright_search.cli import APP
 from shardwright_search.fasop.estimate import batches, estimate_of, estimates
-from shardwright_search.fasop.exhaustive import check
-from shardwright_search.fasop.foreign import joined
 from shardwright_search.fasop.partition import (
     Pipelines,
+    check,
     fastest_partitions,
     least_bottlenecks,
     least_sums,
     pipeline_times,
     stage_times,
 )
-from shardwright_search.fasop.problem import Candidate, LayerKind, NodeCosts, Problem, candidates, rotations
+from shardwright_search.fasop.problem import LayerKind, NodeCosts, Problem, candidates, rotations
+from shardwright_search.fasop.table import joined
+from shardwright_search.space.uniform import UniformStrategy
 
 call = partial(call_app, APP)
 
@@ -114,7 +115,7 @@ def test_candidates_are_all_that_divide(counts):
     }
     found = list(candidates(problem(), counts))
     assert len(found) == len(set(found))
-    assert {own[1:] for own in found} == shapes
+    assert {own[:4] for own in found} == shapes
     assert {own.nodes for own in found} == set(rotations(counts))
 
 
@@ -125,7 +126,7 @@ def test_nodes_are_placed_in_rotation():
 
 def test_a_step_by_hand():
     """Three stages of tp 1 x dp 2 on a fast and two slow nodes: every stage a node, every send between nodes."""
-    own = Candidate((0, 1, 1), 1, 2, 3, 2)  # two microbatches
+    own = UniformStrategy(1, 2, 3, 2, nodes=(0, 1, 1))  # two microbatches
     found = estimate_of(problem(), own, (3, 1, 1))
     num_bytes = 2 * 128 * 512 * 2
     first, second = num_bytes / (1e9 / 2), num_bytes / (1e9 / 2)  # the slower end; two ranks share it
@@ -139,7 +140,7 @@ def test_a_step_by_hand():
 
 
 def test_a_stage_on_several_node_types_runs_as_the_slowest_and_has_the_least_memory():
-    own = Candidate((0, 1, 1, 1), 2, 2, 2, 2)
+    own = UniformStrategy(2, 2, 2, 2, nodes=(0, 1, 1, 1))
     found = estimate_of(problem(), own, (3, 2))
     send = 2 * 128 * 512 * 2 / (1e9 / 4)
     stages = [(10 + 200) * 3e-3 + 3e-4 + send, (100 + 50) * 3e-3 + 2e-4 + send]
@@ -151,7 +152,7 @@ def test_a_stage_on_several_node_types_runs_as_the_slowest_and_has_the_least_mem
 
 def test_memory_by_hand():
     """18 bytes a parameter, or 6 and a share of 12; activations of as many microbatches as there are stages."""
-    own = Candidate((0, 1, 1), 1, 2, 3, 2)
+    own = UniformStrategy(1, 2, 3, 2, nodes=(0, 1, 1))
     found = estimate_of(problem(), own, (3, 1, 1)).memory
     numel, in_flight = 2 * 128 * 512, 2
     first = numel * 3 * in_flight + 2 * numel * in_flight * (10 + 24 + 5 * 8 * 128 / 512)
@@ -168,7 +169,7 @@ def test_memory_by_hand():
 def test_sharded_states_get_smaller_beyond_12_ranks():
     """FASOP's int(12/dp) is 0 there: its estimate is that of states that take nothing."""
     wide = problem(devices_per_node=16, batch=64, layer_ps=problem().layer_ps)
-    own = Candidate((0,), 1, 16, 1, 4)
+    own = UniformStrategy(1, 16, 1, 4, nodes=(0,))
     found = estimate_of(wide, own, (5,)).memory
     numel = 4 * 128 * 512
     activations = numel + 3 * numel * 44 + 4 * 4 * 128 * (512 + 11_719)
@@ -177,7 +178,7 @@ def test_sharded_states_get_smaller_beyond_12_ranks():
 
 def test_the_least_sum_of_links_binds_a_ring():
     """Stage 1 of tp 2 x dp 2 spans two slow nodes: both tensor-parallel ranks' rings share the link between them."""
-    own = Candidate((0, 0, 1, 1), 2, 2, 2, 2)
+    own = UniformStrategy(2, 2, 2, 2, nodes=(0, 0, 1, 1))
     found = estimate_of(problem(), own, (3, 2))
     stages = [7e6 / (1e9 / 2), 5e6 / (0.5e9 / 2)]
     assert found.reduction_s == pytest.approx(2 * 1 / 2 * 2 * max(stages), rel=1e-9)
@@ -196,16 +197,16 @@ def test_every_candidate_stays_the_fastest_first_and_all_partitions_agree():
         cuts = all_cuts(5, estimate.candidate.pp_size)
         least = min(estimate_of(own, estimate.candidate, np.diff(cut)).pipeline_s for cut in cuts)
         assert estimate.pipeline_s == pytest.approx(least, rel=1e-12)
-    results = [check(own, batch) for batch in batches(own, every)]
+    results = [check(batch.pipelines, batch.candidates) for batch in batches(own, every)]
     assert sum(result.tried for result in results) == len(every) and not any(result.wrong for result in results)
 
 
 def test_the_check_finds_a_partition_that_is_not_the_best(monkeypatch):
     own = problem()
-    every = [Candidate((0, 1, 1), 1, 2, 3, 2)]
+    every = [UniformStrategy(1, 2, 3, 2, nodes=(0, 1, 1))]
     even = lambda pipelines: np.array([[0, 1, 2, 5]])  # noqa: E731
-    monkeypatch.setattr("shardwright_search.fasop.exhaustive.fastest_partitions", even)
-    (result,) = [check(own, batch) for batch in batches(own, every)]
+    monkeypatch.setattr("shardwright_search.fasop.partition.fastest_partitions", even)
+    (result,) = [check(batch.pipelines, batch.candidates) for batch in batches(own, every)]
     assert len(result.wrong) == 1 and "is possible" in result.wrong[0]
 
 
@@ -213,7 +214,7 @@ def test_a_foreign_partition_is_taken_where_it_is_faster():
     """The own one has both blocks whose gradients are large on one stage: it does not look at the all-reduce."""
     reduced = np.array([6e6, 3e9, 3e9, 4e6, 6e6])
     own = problem(tied=0, outer_once=False, reduced={tp: reduced / tp for tp in (1, 2)})
-    candidate = Candidate((1, 1), 1, 2, 2, 4)
+    candidate = UniformStrategy(1, 2, 2, 4, nodes=(1, 1))
     (mine,) = estimates(own, [candidate])
     every = [estimate_of(own, candidate, np.diff(cuts)) for cuts in all_cuts(5, 2)]
     best, worst = (pick(every, key=lambda e: e.step_s) for pick in (min, max))

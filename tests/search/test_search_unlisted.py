@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB, DataParallel
-from shardwright_search.commands.certificate import problems_of
+from shardwright_search.commands.plan import problems_of
 from shardwright_search.commands.prediction import plan_summary, prediction_of_searched
 from shardwright_search.rent.front import find_front
 from shardwright_search.rent.interruptions import Interruptions

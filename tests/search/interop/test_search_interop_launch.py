@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from shardwright_formats.io import write_document
 from shardwright_formats.types import Cluster, PipelineStage, Plan
 from shardwright_search.cli import APP
-from shardwright_search.interop.node_order import in_pipeline_order
+from shardwright_search.interop.launch import in_pipeline_order
 
 HOSTS = "# of ours\nbig1 A100\n\nsmall1\tA10\n  big2   A100\nsmall2 A10\n"
 SCRIPTS = {"node.sh", "docker.sh", "slurm.sh", "slurm_enroot.sh"}

@@ -1,10 +1,9 @@
-"""The commands of shardwright-search."""
+"""The command line of shardwright-search: each command's options and function."""
 
 from typing import NoReturn
 
 from shardwright_formats.command import Command, CommandLine, run
 from shardwright_search import options
-from shardwright_search.fasop.options import FasopOptions
 from shardwright_search.rent.options import RentOptions
 
 _COMMANDS = "shardwright_search.commands"
@@ -15,18 +14,18 @@ APP = CommandLine(
     commands={
         "advise": Command(options.AdviseOptions, f"{_COMMANDS}.advise:advise"),
         "plan": Command(options.PlanOptions, f"{_COMMANDS}.plan:plan"),
-        "evaluate": Command(options.EvaluateOptions, f"{_COMMANDS}.evaluate:evaluate_plan"),
+        "evaluate": Command(options.EvaluateOptions, f"{_COMMANDS}.given_plans:evaluate_plan"),
         "correct": Command(options.CorrectOptions, f"{_COMMANDS}.measured:correct"),
         "explain": Command(options.ExplainOptions, f"{_COMMANDS}.explain:explain"),
-        "export": Command(options.ExportOptions, f"{_COMMANDS}.interop:export_plan"),
-        "fasop": Command(FasopOptions, f"{_COMMANDS}.fasop:fasop"),
+        "export": Command(options.ExportOptions, f"{_COMMANDS}.given_plans:export_plan"),
+        "fasop": Command(options.FasopOptions, f"{_COMMANDS}.fasop:fasop"),
         "grid": Command(options.GridOptions, f"{_COMMANDS}.grid:grid"),
-        "import galvatron": Command(options.ImportGalvatronOptions, f"{_COMMANDS}.interop:import_galvatron"),
+        "import galvatron": Command(options.ImportGalvatronOptions, f"{_COMMANDS}.given_plans:import_galvatron"),
         "rent": Command(RentOptions, f"{_COMMANDS}.rent:rent"),
         "select": Command(options.SelectOptions, f"{_COMMANDS}.measured:select"),
-        "simulate": Command(options.SimulateOptions, f"{_COMMANDS}.simulate:simulate_plan"),
-        "uniform": Command(options.UniformOptions, f"{_COMMANDS}.evaluate:uniform"),
-        "verify": Command(options.VerifyOptions, f"{_COMMANDS}.verify:verify"),
+        "simulate": Command(options.SimulateOptions, f"{_COMMANDS}.explain:simulate_plan"),
+        "uniform": Command(options.UniformOptions, f"{_COMMANDS}.given_plans:uniform"),
+        "verify": Command(options.VerifyOptions, f"{_COMMANDS}.plan:verify"),
     },
 )
 

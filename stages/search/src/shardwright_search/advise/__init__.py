@@ -1,1 +1,1 @@
-"""What a model takes on a cluster that nobody has measured, the best plan, and choices of the user's own beside it."""
+"""Answers for clusters that nobody has measured: whether a model fits, the best plan, and other choices."""

@@ -1,85 +1,75 @@
-"""The user's own choice as a plan: `tp=8,pp=4,mbs=1,zero=1`, Megatron-LM's arguments, a torchtitan TOML, or a rule.
+"""Choices of the user's own as plans: `tp=8,pp=4,mbs=1,zero=1`, Megatron-LM's arguments, a torchtitan TOML, or a rule.
 
-ZeRO-1 and ZeRO-2 are both Megatron-LM's distributed optimizer, as a plan has it: one reduce-scatter and one all-gather
-a step.
+A rule of thumb is what people choose without a search. ZeRO-1 and ZeRO-2 are both Megatron-LM's distributed optimizer,
+as a plan has it: one reduce-scatter and one all-gather a step.
 """
 
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright_formats.io import BadInput, read_bytes
-from shardwright_formats.types import DataParallel, GradientReduction, Plan, Recompute, Schedule, SequenceParallel
+from shardwright_formats.types import (
+    MIB,
+    DataParallel,
+    GradientReduction,
+    Plan,
+    Recompute,
+    Schedule,
+    SequenceParallel,
+)
 from shardwright_search.advise.question import Question
-from shardwright_search.interop.uniform import uniform_plan
-from shardwright_search.options import UniformRequest
+from shardwright_search.space.configurations import divisors
+from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform
 
-_MAX_BYTES = 2**20
+_MAX_BYTES = MIB
 _ZERO = {
     "0": DataParallel.DDP,
     "1": DataParallel.ZERO2,
     "2": DataParallel.ZERO2,
     "3": DataParallel.ZERO3,
 }
+_RECOMPUTE = {str(kind): kind for kind in Recompute}
 _NOT_PRICED = ("context_parallel", "context_parallel_degree", "expert_model_parallel", "expert_parallel_degree")
 _COUNT = re.compile(r"[1-9]\d{0,6}")
+_SHARED = SequenceParallel.MEGATRON
+"""Megatron-LM's sequence parallelism, which does nothing without tensor parallelism."""
 
 
-class Choice(NamedTuple):
-    """One strategy of all layers."""
+def plan_of_choice(choice: UniformStrategy, name: str, question: Question) -> Plan:
+    """Return the plan with evenly cut layers on all devices: `dp_size` of the choice is not read.
 
-    tp_size: int = 1
-    pp_size: int = 1
-    micro_batch_size: int = 1
-    """Samples of a data-parallel rank in a microbatch."""
-    data_parallel: DataParallel = DataParallel.DDP
-    sequence_parallel: bool = True
-    """Megatron's, beside tensor parallelism."""
-    recompute: Recompute = Recompute.NONE
-    chunks: int = 1
-    """Layer ranges of a pipeline stage, interleaved."""
-    shard_size: int | None = None
-
-
-def plan_of_choice(choice: Choice, name: str, question: Question) -> Plan:
-    """The plan with evenly cut layers; BadInput naming `name` where its numbers do not divide one another."""
+    Raises BadInput naming `name` where the choice's numbers do not divide one another.
+    """
     devices, batch = question.cluster.num_devices, question.request.global_batch_size
     model_ranks = choice.tp_size * choice.pp_size
     if devices % model_ranks:
-        what = f"tp {choice.tp_size} x pp {choice.pp_size} does not divide {devices} GPUs"
-        raise BadInput(name, what, "choose divisors")
-    dp_size = devices // model_ranks
-    if not isinstance(batch, int) or batch % (dp_size * choice.micro_batch_size):
-        what = f"dp {dp_size} x mbs {choice.micro_batch_size} does not divide the batch {batch}"
-        raise BadInput(name, what, "choose another mbs or --batch")
-    megatron = choice.sequence_parallel and choice.tp_size > 1
-    precision = question.request.precision
+        problem = f"tp {choice.tp_size} x pp {choice.pp_size} does not divide {devices} GPUs"
+        raise BadInput(name, problem, "choose divisors")
+    choice = choice._replace(dp_size=devices // model_ranks)
+    if not isinstance(batch, int) or batch % (choice.dp_size * choice.micro_batch_size):
+        problem = f"dp {choice.dp_size} x mbs {choice.micro_batch_size} does not divide the batch {batch}"
+        raise BadInput(name, problem, "choose another mbs or --batch")
     # FSDP keeps a shard of the gradients between microbatches, unless it is told not to.
     shards = choice.data_parallel is DataParallel.ZERO3
-    request = UniformRequest(
+    return plan_of_uniform(
+        name,
+        choice,
+        question.model,
+        question.cluster,
         global_batch_size=batch,
-        num_microbatches=batch // (dp_size * choice.micro_batch_size),
-        tp_size=choice.tp_size,
-        pp_size=choice.pp_size,
-        data_parallel=choice.data_parallel,
-        shard_size=choice.shard_size,
-        sequence_parallel=SequenceParallel.MEGATRON if megatron else SequenceParallel.NONE,
-        recompute=choice.recompute,
+        num_microbatches=choice.num_microbatches(batch),
         schedule=Schedule.ONE_F_ONE_B if choice.chunks == 1 else Schedule.INTERLEAVED_1F1B,
-        layer_ranges=choice.chunks,
         gradient_reduction=GradientReduction.EVERY_MICROBATCH if shards else GradientReduction.DEFERRED,
-        precision_parameters=precision.parameters,
-        precision_compute=precision.compute,
-        precision_reduce=precision.reduce,
+        precision=question.request.precision,
     )
-    return uniform_plan(name, request, question.model, question.cluster)
 
 
-def choice_of(text: str, question: Question) -> Choice:
-    """What a text says, or the file that it names."""
+def choice_of(text: str, question: Question) -> UniformStrategy:
+    """Return the choice that a text spells, or the file that it names."""
     if text.startswith("--"):
         return _megatron(text, text)
     path = Path(text)
@@ -90,25 +80,25 @@ def choice_of(text: str, question: Question) -> Choice:
     return _pairs(text)
 
 
-def _pairs(text: str) -> Choice:
+def _pairs(text: str) -> UniformStrategy:
     known = {"tp", "pp", "mbs", "zero", "sp", "recompute", "vpp"}
     pairs = dict(part.partition("=")[::2] for part in text.split(","))
     if unknown := sorted(set(pairs) - known):
-        what = f"{unknown[0]!r} is no file, no rule and no key of a choice"
-        raise BadInput(f"--against {text}", what, "write tp=8,pp=4,mbs=1,zero=1 (also sp, recompute, vpp)")
-    return Choice(
+        problem = f"{unknown[0]!r} is no file, no rule and no key of a choice"
+        raise BadInput(f"--against {text}", problem, "write tp=8,pp=4,mbs=1,zero=1 (also sp, recompute, vpp)")
+    return UniformStrategy(
         tp_size=_count(text, "tp", pairs.get("tp", "1")),
         pp_size=_count(text, "pp", pairs.get("pp", "1")),
         micro_batch_size=_count(text, "mbs", pairs.get("mbs", "1")),
         data_parallel=_one_of(text, "zero", pairs.get("zero", "0"), _ZERO),
-        sequence_parallel=_one_of(text, "sp", pairs.get("sp", "1"), {"0": False, "1": True}),
-        recompute=_one_of(text, "recompute", pairs.get("recompute", "none"), {str(r): r for r in Recompute}),
+        sequence_parallel=_one_of(text, "sp", pairs.get("sp", "1"), {"0": SequenceParallel.NONE, "1": _SHARED}),
+        recompute=_one_of(text, "recompute", pairs.get("recompute", "none"), _RECOMPUTE),
         chunks=_count(text, "vpp", pairs.get("vpp", "1")),
     )
 
 
-def _megatron(text: str, file: str) -> Choice:
-    """Of Megatron-LM's arguments those that a choice has; those of model, data and precision are not read."""
+def _megatron(text: str, file: str) -> UniformStrategy:
+    """Return the choice of Megatron-LM's arguments; those of model, data and precision are not read."""
     try:
         words = shlex.split(text, comments=True)
     except ValueError as error:
@@ -129,19 +119,19 @@ def _megatron(text: str, file: str) -> Choice:
     for layout in ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"):
         if layout in given:
             raise BadInput(f"--against {file}", f"--{layout.replace('_', '-')} is not priced", "leave it out")
-    virtual = given.get("num_virtual_stages_per_pipeline_rank", "1")
-    return Choice(
+    return UniformStrategy(
         tp_size=number("tensor_model_parallel_size"),
         pp_size=number("pipeline_model_parallel_size"),
         micro_batch_size=number("micro_batch_size"),
         data_parallel=_ZERO[zero],
-        sequence_parallel="sequence_parallel" in given,
-        recompute=_one_of(file, "recompute_granularity", granularity, {str(r): r for r in Recompute}),
-        chunks=_count(file, "num_virtual_stages_per_pipeline_rank", virtual),
+        sequence_parallel=_SHARED if "sequence_parallel" in given else SequenceParallel.NONE,
+        recompute=_one_of(file, "recompute_granularity", granularity, _RECOMPUTE),
+        chunks=number("num_virtual_stages_per_pipeline_rank"),
     )
 
 
-def _torchtitan(path: Path, question: Question) -> Choice:
+def _torchtitan(path: Path, question: Question) -> UniformStrategy:
+    """Return the choice of a torchtitan TOML."""
     try:
         sections: Mapping[str, Any] = tomllib.loads(read_bytes(path, _MAX_BYTES).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -165,13 +155,14 @@ def _torchtitan(path: Path, question: Question) -> Choice:
     )
     sample_key = "pipeline_parallel_microbatch_size" if pp_size > 1 else "local_batch_size"
     modes = {"none": Recompute.NONE, "full": Recompute.FULL, "selective": Recompute.SELECTIVE}
-    return Choice(
+    return UniformStrategy(
         tp_size=tp_size,
         pp_size=pp_size,
         micro_batch_size=number(parallel if pp_size > 1 else training, sample_key),
         data_parallel=kind if shard_size > 1 else DataParallel.DDP,
+        sequence_parallel=_SHARED,
         recompute=_one_of(str(path), "activation_checkpoint.mode", checkpoint.get("mode", "selective"), modes),
-        shard_size=shard_size if 1 < shard_size < dp_size else None,
+        shard_size=shard_size if 1 < shard_size < dp_size else 0,
     )
 
 
@@ -192,3 +183,112 @@ def _one_of(file: str, name: str, text: str, values: Mapping[str, Any]) -> Any: 
     if text not in values:
         raise BadInput(f"--against {file}", f"{name} {text!r}", f"choose {', '.join(values)}")
     return values[text]
+
+
+class Rule(NamedTuple):
+    """A rule of thumb."""
+
+    choices: Callable[[Question], Iterator[UniformStrategy]]
+    """Choices that the rule tries, in order; the first that fits is taken."""
+    source: str
+    """Statement of the rule, and who says so."""
+
+
+class _Size(NamedTuple):
+    """A row of NVIDIA's table."""
+
+    parameters: float
+    tp_size: int
+    pp_size: int
+    micro_batch_size: int
+
+
+_TABLE = (
+    _Size(1.7e9, 1, 1, 16),
+    _Size(3.6e9, 2, 1, 16),
+    _Size(7.5e9, 4, 1, 16),
+    _Size(18.4e9, 8, 1, 8),
+    _Size(39.1e9, 8, 2, 4),
+    _Size(76.1e9, 8, 4, 2),
+    _Size(145.6e9, 8, 8, 2),
+    _Size(310.1e9, 8, 16, 1),
+    _Size(529.6e9, 8, 35, 1),
+    _Size(1008e9, 8, 64, 1),
+)
+"""Table 1 of Narayanan et al. 2021, and TP, PP and MBS of Megatron-LM's examples/sc21/run_table_1.sh, which runs it."""
+
+
+def _tp_sizes(question: Question) -> list[int]:
+    """Return the powers of two within a node that divide the heads, ascending; 8 at most."""
+    heads = [length for kind in question.model.types.values() for length in kind.tp_must_divide.values()]
+    return [t for t in question.tp_sizes if t <= 8 and not any(h % t for h in heads)]
+
+
+def _shapes(question: Question, tp_sizes: Sequence[int]) -> Iterator[UniformStrategy]:
+    """Yield ZeRO-1 with micro-batches of 1, the fewest model-parallel ranks first, then with full recomputation."""
+    devices, layers = question.cluster.num_devices, len(question.model.layers)
+    sizes = [(t * p, -t, t, p) for t in tp_sizes for p in divisors(devices // t) if p <= layers]
+    for recompute in (Recompute.NONE, Recompute.FULL):
+        for _, _, tp_size, pp_size in sorted(sizes):
+            yield UniformStrategy(
+                tp_size=tp_size,
+                pp_size=pp_size,
+                data_parallel=DataParallel.ZERO2,
+                sequence_parallel=_SHARED,
+                recompute=recompute,
+            )
+
+
+def _from_table(question: Question) -> Iterator[UniformStrategy]:
+    """Yield the row of the next larger model, with its micro-batch and then ever smaller ones."""
+    size = next((row for row in _TABLE if row.parameters >= question.model.parameter_count), _TABLE[-1])
+    for micro_batch_size in (n for n in (16, 8, 4, 2, 1) if n <= size.micro_batch_size):
+        yield UniformStrategy(
+            tp_size=size.tp_size,
+            pp_size=size.pp_size,
+            micro_batch_size=micro_batch_size,
+            sequence_parallel=_SHARED,
+            recompute=Recompute.FULL,
+        )
+
+
+RULES = {
+    "tp8": Rule(
+        lambda question: _shapes(question, [max(_tp_sizes(question))]),
+        "tensor parallelism of a whole node, then the fewest pipeline stages that fit, ZeRO-1, micro-batches of 1 "
+        "(takeaway 1 of Narayanan et al. 2021, arXiv 2104.04473)",
+    ),
+    "smallest": Rule(
+        lambda question: _shapes(question, _tp_sizes(question)),
+        "the smallest tp x pp that fits, tensor parallelism first, ZeRO-1, micro-batches of 1 "
+        "(takeaway 2 of Narayanan et al. 2021, arXiv 2104.04473)",
+    ),
+    "nvidia-table": Rule(
+        _from_table,
+        "tp, pp and micro-batch of the next larger model in NVIDIA's table, the last halved until it divides and fits, "
+        "full recomputation, no ZeRO (table 1 of Narayanan et al. 2021, arXiv 2104.04473; Megatron-LM's "
+        "examples/sc21/run_table_1.sh)",
+    ),
+}
+"""Rules of thumb, under the name behind `rule:`."""
+
+
+def plan_of_rule(name: str, question: Question, fits: Callable[[Plan], bool]) -> Plan:
+    """Return the first plan of a rule that fits, else the last one it tries.
+
+    Raises BadInput for an unknown rule, and where none of its plans divides batch and devices.
+    """
+    if name not in RULES:
+        raise BadInput("--against", f"rule:{name} is no rule", f"use {', '.join(f'rule:{known}' for known in RULES)}")
+    plan, refused = None, None
+    for choice in RULES[name].choices(question):
+        try:
+            plan = plan_of_choice(choice, f"rule:{name}", question)
+        except BadInput as error:
+            refused = error
+            continue
+        if fits(plan):
+            return plan
+    if plan is None:
+        raise refused or BadInput(f"rule:{name}", "nothing divides the devices", "choose another number of GPUs")
+    return plan

@@ -1,54 +1,101 @@
 """From the options of `shardwright-search advise` to what a search needs, by shapes and published figures alone."""
 
-from collections.abc import Iterator
+import re
+from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_estimate.devices import Device, DeviceTable, read_devices
+from shardwright_estimate.devices import Device, DeviceTable, device_named, read_devices
+from shardwright_estimate.hardware import NodeRates, node_rates
 from shardwright_estimate.overlap import overlap_slowdowns
 from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.rates import Efficiencies, rates_of
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput, read_object
-from shardwright_formats.types import GIB, Cluster, Estimate, Model, Plan, Precision, Recompute
+from shardwright_formats.types import (
+    GIB,
+    MAX_DEVICES,
+    Cluster,
+    Estimate,
+    Model,
+    NodeGroup,
+    NodeType,
+    Plan,
+    Precision,
+    Recompute,
+)
 from shardwright_models.description import model_of_config
 from shardwright_models.presets import read_presets
-from shardwright_search.advise.machines import Machines, machines_of
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
 from shardwright_search.options import AdviseOptions
 from shardwright_search.space.budget import budgets_of_stages
 from shardwright_search.space.request import SearchRequest
 
 _PACKAGE = "shardwright-search"
+_SPARE = 0.05
+"""Share of a device's memory that is left to the driver and the allocator where no budget is given: an assumption."""
+_NETWORKS = {
+    "A100-40": (200, "DGX A100 datasheet, NVIDIA, 2020: 8 x 200 Gbit/s InfiniBand for 8 GPUs"),
+    "A100-80": (200, "DGX A100 datasheet, NVIDIA, 2020: 8 x 200 Gbit/s InfiniBand for 8 GPUs"),
+    "H100-SXM": (400, "DGX H100 datasheet, NVIDIA, 2022: 8 x 400 Gbit/s InfiniBand for 8 GPUs"),
+    "H200": (400, "DGX H200 datasheet, NVIDIA, 2024: 8 x 400 Gbit/s InfiniBand for 8 GPUs"),
+    "B200": (400, "DGX B200 datasheet, NVIDIA, 2024: 8 x 400 Gbit/s InfiniBand for 8 GPUs"),
+}
+"""Gbit/s that a node sends for each of its GPUs, and who says so, by key in the table of devices."""
+_GPUS = re.compile(r"(?:(\d{1,6})x)?(\d{1,6}):([^+]+)")
+
+
+class Machines(NamedTuple):
+    """The nodes that the user asks about, and assumptions on each node type, by its key in the table of devices."""
+
+    cluster: Cluster
+    devices: dict[str, Device]
+    budgets_gib: dict[str, float]
+    networks: dict[str, NodeRates]
+    """Rates at which a node of each type sends to others; empty where there is one node."""
+    assumed: tuple[str, ...]
+
+    @property
+    def tp_sizes(self) -> tuple[int, ...]:
+        """Return the tensor-parallel sizes that fit in a node of each type."""
+        shared = gcd(*(node.devices_per_node for node in self.cluster.node_types.values()))
+        return tuple(size for size in (1, 2, 4, 8) if shared % size == 0)
+
+    def alone(self, node_type: str) -> Cluster:
+        """Return the nodes of one type, and at least two where the cluster has several nodes of several types."""
+        groups = self.cluster.nodes
+        count = sum(group.count for group in groups if group.node_type == node_type)
+        nodes = (NodeGroup(node_type=node_type, count=max(count, 2) if len(self.networks) > 1 else count),)
+        return Cluster(name=node_type, nodes=nodes, node_types={node_type: self.cluster.node_types[node_type]})
 
 
 class Question(NamedTuple):
-    """A search without files: what is searched, with what it is priced, and what was assumed."""
+    """A search without files: the request, estimated profiles, and the assumptions."""
 
     request: SearchRequest
     model: Model
     cluster: Cluster
     profiles: Profiles
     devices: dict[str, Device]
-    """By node type."""
+    """Published figures of the device of each node type."""
     budgets: dict[str, int]
-    """What a plan may use of a GPU, in bytes, by node type."""
+    """Bytes of a GPU that a plan may use, by node type."""
     tp_sizes: tuple[int, ...]
-    """Within a node of every type."""
+    """Tensor-parallel sizes that fit in a node of each type."""
     assumed: tuple[str, ...]
 
     def left_bytes(self, plan: Plan, estimate: Estimate) -> tuple[int, ...]:
-        """What a plan leaves of the budget of a rank of each pipeline stage; negative where it does not fit."""
+        """Return the bytes that a plan leaves of the budget of a rank of each stage; negative where it does not fit."""
         budgets = budgets_of_stages(plan, self.budgets)
-        return tuple(own - stage.memory_bytes for own, stage in zip(budgets, estimate.stages, strict=True))
+        return tuple(budget - stage.memory_bytes for budget, stage in zip(budgets, estimate.stages, strict=True))
 
     def fits(self, plan: Plan, estimate: Estimate) -> bool:
-        """Whether each stage does."""
+        """Return whether each pipeline stage fits the budget."""
         return min(self.left_bytes(plan, estimate)) >= 0
 
     @property
     def budget_words(self) -> str:
-        """What a plan may use, for people."""
+        """Return the budget of a GPU in words."""
         if len(self.budgets) == 1:
             return f"{next(iter(self.budgets.values())) / GIB:.1f} GiB a GPU"
         return " and ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in self.budgets.items())
@@ -85,24 +132,24 @@ def _profiles(
     table: DeviceTable,
     options: AdviseOptions,
 ) -> Profiles:
-    """Estimates for the nodes of one type."""
+    """Return profiles that are estimated for the nodes of one type."""
     settings = ProfileSettings(
         tp_sizes=machines.tp_sizes,
         sequence_parallel=request.sequence_parallel,
         recompute=request.recompute,
-        micro_batch_sizes=tuple(_doubled(options.batch)),
+        micro_batch_sizes=tuple(2**power for power in range(options.batch.bit_length())),
         precision=request.precision or Precision(),
     )
-    rates, efficiencies, of = rates_of(table, node_type), Efficiencies(), table.revised
-    made = model_profile([(Path(options.model), model)], settings, rates, efficiencies, of, _PACKAGE)
+    rates, efficiencies, revised = rates_of(table, node_type), Efficiencies(), table.revised
+    made = model_profile([(Path(options.model), model)], settings, rates, efficiencies, revised, _PACKAGE)
     alone, across = machines.alone(node_type), machines.networks.get(node_type)
     overlap = None if options.overlap_slowdowns is None else overlap_slowdowns(options.overlap_slowdowns)
-    hardware = hardware_profile(alone, [rates], efficiencies, across, of, _PACKAGE, overlap)
+    hardware = hardware_profile(alone, [rates], efficiencies, across, revised, _PACKAGE, overlap)
     return index_profiles(hardware, Path("--gpus"), made.profile, Path("--model"))
 
 
 def _model(options: AdviseOptions) -> tuple[Model, str]:
-    """The description of a preset, a config.json or its folder, and where its shapes come from."""
+    """Return the description of a preset, a config.json or its folder, and where its shapes come from."""
     presets, path = read_presets(), Path(options.model)
     if options.model in presets:
         preset = presets[options.model]
@@ -118,8 +165,85 @@ def _model(options: AdviseOptions) -> tuple[Model, str]:
     return model_of_config(read_object(file), name, options.seq, file), str(file)
 
 
-def _doubled(largest: int) -> Iterator[int]:
-    size = 1
-    while size <= largest:
-        yield size
-        size *= 2
+def machines_of(options: AdviseOptions, table: DeviceTable) -> Machines:
+    """Read `--gpus`, and what is said of the GPUs besides; raises BadInput naming the option at fault."""
+    groups = tuple(map(_group, options.gpus.split("+")))
+    sizes = dict[str, int]()
+    for node_type, _, per_node in groups:
+        if sizes.setdefault(node_type, per_node) != per_node:
+            problem = f"nodes of {sizes[node_type]} and of {per_node} {node_type}"
+            raise BadInput("--gpus", problem, "give the nodes of a type as many GPUs each")
+    if sum(nodes * per_node for _, nodes, per_node in groups) > MAX_DEVICES:
+        raise BadInput("--gpus", f"{options.gpus} are too many", f"give 1 to {MAX_DEVICES} GPUs")
+    if options.price_per_gpu_hour is not None and len(sizes) > 1:
+        raise BadInput("--price-per-gpu-hour", "the GPUs are of several types", "leave it out")
+    types = {key: _node_type(options, table, key, per_node) for key, per_node in sizes.items()}
+    several = sum(nodes for _, nodes, _ in groups) > 1
+    networks = {key: _network(options, key, per_node) for key, per_node in sizes.items()} if several else {}
+    sent = [f"between nodes{f' of {key}' if len(sizes) > 1 else ''}: {who}" for key, (_, who) in networks.items()]
+    return Machines(
+        Cluster(
+            name=options.gpus,
+            nodes=tuple(NodeGroup(node_type=key, count=nodes) for key, nodes, _ in groups),
+            node_types={key: figures.node_type for key, figures in types.items()},
+        ),
+        {key: figures.device for key, figures in types.items()},
+        {key: figures.budget_gib for key, figures in types.items()},
+        {key: rates for key, (rates, _) in networks.items()},
+        (*(line for figures in types.values() for line in figures.assumed), *sent),
+    )
+
+
+def _group(text: str) -> tuple[str, int, int]:
+    """Return device, nodes, and GPUs of each node: `8x8:H100-SXM`, or `8:H100-SXM` for one node."""
+    match = _GPUS.fullmatch(text)
+    if match is None:
+        raise BadInput("--gpus", f"{text!r} is not NODESxGPUS:DEVICE", "write for example 8x8:H100-SXM")
+    nodes, per_node = int(match[1] or 1), int(match[2])
+    if nodes < 1 or per_node < 1 or nodes * per_node > MAX_DEVICES:
+        raise BadInput("--gpus", f"{nodes} nodes of {per_node} GPUs", f"give 1 to {MAX_DEVICES} GPUs")
+    return match[3], nodes, per_node
+
+
+class _TypeFigures(NamedTuple):
+    """A node type, and the assumptions on it."""
+
+    node_type: NodeType
+    device: Device
+    budget_gib: float
+    assumed: tuple[str, ...]
+
+
+def _node_type(options: AdviseOptions, table: DeviceTable, key: str, per_node: int) -> _TypeFigures:
+    """Return a node type by its device, with budget and price as given or by default."""
+    name, device = device_named(table, key)
+    if device.memory_bytes is None:
+        raise BadInput("--gpus", f"the table has no memory of {key}", "choose another device")
+    memory_gib = device.memory_bytes / GIB
+    budget_gib, spare = memory_gib * (1 - _SPARE), f"{_SPARE:.0%} of {memory_gib:g} GiB left to driver and allocator"
+    if options.budget_gib is not None:
+        budget_gib, spare = options.budget_gib, f"a budget of {options.budget_gib:g} GiB a GPU (given)"
+    if budget_gib > memory_gib:
+        raise BadInput("--budget-gib", f"{budget_gib:g} is more than a {key} has, {memory_gib:g}", "give less")
+    price, priced = options.price_per_gpu_hour, "given"
+    if price is None:
+        price, priced = device.usd_per_hour, str(device.usd_per_hour_source)
+    node_type = NodeType(
+        device=name,
+        devices_per_node=per_node,
+        memory_bytes=device.memory_bytes,
+        usd_per_hour=None if price is None else price * per_node,
+    )
+    source = f"price: {priced}" if price is not None else f"no price of {key} is known (--price-per-gpu-hour)"
+    return _TypeFigures(node_type, device, budget_gib, (f"{name}: {device.peaks_source}", spare, source))
+
+
+def _network(options: AdviseOptions, key: str, per_node: int) -> tuple[NodeRates, str]:
+    """Return the rates at which a node sends, and who says so."""
+    if options.inter_node_gbit_s is not None:
+        return node_rates(options.inter_node_gbit_s), f"{options.inter_node_gbit_s} Gbit/s a node (given)"
+    if key in _NETWORKS:
+        per_gpu, source = _NETWORKS[key]
+        rate = per_gpu * per_node
+        return node_rates(str(rate)), f"{rate:g} Gbit/s a node (--inter-node-gbit-s); {source}"
+    raise BadInput("--inter-node-gbit-s", f"what nodes of {key} send is not known", "give it, in Gbit/s a node")

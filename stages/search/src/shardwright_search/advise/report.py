@@ -24,64 +24,66 @@ _LESS_BY = {
     "process": "nothing in a plan: CUDA's context, assumed",
     "communicators": "fewer kinds of parallelism in a stage, or fewer pipeline stages: NCCL's buffers, assumed",
 }
-"""What makes a category smaller."""
+"""Remedies that make a category of memory smaller."""
 
 
-class Beside(NamedTuple):
+class PricedChoice(NamedTuple):
     """A choice of the user's, or a rule's, priced."""
 
     name: str
     plan: Plan
     estimate: Estimate
     source: str
-    """Who says so; empty for the user's own."""
+    """Statement of the rule, and who says so; empty for the user's own."""
 
 
-def report(question: Question, found: Found, rules: Sequence[Beside], choices: Sequence[Beside]) -> RenderableType:
-    """Everything that is told of an answer; `rules` are rows beside its plan, `choices` are told apart."""
-    plan, evaluation = found.chosen
-    others = [(other.plan, other.evaluation.estimate, "runner-up") for other in found.runners_up]
+def report(
+    question: Question, answer: Found, rules: Sequence[PricedChoice], choices: Sequence[PricedChoice]
+) -> RenderableType:
+    """Return the whole report; `rules` are rows of the table of plans, `choices` have a paragraph each."""
+    plan, evaluation = answer.chosen
+    others = [(other.plan, other.evaluation.estimate, "runner-up") for other in answer.runners_up]
     others += [(rule.plan, rule.estimate, rule.name) for rule in rules]
     parts: list[RenderableType] = [
-        Text("\n".join(_answer(question, plan, evaluation.estimate, found))),
+        Text("\n".join(_answer(question, plan, evaluation.estimate, answer))),
         _memory_table(question, plan, evaluation.estimate),
         _plans_table(question, [(plan, evaluation.estimate, "the best"), *others]),
     ]
-    if (of_types := node_types_table(plan, evaluation.estimate)) is not None:
-        parts.insert(1, of_types)
-    parts += [Text("\n".join(_against(question, plan, evaluation.estimate, beside))) for beside in choices]
+    if (node_types := node_types_table(plan, evaluation.estimate)) is not None:
+        parts.insert(1, node_types)
+    parts += [Text("\n".join(_against(question, plan, evaluation.estimate, choice))) for choice in choices]
     lines = ["assumed", *(f"  {line}" for line in question.assumed), *_assumptions(evaluation.warnings), SEEN]
     return Group(*parts, Text("\n".join(lines)))
 
 
 def mfu(question: Question, plan: Plan, estimate: Estimate) -> float | None:
-    """Model FLOP/s over the devices' peak (Chowdhery et al. 2022): what is recomputed does not count."""
-    on = question.cluster.node_type_of_rank
-    known = [{str(of): rate for of, rate in question.devices[name].peaks.items()} for name in on]
+    """Return model FLOP/s over the devices' peak (Chowdhery et al. 2022): recomputation does not count."""
+    ranks = question.cluster.node_type_of_rank
+    known = [{str(dtype): rate for dtype, rate in question.devices[name].peaks.items()} for name in ranks]
     peaks = [rates[plan.precision.compute] for rates in known if plan.precision.compute in rates]
     types = question.model.types
     forward = sum(types[name].forward_flops_per_sample for name in (EMBEDDING, *question.model.layers, HEAD))
-    return 3 * forward * estimate.samples_per_s / sum(peaks) if len(peaks) == len(on) else None
+    return 3 * forward * estimate.samples_per_s / sum(peaks) if len(peaks) == len(ranks) else None
 
 
 def usd_per_billion_tokens(plan: Plan, estimate: Estimate) -> float | None:
-    """Price of training on a billion tokens; None where the GPUs have no price."""
+    """Return the price of training on a billion tokens; None where the GPUs have no price."""
     if estimate.usd_per_step is None:
         return None
     return estimate.usd_per_step / (plan.global_batch_size * plan.model.sequence_length) * 1e9
 
 
 def plan_words(plan: Plan) -> str:
-    """What a plan does, in one line."""
+    """Return a plan in one line."""
     shape = f"pp{len(plan.stages)}, {plan.num_microbatches} x {plan.microbatch_samples} samples"
     if plan.schedule.interleaves:
         shape += f", {plan.schedule}"
     runs = layer_runs(plan, 0, len(plan.layers))
-    alike = len(runs) == 1
-    return ", ".join([shape, strategy_words(plan.layers[0])] if alike else [shape, *runs])
+    return ", ".join([shape, strategy_words(plan.layers[0])] if len(runs) == 1 else [shape, *runs])
 
 
-def _answer(question: Question, plan: Plan, estimate: Estimate, found: Found) -> Iterator[str]:
+def _answer(question: Question, plan: Plan, estimate: Estimate, answer: Found) -> Iterator[str]:
+    """Yield the lines of the answer: the plan, what it yields, and what is proven."""
     model, tokens_per_s = question.model, estimate.samples_per_s * question.model.sequence_length
     yield (
         f"{model.name} ({model.parameter_count / 1e9:.3g} B parameters, {model.sequence_length} tokens a sample) on "
@@ -95,30 +97,30 @@ def _answer(question: Question, plan: Plan, estimate: Estimate, found: Found) ->
     words += [] if share is None else [f"MFU {share:.1%}"]
     words += [] if price is None else [f"{price:,.2f} USD per billion tokens"]
     yield f"  predicted {', '.join(words)}"
-    yield f"  {_proven(found)}"
+    yield f"  {_proven(answer)}"
 
 
-def _proven(found: Found) -> str:
-    if not found.bound_s:
+def _proven(answer: Found) -> str:
+    if not answer.bound_s:
         return "stopped by the time limit before there was a bound: how much faster other plans are is not known"
-    gap = found.optimum_s / found.bound_s - 1
-    if found.stopped:
+    gap = answer.optimum_s / answer.bound_s - 1
+    if answer.stopped:
         return f"stopped by the time limit: no plan is more than {gap:.1%} faster (--time-limit)"
     return f"proven under these estimates: no plan of the space is more than {gap:.2%} faster"
 
 
 def _layer_counts(plan: Plan) -> str:
     counts = [sum(high - low for low, high in stage.layers) for stage in plan.stages]
-    of_rank = plan.cluster.node_type_of_rank
-    types = [" and ".join(dict.fromkeys(of_rank[rank] for rank in stage.ranks)) for stage in plan.stages]
-    if len(set(of_rank)) > 1:
+    ranks = plan.cluster.node_type_of_rank
+    types = [" and ".join(dict.fromkeys(ranks[rank] for rank in stage.ranks)) for stage in plan.stages]
+    if len(set(ranks)) > 1:
         return " + ".join(f"{count} on {name}" for count, name in zip(counts, types, strict=True))
     return str(counts[0]) if len(set(counts)) == 1 else " + ".join(map(str, counts))
 
 
 def _memory_table(question: Question, plan: Plan, estimate: Estimate) -> RenderableType:
-    """Of a rank of the fullest pipeline stage."""
-    left, number = min((own, number) for number, own in enumerate(question.left_bytes(plan, estimate)))
+    """Return the table of the categories of memory of a rank of the fullest pipeline stage."""
+    left, number = min((left, number) for number, left in enumerate(question.left_bytes(plan, estimate)))
     stage = estimate.stages[number]
     terms = sorted(stage.memory_terms_bytes.items(), key=lambda term: -term[1])
     rows = [
@@ -134,37 +136,37 @@ def _plans_table(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]
     rows = [
         (
             name,
-            plan_words(each),
-            f"{own.simulated_step_time_s:.4g}",
-            f"{sample_s(each, own) / sample_s(plan, estimate):.2f}",
-            f"{own.memory_bytes / GIB:.1f}",
-            "yes" if question.fits(each, own) else "no",
+            plan_words(other),
+            f"{there.simulated_step_time_s:.4g}",
+            f"{sample_s(other, there) / sample_s(plan, estimate):.2f}",
+            f"{there.memory_bytes / GIB:.1f}",
+            "yes" if question.fits(other, there) else "no",
         )
-        for each, own, name in plans
+        for other, there, name in plans
     ]
     headings = ("", "plan", "s a step", "times as long", "GiB", "fits")
     return table("the best plan, others, and rules of thumb (--against tells how they differ)", headings, rows)
 
 
-def _against(question: Question, plan: Plan, estimate: Estimate, beside: Beside) -> Iterator[str]:
-    """One choice against the best plan: time, memory, what differs, and the terms that gain the most."""
-    yield f"against {beside.name}" + (f": {beside.source}" if beside.source else "")
-    own = beside.estimate
-    lacks = -min(question.left_bytes(beside.plan, own))
-    yield f"  it is {plan_words(beside.plan)}"
-    more = (own.memory_bytes - estimate.memory_bytes) / GIB
-    ratio = sample_s(beside.plan, own) / sample_s(plan, estimate)
+def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedChoice) -> Iterator[str]:
+    """Yield lines on a choice against the best plan: time, memory, what differs, and the terms that gain the most."""
+    yield f"against {choice.name}" + (f": {choice.source}" if choice.source else "")
+    _, other, there, _ = choice
+    lacks = -min(question.left_bytes(other, there))
+    yield f"  it is {plan_words(other)}"
+    more = (there.memory_bytes - estimate.memory_bytes) / GIB
+    ratio = sample_s(other, there) / sample_s(plan, estimate)
     yield f"  yours takes {ratio:.2f} times as long, {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
     if lacks > 0:
         yield f"  it does not fit: it lacks {lacks / GIB:.2f} GiB a rank of {question.budget_words}"
     yield "  here is what differs, best plan → yours:"
-    yield from (f"    {line}" for line in plan_differences(plan, beside.plan) or ("nothing that is done",))
-    changes = sorted(time_changes(plan, estimate, beside.plan, own), key=lambda change: -abs(change.binding.gain))
-    told = [f"{change.term} {change.binding.gain * 1e3:+.0f} ms" for change in changes[:3] if change.binding.gain]
-    if told:
-        yield f"  most of the time, on the slowest stage of each: {', '.join(told)} a step"
+    yield from (f"    {line}" for line in plan_differences(plan, other) or ("nothing that is done",))
+    changes = sorted(time_changes(plan, estimate, other, there), key=lambda change: -abs(change.binding.gain))
+    terms = [f"{change.term} {change.binding.gain * 1e3:+.0f} ms" for change in changes[:3] if change.binding.gain]
+    if terms:
+        yield f"  most of the time, on the slowest stage of each: {', '.join(terms)} a step"
 
 
 def _assumptions(warnings: Iterable[str]) -> Iterator[str]:
-    """The warnings of a prediction but those that repeat how far estimates were off."""
+    """Yield the warnings of a prediction but those that repeat how far estimates were off."""
     yield from (f"  {warning}" for warning in warnings if "nothing was measured" not in warning)

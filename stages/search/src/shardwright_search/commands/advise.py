@@ -6,12 +6,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput, NothingFits, check_writable, write_document
-from shardwright_formats.types import GIB, Plan
-from shardwright_search.advise.choices import choice_of, plan_of_choice
+from shardwright_formats.types import GIB, Estimate, Plan
+from shardwright_search.advise.choices import RULES, choice_of, plan_of_choice, plan_of_rule
 from shardwright_search.advise.question import Question, question_of
-from shardwright_search.advise.report import Beside, report
-from shardwright_search.advise.rules import RULES, plan_of_rule
-from shardwright_search.cost_model.plan import Evaluation, evaluate
+from shardwright_search.advise.report import PricedChoice, report
+from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import show_rich
 from shardwright_search.options import AdviseOptions
 from shardwright_search.search import Candidate, Found, find_best
@@ -25,69 +24,58 @@ def advise(options: AdviseOptions) -> None:
     if options.out is not None:
         check_writable(options.out)
     question = question_of(options)
-    found = find_best(
-        question.request,
-        question.model,
-        question.cluster,
-        question.profiles,
-        Path("--batch"),
-        lambda _: None,
-        options.time_limit,
-    )
-    if isinstance(found, Infeasible):
-        raise NothingFits(_nothing_fits(question, found))
-    rules = [beside for name in RULES if (beside := _rule_of_thumb(name, question)) is not None]
-    choices = [_beside(text, question) for text in options.against]
-    found = _never_worse(found, [*rules, *choices], question)
+    given = question.request, question.model, question.cluster, question.profiles, Path("--batch")
+    answer = find_best(*given, lambda _: None, options.time_limit)
+    if isinstance(answer, Infeasible):
+        raise NothingFits(_nothing_fits(question, answer))
+    rules = [choice for name in RULES if (choice := _rule_of_thumb(name, question)) is not None]
+    choices = [_priced_choice(text, question) for text in options.against]
+    answer = _never_worse(answer, [*rules, *choices], question)
     if options.out is not None:
-        write_document(options.out, found.chosen.plan)
-    show_rich(report(question, found, rules, choices))
+        write_document(options.out, answer.chosen.plan)
+    show_rich(report(question, answer, rules, choices))
 
 
-def _beside(text: str, question: Question) -> Beside:
-    """A rule, or a choice of the user's, priced."""
+def _priced_choice(text: str, question: Question) -> PricedChoice:
+    """Return a rule, or a choice of the user's, with its price."""
     name = text.removeprefix(_RULE)
     if name == text:
         plan, source = plan_of_choice(choice_of(text, question), f"--against {text}", question), ""
     else:
-        plan, source = plan_of_rule(name, question, lambda plan: _fits(plan, question)), RULES[name].source
-    return Beside(text, plan, _priced(plan, question).estimate, source)
+        plan = plan_of_rule(name, question, lambda plan: question.fits(plan, _priced(plan, question)))
+        source = RULES[name].source
+    return PricedChoice(text, plan, _priced(plan, question), source)
 
 
-def _rule_of_thumb(name: str, question: Question) -> Beside | None:
-    """A rule's plan; None where nothing that the rule says divides batch and devices."""
+def _rule_of_thumb(name: str, question: Question) -> PricedChoice | None:
+    """Return a rule's plan with its price; None where nothing that the rule says divides batch and devices."""
     try:
-        return _beside(f"{_RULE}{name}", question)
+        return _priced_choice(f"{_RULE}{name}", question)
     except BadInput:
         return None
 
 
-def _never_worse(found: Found, besides: Sequence[Beside], question: Question) -> Found:
-    """Where the search was stopped, a choice that fits and takes less time is the answer."""
-    best = found.chosen
-    for beside in besides if found.stopped else ():
-        evaluation = _priced(beside.plan, question)
-        quicker = evaluation.estimate.simulated_step_time_s < best.evaluation.estimate.simulated_step_time_s
-        if quicker and question.fits(beside.plan, evaluation.estimate):
-            best = Candidate(beside.plan, evaluate(beside.plan, question.profiles))
-    if best is found.chosen:
-        return found
-    return replace(found, chosen=best, optimum_s=min(found.optimum_s, best.evaluation.estimate.objective_s))
+def _never_worse(answer: Found, choices: Sequence[PricedChoice], question: Question) -> Found:
+    """Return a choice that fits and takes less time as the answer, where the search was stopped."""
+    best = answer.chosen
+    for choice in choices if answer.stopped else ():
+        quicker = choice.estimate.simulated_step_time_s < best.evaluation.estimate.simulated_step_time_s
+        if quicker and question.fits(choice.plan, choice.estimate):
+            best = Candidate(choice.plan, evaluate(choice.plan, question.profiles))
+    if best is answer.chosen:
+        return answer
+    return replace(answer, chosen=best, optimum_s=min(answer.optimum_s, best.evaluation.estimate.objective_s))
 
 
-def _priced(plan: Plan, question: Question) -> Evaluation:
-    return evaluate(plan, question.profiles, timeline=False)
+def _priced(plan: Plan, question: Question) -> Estimate:
+    return evaluate(plan, question.profiles, timeline=False).estimate
 
 
-def _fits(plan: Plan, question: Question) -> bool:
-    return question.fits(plan, _priced(plan, question).estimate)
-
-
-def _nothing_fits(question: Question, found: Infeasible) -> str:
-    """By how much, and what would do."""
-    lacks = f"{'' if found.exact else 'more than '}{found.missing_bytes / GIB:.2f} GiB a rank"
-    least = f"{'' if found.exact else 'more than '}{found.min_bytes / GIB:.2f} GiB"
+def _nothing_fits(question: Question, answer: Infeasible) -> str:
+    """Return by how much each plan lacks memory, and what would do."""
+    more = "" if answer.exact else "more than "
     return (
         f"{question.model.name} on {question.cluster.name}: no plan fits in {question.budget_words}, "
-        f"even the leanest lacks {lacks}: take more GPUs, GPUs that leave {least}, a smaller --batch or --seq"
+        f"even the leanest lacks {more}{answer.missing_bytes / GIB:.2f} GiB a rank: take more GPUs, GPUs that leave "
+        f"{more}{answer.min_bytes / GIB:.2f} GiB, a smaller --batch or --seq"
     )

@@ -1,125 +1,171 @@
-"""The command that says why a plan is what it is, what else there is, and what would help."""
+"""Tables of a plan: `shardwright-search explain` and `simulate`."""
 
+import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from shardwright_formats.io import BadInput, read_document, sha256_of_file
-from shardwright_formats.types import Plan, Prediction
-from shardwright_search.commands.inputs import Inputs, read_inputs
-from shardwright_search.commands.prediction import prediction_path, read_prediction
-from shardwright_search.commands.progress import progress
+from shardwright_formats.display.svg import document
+from shardwright_formats.display.timeline import draw_timeline, idle_s
+from shardwright_formats.io import BadInput, atomic_path, read_document, sha256_of_file
+from shardwright_formats.types import Estimate, Plan, Prediction
+from shardwright_search.commands.prediction import Inputs, prediction_path, progress, read_inputs, read_prediction
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.explain.binding import Change, Choices, binding_lines, faster_changes
+from shardwright_search.explain.binding import Change, LayerChoices, binding_lines, faster_changes
 from shardwright_search.explain.difference import difference
-from shardwright_search.explain.tables import answers_shown, explanation, node_types_table, show_rich
-from shardwright_search.explain.what_if import Answer, Question, answer, neighbours, outlook
-from shardwright_search.options import ExplainOptions
+from shardwright_search.explain.tables import answers_shown, explanation, node_types_table, show_rich, table
+from shardwright_search.explain.what_if import WhatIf, WhatIfAnswer, answer, neighbours, outlook
+from shardwright_search.options import ExplainOptions, SimulateOptions
+from shardwright_search.simulation.chrome_trace import chrome_trace
 from shardwright_search.space.budget import budgets_of, budgets_of_stages
 from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import SearchRequest, batch_sizes
 
+_KINDS = ("forward", "backward", "gradient_sync", "optimizer")
 _STAYS = (
     "Messages inside a layer, of tensor and sequence parallelism, are part of its profiled time and stay as they are."
 )
 
 
-class _Asked(NamedTuple):
-    """A search file and what it says."""
+class _Search(NamedTuple):
+    """A search file and its request."""
 
     file: Path
     request: SearchRequest
 
 
 def explain(options: ExplainOptions) -> None:
-    """Show the tables of a plan, and what else is asked for."""
+    """Show the tables of a plan, and those that the options ask for."""
     plan = read_document(options.plan, Plan)
     other = None if options.other is None else read_document(options.other, Plan)
     inputs = read_inputs(options)
-    believed = read_prediction(options.plan, plan) if prediction_path(options.plan).exists() else None
-    asked = None if options.search is None else _Asked(options.search, read_document(options.search, SearchRequest))
-    if asked is not None:
-        _check_made_by(asked, options.plan, plan, believed)
+    prediction = read_prediction(options.plan, plan) if prediction_path(options.plan).exists() else None
+    search = None if options.search is None else _Search(options.search, read_document(options.search, SearchRequest))
+    if search is not None:
+        _check_made_by(search, options.plan, plan, prediction)
     if other is not None and other.model != plan.model:
         raise BadInput(options.other, f"is for another model than {options.plan.name}", "compare plans for one model")
-    evaluation = evaluate(plan, inputs.profiles, _costs(plan, inputs, asked))
-    parts = [_why(plan, evaluation, inputs, asked, believed)]
+    evaluation = evaluate(plan, inputs.profiles, _costs(plan, inputs, search))
+    parts = [_why(plan, evaluation, inputs, search, prediction)]
     if (types := node_types_table(plan, evaluation.estimate)) is not None:
         parts.append(types)
-    if asked is not None:
-        parts += _further(plan, evaluation, inputs, asked, options.time_limit)
+    if search is not None:
+        parts += _further(plan, evaluation, inputs, search, options.time_limit)
     if other is not None:
-        there = evaluate(other, inputs.profiles, _costs(other, inputs, asked))
+        there = evaluate(other, inputs.profiles, _costs(other, inputs, search))
         parts.append(difference(plan, evaluation.estimate, other, there.estimate))
     show_rich(Group(*parts))
 
 
-def _costs(plan: Plan, inputs: Inputs, asked: _Asked | None) -> CostModel:
-    time_model = TimeModel.INTERPOLATE if asked is None else asked.request.time_model
+def _costs(plan: Plan, inputs: Inputs, search: _Search | None) -> CostModel:
+    time_model = TimeModel.INTERPOLATE if search is None else search.request.time_model
     return cost_model_of(plan, inputs.profiles, time_model)
 
 
 def _why(
-    plan: Plan, evaluation: Evaluation, inputs: Inputs, asked: _Asked | None, believed: Prediction | None
+    plan: Plan, evaluation: Evaluation, inputs: Inputs, search: _Search | None, prediction: Prediction | None
 ) -> RenderableType:
-    """The tables of the plan itself, what binds, and the runners-up that its prediction has."""
-    budgets_bytes, choices = _believed_budgets(plan, believed), Choices()
-    if asked is not None:
-        request = narrowed(asked.request, plan.cluster)
-        budgets_bytes = budgets_of_stages(plan, budgets_of(request, plan.cluster, asked.file))
-        choices = Choices(request.data_parallel, request.recompute, not request.fine_grained)
+    """Return the tables of the plan itself, what binds, and the runners-up that its prediction has."""
+    budgets_bytes, choices = _predicted_budgets(plan, prediction), LayerChoices()
+    if search is not None:
+        request = narrowed(search.request, plan.cluster)
+        budgets_bytes = budgets_of_stages(plan, budgets_of(request, plan.cluster, search.file))
+        choices = LayerChoices(request.data_parallel, request.recompute, not request.fine_grained)
     changes: tuple[Change, ...] = ()
     if budgets_bytes is not None:
-        changes = faster_changes(plan, evaluation, _costs(plan, inputs, asked), budgets_bytes, choices)
+        changes = faster_changes(plan, evaluation, _costs(plan, inputs, search), budgets_bytes, choices)
     lines = binding_lines(plan, evaluation.estimate, budgets_bytes, changes)
     lines += [f"warning: {warning}" for warning in (*evaluation.warnings, *inputs.warnings)]
-    return explanation(plan, evaluation.estimate, budgets_bytes, lines, () if believed is None else believed.runners_up)
+    runners_up = () if prediction is None else prediction.runners_up
+    return explanation(plan, evaluation.estimate, budgets_bytes, lines, runners_up)
 
 
-def _believed_budgets(plan: Plan, believed: Prediction | None) -> tuple[int, ...] | None:
-    """By pipeline stage what the prediction says; of a mixed cluster it tells that of one stage only."""
-    if believed is None or believed.memory_budget_bytes is None or len(set(plan.cluster.node_type_of_rank)) > 1:
+def _predicted_budgets(plan: Plan, prediction: Prediction | None) -> tuple[int, ...] | None:
+    """Return the prediction's budget of each stage; None for a mixed cluster, where it has that of one stage only."""
+    if prediction is None or prediction.memory_budget_bytes is None or len(set(plan.cluster.node_type_of_rank)) > 1:
         return None
-    return (believed.memory_budget_bytes,) * len(plan.stages)
+    return (prediction.memory_budget_bytes,) * len(plan.stages)
 
 
 def _further(
-    plan: Plan, evaluation: Evaluation, inputs: Inputs, asked: _Asked, time_limit_s: float | None
+    plan: Plan, evaluation: Evaluation, inputs: Inputs, search: _Search, time_limit_s: float | None
 ) -> Iterator[RenderableType]:
-    """Tables of the neighbouring kinds, and of what more would bring."""
-    kinds = neighbours(plan, asked.request, inputs.profiles, asked.file)
-    more = outlook(plan, asked.request, inputs.profiles, asked.file)
-    answers = _answers([*kinds, *more], time_limit_s)
-    for title, own in (
-        ("the best plan of each neighbouring kind, against this plan", answers[: len(kinds)]),
-        ("what more would bring, against this plan", answers[len(kinds) :]),
-    ):
-        yield answers_shown(title, plan, evaluation.estimate, own)
+    """Yield tables of the neighbouring kinds, and of what more memory, links or nodes would bring."""
+    given = plan, search.request, inputs.profiles, search.file
+    kinds = neighbours(*given)
+    answers = _answers([*kinds, *outlook(*given)], time_limit_s)
+    neighbouring = "the best plan of each neighbouring kind, against this plan"
+    yield answers_shown(neighbouring, plan, evaluation.estimate, answers[: len(kinds)])
+    yield answers_shown("what more would bring, against this plan", plan, evaluation.estimate, answers[len(kinds) :])
     yield Text(_STAYS)
 
 
-def _answers(questions: Sequence[Question], time_limit_s: float | None) -> list[Answer]:
-    found = []
+def _answers(questions: Sequence[WhatIf], time_limit_s: float | None) -> list[WhatIfAnswer]:
+    answers = []
     with progress() as report:
         for number, question in enumerate(questions, 1):
-            report(f"search {number} of {len(questions)}: {question.what}")
-            found.append(answer(question, time_limit_s))
-    return found
+            report(f"search {number} of {len(questions)}: {question.difference}")
+            answers.append(answer(question, time_limit_s))
+    return answers
 
 
-def _check_made_by(asked: _Asked, path: Path, plan: Plan, believed: Prediction | None) -> None:
+def _check_made_by(search: _Search, path: Path, plan: Plan, prediction: Prediction | None) -> None:
     """Raise BadInput where the search file cannot be the one that made the plan."""
-    request, remedy = asked.request, "give the search file that made the plan"
-    known = None if believed is None else believed.inputs_sha256.get("search")
-    if known is not None and known != sha256_of_file(asked.file):
-        raise BadInput(asked.file, f"is not the search file that made {path.name}, or was changed since", remedy)
+    request, remedy = search.request, "give the search file that made the plan"
+    made_with = None if prediction is None else prediction.inputs_sha256.get("search")
+    if made_with is not None and made_with != sha256_of_file(search.file):
+        raise BadInput(search.file, f"is not the search file that made {path.name}, or was changed since", remedy)
     for field in ("name", "precision", "attention", "gradient_reduction"):
         if getattr(request, field) != getattr(plan, field):
-            raise BadInput(asked.file, f"asks for another {field} than {path.name} has", remedy)
+            raise BadInput(search.file, f"asks for another {field} than {path.name} has", remedy)
     if plan.global_batch_size not in batch_sizes(request):
-        raise BadInput(asked.file, f"global_batch_size is not that of {path.name}", remedy)
+        raise BadInput(search.file, f"global_batch_size is not that of {path.name}", remedy)
+
+
+def simulate_plan(options: SimulateOptions) -> None:
+    """Show the simulated step, and write its picture and its trace where they are asked for."""
+    plan, profiles = read_document(options.plan, Plan), read_inputs(options).profiles
+    costs = cost_model_of(plan, profiles, options.time_model)
+    try:
+        estimate = evaluate(plan, profiles, costs, sends=options.sends).estimate
+    except ValueError as error:
+        raise BadInput(options.plan, str(error), "simulate asynchronous sends, or choose 1f1b or gpipe") from None
+    files = {}
+    if options.svg is not None:
+        files[options.svg] = document(draw_timeline(plan, estimate))
+    if options.trace is not None:
+        files[options.trace] = json.dumps(chrome_trace(plan, estimate), ensure_ascii=False)
+    with ExitStack() as stack:  # Each file is complete before the first gets its name.
+        for path, content in files.items():
+            stack.enter_context(atomic_path(path)).write_text(content, encoding="utf-8")
+        show_rich(_report(plan, estimate))
+
+
+def _report(plan: Plan, estimate: Estimate) -> RenderableType:
+    """Return the step's times, and how each pipeline stage spends the time until the last event."""
+    end_s = max(event.end_s for event in estimate.timeline)
+    step_ms, bound_ms, closed_ms, end_ms = (
+        f"{time_s * 1e3:.3f} ms"
+        for time_s in (estimate.simulated_step_time_s, estimate.simulated_lower_bound_s, estimate.objective_s, end_s)
+    )
+    stages = f"{len(plan.stages)} pipeline stage(s)"
+    line = f"plan {plan.name}: {plan.schedule}, {stages}, {plan.num_microbatches} microbatches"
+    step = f"simulated step {step_ms}, lower bound {bound_ms}, closed form {closed_ms}"
+    headings = ("stage", *(kind.replace("_", " ") for kind in _KINDS), "idle", "idle share")
+    rows = [_stage_row(estimate, stage, end_s) for stage in range(len(plan.stages))]
+    title = f"ms until {end_ms}, when the last stage is done"
+    types = node_types_table(plan, estimate)
+    return Group(Text(f"{line}\n{step}"), table(title, headings, rows), *([] if types is None else [types]))
+
+
+def _stage_row(estimate: Estimate, stage: int, end_s: float) -> list[str]:
+    events = [event for event in estimate.timeline if event.stage == stage]
+    sums_s = [sum(event.end_s - event.start_s for event in events if event.kind == kind) for kind in _KINDS]
+    idle = idle_s(events, stage, end_s)
+    return [f"{stage:>5}", *(f"{time_s * 1e3:.3f}" for time_s in (*sums_s, idle)), f"{idle / end_s:.1%}"]

@@ -3,113 +3,111 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 from shardwright_formats.command import show
 from shardwright_formats.io import BadInput, NothingFits, check_writable, read_document, write_bytes
 from shardwright_formats.types import Cluster, Model, Plan, Prediction
-from shardwright_search.commands.inputs import Inputs, read_inputs
-from shardwright_search.commands.prediction import plan_summary, prediction_of_evaluated, prediction_path, written
+from shardwright_search.commands.prediction import (
+    Inputs,
+    plan_summary,
+    prediction_of_evaluated,
+    prediction_path,
+    read_inputs,
+    written,
+)
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.fasop.estimate import Estimate, batches, estimates
-from shardwright_search.fasop.exhaustive import MAX_PARTITIONS, check
-from shardwright_search.fasop.foreign import joined, read_foreign
-from shardwright_search.fasop.inputs import problem_of
-from shardwright_search.fasop.options import FasopOptions
-from shardwright_search.fasop.plan import plan_of
-from shardwright_search.fasop.problem import Candidate, Problem, candidates
-from shardwright_search.fasop.table import csv_of
+from shardwright_search.fasop.partition import MAX_PARTITIONS, check
+from shardwright_search.fasop.problem import Problem, candidates, problem_of
+from shardwright_search.fasop.table import csv_of, joined, plan_of, read_foreign
+from shardwright_search.options import FasopOptions
 from shardwright_search.rent.sub_clusters import MAX_SUB_CLUSTERS
 from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.uniform import UniformStrategy
 
 
-class _Asked(NamedTuple):
-    """What is to be estimated, read from the files that the options name."""
+class _Given(NamedTuple):
+    """The problem and its candidates, with the files that they were read from."""
 
     request: SearchRequest
     cluster: Cluster
     model: Model
     inputs: Inputs
     problem: Problem
-    every: list[Candidate]
+    candidates: list[UniformStrategy]
 
 
 def fasop(options: FasopOptions) -> None:
     """Write the table, and the plan that is asked for."""
-    asked = _read(options)
-    checked = [_checked(asked.problem, asked.every)] if options.exhaustive_partition else []
-    found, joins = _estimated(asked, options.foreign)
-    fitting = [estimate for estimate in found if not estimate.memory.is_oom]
-    told = [f"{len(found)} candidates, {len(found) - len(fitting)} out of memory", *checked, *joins]
-    told += [_told(asked.problem, fitting[0])] if fitting else []
+    given = _read(options)
+    lines = [_checked(given.problem, given.candidates)] if options.exhaustive_partition else []
+    rows, joins = _estimated(given, options.foreign)
+    fitting = [estimate for estimate in rows if not estimate.memory.is_oom]
+    lines = [f"{len(rows)} candidates, {len(rows) - len(fitting)} out of memory", *lines, *joins]
+    lines += [_best_line(given.problem, fitting[0])] if fitting else []
     with ExitStack() as all_or_none:
         if options.plan is not None and fitting:
-            plan = plan_of(asked.problem, fitting[0], asked.request, asked.model, asked.cluster)
-            prediction = _prediction(plan, asked, options)
-            told.append(plan_summary(plan, prediction))
+            plan = plan_of(given.problem, fitting[0], given.request, given.model, given.cluster)
+            prediction = _prediction(plan, given, options)
+            lines.append(plan_summary(plan, prediction))
             all_or_none.enter_context(written(options.plan, plan, prediction))
-        write_bytes(options.out, csv_of(asked.problem, found, list(asked.cluster.node_types), options.steps))
-        show("\n".join(told))
+        write_bytes(options.out, csv_of(given.problem, rows, list(given.cluster.node_types), options.steps))
+        show("\n".join(lines))
     if options.plan is not None and not fitting:
         raise NothingFits(
             f"{options.search}: no plan is written: every candidate has too little memory: see {options.out}"
         )
 
 
-def _read(options: FasopOptions) -> _Asked:
+def _read(options: FasopOptions) -> _Given:
+    """Return the problem and its candidates; raise BadInput before anything is estimated."""
     request = read_document(options.search, SearchRequest)
     cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
     inputs = read_inputs(options)
     problem = problem_of(request, model, cluster, inputs.profiles, options.cluster, options.search)
-    for path in (options.out, *_plan_files(options)):
+    for path in (options.out, *(() if options.plan is None else (options.plan, prediction_path(options.plan)))):
         check_writable(path)
-    every = _candidates(problem, cluster, options)
-    if not every:
-        what = "no candidate: no degrees divide the devices, the batch and the layers"
-        raise BadInput(options.search, what, "change global_batch_size, or profile more tp_sizes")
-    return _Asked(request, cluster, model, inputs, problem, every)
+    listed = _candidates(problem, cluster, options)
+    if not listed:
+        none = "no candidate: no degrees divide the devices, the batch and the layers"
+        raise BadInput(options.search, none, "change global_batch_size, or profile more tp_sizes")
+    return _Given(request, cluster, model, inputs, problem, listed)
 
 
-def _estimated(asked: _Asked, foreign: Sequence[Path]) -> tuple[list[Estimate], list[str]]:
-    """The fastest first, with what came of foreign tables."""
-    found, told = estimates(asked.problem, asked.every), []
+def _estimated(given: _Given, foreign: Sequence[Path]) -> tuple[list[Estimate], list[str]]:
+    """Return the estimates, the fastest first, and a line on each foreign table."""
+    rows, lines = estimates(given.problem, given.candidates), []
     for file in foreign:
-        others = read_foreign(file, asked.problem, asked.every)
-        before, found = found, joined(asked.problem, found, others)
-        taken = {(own.candidate, own.partition) for own in found} - {(own.candidate, own.partition) for own in before}
-        told.append(f"{len(taken)} of {len(others)} partitions of {file.name} are faster, and taken")
-    return found, told
+        others = read_foreign(file, given.problem, given.candidates)
+        before, rows = rows, joined(given.problem, rows, others)
+        taken = {(row.candidate, row.partition) for row in rows} - {(row.candidate, row.partition) for row in before}
+        lines.append(f"{len(taken)} of {len(others)} partitions of {file.name} are faster, and taken")
+    return rows, lines
 
 
-def _prediction(plan: Plan, asked: _Asked, options: FasopOptions) -> Prediction:
-    files = {"cluster": options.cluster, "model": options.model, "search": options.search} | asked.inputs.files
-    evaluation = evaluate(plan, asked.inputs.profiles)
-    return prediction_of_evaluated(plan, evaluation, files, asked.inputs.warnings)
+def _prediction(plan: Plan, given: _Given, options: FasopOptions) -> Prediction:
+    files = {"cluster": options.cluster, "model": options.model, "search": options.search} | given.inputs.files
+    return prediction_of_evaluated(plan, evaluate(plan, given.inputs.profiles), files, given.inputs.warnings)
 
 
-def _plan_files(options: FasopOptions) -> list[Path]:
-    return [] if options.plan is None else [options.plan, prediction_path(options.plan)]
-
-
-def _candidates(problem: Problem, cluster: Cluster, options: FasopOptions) -> list[Candidate]:
-    most = [sum(g.count for g in cluster.nodes if g.node_type == own.name) for own in problem.node_types]
+def _candidates(problem: Problem, cluster: Cluster, options: FasopOptions) -> list[UniformStrategy]:
+    most = [sum(g.count for g in cluster.nodes if g.node_type == kind.name) for kind in problem.node_types]
     if not options.sub_clusters:
         return list(candidates(problem, most))
-    number = 1
-    for count in most:
-        number *= count + 1
-    if number > MAX_SUB_CLUSTERS:
-        what = f"{number} sub-clusters, more than {MAX_SUB_CLUSTERS}"
-        raise BadInput(options.cluster, what, "take a cluster of fewer nodes")
+    if (number := prod(count + 1 for count in most)) > MAX_SUB_CLUSTERS:
+        too_many = f"{number} sub-clusters, more than {MAX_SUB_CLUSTERS}"
+        raise BadInput(options.cluster, too_many, "take a cluster of fewer nodes")
     chosen = product(*(range(count + 1) for count in most))
-    return [own for counts in chosen if any(counts) for own in candidates(problem, counts)]
+    return [candidate for counts in chosen if any(counts) for candidate in candidates(problem, counts)]
 
 
-def _checked(problem: Problem, every: list[Candidate]) -> str:
-    """What trying all partitions told; AssertionError, with the first of them, where one is better than the chosen."""
-    results = [check(problem, batch) for batch in batches(problem, every)]
-    wrong = [what for result in results for what in result.wrong]
+def _checked(problem: Problem, listed: list[UniformStrategy]) -> str:
+    """Return a line on the trial of all partitions; raise AssertionError where one is better than the chosen."""
+    results = [check(batch.pipelines, batch.candidates) for batch in batches(problem, listed)]
+    wrong = [line for result in results for line in result.wrong]
     if wrong:
         raise AssertionError(f"{len(wrong)} partitions are not the best: {wrong[0]}")
     tried, left = sum(result.tried for result in results), sum(result.left for result in results)
@@ -118,10 +116,11 @@ def _checked(problem: Problem, every: list[Candidate]) -> str:
     )
 
 
-def _told(problem: Problem, best: Estimate) -> str:
-    own = best.candidate
-    nodes = "+".join(problem.node_types[kind].name for kind in own.nodes)
+def _best_line(problem: Problem, best: Estimate) -> str:
+    candidate = best.candidate
+    nodes = "+".join(problem.node_types[kind].name for kind in candidate.nodes)
     return (
-        f"{best.step_s:.6g} s a step, {best.memory.gib:.4g} GiB: tp {own.tp_size}, dp {own.dp_size}, pp {own.pp_size}, "
-        f"micro-batch {own.micro_batch_size}, layers {'+'.join(map(str, best.partition))} on {nodes}"
+        f"{best.step_s:.6g} s a step, {best.memory.gib:.4g} GiB: tp {candidate.tp_size}, dp {candidate.dp_size}, "
+        f"pp {candidate.pp_size}, micro-batch {candidate.micro_batch_size}, "
+        f"layers {'+'.join(map(str, best.partition))} on {nodes}"
     )

@@ -20,9 +20,14 @@ from shardwright_formats.io import (
     write_document,
 )
 from shardwright_formats.types import Cluster, Model
-from shardwright_search.commands.inputs import Inputs, read_inputs
-from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, written
-from shardwright_search.commands.progress import progress
+from shardwright_search.commands.prediction import (
+    Inputs,
+    prediction_of_searched,
+    prediction_path,
+    progress,
+    read_inputs,
+    written,
+)
 from shardwright_search.options import GridOptions
 from shardwright_search.search import Found, StoppedEarly, find_best
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
@@ -33,18 +38,18 @@ _MAX_REASON = 2**16
 
 
 class _Outcome(NamedTuple):
-    """What came of a search."""
+    """The outcome of a search."""
 
-    found: Found | None
+    answer: Found | None
     reason: str | None
-    """Why there is no plan."""
+    """Reason why there is no plan."""
     is_stopped: bool
-    """Whether it was stopped before there was one."""
+    """Flag of a search that was stopped before there was a plan."""
     took_s: float
 
 
 class _Cells(msgspec.Struct, frozen=True, kw_only=True):
-    """What all cells share, and the folder that keeps their answers."""
+    """Inputs that all cells share, and the folder that keeps their answers."""
 
     file: Path
     cluster: Cluster
@@ -54,52 +59,49 @@ class _Cells(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     time_limit_s: float | None
     shared: str
-    """SHA-256 of all that an answer rests on beside its own search."""
+    """SHA-256 of all inputs of an answer but its search."""
 
     def key(self, search: SearchRequest) -> str:
-        """What the answer of a search is kept under."""
+        """Return the name under which the answer of a search is kept."""
         return sha256_of_value([self.shared, search])
 
     def known(self, search: SearchRequest) -> CellAnswer | None:
-        """The answer that is kept, if it is whole: a plan and its prediction are written as one."""
+        """Return the answer that is kept, if it is whole: a plan and its prediction are written as one."""
         key = self.key(search)
         plan, reason = self._plan(key), self._reason(key)
         if plan.exists() and prediction_path(plan).exists():
             return CellAnswer(name=search.name, key=key, reason=None)
         if reason.exists():
-            return CellAnswer(
-                name=search.name, key=key, reason=read_bytes(reason, _MAX_REASON).decode(errors="replace")
-            )
+            text = read_bytes(reason, _MAX_REASON).decode(errors="replace")
+            return CellAnswer(name=search.name, key=key, reason=text)
         return None
 
     def searched(self, search: SearchRequest, report: Callable[[str], None]) -> _Outcome:
-        """Search; a cell that cannot be answered says why and stops no other."""
-        begun = monotonic()
+        """Return the outcome of a search; a cell that cannot be answered says why and stops no other."""
+        begun, answer, reason = monotonic(), None, None
         try:
-            found: Found | Infeasible | None = find_best(
+            result = find_best(
                 search, self.model, self.cluster, self.inputs.profiles, self.file, report, self.time_limit_s
             )
-            reason = found.reason if isinstance(found, Infeasible) else None
+            answer, reason = (None, result.reason) if isinstance(result, Infeasible) else (result, None)
+            is_stopped = answer is not None and answer.stopped
         except BadInput as error:
-            found, reason = None, ": ".join(map(str, error.args[1:]))
-            is_stopped = isinstance(error, StoppedEarly)
-        else:
-            is_stopped = isinstance(found, Found) and found.stopped
+            reason, is_stopped = ": ".join(map(str, error.args[1:])), isinstance(error, StoppedEarly)
         if is_stopped and self.time_limit_s is None:
             raise KeyboardInterrupt  # the search took it for the wish to have its best plan so far
-        plan = found if isinstance(found, Found) else None
-        return _Outcome(plan, reason, found is None and is_stopped, monotonic() - begun)
+        return _Outcome(answer, reason, answer is None and is_stopped, monotonic() - begun)
 
     def kept(self, search: SearchRequest, outcome: _Outcome) -> CellAnswer:
-        """Keep what came of a search, but where there may be more time next time."""
-        key, found = self.key(search), outcome.found
-        if found is None:
+        """Keep the outcome of a search, and return it; not where there may be more time next time."""
+        key, answer = self.key(search), outcome.answer
+        if answer is None:
             if not outcome.is_stopped:
                 write_bytes(self._reason(key), str(outcome.reason).encode())
             return CellAnswer(name=search.name, key=key, reason=outcome.reason)
-        budgets_bytes = budgets_of_stages(found.chosen.plan, budgets_of(search, self.cluster, self.file))
-        prediction = prediction_of_searched(found, search, budgets_bytes, self.files, self.inputs.warnings)
-        with written(self._plan(key), found.chosen.plan, prediction):
+        best_plan = answer.chosen.plan
+        budgets_bytes = budgets_of_stages(best_plan, budgets_of(search, self.cluster, self.file))
+        prediction = prediction_of_searched(answer, search, budgets_bytes, self.files, self.inputs.warnings)
+        with written(self._plan(key), best_plan, prediction):
             return CellAnswer(name=search.name, key=key, reason=None)
 
     def _plan(self, key: str) -> Path:
@@ -125,8 +127,8 @@ def grid(options: GridOptions) -> None:
                 answer = cells.kept(search, outcome)
                 left = len(asked.searches) - len(answers) - 1
                 left_s = (monotonic() - started) / searched * left
-                told = f"{len(answers) + 1} of {len(asked.searches)} {search.name} in {outcome.took_s:.3f} s"
-                report(f"{told}, at most {left_s:.0f} s left")
+                place = f"{len(answers) + 1} of {len(asked.searches)}"
+                report(f"{place} {search.name} in {outcome.took_s:.3f} s, at most {left_s:.0f} s left")
             answers.append(answer)
     write_document(options.out, GridAnswers(cells=tuple(answers)))
     none = sum(answer.reason is not None for answer in answers)
@@ -138,7 +140,7 @@ def _cells(options: GridOptions) -> _Cells:
     cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
     inputs = read_inputs(options)
     files = {"cluster": options.cluster, "model": options.model} | inputs.files
-    rests_on = {role: sha256_of_file(path) for role, path in files.items()}
+    hashes = {role: sha256_of_file(path) for role, path in files.items()}
     return _Cells(
         file=options.grid,
         cluster=cluster,
@@ -147,5 +149,5 @@ def _cells(options: GridOptions) -> _Cells:
         files=files | {"search": options.grid},
         folder=options.folder,
         time_limit_s=options.time_limit,
-        shared=sha256_of_value([version("shardwright-search"), options.time_limit, rests_on]),
+        shared=sha256_of_value([version("shardwright-search"), options.time_limit, hashes]),
     )

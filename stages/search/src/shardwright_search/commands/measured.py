@@ -1,4 +1,4 @@
-"""`shardwright-search select` and `correct`: which of the measured plans wins, and what they teach."""
+"""`shardwright-search select` and `correct`: the winner of the measured plans, and correction factors from them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ def select(options: SelectOptions) -> None:
 
 
 def fastest_that_fits(measured: Sequence[PlanMeasurement], budget_bytes: int, file: Path) -> PlanMeasurement:
-    """The plan with the least median time per sample among those whose fullest rank stayed within the budget.
+    """Return the plan with the least median time per sample among those whose fullest rank stayed within the budget.
 
     Times are compared at equal speed of the machine. Raises NothingFits, naming the file of the measurement.
     """
@@ -44,7 +44,7 @@ def fastest_that_fits(measured: Sequence[PlanMeasurement], budget_bytes: int, fi
 
 
 def verdict(winner: PlanMeasurement, measured: Sequence[PlanMeasurement], plan: Plan, prediction: Prediction) -> str:
-    """Which plan won and by how much, in one line."""
+    """Return in one line which plan won and by how much."""
     roles = {plan.sha256: "the predicted best"}
     for number, other in enumerate(prediction.runners_up, start=1):
         roles.setdefault(other.plan.sha256, f"runner-up {number}")
@@ -71,7 +71,7 @@ def _more(other: PlanMeasurement, winner: PlanMeasurement) -> str:
 
 
 def _sample_s(measured: PlanMeasurement) -> float:
-    """At equal speed: in times of the reference workload."""
+    """Return the time of a sample at equal speed: in times of the reference workload."""
     return median(measured.step_times_s) / measured.reference_s / measured.plan.global_batch_size
 
 
@@ -92,7 +92,7 @@ def _check_alike(file: Path, measurement: Measurement, plan: Plan) -> None:
 
 
 def correct(options: CorrectOptions) -> None:
-    """Write what the measured plans teach."""
+    """Write the correction that the measured plans teach."""
     profiles = read_profiles([options.hardware], [options.profile])
     evidence = [each for path in options.measurements for each in _evidence_in(path, profiles)]
     factors, warnings = learned(evidence)
@@ -105,8 +105,8 @@ def correct(options: CorrectOptions) -> None:
         warnings=warnings,
     )
     lines = [
-        f"{term}: {of.factor:.3f} x predicted ({of.lowest:.3f} to {of.highest:.3f}; {of.num_plans} plans)"
-        for term, of in factors.items()
+        f"{term}: {x.factor:.3f} x predicted ({x.lowest:.3f} to {x.highest:.3f}; {x.num_plans} plans)"
+        for term, x in factors.items()
     ]
     with atomic_path(options.out) as path:
         write_document(path, correction)
@@ -116,8 +116,8 @@ def correct(options: CorrectOptions) -> None:
 def _evidence_in(path: Path, profiles: Profiles) -> list[Evidence]:
     measurement = read_document(path, Measurement)
     if measurement.device != profiles.origin.device:
-        what = f"was measured on {measurement.device!r}, the profile on {profiles.origin.device!r}"
-        raise BadInput(path, what, "take the profiles of that device")
+        problem = f"was measured on {measurement.device!r}, the profile on {profiles.origin.device!r}"
+        raise BadInput(path, problem, "take the profiles of that device")
     if not measurement.plans:
         raise BadInput(path, "every plan of it ran out of memory", "measure plans that fit")
     return [one for measured in measurement.plans for one in evidence_of(measured, profiles)]

@@ -1,22 +1,75 @@
-"""The prediction that stands beside a searched or evaluated plan."""
+"""Files that commands share: the profiles that plans are priced with, and the prediction that stands beside a plan."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from shardwright_formats.display.plan_words import headline, stage_lines
 from shardwright_formats.io import BadInput, atomic_path, read_document, sha256_of_file, write_document
-from shardwright_formats.types import MIB, Estimate, Plan, Prediction, Proof, RunnerUp
+from shardwright_formats.types import MIB, Correction, Estimate, Plan, Prediction, Proof, RunnerUp
 from shardwright_search.alternatives import NEAR
 from shardwright_search.cost_model.plan import Evaluation
+from shardwright_search.cost_model.profiles import Profiles, read_profiles
+from shardwright_search.options import ProfileOptions
 from shardwright_search.search import Found
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
 
 
+class Inputs(NamedTuple):
+    """Profiles, the files they come from by role, and warnings that a prediction repeats."""
+
+    profiles: Profiles
+    files: dict[str, Path]
+    warnings: tuple[str, ...]
+
+
+def read_inputs(options: ProfileOptions) -> Inputs:
+    """Read the profiles, with the correction applied to them where there is one.
+
+    Raises BadInput where the correction was learned from other profiles.
+    """
+    hardware, profile, correction = options.hardware, options.profile, options.correction
+    profiles = read_profiles(hardware, profile)
+    files = {
+        role if number == 1 else f"{role} {number}": file
+        for role, several in (("hardware", hardware), ("profile", profile))
+        for number, file in enumerate(several, 1)
+    }
+    if correction is None:
+        return Inputs(profiles, files, ())
+    from shardwright_search.cost_model.calibration import check_learned_from, corrected
+
+    if profiles.others:
+        raise BadInput(correction, "is given for a mixed cluster", "leave it out: a correction is of one device")
+    learned = read_document(correction, Correction)
+    check_learned_from(learned, correction, hardware[0], profile)
+    factors = ", ".join(f"{term} x {learned.factors[term].factor:.3f}" for term in sorted(learned.factors))
+    warnings = (f"{correction.name}: {warning}" for warning in learned.warnings)
+    return Inputs(
+        corrected(profiles, learned),
+        files | {"correction": correction},
+        (f"corrected by {correction.name}: {factors}", *warnings),
+    )
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that reports a line: one live line on a terminal, plain lines on standard error otherwise."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status("reading") as status:
+            yield status.update
+    else:
+        yield lambda line: print(line, file=sys.stderr, flush=True)
+
+
 def prediction_path(plan_path: Path) -> Path:
-    """Where the prediction of a plan file lies."""
+    """Return the path of the prediction of a plan file."""
     return plan_path.with_suffix(".prediction.json")
 
 
@@ -30,19 +83,19 @@ def written(path: Path, plan: Plan, prediction: Prediction) -> Iterator[None]:
 
 
 def read_prediction(plan_path: Path, plan: Plan) -> Prediction:
-    """The prediction beside a plan; BadInput where there is none, or another plan's."""
-    beside = prediction_path(plan_path)
-    prediction = read_document(beside, Prediction)
+    """Return the prediction beside a plan; BadInput where there is none, or another plan's."""
+    path = prediction_path(plan_path)
+    prediction = read_document(path, Prediction)
     if prediction.plan_sha256 != plan.sha256:
-        what = f"is the prediction of another plan than {plan_path.name}"
-        raise BadInput(beside, what, "remove it or search again")
+        problem = f"is the prediction of another plan than {plan_path.name}"
+        raise BadInput(path, problem, "remove it or search again")
     return prediction
 
 
 def prediction_of_evaluated(
     plan: Plan, evaluation: Evaluation, files: Mapping[str, Path], warnings: tuple[str, ...] = ()
 ) -> Prediction:
-    """What is believed about a plan that was given."""
+    """Return the prediction of a plan that was given."""
     return Prediction(
         plan_sha256=plan.sha256,
         memory_budget_bytes=None,
@@ -56,63 +109,62 @@ def prediction_of_evaluated(
 
 
 def prediction_of_searched(
-    found: Found,
+    answer: Found,
     request: SearchRequest,
     budgets_bytes: Sequence[int],
     files: Mapping[str, Path],
     warnings: tuple[str, ...] = (),
     certificate: str | None = None,
 ) -> Prediction:
-    """What is believed about a plan that was searched, with the proof and the plans it was preferred to.
+    """Return the prediction of a plan that was searched, with the proof and the plans it was preferred to.
 
-    `budgets_bytes`: by pipeline stage, what one of its ranks was allowed.
+    `budgets_bytes` is the budget of a rank of each pipeline stage.
     """
-    plan, evaluation = found.chosen
+    plan, evaluation = answer.chosen
     fullest = max(range(len(plan.stages)), key=lambda stage: evaluation.estimate.stages[stage].memory_bytes)
     return replace(
         prediction_of_evaluated(
-            plan, evaluation, files, (*warnings, *_unlisted(found), *_communicators(found, request, budgets_bytes))
+            plan, evaluation, files, (*warnings, *_unlisted(answer), *_communicators(answer, request, budgets_bytes))
         ),
         memory_budget_bytes=budgets_bytes[fullest],
         proof=Proof(
             objective="closed form" if request.objective is Objective.STEP_TIME else "closed form / batch size",
-            objective_s=found.optimum_s,
-            objective_bound_s=found.bound_s,
-            gap=found.optimum_s / found.bound_s - 1 if found.bound_s else float(2**53),
-            scope=_scope(request, found),
-            examined=found.examined,
-            solved=found.solved,
+            objective_s=answer.optimum_s,
+            objective_bound_s=answer.bound_s,
+            gap=answer.optimum_s / answer.bound_s - 1 if answer.bound_s else float(2**53),
+            scope=_scope(request, answer),
+            examined=answer.examined,
+            solved=answer.solved,
             certificate=certificate,
         ),
-        runners_up=tuple(RunnerUp(plan=c.plan, estimate=c.evaluation.estimate) for c in found.runners_up),
-        robust=found.regrets,
+        runners_up=tuple(RunnerUp(plan=c.plan, estimate=c.evaluation.estimate) for c in answer.runners_up),
+        robust=answer.regrets,
     )
 
 
-def _unlisted(found: Found) -> tuple[str, ...]:
-    """What of the space was not searched."""
-    if found.unlisted is None:
-        return ()
-    remedy = "of these equal widths alone were searched: limit pp_sizes, or list stage_widths"
-    return (f"{found.unlisted.text}, which leaves the gap; {remedy}",)
+def _unlisted(answer: Found) -> Iterator[str]:
+    """Yield a warning where a part of the space was not searched."""
+    if answer.unlisted is not None:
+        remedy = "of these equal widths alone were searched: limit pp_sizes, or list stage_widths"
+        yield f"{answer.unlisted.text}, which leaves the gap; {remedy}"
 
 
-def _communicators(found: Found, request: SearchRequest, budgets_bytes: Sequence[int]) -> Iterator[str]:
-    """What the room for communicators, of which plans may make more, has left out or not held."""
-    if found.reserve_gib > request.reserve_gib:
-        more = found.reserve_gib - request.reserve_gib
+def _communicators(answer: Found, request: SearchRequest, budgets_bytes: Sequence[int]) -> Iterator[str]:
+    """Yield warnings where the reserve for communicators had to grow, or is too small for the plan."""
+    if answer.reserve_gib > request.reserve_gib:
+        more = answer.reserve_gib - request.reserve_gib
         yield (
             f"{more:.3g} GiB more than reserve_gib were left free, which communicators of plans that may be faster "
             "needed; others that would fit without are left out"
         )
-    stages = found.chosen.evaluation.estimate.stages
+    stages = answer.chosen.evaluation.estimate.stages
     for number, (stage, most) in enumerate(zip(stages, budgets_bytes, strict=True)):
         if stage.memory_bytes > most and "communicators" in stage.memory_terms_bytes:
             yield f"stage {number} lacks {stage.memory_bytes - most} bytes for its communicators: raise reserve_gib"
 
 
 def _widths(request: SearchRequest) -> str:
-    """How wide pipeline stages may be."""
+    """Return the widths that pipeline stages may have, in words."""
     match request.stage_widths:
         case StageWidths.EQUAL:
             return "of equal width"
@@ -124,15 +176,17 @@ def _widths(request: SearchRequest) -> str:
 
 
 def _spanning(request: SearchRequest) -> str:
-    """Which stages over several node types there are."""
+    """Return the stages over several node types that the space has, in words."""
     alike = "listed" if isinstance(request.stage_widths, tuple) else "equal"
     return f"whole nodes of each or, of {alike} width, all that is left of them but for one type's"
 
 
-def _scope(request: SearchRequest, found: Found) -> str:
+def _scope(request: SearchRequest, answer: Found) -> str:
+    """Return the space that the proof covers, in words."""
+
     def names(field: str) -> str:
-        every = "every profiled divisor" if field == "tp_sizes" else "every divisor"
-        return ", ".join(str(value) for value in getattr(request, field) or (every,))
+        default = "every profiled divisor" if field == "tp_sizes" else "every divisor"
+        return ", ".join(str(value) for value in getattr(request, field) or (default,))
 
     fields = ("pp_sizes", "tp_sizes", "num_microbatches", "schedules", "tp_consecutive")
     kinds = ("data_parallel", "sequence_parallel", "recompute", "disable")
@@ -140,37 +194,34 @@ def _scope(request: SearchRequest, found: Found) -> str:
     if request.shard_sizes is not None:
         listed += f"; shard_sizes {names('shard_sizes')} or all ranks"
     layers = "any strategy for each layer" if request.fine_grained else "one strategy for all layers"
-    interleaved = (
-        ""
-        if not any(schedule.interleaves for schedule in request.schedules)
-        else (
+    interleaved = types = ""
+    if any(schedule.interleaves for schedule in request.schedules):
+        interleaved = (
             f"; interleaved schedules with {', '.join(map(str, request.chunks_per_stage))} equal chunks a stage and "
             "the same strategies at each position of a chunk"
         )
-    )
-    types = ""
-    if len(set(found.chosen.plan.cluster.node_type_of_rank)) > 1:
+    if len(set(answer.chosen.plan.cluster.node_type_of_rank)) > 1:
         each = "one type" if not request.span_node_types else f"one type or of several ({_spanning(request)})"
         types = (
             f"node types in any order along the pipeline, each stage on ranks of {each}, and the stages of a type on "
             "its ranks in their order, "
         )
-    changes = ", or a changed one with still less" if request.robust is None else ""
-    aim = "the optimum" if request.robust is None else "the least largest regret over all scenarios"
     return (
         f"space {request.space}: no plan of it has a smaller closed form than objective_bound_s: any cut of the layers "
         f"into pipeline stages {_widths(request)} with a layer or more each (embedding and head are layers), {layers}, "
         f"the embedding and the head, {types}"
-        f"{listed}{interleaved}; {_chosen_by(found, aim, changes)}"
+        f"{listed}{interleaved}; {_chosen_by(answer, request)}"
     )
 
 
-def _chosen_by(found: Found, aim: str, changes: str) -> str:
-    """How the plan was chosen among those near the optimum."""
-    if not found.simulated:
+def _chosen_by(answer: Found, request: SearchRequest) -> str:
+    """Return how the plan was chosen among those near the optimum, in words."""
+    if not answer.simulated:
         return "plans were compared by their closed form alone"
+    changes = ", or a changed one with still less" if request.robust is None else ""
+    aim = "the optimum" if request.robust is None else "the least largest regret over all scenarios"
     return (
-        f"of {found.near} plans found within {NEAR:.0%} of {aim} {found.simulated} were "
+        f"of {answer.near} plans found within {NEAR:.0%} of {aim} {answer.simulated} were "
         f"simulated, and the one with the least simulated time was taken{changes}"
     )
 
@@ -196,11 +247,11 @@ def plan_summary(plan: Plan, prediction: Prediction) -> str:
         )
         lines += [] if proof.certificate is None else [f"certificate: {proof.certificate}"]
     if prediction.robust:
-        own = max(prediction.robust, key=lambda one: one.regret)
-        nominal = max(prediction.robust, key=lambda one: one.nominal_regret)
+        worst = max(prediction.robust, key=lambda scenario: scenario.regret)
+        nominal = max(prediction.robust, key=lambda scenario: scenario.nominal_regret)
         lines.append(
-            f"robust: over {len(prediction.robust)} scenarios never more than {own.regret:.2%} above the best plan "
-            f"({own.scenario}); the plan for the profile as it is: {nominal.nominal_regret:.2%} ({nominal.scenario})"
+            f"robust: over {len(prediction.robust)} scenarios never more than {worst.regret:.2%} above the best plan "
+            f"({worst.scenario}); the plan for the profile as it is: {nominal.nominal_regret:.2%} ({nominal.scenario})"
         )
     return "\n".join([*lines, *(f"warning: {warning}" for warning in prediction.warnings)])
 

@@ -9,9 +9,14 @@ from shardwright_formats.command import show
 from shardwright_formats.io import BadInput, NothingFits, check_writable, read_document, write_bytes
 from shardwright_formats.io.hdf5 import write_profile
 from shardwright_formats.types import Cluster, Model
-from shardwright_search.commands.inputs import Inputs, read_inputs
-from shardwright_search.commands.prediction import prediction_of_searched, prediction_path, written
-from shardwright_search.commands.progress import progress
+from shardwright_search.commands.prediction import (
+    Inputs,
+    prediction_of_searched,
+    prediction_path,
+    progress,
+    read_inputs,
+    written,
+)
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.rent.front import Front, check_rentable, find_front
 from shardwright_search.rent.interruptions import Interruptions
@@ -25,8 +30,8 @@ from shardwright_search.space.offers import Offers
 from shardwright_search.space.request import SearchRequest
 
 
-class _Choice(NamedTuple):
-    """What a limit chooses of the front."""
+class _LimitPoint(NamedTuple):
+    """A limit, and the point of the front that is best within it or comes nearest."""
 
     limit: str
     row: SubClusterRow
@@ -54,15 +59,15 @@ def rent(options: RentOptions) -> None:
     chosen = _chosen(options, rows)
     write_bytes(options.out / "front.csv", csv_of(rows))
     write_profile(options.out / "front.h5", front_file(rows, _proof(front)))
-    picture = picture_of(rows, frozenset(choice.row.nodes for choice in chosen))
+    picture = picture_of(rows, frozenset(point.row.nodes for point in chosen))
     write_bytes(options.out / "front.svg", picture.encode())
-    show("\n".join([*_table(rows, steps), _proof(front), *_told(chosen)]))
-    if missing := [choice.limit for choice in _missed(options, rows)]:
-        raise NothingFits("; ".join(missing))
+    show("\n".join([*_table(rows, steps), _proof(front), *(_point_line(*point) for point in chosen)]))
+    if missed := _missed(options, rows):
+        raise NothingFits("; ".join(missed))
 
 
 def _why_nothing(front: Front) -> str:
-    """Why there is no point."""
+    """Return why there is no point."""
     if front.stopped:
         return "no plan was found before the search was stopped: give it more time"
     if any(answer.is_open for answer in front.answers):
@@ -71,7 +76,7 @@ def _why_nothing(front: Front) -> str:
 
 
 def _check_new(folder: Path) -> None:
-    """Plans of another front beside these would be taken for points of this one."""
+    """Raise BadInput for a folder with files: plans of another front would be taken for points of this one."""
     if folder.is_dir() and any(folder.iterdir()):
         raise BadInput(folder, "is not empty", "choose a new folder, or remove what is in it")
     check_writable(folder / "front.csv")
@@ -90,25 +95,25 @@ def _steps(options: RentOptions, request: SearchRequest, model: Model) -> int | 
 
 
 def _write_plans(front: Front, request: SearchRequest, inputs: Inputs, options: RentOptions) -> dict[int, float]:
-    """The plan of every point with its prediction; the simulated time of each."""
+    """Write the plan of each point with its prediction, and return the simulated time of each."""
     files = {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
     simulated_s = {}
     with ExitStack() as all_or_none:
         for number in front.points:
-            found = _found(front, number)
-            plan, evaluation = found.chosen
+            answer = _answer(front, number)
+            plan, evaluation = answer.chosen
             simulated_s[number] = evaluation.estimate.simulated_step_time_s
             asked = front.spaces[number].instance.request
             budgets = budgets_of_stages(plan, budgets_of(asked, plan.cluster, options.search))
-            prediction = prediction_of_searched(found, asked, budgets, files, inputs.warnings)
+            prediction = prediction_of_searched(answer, asked, budgets, files, inputs.warnings)
             path = options.out / plan_name(front.answers[number])
             check_writable(prediction_path(path))
             all_or_none.enter_context(written(path, plan, prediction))
     return simulated_s
 
 
-def _found(front: Front, number: int) -> Found:
-    """A point as a search that compared plans by their closed form alone."""
+def _answer(front: Front, number: int) -> Found:
+    """Return a point as the answer of a search that compared plans by their closed form alone."""
     answer, instance = front.answers[number], front.spaces[number].instance
     assert answer.best is not None
     target, plan_found, score = answer.best
@@ -130,55 +135,55 @@ def _found(front: Front, number: int) -> Found:
     )
 
 
-def _chosen(options: RentOptions, rows: tuple[SubClusterRow, ...]) -> list[_Choice]:
-    """The cheapest and the fastest point within the limits, where there is one."""
+def _chosen(options: RentOptions, rows: tuple[SubClusterRow, ...]) -> list[_LimitPoint]:
+    """Return the cheapest and the fastest point within the limits, where there is one."""
     points = [row for row in rows if row.status is Status.FRONT]
-    found = []
+    chosen = []
     if options.max_hours is not None and (within := [row for row in points if row.hours <= options.max_hours]):
-        found.append(_Choice(f"cheapest within {options.max_hours:g} h", min(within, key=lambda row: row.usd)))
+        chosen.append(_LimitPoint(f"cheapest within {options.max_hours:g} h", min(within, key=lambda row: row.usd)))
     if options.max_usd is not None and (within := [row for row in points if row.usd <= options.max_usd]):
-        found.append(_Choice(f"fastest within {options.max_usd:g} USD", min(within, key=lambda row: row.hours)))
-    return found
+        chosen.append(_LimitPoint(f"fastest within {options.max_usd:g} USD", min(within, key=lambda row: row.hours)))
+    return chosen
 
 
-def _missed(options: RentOptions, rows: tuple[SubClusterRow, ...]) -> list[_Choice]:
-    """The limits that no point is within, and what comes nearest."""
-    points, found = [row for row in rows if row.status is Status.FRONT], []
+def _missed(options: RentOptions, rows: tuple[SubClusterRow, ...]) -> list[str]:
+    """Return the limits that no point is within, and the point that comes nearest."""
+    points, missed = [row for row in rows if row.status is Status.FRONT], []
     fastest, cheapest = min(points, key=lambda row: row.hours), min(points, key=lambda row: row.usd)
     if options.max_hours is not None and fastest.hours > options.max_hours:
-        what = f"the fastest, {fastest.nodes}, takes {fastest.hours - options.max_hours:.6g} h more"
-        found.append(_Choice(f"--max-hours {options.max_hours:g}: {what}", fastest))
+        more = f"the fastest, {fastest.nodes}, takes {fastest.hours - options.max_hours:.6g} h more"
+        missed.append(f"--max-hours {options.max_hours:g}: {more}")
     if options.max_usd is not None and cheapest.usd > options.max_usd:
-        what = f"the cheapest, {cheapest.nodes}, costs {cheapest.usd - options.max_usd:.6g} USD more"
-        found.append(_Choice(f"--max-usd {options.max_usd:g}: {what}", cheapest))
-    return found
+        more = f"the cheapest, {cheapest.nodes}, costs {cheapest.usd - options.max_usd:.6g} USD more"
+        missed.append(f"--max-usd {options.max_usd:g}: {more}")
+    return missed
 
 
-def _told(chosen: list[_Choice]) -> list[str]:
-    return [f"{limit}: {row.nodes}, {row.hours:.6g} h, {row.usd:.6g} USD, {row.plan}" for limit, row in chosen]
+def _point_line(limit: str, row: SubClusterRow) -> str:
+    return f"{limit}: {row.nodes}, {row.hours:.6g} h, {row.usd:.6g} USD, {row.plan}"
 
 
 def _table(rows: tuple[SubClusterRow, ...], steps: int | None) -> list[str]:
-    """The points, and whether checkpoints and a training's length are told of."""
+    """Return a line for each point, with checkpoints and the length of the training where these are known."""
     points = [row for row in rows if row.status is Status.FRONT]
     widest = max(len(row.nodes) for row in points)
     lines = []
     for row in points:
-        told = f"{row.nodes:{widest}}  {row.expected_step_s:11.6g} s  {row.usd_per_step:11.6g} USD a step"
+        line = f"{row.nodes:{widest}}  {row.expected_step_s:11.6g} s  {row.usd_per_step:11.6g} USD a step"
         if row.checkpoint_steps:
-            told += f"  checkpoint every {row.checkpoint_steps} steps"
-        lines.append(told + (f"  {row.hours:.6g} h  {row.usd:.6g} USD" if steps else ""))
+            line += f"  checkpoint every {row.checkpoint_steps} steps"
+        lines.append(line + (f"  {row.hours:.6g} h  {row.usd:.6g} USD" if steps else ""))
     return lines
 
 
 def _proof(front: Front) -> str:
-    """What is proven."""
+    """Return the proof of the front in words."""
     num_open = sum(answer.is_open for answer in front.answers)
     pruned = sum(answer.best is None and answer.price.step_s < float("inf") for answer in front.answers)
-    told = f"{len(front.points)} points of {len(front.answers)} sub-clusters, {pruned} ruled out by bounds alone; "
-    told += f"{front.solved} of {front.looked_at} configurations were solved; "
+    proof = f"{len(front.points)} points of {len(front.answers)} sub-clusters, {pruned} ruled out by bounds alone; "
+    proof += f"{front.solved} of {front.looked_at} configurations were solved; "
     if not num_open:
-        return told + "exact: no plan of the space is as fast and as cheap as a point and better in one"
+        return proof + "exact: no plan of the space is as fast and as cheap as a point and better in one"
     least = min(answer.bound_s for answer in front.answers if answer.is_open)
     why = "stopped" if front.stopped else "stages of any widths can lie on some in too many ways to be searched"
-    return told + f"{why}: plans above {least:.6g} s a step of {num_open} sub-clusters may be missing"
+    return proof + f"{why}: plans above {least:.6g} s a step of {num_open} sub-clusters may be missing"

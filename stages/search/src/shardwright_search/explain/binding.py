@@ -1,4 +1,4 @@
-"""What holds a plan back: what its step is made of, and whether memory keeps a faster choice out."""
+"""Why a plan is no faster: the parts of its step, and whether memory keeps a faster choice out."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -21,22 +21,22 @@ _PER_SECOND = 1e12
 
 
 class StepParts(NamedTuple):
-    """What the closed form of a step is made of, in seconds."""
+    """The parts of the closed form of a step, in seconds."""
 
     slowest: int
     """The slowest pipeline stage."""
     bottleneck_s: float
-    """Every microbatch's forward and backward on it."""
+    """Forward and backward of all microbatches on it."""
     fill_s: float
-    """Until the first microbatch has come there and the last one is back: the other stages' share."""
+    """Time until the first microbatch has come there and the last one is back: the other stages' share."""
     end_s: float
-    """After the last backward pass: what is left of the gradients' reduction, and the optimizer."""
+    """Time after the last backward pass: the rest of the gradients' reduction, and the optimizer."""
     always_s: float
-    """Whatever the layers' strategies: the step's overhead, and gradients that layers share."""
+    """Time that no layer's strategy changes: the step's overhead, and gradients that layers share."""
 
 
-class Choices(NamedTuple):
-    """What a layer may be instead, at the degrees that it has."""
+class LayerChoices(NamedTuple):
+    """Strategies that a layer may have instead, at its degrees."""
 
     data_parallel: Sequence[DataParallel] = tuple(DataParallel)
     recompute: Sequence[Recompute] = tuple(Recompute)
@@ -45,20 +45,21 @@ class Choices(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Another strategy for a layer, or for all: what it saves of the closed form, and what it lacks of the budget."""
+    """Another strategy for a layer, or for all, with the time that it saves and the memory that it lacks."""
 
     low: int
     high: int
     strategy: LayerStrategy
     saved_ps: int
+    """Picoseconds of the closed form."""
     stage: int
     """The pipeline stage that would be fullest."""
     lacks_bytes: int
-    """More than the budget on a rank of it; negative where it fits."""
+    """Bytes beyond the budget on a rank of it; negative where it fits."""
 
 
 def step_parts(plan: Plan, estimate: Estimate) -> StepParts:
-    """Split the closed form: the parts add up to it exactly."""
+    """Return the parts of the closed form, which add up to it exactly."""
     times = [picoseconds(stage.time_s) for stage in estimate.stages]
     end = max(picoseconds(sum(stage.time_terms_s[name] for name in STEP_TERMS)) for stage in estimate.stages)
     forms = schedule_of(plan.schedule).closed_forms(plan.num_microbatches, len(plan.stages[0].layers))
@@ -69,33 +70,33 @@ def step_parts(plan: Plan, estimate: Estimate) -> StepParts:
 
 
 def faster_changes(
-    plan: Plan, before: Evaluation, costs: CostModel, budgets_bytes: Sequence[int], choices: Choices
+    plan: Plan, before: Evaluation, costs: CostModel, budgets_bytes: Sequence[int], choices: LayerChoices
 ) -> tuple[Change, ...]:
-    """Changes of one layer, or of all where they share a strategy, that make the closed form smaller.
+    """Return changes of one layer, or of all where they share a strategy, that make the closed form smaller.
 
-    Only data parallelism and recomputation change: the layer's degrees stay, and so does what passes between layers.
-    What the profile has no times for is no choice. `budgets_bytes` are those of each pipeline stage's ranks.
+    Only data parallelism and recomputation change: the layer's degrees stay, and so do the messages between layers.
+    Strategies that the profile has no times for are left out. `budgets_bytes` are those of each stage's ranks.
     """
     total = len(plan.layers)
     groups = [(0, total)] if choices.together else [(i, i + 1) for i in range(total)]
-    found = []
+    changes = []
     for low, high in groups:
         for other in _others(plan.layers[low], choices):
-            own = [replace(other, type=layer.type) if low <= i < high else layer for i, layer in enumerate(plan.layers)]
+            layers = (replace(other, type=o.type) if low <= i < high else o for i, o in enumerate(plan.layers))
             try:
-                after = evaluate(replace(plan, layers=tuple(own)), costs.profiles, costs, timeline=False)
+                after = evaluate(replace(plan, layers=tuple(layers)), costs.profiles, costs, timeline=False)
             except BadInput:
                 continue
             if (saved := before.objective_ps - after.objective_ps) > 0:
                 lacks = list(map(sub, (stage.memory_bytes for stage in after.estimate.stages), budgets_bytes))
-                found.append(Change(low, high, other, saved, lacks.index(max(lacks)), max(lacks)))
-    return tuple(found)
+                changes.append(Change(low, high, other, saved, lacks.index(max(lacks)), max(lacks)))
+    return tuple(changes)
 
 
 def binding_lines(
     plan: Plan, estimate: Estimate, budgets_bytes: Sequence[int] | None, changes: Sequence[Change]
 ) -> list[str]:
-    """Which pipeline stage is slowest and which fullest, and which of time and memory holds the plan back."""
+    """Return lines on the slowest and the fullest pipeline stage, and on whether memory keeps the plan slow."""
     parts, held = step_parts(plan, estimate), [stage.memory_bytes for stage in estimate.stages]
     step_s, shares = estimate.objective_s, list(map(truediv, held, budgets_bytes or (1,) * len(held)))
     fullest = shares.index(max(shares))
@@ -109,7 +110,7 @@ def binding_lines(
     lines = [
         f"step: simulated {estimate.simulated_step_time_s * 1e3:.3f} ms, at least "
         f"{estimate.simulated_lower_bound_s * 1e3:.3f}, closed form {step_s * 1e3:.3f}, which is made of",
-        *(f"  {what}: {time_s * 1e3:.3f} ms ({time_s / step_s:.1%})" for what, time_s in named),
+        *(f"  {name}: {time_s * 1e3:.3f} ms ({time_s / step_s:.1%})" for name, time_s in named),
     ]
     full = f"memory: stage {fullest} is the fullest, {held[fullest] / MIB:.2f} MiB"
     if budgets_bytes is None:
@@ -118,27 +119,29 @@ def binding_lines(
 
 
 def _memory_lines(changes: Sequence[Change]) -> list[str]:
-    """Whether memory binds: the change that lacks the least, and one that could be made at once."""
+    """Return whether memory binds: the change that lacks the least, and one that could be made at once."""
     kept_out = [change for change in changes if change.lacks_bytes > 0]
     possible = [change for change in changes if change.lacks_bytes <= 0]
     if not kept_out:
         lines = ["memory does not bind: no faster data parallelism or recomputation of a layer is kept out by it"]
     else:
         least = min(kept_out, key=lambda change: (change.lacks_bytes, -change.saved_ps))
-        lines = [f"memory binds: {_told(least)}, but lacks {least.lacks_bytes} bytes a rank in stage {least.stage}"]
+        lines = [
+            f"memory binds: {_change_words(least)}, but lacks {least.lacks_bytes} bytes a rank in stage {least.stage}"
+        ]
     if possible:
         most = max(possible, key=lambda change: change.saved_ps)
-        lines.append(f"faster by the closed form, and fits: {_told(most)}")
+        lines.append(f"faster by the closed form, and fits: {_change_words(most)}")
     return lines
 
 
-def _told(change: Change) -> str:
-    which = f"{range_words(change.low, change.high)} with {strategy_words(change.strategy)}"
-    return f"{which} would save {change.saved_ps / _PER_SECOND * 1e3:.3f} ms a step"
+def _change_words(change: Change) -> str:
+    layers = f"{range_words(change.low, change.high)} with {strategy_words(change.strategy)}"
+    return f"{layers} would save {change.saved_ps / _PER_SECOND * 1e3:.3f} ms a step"
 
 
-def _others(layer: LayerStrategy, choices: Choices) -> Iterator[LayerStrategy]:
-    """What the layer could do instead, each spelled in one way."""
+def _others(layer: LayerStrategy, choices: LayerChoices) -> Iterator[LayerStrategy]:
+    """Yield strategies that the layer could have instead, each spelled in one way."""
     for data_parallel, recompute in product(choices.data_parallel, choices.recompute):
         shard_size = 0 if data_parallel is DataParallel.DDP else layer.shard_size
         other = replace(layer, data_parallel=data_parallel, shard_size=shard_size, recompute=recompute)

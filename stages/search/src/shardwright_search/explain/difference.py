@@ -1,4 +1,4 @@
-"""How two plans for one model differ, and which terms of time and memory gain or lose by it."""
+"""The differences of two plans for one model, and the terms of time and memory that gain or lose by them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -20,19 +20,19 @@ _FIELDS = (
 
 
 class Pair(NamedTuple):
-    """A number of each of two plans."""
+    """A number for each of two plans."""
 
     here: float
     there: float
 
     @property
     def gain(self) -> float:
-        """The second less the first."""
+        """Return the second less the first."""
         return self.there - self.here
 
 
 class TermChange(NamedTuple):
-    """A term of both plans: summed over the pipeline stages, and of each plan's slowest or fullest stage."""
+    """A term of both plans, summed over the pipeline stages, and on each plan's slowest or fullest stage."""
 
     term: str
     together: Pair
@@ -40,21 +40,20 @@ class TermChange(NamedTuple):
 
 
 def time_changes(plan: Plan, estimate: Estimate, other: Plan, there: Estimate) -> tuple[TermChange, ...]:
-    """Seconds of a step, all microbatches together."""
-    own, others = _seconds(plan, estimate), _seconds(other, there)
-    slowest = [[stage.time_s for stage in each.stages] for each in (estimate, there)]
-    return _changes(own, others, *(times.index(max(times)) for times in slowest))
+    """Return changes in seconds of a step, all microbatches together."""
+    slowest = ([stage.time_s for stage in each.stages] for each in (estimate, there))
+    return _changes(_seconds(plan, estimate), _seconds(other, there), *(times.index(max(times)) for times in slowest))
 
 
 def memory_changes(estimate: Estimate, there: Estimate) -> tuple[TermChange, ...]:
-    """Bytes of one rank of a stage."""
-    own, others = ([stage.memory_terms_bytes for stage in each.stages] for each in (estimate, there))
-    held = [[stage.memory_bytes for stage in each.stages] for each in (estimate, there)]
-    return _changes(own, others, *(sizes.index(max(sizes)) for sizes in held))
+    """Return changes in bytes of one rank of a stage."""
+    terms, others = ([stage.memory_terms_bytes for stage in each.stages] for each in (estimate, there))
+    peaks = ([stage.memory_bytes for stage in each.stages] for each in (estimate, there))
+    return _changes(terms, others, *(sizes.index(max(sizes)) for sizes in peaks))
 
 
 def plan_differences(plan: Plan, other: Plan) -> tuple[str, ...]:
-    """What the plans decide differently, a line each; spellings that do the same are no difference.
+    """Return the differing decisions of two plans, a line each; spellings that do the same are no difference.
 
     Raises ValueError for plans of different models.
     """
@@ -71,13 +70,13 @@ def plan_differences(plan: Plan, other: Plan) -> tuple[str, ...]:
     if ranks != others and len(set(ranks)) + len(set(others)) > 2:
         lines.append(f"ranks of the pipeline stages: {' + '.join(map(str, ranks))} → {' + '.join(map(str, others))}")
     for name, here, there in (("embedding", plan.embedding, other.embedding), ("head", plan.head, other.head)):
-        if _done(here) != _done(there):
+        if _effect(here) != _effect(there):
             lines.append(f"{name}: {strategy_words(here)} → {strategy_words(there)}")
     return (*lines, *_layer_differences(plan, other))
 
 
 def difference(plan: Plan, estimate: Estimate, other: Plan, there: Estimate) -> RenderableType:
-    """What differs between two plans, both step times, and tables of what each term gains or loses."""
+    """Return the differences of two plans, both step times, and tables of what each term gains or loses."""
     lines = plan_differences(plan, other) or ("nothing that is done",)
     times = [
         f"{name}: {each.simulated_step_time_s * 1e3:.3f} ms a step, {each.samples_per_s:.6g} samples/s, "
@@ -94,7 +93,7 @@ def difference(plan: Plan, estimate: Estimate, other: Plan, there: Estimate) -> 
 
 
 def _seconds(plan: Plan, estimate: Estimate) -> list[dict[str, float]]:
-    """By pipeline stage and term, of a whole step."""
+    """Return the seconds of a whole step by pipeline stage and term."""
     return [
         {
             name: time_s * (1 if name in STEP_TERMS else plan.num_microbatches)
@@ -105,34 +104,30 @@ def _seconds(plan: Plan, estimate: Estimate) -> list[dict[str, float]]:
 
 
 def _changes(
-    own: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]], here: int, there: int
+    stages: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]], here: int, there: int
 ) -> tuple[TermChange, ...]:
     return tuple(
         TermChange(
             name,
-            Pair(sum(stage[name] for stage in own), sum(stage[name] for stage in others)),
-            Pair(own[here][name], others[there][name]),
+            Pair(sum(stage[name] for stage in stages), sum(stage[name] for stage in others)),
+            Pair(stages[here][name], others[there][name]),
         )
-        for name in own[0]
+        for name in stages[0]
     )
 
 
 def _table(unit: str, binding: str, changes: Sequence[TermChange], scale: float, digits: int) -> Table:
-    """What this plan has, and what the other gains or loses by it."""
+    """Return a table of this plan's terms, and what the other gains or loses."""
 
     def row(change: TermChange) -> list[str]:
         pairs = change.together, change.binding
         cells = [(f"{p.here / scale:.{digits}f}", f"{p.gain / scale:+.{digits}f}") for p in pairs]
         return [change.term, *cells[0], *cells[1]]
 
-    together, ends = (_total(pairs) for pairs in zip(*(change[1:] for change in changes), strict=True))
-    total = TermChange("together", together, ends)
+    columns = zip(*((change.together, change.binding) for change in changes), strict=True)
+    total = TermChange("together", *(Pair(*map(sum, zip(*pairs, strict=True))) for pairs in columns))
     headings = ("term", "all stages", "other", f"{binding} stage", "other")
     return table(f"{unit}, of this plan, and what the other adds", headings, map(row, changes), [row(total)])
-
-
-def _total(pairs: Sequence[Pair]) -> Pair:
-    return Pair(sum(pair.here for pair in pairs), sum(pair.there for pair in pairs))
 
 
 def _value(plan: Plan, field: str) -> object:
@@ -143,27 +138,27 @@ def _value(plan: Plan, field: str) -> object:
     return getattr(plan, field)
 
 
-def _done(strategy: Strategy) -> tuple[object, ...]:
-    """What a strategy does, however it is spelled."""
+def _effect(strategy: Strategy) -> tuple[object, ...]:
+    """Return the effect of a strategy, however it is spelled."""
     return effective(strategy), strategy.recompute if isinstance(strategy, LayerStrategy) else None
 
 
 def _stage_of_layers(plan: Plan) -> list[int]:
     return [
-        stage
+        number
         for layer in range(len(plan.layers))
-        for stage, own in enumerate(plan.stages)
-        if any(low <= layer < high for low, high in own.layers)
+        for number, stage in enumerate(plan.stages)
+        if any(low <= layer < high for low, high in stage.layers)
     ]
 
 
 def _layer_differences(plan: Plan, other: Plan) -> Iterator[str]:
-    """Neighbouring layers that differ alike, in one line; the pipeline stage is told where it changes."""
+    """Yield a line for neighbouring layers that differ alike; it names the pipeline stage where that changes."""
     stages = list(zip(_stage_of_layers(plan), _stage_of_layers(other), strict=True))
-    done = [(_done(here), _done(there)) for here, there in zip(plan.layers, other.layers, strict=True)]
-    for (does, moves), run in groupby(range(len(plan.layers)), key=lambda i: (done[i], stages[i])):
+    effects = [(_effect(here), _effect(there)) for here, there in zip(plan.layers, other.layers, strict=True)]
+    for (effect, moves), run in groupby(range(len(plan.layers)), key=lambda i: (effects[i], stages[i])):
         low, *others = run
-        if does[0] == does[1] and moves[0] == moves[1]:
+        if effect[0] == effect[1] and moves[0] == moves[1]:
             continue
         sides = [
             strategy_words(each.layers[low]) + (f" in stage {stage}" if moves[0] != moves[1] else "")

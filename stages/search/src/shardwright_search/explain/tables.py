@@ -13,13 +13,13 @@ from shardwright_formats.display.node_types import binding, node_type_uses
 from shardwright_formats.display.plan_words import headline, shape_and_runs, stage_lines
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import MIB, Estimate, Plan, RunnerUp
-from shardwright_search.explain.what_if import Answer
+from shardwright_search.explain.what_if import WhatIfAnswer
 from shardwright_search.search import Found
 from shardwright_search.space.budget import Infeasible
 
 
 def node_types_table(plan: Plan, estimate: Estimate) -> Table | None:
-    """One row for each node type; None where there is one only."""
+    """Return a table with a row for each node type; None where there is one only."""
     uses = node_type_uses(plan, estimate)
     if not uses:
         return None
@@ -42,26 +42,26 @@ def node_types_table(plan: Plan, estimate: Estimate) -> Table | None:
 STEP_TERMS = ("gradient_sync", "optimizer")
 """Terms of time that come once a step, not with every microbatch."""
 _WIDE = 1000
-"""Columns of characters."""
+"""Width in characters where the output is no terminal."""
 _PLAN = "plan"
 """Heading of a column whose cells have lines of their own."""
 
 
-def show_rich(what: RenderableType) -> None:
-    """Print on standard output; what is no terminal has room for every column."""
+def show_rich(content: RenderableType) -> None:
+    """Print on standard output; where that is no terminal, there is room for all columns."""
     printed, is_terminal = StringIO(), sys.stdout.isatty()
     width = None if is_terminal else _WIDE
     console = Console(
         file=printed, force_terminal=is_terminal, width=width, highlight=False, markup=False, soft_wrap=True
     )
-    console.print(what)
+    console.print(content)
     show(printed.getvalue().removesuffix("\n"))
 
 
 def table(
     title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], last: Iterable[Sequence[str]] = ()
 ) -> Table:
-    """A table of texts in the first column and numbers in the others; `last` are rows below a line."""
+    """Return a table of texts in the first column and numbers in the others; `last` are rows below a line."""
     made = Table(title=title, title_justify="left")
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="right" if number else "left", no_wrap=not number and heading != _PLAN)
@@ -80,7 +80,7 @@ def explanation(
     lines: Sequence[str],
     runners_up: Sequence[RunnerUp],
 ) -> RenderableType:
-    """Tables of time and memory by pipeline stage, `lines` on what binds, and the runners-up."""
+    """Return tables of time and memory by pipeline stage, `lines` on what binds, and the runners-up."""
     parts: list[RenderableType] = [
         Text("\n".join([headline(plan), *stage_lines(plan)])),
         _time_table(estimate),
@@ -94,19 +94,19 @@ def explanation(
     return Group(*parts)
 
 
-def answers_shown(title: str, plan: Plan, estimate: Estimate, answers: Sequence[Answer]) -> RenderableType:
-    """Each answer against the plan: simulated time of a sample, memory of the fullest rank, and what it is."""
+def answers_shown(title: str, plan: Plan, estimate: Estimate, answers: Sequence[WhatIfAnswer]) -> RenderableType:
+    """Return each answer against the plan: simulated time of a sample, memory of the fullest rank, and its plan."""
     headings = ("", "ms a step", "samples/s", "time a sample", "MiB", "memory")
-    rows = [(what, *_answer_figures(found, plan, estimate)) for what, found in answers]
-    told: dict[str, list[str]] = {}
-    for what, found in answers:
-        told.setdefault(_words(found, plan), []).append(what)
-    lines = "\n".join(f"{', '.join(names)}: {words}" for words, names in told.items())
+    rows = [(difference, *_answer_figures(result, plan, estimate)) for difference, result in answers]
+    groups: dict[str, list[str]] = {}
+    for difference, result in answers:
+        groups.setdefault(_words(result, plan), []).append(difference)
+    lines = "\n".join(f"{', '.join(names)}: {words}" for words, names in groups.items())
     return Group(table(title, headings, rows), Text(lines))
 
 
 def _time_table(estimate: Estimate) -> Table:
-    """Shares are of the stage's time of a microbatch; gradient sync and optimizer come once a step."""
+    """Return times with shares of the stage's time of a microbatch; gradient sync and optimizer come once a step."""
     stages, rows = estimate.stages, []
     for name in stages[0].time_terms_s:
         terms = [(stage.time_terms_s[name], stage.time_s) for stage in stages]
@@ -154,15 +154,15 @@ def _runner_up(other: RunnerUp, estimate: Estimate) -> tuple[str, ...]:
     )
 
 
-def _answer_figures(found: Found | Infeasible | BadInput, plan: Plan, estimate: Estimate) -> Sequence[str]:
-    """Time and memory, absolute and against the plan's; dashes where there is no plan."""
-    if not isinstance(found, Found):
+def _answer_figures(result: Found | Infeasible | BadInput, plan: Plan, estimate: Estimate) -> Sequence[str]:
+    """Return time and memory, absolute and against the plan's; dashes where there is no plan."""
+    if not isinstance(result, Found):
         return ["-"] * 5
-    other = found.chosen.evaluation.estimate
+    other = result.chosen.evaluation.estimate
     return (
         f"{other.simulated_step_time_s * 1e3:.3f}",
         f"{other.samples_per_s:.6g}",
-        f"{sample_s(found.chosen.plan, other) / sample_s(plan, estimate) - 1:+.1%}",
+        f"{sample_s(result.chosen.plan, other) / sample_s(plan, estimate) - 1:+.1%}",
         *_memory_figures(other, estimate),
     )
 
@@ -171,19 +171,19 @@ def _memory_figures(other: Estimate, estimate: Estimate) -> tuple[str, str]:
     return f"{other.memory_bytes / MIB:.1f}", f"{other.memory_bytes / estimate.memory_bytes - 1:+.1%}"
 
 
-def _words(found: Found | Infeasible | BadInput, plan: Plan) -> str:
-    """What the answer is, in one line."""
-    if isinstance(found, BadInput):
-        return f"no plan: {found}"
-    if isinstance(found, Infeasible):
-        more = "" if found.exact else "more than "
-        return f"no plan fits, the leanest lacks {more}{found.missing_bytes} bytes a rank"
-    chosen = found.chosen.plan
+def _words(result: Found | Infeasible | BadInput, plan: Plan) -> str:
+    """Return a result in one line."""
+    if isinstance(result, BadInput):
+        return f"no plan: {result}"
+    if isinstance(result, Infeasible):
+        more = "" if result.exact else "more than "
+        return f"no plan fits, the leanest lacks {more}{result.missing_bytes} bytes a rank"
+    chosen = result.chosen.plan
     words = "this plan" if _decision(chosen) == _decision(plan) else "; ".join(shape_and_runs(chosen))
-    return f"(the best so far) {words}" if found.stopped else words
+    return f"(the best so far) {words}" if result.stopped else words
 
 
 def _decision(plan: Plan) -> tuple[object, ...]:
-    """What a plan decides, on whatever cluster."""
+    """Return a plan's decisions, whatever its cluster and name."""
     shape = plan.global_batch_size, plan.num_microbatches, plan.schedule
     return plan.stages, plan.embedding, plan.layers, plan.head, shape

@@ -1,6 +1,6 @@
-"""Searches that differ from the one that made a plan: other kinds of plans, more memory, faster links, another node."""
+"""Searches that differ from a given one: other kinds of plans, more memory or nodes, faster links, smaller batches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -13,55 +13,56 @@ from shardwright_formats.types import Cluster, Model, Plan, Recompute
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.scaling import Scaling, scaled
 from shardwright_search.search import Found, find_best
-from shardwright_search.space.budget import Infeasible
-from shardwright_search.space.configurations import configurations, narrowed
-from shardwright_search.space.request import OuterSpace, SearchRequest, Space
+from shardwright_search.space.budget import Infeasible, min_need
+from shardwright_search.space.configurations import configurations, divisors, narrowed
+from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes
+from shardwright_search.space.search_space import space_of
 
 _MORE_MEMORY = 1.1
 _FASTER_LINKS = 2.0
 
 
-class Question(NamedTuple):
+class WhatIf(NamedTuple):
     """A search that differs from the one that made a plan."""
 
-    what: str
-    """How it differs, in a few words."""
+    difference: str
+    """Difference from that search, in a few words."""
     request: SearchRequest
     model: Model
     cluster: Cluster
     profiles: Profiles
     file: Path
-    """Of the request, named in errors."""
+    """File of the request, named in errors."""
 
 
-class Answer(NamedTuple):
-    """The best plan; or how much every plan lacks; or why there is no such plan, or nothing to price it with."""
+class WhatIfAnswer(NamedTuple):
+    """The best plan; or how much each plan lacks; or why there is no such plan, or nothing to price it with."""
 
-    what: str
-    found: Found | Infeasible | BadInput
+    difference: str
+    result: Found | Infeasible | BadInput
 
 
-def answer(question: Question, time_limit_s: float | None = None) -> Answer:
-    """Search, quietly; what cannot be asked is an answer too."""
-    what, request, model, cluster, profiles, file = question
+def answer(question: WhatIf, time_limit_s: float | None = None) -> WhatIfAnswer:
+    """Return the result of a search without reporting progress; BadInput that it raises is a result, too."""
+    difference, request, model, cluster, profiles, file = question
     try:
-        return Answer(what, find_best(request, model, cluster, profiles, file, lambda _: None, time_limit_s))
+        result = find_best(request, model, cluster, profiles, file, lambda _: None, time_limit_s)
+        return WhatIfAnswer(difference, result)
     except BadInput as error:
-        return Answer(what, error)
+        return WhatIfAnswer(difference, error)
 
 
-def neighbours(plan: Plan, request: SearchRequest, profiles: Profiles, file: Path) -> tuple[Question, ...]:
-    """One kind of plan each: no recomputation, one strategy, data parallelism, ZeRO, pipeline degrees, microbatches.
+def neighbours(plan: Plan, request: SearchRequest, profiles: Profiles, file: Path) -> tuple[WhatIf, ...]:
+    """Return searches of one kind of plan each: without recomputation, with one strategy, of one pipeline degree, ...
 
     Degrees and counts are those of the request's space but the plan's own; counts are of the plan's batch size.
     """
-    asked = narrowed(request, plan.cluster)
-    kinds = _kinds(plan, asked, file)
-    return tuple(Question(what, own, plan.model, plan.cluster, profiles, file) for what, own in kinds)
+    kinds = _kinds(plan, narrowed(request, plan.cluster), file)
+    return tuple(WhatIf(kind, changed, plan.model, plan.cluster, profiles, file) for kind, changed in kinds)
 
 
 def _kinds(plan: Plan, asked: SearchRequest, file: Path) -> Iterator[tuple[str, SearchRequest]]:
-    """`asked` is narrowed; data parallelism alone is a named space, in which nothing else is asked of the ends."""
+    """Yield the changes of a narrowed request; data parallelism alone is a named space, without demands on the ends."""
     yield "no recomputation", replace(asked, recompute=(Recompute.NONE,))
     yield "one strategy for all layers", replace(asked, fine_grained=False)
     if asked.shard_sizes is not None:
@@ -69,30 +70,30 @@ def _kinds(plan: Plan, asked: SearchRequest, file: Path) -> Iterator[tuple[str, 
     alone = replace(asked, embedding=OuterSpace(), head=OuterSpace(), max_pp_size=None, max_dp_size=None)
     yield "data parallelism only", replace(alone, space=Space.DP)
     yield "ZeRO only", replace(alone, space=Space.ZERO)
-    every = configurations(asked, plan.model, plan.cluster, file)
-    for pp_size in sorted({each.pp_size for each in every} - {len(plan.stages)}):
+    listed = configurations(asked, plan.model, plan.cluster, file)
+    for pp_size in sorted({each.pp_size for each in listed} - {len(plan.stages)}):
         yield f"pp_size {pp_size}", replace(asked, pp_sizes=(pp_size,))
     fixed = replace(asked, global_batch_size=plan.global_batch_size)
-    counts = {each.num_microbatches for each in every if each.global_batch_size == plan.global_batch_size}
+    counts = {each.num_microbatches for each in listed if each.global_batch_size == plan.global_batch_size}
     for count in sorted(counts - {plan.num_microbatches}):
         yield f"{count} microbatch(es)", replace(fixed, num_microbatches=(count,))
 
 
-def outlook(plan: Plan, request: SearchRequest, profiles: Profiles, file: Path) -> tuple[Question, ...]:
-    """The same search with 10 % more memory, with links twice as fast, and with one more node of each group."""
+def outlook(plan: Plan, request: SearchRequest, profiles: Profiles, file: Path) -> tuple[WhatIf, ...]:
+    """Return searches with 10 % more memory, with links twice as fast, and with one more node of each group."""
     model, cluster = plan.model, plan.cluster
     larger, roomier = more_memory(request, cluster, _MORE_MEMORY)
     faster = faster_links(profiles, _FASTER_LINKS)
-    nodes = [(f"one more {of.node_type} node", more_nodes(cluster, i, 1)) for i, of in enumerate(cluster.nodes)]
+    nodes = ((f"one more {group.node_type} node", more_nodes(cluster, i, 1)) for i, group in enumerate(cluster.nodes))
     return (
-        Question(f"{_MORE_MEMORY - 1:.0%} more memory", larger, model, roomier, profiles, file),
-        Question(f"links {_FASTER_LINKS:g} times as fast", request, model, cluster, faster, file),
-        *(Question(what, request, model, wider, profiles, file) for what, wider in nodes),
+        WhatIf(f"{_MORE_MEMORY - 1:.0%} more memory", larger, model, roomier, profiles, file),
+        WhatIf(f"links {_FASTER_LINKS:g} times as fast", request, model, cluster, faster, file),
+        *(WhatIf(difference, request, model, wider, profiles, file) for difference, wider in nodes),
     )
 
 
 def more_memory(request: SearchRequest, cluster: Cluster, factor: float) -> tuple[SearchRequest, Cluster]:
-    """The budget, and the devices' memory that bounds it, times a factor; what is left free stays."""
+    """Return the budget, and the devices' memory that bounds it, times a factor; the reserve stays."""
     match request.memory_gib:
         case dict() as budgets:
             budget: dict[str, float] | float | None = {name: gib * factor for name, gib in budgets.items()}
@@ -105,7 +106,7 @@ def more_memory(request: SearchRequest, cluster: Cluster, factor: float) -> tupl
 
 
 def faster_links(profiles: Profiles, factor: float) -> Profiles:
-    """Every message of the hardware profile, and what reducing gradients was measured to add, in 1 / factor the time.
+    """Return profiles whose messages, and the measured cost of gradient reduction, take 1 / factor the time.
 
     Tensor and sequence parallelism inside a layer stay: a model profile has them in one number with the computation.
     """
@@ -113,7 +114,62 @@ def faster_links(profiles: Profiles, factor: float) -> Profiles:
 
 
 def more_nodes(cluster: Cluster, group: int, count: int) -> Cluster:
-    """The cluster with so many more nodes in one of its groups."""
+    """Return the cluster with `count` more nodes in one of its groups."""
     nodes = list(cluster.nodes)
     nodes[group] = replace(nodes[group], count=nodes[group].count + count)
     return replace(cluster, nodes=tuple(nodes))
+
+
+class Remedies(NamedTuple):
+    """Changes of an infeasible request, each of which alone makes it feasible; None where no such change is known."""
+
+    global_batch_size: int | None
+    """The largest divisor of the batch size, or of the smallest in a range, that fits."""
+    nodes: int | None
+    """The least number of nodes that fits and that the profiles cover; known for clusters of equal nodes."""
+
+
+def remedies(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> Remedies:
+    """Return the remedies: smaller batches are tried, the largest first, and more nodes, the fewest first."""
+    batches = reversed(divisors(min(batch_sizes(request)))[:-1])
+    smaller = ((size, replace(request, global_batch_size=size), cluster) for size in batches)
+    counts = _more_nodes(cluster, profiles)
+    wider = ((count, request, more_nodes(cluster, 0, count - cluster.nodes[0].count)) for count in counts)
+
+    def first_that_fits(tried: Iterable[tuple[int, SearchRequest, Cluster]]) -> int | None:
+        fitting = (number for number, changed, wide in tried if _fits(changed, model, wide, profiles, file))
+        return next(fitting, None)
+
+    return Remedies(first_that_fits(smaller), first_that_fits(wider))
+
+
+def further_remedies(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> str:
+    """Return the remedies of an infeasible request as the end of its one line; empty where there are none."""
+    batch, nodes = remedies(request, model, cluster, profiles, file)
+    words = "" if batch is None else f", or lower global_batch_size to {batch}, the largest divisor that fits"
+    return words if nodes is None else f"{words}, or take {nodes} nodes of {cluster.nodes[0].node_type}"
+
+
+def _more_nodes(cluster: Cluster, profiles: Profiles) -> range:
+    """Return numbers of nodes of a cluster of equal ones, up to the devices of the largest group that was measured."""
+    group, *others = cluster.nodes
+    hardware = profiles.used(cluster)[0].hardware
+    largest = max((key.group_size for key in hardware.curves), default=0)
+    most = largest // cluster.node_types[group.node_type].devices_per_node
+    return range(0) if others else range(group.count + 1, most + 1)
+
+
+def _fits(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> bool:
+    """Return whether some plan fits; a request that is refused, or not covered by the profiles, is no remedy."""
+    try:
+        space = space_of(request, model, cluster, profiles, file)
+        listed = [target.configuration for target in space.targets]
+        if min_need(space.instance, listed).missing_bytes > 0:
+            return False
+        single = [configuration for configuration in listed if configuration.num_chunks == 1]
+        if single and min_need(space.instance, single).missing_bytes <= 0:
+            return True
+        # Several chunks may hold more than one: their need is only known by searching.
+        return not isinstance(find_best(request, model, cluster, profiles, file, report=lambda _: None), Infeasible)
+    except BadInput:
+        return False

@@ -1,1 +1,1 @@
-"""FASOP's search space and its estimate of it, with an exact partition: every candidate, and a table of all."""
+"""FASOP's search space: its candidates, their estimates, their exact partitions, and a table of all."""

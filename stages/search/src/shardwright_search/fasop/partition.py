@@ -12,11 +12,16 @@ partition within it whose bottleneck is above (T - S) / s is faster than a known
 or under that and the bottleneck found last.
 """
 
+from collections.abc import Sequence
+from itertools import combinations
+from math import comb
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_PARTITIONS = 500_000
+"""Partitions of a candidate that are all tried: all ways to cut 50 layers into up to 5 stages, and 26 into up to 8."""
 _NONE = 1 << 62
 
 
@@ -26,31 +31,31 @@ class Pipelines(NamedTuple):
     table: NDArray[Any]
     """Time of the first layers [rows, layers + 1], one row for each speed that stages run at."""
     rows: NDArray[Any]
-    """Of each stage [pipelines, stages]."""
+    """Row of the table for each stage [pipelines, stages]."""
     sends: NDArray[Any]
-    """What sending adds to a stage, wherever it begins and ends [pipelines, stages]."""
+    """Time that sending adds to a stage, wherever it begins and ends [pipelines, stages]."""
     steady: NDArray[Any]
-    """How often the slowest stage counts beside the sum over all: the closed form's coefficient [pipelines]."""
+    """Times that the slowest stage counts besides the sum over all: the closed form's coefficient [pipelines]."""
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
+        """Return the number of layers."""
         return int(self.table.shape[1]) - 1
 
     def some(self, chosen: NDArray[Any]) -> "Pipelines":
-        """The chosen pipelines."""
+        """Return the chosen pipelines."""
         return self._replace(rows=self.rows[chosen], sends=self.sends[chosen], steady=self.steady[chosen])
 
 
 def is_exact(layers: int, total_ps: int) -> bool:
-    """Whether 64 bits hold what partitions of so many layers are compared by, if a microbatch takes so long."""
+    """Return whether 64 bits hold the numbers by which partitions are compared, if a microbatch takes `total_ps`."""
     return total_ps * (layers * layers + 1) < _NONE // 2
 
 
 def fastest_partitions(pipelines: Pipelines) -> NDArray[Any]:
-    """Where each is cut: the first layer of every stage, and the number of layers [pipelines, stages + 1].
+    """Return the fastest cuts: the first layer of each stage, and the number of layers [pipelines, stages + 1].
 
-    Of the least pipeline time; every stage has a layer, and there are at least as many layers as stages.
+    Each stage has a layer, and there are at least as many layers as stages.
     """
     least, steady = least_bottlenecks(pipelines), pipelines.steady
     best = least_sums(pipelines, least)
@@ -63,46 +68,41 @@ def fastest_partitions(pipelines: Pipelines) -> NDArray[Any]:
         if not len(open_):
             return best
         some = pipelines.some(open_)
-        found = least_sums(some, limit[open_])
-        own = best[open_], shortest[open_]
-        best[open_], shortest[open_] = _better(*own, found, pipeline_times(some, found))
-        times = stage_times(some, found)
+        cuts = least_sums(some, limit[open_])
+        times = stage_times(some, cuts)
+        cuts_ps = times.sum(axis=1) + some.steady * times.max(axis=1)
+        best[open_] = np.where((cuts_ps < shortest[open_])[:, None], cuts, best[open_])
+        shortest[open_] = np.minimum(shortest[open_], cuts_ps)
         limit[open_], floor[open_] = times.max(axis=1) - 1, times.sum(axis=1)
 
 
 def _sums_at_least(pipelines: Pipelines) -> NDArray[Any]:
-    """The least sum of stages that each take what they like: the best cut before a stage is the same for all ends."""
+    """Return the least sum over stages without a limit: the best cut before a stage is the same for all ends."""
     table, rows, sends, _ = pipelines
     best = np.full((len(rows), pipelines.layers + 1), _NONE)
     best[:, 0] = 0
     for stage in range(rows.shape[1]):
-        own = table[rows[:, stage]]
-        before = np.minimum.accumulate(best - own, axis=1)[:, :-1]
+        sums = table[rows[:, stage]]
+        before = np.minimum.accumulate(best - sums, axis=1)[:, :-1]
         best = np.pad(before, ((0, 0), (1, 0)), constant_values=_NONE)
-        best[:, 1:] += own[:, 1:]
+        best[:, 1:] += sums[:, 1:]
     return np.asarray(best[:, -1] + sends.sum(axis=1))
 
 
-def _better(
-    known: NDArray[Any], known_ps: NDArray[Any], other: NDArray[Any], other_ps: NDArray[Any]
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    return np.where((other_ps < known_ps)[:, None], other, known), np.minimum(known_ps, other_ps)
-
-
 def pipeline_times(pipelines: Pipelines, cuts: NDArray[Any]) -> NDArray[Any]:
-    """Return what one partition of each takes [pipelines]."""
+    """Return the time of one partition of each pipeline [pipelines]."""
     times = stage_times(pipelines, cuts)
     return np.asarray(times.sum(axis=1) + pipelines.steady * times.max(axis=1))
 
 
 def stage_times(pipelines: Pipelines, cuts: NDArray[Any]) -> NDArray[Any]:
-    """Of every stage with its sends [pipelines, stages]."""
+    """Return the time of each stage with its sends [pipelines, stages]."""
     ends = pipelines.table[pipelines.rows, cuts[:, 1:]]
     return np.asarray(ends - pipelines.table[pipelines.rows, cuts[:, :-1]] + pipelines.sends)
 
 
 def least_bottlenecks(pipelines: Pipelines) -> NDArray[Any]:
-    """The least that the longest stage of any partition takes [pipelines]."""
+    """Return the least time of the longest stage over all partitions [pipelines]."""
     high = _by_taking_the_most(pipelines)
     low = pipelines.sends.max(axis=1)  # no layer takes no time
     open_ = np.flatnonzero(_can_be_met(pipelines, high - 1))
@@ -130,7 +130,7 @@ def _can_be_met(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
 
 
 def _by_taking_the_most(pipelines: Pipelines) -> NDArray[Any]:
-    """A bottleneck that can be reached, mostly the least."""
+    """Return a bottleneck that can be reached, mostly the least."""
     low = pipelines.sends.max(axis=1)
     high = pipelines.table[:, -1].max() + low
     open_ = np.flatnonzero(low < high)
@@ -144,7 +144,7 @@ def _by_taking_the_most(pipelines: Pipelines) -> NDArray[Any]:
 
 
 def _taking_the_most(pipelines: Pipelines, limit: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Whether a limit is met, what the longest stage then takes, and else the next limit that changes anything."""
+    """Return whether a limit is met, the longest stage's time then, and else the next limit that changes anything."""
     table, rows, sends, _ = pipelines
     layers, stages = pipelines.layers, rows.shape[1]
     apart = 2 * int(table[:, -1].max() + limit.max()) + 2
@@ -166,7 +166,7 @@ def _taking_the_most(pipelines: Pipelines, limit: NDArray[Any]) -> tuple[NDArray
 
 
 def least_sums(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
-    """The cuts of the least sum of stages that each take no more than a limit that can be met, then the most even."""
+    """Return the cuts of the least sum of stages within a limit that can be met; of equal ones the most even."""
     table, rows, sends, _ = pipelines
     (number, stages), layers = rows.shape, pipelines.layers
     weight = layers**2 + 1  # of a picosecond: more than the sums of squares can differ by
@@ -175,12 +175,12 @@ def least_sums(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
     taken = np.zeros((stages, number, layers + 1), np.int16)
     first, last = _reaches(pipelines, limit)
     for stage in range(stages):
-        own, room = table[rows[:, stage]], (limit - sends[:, stage])[:, None]
+        sums, room = table[rows[:, stage]], (limit - sends[:, stage])[:, None]
         after = np.full((number, layers + 1), _NONE)
         low, high = first[stage + 1], last[stage + 1]
         for count in range(1, high - first[stage] + 1):
             begin, end = max(low, first[stage] + count), min(high, last[stage] + count) + 1
-            time = own[:, begin:end] - own[:, begin - count : end - count]
+            time = sums[:, begin:end] - sums[:, begin - count : end - count]
             if begin < end and (time > room).all():
                 break
             total = best[:, begin - count : end - count] + time * weight + count * count
@@ -192,18 +192,18 @@ def least_sums(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
 
 
 def _reaches(pipelines: Pipelines, limit: NDArray[Any]) -> tuple[list[int], list[int]]:
-    """The least and the most layers before each stage, and at the end, over all pipelines."""
+    """Return the least and the most layers before each stage, and at the end, over all pipelines."""
     table, rows, sends, _ = pipelines
     (number, stages), layers = rows.shape, pipelines.layers
     first, last = [layers], [0]
-    low, high, every = np.full(number, layers), np.zeros(number, int), np.arange(number)
+    low, high, numbers = np.full(number, layers), np.zeros(number, int), np.arange(number)
     for stage in range(stages):
-        own, room = table[rows[:, stage]], limit - sends[:, stage]
-        high = np.minimum((own <= (own[every, high] + room)[:, None]).sum(axis=1) - 1, layers - stages + stage + 1)
+        sums, room = table[rows[:, stage]], limit - sends[:, stage]
+        high = np.minimum((sums <= (sums[numbers, high] + room)[:, None]).sum(axis=1) - 1, layers - stages + stage + 1)
         last.append(int(high.max()))
     for stage in reversed(range(stages)):
-        own, room = table[rows[:, stage]], limit - sends[:, stage]
-        low = np.maximum((own < (own[every, low] - room)[:, None]).sum(axis=1), stage)
+        sums, room = table[rows[:, stage]], limit - sends[:, stage]
+        low = np.maximum((sums < (sums[numbers, low] - room)[:, None]).sum(axis=1), stage)
         first.append(int(low.min()))
     return first[::-1], last
 
@@ -213,3 +213,33 @@ def _traced(taken: NDArray[Any], number: int, layers: int) -> NDArray[Any]:
     for stage in reversed(range(len(taken))):
         cuts[:, stage] = cuts[:, stage + 1] - taken[stage, np.arange(number), cuts[:, stage + 1]]
     return cuts
+
+
+class PartitionCheck(NamedTuple):
+    """Counts of pipelines whose partitions were all tried or left out, and lines on better ones that were missed."""
+
+    tried: int
+    left: int
+    wrong: tuple[str, ...]
+
+
+def check(pipelines: Pipelines, names: Sequence[object]) -> PartitionCheck:
+    """Compare the chosen partitions, and the least bottlenecks, with those of all partitions, where these are few."""
+    layers, (number, stages) = pipelines.layers, pipelines.rows.shape
+    if comb(layers - 1, stages - 1) > MAX_PARTITIONS:
+        return PartitionCheck(0, number, ())
+    cuts, chosen = _all_cuts(layers, stages), pipeline_times(pipelines, fastest_partitions(pipelines))
+    bottlenecks, wrong = least_bottlenecks(pipelines), []
+    for i, name in enumerate(names):
+        repeated = pipelines.some(np.full(len(cuts), i))
+        least = stage_times(repeated, cuts).max(axis=1).min()
+        best = pipeline_times(repeated, cuts).min()
+        if (least, best) != (bottlenecks[i], chosen[i]):
+            wrong.append(f"{name}: {chosen[i]} ps, {best} ps is possible; bottleneck {bottlenecks[i]}, {least}")
+    return PartitionCheck(number, 0, tuple(wrong))
+
+
+def _all_cuts(layers: int, stages: int) -> NDArray[Any]:
+    chosen = list(combinations(range(1, layers), stages - 1))
+    inner = np.array(chosen, int).reshape(len(chosen), stages - 1)
+    return np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, layers)))

@@ -1,4 +1,4 @@
-"""Plans from and for Galvatron: what the numbers of its strategy file mean.
+"""Plans from and for Galvatron: the meaning of its strategy file.
 
 Layers are spread as `core/runtime/hybrid_parallel_config.py` and `comm_groups.py` of hetu-galvatron 2.4.0 spread them:
 pipeline stages are equal blocks of ranks, `dp_types_enc` is 1 for ZeRO-3 and 0 for `default_dp_type`, and whether
@@ -7,15 +7,24 @@ tensor parallelism shares the sequence is an option of the run, not of the file.
 
 import json
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.canonical import effective
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types import (
+    EMBEDDING,
+    HEAD,
+    Cluster,
+    DataParallel,
+    GradientReduction,
+    Model,
+    Plan,
+    Recompute,
+    Schedule,
+    SequenceParallel,
+    Strategy,
+)
 from shardwright_search.interop.galvatron_file import (
     DataParallelType,
     GalvatronLayer,
@@ -25,16 +34,15 @@ from shardwright_search.interop.galvatron_file import (
 )
 from shardwright_search.interop.target import (
     Exported,
-    Target,
+    ExportTarget,
     check_recompute,
     check_stages,
     kernel_notes,
     strategies,
 )
-from shardwright_search.interop.uniform import layer_of, stages_of
 from shardwright_search.options import GalvatronRun
+from shardwright_search.space.uniform import layer_of, stages_of
 
-_TARGET = "Galvatron"
 _DEFAULTS: dict[DataParallel, DataParallelType] = {DataParallel.DDP: "ddp", DataParallel.ZERO2: "zero2"}
 _SCHEDULES: dict[PipelineType, Schedule] = {"gpipe": Schedule.GPIPE, "pipedream_flush": Schedule.ONE_F_ONE_B}
 _PIPELINE_TYPES: dict[Schedule, PipelineType] = {
@@ -42,25 +50,26 @@ _PIPELINE_TYPES: dict[Schedule, PipelineType] = {
     Schedule.ONE_F_ONE_B: "pipedream_flush",
     Schedule.INTERLEAVED_1F1B: "pipedream_flush",
 }
-"""Of a stage with one layer range, which is all that Galvatron has."""
+"""Names of the schedules of a stage with one layer range, which is all that Galvatron has."""
 _UNUSED_DEFAULT: DataParallelType = "zero2"
-"""Written where nothing is left to `default_dp_type`; Galvatron's own launch scripts ask for it."""
+"""Value that is written where nothing is left to `default_dp_type`; Galvatron's own launch scripts ask for it."""
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def plan_of_galvatron(
     name: str, given: GalvatronStrategy, model: Model, cluster: Cluster, run: GalvatronRun, file: Path
 ) -> Plan:
-    """The plan that Galvatron would run.
+    """Return the plan that Galvatron would run.
 
     Raises BadInput where the model or the cluster is another one, and where microbatches would differ in size.
     """
     pp_size = len(given.pp_division)
     if cluster.num_devices % pp_size:
-        what = f"pp_deg {pp_size} does not divide the {cluster.num_devices} devices of cluster {cluster.name}"
-        raise BadInput(file, what, "pass the cluster it was made for")
+        problem = f"pp_deg {pp_size} does not divide the {cluster.num_devices} devices of cluster {cluster.name}"
+        raise BadInput(file, problem, "pass the cluster it was made for")
     if len(given.layers) != len(model.layers):
-        what = f"it has {len(given.layers)} layers, model {model.name} {len(model.layers)}"
-        raise BadInput(file, what, "pass the model it was made for")
+        problem = f"it has {len(given.layers)} layers, model {model.name} {len(model.layers)}"
+        raise BadInput(file, problem, "pass the model it was made for")
     width = cluster.num_devices // pp_size
     vocabulary = _strategy("vtp", given.vocabulary, given, width, run, file)
     shardings = [
@@ -78,12 +87,12 @@ def plan_of_galvatron(
             gradient_reduction=run.gradient_reduction,
             precision=run.precision,
             attention=run.attention,
-            stages=stages_of([0, *accumulate(given.pp_division)], pp_size, width),
+            stages=stages_of(tuple(pairwise([0, *accumulate(given.pp_division)])), pp_size, width),
             embedding=vocabulary,
             head=vocabulary,
             layers=tuple(
-                layer_of(own, kind, Recompute.FULL if layer.checkpoint else Recompute.NONE)
-                for own, layer, kind in zip(shardings, given.layers, model.layers, strict=True)
+                layer_of(sharding, kind, Recompute.FULL if layer.checkpoint else Recompute.NONE)
+                for sharding, layer, kind in zip(shardings, given.layers, model.layers, strict=True)
             ),
         )
     except ValueError as error:
@@ -91,7 +100,7 @@ def plan_of_galvatron(
 
 
 def galvatron_file(plan: Plan, plan_file: object) -> Exported:
-    """Galvatron's strategy file of a plan, and the options that its run needs.
+    """Return Galvatron's strategy file of a plan, and the options that its run needs.
 
     Raises BadInput naming the first thing that the file cannot say.
     """
@@ -101,16 +110,15 @@ def galvatron_file(plan: Plan, plan_file: object) -> Exported:
 
 
 def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
-    """What Galvatron's file says of a plan; BadInput names the first thing that it cannot say."""
-    target = Target(_TARGET, plan_file)
+    """Return the content of Galvatron's file for a plan; BadInput names the first thing that it cannot say."""
+    target = ExportTarget("Galvatron", plan_file)
     check_stages(plan, target)
     _check_ranges(plan, target)
     _check_precision(plan, target)
     default = _check_strategies(plan, target)
-    vocabulary = effective(plan.embedding)
     return GalvatronStrategy(
         layers=tuple(_galvatron_layer(effective(layer), layer.recompute) for layer in plan.layers),
-        vocabulary=_galvatron_layer(vocabulary, Recompute.NONE),
+        vocabulary=_galvatron_layer(effective(plan.embedding), Recompute.NONE),
         pp_division=tuple(high - low for stage in plan.stages for low, high in stage.layers),
         global_bsz=plan.global_batch_size,
         chunks=plan.num_microbatches,
@@ -120,14 +128,14 @@ def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
 
 
 def _num_microbatches(given: GalvatronStrategy, dp_size: int, file: Path) -> int:
-    """Microbatches that torch's `chunk` makes of a data-parallel rank's samples.
+    """Return the number of microbatches that torch's `chunk` makes of a data-parallel rank's samples.
 
     Raises BadInput where the last is smaller: a plan's are equal.
     """
     samples, left = divmod(given.global_bsz, dp_size)
     if left:
-        what = f"global_bsz {given.global_bsz} is not shared out evenly to the {dp_size} ranks of embedding and head"
-        raise BadInput(file, what, "pass the cluster it was made for")
+        problem = f"global_bsz {given.global_bsz} is not shared out evenly to the {dp_size} ranks of embedding and head"
+        raise BadInput(file, problem, "pass the cluster it was made for")
     size = -(-samples // given.chunks)
     if samples % size:
         raise BadInput(
@@ -143,13 +151,13 @@ def _strategy(
     where: str, layer: GalvatronLayer, given: GalvatronStrategy, width: int, run: GalvatronRun, file: Path
 ) -> Strategy:
     if layer.tp_size < 1 or width % layer.tp_size:
-        what = f"{where}: {layer.tp_size} does not divide the {width} ranks of a pipeline stage"
-        raise BadInput(file, what, "pass the cluster it was made for")
+        problem = f"{where}: {layer.tp_size} does not divide the {width} ranks of a pipeline stage"
+        raise BadInput(file, problem, "pass the cluster it was made for")
     sequence_parallel = SequenceParallel.ULYSSES if layer.ulysses else SequenceParallel.NONE
     if layer.tp_size > 1 and not layer.ulysses:
         if run.sequence_parallel is None:
-            what = f"{where} is {layer.tp_size}, and the file does not say whether such layers share the sequence"
-            raise BadInput(file, what, "say it: --sequence-parallel none or megatron")
+            problem = f"{where} is {layer.tp_size}, and the file does not say whether such layers share the sequence"
+            raise BadInput(file, problem, "say it: --sequence-parallel none or megatron")
         sequence_parallel = SequenceParallel(run.sequence_parallel)
     return effective(
         Strategy(
@@ -173,54 +181,51 @@ def _galvatron_layer(strategy: Strategy, recompute: Recompute) -> GalvatronLayer
     )
 
 
-def _check_ranges(plan: Plan, target: Target) -> None:
+def _check_ranges(plan: Plan, target: ExportTarget) -> None:
     for i, stage in enumerate(plan.stages):
-        what = "several layer ranges in a pipeline stage"
-        target.demand(len(stage.layers) == 1, what, "choose the schedule 1f1b or gpipe")
+        feature = "several layer ranges in a pipeline stage"
+        target.demand(len(stage.layers) == 1, feature, "choose the schedule 1f1b or gpipe")
         ((low, high),) = stage.layers
         target.demand(low < high, f"stages[{i}] without a layer", "give every pipeline stage a layer")
 
 
-def _check_precision(plan: Plan, target: Target) -> None:
+def _check_precision(plan: Plan, target: ExportTarget) -> None:
     kept, used, reduced = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
     holds = kept == "float32" and used in _PRECISIONS and reduced in ("float32", used)
     target.demand_precision(plan, holds, "keep parameters in float32, and reduce in float32 or as computed")
 
 
-_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
-def _check_strategies(plan: Plan, target: Target) -> DataParallelType:
-    """The file's `default_dp_type`; BadInput names the first layer that the file has no place for."""
+def _check_strategies(plan: Plan, target: ExportTarget) -> DataParallelType:
+    """Return the file's `default_dp_type`; BadInput names the first layer that the file has no place for."""
     default: tuple[str, DataParallel] | None = None
     sharing: tuple[str, SequenceParallel] | None = None
-    for where, own in strategies(plan):
-        ulysses = own.sequence_parallel is SequenceParallel.ULYSSES
-        strided = not own.tp_consecutive and (where in (EMBEDDING, HEAD) or ulysses)
+    for where, strategy in strategies(plan):
+        kind, sequence = strategy.data_parallel, strategy.sequence_parallel
+        ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
+        strided = not strategy.tp_consecutive and (where in (EMBEDDING, HEAD) or ulysses)
         target.demand(not strided, f"{where}: strided groups there", "make them consecutive")
-        what = f"{where}: states shared out in groups of {own.shard_size}"
-        target.demand(not own.shard_size, what, "share them out among all ranks: leave out shard_size")
-        if own.data_parallel is not DataParallel.ZERO3 and (own.dp_size > 1 or ulysses):
-            default = default or (where, own.data_parallel)
-            what = f"{where}: {own.data_parallel}, where {default[0]} has {default[1]}"
-            target.demand(own.data_parallel is default[1], what, "use zero3 beside one of ddp and zero2")
-        if own.tp_size > 1 and not ulysses:
-            sharing = sharing or (where, own.sequence_parallel)
-            what = f"{where}: sequence_parallel {own.sequence_parallel}, where {sharing[0]} has {sharing[1]}"
-            target.demand(own.sequence_parallel is sharing[1], what, "use one kind wherever tp_size is above 1")
-    for i in range(len(plan.layers)):
-        check_recompute(plan, i, target)
+        feature = f"{where}: states shared out in groups of {strategy.shard_size}"
+        target.demand(not strategy.shard_size, feature, "share them out among all ranks: leave out shard_size")
+        if kind is not DataParallel.ZERO3 and (strategy.dp_size > 1 or ulysses):
+            default = default or (where, kind)
+            feature = f"{where}: {kind}, where {default[0]} has {default[1]}"
+            target.demand(kind is default[1], feature, "use zero3 beside one of ddp and zero2")
+        if strategy.tp_size > 1 and not ulysses:
+            sharing = sharing or (where, sequence)
+            feature = f"{where}: sequence_parallel {sequence}, where {sharing[0]} has {sharing[1]}"
+            target.demand(sequence is sharing[1], feature, "use one kind wherever tp_size is above 1")
+    check_recompute(plan, target)
     alike = effective(plan.embedding) == effective(plan.head)
     target.demand(alike, "a head sharded otherwise than the embedding", "shard them alike")
     return _UNUSED_DEFAULT if default is None else _DEFAULTS[default[1]]
 
 
 def _options(plan: Plan) -> Iterator[str]:
-    """The options of Galvatron's run that the plan needs beside the file."""
+    """Yield the options of Galvatron's run that the plan needs and the file cannot hold."""
     yield f"--mixed_precision {_PRECISIONS[plan.precision.compute]}"
     if plan.precision.reduce == "float32" != plan.precision.compute:
         yield "--reduce_in_fp32"
-    if any(own.sequence_parallel is SequenceParallel.MEGATRON for _, own in strategies(plan)):
+    if any(strategy.sequence_parallel is SequenceParallel.MEGATRON for _, strategy in strategies(plan)):
         yield "--sequence-parallel"
     if plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH and plan.num_microbatches > 1:
         yield "--no_async_grad_reduce"

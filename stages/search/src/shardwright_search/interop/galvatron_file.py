@@ -1,4 +1,4 @@
-"""Galvatron's strategy file: what stands in it, read strictly and written as its runtime reads it.
+"""Galvatron's strategy file: its content, read strictly and written as its runtime reads it.
 
 Versions: hetu-galvatron 2.4.0 (`utils/config_utils.py`, `core/runtime/hybrid_parallel_config.py` read it,
 `core/search_engine/search_engine.py` writes it), and newer ones, which add context and expert parallelism and read
@@ -21,7 +21,7 @@ DataParallelType = Literal["ddp", "zero2", "zero3"]
 
 
 class GalvatronLayer(NamedTuple):
-    """How one layer, or embedding and head together, are spread."""
+    """The sharding of one layer, or of embedding and head together."""
 
     tp_size: int
     """Degree of tensor parallelism, or of Ulysses."""
@@ -34,13 +34,13 @@ class GalvatronLayer(NamedTuple):
 
 
 class GalvatronStrategy(NamedTuple):
-    """The whole file, with what older files leave out at the value that their reader takes."""
+    """The whole file; keys that older files leave out have the value that their reader takes."""
 
     layers: tuple[GalvatronLayer, ...]
     vocabulary: GalvatronLayer
     """Embedding and head: never strided, never recomputed."""
     pp_division: tuple[int, ...]
-    """Layers of each pipeline stage."""
+    """Number of layers of each pipeline stage."""
     global_bsz: int
     chunks: int
     pipeline_type: PipelineType
@@ -81,7 +81,7 @@ _FOREIGN = {
 def read_galvatron(path: Path) -> GalvatronStrategy:
     """Read a strategy file.
 
-    Raises BadInput for a key that is unknown, missing or contradicts another, and for what no plan can say.
+    Raises BadInput for a key that is unknown, missing or contradicts another, and for features that no plan has.
     """
     try:
         keys = msgspec.convert(read_object(path), _Keys)
@@ -100,7 +100,7 @@ def read_galvatron(path: Path) -> GalvatronStrategy:
         for name in ("tp_consecutive_flags", "dp_types_enc", "use_sp", "checkpoint")
     ]
     return GalvatronStrategy(
-        layers=tuple(GalvatronLayer(size, *of) for size, *of in zip(sizes, *flags, strict=True)),
+        layers=tuple(GalvatronLayer(*layer) for layer in zip(sizes, *flags, strict=True)),
         vocabulary=GalvatronLayer(keys.vtp, True, _vocabulary_is_zero3(path, keys), keys.vsp == 1, False),
         pp_division=_division(path, keys, count),
         global_bsz=keys.global_bsz,
@@ -111,7 +111,7 @@ def read_galvatron(path: Path) -> GalvatronStrategy:
 
 
 def galvatron_keys(strategy: GalvatronStrategy) -> dict[str, int | str]:
-    """The file's keys: those of 2.4.0, and those that newer versions cannot do without, which 2.4.0 ignores."""
+    """Return the file's keys: those of 2.4.0, and those that newer versions need, which 2.4.0 ignores."""
     layers, vocabulary = strategy.layers, strategy.vocabulary
     return {
         "pp_deg": len(strategy.pp_division),
@@ -135,7 +135,7 @@ def galvatron_keys(strategy: GalvatronStrategy) -> dict[str, int | str]:
 
 
 def _vocabulary_is_zero3(path: Path, keys: _Keys) -> bool:
-    """`embed_sdp`, which the search writes, or `vocab_sdp`, which newer runtimes read."""
+    """Return `embed_sdp`, which the search writes, or `vocab_sdp`, which newer runtimes read."""
     given = {flag for flag in (keys.embed_sdp, keys.vocab_sdp) if flag is not None}
     if len(given) > 1:
         raise BadInput(path, "embed_sdp and vocab_sdp differ, one is what the other was called", "keep one of them")
@@ -143,25 +143,24 @@ def _vocabulary_is_zero3(path: Path, keys: _Keys) -> bool:
 
 
 def _division(path: Path, keys: _Keys, count: int) -> tuple[int, ...]:
-    """Layers of each pipeline stage; without the key the last takes what an even division leaves, as in Galvatron."""
+    """Return the layers of each pipeline stage; without the key the last takes what an even division leaves."""
     if keys.pp_division is None:
         share = count // keys.pp_deg
         division = (*(share for _ in range(keys.pp_deg - 1)), count - share * (keys.pp_deg - 1))
     else:
         division = _numbers(path, "pp_division", keys.pp_division)
     if len(division) != keys.pp_deg or sum(division) != count or min(division) < 1:
-        what = f"pp_division {_joined(division)} does not share {count} layers out to {keys.pp_deg} pipeline stages"
-        raise BadInput(path, what, "give each of pp_deg stages a layer or more")
+        problem = f"pp_division {_joined(division)} does not share {count} layers out to {keys.pp_deg} pipeline stages"
+        raise BadInput(path, problem, "give each of pp_deg stages a layer or more")
     return division
 
 
 def _listed(path: Path, keys: _Keys, name: str, count: int, absent: int) -> tuple[int, ...]:
-    """The numbers of a key, one for each layer; `absent` in every layer without the key."""
+    """Return the numbers of a key, one for each layer; `absent` in every layer without the key."""
     text: str | None = getattr(keys, name)
     numbers = (absent,) * count if text is None else _numbers(path, name, text)
     if len(numbers) != count:
-        what = f"{name} has {len(numbers)} numbers, tp_sizes_enc {count}"
-        raise BadInput(path, what, "give every layer a number")
+        raise BadInput(path, f"{name} has {len(numbers)} numbers, tp_sizes_enc {count}", "give every layer a number")
     return numbers
 
 

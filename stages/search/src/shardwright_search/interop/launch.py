@@ -1,23 +1,33 @@
 """Scripts that start Megatron-LM on the nodes of a plan: by hand, in Docker, on Slurm, on Slurm with Enroot.
 
+Megatron-LM takes ranks for the pipeline in their order, and torchrun gives each node the ranks that follow those of the
+node before, however many each has. A plan may take up the nodes of a cluster in another order than the cluster's own.
+
 Options are those of torchrun (torch 2.11), srun and sbatch (22.05; heterogeneous jobs since 17.11, by this name since
-20.02), Pyxis (its wiki of November 2025) and `docker run`. What does not depend on the plan stands in `scripts/`.
+20.02), Pyxis (its wiki of November 2025) and `docker run`. Texts that do not depend on the plan are in `scripts/`.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Cluster, Plan
-from shardwright_search.interop.node_order import Node
+from msgspec.structs import replace
+
+from shardwright_formats.io import BadInput, read_bytes
+from shardwright_formats.types import MIB, Cluster, NodeGroup, Plan
+from shardwright_search.interop.megatron import megatron_arguments
 from shardwright_search.interop.target import Exported
 
 _PLAN, _HOSTS, _SRUN = "#@plan@\n", "#@hosts@\n", "#@srun@\n"
 _FEATURE = re.compile(r"[A-Za-z0-9_.-]+")
-"""A node type by whose name Slurm can be asked for nodes."""
+"""Pattern of a node type by whose name Slurm can be asked for nodes."""
+_MAX_HOSTS_BYTES = 64 * MIB
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_REMEDY = "give one host name and its node type a line"
 _LISTS = """\
 export NODES=
 for list in {lists}; do
@@ -37,22 +47,35 @@ _CONTAINER = (
 """Options of Pyxis."""
 
 
+class Node(NamedTuple):
+    """A node, in the order in which nodes are numbered."""
+
+    node_type: str
+    host: str | None
+    """Name of the host; None where the user has named none."""
+    ranks: range
+
+
 class Launch(NamedTuple):
-    """Files of a folder by name, and what the user has to see to, a line each."""
+    """Files of a folder by name, and points that the user has to see to, a line each."""
 
     files: dict[str, str]
     notes: tuple[str, ...]
 
 
-def launch_of(plan: Plan, exported: Exported, nodes: Sequence[Node], plan_file: object) -> Launch:
-    """The scripts for a plan whose ranks are numbered as its pipeline takes them up, and for what is exported of it.
+def megatron_launch(plan: Plan, plan_file: object, hosts: Path | None) -> tuple[Exported, Launch]:
+    """Return the arguments of a plan whose ranks are numbered as its pipeline takes up nodes, and the scripts for it.
 
-    Raises BadInput where a node has no GPU, or where nothing says which nodes of Slurm are of which type.
+    Raises BadInput where a node has no GPU, where nothing says which nodes of Slurm are of which type, for a bad file
+    of hosts, and for the first thing that Megatron-LM cannot express.
     """
+    plan = in_pipeline_order(plan, plan_file)
+    exported = megatron_arguments(plan, plan_file)
+    nodes = _nodes(plan.cluster, None if hosts is None else read_hosts(hosts, plan.cluster))
     _check_types(plan.cluster, nodes, plan_file)
     header = _sbatch(plan, nodes)
     groups = len(plan.cluster.nodes)
-    return Launch(
+    return exported, Launch(
         {
             "nodes.txt": _node_list(plan, nodes),
             "node.sh": _script("node.sh", {_PLAN: _plan_of_node(plan, exported, nodes)}),
@@ -84,7 +107,7 @@ def _node_list(plan: Plan, nodes: Sequence[Node]) -> str:
 
 
 def _plan_of_node(plan: Plan, exported: Exported, nodes: Sequence[Node]) -> str:
-    """What of `node.sh` is the plan's: sizes of the nodes, the arguments, and variables of the environment."""
+    """Return the plan's part of `node.sh`: sizes of the nodes, the arguments, and variables of the environment."""
     arguments = "".join(f"    {line}\n" for line in exported.text.splitlines())
     notes = "".join(f"# {_on_one_line(note)}\n" for note in exported.notes)
     ranks = " ".join(str(len(node.ranks)) for node in nodes)
@@ -93,7 +116,7 @@ def _plan_of_node(plan: Plan, exported: Exported, nodes: Sequence[Node]) -> str:
 
 
 def _sbatch(plan: Plan, nodes: Sequence[Node]) -> str:
-    """What the nodes are asked of Slurm with: neighbours of one type are a component of a heterogeneous job."""
+    """Return the options of sbatch: neighbours of one type are a component of a heterogeneous job."""
     components = []
     for name, same in groupby(nodes, key=lambda node: node.node_type):
         group = list(same)
@@ -140,3 +163,72 @@ def _script(name: str, parts: dict[str, str]) -> str:
 
 def _on_one_line(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+def in_pipeline_order(plan: Plan, plan_file: object) -> Plan:
+    """Return the plan with nodes, and so ranks, numbered in the order in which its pipeline takes them up.
+
+    Raises BadInput where no order of the nodes does: torchrun cannot give a node ranks that do not follow one another.
+    """
+    ranks = [rank for stage in plan.stages for rank in stage.ranks]
+    node_of = plan.cluster.node_of_rank
+    nodes = [node for node, _ in groupby(ranks, key=node_of.__getitem__)]
+    ranks_of = {node: list(same) for node, same in groupby(range(plan.world_size), key=node_of.__getitem__)}
+    in_turn = [rank for node in nodes for rank in ranks_of[node]]
+    if in_turn != ranks:
+        node = node_of[next(rank for rank, other in zip(ranks, in_turn, strict=False) if rank != other)]
+        problem = f"torchrun cannot number the ranks of node {node} in the order of the pipeline stages"
+        raise BadInput(plan_file, problem, "plan stages that take up one node after the other")
+    types = [plan.cluster.node_type_of_rank[node_of.index(node)] for node in nodes]
+    groups = tuple(NodeGroup(node_type=name, count=len(list(same))) for name, same in groupby(types))
+    cluster = Cluster(name=plan.cluster.name, nodes=groups, node_types=plan.cluster.node_types)
+    number = {rank: i for i, rank in enumerate(ranks)}
+    stages = tuple(replace(stage, ranks=tuple(number[rank] for rank in stage.ranks)) for stage in plan.stages)
+    return replace(plan, cluster=cluster, stages=stages)
+
+
+def _nodes(cluster: Cluster, hosts: Mapping[str, str] | None) -> list[Node]:
+    """Return the nodes of a cluster in their order; hosts of a type are taken in the order in which they are given."""
+    left = {name: iter([host for host, kind in (hosts or {}).items() if kind == name]) for name in cluster.node_types}
+    nodes, first = [], 0
+    for node_type in (group.node_type for group in cluster.nodes for _ in range(group.count)):
+        end = first + cluster.node_types[node_type].devices_per_node
+        nodes.append(Node(node_type, None if hosts is None else next(left[node_type]), range(first, end)))
+        first = end
+    return nodes
+
+
+def read_hosts(path: Path, cluster: Cluster) -> dict[str, str]:
+    """Return node types by host, from a file of one `HOST TYPE` a line; `#` begins a comment of a line of its own.
+
+    Raises BadInput naming the line that is none, and where hosts are not as many of each type as the cluster's nodes.
+    """
+    hosts: dict[str, str] = {}
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        host, _, node_type = line.strip().partition(" ")
+        if not host or host.startswith("#"):
+            continue
+        where, node_type = f"line {number}", node_type.strip()
+        if _HOST.fullmatch(host) is None:
+            raise BadInput(path, f"{where}: {host!r} is no host name", _REMEDY)
+        if node_type not in cluster.node_types:
+            known = ", ".join(sorted(cluster.node_types))
+            raise BadInput(path, f"{where}: the plan's cluster has no node type {node_type!r}, only {known}", _REMEDY)
+        if host in hosts:
+            raise BadInput(path, f"{where}: host {host} stands twice", "name each host once")
+        hosts[host] = node_type
+    counts, wanted = Counter(hosts.values()), Counter[str]()
+    for group in cluster.nodes:
+        wanted[group.node_type] += group.count
+    for name in cluster.node_types:
+        if counts[name] != wanted[name]:
+            problem = f"{counts[name]} hosts of type {name}, the plan's cluster has {wanted[name]} such nodes"
+            raise BadInput(path, problem, "name each node of the plan's cluster")
+    return hosts
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_bytes(path, _MAX_HOSTS_BYTES).decode().replace("\t", " ")
+    except UnicodeDecodeError:
+        raise BadInput(path, "is no text", _REMEDY) from None

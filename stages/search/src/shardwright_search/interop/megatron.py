@@ -1,7 +1,8 @@
-"""A plan as command-line arguments of Megatron-LM.
+"""A plan as command-line arguments of Megatron-LM, with those that say what its model is.
 
 Names and meanings are those of `megatron/training/arguments.py` and `megatron/core/transformer/` in its main branch of
-late 2025. Ranks are numbered as its default order `tp-cp-ep-dp-pp` numbers them.
+late 2025; megatron-core 0.16 has the same names in its TransformerConfig. Ranks are numbered as its default order
+`tp-cp-ep-dp-pp` numbers them.
 
 Data parallelism. DDP is Megatron's own. ZeRO-2 whose gradients are reduced once a step is its distributed optimizer:
 the same messages, one reduce-scatter and one all-gather a step, and the whole gradients that deferred reduction holds
@@ -11,93 +12,108 @@ whole gradients over several, it has not.
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from shardwright_formats.types import DataParallel, GradientReduction, Plan, Recompute, Schedule, SequenceParallel
-from shardwright_search.interop.megatron_model import Options, model_notes, model_options
-from shardwright_search.interop.target import Degrees, Exported, Target, kernel_notes
+from shardwright_formats.types import (
+    DataParallel,
+    GradientReduction,
+    Heads,
+    Model,
+    Plan,
+    Recompute,
+    Schedule,
+    SequenceParallel,
+)
+from shardwright_models.facts import Family
+from shardwright_models.registry import FAMILIES
+from shardwright_search.interop.target import Exported, ExportTarget, kernel_notes, uniform_of
+from shardwright_search.space.uniform import UniformStrategy
+
+Options = Mapping[str, str | int | float]
+"""Options by name; True for one without a value, False for one that is left out."""
 
 _TARGET = "Megatron-LM"
 _FSDP = "--use-megatron-fsdp"
 _SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B)
-"""Of a pipeline; which of both follows from the layer ranges of a stage."""
+"""Schedules of a pipeline; the layer ranges of a stage decide between them."""
 
 
 def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
-    """The arguments that a plan decides, one option a line; those of the data and of the learning rate are the user's.
+    """Return the arguments that a plan decides, one a line; those of data and of the learning rate are the user's.
 
     Raises BadInput naming the first thing that Megatron-LM cannot express.
     """
-    target = Target(_TARGET, plan_file)
-    degrees = Degrees.of(plan, target)
-    holds = plan.schedule in _SCHEDULES or degrees.pp_size == 1
+    target = ExportTarget(_TARGET, plan_file)
+    uniform = uniform_of(plan, target)
+    holds = plan.schedule in _SCHEDULES or uniform.pp_size == 1
     target.demand(holds, f"the schedule {plan.schedule}", f"choose {' or '.join(_SCHEDULES)}")
     options = {
         **model_options(plan.model, target),
-        "--tensor-model-parallel-size": degrees.tp_size,
-        "--pipeline-model-parallel-size": degrees.pp_size,
-        "--sequence-parallel": degrees.sequence_parallel is SequenceParallel.MEGATRON,
-        "--micro-batch-size": degrees.micro_batch_size,
+        "--tensor-model-parallel-size": uniform.tp_size,
+        "--pipeline-model-parallel-size": uniform.pp_size,
+        "--sequence-parallel": uniform.sequence_parallel is SequenceParallel.MEGATRON,
+        "--micro-batch-size": uniform.micro_batch_size,
         "--global-batch-size": plan.global_batch_size,
         "--optimizer": "adam",
-        **_partition(degrees),
-        **_data_parallel(plan, degrees, target),
-        **_recompute(plan, degrees, target),
+        **_partition(uniform),
+        **_data_parallel(plan, uniform, target),
+        **_recompute(plan, uniform.ranges, target),
         **_precision(plan, target),
     }
-    said = {option: value for option, value in options.items() if value is not False}
-    words = ([option] if value is True else [option, str(value)] for option, value in said.items())
+    given = {option: value for option, value in options.items() if value is not False}
+    words = ([option] if value is True else [option, str(value)] for option, value in given.items())
     text = "".join(f"{shlex.join(option)}\n" for option in words)
-    return Exported(text, tuple(_notes(plan, degrees, said)), _environment(degrees, said))
+    return Exported(text, tuple(_notes(plan, uniform, given)), _environment(uniform, given))
 
 
-def _partition(degrees: Degrees) -> Options:
-    """How layers are cut; the layout string where equal ranges, or a first and a last one of their own, do not do."""
-    sizes = degrees.range_sizes
+def _partition(uniform: UniformStrategy) -> Options:
+    """Return how layers are cut; the layout string where neither equal ranges nor another first and last one do."""
+    sizes = [high - low for low, high in uniform.ranges]
     if len(set(sizes)) == 1:
-        return {"--num-layers-per-virtual-pipeline-stage": sizes[0]} if degrees.chunks > 1 else {}
-    if degrees.chunks == 1 and min(sizes) > 0 and len(set(sizes[1:-1])) <= 1:
+        return {"--num-layers-per-virtual-pipeline-stage": sizes[0]} if uniform.chunks > 1 else {}
+    if uniform.chunks == 1 and min(sizes) > 0 and len(set(sizes[1:-1])) <= 1:
         return {"--decoder-first-pipeline-num-layers": sizes[0], "--decoder-last-pipeline-num-layers": sizes[-1]}
     ranges = "|".join(f"t*{size}" if size else "" for size in sizes)
     return {"--pipeline-model-parallel-layout": f"E{ranges}L"}
 
 
-def _data_parallel(plan: Plan, degrees: Degrees, target: Target) -> Options:
-    kind, one_microbatch = degrees.data_parallel, plan.num_microbatches == 1
+def _data_parallel(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> Options:
+    kind, one_microbatch = uniform.data_parallel, plan.num_microbatches == 1
     once = one_microbatch or plan.gradient_reduction is GradientReduction.DEFERRED
-    if degrees.dp_size == 1:
+    if uniform.dp_size == 1:
         return {}
     if kind is DataParallel.DDP:
-        what = "layers[0]: ddp that reduces gradients after every microbatch"
-        target.demand(once, what, "choose gradient_reduction deferred")
+        feature = "layers[0]: ddp that reduces gradients after every microbatch"
+        target.demand(once, feature, "choose gradient_reduction deferred")
         return {}
     # Its optimizer instances are groups of neighbouring data-parallel ranks, and replicas of one another.
-    groups: Options = {"--num-distributed-optimizer-instances": degrees.shard_groups if degrees.shard_size else False}
+    groups: Options = {"--num-distributed-optimizer-instances": uniform.shard_groups if uniform.shard_size else False}
     if kind is DataParallel.ZERO2 and once:
         return {"--use-distributed-optimizer": True, **groups}
     how = kind if kind is DataParallel.ZERO3 else f"{kind} that reduces gradients after every microbatch"
     remedy = "choose zero2 with gradient_reduction deferred, or one pipeline stage"
-    target.demand(degrees.pp_size == 1, f"layers[0]: {how} in several pipeline stages", remedy)
-    what = f"layers[0]: {kind} that holds whole gradients over several microbatches"
-    target.demand(not once or one_microbatch, what, "choose gradient_reduction every_microbatch")
+    target.demand(uniform.pp_size == 1, f"layers[0]: {how} in several pipeline stages", remedy)
+    feature = f"layers[0]: {kind} that holds whole gradients over several microbatches"
+    target.demand(not once or one_microbatch, feature, "choose gradient_reduction every_microbatch")
     return {
         _FSDP: True,
         "--data-parallel-sharding-strategy": "optim_grads_params" if kind is DataParallel.ZERO3 else "optim_grads",
-        # What Megatron-FSDP demands beside it.
+        # Megatron-FSDP demands these, too.
         "--use-distributed-optimizer": True,
         "--no-gradient-accumulation-fusion": True,
         "--ckpt-format": "fsdp_dtensor",
         **groups,
-        "--outer-dp-sharding-strategy": "no_shard" if degrees.shard_size else False,
+        "--outer-dp-sharding-strategy": "no_shard" if uniform.shard_size else False,
     }
 
 
-def _notes(plan: Plan, degrees: Degrees, options: Options) -> Iterator[str]:
+def _notes(plan: Plan, uniform: UniformStrategy, options: Options) -> Iterator[str]:
     fsdp = _FSDP in options
     yield f"run it on {plan.world_size} ranks"
     if fsdp:
         yield "unset CUDA_DEVICE_MAX_CONNECTIONS, as Megatron-FSDP wants it"
-    elif degrees.tp_size > 1:
+    elif uniform.tp_size > 1:
         yield "set CUDA_DEVICE_MAX_CONNECTIONS=1 where the GPUs are older than Blackwell"
     if plan.num_microbatches == 1 and "--use-distributed-optimizer" in options and not fsdp:
         yield "its distributed optimizer holds whole gradients with one microbatch too, 4 bytes a parameter"
@@ -105,28 +121,25 @@ def _notes(plan: Plan, degrees: Degrees, options: Options) -> Iterator[str]:
     yield from kernel_notes(plan)
 
 
-def _environment(degrees: Degrees, options: Options) -> tuple[str, ...]:
-    """The variable that some settings want to be 1 and another one not: what the user has set counts where it may."""
+def _environment(uniform: UniformStrategy, options: Options) -> tuple[str, ...]:
+    """Return the lines that set a variable which some settings want to be 1, and FSDP unset; a user's value stays."""
     if _FSDP in options:
         return ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
-    return ('export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',) if degrees.tp_size > 1 else ()
+    return ('export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',) if uniform.tp_size > 1 else ()
 
 
-def _recompute(plan: Plan, degrees: Degrees, target: Target) -> Options:
-    """Every layer, or as many first layers of each range: Megatron's methods `uniform` and `block`."""
-    again = [layer.recompute is Recompute.FULL for layer in plan.layers]
-    most = max(sum(again[low:high]) for low, high in degrees.ranges)
+def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarget) -> Options:
+    """Return every layer, or as many first layers of each range: Megatron's methods `uniform` and `block`."""
+    recomputed = [layer.recompute is Recompute.FULL for layer in plan.layers]
+    most = max(sum(recomputed[low:high]) for low, high in ranges)
     if not most:
         return {}
-    if all(again):
-        method, count = "uniform", 1
-    else:
-        method, count = "block", most
-        for i, first in ((i, low) for low, high in degrees.ranges for i in range(low, high)):
-            what = f"layers[{i}]: recompute {plan.layers[i].recompute}"
-            where = f"where another pipeline stage recomputes its first {most} layers"
-            remedy = "recompute as many first layers of every pipeline stage"
-            target.demand(again[i] == (i - first < most), f"{what}, {where}", remedy)
+    method, count = ("uniform", 1) if all(recomputed) else ("block", most)
+    for i, first in ((i, low) for low, high in ranges for i in range(low, high) if method == "block"):
+        layer = f"layers[{i}]: recompute {plan.layers[i].recompute}"
+        where = f"where another pipeline stage recomputes its first {most} layers"
+        remedy = "recompute as many first layers of every pipeline stage"
+        target.demand(recomputed[i] == (i - first < most), f"{layer}, {where}", remedy)
     return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": count}
 
 
@@ -137,12 +150,98 @@ _PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("float16", "float32"): ("--fp16", "--accumulate-allreduce-grads-in-fp32"),
     ("float16", "float16"): ("--fp16",),
 }
-"""By the types of computation and reduction; beside bfloat16 gradients stay in float32 by themselves."""
+"""Options of the types of computation and reduction; with bfloat16 gradients stay in float32 by themselves."""
 
 
-def _precision(plan: Plan, target: Target) -> Options:
-    """Parameters and optimizer state stay in float32."""
-    kept, known = plan.precision.parameters, _PRECISIONS.get((plan.precision.compute, plan.precision.reduce))
+def _precision(plan: Plan, target: ExportTarget) -> Options:
+    """Return the options of a plan's types; parameters and optimizer state stay in float32."""
+    options = _PRECISIONS.get((plan.precision.compute, plan.precision.reduce))
     remedy = "keep parameters in float32, and reduce in float32 or as computed"
-    target.demand_precision(plan, kept == "float32" and known is not None, remedy)
-    return dict.fromkeys(known or (), True)
+    target.demand_precision(plan, plan.precision.parameters == "float32" and options is not None, remedy)
+    return dict.fromkeys(options or (), True)
+
+
+def model_options(model: Model, target: ExportTarget) -> Options:
+    """Return the sizes of a model with layers of one type; for families it runs exactly, also norms and the like.
+
+    Raises BadInput for biases that Megatron-LM has no option for.
+    """
+    block = model.types[model.layers[0]]
+    hidden = model.boundary[0].features
+    heads = next((region.attention for region in block.regions if region.attention is not None), None)
+    family = FAMILIES.get(model.family)
+    inner = None if family is None else block.tp_must_divide.get(family.divided[-1])
+    options: dict[str, str | int | float] = {"--num-layers": len(model.layers), "--hidden-size": hidden}
+    options |= {} if inner is None else {"--ffn-hidden-size": inner}
+    options |= {} if heads is None else _heads(heads, hidden)
+    options["--seq-length"] = model.sequence_length
+    positions = model.config.get("max_position_embeddings", model.config.get("n_positions"))
+    options["--max-position-embeddings"] = positions if isinstance(positions, int) else model.sequence_length
+    vocabulary = model.config.get("vocab_size")
+    if isinstance(vocabulary, int):
+        # A plan pads nothing that tensor parallelism does not need.
+        options |= {"--vocab-size": vocabulary, "--make-vocab-size-divisible-by": 1}
+    options["--untie-embeddings-and-output-weights"] = not model.tied
+    return {**options, **(_exact(family, model, target) if family is not None and family.megatron else {})}
+
+
+def model_notes(model: Model) -> Iterator[str]:
+    """Yield what the arguments cannot hold of the model."""
+    family = FAMILIES.get(model.family)
+    if isinstance(model.config.get("vocab_size"), int):
+        yield "--vocab-size is of its NullTokenizer; another tokenizer brings its own"
+    if family is None or not family.megatron:
+        yield f"of a {model.family} model it is told the sizes alone: norms, positions and activations are yours"
+    scaling = _rope(model.config).get("rope_type", "default")
+    if family is not None and family.positions == "rope" and scaling not in ("default", "llama3"):
+        yield f"rotary embeddings of type {scaling} are not in the file"
+
+
+def _heads(heads: Heads, hidden: int) -> Options:
+    options: dict[str, str | int | float] = {"--num-attention-heads": heads.heads}
+    if heads.head_features * heads.heads != hidden:
+        options["--kv-channels"] = heads.head_features
+    if heads.kv_heads != heads.heads:
+        options |= {"--group-query-attention": True, "--num-query-groups": heads.kv_heads}
+    return options
+
+
+def _exact(family: Family, model: Model, target: ExportTarget) -> Options:
+    """Return the options that follow from a family's facts."""
+    config, rope, hidden = family.configured(model.config), _rope(model.config), family.dropouts.hidden
+    rotary = family.positions == "rope"
+    options: dict[str, str | int | float] = {
+        "--position-embedding-type": family.positions,
+        "--rotary-base": rotary and int(rope.get("rope_theta", 10000)),
+        "--normalization": family.norm.kind,
+        "--norm-epsilon": config[family.norm.epsilon],
+        "--swiglu": family.feed_forward(config).gated,
+        "--attention-dropout": config[family.dropouts.attention],
+        "--hidden-dropout": 0.0 if hidden is None else config[hidden],
+        "--qk-layernorm": any(p.name.endswith("q_norm.weight") for p in model.types[model.layers[0]].parameters),
+        **_biases(model, target),
+    }
+    if rotary and rope.get("rope_type") == "llama3":
+        options |= {"--use-rope-scaling": True, "--rope-scaling-factor": rope.get("factor", 8.0)}
+    return options
+
+
+def _biases(model: Model, target: ExportTarget) -> Options:
+    """Return whether all matrices have biases, none, or queries, keys and values alone."""
+    parameters = model.types[model.layers[0]].parameters
+    matrices = {p.name.removesuffix(".weight") for p in parameters if p.name.endswith(".weight") and len(p.shape) > 1}
+    biased = matrices & {p.name.removesuffix(".bias") for p in parameters}
+    inputs = {name for name in matrices if name.endswith(("q_proj", "k_proj", "v_proj"))}
+    remedy = "set attention_bias and mlp_bias alike"
+    target.demand(biased in (set(), inputs, matrices), "biases of some matrices of a layer", remedy)
+    return {"--disable-bias-linear": biased != matrices, "--add-qkv-bias": bool(biased) and biased == inputs}
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters: newer files gather them under one key, older ones have the base beside the scaling."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = dict(scaling) if isinstance(scaling, Mapping) else {}
+    parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    if "rope_theta" in config:
+        parameters.setdefault("rope_theta", config["rope_theta"])
+    return parameters

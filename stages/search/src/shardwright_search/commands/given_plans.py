@@ -1,0 +1,82 @@
+"""Plans that are not searched: `shardwright-search evaluate`, `uniform`, `import` and `export`."""
+
+from contextlib import ExitStack
+from os.path import realpath
+
+from shardwright_formats.command import show
+from shardwright_formats.io import BadInput, atomic_path, read_document, sync_path, write_document
+from shardwright_formats.types import Cluster, Model, Plan
+from shardwright_search.commands.prediction import plan_summary, prediction_of_evaluated, read_inputs, written
+from shardwright_search.cost_model.plan import cost_model_of, evaluate
+from shardwright_search.interop.galvatron import plan_of_galvatron
+from shardwright_search.interop.galvatron_file import read_galvatron
+from shardwright_search.interop.launch import Launch
+from shardwright_search.interop.registry import EXPORTERS
+from shardwright_search.interop.uniform import uniform_plan
+from shardwright_search.options import (
+    EvaluateOptions,
+    ExportOptions,
+    ImportGalvatronOptions,
+    ProfileOptions,
+    UniformOptions,
+)
+
+_EXECUTABLE = 0o755
+
+
+def evaluate_plan(options: EvaluateOptions) -> None:
+    """Write the prediction of a plan."""
+    plan, inputs = read_document(options.plan, Plan), read_inputs(options)
+    evaluation = evaluate(plan, inputs.profiles, cost_model_of(plan, inputs.profiles, options.time_model))
+    prediction = prediction_of_evaluated(plan, evaluation, {"plan": options.plan} | inputs.files, inputs.warnings)
+    with atomic_path(options.out) as path:
+        write_document(path, prediction)
+        show(plan_summary(plan, prediction))
+
+
+def uniform(options: UniformOptions) -> None:
+    """Write the plan, and with profiles its prediction, too: both or neither."""
+    cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
+    plan = uniform_plan(options.name or options.out.stem, options, model, cluster)
+    if options.hardware is None and options.profile is None:
+        write_document(options.out, plan)
+        return
+    if options.hardware is None or options.profile is None:
+        raise BadInput("--hardware and --profile", "one is given without the other", "give both or neither")
+    inputs = read_inputs(ProfileOptions(hardware=(options.hardware,), profile=(options.profile,)))
+    files = {"cluster": options.cluster, "model": options.model} | inputs.files
+    prediction = prediction_of_evaluated(plan, evaluate(plan, inputs.profiles), files)
+    with written(options.out, plan, prediction):
+        show(plan_summary(plan, prediction))
+
+
+def import_galvatron(options: ImportGalvatronOptions) -> None:
+    """Write the plan that Galvatron would run."""
+    given = read_galvatron(options.config)
+    model, cluster = read_document(options.model, Model), read_document(options.cluster, Cluster)
+    name = options.name or options.out.stem
+    write_document(options.out, plan_of_galvatron(name, given, model, cluster, options, options.config))
+
+
+def export_plan(options: ExportOptions) -> None:
+    """Write another system's file and, if asked, the scripts that start it; show what these cannot hold."""
+    plan, exporter = read_document(options.plan, Plan), EXPORTERS[options.to]
+    if options.launch is None:
+        if options.hosts is not None:
+            raise BadInput("--hosts", "names the hosts of scripts", "pass --launch too")
+        exported, launch = exporter.export(plan, options.plan), Launch({}, ())
+    elif exporter.launch is None:
+        raise BadInput("--launch", f"there are no scripts for {options.to}", "leave it out, or pass --to megatron")
+    else:
+        exported, launch = exporter.launch(plan, options.plan, options.hosts)
+    files = {options.launch / name: text for name, text in launch.files.items()} if options.launch else {}
+    if realpath(options.out) in map(realpath, files):
+        raise BadInput(options.out, "is a file of --launch too", "choose another name")
+    with ExitStack() as stack:  # Each file is complete before the first gets its name.
+        for path, text in {**files, options.out: exported.text}.items():
+            temporary = stack.enter_context(atomic_path(path))
+            temporary.write_bytes(text.encode())
+            sync_path(temporary)
+            if path.suffix == ".sh" and path in files:
+                temporary.chmod(_EXECUTABLE)
+        show("\n".join((*exported.notes, *launch.notes)))
