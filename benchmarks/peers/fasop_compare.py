@@ -15,13 +15,13 @@ from fasop_published import DEFECTS, PricedCase, Published, published
 from shardwright_formats.types import Schedule
 from shardwright_search.fasop.estimate import (
     Batch,
-    Estimate,
+    FasopEstimate,
     batches,
     estimate_of,
     priced,
 )
 from shardwright_search.fasop.partition import fastest_partitions, least_bottlenecks, stage_times
-from shardwright_search.fasop.problem import Problem
+from shardwright_search.fasop.problem import FasopProblem
 from shardwright_search.simulation.simulator import StageTimes, step_time_ps
 from shardwright_search.space.uniform import UniformStrategy
 
@@ -42,7 +42,7 @@ class Table(NamedTuple):
     """One of FASOP's, fastest first."""
 
     case: Case
-    problem: Problem
+    problem: FasopProblem
     rows: tuple[Row, ...]
 
 
@@ -106,7 +106,7 @@ def _published(table: Table, row: Row, layers: Sequence[int], mended: Sequence[s
 
 @cache
 def _known(
-    _: str, problem: Problem, own: UniformStrategy, layers: tuple[int, ...], mended: tuple[str, ...]
+    _: str, problem: FasopProblem, own: UniformStrategy, layers: tuple[int, ...], mended: tuple[str, ...]
 ) -> Published:
     return published(problem, own, layers, mended)
 
@@ -180,8 +180,8 @@ def _decoder(tables: Sequence[Table]) -> Defect:
     return _of_changes("T5's decoder is partitioned with the times of the encoder's layers", changes, 0)
 
 
-def _with_heads(problem: Problem, heads: int) -> Problem:
-    return Problem(**{name: getattr(problem, name) for name in Problem.__struct_fields__} | {"heads": heads})
+def _with_heads(problem: FasopProblem, heads: int) -> FasopProblem:
+    return FasopProblem(**{name: getattr(problem, name) for name in FasopProblem.__struct_fields__} | {"heads": heads})
 
 
 def _defect(text: str, before: Sequence[Published], after: Sequence[Published], name: str) -> Defect:
@@ -222,7 +222,9 @@ def partitions_of(table: Table) -> Partitions:
     return found._replace(rows=sum(own.pp_size > 1 for own in theirs))
 
 
-def _compare(problem: Problem, batch: Batch, theirs: dict[UniformStrategy, tuple[int, ...]], found: Partitions) -> None:
+def _compare(
+    problem: FasopProblem, batch: Batch, theirs: dict[UniformStrategy, tuple[int, ...]], found: Partitions
+) -> None:
     cuts = np.array([np.cumsum([0, *theirs[own]]) for own in batch.candidates])
     ours = fastest_partitions(batch.pipelines)
     least = least_bottlenecks(batch.pipelines)
@@ -236,7 +238,7 @@ def _compare(problem: Problem, batch: Batch, theirs: dict[UniformStrategy, tuple
     found.ratios.extend(mine / other for mine, other in played)
 
 
-def _missed_own(problem: Problem, batch: Batch, theirs: dict[UniformStrategy, tuple[int, ...]]) -> Iterator[float]:
+def _missed_own(problem: FasopProblem, batch: Batch, theirs: dict[UniformStrategy, tuple[int, ...]]) -> Iterator[float]:
     """Middle stages wait for what they receive, others for nothing; layers are those that FASOP priced."""
     sends = np.zeros_like(batch.pipelines.sends)
     cuts = []
@@ -253,7 +255,7 @@ def _longer(pairs: Sequence[tuple[float, float]]) -> list[float]:
     return [mine / other - 1 for mine, other in pairs if mine > other * (1 + _SAME)]
 
 
-def simulated_s(problem: Problem, batch: Batch, number: int, cuts: np.ndarray) -> float:
+def simulated_s(problem: FasopProblem, batch: Batch, number: int, cuts: np.ndarray) -> float:
     """A candidate's pipeline alone, played by this project's simulator: a third of a layer's time is forward."""
     one = batch.pipelines.some(np.array([number]))
     work = stage_times(one._replace(sends=one.sends * 0), cuts[number][None, :])[0].tolist()
@@ -271,15 +273,15 @@ def simulated_s(problem: Problem, batch: Batch, number: int, cuts: np.ndarray) -
 class Tops(NamedTuple):
     """The fastest of both that fit, in the closed form and simulated; seconds."""
 
-    ours: Estimate
-    theirs: Estimate
+    ours: FasopEstimate
+    theirs: FasopEstimate
     ours_s: float
     theirs_s: float
     ours_simulated_s: float
     theirs_simulated_s: float
 
 
-def tops_of(table: Table, found: Sequence[Estimate]) -> Tops:
+def tops_of(table: Table, found: Sequence[FasopEstimate]) -> Tops:
     """FASOP's fastest row that fits by its own flag, priced as ours."""
     row = next(row for row in table.rows if not row.told.is_oom)
     theirs = estimate_of(table.problem, row.own, row.layers)
@@ -288,7 +290,7 @@ def tops_of(table: Table, found: Sequence[Estimate]) -> Tops:
     return Tops(ours, theirs, ours.step_s, theirs.step_s, *played)
 
 
-def _step_simulated_s(problem: Problem, own: Estimate) -> float:
+def _step_simulated_s(problem: FasopProblem, own: FasopEstimate) -> float:
     (batch,) = batches(problem, [own.candidate])
     cuts = np.cumsum([0, *own.partition])[None, :]
     return simulated_s(problem, batch, 0, cuts) + own.reduction_s + own.tied_s

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_search.fasop.problem import LayerKind, NodeCosts, Problem
+from shardwright_search.fasop.problem import FasopProblem, LayerKind, NodeCosts
 from shardwright_search.space.configurations import divisors
 
 _BACKWARD_AND_FORWARD = 3
@@ -54,7 +54,7 @@ _USD = {"default": (32.7726, 8.144), "pareto": (32.7726, 9.773)}
 _LIMIT_GIB = (39.59, 22.20)
 
 
-def problem_of(case: Case, times: Path) -> Problem:
+def problem_of(case: Case, times: Path) -> FasopProblem:
     """Its cluster's node types are A100 and A10, in that order."""
     known = _MODELS[case.model]
     kinds = _kinds(case.model, known["blocks"])
@@ -62,7 +62,7 @@ def problem_of(case: Case, times: Path) -> Problem:
     sizes = [(tp_size, size) for tp_size in (1, 2, 4) for size in divisors(known["batch"])]
     hidden, words = known["hidden"], known["hidden"] * known["vocabulary"]
     whole = np.array([12 * hidden**2 if kind is LayerKind.BLOCK else words for kind in kinds], float)
-    return Problem(
+    return FasopProblem(
         node_types=tuple(_node_costs(case.setting, number) for number in range(2)),
         devices_per_node=4 if case.setting == "default" else 8,
         batch=known["batch"],

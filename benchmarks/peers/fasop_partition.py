@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from fasop_published import PricedCase, simulated_s
 
-from shardwright_search.fasop.problem import Problem
+from shardwright_search.fasop.problem import FasopProblem
 from shardwright_search.space.uniform import UniformStrategy
 
 
@@ -18,7 +18,7 @@ class Chosen(NamedTuple):
     priced: tuple[int, ...]
 
 
-def chosen(problem: Problem, own: UniformStrategy, own_times: bool = False) -> Chosen:
+def chosen(problem: FasopProblem, own: UniformStrategy, own_times: bool = False) -> Chosen:
     """What FASOP takes for a candidate; `own_times`: with T5's decoder partitioned by its own layers' times."""
     case = PricedCase.of(problem, own)
     count = len(problem.kinds)

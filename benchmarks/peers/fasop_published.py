@@ -12,7 +12,7 @@ import numpy as np
 from fasop_inputs import GPUS
 from numpy.typing import NDArray
 
-from shardwright_search.fasop.problem import LayerKind, Problem
+from shardwright_search.fasop.problem import FasopProblem, LayerKind
 from shardwright_search.space.uniform import UniformStrategy
 
 DEFECTS = {
@@ -42,13 +42,13 @@ class Published(NamedTuple):
 class PricedCase(NamedTuple):
     """A candidate, the node of each of its ranks [stages, data-parallel, tensor-parallel], and what is mended."""
 
-    problem: Problem
+    problem: FasopProblem
     own: UniformStrategy
     node: NDArray[Any]
     mended: frozenset[str]
 
     @classmethod
-    def of(cls, problem: Problem, own: UniformStrategy, mended: Collection[str] = frozenset()) -> "PricedCase":
+    def of(cls, problem: FasopProblem, own: UniformStrategy, mended: Collection[str] = frozenset()) -> "PricedCase":
         """Ranks are numbered through tensor-parallel groups, then data-parallel ones, then stages."""
         ranks = np.arange(own.pp_size * own.dp_size * own.tp_size)
         node = ranks.reshape(own.pp_size, own.dp_size, own.tp_size) // problem.devices_per_node
@@ -88,7 +88,7 @@ class PricedCase(NamedTuple):
 
 
 def published(
-    problem: Problem, own: UniformStrategy, layers: Sequence[int], mended: Collection[str] = frozenset()
+    problem: FasopProblem, own: UniformStrategy, layers: Sequence[int], mended: Collection[str] = frozenset()
 ) -> Published:
     """The peer's figures of a candidate whose stages hold so many layers."""
     case = PricedCase.of(problem, own, mended)
@@ -101,7 +101,7 @@ def published(
     return Published(max(finished) + tied_s, ends[0], reductions[late], tied_s, *_memory(case, cuts))
 
 
-def simulated_s(problem: Problem, own: UniformStrategy, layers: Sequence[int]) -> float:
+def simulated_s(problem: FasopProblem, own: UniformStrategy, layers: Sequence[int]) -> float:
     """The pipeline's time alone."""
     return _stage_ends(PricedCase.of(problem, own), np.cumsum([0, *layers]).tolist())[0]
 

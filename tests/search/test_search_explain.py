@@ -8,7 +8,7 @@ from shardwright_formats.display.plan_words import strategy_words
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB, DataParallel, Recompute, Schedule
 from shardwright_search.cost_model.plan import cost_model_of, evaluate, offset_ps
-from shardwright_search.explain.binding import LayerChoices, binding_lines, faster_changes, step_parts
+from shardwright_search.explain.binding import LayerAlternatives, binding_lines, faster_changes, step_parts
 from shardwright_search.search import find_best
 from shardwright_search.space.budget import Infeasible
 
@@ -62,8 +62,8 @@ def test_more_chunks_make_filling_shorter(make):
     assert fills == pytest.approx([1, 0.5], rel=1e-6)
 
 
-def choices_of(request) -> LayerChoices:
-    return LayerChoices(request.data_parallel, request.recompute, not request.fine_grained)
+def choices_of(request) -> LayerAlternatives:
+    return LayerAlternatives(request.data_parallel, request.recompute, not request.fine_grained)
 
 
 def on_every_stage(plan, budget):
@@ -148,7 +148,7 @@ def test_layers_that_share_a_strategy_change_together(make):
     profiles = make.profiles(model, cluster)
     request = make.request(fine_grained=False, recompute=["full"], tp_sizes=[1], pp_sizes=[1], data_parallel=["zero3"])
     plan, found = best(request, model, cluster, profiles).chosen
-    own = LayerChoices((DataParallel.ZERO3,), (Recompute.NONE, Recompute.FULL), together=True)
+    own = LayerAlternatives((DataParallel.ZERO3,), (Recompute.NONE, Recompute.FULL), together=True)
     (change,) = faster_changes(plan, found, cost_model_of(plan, profiles), on_every_stage(plan, 1 << 30), own)
     assert (change.low, change.high, change.strategy.recompute) == (0, 3, Recompute.NONE)
     budgets = on_every_stage(plan, 1 << 30)
@@ -165,5 +165,5 @@ def test_what_the_profile_has_no_times_for_is_no_choice(make):
     other = replace(plan.layers[0], recompute=Recompute.ATTENTION)
     with pytest.raises(BadInput, match="no point"):
         evaluate(replace(plan, layers=(other, *plan.layers[1:])), profiles, costs)
-    changes = faster_changes(plan, found, costs, on_every_stage(plan, 1 << 30), LayerChoices())
+    changes = faster_changes(plan, found, costs, on_every_stage(plan, 1 << 30), LayerAlternatives())
     assert changes and all(change.strategy.recompute is not Recompute.ATTENTION for change in changes)

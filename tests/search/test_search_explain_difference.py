@@ -6,7 +6,7 @@ from rich.console import Console
 
 from shardwright_formats.types import LayerStrategy, PipelineStage, Plan, Strategy
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.explain.difference import difference, memory_changes, plan_differences, time_changes
+from shardwright_search.explain.tables import difference, memory_changes, plan_differences, time_changes
 
 ONE = Strategy(tp_size=1, dp_size=1)
 

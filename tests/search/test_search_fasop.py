@@ -20,7 +20,7 @@ from shardwright_search.fasop.partition import (
     pipeline_times,
     stage_times,
 )
-from shardwright_search.fasop.problem import LayerKind, NodeCosts, Problem, candidates, rotations
+from shardwright_search.fasop.problem import FasopProblem, LayerKind, NodeCosts, candidates, rotations
 from shardwright_search.fasop.table import joined
 from shardwright_search.space.uniform import UniformStrategy
 
@@ -102,7 +102,7 @@ def problem(**changes):
         "vocabulary": 11_719,
         "heads": 8,
     }
-    return Problem(**(usual | changes))
+    return FasopProblem(**(usual | changes))
 
 
 @pytest.mark.parametrize("counts", [(1, 0), (2, 1), (1, 2), (0, 4)])

@@ -21,7 +21,7 @@ from shardwright_search.cli import APP
 from shardwright_search.cost_model.collectives import send_kind_time
 from shardwright_search.cost_model.communication import handover_time
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.explain.difference import plan_differences
+from shardwright_search.explain.tables import plan_differences
 from shardwright_search.search import Found, Infeasible, find_best
 from shardwright_search.solver import partition
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds

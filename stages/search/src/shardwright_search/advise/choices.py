@@ -34,6 +34,14 @@ _ZERO = {
 }
 _RECOMPUTE = {str(kind): kind for kind in Recompute}
 _NOT_PRICED = ("context_parallel", "context_parallel_degree", "expert_model_parallel", "expert_parallel_degree")
+_MEGATRON = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "mbs": "micro_batch_size",
+    "recompute": "recompute_granularity",
+    "vpp": "num_virtual_stages_per_pipeline_rank",
+}
+"""Arguments of Megatron-LM for the keys of a choice."""
 _COUNT = re.compile(r"[1-9]\d{0,6}")
 _SHARED = SequenceParallel.MEGATRON
 """Megatron-LM's sequence parallelism, which does nothing without tensor parallelism."""
@@ -86,14 +94,25 @@ def _pairs(text: str) -> UniformStrategy:
     if unknown := sorted(set(pairs) - known):
         problem = f"{unknown[0]!r} is no file, no rule and no key of a choice"
         raise BadInput(f"--against {text}", problem, "write tp=8,pp=4,mbs=1,zero=1 (also sp, recompute, vpp)")
+    return _read_choice(text, pairs, {})
+
+
+def _read_choice(file: str, texts: Mapping[str, str], names: Mapping[str, str]) -> UniformStrategy:
+    """Return the choice that texts spell under the keys of a pair, or under the names that these have in a language."""
+
+    def count(key: str) -> int:
+        name = names.get(key, key)
+        return _count(file, name, texts.get(name, "1"))
+
+    recompute = names.get("recompute", "recompute")
     return UniformStrategy(
-        tp_size=_count(text, "tp", pairs.get("tp", "1")),
-        pp_size=_count(text, "pp", pairs.get("pp", "1")),
-        micro_batch_size=_count(text, "mbs", pairs.get("mbs", "1")),
-        data_parallel=_one_of(text, "zero", pairs.get("zero", "0"), _ZERO),
-        sequence_parallel=_one_of(text, "sp", pairs.get("sp", "1"), {"0": SequenceParallel.NONE, "1": _SHARED}),
-        recompute=_one_of(text, "recompute", pairs.get("recompute", "none"), _RECOMPUTE),
-        chunks=_count(text, "vpp", pairs.get("vpp", "1")),
+        tp_size=count("tp"),
+        pp_size=count("pp"),
+        micro_batch_size=count("mbs"),
+        data_parallel=_one_of(file, "zero", texts.get("zero", "0"), _ZERO),
+        sequence_parallel=_one_of(file, "sp", texts.get("sp", "1"), {"0": SequenceParallel.NONE, "1": _SHARED}),
+        recompute=_one_of(file, recompute, texts.get(recompute, "none"), _RECOMPUTE),
+        chunks=count("vpp"),
     )
 
 
@@ -108,26 +127,14 @@ def _megatron(text: str, file: str) -> UniformStrategy:
         if word.startswith("--"):
             key, _, value = word[2:].partition("=")
             given[key.replace("-", "_")] = value or ("" if following.startswith("--") else following)
-
-    def number(name: str) -> int:
-        return _count(file, name, given.get(name, "1"))
-
     _refuse(file, {name.removesuffix("_size"): given[name] for name in given})
     sharded = given.get("data_parallel_sharding_strategy") == "optim_grads_params" and "use_megatron_fsdp" in given
     zero = "3" if sharded else "1" if "use_distributed_optimizer" in given else "0"
-    granularity = given.get("recompute_granularity", "none")
     for layout in ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"):
         if layout in given:
             raise BadInput(f"--against {file}", f"--{layout.replace('_', '-')} is not priced", "leave it out")
-    return UniformStrategy(
-        tp_size=number("tensor_model_parallel_size"),
-        pp_size=number("pipeline_model_parallel_size"),
-        micro_batch_size=number("micro_batch_size"),
-        data_parallel=_ZERO[zero],
-        sequence_parallel=_SHARED if "sequence_parallel" in given else SequenceParallel.NONE,
-        recompute=_one_of(file, "recompute_granularity", granularity, _RECOMPUTE),
-        chunks=number("num_virtual_stages_per_pipeline_rank"),
-    )
+    sequence = "1" if "sequence_parallel" in given else "0"
+    return _read_choice(file, {**given, "zero": zero, "sp": sequence}, _MEGATRON)
 
 
 def _torchtitan(path: Path, question: Question) -> UniformStrategy:
@@ -194,28 +201,19 @@ class Rule(NamedTuple):
     """Statement of the rule, and who says so."""
 
 
-class _Size(NamedTuple):
-    """A row of NVIDIA's table."""
-
-    parameters: float
-    tp_size: int
-    pp_size: int
-    micro_batch_size: int
-
-
 _TABLE = (
-    _Size(1.7e9, 1, 1, 16),
-    _Size(3.6e9, 2, 1, 16),
-    _Size(7.5e9, 4, 1, 16),
-    _Size(18.4e9, 8, 1, 8),
-    _Size(39.1e9, 8, 2, 4),
-    _Size(76.1e9, 8, 4, 2),
-    _Size(145.6e9, 8, 8, 2),
-    _Size(310.1e9, 8, 16, 1),
-    _Size(529.6e9, 8, 35, 1),
-    _Size(1008e9, 8, 64, 1),
+    (1.7e9, 1, 1, 16),
+    (3.6e9, 2, 1, 16),
+    (7.5e9, 4, 1, 16),
+    (18.4e9, 8, 1, 8),
+    (39.1e9, 8, 2, 4),
+    (76.1e9, 8, 4, 2),
+    (145.6e9, 8, 8, 2),
+    (310.1e9, 8, 16, 1),
+    (529.6e9, 8, 35, 1),
+    (1008e9, 8, 64, 1),
 )
-"""Table 1 of Narayanan et al. 2021, and TP, PP and MBS of Megatron-LM's examples/sc21/run_table_1.sh, which runs it."""
+"""Parameters in table 1 of Narayanan et al. 2021, and TP, PP and MBS of the script that runs it (Megatron-LM's)."""
 
 
 def _tp_sizes(question: Question) -> list[int]:
@@ -228,28 +226,18 @@ def _shapes(question: Question, tp_sizes: Sequence[int]) -> Iterator[UniformStra
     """Yield ZeRO-1 with micro-batches of 1, the fewest model-parallel ranks first, then with full recomputation."""
     devices, layers = question.cluster.num_devices, len(question.model.layers)
     sizes = [(t * p, -t, t, p) for t in tp_sizes for p in divisors(devices // t) if p <= layers]
+    choice = UniformStrategy(data_parallel=DataParallel.ZERO2, sequence_parallel=_SHARED)
     for recompute in (Recompute.NONE, Recompute.FULL):
         for _, _, tp_size, pp_size in sorted(sizes):
-            yield UniformStrategy(
-                tp_size=tp_size,
-                pp_size=pp_size,
-                data_parallel=DataParallel.ZERO2,
-                sequence_parallel=_SHARED,
-                recompute=recompute,
-            )
+            yield choice._replace(tp_size=tp_size, pp_size=pp_size, recompute=recompute)
 
 
 def _from_table(question: Question) -> Iterator[UniformStrategy]:
     """Yield the row of the next larger model, with its micro-batch and then ever smaller ones."""
-    size = next((row for row in _TABLE if row.parameters >= question.model.parameter_count), _TABLE[-1])
-    for micro_batch_size in (n for n in (16, 8, 4, 2, 1) if n <= size.micro_batch_size):
-        yield UniformStrategy(
-            tp_size=size.tp_size,
-            pp_size=size.pp_size,
-            micro_batch_size=micro_batch_size,
-            sequence_parallel=_SHARED,
-            recompute=Recompute.FULL,
-        )
+    parameters = question.model.parameter_count
+    _, tp_size, pp_size, largest = next((row for row in _TABLE if row[0] >= parameters), _TABLE[-1])
+    choice = UniformStrategy(tp_size=tp_size, pp_size=pp_size, sequence_parallel=_SHARED, recompute=Recompute.FULL)
+    yield from (choice._replace(micro_batch_size=size) for size in (16, 8, 4, 2, 1) if size <= largest)
 
 
 RULES = {

@@ -1,4 +1,4 @@
-"""From the options of `shardwright-search advise` to what a search needs, by shapes and published figures alone."""
+"""The search that `shardwright-search advise` makes of its options, by shapes and published figures alone."""
 
 import re
 from math import gcd

@@ -10,8 +10,7 @@ from shardwright_estimate.accuracy import SEEN
 from shardwright_formats.display.plan_words import layer_runs, strategy_words
 from shardwright_formats.types import EMBEDDING, GIB, HEAD, Estimate, Plan
 from shardwright_search.advise.question import Question
-from shardwright_search.explain.difference import plan_differences, time_changes
-from shardwright_search.explain.tables import node_types_table, sample_s, table
+from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, table, time_changes
 from shardwright_search.search import Found
 
 _LESS_BY = {

@@ -17,9 +17,8 @@ from shardwright_search.commands.prediction import Inputs, prediction_path, prog
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.explain.binding import Change, LayerChoices, binding_lines, faster_changes
-from shardwright_search.explain.difference import difference
-from shardwright_search.explain.tables import answers_shown, explanation, node_types_table, show_rich, table
+from shardwright_search.explain.binding import Change, LayerAlternatives, binding_lines, faster_changes
+from shardwright_search.explain.tables import answers_shown, difference, explanation, node_types_table, show_rich, table
 from shardwright_search.explain.what_if import WhatIf, WhatIfAnswer, answer, neighbours, outlook
 from shardwright_search.options import ExplainOptions, SimulateOptions
 from shardwright_search.simulation.chrome_trace import chrome_trace
@@ -72,11 +71,11 @@ def _why(
     plan: Plan, evaluation: Evaluation, inputs: Inputs, search: _Search | None, prediction: Prediction | None
 ) -> RenderableType:
     """Return the tables of the plan itself, what binds, and the runners-up that its prediction has."""
-    budgets_bytes, choices = _predicted_budgets(plan, prediction), LayerChoices()
+    budgets_bytes, choices = _predicted_budgets(plan, prediction), LayerAlternatives()
     if search is not None:
         request = narrowed(search.request, plan.cluster)
         budgets_bytes = budgets_of_stages(plan, budgets_of(request, plan.cluster, search.file))
-        choices = LayerChoices(request.data_parallel, request.recompute, not request.fine_grained)
+        choices = LayerAlternatives(request.data_parallel, request.recompute, not request.fine_grained)
     changes: tuple[Change, ...] = ()
     if budgets_bytes is not None:
         changes = faster_changes(plan, evaluation, _costs(plan, inputs, search), budgets_bytes, choices)

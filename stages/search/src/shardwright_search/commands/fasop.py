@@ -19,9 +19,9 @@ from shardwright_search.commands.prediction import (
     written,
 )
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.fasop.estimate import Estimate, batches, estimates
+from shardwright_search.fasop.estimate import FasopEstimate, batches, estimates
 from shardwright_search.fasop.partition import MAX_PARTITIONS, check
-from shardwright_search.fasop.problem import Problem, candidates, problem_of
+from shardwright_search.fasop.problem import FasopProblem, candidates, problem_of
 from shardwright_search.fasop.table import csv_of, joined, plan_of, read_foreign
 from shardwright_search.options import FasopOptions
 from shardwright_search.rent.sub_clusters import MAX_SUB_CLUSTERS
@@ -36,7 +36,7 @@ class _Given(NamedTuple):
     cluster: Cluster
     model: Model
     inputs: Inputs
-    problem: Problem
+    problem: FasopProblem
     candidates: list[UniformStrategy]
 
 
@@ -77,7 +77,7 @@ def _read(options: FasopOptions) -> _Given:
     return _Given(request, cluster, model, inputs, problem, listed)
 
 
-def _estimated(given: _Given, foreign: Sequence[Path]) -> tuple[list[Estimate], list[str]]:
+def _estimated(given: _Given, foreign: Sequence[Path]) -> tuple[list[FasopEstimate], list[str]]:
     """Return the estimates, the fastest first, and a line on each foreign table."""
     rows, lines = estimates(given.problem, given.candidates), []
     for file in foreign:
@@ -93,7 +93,7 @@ def _prediction(plan: Plan, given: _Given, options: FasopOptions) -> Prediction:
     return prediction_of_evaluated(plan, evaluate(plan, given.inputs.profiles), files, given.inputs.warnings)
 
 
-def _candidates(problem: Problem, cluster: Cluster, options: FasopOptions) -> list[UniformStrategy]:
+def _candidates(problem: FasopProblem, cluster: Cluster, options: FasopOptions) -> list[UniformStrategy]:
     most = [sum(g.count for g in cluster.nodes if g.node_type == kind.name) for kind in problem.node_types]
     if not options.sub_clusters:
         return list(candidates(problem, most))
@@ -104,7 +104,7 @@ def _candidates(problem: Problem, cluster: Cluster, options: FasopOptions) -> li
     return [candidate for counts in chosen if any(counts) for candidate in candidates(problem, counts)]
 
 
-def _checked(problem: Problem, listed: list[UniformStrategy]) -> str:
+def _checked(problem: FasopProblem, listed: list[UniformStrategy]) -> str:
     """Return a line on the trial of all partitions; raise AssertionError where one is better than the chosen."""
     results = [check(batch.pipelines, batch.candidates) for batch in batches(problem, listed)]
     wrong = [line for result in results for line in result.wrong]
@@ -116,7 +116,7 @@ def _checked(problem: Problem, listed: list[UniformStrategy]) -> str:
     )
 
 
-def _best_line(problem: Problem, best: Estimate) -> str:
+def _best_line(problem: FasopProblem, best: FasopEstimate) -> str:
     candidate = best.candidate
     nodes = "+".join(problem.node_types[kind].name for kind in candidate.nodes)
     return (

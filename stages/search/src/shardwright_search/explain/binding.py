@@ -35,13 +35,13 @@ class StepParts(NamedTuple):
     """Time that no layer's strategy changes: the step's overhead, and gradients that layers share."""
 
 
-class LayerChoices(NamedTuple):
+class LayerAlternatives(NamedTuple):
     """Strategies that a layer may have instead, at its degrees."""
 
     data_parallel: Sequence[DataParallel] = tuple(DataParallel)
     recompute: Sequence[Recompute] = tuple(Recompute)
     together: bool = False
-    """Whether all layers share one strategy."""
+    """Flag of plans whose layers all share one strategy."""
 
 
 class Change(NamedTuple):
@@ -70,7 +70,7 @@ def step_parts(plan: Plan, estimate: Estimate) -> StepParts:
 
 
 def faster_changes(
-    plan: Plan, before: Evaluation, costs: CostModel, budgets_bytes: Sequence[int], choices: LayerChoices
+    plan: Plan, before: Evaluation, costs: CostModel, budgets_bytes: Sequence[int], choices: LayerAlternatives
 ) -> tuple[Change, ...]:
     """Return changes of one layer, or of all where they share a strategy, that make the closed form smaller.
 
@@ -140,7 +140,7 @@ def _change_words(change: Change) -> str:
     return f"{layers} would save {change.saved_ps / _PER_SECOND * 1e3:.3f} ms a step"
 
 
-def _others(layer: LayerStrategy, choices: LayerChoices) -> Iterator[LayerStrategy]:
+def _others(layer: LayerStrategy, choices: LayerAlternatives) -> Iterator[LayerStrategy]:
     """Yield strategies that the layer could have instead, each spelled in one way."""
     for data_parallel, recompute in product(choices.data_parallel, choices.recompute):
         shard_size = 0 if data_parallel is DataParallel.DDP else layer.shard_size

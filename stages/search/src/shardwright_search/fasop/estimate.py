@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import GIB, Schedule
 from shardwright_search.fasop.partition import Pipelines, fastest_partitions, pipeline_times
-from shardwright_search.fasop.problem import BYTES, LayerKind, NodeCosts, Problem
+from shardwright_search.fasop.problem import BYTES, FasopProblem, LayerKind, NodeCosts
 from shardwright_search.space.uniform import UniformStrategy
 
 _PS = 1e-12
@@ -38,7 +38,7 @@ class Memory(NamedTuple):
     is_sharded_oom: bool
 
 
-class Network(NamedTuple):
+class Links(NamedTuple):
     """Seconds a byte of the links of one placement of nodes and one set of degrees."""
 
     has_type: NDArray[Any]
@@ -58,7 +58,7 @@ class Ranks(NamedTuple):
     kind: NDArray[Any]
 
 
-class Estimate(NamedTuple):
+class FasopEstimate(NamedTuple):
     """The estimate of a candidate with its partition."""
 
     candidate: UniformStrategy
@@ -82,11 +82,11 @@ class Batch(NamedTuple):
     """Candidates of equally many stages, with their links and pipelines."""
 
     candidates: tuple[UniformStrategy, ...]
-    networks: tuple[Network, ...]
+    networks: tuple[Links, ...]
     pipelines: Pipelines
 
 
-def estimates(problem: Problem, candidates: Iterable[UniformStrategy]) -> list[Estimate]:
+def estimates(problem: FasopProblem, candidates: Iterable[UniformStrategy]) -> list[FasopEstimate]:
     """Return the estimate of each candidate with its best partition, the fastest first."""
     unsorted = (
         estimate
@@ -96,14 +96,14 @@ def estimates(problem: Problem, candidates: Iterable[UniformStrategy]) -> list[E
     return sorted(unsorted, key=lambda estimate: estimate.step_s)
 
 
-def estimate_of(problem: Problem, candidate: UniformStrategy, layers: Sequence[int]) -> Estimate:
+def estimate_of(problem: FasopProblem, candidate: UniformStrategy, layers: Sequence[int]) -> FasopEstimate:
     """Return the estimate of one candidate whose stages hold so many layers each."""
     (batch,) = batches(problem, [candidate])
     (estimate,) = priced(problem, batch, np.cumsum([0, *layers])[None, :])
     return estimate
 
 
-def batches(problem: Problem, candidates: Iterable[UniformStrategy]) -> Iterator[Batch]:
+def batches(problem: FasopProblem, candidates: Iterable[UniformStrategy]) -> Iterator[Batch]:
     """Yield the candidates by their number of stages, not too many at once."""
     networks = lru_cache(maxsize=None)(lambda *shape: network(problem, *shape))
     pp_size = attrgetter("pp_size")
@@ -115,7 +115,7 @@ def batches(problem: Problem, candidates: Iterable[UniformStrategy]) -> Iterator
             yield Batch(some, links, _pipelines(problem, some, links))
 
 
-def _pipelines(problem: Problem, some: Sequence[UniformStrategy], links: Sequence[Network]) -> Pipelines:
+def _pipelines(problem: FasopProblem, some: Sequence[UniformStrategy], links: Sequence[Links]) -> Pipelines:
     """Return the pipelines; a stage on several node types runs at the speed of the slowest of them."""
     keys = {key: row for row, key in enumerate(dict.fromkeys((one.tp_size, one.micro_batch_size) for one in some))}
     types = [node_type.name for node_type in problem.node_types]
@@ -130,7 +130,7 @@ def _pipelines(problem: Problem, some: Sequence[UniformStrategy], links: Sequenc
     return Pipelines(table, shape[:, None] * len(types) + slowest, _sends(problem, some, links), steady)
 
 
-def _sends(problem: Problem, some: Sequence[UniformStrategy], links: Sequence[Network]) -> NDArray[Any]:
+def _sends(problem: FasopProblem, some: Sequence[UniformStrategy], links: Sequence[Links]) -> NDArray[Any]:
     """Return the sends: a stage waits for activations from one neighbour, and for their gradients from the other."""
     sizes = np.array([one.micro_batch_size for one in some])
     num_bytes = sizes * (problem.sequence_length * problem.hidden * BYTES)
@@ -139,7 +139,7 @@ def _sends(problem: Problem, some: Sequence[UniformStrategy], links: Sequence[Ne
     return np.asarray(np.pad(each, ((0, 0), (1, 0))) + np.pad(each, ((0, 0), (0, 1))))
 
 
-def priced(problem: Problem, batch: Batch, cuts: NDArray[Any]) -> Iterator[Estimate]:
+def priced(problem: FasopProblem, batch: Batch, cuts: NDArray[Any]) -> Iterator[FasopEstimate]:
     """Yield the estimates of candidates with partitions: the first layer of each stage, and the number of layers."""
     some, links = batch.candidates, batch.networks
     pipeline_s = pipeline_times(batch.pipelines, cuts) * _PS
@@ -150,17 +150,17 @@ def priced(problem: Problem, batch: Batch, cuts: NDArray[Any]) -> Iterator[Estim
         tied_s = float(problem.tied * BYTES / candidate.tp_size * links[number].tied)
         seconds = float(pipeline_s[number]), float(reduction_s[number]), tied_s
         usd = _usd(problem, candidate, sum(seconds))
-        yield Estimate(candidate, tuple(layers[number]), *seconds, usd, memories[number])
+        yield FasopEstimate(candidate, tuple(layers[number]), *seconds, usd, memories[number])
 
 
-def _usd(problem: Problem, candidate: UniformStrategy, step_s: float) -> float | None:
+def _usd(problem: FasopProblem, candidate: UniformStrategy, step_s: float) -> float | None:
     prices = [problem.node_types[kind].usd_per_hour for kind in candidate.nodes]
     known = [price for price in prices if price is not None]
     return sum(known) / _HOUR_S * step_s if len(known) == len(prices) else None
 
 
 def _reduction_s(
-    problem: Problem, some: Sequence[UniformStrategy], links: Sequence[Network], cuts: NDArray[Any]
+    problem: FasopProblem, some: Sequence[UniformStrategy], links: Sequence[Links], cuts: NDArray[Any]
 ) -> NDArray[Any]:
     """Return the time of a ring all-reduce of a stage's gradients, on the stage where it takes longest."""
     reduced = np.zeros(cuts[:, 1:].shape)
@@ -172,7 +172,7 @@ def _reduction_s(
     return np.asarray(time_s.max(axis=1))
 
 
-def _reduced(problem: Problem, tp_size: int, cuts: NDArray[Any]) -> NDArray[Any]:
+def _reduced(problem: FasopProblem, tp_size: int, cuts: NDArray[Any]) -> NDArray[Any]:
     """Return the parameters of each stage; an embedding and a head that are one count once where both are."""
     sizes, is_block = problem.reduced[tp_size], np.array(problem.kinds) == LayerKind.BLOCK
     blocks, outer = (
@@ -183,7 +183,7 @@ def _reduced(problem: Problem, tp_size: int, cuts: NDArray[Any]) -> NDArray[Any]
 
 
 def memory(
-    problem: Problem, some: Sequence[UniformStrategy], has_type: NDArray[Any], cuts: NDArray[Any]
+    problem: FasopProblem, some: Sequence[UniformStrategy], has_type: NDArray[Any], cuts: NDArray[Any]
 ) -> list[Memory]:
     """Return the memory of candidates; `has_type` [candidates, stages, types], `cuts` [candidates, stages + 1]."""
     parameters, activations = _parameters(problem, some, cuts), _activations(problem, some, cuts)
@@ -205,7 +205,7 @@ def _fullest(num_bytes: NDArray[Any], limit_gib: NDArray[Any]) -> list[tuple[flo
     return list(zip(taken.tolist(), is_oom.tolist(), strict=True))
 
 
-def _parameters(problem: Problem, some: Sequence[UniformStrategy], cuts: NDArray[Any]) -> NDArray[Any]:
+def _parameters(problem: FasopProblem, some: Sequence[UniformStrategy], cuts: NDArray[Any]) -> NDArray[Any]:
     """Return the parameters that a rank of each stage holds."""
     parameters = np.zeros(cuts[:, 1:].shape)
     for tp_size, sizes in problem.parameters.items():
@@ -214,7 +214,7 @@ def _parameters(problem: Problem, some: Sequence[UniformStrategy], cuts: NDArray
     return parameters
 
 
-def _activations(problem: Problem, some: Sequence[UniformStrategy], cuts: NDArray[Any]) -> NDArray[Any]:
+def _activations(problem: FasopProblem, some: Sequence[UniformStrategy], cuts: NDArray[Any]) -> NDArray[Any]:
     """Return the bytes of each stage with a full pipeline of microbatches (Korthikanti et al. 2023, section 4)."""
     kinds = np.array(problem.kinds)
     embeddings, blocks, heads = (
@@ -231,7 +231,7 @@ def _activations(problem: Problem, some: Sequence[UniformStrategy], cuts: NDArra
     return np.asarray(embeddings * embedding + blocks * block + heads * head)
 
 
-def network(problem: Problem, nodes: tuple[int, ...], tp_size: int, dp_size: int, pp_size: int) -> Network:
+def network(problem: FasopProblem, nodes: tuple[int, ...], tp_size: int, dp_size: int, pp_size: int) -> Links:
     """Return the links: groups that lie on several nodes share a node's link, those inside may share a bus."""
     ranks = _ranks(problem.devices_per_node, nodes, tp_size, dp_size, pp_size)
     types = range(len(problem.node_types))
@@ -242,7 +242,7 @@ def network(problem: Problem, nodes: tuple[int, ...], tp_size: int, dp_size: int
         ends = Ranks(*(array[[0, -1]] for array in ranks))
         rate = _between(ends, rates["reduce_inside"], rates["reduce_between"]).min()
         tied = min(dp_size, problem.devices_per_node) / rate
-    return Network(has_type, _send(ranks, rates), _reduce(problem, ranks, rates, has_type), tied)
+    return Links(has_type, _send(ranks, rates), _reduce(problem, ranks, rates, has_type), tied)
 
 
 def _ranks(devices_per_node: int, nodes: tuple[int, ...], tp_size: int, dp_size: int, pp_size: int) -> Ranks:
@@ -269,7 +269,9 @@ def _send(ranks: Ranks, rates: dict[str, NDArray[Any]]) -> NDArray[Any]:
     return np.asarray(1 / rate.min(axis=(1, 2))) if len(rate) else np.zeros(0)
 
 
-def _reduce(problem: Problem, ranks: Ranks, rates: dict[str, NDArray[Any]], has_type: NDArray[Any]) -> NDArray[Any]:
+def _reduce(
+    problem: FasopProblem, ranks: Ranks, rates: dict[str, NDArray[Any]], has_type: NDArray[Any]
+) -> NDArray[Any]:
     """Return the times of rings over data-parallel ranks in order; those of tensor-parallel ranks share links."""
     pp_size, dp_size, tp_size = ranks.node.shape
     if dp_size == 1:

@@ -116,16 +116,16 @@ def least_bottlenecks(pipelines: Pipelines) -> NDArray[Any]:
 
 
 def _can_be_met(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
-    """Whether some partition's stages all take no more: from the last cut before each layer that can be reached."""
+    """Return whether some partition's stages all stay within the limit, by the cuts that can be reached."""
     table, rows, sends, _ = pipelines
     reached = np.zeros((len(rows), pipelines.layers + 1), bool)
     reached[:, 0] = True
-    every = np.arange(pipelines.layers + 1)
+    cuts = np.arange(pipelines.layers + 1)
     for stage in range(rows.shape[1]):
-        own = table[rows[:, stage]]
-        last = np.maximum.accumulate(np.where(reached, every, -1), axis=1)[:, :-1]
-        begun = np.take_along_axis(own, np.maximum(last, 0), axis=1)
-        reached = np.pad((last >= 0) & (own[:, 1:] - begun <= (limit - sends[:, stage])[:, None]), ((0, 0), (1, 0)))
+        sums = table[rows[:, stage]]
+        last = np.maximum.accumulate(np.where(reached, cuts, -1), axis=1)[:, :-1]
+        begun = np.take_along_axis(sums, np.maximum(last, 0), axis=1)
+        reached = np.pad((last >= 0) & (sums[:, 1:] - begun <= (limit - sends[:, stage])[:, None]), ((0, 0), (1, 0)))
     return np.asarray(reached[:, -1])
 
 

@@ -62,7 +62,7 @@ class NodeCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Flag of nodes in which several rings share one bus, as over PCIe."""
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class FasopProblem(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A model, a batch and the node types; arrays are over all layers, embedding and head included."""
 
     node_types: tuple[NodeCosts, ...]
@@ -94,7 +94,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return tuple(sorted(self.parameters))
 
 
-def candidates(problem: Problem, counts: Sequence[int]) -> Iterator[UniformStrategy]:
+def candidates(problem: FasopProblem, counts: Sequence[int]) -> Iterator[UniformStrategy]:
     """Yield all candidates on a cluster of so many nodes of each type.
 
     Stages are equally wide blocks of neighbouring ranks, tensor-parallel groups lie inside them.
@@ -110,7 +110,7 @@ def rotations(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(nodes[start:] + nodes[:start] for start in range(len(nodes))))
 
 
-def _shapes(problem: Problem, num_nodes: int) -> Iterator[UniformStrategy]:
+def _shapes(problem: FasopProblem, num_nodes: int) -> Iterator[UniformStrategy]:
     devices = problem.devices_per_node * num_nodes
     for tp_size in problem.tp_sizes:
         if devices % tp_size or tp_size > MAX_TP_SIZE:
@@ -136,7 +136,7 @@ def check_request(request: SearchRequest, file: Path) -> None:
 
 def problem_of(
     request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, cluster_file: Path, file: Path
-) -> Problem:
+) -> FasopProblem:
     """Return the problem; links are as fast as for the largest messages, layers as profiled.
 
     Raises BadInput where a profile lacks a point, the node types have unequal numbers of devices, or the model has no
@@ -158,7 +158,7 @@ def problem_of(
     assert isinstance(request.global_batch_size, int)
     sizes = divisors(request.global_batch_size)
     hidden = model.types[model.layers[0]].outputs[-1].features
-    return Problem(
+    return FasopProblem(
         node_types=tuple(
             _node_costs(name, cluster.node_types[name], budgets[name], by_type[name], cluster.num_devices > devices)
             for name in names

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput, read_bytes
 from shardwright_formats.types import Cluster, Model, Plan, Schedule
-from shardwright_search.fasop.estimate import Estimate, batches, priced
-from shardwright_search.fasop.problem import Problem
+from shardwright_search.fasop.estimate import FasopEstimate, batches, priced
+from shardwright_search.fasop.problem import FasopProblem
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform
 
@@ -40,7 +40,7 @@ Partitions = Mapping[UniformStrategy, tuple[int, ...]]
 """Layers of each stage by candidate, embedding and head counted."""
 
 
-def csv_of(problem: Problem, estimates: Iterable[Estimate], node_types: Sequence[str], steps: int) -> bytes:
+def csv_of(problem: FasopProblem, estimates: Iterable[FasopEstimate], node_types: Sequence[str], steps: int) -> bytes:
     """Return the table with FASOP's names of columns; times in s, prices in USD, memory in GiB.
 
     Each node type has a column for its number of nodes, where FASOP has num_a100 and num_a10. `steps` is the length of
@@ -75,7 +75,7 @@ def csv_of(problem: Problem, estimates: Iterable[Estimate], node_types: Sequence
     return out.getvalue().encode()
 
 
-def read_foreign(file: Path, problem: Problem, candidates: Iterable[UniformStrategy]) -> Partitions:
+def read_foreign(file: Path, problem: FasopProblem, candidates: Iterable[UniformStrategy]) -> Partitions:
     """Return the partitions of a table of FASOP's fields; of a candidate that it has twice the first.
 
     Raises BadInput, with the line, for a row that is no candidate here, or that does not cut its layers.
@@ -101,7 +101,7 @@ def read_foreign(file: Path, problem: Problem, candidates: Iterable[UniformStrat
 
 
 def _row(
-    file: Path, line: int, cells: Mapping[str, str | None], problem: Problem
+    file: Path, line: int, cells: Mapping[str, str | None], problem: FasopProblem
 ) -> tuple[UniformStrategy, tuple[int, ...]]:
     names = [node_type.name for node_type in problem.node_types]
     try:
@@ -114,7 +114,7 @@ def _row(
         raise BadInput(file, row, "correct it") from None
 
 
-def joined(problem: Problem, estimates: Sequence[Estimate], foreign: Partitions) -> list[Estimate]:
+def joined(problem: FasopProblem, estimates: Sequence[FasopEstimate], foreign: Partitions) -> list[FasopEstimate]:
     """Return each candidate with the faster of both partitions, the fastest first; the foreign one only if faster."""
     others = {
         other.candidate: other
@@ -125,7 +125,9 @@ def joined(problem: Problem, estimates: Sequence[Estimate], foreign: Partitions)
     return sorted((min(x, others.get(x.candidate, x), key=step_s) for x in estimates), key=step_s)
 
 
-def plan_of(problem: Problem, estimate: Estimate, request: SearchRequest, model: Model, cluster: Cluster) -> Plan:
+def plan_of(
+    problem: FasopProblem, estimate: FasopEstimate, request: SearchRequest, model: Model, cluster: Cluster
+) -> Plan:
     """Return the plan of plain data parallelism and 1F1B; nodes of a type are taken in the cluster's order."""
     candidate = estimate.candidate
     cluster = _placed_nodes(problem, candidate.nodes, cluster)
@@ -146,7 +148,7 @@ def plan_of(problem: Problem, estimate: Estimate, request: SearchRequest, model:
     )
 
 
-def _placed_nodes(problem: Problem, nodes: tuple[int, ...], cluster: Cluster) -> Cluster:
+def _placed_nodes(problem: FasopProblem, nodes: tuple[int, ...], cluster: Cluster) -> Cluster:
     """Return as many nodes of each type as are placed, the first of the whole cluster."""
     left = {node_type.name: nodes.count(kind) for kind, node_type in enumerate(problem.node_types)}
     groups = []
@@ -157,7 +159,7 @@ def _placed_nodes(problem: Problem, nodes: tuple[int, ...], cluster: Cluster) ->
     return replace(cluster, nodes=tuple(groups))
 
 
-def _ranks(problem: Problem, nodes: tuple[int, ...], cluster: Cluster) -> list[int]:
+def _ranks(problem: FasopProblem, nodes: tuple[int, ...], cluster: Cluster) -> list[int]:
     """Return the cluster's ranks in the order of the placed nodes."""
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(cluster.node_type_of_rank):

@@ -27,10 +27,10 @@ class GalvatronLayer(NamedTuple):
     """Degree of tensor parallelism, or of Ulysses."""
     tp_consecutive: bool
     zero3: bool
-    """Whether it is sharded by ZeRO-3 instead of by the file's `default_dp_type`."""
+    """Flag of sharding by ZeRO-3 instead of by the file's `default_dp_type`."""
     ulysses: bool
     checkpoint: bool
-    """Whether the whole layer is recomputed."""
+    """Flag of recomputing the whole layer."""
 
 
 class GalvatronStrategy(NamedTuple):

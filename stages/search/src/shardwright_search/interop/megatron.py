@@ -30,8 +30,8 @@ from shardwright_models.registry import FAMILIES
 from shardwright_search.interop.target import Exported, ExportTarget, kernel_notes, uniform_of
 from shardwright_search.space.uniform import UniformStrategy
 
-Options = Mapping[str, str | int | float]
-"""Options by name; True for one without a value, False for one that is left out."""
+Arguments = Mapping[str, str | int | float]
+"""Arguments by name; True for one without a value, False for one that is left out."""
 
 _TARGET = "Megatron-LM"
 _FSDP = "--use-megatron-fsdp"
@@ -67,7 +67,7 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
     return Exported(text, tuple(_notes(plan, uniform, given)), _environment(uniform, given))
 
 
-def _partition(uniform: UniformStrategy) -> Options:
+def _partition(uniform: UniformStrategy) -> Arguments:
     """Return how layers are cut; the layout string where neither equal ranges nor another first and last one do."""
     sizes = [high - low for low, high in uniform.ranges]
     if len(set(sizes)) == 1:
@@ -78,7 +78,7 @@ def _partition(uniform: UniformStrategy) -> Options:
     return {"--pipeline-model-parallel-layout": f"E{ranges}L"}
 
 
-def _data_parallel(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> Options:
+def _data_parallel(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> Arguments:
     kind, one_microbatch = uniform.data_parallel, plan.num_microbatches == 1
     once = one_microbatch or plan.gradient_reduction is GradientReduction.DEFERRED
     if uniform.dp_size == 1:
@@ -88,7 +88,7 @@ def _data_parallel(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -
         target.demand(once, feature, "choose gradient_reduction deferred")
         return {}
     # Its optimizer instances are groups of neighbouring data-parallel ranks, and replicas of one another.
-    groups: Options = {"--num-distributed-optimizer-instances": uniform.shard_groups if uniform.shard_size else False}
+    groups: Arguments = {"--num-distributed-optimizer-instances": uniform.shard_groups if uniform.shard_size else False}
     if kind is DataParallel.ZERO2 and once:
         return {"--use-distributed-optimizer": True, **groups}
     how = kind if kind is DataParallel.ZERO3 else f"{kind} that reduces gradients after every microbatch"
@@ -108,7 +108,7 @@ def _data_parallel(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -
     }
 
 
-def _notes(plan: Plan, uniform: UniformStrategy, options: Options) -> Iterator[str]:
+def _notes(plan: Plan, uniform: UniformStrategy, options: Arguments) -> Iterator[str]:
     fsdp = _FSDP in options
     yield f"run it on {plan.world_size} ranks"
     if fsdp:
@@ -121,14 +121,14 @@ def _notes(plan: Plan, uniform: UniformStrategy, options: Options) -> Iterator[s
     yield from kernel_notes(plan)
 
 
-def _environment(uniform: UniformStrategy, options: Options) -> tuple[str, ...]:
+def _environment(uniform: UniformStrategy, options: Arguments) -> tuple[str, ...]:
     """Return the lines that set a variable which some settings want to be 1, and FSDP unset; a user's value stays."""
     if _FSDP in options:
         return ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
     return ('export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',) if uniform.tp_size > 1 else ()
 
 
-def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarget) -> Options:
+def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarget) -> Arguments:
     """Return every layer, or as many first layers of each range: Megatron's methods `uniform` and `block`."""
     recomputed = [layer.recompute is Recompute.FULL for layer in plan.layers]
     most = max(sum(recomputed[low:high]) for low, high in ranges)
@@ -150,10 +150,10 @@ _PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("float16", "float32"): ("--fp16", "--accumulate-allreduce-grads-in-fp32"),
     ("float16", "float16"): ("--fp16",),
 }
-"""Options of the types of computation and reduction; with bfloat16 gradients stay in float32 by themselves."""
+"""Arguments of the types of computation and reduction; with bfloat16 gradients stay in float32 by themselves."""
 
 
-def _precision(plan: Plan, target: ExportTarget) -> Options:
+def _precision(plan: Plan, target: ExportTarget) -> Arguments:
     """Return the options of a plan's types; parameters and optimizer state stay in float32."""
     options = _PRECISIONS.get((plan.precision.compute, plan.precision.reduce))
     remedy = "keep parameters in float32, and reduce in float32 or as computed"
@@ -161,7 +161,7 @@ def _precision(plan: Plan, target: ExportTarget) -> Options:
     return dict.fromkeys(options or (), True)
 
 
-def model_options(model: Model, target: ExportTarget) -> Options:
+def model_options(model: Model, target: ExportTarget) -> Arguments:
     """Return the sizes of a model with layers of one type; for families it runs exactly, also norms and the like.
 
     Raises BadInput for biases that Megatron-LM has no option for.
@@ -197,7 +197,7 @@ def model_notes(model: Model) -> Iterator[str]:
         yield f"rotary embeddings of type {scaling} are not in the file"
 
 
-def _heads(heads: Heads, hidden: int) -> Options:
+def _heads(heads: Heads, hidden: int) -> Arguments:
     options: dict[str, str | int | float] = {"--num-attention-heads": heads.heads}
     if heads.head_features * heads.heads != hidden:
         options["--kv-channels"] = heads.head_features
@@ -206,7 +206,7 @@ def _heads(heads: Heads, hidden: int) -> Options:
     return options
 
 
-def _exact(family: Family, model: Model, target: ExportTarget) -> Options:
+def _exact(family: Family, model: Model, target: ExportTarget) -> Arguments:
     """Return the options that follow from a family's facts."""
     config, rope, hidden = family.configured(model.config), _rope(model.config), family.dropouts.hidden
     rotary = family.positions == "rope"
@@ -226,7 +226,7 @@ def _exact(family: Family, model: Model, target: ExportTarget) -> Options:
     return options
 
 
-def _biases(model: Model, target: ExportTarget) -> Options:
+def _biases(model: Model, target: ExportTarget) -> Arguments:
     """Return whether all matrices have biases, none, or queries, keys and values alone."""
     parameters = model.types[model.layers[0]].parameters
     matrices = {p.name.removesuffix(".weight") for p in parameters if p.name.endswith(".weight") and len(p.shape) > 1}

@@ -1,4 +1,4 @@
-"""What other systems take for granted of a plan, and how a plan is refused that one of them cannot express."""
+"""Demands of other systems on a plan, and refusals of plans that one of them cannot express."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
