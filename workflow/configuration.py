@@ -18,12 +18,11 @@ from data_files import DataFiles, check_data
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.command.options import options_of
 from shardwright_formats.io import BadInput, Document
-from shardwright_formats.types import Cluster
+from shardwright_formats.types import GIB, Cluster
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.options import RunOptions
 from slurm_jobs import Component, components_of, job_resources
 
-_GIB = 1024**3
 _NO_NAME = "(?!)"
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
 """Options of `shardwright-train run` that switch off a default, by key."""
@@ -219,7 +218,7 @@ class Workflow:
         return {
             "device": node.device,
             "devices_per_node": node.devices_per_node,
-            "memory_bytes": int(node.memory_gib * _GIB),
+            "memory_bytes": int(node.memory_gib * GIB),
             "usd_per_hour": self.sections["node_types"][name].get("usd_per_hour") if priced else None,
         }
 

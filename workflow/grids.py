@@ -15,11 +15,10 @@ from configuration_checks import converted
 from configuration_files import read_yaml
 from grid_types import GridCluster, GridSettings, Profiles, Published
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import Cluster
+from shardwright_formats.types import GIB, Cluster
 from shardwright_search.space.grid import Grid
 from shardwright_search.space.request import SearchRequest, Space
 
-_GIB = 1024**3
 _REFERENCE = "results/reference"
 _FOLDER = "results/grids"
 _PUBLISHED = f"{_REFERENCE}/hetu-galvatron/galvatron/models"
@@ -232,7 +231,7 @@ class GridFile:
 
 
 def _node_of(cluster: GridCluster) -> dict[str, Any]:
-    memory_bytes = int(cluster.memory_gib * _GIB)
+    memory_bytes = int(cluster.memory_gib * GIB)
     found = {"device": cluster.device, "devices_per_node": cluster.devices_per_node, "memory_bytes": memory_bytes}
     return found | {"usd_per_hour": cluster.usd_per_hour}
 

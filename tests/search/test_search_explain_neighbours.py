@@ -132,7 +132,7 @@ def test_the_table_says_time_and_memory_against_the_plan(world):
     missing = BadInput("h.h5", "no all_reduce among 3 neighbouring ranks", "measure it")
     console = Console(width=200)
     with console.capture() as captured:
-        shown = [*kinds, kinds[0]._replace(what="other", found=missing)]
+        shown = [*kinds, kinds[0]._replace(difference="other", result=missing)]
         console.print(answers_shown("kinds", found.plan, found.evaluation.estimate, shown))
     lines = captured.get().splitlines()
     mine = found.evaluation.estimate

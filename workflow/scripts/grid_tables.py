@@ -19,7 +19,7 @@ from shardwright_formats.command import POSITIONAL, Command, CommandLine, Option
 from shardwright_formats.display.plan_words import layers_summary
 from shardwright_formats.display.svg import document
 from shardwright_formats.io import BadInput, atomic_path, read_document, write_bytes, write_document
-from shardwright_formats.types import Measurement, Plan, Plans, Prediction
+from shardwright_formats.types import GIB, Measurement, Plan, Plans, Prediction
 from shardwright_search.space.grid import Grid, GridAnswers
 from shardwright_search.space.request import Space
 
@@ -115,7 +115,7 @@ def _rows(name: Path, folder: Path, times: dict[str, float]) -> Iterator[dict[st
 def _lack(path: Path, memory_gib: object) -> str | None:
     """Return why a plan that was not searched for a budget does not fit it, or None."""
     held = read_document(path.with_suffix(".prediction.json"), Prediction).estimate.memory_bytes
-    over = held - memory_gib * 2**30 if isinstance(memory_gib, float) else 0
+    over = held - memory_gib * GIB if isinstance(memory_gib, float) else 0
     return f"does not fit: it lacks {over:.0f} bytes" if over > 0 else None
 
 
@@ -201,7 +201,7 @@ def _speed(cells: pd.DataFrame, *, measured: bool) -> "pd.Series[float]":
 
 def _too_large(row: "pd.Series[Any]", memory_gib: float) -> str:
     """Return a note where the published plan needs more than the budget by the same count, else an empty text."""
-    over = row["published_memory_bytes"] / 2**30 - memory_gib
+    over = row["published_memory_bytes"] / GIB - memory_gib
     return f" (it lacks {over:.1f} GiB)" if over > 0 else ""
 
 

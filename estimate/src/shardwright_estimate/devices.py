@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from shardwright_formats.io import BadInput, Value, first_odd, read_bytes
-from shardwright_formats.types import NonNegativeNumber, PositiveBytes, Rate, whole
+from shardwright_formats.types import GIB, NonNegativeNumber, PositiveBytes, Rate, whole
 
 _MAX_BYTES = 2**20
 _Text = Annotated[str, Meta(min_length=1)]
@@ -119,7 +119,7 @@ def device_lines(table: DeviceTable) -> Iterator[str]:
             ("matrix products, TFLOP/s", peaks or None, device.peaks_source),
             ("best product, of the peak", _scaled(device.best_product, 1), device.best_product_source),
             ("flash attention, of the peak", _scaled(device.flash_attention, 1), device.flash_attention_source),
-            ("memory, GiB", _scaled(device.memory_bytes, 2**30), device.memory_bytes_source),
+            ("memory, GiB", _scaled(device.memory_bytes, GIB), device.memory_bytes_source),
             ("memory, GB/s", _scaled(device.memory_bytes_per_s, 1e9), device.memory_bytes_per_s_source),
             (
                 f"{device.link} link one way, GB/s",

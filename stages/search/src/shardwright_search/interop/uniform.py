@@ -5,6 +5,17 @@ from shardwright_formats.types import Cluster, DataParallel, Model, Plan
 from shardwright_search.options import UniformRequest
 from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform
 
+_SETTINGS = (
+    "global_batch_size",
+    "num_microbatches",
+    "schedule",
+    "gradient_reduction",
+    "precision",
+    "attention",
+    "compile",
+)
+"""Fields of a request that a plan has under the same names."""
+
 
 def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Cluster) -> Plan:
     """Return the plan with evenly cut layers.
@@ -37,17 +48,5 @@ def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Clus
         shard_size=0 if data_parallel is DataParallel.DDP else layers.shard_size,
         sequence_parallel=request.vocab_sequence_parallel or request.sequence_parallel,
     )
-    return plan_of_uniform(
-        name,
-        layers,
-        model,
-        cluster,
-        vocabulary.strategy,
-        global_batch_size=request.global_batch_size,
-        num_microbatches=request.num_microbatches,
-        schedule=request.schedule,
-        gradient_reduction=request.gradient_reduction,
-        precision=request.precision,
-        attention=request.attention,
-        compile=request.compile,
-    )
+    settings = {field: getattr(request, field) for field in _SETTINGS}
+    return plan_of_uniform(name, layers, model, cluster, vocabulary, **settings)

@@ -71,13 +71,13 @@ def plan_of_uniform(
     uniform: UniformStrategy,
     model: Model,
     cluster: Cluster,
-    vocabulary: Strategy | None = None,
+    vocabulary: UniformStrategy | None = None,
     stage_ranks: Sequence[tuple[int, ...]] = (),
     **settings: Any,  # noqa: ANN401 (the types are those of the plan's fields)
 ) -> Plan:
     """Return the plan whose layers all have one strategy.
 
-    `vocabulary` is the strategy of embedding and head, by default the layers'; `stage_ranks` are the ranks of each
+    `vocabulary` shards embedding and head, by default as the layers; `stage_ranks` are the ranks of each
     pipeline stage, by default equal blocks in order; `settings` are the other fields of the plan. Raises BadInput where
     the numbers do not divide one another.
     """
@@ -87,15 +87,15 @@ def plan_of_uniform(
         raise BadInput(f"model {model.name}", f"{ranges} {kind} for {len(model.layers)} layers", "lower pp")
     cut = uniform.ranges or tuple(pairwise(even_cuts(len(model.layers), ranges)))
     try:
-        vocabulary = uniform.strategy if vocabulary is None else vocabulary
+        outer, layer = (vocabulary or uniform).strategy, uniform.strategy
         return Plan(
             name=name,
             model=model,
             cluster=cluster,
             stages=stages_of(cut, uniform.pp_size, uniform.tp_size * uniform.dp_size, stage_ranks),
-            embedding=vocabulary,
-            head=vocabulary,
-            layers=tuple(layer_of(uniform.strategy, kind, uniform.recompute) for kind in model.layers),
+            embedding=outer,
+            head=outer,
+            layers=tuple(layer_of(layer, kind, uniform.recompute) for kind in model.layers),
             **settings,
         )
     except ValueError as error:
