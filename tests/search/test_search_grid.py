@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 from command_calls import call as call_app
+from msgspec.structs import replace
 
 from shardwright_formats.io import read_document, write_document
 from shardwright_formats.types import Plan, Prediction
@@ -94,7 +95,7 @@ def test_half_an_answer_is_none(given):
 def test_a_grid_that_is_interrupted_keeps_no_half_searched_plan(given, monkeypatch):
     def stopped(*args):
         found = search.find_best(*args)
-        return found if isinstance(found, command.Infeasible) else command.msgspec.structs.replace(found, stopped=True)
+        return found if isinstance(found, command.Infeasible) else replace(found, stopped=True)
 
     monkeypatch.setattr(command, "find_best", stopped)
     assert searched(given).exit_code == 130

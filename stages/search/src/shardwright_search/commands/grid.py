@@ -1,12 +1,9 @@
 """`shardwright-search grid`: many searches of one model on one cluster, in one process."""
 
-from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
-
-import msgspec
 
 from shardwright_formats.command import show
 from shardwright_formats.io import (
@@ -37,27 +34,13 @@ from shardwright_search.space.request import SearchRequest
 _MAX_REASON = 2**16
 
 
-class _Outcome(NamedTuple):
-    """The outcome of a search."""
-
-    answer: Found | None
-    reason: str | None
-    """Reason why there is no plan."""
-    is_stopped: bool
-    """Flag of a search that was stopped before there was a plan."""
-    took_s: float
-
-
-class _Cells(msgspec.Struct, frozen=True, kw_only=True):
+class _Cells(NamedTuple):
     """Inputs that all cells share, and the folder that keeps their answers."""
 
-    file: Path
+    options: GridOptions
     cluster: Cluster
     model: Model
     inputs: Inputs
-    files: Mapping[str, Path]
-    folder: Path
-    time_limit_s: float | None
     shared: str
     """SHA-256 of all inputs of an answer but its search."""
 
@@ -76,59 +59,55 @@ class _Cells(msgspec.Struct, frozen=True, kw_only=True):
             return CellAnswer(name=search.name, key=key, reason=text)
         return None
 
-    def searched(self, search: SearchRequest, report: Callable[[str], None]) -> _Outcome:
-        """Return the outcome of a search; a cell that cannot be answered says why and stops no other."""
-        begun, answer, reason = monotonic(), None, None
-        try:
-            result = find_best(
-                search, self.model, self.cluster, self.inputs.profiles, self.file, report, self.time_limit_s
-            )
-            answer, reason = (None, result.reason) if isinstance(result, Infeasible) else (result, None)
-            is_stopped = answer is not None and answer.stopped
-        except BadInput as error:
-            reason, is_stopped = ": ".join(map(str, error.args[1:])), isinstance(error, StoppedEarly)
-        if is_stopped and self.time_limit_s is None:
-            raise KeyboardInterrupt  # the search took it for the wish to have its best plan so far
-        return _Outcome(answer, reason, answer is None and is_stopped, monotonic() - begun)
+    def searched(self, search: SearchRequest) -> CellAnswer:
+        """Search and return the answer, which is kept unless there may be more time next time.
 
-    def kept(self, search: SearchRequest, outcome: _Outcome) -> CellAnswer:
-        """Keep the outcome of a search, and return it; not where there may be more time next time."""
-        key, answer = self.key(search), outcome.answer
-        if answer is None:
-            if not outcome.is_stopped:
-                write_bytes(self._reason(key), str(outcome.reason).encode())
-            return CellAnswer(name=search.name, key=key, reason=outcome.reason)
-        best_plan = answer.chosen.plan
-        budgets_bytes = budgets_of_stages(best_plan, budgets_of(search, self.cluster, self.file))
-        prediction = prediction_of_searched(answer, search, budgets_bytes, self.files, self.inputs.warnings)
-        with written(self._plan(key), best_plan, prediction):
-            return CellAnswer(name=search.name, key=key, reason=None)
+        A cell without a plan says why, and stops no other.
+        """
+        key, file, time_limit_s = self.key(search), self.options.grid, self.options.time_limit
+        given = search, self.model, self.cluster, self.inputs.profiles, file
+        try:
+            answer: Found | Infeasible | None = find_best(*given, lambda _: None, time_limit_s)
+            reason = answer.reason if isinstance(answer, Infeasible) else None
+            is_stopped = isinstance(answer, Found) and answer.stopped
+        except BadInput as error:
+            answer, reason, is_stopped = None, ": ".join(map(str, error.args[1:])), isinstance(error, StoppedEarly)
+        if is_stopped and time_limit_s is None:
+            raise KeyboardInterrupt  # the search took it for the wish to have its best plan so far
+        if isinstance(answer, Found):
+            plan, files = answer.chosen.plan, self.inputs.files | {"search": file}
+            budgets_bytes = budgets_of_stages(plan, budgets_of(search, self.cluster, file))
+            prediction = prediction_of_searched(answer, search, budgets_bytes, files, self.inputs.warnings)
+            with written(self._plan(key), plan, prediction):
+                return CellAnswer(name=search.name, key=key, reason=None)
+        if not is_stopped:
+            write_bytes(self._reason(key), str(reason).encode())
+        return CellAnswer(name=search.name, key=key, reason=reason)
 
     def _plan(self, key: str) -> Path:
-        return self.folder / f"{key}.json"
+        return self.options.folder / f"{key}.json"
 
     def _reason(self, key: str) -> Path:
-        return self.folder / f"{key}.reason.txt"
+        return self.options.folder / f"{key}.reason.txt"
 
 
 def grid(options: GridOptions) -> None:
     """Answer every cell that is not answered yet, and write the list of all answers."""
-    asked = read_document(options.grid, Grid)
+    searches = read_document(options.grid, Grid).searches
     check_writable(options.out)
     cells = _cells(options)
     answers: list[CellAnswer] = []
     started, searched = monotonic(), 0
     with progress() as report:
-        for search in asked.searches:
+        for number, search in enumerate(searches, 1):
             answer = cells.known(search)
             if answer is None:
-                searched += 1
-                outcome = cells.searched(search, lambda _: None)
-                answer = cells.kept(search, outcome)
-                left = len(asked.searches) - len(answers) - 1
-                left_s = (monotonic() - started) / searched * left
-                place = f"{len(answers) + 1} of {len(asked.searches)}"
-                report(f"{place} {search.name} in {outcome.took_s:.3f} s, at most {left_s:.0f} s left")
+                begun, searched = monotonic(), searched + 1
+                answer = cells.searched(search)
+                ended = monotonic()
+                left_s = (ended - started) / searched * (len(searches) - number)
+                place, took_s = f"{number} of {len(searches)}", ended - begun
+                report(f"{place} {search.name} in {took_s:.3f} s, at most {left_s:.0f} s left")
             answers.append(answer)
     write_document(options.out, GridAnswers(cells=tuple(answers)))
     none = sum(answer.reason is not None for answer in answers)
@@ -141,13 +120,5 @@ def _cells(options: GridOptions) -> _Cells:
     inputs = read_inputs(options)
     files = {"cluster": options.cluster, "model": options.model} | inputs.files
     hashes = {role: sha256_of_file(path) for role, path in files.items()}
-    return _Cells(
-        file=options.grid,
-        cluster=cluster,
-        model=model,
-        inputs=inputs,
-        files=files | {"search": options.grid},
-        folder=options.folder,
-        time_limit_s=options.time_limit,
-        shared=sha256_of_value([version("shardwright-search"), options.time_limit, hashes]),
-    )
+    shared = sha256_of_value([version("shardwright-search"), options.time_limit, hashes])
+    return _Cells(options, cluster, model, inputs._replace(files=files), shared)
