@@ -1,5 +1,6 @@
 """`shardwright-search rent`: which nodes to rent, and what a faster run costs."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from math import ceil
 from pathlib import Path
@@ -31,7 +32,7 @@ from shardwright_search.space.request import SearchRequest
 
 
 class _LimitPoint(NamedTuple):
-    """A limit, and the point of the front that is best within it or comes nearest."""
+    """A limit, and the point of the front that is best within it."""
 
     limit: str
     row: SubClusterRow
@@ -56,13 +57,14 @@ def rent(options: RentOptions) -> None:
         raise NothingFits(f"{options.search}: {_why_nothing(front)}")
     simulated_s = _write_plans(front, request, inputs, options)
     rows = rows_of(front, steps, simulated_s)
-    chosen = _chosen(options, rows)
+    points = [row for row in rows if row.status is Status.FRONT]
+    chosen, missed = _limits(options, points)
     write_bytes(options.out / "front.csv", csv_of(rows))
     write_profile(options.out / "front.h5", front_file(rows, _proof(front)))
     picture = picture_of(rows, frozenset(point.row.nodes for point in chosen))
     write_bytes(options.out / "front.svg", picture.encode())
-    show("\n".join([*_table(rows, steps), _proof(front), *(_point_line(*point) for point in chosen)]))
-    if missed := _missed(options, rows):
+    show("\n".join([*_table(points, steps), _proof(front), *(_point_line(*point) for point in chosen)]))
+    if missed:
         raise NothingFits("; ".join(missed))
 
 
@@ -135,39 +137,30 @@ def _answer(front: Front, number: int) -> Found:
     )
 
 
-def _chosen(options: RentOptions, rows: tuple[SubClusterRow, ...]) -> list[_LimitPoint]:
-    """Return the cheapest and the fastest point within the limits, where there is one."""
-    points = [row for row in rows if row.status is Status.FRONT]
-    chosen = []
-    if options.max_hours is not None and (within := [row for row in points if row.hours <= options.max_hours]):
-        chosen.append(_LimitPoint(f"cheapest within {options.max_hours:g} h", min(within, key=lambda row: row.usd)))
-    if options.max_usd is not None and (within := [row for row in points if row.usd <= options.max_usd]):
-        chosen.append(_LimitPoint(f"fastest within {options.max_usd:g} USD", min(within, key=lambda row: row.hours)))
-    return chosen
-
-
-def _missed(options: RentOptions, rows: tuple[SubClusterRow, ...]) -> list[str]:
-    """Return the limits that no point is within, and the point that comes nearest."""
-    points, missed = [row for row in rows if row.status is Status.FRONT], []
+def _limits(options: RentOptions, points: Sequence[SubClusterRow]) -> tuple[list[_LimitPoint], list[str]]:
+    """Return the cheapest and the fastest point within the limits, and for limits without one what comes nearest."""
+    chosen, missed, max_hours, max_usd = [], [], options.max_hours, options.max_usd
     fastest, cheapest = min(points, key=lambda row: row.hours), min(points, key=lambda row: row.usd)
-    if options.max_hours is not None and fastest.hours > options.max_hours:
-        more = f"the fastest, {fastest.nodes}, takes {fastest.hours - options.max_hours:.6g} h more"
-        missed.append(f"--max-hours {options.max_hours:g}: {more}")
-    if options.max_usd is not None and cheapest.usd > options.max_usd:
-        more = f"the cheapest, {cheapest.nodes}, costs {cheapest.usd - options.max_usd:.6g} USD more"
-        missed.append(f"--max-usd {options.max_usd:g}: {more}")
-    return missed
+    if max_hours is not None and (within := [row for row in points if row.hours <= max_hours]):
+        chosen.append(_LimitPoint(f"cheapest within {max_hours:g} h", min(within, key=lambda row: row.usd)))
+    elif max_hours is not None:
+        more = f"the fastest, {fastest.nodes}, takes {fastest.hours - max_hours:.6g} h more"
+        missed.append(f"--max-hours {max_hours:g}: {more}")
+    if max_usd is not None and (within := [row for row in points if row.usd <= max_usd]):
+        chosen.append(_LimitPoint(f"fastest within {max_usd:g} USD", min(within, key=lambda row: row.hours)))
+    elif max_usd is not None:
+        more = f"the cheapest, {cheapest.nodes}, costs {cheapest.usd - max_usd:.6g} USD more"
+        missed.append(f"--max-usd {max_usd:g}: {more}")
+    return chosen, missed
 
 
 def _point_line(limit: str, row: SubClusterRow) -> str:
     return f"{limit}: {row.nodes}, {row.hours:.6g} h, {row.usd:.6g} USD, {row.plan}"
 
 
-def _table(rows: tuple[SubClusterRow, ...], steps: int | None) -> list[str]:
+def _table(points: Sequence[SubClusterRow], steps: int | None) -> list[str]:
     """Return a line for each point, with checkpoints and the length of the training where these are known."""
-    points = [row for row in rows if row.status is Status.FRONT]
-    widest = max(len(row.nodes) for row in points)
-    lines = []
+    widest, lines = max(len(row.nodes) for row in points), []
     for row in points:
         line = f"{row.nodes:{widest}}  {row.expected_step_s:11.6g} s  {row.usd_per_step:11.6g} USD a step"
         if row.checkpoint_steps:

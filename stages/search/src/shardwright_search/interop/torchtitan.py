@@ -30,6 +30,9 @@ _SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.IN
 """Names of the schedules of stages with one layer range."""
 _FILLED = ("1F1B",)
 """Schedules that torch refuses with fewer microbatches than stages."""
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
+)  # fmt: skip
 _FLAVORS: Mapping[tuple[object, ...], str] = {
     (4096, 32, 32, 8, 14336, 128256): "8B",
     (8192, 80, 64, 8, 28672, 128256): "70B",
@@ -63,16 +66,11 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
     )
 
 
-def _sizes(model: Model) -> tuple[object, ...]:
-    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    sizes = {**model.config, "num_hidden_layers": len(model.layers)}
-    return tuple(sizes.get(key) for key in (*keys, "vocab_size"))
-
-
 def _name_and_flavor(model: Model) -> tuple[str | None, str | None]:
     """Return torchtitan's name of the model's family, and the registered sizes that are the model's."""
     name = FAMILIES[model.family].torchtitan if model.family in FAMILIES else None
-    return name, _FLAVORS.get(_sizes(model)) if name == "llama3" else None
+    sizes = {**model.config, "num_hidden_layers": len(model.layers)}
+    return name, _FLAVORS.get(tuple(map(sizes.get, _SIZES))) if name == "llama3" else None
 
 
 def _model_notes(plan: Plan, uniform: UniformStrategy) -> Iterator[str]:
