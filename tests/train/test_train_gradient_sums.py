@@ -42,7 +42,7 @@ def layer() -> nn.Module:
 
 
 def backward(layer: nn.Module, reduce: bool = True) -> GradientAllReduce:
-    reduction = GradientAllReduce(layer, None)  # type: ignore[arg-type]
+    reduction = GradientAllReduce(tuple(layer.modules()), None)  # type: ignore[arg-type]
     for _ in range(2):
         reduction.collect()
         reduction.armed = reduce
@@ -70,7 +70,7 @@ def test_a_gradient_as_large_as_a_bucket_is_summed_where_it_lies(
     monkeypatch.setattr(buckets, "GRADIENT_BUCKET_BYTES", 96)
     layer(torch.arange(12.0).view(2, 6)).square().sum().backward()
     matrix = gradients(layer)[2]
-    reduction = GradientAllReduce(layer, None)  # type: ignore[arg-type]
+    reduction = GradientAllReduce(tuple(layer.modules()), None)  # type: ignore[arg-type]
     reduction.armed = True
     reduction.start()
     assert [x.numel() for x in sent] == [12, 24, 12]

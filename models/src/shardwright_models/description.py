@@ -75,6 +75,18 @@ def wrong_length(config: Config, sequence_length: int) -> str | None:
     return None
 
 
+def wrong_types(family: Family, config: Config) -> str | None:
+    """Return what is wrong with a list of the blocks' types in a configuration: its length, or a type."""
+    for stack in family.stacks:
+        if (listed := stack.listed(config)) is None:
+            continue
+        if not isinstance(listed, list | tuple) or len(listed) != config[stack.counted_by]:
+            return f"{stack.typed_by} is no list of the types of {config[stack.counted_by]} layers"
+        if unknown := [kind for kind in listed if kind not in stack.types]:
+            return f"{stack.typed_by} {unknown[0]!r} is none of {', '.join(stack.types)}"
+    return None
+
+
 def _checked(family: Family, given: Config, file: object) -> Config:
     """Return all keys that shapes are read from, each of which is a length."""
     read = family.configured(given)
@@ -86,6 +98,8 @@ def _checked(family: Family, given: Config, file: object) -> Config:
     for key in family.counts:
         if config[key] > MAX_LAYERS:
             raise BadInput(file, f"{key} {config[key]} is over {MAX_LAYERS}", "correct the configuration")
+    if (wrong := wrong_types(family, config)) is not None:
+        raise BadInput(file, wrong, "correct the configuration")
     return config
 
 

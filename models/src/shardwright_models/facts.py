@@ -49,9 +49,25 @@ class Stack(NamedTuple):
     """The key of the configuration that says how many there are."""
     types: tuple[str, ...] = (BLOCK,)
     type_at: Callable[[Config, int], str] = lambda _config, _index: BLOCK
-    """The type of a block by its index."""
+    """The type of a block by its index, where no key lists it."""
     state: str = "hidden_states"
     """The boundary tensor that its blocks change."""
+    typed_by: str | None = None
+    """The key of the configuration, such as layer_types, that lists the type of each block by the names in `types`."""
+
+    def listed(self, config: Config) -> Sequence[str] | None:
+        """Return the types that a configuration lists; None where `type_at` tells them."""
+        return None if self.typed_by is None else config.get(self.typed_by)
+
+    def layers(self, config: Config) -> Sequence[str]:
+        """Return the type of each of its blocks in a configuration, in order."""
+        listed = self.listed(config)
+        return [self.type_at(config, i) for i in range(config[self.counted_by])] if listed is None else listed
+
+    def counted(self, layers: Sequence[str]) -> dict[str, Any]:
+        """Return the keys of the configuration that follow from the types of all blocks of a model."""
+        inside = [layer for layer in layers if layer in self.types]
+        return {self.counted_by: len(inside)} | ({} if self.typed_by is None else {self.typed_by: inside})
 
 
 class Dropouts(NamedTuple):
@@ -148,11 +164,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     def layers(self, config: Config) -> tuple[str, ...]:
         """Return the type of each block of a configuration, in order."""
-        return tuple(stack.type_at(config, i) for stack in self.stacks for i in range(config[stack.counted_by]))
+        return tuple(layer for stack in self.stacks for layer in stack.layers(config))
 
-    def counted(self, layers: Sequence[str]) -> dict[str, int]:
-        """Return the keys that number the layers, with the numbers that these are."""
-        return {stack.counted_by: sum(layer in stack.types for layer in layers) for stack in self.stacks}
+    def counted(self, layers: Sequence[str]) -> dict[str, Any]:
+        """Return the keys that number the layers or list their types, with the values that say these layers."""
+        return {key: value for stack in self.stacks for key, value in stack.counted(layers).items()}
 
     def replays_sum(self, config: Config) -> tuple[Recomputation, ...]:
         """Return the kinds of recomputation that repeat the sum at their end, since something behind it is kept."""
@@ -175,7 +191,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     def described(self, given: Config) -> dict[str, Any]:
         """Return a configuration as descriptions keep it: the layers are listed there, and classes need no names."""
         counted = {*self.counts, *(usual for usual, short in self.aliases.items() if short in self.counts)}
-        kept = {key: given[key] for key in given if key not in counted | {"layer_types", "id2label", "label2id"}}
+        counted |= {"layer_types", "id2label", "label2id", *(key for stack in self.stacks if (key := stack.typed_by))}
+        kept = {key: given[key] for key in given if key not in counted}
         named = isinstance(given.get("id2label"), Mapping)
         return kept | {"num_labels": self.configured(given)["num_labels"]} if named else kept
 

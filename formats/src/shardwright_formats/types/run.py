@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from msgspec import UNSET, UnsetType
+
 from shardwright_formats.io import Document, Value
 from shardwright_formats.types.limits import Bytes, Count, NonNegativeNumber, Seconds, Sha256
 from shardwright_formats.types.plan import Plan
@@ -39,7 +41,7 @@ class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step: Count
     """Number of the optimizer step, the first being 1."""
     loss: float
-    """Mean cross entropy over the step's tokens."""
+    """Mean cross entropy over the step's tokens, and auxiliary losses."""
     step_time_s: Seconds
     """Time of the step."""
     tokens_per_s: NonNegativeNumber
@@ -54,6 +56,8 @@ class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Per rank: the allocator's peak on CUDA, the peak resident set of the process on CPU."""
     time_utc: str
     """When the step ended, in ISO 8601."""
+    auxiliary_loss: float | UnsetType = UNSET
+    """The part of the loss that blocks' auxiliary losses are; absent where the family has none."""
     evaluation: Evaluation | None = None
     """Of the weights after the step; null where there was none."""
 

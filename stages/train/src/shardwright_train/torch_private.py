@@ -73,6 +73,7 @@ __all__ = [
     "collective_operators",
     "compiled",
     "default_timeout",
+    "direct_parameters",
     "flight_recorder_trace",
     "foreach_mul_",
     "foreach_norm",
@@ -81,7 +82,6 @@ __all__ = [
     "gathered_bytes",
     "gathered_parameter",
     "graph_breaks",
-    "own_parameters",
     "replicate",
     "step_unless",
     "tree_leaves",
@@ -99,12 +99,9 @@ collective_operators = torch.ops._c10d_functional
 
 
 def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
-    """Yield FSDP2's record of each parameter that it keeps in a module and its children."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            group = part._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                yield from group.fsdp_params
+    """Yield FSDP2's record of each parameter that it keeps in a module, those of wrapped modules inside it aside."""
+    if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
+        yield from group.fsdp_params
 
 
 def gathered_parameter(parameter: FSDPParam) -> nn.Parameter | None:
@@ -133,8 +130,8 @@ def with_spec_of(parameter: DTensor, local: Tensor) -> DTensor:
     return DTensor(local, parameter._spec, requires_grad=False)
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dict in which a module looks up its own (not its children's) parameters; changes act at once."""
+def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dict in which a module looks up its parameters (not its children's); changes act at once."""
     return module._parameters
 
 

@@ -1,11 +1,14 @@
 """A plan on one rank, ready to train: what `run`, `measure` and `check` build, each with its own use of a step."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
 
+from shardwright_formats.semantics.chunks import chunk_layers
+from shardwright_formats.semantics.process_groups import PlannedGroup, axes_of
 from shardwright_formats.types import Plan
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedAdamW, StepOutcome
@@ -75,5 +78,15 @@ def say_compiled(plan: Plan, first_step_s: float) -> None:
 def build_engine(context: RankContext, settings: Hyperparameters = ANY, updates: int = 0) -> Engine:
     """Make the plan's process groups and build this rank's part of it; collective over the world."""
     use_kernels(context.plan.precision, context.attention, context.device)
-    context.groups.prepare(context.plan)
+    context.groups.prepare(context.plan, _groups_of_units(context))
     return Engine(build_stage(context), Pipeline.of(context), settings, updates)
+
+
+def _groups_of_units(context: RankContext) -> Iterator[PlannedGroup]:
+    """Yield the groups of units that ranks share otherwise than the rest of their layer, in one order on all ranks."""
+    plan = context.plan
+    for index, stage in enumerate(plan.stages):
+        for chunk in range(len(stage.layers)):
+            for _, kind, strategy in chunk_layers(plan, index, chunk):
+                for each in context.family.units(kind, strategy).values():
+                    yield from axes_of(each, stage.ranks)

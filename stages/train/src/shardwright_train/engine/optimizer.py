@@ -68,21 +68,22 @@ class ShardedAdamW:
         """Clip by the global norm, update, and forget the gradients; `step` counts from 1.
 
         The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
-        the loss, whether any rank wants to stop or to save, and each rank's peak memory so far. When loss or norm is
-        not finite nothing is updated.
+        the loss [] or [2] of `run_step`, whether any rank wants to stop or to save, and each rank's peak memory so far.
+        When loss or norm is not finite nothing is updated.
         """
-        squares = self._squared_norm()
+        squares, losses = self._squared_norm(), loss.reshape(-1)
         # `full` hands its number over with the kernel; a tensor made of it on the host would be waited for.
         asked = (torch.full_like(squares, float(wish)) for wish in (stop, save))
-        shared = torch.cat([torch.stack([loss, squares, *asked]), self._peaks()])
+        shared = torch.cat([torch.stack([losses[0], squares, *asked]), losses[1:], self._peaks()])
         dist.all_reduce(shared)
         learning_rate = self.settings.learning_rate_at(step)
         self._update(shared, learning_rate, loss_scale)
         self.forget_gradients()
         # The one time in a step that the host waits for the device.
-        mean_loss, squared, stops, saves, *peaks = shared.tolist()
+        mean_loss, squared, stops, saves, *rest = shared.tolist()
+        auxiliary, peaks = rest[: len(losses) - 1], tuple(map(int, rest[len(losses) - 1 :]))
         norm = math.sqrt(squared) / loss_scale if squared >= 0 else math.nan
-        return StepOutcome(mean_loss, norm, learning_rate, stops > 0, saves > 0, tuple(map(int, peaks)))
+        return StepOutcome(mean_loss, norm, learning_rate, stops > 0, saves > 0, peaks, *auxiliary)
 
     def forget_gradients(self) -> None:
         """Free the gradients."""
@@ -145,7 +146,7 @@ class StepOutcome:
     """The outcome of a step, the same on every rank."""
 
     loss: float
-    """Mean cross entropy over the tokens of the step."""
+    """Mean cross entropy over the tokens of the step, and auxiliary losses."""
     grad_norm: float
     learning_rate: float
     stop: bool
@@ -154,6 +155,8 @@ class StepOutcome:
     """Whether some rank finds a checkpoint due."""
     peak_memory_bytes: tuple[int, ...]
     """Peak memory of each rank so far, in bytes: of its device's tensors on a GPU, of the process on CPU."""
+    auxiliary_loss: float | None = None
+    """Part of the loss that blocks' auxiliary losses are, of which the mean over samples counts; None without any."""
 
     @property
     def finite(self) -> bool:

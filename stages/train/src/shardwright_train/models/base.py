@@ -3,14 +3,14 @@
 import copy
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import EMBEDDING, HEAD, Attention, Model
+from shardwright_formats.types import EMBEDDING, HEAD, Attention, Model, Strategy
 from shardwright_models.facts import Family as Facts
 from shardwright_models.facts import Mask
 from shardwright_train.data.objectives import Causal, Classification, Text
@@ -26,6 +26,17 @@ from shardwright_train.parallel.vocab import loss_of_logits, token_embedding
 
 States = tuple[Tensor, ...]
 """Output of a layer: tensors [samples, positions, features], as the description's `outputs` list."""
+
+
+class WithLoss(NamedTuple):
+    """The output of a block that has an auxiliary loss.
+
+    The loss is this rank's part of a sum over samples, whose mean over a step the runtime adds to the loss. Ranks that
+    hold replicas of the block's states compute it alike; ranks with other positions have parts of it.
+    """
+
+    states: States
+    loss: Tensor
 
 
 class Family:
@@ -56,6 +67,8 @@ class Family:
     """Objectives that a run may choose, of the same inputs and labels; the first is the default."""
     tokens: tuple[str, ...] = ("tokens",)
     """Tensors of a batch that each state begins with."""
+    auxiliary_loss: bool = False
+    """Whether calls of blocks return auxiliary losses."""
 
     def __init__(self, facts: Facts, stock: Any) -> None:
         self.facts, self.stock = facts, stock
@@ -77,8 +90,15 @@ class Family:
         block: nn.Module = copy.deepcopy(stock.get_submodule(f"{self.parts[kind].path}.{index}"))
         return block
 
-    def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States:
-        """Run a block."""
+    def units(self, kind: str, strategy: Strategy) -> Mapping[str, Strategy]:
+        """Return the strategies of modules inside a type of layer whose parameters are not shared by the layer's.
+
+        The modules are named by their paths in the layer, each before those that it contains.
+        """
+        return {}
+
+    def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States | WithLoss:
+        """Run a block; what it computes with its parameters stands in the block's forward."""
         mask = mask_for(self.facts.mask, states[0], batch, constants["kernel"])
         arguments = constants["arguments"]
         if POSITIONS in batch and "every_angle" in constants:

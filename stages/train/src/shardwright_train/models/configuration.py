@@ -6,7 +6,7 @@ from copy import deepcopy
 from functools import cache
 from typing import Any
 
-from shardwright_models.description import wrong_length
+from shardwright_models.description import wrong_length, wrong_types
 from shardwright_models.facts import Family, Only
 from shardwright_train.models.stock import refusals
 
@@ -82,7 +82,10 @@ def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
         raise ValueError(f"pad_token_id {padding} is not below vocab_size {config.vocab_size}")
     if (wrong := wrong_length(family.configured(vars(config)), sequence_length)) is not None:
         raise ValueError(wrong)
-    for kind in getattr(config, "layer_types", None) or ():
+    if (wrong := wrong_types(family, vars(config))) is not None:
+        raise ValueError(wrong)
+    listed = any(stack.typed_by == "layer_types" for stack in family.stacks)
+    for kind in () if listed else getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer_types {kind!r} cannot be trained: layers attend to the whole sequence")
     _check_rotary(getattr(config, "rope_parameters", None))

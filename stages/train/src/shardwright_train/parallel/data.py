@@ -1,6 +1,4 @@
-"""Data parallelism of one layer: sharded by PyTorch's FSDP2, or replicated with gradients reduced where they lie."""
-
-from collections.abc import Mapping, Sequence
+"""Data parallelism of a unit of a layer: sharded by FSDP2, or replicated with gradients reduced where they lie."""
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +7,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright_formats.types import DataParallel, Precision
-from shardwright_train.torch_private import (
-    StridedShard,
-    gather_asynchronously,
-    replicate,
-    with_spec_of,
-)
+from shardwright_train.torch_private import StridedShard, gather_asynchronously, replicate, with_spec_of
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,11 +23,13 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[mesh.mesh_dim_names[:-1]]
 
 
-def apply_fsdp(module: nn.Module, kind: DataParallel, axes: DeviceMesh, precision: Precision) -> None:
-    """Make the ranks of `axes` share a layer's states; gradients are plain sums over them.
+def apply_fsdp(
+    module: nn.Module, kind: DataParallel, axes: DeviceMesh, precision: Precision, inner: set[nn.Parameter]
+) -> None:
+    """Make the ranks of `axes` share the states of a module, except those of `inner` units; gradients are plain sums.
 
     With two axes (HSDP), the first replicates the shards of the second.
-    FSDP2 wraps every layer but those that are replicated and computed with in the format they are kept in.
+    FSDP2 wraps every unit but those that are replicated and computed with in the format they are kept in.
     """
     replicated = kind is DataParallel.DDP or axes.size() == 1
     if replicated and precision.parameters == precision.compute == precision.reduce:
@@ -43,15 +38,15 @@ def apply_fsdp(module: nn.Module, kind: DataParallel, axes: DeviceMesh, precisio
         param_dtype=torch_dtype(precision.compute), reduce_dtype=torch_dtype(precision.reduce)
     )
     if kind is DataParallel.DDP and axes.size() > 1:
-        replicate(module, mesh=axes, mp_policy=policy)
+        replicate(module, mesh=axes, mp_policy=policy, ignored_params=inner)
     else:
-        fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=kind is DataParallel.ZERO3)
+        reshards = kind is DataParallel.ZERO3
+        fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=reshards, ignored_params=inner)
     _sum_gradients(module)
 
 
-def apply_fsdp_to_stage(module: nn.Module, layers: Sequence[nn.Module], axes: DeviceMesh) -> None:
-    """Wrap a pipeline stage, which has no parameters outside its layers, so that FSDP2's layers share streams."""
-    plain = {p for layer in layers if not isinstance(layer, FSDPModule) for p in layer.parameters()}
+def apply_fsdp_to_stage(module: nn.Module, plain: set[nn.Parameter], axes: DeviceMesh) -> None:
+    """Wrap a pipeline stage, so that FSDP2's units share streams; `plain` parameters are in units without FSDP2."""
     fully_shard(module, mesh=axes, reshard_after_forward=False, ignored_params=plain)
     _sum_gradients(module)
     assert isinstance(module, FSDPModule)
@@ -63,17 +58,6 @@ def _sum_gradients(module: nn.Module) -> None:
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-
-
-def sharded_parameters(
-    module: nn.Module, tp_dims: Mapping[str, int | None], mesh: DeviceMesh
-) -> dict[str, nn.Parameter]:
-    """Return a parallelized module's parameters as DTensors over all axes of a mesh, by name.
-
-    They share their memory with what is computed with. Autograd does not know them: computing with DTensors costs some
-    4 % of a small layer's time. `tp_dims` says which dim of each parameter the tp axis shards.
-    """
-    return {name: _as_dtensor(own, tp_dims[name], mesh) for name, own in module.named_parameters()}
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
@@ -92,16 +76,21 @@ def placed_as(parameter: Tensor, local: Tensor) -> Tensor:
     return with_spec_of(parameter, local)
 
 
-def _as_dtensor(own: nn.Parameter, tp_dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
+def as_dtensor(parameter: nn.Parameter, tp_dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
+    """Return a parameter of a parallelized module as a DTensor over all axes of a mesh; tp shards its dim `tp_dim`.
+
+    It shares its memory with what is computed with. Autograd does not know it: computing with DTensors costs some 4 %
+    of a small layer's time.
+    """
     # FSDP2 shards the first dim of what the tp axis has left.
-    *outer, dp = own.placements if isinstance(own, DTensor) else (Replicate(),)
+    *outer, dp = parameter.placements if isinstance(parameter, DTensor) else (Replicate(),)
     tp: Placement = Replicate() if tp_dim is None else Shard(tp_dim)
     tp_size = mesh.size(-1)
     if dp.is_shard() and tp_dim == 0 and tp_size > 1:
         dp = StridedShard(0, split_factor=tp_size)
-    shape = list(own.shape)
+    shape = list(parameter.shape)
     if tp_dim is not None:
         shape[tp_dim] *= tp_size
-    local, stride = local_tensor(own.detach()), torch.empty(shape, device="meta").stride()
+    local, stride = local_tensor(parameter.detach()), torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(local, mesh, (*outer, dp, tp), run_check=False, shape=torch.Size(shape), stride=stride)
     return nn.Parameter(placed)

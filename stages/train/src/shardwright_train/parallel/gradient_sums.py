@@ -1,6 +1,6 @@
 """Gradients of replicated layers, all-reduced overlapped with the rest of the backward pass."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,25 +22,26 @@ class _Bucket(NamedTuple):
 
 
 class GradientAllReduce:
-    """The gradients of one replicated (DDP) layer, reduced once a step or every microbatch.
+    """The gradients of one replicated (DDP) unit of a layer, reduced once a step or every microbatch.
 
     FSDP2's own reduction copies them three times and, on CPU, waits for each layer's message before the next layer's
     backward pass. Here they are summed in buckets (see `gradient_buckets`) whose messages start when the layer's
-    backward pass is over, and are waited for before the next backward pass, or at the end of the step.
+    backward pass is over, and are waited for before the next backward pass, or at the end of the step. `modules` hold
+    the unit's parameters, the outermost of them first.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
         self.armed = False
         """Whether the next backward pass through the layer reduces."""
-        self._module, self._group = module, group
+        self._modules, self._group = modules, group
         self._buckets: list[_Bucket] | None = None
         self._sums: dict[nn.Parameter, Tensor] = {}
 
     def start(self) -> None:
         """Start the all-reduce over the replicas, once the layer's backward pass is over."""
         if self.armed and self._buckets is None:
-            taken = list(_take_gradients(self._module))
-            buckets = [taken[own.start : own.stop] for own in gradient_buckets([x.nbytes for _, x in taken])]
+            taken = list(_take_gradients(self._modules))
+            buckets = [taken[part.start : part.stop] for part in gradient_buckets([x.nbytes for _, x in taken])]
             del taken
             self._buckets = []
             while buckets:
@@ -53,7 +54,7 @@ class GradientAllReduce:
         """
         if self._buckets is None:
             return
-        if any(True for _ in _take_gradients(self._module)):
+        if any(True for _ in _take_gradients(self._modules)):
             raise RuntimeError("a gradient came too late to be summed over the replicas")
         for bucket in self._buckets:
             bucket.work.wait()
@@ -83,19 +84,19 @@ def _sent(bucket: list[tuple[nn.Parameter, Tensor]], group: dist.ProcessGroup) -
     return _Bucket(parameters, gradients, work)
 
 
-def _take_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Take away the gradients that wait for their reduction: each of a module's parameters, and its local gradient."""
-    if not isinstance(module, FSDPModule):
-        for own in module.parameters():
-            if own.grad is not None:
-                yield own, own.grad
-                own.grad = None
+def _take_gradients(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter and its local gradient that waits for its reduction, and take the gradient away."""
+    if not isinstance(modules[0], FSDPModule):
+        for parameter in (parameter for module in modules for parameter in module.parameters(recurse=False)):
+            if parameter.grad is not None:
+                yield parameter, parameter.grad
+                parameter.grad = None
         return
-    for parameter in fsdp_parameters(module):
-        gathered, sharded = gathered_parameter(parameter), parameter.sharded_param
-        if parameter.unsharded_accumulated_grad is not None:
-            yield sharded, parameter.unsharded_accumulated_grad_data
-            parameter.unsharded_accumulated_grad = None
+    for record in fsdp_parameters(modules[0]):
+        gathered, sharded = gathered_parameter(record), record.sharded_param
+        if record.unsharded_accumulated_grad is not None:
+            yield sharded, record.unsharded_accumulated_grad_data
+            record.unsharded_accumulated_grad = None
         elif gathered is not None and gathered.grad is not None:
-            yield sharded, parameter.unsharded_grad_data
+            yield sharded, record.unsharded_grad_data
             gathered.grad = None

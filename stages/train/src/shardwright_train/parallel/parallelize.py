@@ -1,26 +1,22 @@
 """The steps, in order, that make a clean stock module compute one rank's share of a layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.types import DataParallel, Precision, Recompute, SequenceParallel, Strategy
 from shardwright_train.parallel.checkpointing import apply_activation_checkpointing, part_of
 from shardwright_train.parallel.compiling import compile_block
-from shardwright_train.parallel.data import (
-    apply_fsdp,
-    apply_fsdp_to_stage,
-    data_axes,
-    sharded_parameters,
-)
+from shardwright_train.parallel.data import apply_fsdp, apply_fsdp_to_stage, as_dtensor, data_axes
 from shardwright_train.parallel.gathers import Gathers
 from shardwright_train.parallel.gradient_sums import GradientAllReduce
 from shardwright_train.parallel.sequence import apply_ulysses
-from shardwright_train.parallel.sharding_rules import Parts, Rule
-from shardwright_train.parallel.tensor import Sharding, TensorParallel, apply_tensor_parallel, enter_before
+from shardwright_train.parallel.sharding_rules import Cut, Parts, Rule, cuts
+from shardwright_train.parallel.tensor import TensorParallel, apply_tensor_parallel, enter_before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +24,7 @@ class ModuleStyle:
     """The facts about a stock module that parallelizing it needs."""
 
     rules: Mapping[str, Rule]
-    """Sharding rules of tensor parallelism, by the ends of modules' names; the rest is replicated."""
+    """Sharding rules of tensor parallelism, by the ends of parameters' names; the rest is replicated."""
     parts: Parts | None
     """Parts of a block; None for embedding and head."""
     after_split: Callable[[nn.Module, TensorParallel], None]
@@ -39,46 +35,91 @@ class ModuleStyle:
     """Whether torch.compile compiles a block."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParallelModule:
-    """A parallelized module, with the reduction that its gradients still need."""
+@dataclass(frozen=True)
+class Sharing:
+    """The way in which ranks share a unit's parameters."""
 
-    module: nn.Module
     strategy: Strategy
     mesh: DeviceMesh
+    """Mesh with the axes (dp, tp): tp shards the parameters, dp replicates them or, under ZeRO, shards them again.
+
+    Where dp does both, (replicate, shard, tp).
+    """
     tensor_parallel: TensorParallel
-    sharding: Sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A parameter group of a layer: the parameters that ranks share in one way, and whose gradients they reduce so."""
+
+    modules: Mapping[str, nn.Module]
+    """Modules whose direct parameters are the unit's, by their names in the layer; the outermost is the first."""
+    sharing: Sharing
+    partial: frozenset[str]
+    """Replicated parameters whose gradients must be summed over the tp axis after the backward pass."""
     gradient_all_reduce: GradientAllReduce | None
-    """All-reduce of a replicated layer's gradients; None where FSDP2 or nothing reduces them."""
+    """All-reduce of a replicated unit's gradients; None where FSDP2 or nothing reduces them."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the outermost module, which FSDP2 may have wrapped."""
+        return next(iter(self.modules.values()))
+
+    @property
+    def strategy(self) -> Strategy:
+        """Return the strategy by which the unit is sharded."""
+        return self.sharing.strategy
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the names in the layer of the parameters that are computed with, and these."""
+        for prefix, module in self.modules.items():
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{prefix}.{name}".lstrip("."), parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelModule:
+    """A parallelized module of a layer, with its units: its parameters, and inside it those that others share."""
+
+    module: nn.Module
+    units: tuple[Unit, ...]
+    cut_of: Mapping[str, Cut]
+    """Sharding of each parameter by tensor parallelism, by its name in the module."""
+
+    @cached_property
+    def unit_of(self) -> dict[str, Unit]:
+        """Return the unit of each parameter, by its name in the module."""
+        return {name: unit for unit in self.units for name, _ in unit.named_parameters()}
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's shards as DTensors, by their names in the module; they take the gradients."""
-        return sharded_parameters(self.module, self.sharding.tp_dims, self.mesh)
+        return {
+            name: as_dtensor(parameter, self.cut_of[name].tp_dim, self.unit_of[name].sharing.mesh)
+            for name, parameter in self.module.named_parameters()
+        }
 
 
 def parallelize(
-    module: nn.Module,
-    strategy: Strategy,
-    style: ModuleStyle,
-    tensor_parallel: TensorParallel,
-    mesh: DeviceMesh,
-    precision: Precision,
+    module: nn.Module, style: ModuleStyle, sharings: Mapping[str, Sharing], precision: Precision
 ) -> ParallelModule:
     """Apply a layer's strategy to its stock module, in place; it is on the meta device: only shards are allocated.
 
-    `mesh` has the axes (dp, tp): tp shards the parameters, dp replicates them or, under ZeRO, shards them again; or
-    (replicate, shard, tp), where it does both.
+    `sharings` are that of the layer, under the empty name, and those of modules inside it whose parameters are units of
+    their own.
     """
     # Tensor parallelism: parameters are sharded, the products joined by collectives; with Megatron's sequence
     # parallelism these scatter and gather the sequence.
-    sharding = apply_tensor_parallel(module, style.rules, tensor_parallel)
-    module.tensor_parallel = tensor_parallel  # type: ignore[assignment]
+    cut_of = {cut.name: cut for cut in cuts(module, style.rules)}
+    root_of = {name: _root_of(name, sharings) for name, _ in module.named_modules()}
+    units = {root: _unit(module, root, root_of, cut_of, sharing) for root, sharing in sharings.items()}
+    strategy, tensor_parallel = sharings[""].strategy, sharings[""].tensor_parallel
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     if (parts := style.parts) is not None:
         for name in parts.enter:
             replayed = recompute in (Recompute.FULL, Recompute.SELECTIVE, part_of(name, parts))
-            enter_before(module.get_submodule(name), tensor_parallel, keeps=replayed or style.compile)
+            enters = sharings[root_of[name]].tensor_parallel
+            enter_before(module.get_submodule(name), enters, keeps=replayed or style.compile)
         style.after_split(module, tensor_parallel)
         # Ulysses: the sequence is sharded everywhere; attention exchanges positions for heads.
         if strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1:
@@ -88,22 +129,41 @@ def parallelize(
             compile_block(module, parts, recompute, tensor_parallel)
         else:
             apply_activation_checkpointing(module, parts, recompute, tensor_parallel.randomness)
-    # Data parallelism: FSDP2 shards, or replicas sum their gradients in place.
-    data = data_axes(mesh)
-    apply_fsdp(module, strategy.data_parallel, data, precision)
-    replicated = strategy.data_parallel is DataParallel.DDP and data.size() > 1
-    return ParallelModule(
-        module=module,
-        strategy=strategy,
-        mesh=mesh,
-        tensor_parallel=tensor_parallel,
-        sharding=sharding,
-        gradient_all_reduce=GradientAllReduce(module, data.get_group()) if replicated else None,
-    )
+    # Data parallelism, from the inside out: FSDP2 shards, or replicas sum their gradients in place.
+    inner = set[nn.Parameter]()
+    for unit in reversed(units.values()):
+        apply_fsdp(unit.module, unit.strategy.data_parallel, data_axes(unit.sharing.mesh), precision, inner)
+        inner |= _unwrapped(unit)
+    return ParallelModule(module=module, units=tuple(units.values()), cut_of=cut_of)
 
 
 def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gathers:
     """Join the layers of a pipeline stage's range of layers, the children of `stage`, under one FSDP2 root."""
     if layers:
-        apply_fsdp_to_stage(stage, [layer.module for layer in layers], data_axes(layers[0].mesh))
-    return Gathers([(layer.module, layer.strategy.data_parallel) for layer in layers])
+        plain = set[nn.Parameter]().union(*(_unwrapped(unit) for layer in layers for unit in layer.units))
+        apply_fsdp_to_stage(stage, plain, data_axes(layers[0].units[0].sharing.mesh))
+    return Gathers([[(unit.module, unit.strategy.data_parallel) for unit in layer.units] for layer in layers])
+
+
+def _root_of(name: str, roots: Iterable[str]) -> str:
+    """Return the innermost root that a module is or lies in; the empty one holds all."""
+    return max((root for root in roots if not root or f"{name}.".startswith(f"{root}.")), key=len)
+
+
+def _unit(layer: nn.Module, root: str, root_of: Mapping[str, str], cut_of: Mapping[str, Cut], sharing: Sharing) -> Unit:
+    """Apply tensor parallelism to the modules of a layer that have one root."""
+    modules = {name: module for name, module in layer.named_modules() if root_of[name] == root}
+    modules[root].tensor_parallel = sharing.tensor_parallel
+    data = data_axes(sharing.mesh)
+    replicated = sharing.strategy.data_parallel is DataParallel.DDP and data.size() > 1
+    return Unit(
+        modules=modules,
+        sharing=sharing,
+        partial=apply_tensor_parallel(modules, cut_of, sharing.tensor_parallel),
+        gradient_all_reduce=GradientAllReduce(tuple(modules.values()), data.get_group()) if replicated else None,
+    )
+
+
+def _unwrapped(unit: Unit) -> set[nn.Parameter]:
+    """Return the parameters of a unit that FSDP2 does not wrap."""
+    return set() if isinstance(unit.module, FSDPModule) else {parameter for _, parameter in unit.named_parameters()}

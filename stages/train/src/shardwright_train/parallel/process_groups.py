@@ -34,9 +34,9 @@ class Groups:
         self._made: dict[PlannedGroup, dist.ProcessGroup | None] = {}
         self._meshes: dict[_MeshKey, DeviceMesh] = {}
 
-    def prepare(self, plan: Plan) -> None:
-        """Make every group of a plan, and send a number over each; collective over the world."""
-        new = [group for group in process_groups(plan) if group not in self._made]
+    def prepare(self, plan: Plan, further: Iterable[PlannedGroup] = ()) -> None:
+        """Make the groups of a plan and some further ones, and send a number over each; collective over the world."""
+        new = [group for group in dict.fromkeys((*process_groups(plan), *further)) if group not in self._made]
         for group in new:
             self._made[group] = dist.new_group(
                 list(group.ranks),

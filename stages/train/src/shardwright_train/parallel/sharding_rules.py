@@ -1,4 +1,4 @@
-"""Rules that name the modules of a family's stock model which tensor parallelism shards."""
+"""Rules that name the parameters of a family's stock model which tensor parallelism shards."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,11 +10,13 @@ from transformers.pytorch_utils import Conv1D
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for sharding a module's own parameters; those without a rule are replicated."""
+    """A rule for sharding a parameter; those without a rule are replicated."""
 
     kind: str
     fused: int = 1
     """Number of equal matrices side by side in one weight, such as query, key and value, each sharded by itself."""
+    dim: int | None = None
+    """Dim that is cut; None: the dim that its kind cuts in the weight or the bias of a stock matrix."""
 
 
 COLUMN = Rule("column")
@@ -36,6 +38,7 @@ WORDS = {
 """The rules by the words of transformers' tensor-parallel plans; outputs are never gathered: the loss takes shares."""
 
 Rules = Mapping[str, Rule]
+"""Rules by the ends of parameters' paths, or of those of their modules, for all parameters of a module."""
 
 
 class Parts(NamedTuple):
@@ -60,21 +63,27 @@ class Cut(NamedTuple):
     name: str
     shape: tuple[int, ...]
     tp_dim: int | None
-    inside: bool
+    rule: Rule | None
+
+    @property
+    def inside(self) -> bool:
+        """Return whether the parameter is replicated and applied to each rank's own heads or features."""
+        return self.rule is not None and self.tp_dim is None
 
 
 def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
     """Yield every parameter of a module with its rule, by its name inside the module."""
     for owner_name, owner in module.named_modules():
-        rule = rule_for(owner_name, rules)
         for name, parameter in owner.named_parameters(recurse=False):
-            shape, tp_dim = _stored(owner, name, tuple(parameter.shape), rule)
-            yield Cut(f"{owner_name}.{name}".lstrip("."), shape, tp_dim, rule is not None and tp_dim is None)
+            path = f"{owner_name}.{name}".lstrip(".")
+            rule = _rule_for(path, rules)
+            yield Cut(path, *_stored(owner, name, tuple(parameter.shape), rule), rule)
 
 
-def rule_for(name: str, rules: Rules) -> Rule | None:
-    """Return the rule of the longest key that is the end of a module's name."""
-    keys = [key for key in rules if f".{name}".endswith(f".{key}")]
+def _rule_for(path: str, rules: Rules) -> Rule | None:
+    """Return the rule of the longest key that is the end of a parameter's path or of its module's."""
+    paths = f".{path}", f".{path}".rpartition(".")[0]
+    keys = [key for key in rules if any(each.endswith(f".{key}") for each in paths)]
     return rules[max(keys, key=len)] if keys else None
 
 
@@ -83,10 +92,10 @@ def _stored(
 ) -> tuple[tuple[int, ...], int | None]:
     if rule is None or rule is INSIDE or (rule.kind == "row" and name == "bias"):
         return shape, None
-    outputs_last = name == "weight" and isinstance(owner, Conv1D | nn.Embedding) and rule.kind != "vocabulary"
-    dim = 1 if outputs_last else 0
-    if rule.kind == "row":
-        dim = 1 - dim
+    dim = rule.dim
+    if dim is None:
+        outputs_last = name == "weight" and isinstance(owner, Conv1D | nn.Embedding) and rule.kind != "vocabulary"
+        dim = int(outputs_last != (rule.kind == "row"))
     if rule.fused == 1:
         return shape, dim
     return (*shape[:dim], rule.fused, shape[dim] // rule.fused, *shape[dim + 1 :]), dim + 1

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import copy_to_group, gather_sequence, scatter_sequence, sum_over_group
 from shardwright_train.parallel.gathering import gathered_again
 from shardwright_train.parallel.rng import Randomness
-from shardwright_train.parallel.sharding_rules import Rule, cuts, rule_for
-from shardwright_train.torch_private import own_parameters
+from shardwright_train.parallel.sharding_rules import Cut, Rule
+from shardwright_train.torch_private import direct_parameters
 
 
 @dataclass(frozen=True)
@@ -102,29 +102,27 @@ class TensorParallel:
         return self.splits_sequence and self.size > 1
 
 
-class Sharding(NamedTuple):
-    """The sharding of a module's parameters, by name."""
+def apply_tensor_parallel(
+    modules: Mapping[str, nn.Module], cut_of: Mapping[str, Cut], tensor_parallel: TensorParallel
+) -> frozenset[str]:
+    """Leave modules of a layer, by their names in it, their shards of their parameters, and make them compute so.
 
-    tp_dims: Mapping[str, int | None]
-    """Sharded dim of each parameter; None where it is replicated."""
-    partial: frozenset[str]
-    """Replicated parameters whose gradients must be summed over the axis after the backward pass."""
-
-
-def apply_tensor_parallel(module: nn.Module, rules: Mapping[str, Rule], tensor_parallel: TensorParallel) -> Sharding:
-    """Leave every module its shard of its parameters, and make it compute with that."""
-    shardings = {own.name: own for own in cuts(module, rules)}
-    for owner_name, owner in list(module.named_modules()):
-        lengths = {name: parameter.shape[0] for name, parameter in owner.named_parameters(recurse=False)}
+    Returns the replicated parameters whose gradients must be summed over the axis after the backward pass.
+    """
+    partial = set[str]()
+    for module_name, module in modules.items():
+        lengths = {name: parameter.shape[0] for name, parameter in module.named_parameters(recurse=False)}
+        rules = dict[Rule | None, None]()
         for name in lengths:
-            own = shardings[f"{owner_name}.{name}".lstrip(".")]
-            full = owner.get_parameter(name).detach().view(own.shape)
-            owner.register_parameter(name, _empty_shard(full, own.tp_dim, tensor_parallel.size))
-        if lengths:
-            _compute_with_shards(owner, rule_for(owner_name, rules), lengths, tensor_parallel)
-    replicated = (own for own in shardings.values() if own.tp_dim is None and tensor_parallel.size > 1)
-    partial = frozenset(own.name for own in replicated if own.inside or tensor_parallel.sums_outside)
-    return Sharding({own.name: own.tp_dim for own in shardings.values()}, partial)
+            cut = cut_of[f"{module_name}.{name}".lstrip(".")]
+            full = module.get_parameter(name).detach().view(cut.shape)
+            module.register_parameter(name, _empty_shard(full, cut.tp_dim, tensor_parallel.size))
+            rules[cut.rule] = None
+            if tensor_parallel.size > 1 and cut.tp_dim is None and (cut.inside or tensor_parallel.sums_outside):
+                partial.add(cut.name)
+        for rule in rules:
+            _compute_with_shards(module, rule, lengths, tensor_parallel)
+    return frozenset(partial)
 
 
 _ENTERING = ("hidden_states", "key_value_states")
@@ -152,19 +150,19 @@ def _empty_shard(full: Tensor, tp_dim: int | None, size: int) -> nn.Parameter:
 
 
 def _compute_with_shards(
-    owner: nn.Module, rule: Rule | None, lengths: Mapping[str, int], tensor_parallel: TensorParallel
+    module: nn.Module, rule: Rule | None, lengths: Mapping[str, int], tensor_parallel: TensorParallel
 ) -> None:
-    """Make a module compute with its shards of parameters, whose first dims were so long."""
+    """Make a module compute with its shards of a rule's parameters, where `lengths` are all first dims in full."""
     match rule:
         case Rule("row"):
-            _make_row_parallel(owner, tensor_parallel)
+            _make_row_parallel(module, tensor_parallel)
         case Rule("vocabulary"):
-            _change_parameters(owner, lambda name, local: _without_padding(local, lengths[name], tensor_parallel))
+            _change_parameters(module, lambda name, local: _without_padding(local, lengths[name], tensor_parallel))
         case Rule("column", fused):
             if fused > 1:
-                _change_parameters(owner, lambda _name, local: local.flatten(-2))
-            if isinstance(owner, Conv1D):
-                owner.nf = owner.nf // tensor_parallel.size
+                _change_parameters(module, lambda _name, local: local.flatten(-2))
+            if isinstance(module, Conv1D):
+                module.nf = module.nf // tensor_parallel.size
 
 
 def _make_row_parallel(module: nn.Module, tensor_parallel: TensorParallel) -> None:
@@ -181,17 +179,16 @@ def _without_padding(local: Tensor, length: int, tensor_parallel: TensorParallel
 
 
 def _change_parameters(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Make a module compute with its own (not its children's) parameters as `change` makes them, given the name."""
+    """Make a module compute with its parameters (not its children's) as `change` makes them, given the name."""
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = dict(own_parameters(module))
+        direct = direct_parameters(module)
+        kept = dict(direct)
         try:
-            for name, parameter in own.items():
-                if parameter is not None:
-                    own_parameters(module)[name] = change(name, parameter)  # type: ignore[assignment]
+            direct.update({name: change(name, x) for name, x in kept.items() if x is not None})  # type: ignore[misc]
             return stock(*args, **kwargs)
         finally:
-            own_parameters(module).update(own)
+            direct.update(kept)
 
     module.forward = forward

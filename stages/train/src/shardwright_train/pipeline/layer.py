@@ -1,6 +1,6 @@
 """The embedding, a block or the head on one rank: its stock module parallelized, given weights, and called."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -13,12 +13,13 @@ from shardwright_formats.semantics.chunks import chunk_layers
 from shardwright_formats.semantics.layout import Box, layout_of, parameter_box
 from shardwright_formats.types import EMBEDDING, HEAD, Plan, Recompute, SequenceParallel, Strategy
 from shardwright_train.data.share import Batch, Share
-from shardwright_train.models.base import Family, States
+from shardwright_train.models.base import Family, States, WithLoss
 from shardwright_train.models.initial_weights import fill
 from shardwright_train.parallel.checkpointing import Recomputation, recomputed
 from shardwright_train.parallel.data import local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
-from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, parallelize
+from shardwright_train.parallel.gradient_sums import GradientAllReduce
+from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, Sharing, parallelize
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.redistribute import Redistribution
 from shardwright_train.parallel.rng import Randomness, RNGKey
@@ -83,6 +84,34 @@ class RankContext:
         )
 
 
+@dataclass
+class AuxiliaryLoss:
+    """The auxiliary losses of a step's blocks."""
+
+    gradient: float
+    """Gradient of the scaled loss of a step by each of them."""
+    total: Tensor
+    """Sum of this rank's parts; parts that several ranks compute alike are shared out among them."""
+
+    def attach(self, output: WithLoss, replicas: int) -> States:
+        """Count a block's loss and return the block's states, whose backward pass gives the loss its gradient."""
+        self.total += output.loss.detach() / replicas
+        *others, last = output.states  # the head has the last
+        attached: Tensor = _Attached.apply(last, output.loss, self.gradient)  # type: ignore[no-untyped-call]
+        return *others, attached
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, loss: Tensor, gradient: float) -> Tensor:
+        ctx.gradient = loss.new_full(loss.shape, gradient)
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.gradient, None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """A layer of a pipeline stage; `redistributions` move each of its inputs into its layout, where they must."""
@@ -99,6 +128,8 @@ class Layer:
     """Whether the layer is a compiled block, whose selective recomputation is compiled with it."""
     randomness: Randomness | None
     """Random numbers of dropout; None where nothing is dropped."""
+    replicas: int
+    """Number of ranks that hold the same part of the states."""
 
     @property
     def module(self) -> nn.Module:
@@ -108,37 +139,51 @@ class Layer:
     @property
     def strategy(self) -> Strategy:
         """Return the strategy by which the layer is sharded."""
-        return self.parallel.strategy
+        return self.parallel.units[0].strategy
+
+    @cached_property
+    def reductions(self) -> tuple[GradientAllReduce, ...]:
+        """Return the reductions of those of its units that are replicated."""
+        return tuple(r for unit in self.parallel.units if (r := unit.gradient_all_reduce) is not None)
+
+    def start_reductions(self) -> None:
+        """Start to reduce the gradients of the replicated units, once the layer's backward pass is over."""
+        for reduction in self.reductions:
+            reduction.start()
 
     def described_name(self, name: str) -> str:
         """Return the model description's name of a parameter of the module."""
         return self.family.described_name(self.kind, name)
 
-    def __call__(self, states: States, batch: Batch, rng_key: RNGKey) -> States | Tensor:
-        """Run the layer on its layout's part of a microbatch; the head returns the loss."""
+    def __call__(
+        self, states: States, batch: Batch, rng_key: RNGKey, auxiliary: AuxiliaryLoss | None
+    ) -> States | Tensor:
+        """Run the layer on its layout's part of a microbatch; the head returns the loss.
+
+        Auxiliary losses are counted in `auxiliary`, where there is one.
+        """
         states = tuple(x if move is None else move(x) for x, move in zip(states, self.redistributions, strict=False))
         batch = {name: x[self.samples] for name, x in batch.items()}
-        reduction = self.parallel.gradient_all_reduce
-        if reduction is not None and states and states[0].requires_grad:
+        if self.reductions and states and states[0].requires_grad:
             # Autograd works on what was computed last: this view is the first of the layer, so that its gradient comes
             # after those of the layer's parameters. What was received has no such order: it is a leaf, as they are.
             states = (states[0].view_as(states[0]), *states[1:])
-            states[0].register_hook(lambda _gradient: reduction.start())
-        run = partial(self._run, batch=batch, rng_key=rng_key)
-        recomputation = self.parallel.tensor_parallel.recomputation
-        output: States | Tensor
-        match getattr(self.strategy, "recompute", Recompute.NONE):
-            case _ if not torch.is_grad_enabled():
-                output = run(*states)
-            case Recompute.FULL:
-                output = recomputed(run, *states)
-            case Recompute.SELECTIVE if not self.compiled:
-                output = recomputation.selective(run, *states)
-            case _:
-                output = run(*states)
-        return output
+            states[0].register_hook(lambda _gradient: self.start_reductions())
+        run: Callable[..., States | WithLoss | Tensor] = partial(self._run, batch=batch, rng_key=rng_key)
+        recompute = getattr(self.strategy, "recompute", Recompute.NONE)
+        if torch.is_grad_enabled() and recompute is Recompute.FULL:
+            run = partial(recomputed, run)
+        elif torch.is_grad_enabled() and recompute is Recompute.SELECTIVE and not self.compiled:
+            run = partial(self.parallel.units[0].sharing.tensor_parallel.recomputation.selective, run)
+        output = run(*states)
+        if not isinstance(output, WithLoss):
+            return output
+        if not self.family.auxiliary_loss:
+            raise TypeError(f"{type(self.family).__name__} returns auxiliary losses, but its `auxiliary_loss` is False")
+        # A replayed forward pass does not come here: nothing is counted twice.
+        return output.states if auxiliary is None else auxiliary.attach(output, self.replicas)
 
-    def _run(self, *states: Tensor, batch: Batch, rng_key: RNGKey) -> States | Tensor:
+    def _run(self, *states: Tensor, batch: Batch, rng_key: RNGKey) -> States | WithLoss | Tensor:
         with nullcontext() if self.randomness is None else self.randomness.seeded(*rng_key):
             if self.kind == EMBEDDING:
                 embedded: States = self.module(batch)
@@ -165,16 +210,13 @@ def build_layer(
     replica = (dp_index, tp_index) if layout.sequence_split else (dp_index,)
     randomness = Randomness(name, replica, tp_index, context.device)
     compiled = plan.compile and kind in family.parts
-    mesh = context.groups.mesh(plan, strategy)
-    tensor_parallel = TensorParallel(
-        axis=mesh["tp"],
-        sequence_group=context.groups.sequence_group(plan, strategy),
-        sequence_parallel=strategy.sequence_parallel,
-        # A compiled graph draws from one state: `check_kernels` refuses what needs several.
-        randomness=Randomness(name, replica, tp_index, context.device) if compiled else randomness,
-        recomputation=Recomputation(keeps_last=family.keeps_last_sum(kind, config)),
-        fused_loss="cross_entropy" in plan.fused,
-    )
+    # A compiled graph draws from one state: `check_kernels` refuses what needs several.
+    inside = Randomness(name, replica, tp_index, context.device) if compiled else randomness
+    recomputation = Recomputation(keeps_last=family.keeps_last_sum(kind, config))
+    sharings = {
+        root: _sharing(context, each, inside, recomputation)
+        for root, each in {"": strategy, **family.units(kind, strategy)}.items()
+    }
     style = ModuleStyle(
         rules=family.rules,
         parts=family.parts.get(kind),
@@ -183,13 +225,13 @@ def build_layer(
         compile=compiled,
     )
     module = _stock_module(context, name, strategy)
-    parallel = parallelize(module, strategy, style, tensor_parallel, mesh, plan.precision)
+    parallel = parallelize(module, style, sharings, plan.precision)
     if context.seed is not None:
         module.to_empty(device=context.device)
         for parameter in module.parameters():
             local_tensor(parameter.detach()).zero_()  # what pads it stays so
         if not context.resumes:
-            _fill(context, module, name, kind, strategy)
+            _fill(context, parallel, name, kind)
     shard = layout.activation_shard(context.me, plan.microbatch_samples, plan.model.sequence_length)
     return Layer(
         name=name,
@@ -197,11 +239,26 @@ def build_layer(
         family=family,
         parallel=parallel,
         redistributions=redistributions,
-        constants=_constants(context, tensor_parallel) if kind in family.parts else {},
+        constants=_constants(context, sharings[""].tensor_parallel) if kind in family.parts else {},
         samples=slice(shard.batch_start - context.share.first, shard.batch_end - context.share.first),
         compiled=compiled,
         randomness=randomness if family.dropout(config) > 0 else None,
+        replicas=1 if layout.sequence_split else layout.tp_size,
     )
+
+
+def _sharing(context: RankContext, strategy: Strategy, randomness: Randomness, recomputation: Recomputation) -> Sharing:
+    plan, groups = context.plan, context.groups
+    mesh = groups.mesh(plan, strategy)
+    tensor_parallel = TensorParallel(
+        axis=mesh["tp"],
+        sequence_group=groups.sequence_group(plan, strategy),
+        sequence_parallel=strategy.sequence_parallel,
+        randomness=randomness,
+        recomputation=recomputation,
+        fused_loss="cross_entropy" in plan.fused,
+    )
+    return Sharing(strategy, mesh, tensor_parallel)
 
 
 def _stock_module(context: RankContext, name: str, strategy: Strategy) -> nn.Module:
@@ -220,13 +277,13 @@ def _constants(context: RankContext, tensor_parallel: TensorParallel) -> dict[st
     return context.family.constants(context.plan.model, positions, example, context.attention)
 
 
-def _fill(context: RankContext, module: nn.Module, name: str, kind: str, strategy: Strategy) -> None:
+def _fill(context: RankContext, parallel: ParallelModule, name: str, kind: str) -> None:
     """Give the shards their part of the layer's initial weights, given or drawn."""
     model, family = context.plan.model, context.family
     described, fillings = {p.name: p for p in model.types[kind].parameters}, family.fillings(model, name)
-    for local_name, parameter in module.named_parameters():
+    for local_name, parameter in parallel.module.named_parameters():
         description = described[family.described_name(kind, local_name)]
-        box = parameter_box(description, strategy, context.me)
+        box = parameter_box(description, parallel.unit_of[local_name].strategy, context.me)
         window = local_tensor(parameter.detach())[tuple(slice(0, high - low) for low, high in box)]
         stock_name = family.hugging_face_name(model, name, local_name)
         if context.weights is not None and context.weights.read(window, stock_name, description.shape, box):

@@ -12,6 +12,7 @@ from shardwright_formats.types import GradientReduction, SequenceParallel
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import States
 from shardwright_train.parallel.vocab import IGNORED
+from shardwright_train.pipeline.layer import AuxiliaryLoss
 from shardwright_train.pipeline.microbatches import Microbatches
 from shardwright_train.pipeline.p2p import Messages, Pipeline
 from shardwright_train.pipeline.stage import Stage
@@ -58,13 +59,13 @@ class Step:
 def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_hook) -> Tensor:
     """Run forward and backward of a global batch.
 
-    Leaves in the parameters the gradients of `loss_scale` times the mean loss over all labels of the batch that count.
-    Returns this rank's part of that mean, unscaled: the sum over all ranks is the loss, and ranks away from the end of
-    the model have 0.
+    Leaves in the parameters the gradients of `loss_scale` times the loss: the mean over all labels of the batch that
+    count, and of blocks' auxiliary losses the mean over all samples. Returns this rank's part of the loss, unscaled:
+    the sum over all ranks is the loss. A family with auxiliary losses has [2]: the loss, and their part of it.
     """
     plan, todo = pipeline.context.plan, pipeline.actions()
     passes = _Passes(stage, pipeline, step, hook, Messages(pipeline))
-    every = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+    reduces_each = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
     passes.messages.expect(todo[0])
     for number, (action, following) in enumerate(zip(todo, [*todo[1:], None], strict=True)):
         kind, _, chunk = action
@@ -73,7 +74,7 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
             passes.forward(action, following)
         else:
             last = not any(kind is Pass.BACKWARD and later == chunk for kind, _, later in todo[number + 1 :])
-            stage.chunks[chunk].prepare_backward(last or every, last)
+            stage.chunks[chunk].prepare_backward(last or reduces_each, last)
             stage.prepare_gathers(action, following)
             passes.backward(action, following)
             stage.chunks[chunk].start_reductions()
@@ -81,7 +82,11 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
     stage.finish_gradients()
     # Without Ulysses each rank of the head's group has computed the full loss of its samples.
     head = plan.head
-    return passes.loss if head.sequence_parallel is SequenceParallel.ULYSSES else passes.loss / head.tp_size
+    loss = passes.loss if head.sequence_parallel is SequenceParallel.ULYSSES else passes.loss / head.tp_size
+    if not pipeline.context.family.auxiliary_loss:
+        return loss
+    auxiliary = passes.auxiliary.total / plan.global_batch_size
+    return torch.stack([loss + auxiliary, auxiliary])
 
 
 @dataclass
@@ -98,13 +103,15 @@ class _Passes:
     """Starts of the backward passes: the loss, or the edges of outputs, whose memory is freed once sent."""
     microbatches: Microbatches = field(init=False)
     loss: Tensor = field(init=False)
+    auxiliary: AuxiliaryLoss = field(init=False)
 
     def __post_init__(self) -> None:
-        device = self.pipeline.context.device
+        device, samples = self.pipeline.context.device, self.pipeline.context.plan.global_batch_size
         # The host waits for none of these copies: its side is pinned.
         batch = {name: x.to(device, non_blocking=True) for name, x in self.step.batch.items()}
         self.microbatches = Microbatches(self.stage, batch)
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.auxiliary = AuxiliaryLoss(self.step.loss_scale / samples, torch.zeros_like(self.loss))
 
     def forward(self, action: Action, following: Action | None) -> None:
         kind, microbatch, chunk = action
@@ -116,7 +123,7 @@ class _Passes:
         self.hook("forward.wait", at)
         batch = self.microbatches.masked(batch, action)
         rng_key = (self.step.seed, self.step.number, microbatch)
-        output = self.stage.chunks[chunk](states, batch, rng_key, lambda name: self.hook(name, at))
+        output = self.stage.chunks[chunk](states, batch, rng_key, lambda name: self.hook(name, at), self.auxiliary)
         self.hook(f"{'layers' if leaves else 'head'}.forward", at)
         self.hook("forward.end", at)
         if leaves:

@@ -17,11 +17,11 @@ from shardwright_train.data.share import Batch
 from shardwright_train.models.base import States
 from shardwright_train.parallel.collectives import all_reduce_together
 from shardwright_train.parallel.data import local_tensor, placed_as
-from shardwright_train.parallel.parallelize import parallelize_stage
+from shardwright_train.parallel.parallelize import Unit, parallelize_stage
 from shardwright_train.parallel.redistribute import Redistribution, RedistributionSite
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.tied_weights import TiedParameters
-from shardwright_train.pipeline.layer import Layer, RankContext, build_layer
+from shardwright_train.pipeline.layer import AuxiliaryLoss, Layer, RankContext, build_layer
 from shardwright_train.torch_private import gathered_bytes
 
 Hook = Callable[[str], None]
@@ -39,14 +39,15 @@ class Chunk(nn.Module):
         self.layers = layers
         self.children_by_name = nn.ModuleDict({str(i): layer.module for i, layer in enumerate(layers)})
         self.gathers = parallelize_stage(self, [layer.parallel for layer in layers])
-        self._reductions = [r for layer in layers if (r := layer.parallel.gradient_all_reduce) is not None]
 
-    def forward(self, states: States, batch: Batch, rng_key: RNGKey, hook: Hook) -> States | Tensor:
-        """Run one microbatch through the chunk."""
+    def forward(
+        self, states: States, batch: Batch, rng_key: RNGKey, hook: Hook, auxiliary: AuxiliaryLoss | None = None
+    ) -> States | Tensor:
+        """Run one microbatch through the chunk, and count the auxiliary losses of its blocks."""
         for layer in self.layers:
             if layer.kind == HEAD:
-                return layer(_hooked_both_ways(states, hook, "layers", "head"), batch, rng_key)
-            output = layer(states, batch, rng_key)
+                return layer(_hooked_both_ways(states, hook, "layers", "head"), batch, rng_key, auxiliary)
+            output = layer(states, batch, rng_key, auxiliary)
             assert isinstance(output, tuple)
             states = output
             if layer.kind == EMBEDDING:
@@ -56,32 +57,27 @@ class Chunk(nn.Module):
     def prepare_backward(self, reduce_gradients: bool, last: bool) -> None:
         """Set whether the next backward pass reduces gradients and whether it is the step's last.
 
-        ZeRO-3 layers give their gathered parameters back after every backward pass, the others after the last.
+        ZeRO-3 units give their gathered parameters back after every backward pass, the others after the last.
         """
         if not self.layers:
             return
         assert isinstance(self, FSDPModule)
         self.set_requires_gradient_sync(reduce_gradients)
         self.set_is_last_backward(last)
-        for reduction in self._reductions:
-            reduction.collect()
-            reduction.armed = reduce_gradients
-        for layer in self.layers:
-            if isinstance(layer.module, FSDPModule):
-                zero3 = layer.strategy.data_parallel is DataParallel.ZERO3
-                layer.module.set_reshard_after_backward(last or zero3, recurse=False)
-                if layer.parallel.gradient_all_reduce is not None:
-                    layer.module.set_requires_gradient_sync(False)
+        for unit in (unit for layer in self.layers for unit in layer.parallel.units):
+            if (reduction := unit.gradient_all_reduce) is not None:
+                reduction.collect()
+                reduction.armed = reduce_gradients
+            if isinstance(unit.module, FSDPModule):
+                zero3 = unit.strategy.data_parallel is DataParallel.ZERO3
+                unit.module.set_reshard_after_backward(last or zero3, recurse=False)
+                if reduction is not None:
+                    unit.module.set_requires_gradient_sync(False, recurse=False)
 
     def start_reductions(self) -> None:
         """Start, after a backward pass, to reduce the layers whose inputs have no gradient to trigger it."""
-        for reduction in self._reductions:
-            reduction.start()
-
-    def finish_reductions(self) -> None:
-        """Wait for the reductions of replicated layers."""
-        for reduction in self._reductions:
-            reduction.finish()
+        for layer in self.layers:
+            layer.start_reductions()
 
 
 @dataclass(frozen=True)
@@ -96,6 +92,11 @@ class Stage:
     def layers(self) -> Iterator[Layer]:
         """Yield the layers of all chunks."""
         return (layer for chunk in self.chunks for layer in chunk.layers)
+
+    @property
+    def units(self) -> Iterator[tuple[Layer, Unit]]:
+        """Yield the parameter groups of all layers, each with its layer."""
+        return ((layer, unit) for layer in self.layers for unit in layer.parallel.units)
 
     @property
     def has_blocks(self) -> bool:
@@ -134,7 +135,8 @@ class Stage:
     @property
     def gathered_bytes(self) -> int:
         """Return the bytes that ZeRO-3 holds gathered or is gathering; between passes, the next pass's first layer."""
-        return sum(gathered_bytes(o.module) for o in self.layers if o.strategy.data_parallel is DataParallel.ZERO3)
+        zero3 = (unit for _, unit in self.units if unit.strategy.data_parallel is DataParallel.ZERO3)
+        return sum(gathered_bytes(unit.module) for unit in zero3)
 
     def prepare_gathers(self, action: Action, following: Action | None) -> None:
         """Tell an action what the next one begins with: the layer that this one ends with, or one to gather."""
@@ -144,16 +146,16 @@ class Stage:
     def finish_gradients(self) -> None:
         """Create missing gradients, and sum those that several ranks or layers have a part of."""
         gradients, partial = {}, defaultdict[dist.ProcessGroup, list[Tensor]](list)
-        for chunk in self.chunks:
-            chunk.finish_reductions()
-        for layer in self.layers:
-            for name, own in layer.module.named_parameters():
-                local = torch.zeros_like(local_tensor(own)) if own.grad is None else local_tensor(own.grad)
-                parameter, own.grad = layer.parallel.parameters[name], None
+        for layer, unit in self.units:
+            if unit.gradient_all_reduce is not None:
+                unit.gradient_all_reduce.finish()
+            for name, used in unit.named_parameters():
+                local = torch.zeros_like(local_tensor(used)) if used.grad is None else local_tensor(used.grad)
+                parameter, used.grad = layer.parallel.parameters[name], None
                 parameter.grad = placed_as(parameter, local)
                 gradients[layer.name, layer.described_name(name)] = local
-                if name in layer.parallel.sharding.partial:
-                    partial[layer.parallel.tensor_parallel.group].append(local)
+                if name in unit.partial:
+                    partial[unit.sharing.tensor_parallel.group].append(local)
         for group, parts in partial.items():
             all_reduce_together(parts, group)
         self.tied.sum_gradients(gradients)

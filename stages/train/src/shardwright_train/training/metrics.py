@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright_formats.io import write_bytes
 from shardwright_formats.types import EMBEDDING, HEAD, Evaluation, Plan, StepMetrics
@@ -66,6 +67,7 @@ class Metrics:
             grad_norm=outcome.grad_norm if outcome.finite else None,
             learning_rate=outcome.learning_rate,
             peak_memory_bytes=outcome.peak_memory_bytes,
+            auxiliary_loss=UNSET if outcome.auxiliary_loss is None else outcome.auxiliary_loss,
             time_utc=datetime.now(UTC).isoformat(timespec="milliseconds"),
             evaluation=evaluation,
         )
