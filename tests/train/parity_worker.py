@@ -6,11 +6,13 @@ import math
 import re
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,13 +28,14 @@ from shardwright_train.data.split import Boundaries
 from shardwright_train.engine import optimizer
 from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.engine.parameter_groups import LearningRateFactor
-from shardwright_train.parallel import collectives, compiling, redistribute
+from shardwright_train.parallel import collectives, compiling, parallelize, redistribute
 from shardwright_train.parallel import data as data_parallel
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.tied_weights import TiedParameters
 from shardwright_train.parallel.world import World, joined_world
+from shardwright_train.pipeline import runner
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.pipeline.stage import Stage
 from shardwright_train.torch_private import compiled
@@ -81,6 +84,7 @@ class Reference:
         self.aliases = {second: first for first, second in model.tied}
         self.first_gradients: dict[str, Tensor] = {}
         self.losses: list[float] = []
+        self.auxiliary: list[float] = []
         self.norms: list[float] = []
         self._train(plan, initial_stock(model))
 
@@ -99,7 +103,8 @@ class Reference:
         stock_adamw = torch.optim.AdamW(groups, betas=SETTINGS.betas, eps=SETTINGS.eps)
         for step, batch in enumerate(batches(plan), start=1):
             logits = stock_logits(stock, batch)
-            loss = nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
+            entropy = nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
+            loss = entropy + auxiliary_of(stock) / plan.global_batch_size
             stock_adamw.zero_grad()
             loss.backward()
             if step == 1:
@@ -109,6 +114,7 @@ class Reference:
                 group["lr"] = SETTINGS.learning_rate_at(step) * group["factor"]
             stock_adamw.step()
             self.losses.append(loss.item())
+            self.auxiliary.append((loss - entropy).item())
         self.parameters = {n: p.detach() for n, p in named.items()}
 
     def part(self, values: dict[str, Tensor], stage: Stage) -> list[Tensor]:
@@ -120,10 +126,15 @@ class Reference:
             for local, _ in layer.module.named_parameters():
                 parameter = described[family.described_name(layer.kind, local)]
                 name = family.hugging_face_name(model, layer.name, local)
-                box = parameter_box(parameter, layer.strategy, me)
+                box = parameter_box(parameter, layer.parallel.unit_of[local].strategy, me)
                 value = values[self.aliases.get(name, name)].view(parameter.shape)
                 found.append(value[tuple(slice(low, high) for low, high in box)])
         return found
+
+
+def auxiliary_of(stock: nn.Module) -> Tensor:
+    """What the blocks of a stock model have added to the loss in their last pass: a sum over samples."""
+    return torch.as_tensor(sum(module.auxiliary for module in stock.modules() if hasattr(module, "auxiliary")))
 
 
 def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
@@ -147,7 +158,9 @@ def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> d
             mine = [local_tensor(p.grad) for p in parameters.values() if p.grad is not None]
             gradient_error = worst(list(zip(mine, reference.part(reference.first_gradients, stage), strict=True)))
         outcome = engine.optimizer.step(step, loss, stop=False)
-        loss_error = max(loss_error, abs(outcome.loss - reference.losses[step - 1]))
+        auxiliary = outcome.auxiliary_loss or 0.0
+        losses = (outcome.loss, reference.losses[step - 1]), (auxiliary, reference.auxiliary[step - 1])
+        loss_error = max(loss_error, *(abs(one - other) for one, other in losses))
         norm_error = max(norm_error, abs(outcome.grad_norm - reference.norms[step - 1]))
     mine = [local_tensor(p.detach()) for p in parameters.values()]
     return {
@@ -209,6 +222,22 @@ def _copies_of_tied_parameters_not_summed() -> AbstractContextManager[object]:
     return patch.object(TiedParameters, "sum_gradients", lambda _self, _gradients: None)
 
 
+def _auxiliary_losses_without_gradient() -> AbstractContextManager[object]:
+    return patch.object(
+        runner._Passes, "losses", property(lambda _self: defaultdict(list), lambda *_: None), create=True
+    )
+
+
+def _units_not_reduced() -> AbstractContextManager[object]:
+    made = parallelize._unit
+
+    def reduced(layer: nn.Module, root: str, *arguments: Any) -> parallelize.Unit:
+        unit = made(layer, root, *arguments)
+        return replace(unit, gradient_all_reduce=None) if root else unit
+
+    return patch.object(parallelize, "_unit", reduced)
+
+
 def _copies_counted_twice_in_the_norm() -> AbstractContextManager[object]:
     return patch.object(Stage, "replicas", lambda _self: frozenset())
 
@@ -226,6 +255,8 @@ MUTATIONS = {
         _partial_gradients_reduced_twice,
         _copies_of_tied_parameters_not_summed,
         _copies_counted_twice_in_the_norm,
+        _auxiliary_losses_without_gradient,
+        _units_not_reduced,
     )
 }
 

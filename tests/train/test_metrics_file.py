@@ -8,6 +8,7 @@ from random_plans import random_plan
 from tiny_models import tiny
 
 from shardwright_formats.types import StepMetrics
+from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World
 from shardwright_train.training.metrics import METRICS, Metrics
 
@@ -30,6 +31,14 @@ def line(step: int) -> bytes:
 @pytest.fixture
 def metrics(tmp_path: Path, one_rank: World) -> Metrics:
     return Metrics(tmp_path / METRICS, random_plan(tiny("llama"), 0, 2), one_rank, 4)
+
+
+@pytest.mark.parametrize("auxiliary", [None, 0.25])
+def test_an_auxiliary_loss_is_in_a_line_only_if_there_is_one(metrics: Metrics, auxiliary: float | None) -> None:
+    outcome = StepOutcome(1.0, 1.0, 1e-3, False, False, (1,), auxiliary)
+    written = metrics.write(2, outcome, 0.1)
+    assert msgspec.json.decode(metrics.file.read_bytes(), type=StepMetrics) == written
+    assert msgspec.json.decode(metrics.file.read_bytes()).get("auxiliary_loss", "absent") == (auxiliary or "absent")
 
 
 @pytest.mark.parametrize("garbage", [b"\x00\xff\xfe\n", b"[]\n", b'{"step": 1}\n', b"\n", b"1" * 10_000 + b"\n"])

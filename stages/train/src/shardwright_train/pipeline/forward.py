@@ -56,7 +56,7 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
             messages.expect(following)
         states = tuple(messages.received(action))
         microbatch = microbatches.masked(microbatches.taken_by(action), action)
-        output = chunk(states, microbatch, _NOTHING_IS_DRAWN, _no_hook)
+        output = chunk(states, microbatch, _NOTHING_IS_DRAWN, _no_hook, _no_hook)
         if (action.kind, action.chunk) in pipeline.outgoing:
             messages.send_after_the_last(output, action)
         else:
@@ -77,5 +77,5 @@ def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Ten
     return torch.stack([loss.double() / (1 if split else ranks), counted / ranks])
 
 
-def _no_hook(_name: str) -> None:
-    """Do nothing, as no event of a forward pass is timed."""
+def _no_hook(*_: object) -> None:
+    """Do nothing: no event of a forward pass is timed, and no auxiliary loss is part of an evaluation."""

@@ -84,32 +84,8 @@ class RankContext:
         )
 
 
-@dataclass
-class AuxiliaryLoss:
-    """The auxiliary losses of a step's blocks."""
-
-    gradient: float
-    """Gradient of the scaled loss of a step by each of them."""
-    total: Tensor
-    """Sum of this rank's parts; parts that several ranks compute alike are shared out among them."""
-
-    def attach(self, output: WithLoss, replicas: int) -> States:
-        """Count a block's loss and return the block's states, whose backward pass gives the loss its gradient."""
-        self.total += output.loss.detach() / replicas
-        *others, last = output.states  # the head has the last
-        attached: Tensor = _Attached.apply(last, output.loss, self.gradient)  # type: ignore[no-untyped-call]
-        return *others, attached
-
-
-class _Attached(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, loss: Tensor, gradient: float) -> Tensor:
-        ctx.gradient = loss.new_full(loss.shape, gradient)
-        return states.view_as(states)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, ctx.gradient, None
+LossHook = Callable[[Tensor, int], None]
+"""A function that is called with a block's auxiliary loss, and with the number of ranks that compute it alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +131,8 @@ class Layer:
         """Return the model description's name of a parameter of the module."""
         return self.family.described_name(self.kind, name)
 
-    def __call__(
-        self, states: States, batch: Batch, rng_key: RNGKey, auxiliary: AuxiliaryLoss | None
-    ) -> States | Tensor:
-        """Run the layer on its layout's part of a microbatch; the head returns the loss.
-
-        Auxiliary losses are counted in `auxiliary`, where there is one.
-        """
+    def __call__(self, states: States, batch: Batch, rng_key: RNGKey, note_loss: LossHook) -> States | Tensor:
+        """Run the layer on its layout's part of a microbatch; the head returns the loss."""
         states = tuple(x if move is None else move(x) for x, move in zip(states, self.redistributions, strict=False))
         batch = {name: x[self.samples] for name, x in batch.items()}
         if self.reductions and states and states[0].requires_grad:
@@ -180,8 +151,9 @@ class Layer:
             return output
         if not self.family.auxiliary_loss:
             raise TypeError(f"{type(self.family).__name__} returns auxiliary losses, but its `auxiliary_loss` is False")
-        # A replayed forward pass does not come here: nothing is counted twice.
-        return output.states if auxiliary is None else auxiliary.attach(output, self.replicas)
+        # A replayed forward pass does not come here: nothing is noted twice.
+        note_loss(output.loss, self.replicas)
+        return output.states
 
     def _run(self, *states: Tensor, batch: Batch, rng_key: RNGKey) -> States | WithLoss | Tensor:
         with nullcontext() if self.randomness is None else self.randomness.seeded(*rng_key):

@@ -1,6 +1,8 @@
 """A training step of a rank: forward and backward passes in the order of its action list."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,7 +14,6 @@ from shardwright_formats.types import GradientReduction, SequenceParallel
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import States
 from shardwright_train.parallel.vocab import IGNORED
-from shardwright_train.pipeline.layer import AuxiliaryLoss
 from shardwright_train.pipeline.microbatches import Microbatches
 from shardwright_train.pipeline.p2p import Messages, Pipeline
 from shardwright_train.pipeline.stage import Stage
@@ -85,7 +86,7 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
     loss = passes.loss if head.sequence_parallel is SequenceParallel.ULYSSES else passes.loss / head.tp_size
     if not pipeline.context.family.auxiliary_loss:
         return loss
-    auxiliary = passes.auxiliary.total / plan.global_batch_size
+    auxiliary = passes.auxiliary / plan.global_batch_size
     return torch.stack([loss + auxiliary, auxiliary])
 
 
@@ -103,15 +104,18 @@ class _Passes:
     """Starts of the backward passes: the loss, or the edges of outputs, whose memory is freed once sent."""
     microbatches: Microbatches = field(init=False)
     loss: Tensor = field(init=False)
-    auxiliary: AuxiliaryLoss = field(init=False)
+    losses: defaultdict[MicrobatchChunk, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """Auxiliary losses of blocks, at which backward passes start, too."""
+    auxiliary: Tensor = field(init=False)
+    """This rank's part of the sum of the auxiliary losses."""
 
     def __post_init__(self) -> None:
-        device, samples = self.pipeline.context.device, self.pipeline.context.plan.global_batch_size
+        device = self.pipeline.context.device
         # The host waits for none of these copies: its side is pinned.
         batch = {name: x.to(device, non_blocking=True) for name, x in self.step.batch.items()}
         self.microbatches = Microbatches(self.stage, batch)
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.auxiliary = AuxiliaryLoss(self.step.loss_scale / samples, torch.zeros_like(self.loss))
+        self.auxiliary = torch.zeros_like(self.loss)
 
     def forward(self, action: Action, following: Action | None) -> None:
         kind, microbatch, chunk = action
@@ -123,7 +127,8 @@ class _Passes:
         self.hook("forward.wait", at)
         batch = self.microbatches.masked(batch, action)
         rng_key = (self.step.seed, self.step.number, microbatch)
-        output = self.stage.chunks[chunk](states, batch, rng_key, lambda name: self.hook(name, at), self.auxiliary)
+        hook, note_loss = (lambda name: self.hook(name, at)), partial(self._note_loss, at)
+        output = self.stage.chunks[chunk](states, batch, rng_key, hook, note_loss)
         self.hook(f"{'layers' if leaves else 'head'}.forward", at)
         self.hook("forward.end", at)
         if leaves:
@@ -139,15 +144,20 @@ class _Passes:
         at, leaves = (microbatch, chunk), (kind, chunk) in self.pipeline.outgoing
         self.hook("backward.begin", at)
         self.stage.chunks[chunk].gathers.start(Pass.BACKWARD)
-        states, ends = self.inputs.pop(at), self.ends.pop(at)
+        states, ends, losses = self.inputs.pop(at), self.ends.pop(at), self.losses.pop(at, [])
         gradients: list[Tensor | None] = [*self._received(action, following)] or [None] * len(ends)
+        share = self.step.loss_scale / self.pipeline.context.plan.global_batch_size
         self.hook("backward.wait", at)
-        torch.autograd.backward(ends, gradients)
+        torch.autograd.backward((*ends, *losses), [*gradients, *(torch.full_like(x, share) for x in losses)])
         self.hook(f"{'layers' if leaves else 'embedding'}.backward", at)
         self.hook("backward.end", at)
         if leaves:
             # What nothing here has used has no gradient, but the stage before waits for one.
             self.messages.send([torch.zeros_like(x) if x.grad is None else x.grad for x in states], action)
+
+    def _note_loss(self, at: MicrobatchChunk, loss: Tensor, replicas: int) -> None:
+        self.losses[at].append(loss)
+        self.auxiliary += loss.detach() / replicas
 
     def _received(self, action: Action, following: Action | None) -> list[Tensor]:
         """Return an action's inputs once received, and start to receive those of the next."""

@@ -21,7 +21,7 @@ from shardwright_train.parallel.parallelize import Unit, parallelize_stage
 from shardwright_train.parallel.redistribute import Redistribution, RedistributionSite
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.tied_weights import TiedParameters
-from shardwright_train.pipeline.layer import AuxiliaryLoss, Layer, RankContext, build_layer
+from shardwright_train.pipeline.layer import Layer, LossHook, RankContext, build_layer
 from shardwright_train.torch_private import gathered_bytes
 
 Hook = Callable[[str], None]
@@ -41,13 +41,13 @@ class Chunk(nn.Module):
         self.gathers = parallelize_stage(self, [layer.parallel for layer in layers])
 
     def forward(
-        self, states: States, batch: Batch, rng_key: RNGKey, hook: Hook, auxiliary: AuxiliaryLoss | None = None
+        self, states: States, batch: Batch, rng_key: RNGKey, hook: Hook, note_loss: LossHook
     ) -> States | Tensor:
-        """Run one microbatch through the chunk, and count the auxiliary losses of its blocks."""
+        """Run one microbatch through the chunk."""
         for layer in self.layers:
             if layer.kind == HEAD:
-                return layer(_hooked_both_ways(states, hook, "layers", "head"), batch, rng_key, auxiliary)
-            output = layer(states, batch, rng_key, auxiliary)
+                return layer(_hooked_both_ways(states, hook, "layers", "head"), batch, rng_key, note_loss)
+            output = layer(states, batch, rng_key, note_loss)
             assert isinstance(output, tuple)
             states = output
             if layer.kind == EMBEDDING:
