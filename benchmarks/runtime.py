@@ -94,7 +94,9 @@ class Ours:
     def step(self, text: Tensor) -> float:
         """One step on tokens [batch, length + 1]; returns the mean loss over all ranks."""
         batch = {"tokens": text[:, :-1], "labels": text[:, 1:]}
-        return self.engine.train_step(Step.of(batch, self.engine.stage.context.share, number=SETTINGS.steps // 2)).loss
+        return self.engine.train_step(
+            Step.of_batch(batch, self.engine.stage.context.share, number=SETTINGS.steps // 2)
+        ).loss
 
 
 class Plain:

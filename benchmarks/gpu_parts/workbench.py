@@ -76,7 +76,7 @@ def batch_of(model: Model, samples: int, seed: int) -> Batch:
 def step_of(engine: Engine, batch: Batch, number: int = 1) -> Step:
     """A step on a global batch, of which each rank takes its share."""
     context = engine.stage.context
-    return Step.of(on_host(batch, context.device), context.share, number=number)
+    return Step.of_batch(on_host(batch, context.device), context.share, number=number)
 
 
 def any_kernel() -> AbstractContextManager[None]:

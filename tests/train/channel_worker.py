@@ -8,8 +8,7 @@ import torch.distributed as dist
 from forged_rank import broadcast_pickle, gather_pickle
 
 from shardwright_formats.io import BadInput, RunFailed
-from shardwright_train.parallel.channel import Channel, GroupChannel
-from shardwright_train.parallel.world import joined_world
+from shardwright_train.parallel.world import Channel, GroupChannel, joined_world
 
 
 def main(unpickled: str) -> None:

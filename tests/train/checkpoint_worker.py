@@ -49,7 +49,7 @@ def outcomes(engine: Engine, plan: Plan, steps: range) -> list[float]:
     told, share = [], engine.stage.context.share
     for number in steps:
         batch = batch_of(plan.model, plan.global_batch_size, number)
-        told.append(engine.train_step(Step.of(batch, share, number=number)))
+        told.append(engine.train_step(Step.of_batch(batch, share, number=number)))
     return [number for one in told for number in (one.loss, one.grad_norm)]
 
 

@@ -66,7 +66,7 @@ def trained(engine: Engine, plan: Plan, between: Callable[[], object]) -> None:
     """Two steps, with something between them."""
     share = engine.stage.context.share
     for number in (1, 2):
-        engine.train_step(Step.of(batch_of(plan.model, plan.global_batch_size, number), share, number=number))
+        engine.train_step(Step.of_batch(batch_of(plan.model, plan.global_batch_size, number), share, number=number))
         between()
 
 

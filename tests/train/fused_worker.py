@@ -24,7 +24,9 @@ from shardwright_train.pipeline.runner import Step
 def step_of(plan: Plan, groups: Groups, world: World) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss, and this rank's part of every gradient."""
     engine = engine_of(plan, world, groups)
-    loss = engine.forward_backward(Step.of(batch_of(plan.model, plan.global_batch_size, 0), engine.stage.context.share))
+    loss = engine.forward_backward(
+        Step.of_batch(batch_of(plan.model, plan.global_batch_size, 0), engine.stage.context.share)
+    )
     dist.all_reduce(loss)
     parameters = engine.optimizer.parameters
     return loss, {name: local_tensor(p.grad) for name, p in parameters.items() if p.grad is not None}

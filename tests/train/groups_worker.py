@@ -33,7 +33,7 @@ def _of_plan(plan: Plan, world: World) -> dict[str, Any]:
         engine = engine_of(plan, world, groups)
     made = [name for name in _names() if name not in before]
     warm = [name for name in _used() if name in made]
-    engine.train_step(Step.of(batch_of(plan.model, plan.global_batch_size, 0), engine.stage.context.share))
+    engine.train_step(Step.of_batch(batch_of(plan.model, plan.global_batch_size, 0), engine.stage.context.share))
     used = [name for name in _used() if name in made]
     destroyed: list[str] = []
     destroy = dist.destroy_process_group

@@ -68,7 +68,7 @@ def main(plans_file: str, folder: str) -> None:
 def _loss(plan: Any, world: Any) -> float:
     engine = engine_of(plan, world, Groups("cpu"))
     batch = batch_of(plan.model, plan.global_batch_size, 0)
-    return engine.forward_backward(Step.of(batch, engine.stage.context.share)).item()
+    return engine.forward_backward(Step.of_batch(batch, engine.stage.context.share)).item()
 
 
 if __name__ == "__main__":

@@ -26,9 +26,8 @@ from shardwright_formats.types import Plan, Plans
 from shardwright_train.data.share import Batch, with_boundaries
 from shardwright_train.data.split import Boundaries
 from shardwright_train.engine import optimizer
-from shardwright_train.engine.learning_rate import Hyperparameters
-from shardwright_train.engine.parameter_groups import LearningRateFactor
-from shardwright_train.parallel import collectives, compiling, parallelize, redistribute
+from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor
+from shardwright_train.parallel import checkpointing, collectives, parallelize
 from shardwright_train.parallel import data as data_parallel
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
@@ -44,7 +43,7 @@ STEPS = 3
 SETTINGS = Hyperparameters(learning_rate=1e-2, warmup_steps=1, steps=STEPS, weight_decay=0.1, clip_norm=0.5)
 _FACTORS = ("*embed*=0.25", "*wte*=0.25", "shared.*=0.25", "*relative_attention_bias*=3", "*.[02].*=0.5")
 GROUPED = replace(
-    SETTINGS, decay_norms_and_biases=True, learning_rate_factors=tuple(map(LearningRateFactor.of, _FACTORS))
+    SETTINGS, decay_norms_and_biases=True, learning_rate_factors=tuple(map(LearningRateFactor.parse, _FACTORS))
 )
 """Embeddings, which the head may share, T5's biases, which blocks share, and some blocks learn at their own rates."""
 
@@ -153,7 +152,7 @@ def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> d
     stage, parameters = engine.stage, engine.optimizer.parameters
     gradient_error = loss_error = norm_error = 0.0
     for step, batch in enumerate(batches(plan), start=1):
-        loss = engine.forward_backward(Step.of(batch, stage.context.share, number=step))
+        loss = engine.forward_backward(Step.of_batch(batch, stage.context.share, number=step))
         if step == 1:
             mine = [local_tensor(p.grad) for p in parameters.values() if p.grad is not None]
             gradient_error = worst(list(zip(mine, reference.part(reference.first_gradients, stage), strict=True)))
@@ -197,15 +196,15 @@ def _replicated_squares_counted_twice() -> AbstractContextManager[object]:
 
 
 def _a_transfer_skipped() -> AbstractContextManager[object]:
-    move = redistribute._Move.__call__
+    move = collectives._Move.__call__
 
-    def skipping(self: redistribute._Move, x: Tensor) -> Tensor:
+    def skipping(self: collectives._Move, x: Tensor) -> Tensor:
         moved = move(self, x)
         if received := [window for from_peer in self.receives for window in from_peer]:
             moved[received[-1]] = 0
         return moved
 
-    return patch.object(redistribute._Move, "__call__", skipping)
+    return patch.object(collectives._Move, "__call__", skipping)
 
 
 def _partial_gradients_reduced_twice() -> AbstractContextManager[object]:
@@ -273,7 +272,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
         for plan in plans:
             # The compiler's own backend takes a minute; the graphs are the same.
             backend = "inductor" if plan.name.startswith("inductor") else "aot_eager"
-            compiling.compiled = partial(compiled, backend=backend)
+            checkpointing.compiled = partial(compiled, backend=backend)
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
             key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
             key += f" {plan.global_batch_size} {settings_of(plan)} {plan.name.startswith('packed')}"

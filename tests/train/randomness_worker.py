@@ -76,7 +76,7 @@ class Runner:
             if layer.kind == "block":
                 layer.module.register_forward_hook(lambda _module, _args, out: seen.outputs.append(out.detach()))
         with _drops_recorded(seen):
-            loss = engine.forward_backward(Step.of(batch, engine.stage.context.share, number=number))
+            loss = engine.forward_backward(Step.of_batch(batch, engine.stage.context.share, number=number))
         seen.gradients = [loss, *(local_tensor(p.grad) for p in engine.optimizer.parameters.values())]  # type: ignore[arg-type]
         return seen
 

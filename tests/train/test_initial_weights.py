@@ -33,7 +33,7 @@ from shardwright_train.models.initial_weights import (
     fill,
 )
 from shardwright_train.models.registry import family_named
-from shardwright_train.models.stock_weights import stock_fillings
+from shardwright_train.models.stock import stock_fillings
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.pipeline import layer as layer_module

@@ -7,7 +7,7 @@ from tiny_models import CONFIGS, stock_model, tiny
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Model
-from shardwright_train.engine.parameter_groups import LearningRateFactor, ParameterGroup, check_patterns, group_of
+from shardwright_train.engine.learning_rate import LearningRateFactor, ParameterGroup, check_patterns, group_of
 from shardwright_train.models.registry import family_named
 
 FACTORS = (LearningRateFactor("model.layers.1.*", 0.5), LearningRateFactor("*.weight", 2.0))
@@ -27,13 +27,13 @@ def test_of_several_patterns_the_first_that_matches_decides() -> None:
 
 
 def test_an_equals_sign_may_be_in_a_pattern() -> None:
-    assert LearningRateFactor.of("a=b=0") == LearningRateFactor("a=b", 0.0)
+    assert LearningRateFactor.parse("a=b=0") == LearningRateFactor("a=b", 0.0)
 
 
 @pytest.mark.parametrize("text", ["*.weight", "=1", "*.weight=", "*=-1", "*=nan", "*=inf", "*=two"])
 def test_what_is_no_factor_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="is no PATTERN=FACTOR"):
-        LearningRateFactor.of(text)
+        LearningRateFactor.parse(text)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.types import LayerStrategy, Plan, Recompute, SequenceParallel, Strategy
 from shardwright_train.models.attention_kernels import check_kernels
 from shardwright_train.models.registry import family_named
-from shardwright_train.parallel import compiling
+from shardwright_train.parallel import checkpointing
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.runner import Step
@@ -38,7 +38,7 @@ MIXED = (
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """One rank of a world whose messages go nowhere, and a compiler that takes a second."""
     torch.compiler.reset()
-    monkeypatch.setattr(compiling, "compiled", partial(compiled, backend="aot_eager"))
+    monkeypatch.setattr(checkpointing, "compiled", partial(compiled, backend="aot_eager"))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield World(0, RANKS, torch.device("cpu"), "fake", heartbeat=None)  # type: ignore[arg-type]
     dist.destroy_process_group()
@@ -47,7 +47,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def step_of(plan: Plan, world: World) -> None:
     engine = engine_of(msgspec.structs.replace(plan, compile=True), world, Groups("cpu"))
     batch = batch_of(plan.model, plan.global_batch_size, 0)
-    engine.forward_backward(Step.of(batch, engine.stage.context.share))
+    engine.forward_backward(Step.of_batch(batch, engine.stage.context.share))
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwright_formats.semantics import buckets
 from shardwright_formats.semantics.buckets import copied_bucket_bytes, gradient_buckets
-from shardwright_train.parallel.gradient_sums import GradientAllReduce
+from shardwright_train.parallel.data import GradientAllReduce
 
 Sent = list[Tensor]
 

@@ -117,7 +117,7 @@ def waits_of_a_step(plan: Plan, rank: int) -> list[str]:
         )
         engine = build_engine(context)
         assert engine.optimizer
-        step = Step.of(batch_of(plan.model, plan.global_batch_size, 0), context.share)
+        step = Step.of_batch(batch_of(plan.model, plan.global_batch_size, 0), context.share)
         folder = Path(stack.enter_context(TemporaryDirectory()))
         world = World(rank, plan.world_size, DEVICE, "fake", heartbeat=None)  # type: ignore[arg-type]
         metrics = Metrics(folder / METRICS, plan, world, steps=1)

@@ -24,8 +24,8 @@ from shardwright_train.models import support
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention, use_kernels
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import check_installed, check_supported, without_devices
-from shardwright_train.parallel import sequence
-from shardwright_train.parallel.sequence import ULYSSES_ATTENTION, apply_ulysses
+from shardwright_train.parallel import tensor
+from shardwright_train.parallel.tensor import ULYSSES_ATTENTION, apply_ulysses
 from shardwright_train.parallel.world import World
 
 SDPA, FLASH, EAGER = Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER
@@ -301,7 +301,7 @@ def test_ulysses_wraps_flash_attention_as_what_it_is(one_rank: World, monkeypatc
         family.initialize(model, block)
         if kernel == ULYSSES_ATTENTION:
             apply_ulysses(block, dist.group.WORLD, FLASH.value)
-            monkeypatch.setattr(sequence, "copy", None)  # nothing is copied in a call
+            monkeypatch.setattr(tensor, "copy", None)  # nothing is copied in a call
         outputs += family.call(block, (states,), batch, constants)
         assert block.self_attn.config._attn_implementation == kernel
     assert asked == ["flash_attention_2"]

@@ -14,7 +14,7 @@ from tiny_models import batch_of, engine_of, tiny
 
 from shardwright_formats.io import read_document, write_document
 from shardwright_formats.types import Measurement, Plan
-from shardwright_train.engine import slowdown
+from shardwright_train.engine import engine as engines
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.runner import Step
@@ -89,14 +89,14 @@ class _Clocks:
 
 def test_a_slowed_rank_sleeps_for_what_it_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks, seen = _Clocks(), list[tuple[str, float]]()
-    monkeypatch.setattr(slowdown, "time", clocks)
+    monkeypatch.setattr(engines, "time", clocks)
 
     def hook(name: str, at: tuple[int, int] | None = None) -> None:
         assert at == MICROBATCH
         seen.append((name, clocks.slept_s))
         clocks.worked_s += 100.0  # what the hook itself does is no part of the step
 
-    slowed = slowdown.slowed(hook, 3)
+    slowed = engines.slowed(hook, 3)
     for name, worked_s in (
         ("forward.begin", 0.0),
         ("forward.wait", 0.0),
@@ -106,7 +106,7 @@ def test_a_slowed_rank_sleeps_for_what_it_has_computed(monkeypatch: pytest.Monke
         clocks.worked_s += worked_s
         slowed(name, MICROBATCH)
     assert seen == [("forward.begin", 0.0), ("forward.wait", 0.0), ("layers.forward", 4.0), ("forward.end", 6.0)]
-    assert slowdown.slowed(hook, 1) is hook
+    assert engines.slowed(hook, 1) is hook
 
 
 @pytest.mark.parametrize(("device", "slept"), [("cpu", False), ("cpu/3", True)])
@@ -114,19 +114,19 @@ def test_the_steps_of_a_slowed_rank_are_slowed(
     one_rank: World, monkeypatch: pytest.MonkeyPatch, device: str, slept: bool
 ) -> None:
     clocks = _Clocks()
-    monkeypatch.setattr(slowdown, "time", clocks)
+    monkeypatch.setattr(engines, "time", clocks)
     alone = on_devices(random_plan(tiny("llama"), 0, 1, "float32"), device)
     engine = engine_of(alone, one_rank, Groups("cpu"))
 
     monkeypatch.setattr(clocks, "thread_time", partial(next, count()))
     batch = batch_of(alone.model, alone.global_batch_size, 0)
-    engine.train_step(Step.of(batch, engine.stage.context.share))
+    engine.train_step(Step.of_batch(batch, engine.stage.context.share))
     assert (clocks.slept_s > 0) is slept
 
 
 def test_computing_takes_so_many_times_as_long() -> None:
     """In real time: a machine that is busy with other work makes it longer, never shorter."""
-    slowed = slowdown.slowed(lambda _name, _at=None: None, 4)
+    slowed = engines.slowed(lambda _name, _at=None: None, 4)
     factors = np.random.default_rng(0).random((200, 200))
     slowed("start")
     began_s, worked_s = time.perf_counter(), time.thread_time()

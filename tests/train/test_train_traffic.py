@@ -23,7 +23,7 @@ from shardwright_train.cli import APP
 from shardwright_train.dry_run.check import check_roles, roles_of
 from shardwright_train.dry_run.simulated_step import simulate_step
 from shardwright_train.models.registry import family_named
-from shardwright_train.parallel.gathers import Gathers
+from shardwright_train.parallel.data import Gathers
 
 WORLD = 8
 RANDOM = (("llama", 3), ("llama", 7), ("gpt2", 1), ("bert", 0))

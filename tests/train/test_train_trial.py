@@ -14,7 +14,7 @@ from shardwright_formats.io import write_document
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import Plan, Plans, Schedule
-from shardwright_train.pipeline.alone import until_fullest
+from shardwright_train.pipeline.p2p import until_fullest
 
 DROPS = tiny("gpt2", embd_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1)
 

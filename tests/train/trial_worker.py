@@ -24,7 +24,9 @@ def _steps(engine: Engine, plan: Plan) -> tuple[list[Tensor], list[int]]:
     """Bits of gradients, parameters, moments and random state over two steps, and the peak memory of each in bytes."""
     seen, peaks = [], []
     for number in (1, 2):
-        work = Step.of(batch_of(plan.model, plan.global_batch_size, number), engine.stage.context.share, number=number)
+        work = Step.of_batch(
+            batch_of(plan.model, plan.global_batch_size, number), engine.stage.context.share, number=number
+        )
         with record_memory(engine.stage.context.device) as record:
             record.hook("start")
             loss = engine.forward_backward(work)
@@ -37,7 +39,7 @@ def _steps(engine: Engine, plan: Plan) -> tuple[list[Tensor], list[int]]:
 
 def _tried(engine: Engine, plan: Plan) -> int:
     """Peak memory of trying a stage alone, in bytes."""
-    work = Step.of(batch_of(plan.model, plan.global_batch_size, 1), engine.stage.context.share)
+    work = Step.of_batch(batch_of(plan.model, plan.global_batch_size, 1), engine.stage.context.share)
     with record_memory(engine.stage.context.device) as record:
         record.hook("start")
         engine.try_alone(work)

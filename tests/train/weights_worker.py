@@ -73,7 +73,7 @@ def passed_on(first: Plan, second: Plan, folder: Path, world: World, groups: Gro
     reference = made_by_first(world, Loaded, second, folder / "single")
     loss_error = 0.0
     for number, batch in enumerate(batches(second), start=1):
-        outcome = engine.train_step(Step.of(batch, engine.stage.context.share, number=number))
+        outcome = engine.train_step(Step.of_batch(batch, engine.stage.context.share, number=number))
         loss_error = max(loss_error, abs(outcome.loss - reference.losses[number - 1]))
     trained = zip(shards(engine).values(), reference.part(reference.parameters, engine.stage), strict=True)
     return {

@@ -18,7 +18,7 @@ from shardwright_launch.lock import HeldLock
 from shardwright_train.checkpoints import folders
 from shardwright_train.checkpoints.folders import RECORD, Beginning, Checkpoint, Identity, Progress, SavedFile
 from shardwright_train.checkpoints.tensors import HostBuffer, Part, files_of_rank, parts_to_save, write_tensors
-from shardwright_train.parallel.channel import Channel, GroupChannel
+from shardwright_train.parallel.world import Channel, GroupChannel
 
 _ROOM = 1.05
 """Ratio of the disk space of files to their contents; an assumption."""

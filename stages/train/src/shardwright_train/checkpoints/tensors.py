@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright_formats.io import BadInput, system_fault
-from shardwright_train.parallel.channel import GroupChannel
 from shardwright_train.parallel.data import local_tensor
+from shardwright_train.parallel.world import GroupChannel
 
 _ALIGNMENT = 16
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -21,7 +21,7 @@ from shardwright_launch.nodes import Nodes, check_all_nodes
 from shardwright_launch.ranks import EXPANDABLE, allocator_setting, launch
 from shardwright_launch.scratch import scratch_folder
 from shardwright_train.checkpoints.folders import OUT_LOCK
-from shardwright_train.engine.parameter_groups import LearningRateFactor, check_patterns
+from shardwright_train.engine.learning_rate import LearningRateFactor, check_patterns
 from shardwright_train.imports import without_collection
 from shardwright_train.models.support import check_installed, check_supported
 from shardwright_train.options import MeasureJob, MeasureOptions, OnNodeLoss, RunJob, RunOptions, encode_job
@@ -95,7 +95,7 @@ def _check_evaluation(job: RunOptions) -> None:
 
 def _check_learning_rates(options: RunOptions, plan: Plan) -> None:
     """Raise BadInput where a learning rate factor is malformed or matches no parameter, before ranks are started."""
-    factors = tuple(map(LearningRateFactor.of, options.learning_rate_factor))
+    factors = tuple(map(LearningRateFactor.parse, options.learning_rate_factor))
     with without_collection():
         from shardwright_train.models.registry import family_named
     check_patterns(factors, family_named(plan.model.family, options.plan).stock_names(plan.model))

@@ -82,7 +82,7 @@ def simulate_step(
         batch = family.learns(plan.model).random_batch(plan.global_batch_size, generator)
         if reset_attention_mask:
             batch[DOCUMENTS] = torch.zeros_like(batch["tokens"])
-        step = Step.of(batch, context.share)
+        step = Step.of_batch(batch, context.share)
         resident, sent = _ResidentBytes(), _SentBytes()
         events: dict[tuple[str, MicrobatchChunk], int] = {}
 

@@ -1,6 +1,7 @@
 """A plan on one rank, ready to train: what `run`, `measure` and `check` build, each with its own use of a step."""
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,12 +13,10 @@ from shardwright_formats.semantics.process_groups import PlannedGroup, axes_of
 from shardwright_formats.types import Plan
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedAdamW, StepOutcome
-from shardwright_train.engine.slowdown import slowed
 from shardwright_train.models.attention_kernels import use_kernels
-from shardwright_train.pipeline.alone import StageAlone
 from shardwright_train.pipeline.layer import RankContext
-from shardwright_train.pipeline.p2p import Pipeline
-from shardwright_train.pipeline.runner import Step, StepHook, no_hook, run_step
+from shardwright_train.pipeline.p2p import Pipeline, StageAlone
+from shardwright_train.pipeline.runner import MicrobatchChunk, Step, StepHook, no_hook, run_step
 from shardwright_train.pipeline.stage import Stage, build_stage
 
 
@@ -79,7 +78,7 @@ def build_engine(context: RankContext, settings: Hyperparameters = ANY, updates:
     """Make the plan's process groups and build this rank's part of it; collective over the world."""
     use_kernels(context.plan.precision, context.attention, context.device)
     context.groups.prepare(context.plan, _groups_of_units(context))
-    return Engine(build_stage(context), Pipeline.of(context), settings, updates)
+    return Engine(build_stage(context), Pipeline.of_rank(context), settings, updates)
 
 
 def _groups_of_units(context: RankContext) -> Iterator[PlannedGroup]:
@@ -90,3 +89,22 @@ def _groups_of_units(context: RankContext) -> Iterator[PlannedGroup]:
             for _, kind, strategy in chunk_layers(plan, index, chunk):
                 for each in context.family.units(kind, strategy).values():
                     yield from axes_of(each, stage.ranks)
+
+
+def slowed(hook: StepHook, times: int) -> StepHook:
+    """Return a step hook that makes this rank's computation take `times` as long; waits are not slowed."""
+    return hook if times == 1 else _Slowed(hook, times)
+
+
+class _Slowed:
+    """A hook that sleeps after each part of a step, as long as a slower processor would still compute."""
+
+    def __init__(self, hook: StepHook, times: int) -> None:
+        self._hook, self._times = hook, times
+        self._computed_s = time.thread_time()
+
+    def __call__(self, name: str, at: MicrobatchChunk | None = None) -> None:
+        # Of this thread alone: without an accelerator it does what autograd does, and gloo has threads of its own.
+        time.sleep((self._times - 1) * (time.thread_time() - self._computed_s))
+        self._hook(name, at)
+        self._computed_s = time.thread_time()

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwright_train.engine.learning_rate import Hyperparameters
-from shardwright_train.engine.parameter_groups import ParameterGroup, group_of
+from shardwright_train.engine.learning_rate import Hyperparameters, ParameterGroup, group_of
 from shardwright_train.parallel.data import local_tensor, placed_as
 from shardwright_train.parallel.world import peak_memory_bytes
 from shardwright_train.torch_private import foreach_mul_, foreach_norm, step_unless

@@ -122,7 +122,7 @@ class _Runner:
         )
         with out_of_memory_said(plan.sha256):
             batch = family.learns(plan.model).random_batch(plan.global_batch_size, generator)
-            work = Step.of(on_host(batch, world.device), context.share)
+            work = Step.of_batch(on_host(batch, world.device), context.share)
             with record_memory(world.device) as record:
                 record.hook("start")
                 engine = build_engine(context)

@@ -18,8 +18,7 @@ from shardwright_train.data.share import POSITIONS, Batch
 from shardwright_train.models.configuration import parse
 from shardwright_train.models.initial_weights import Filling
 from shardwright_train.models.masks import mask_for
-from shardwright_train.models.stock import Pieces, skeleton
-from shardwright_train.models.stock_weights import stock_fillings
+from shardwright_train.models.stock import Pieces, skeleton, stock_fillings
 from shardwright_train.parallel.sharding_rules import WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.vocab import loss_of_logits, token_embedding

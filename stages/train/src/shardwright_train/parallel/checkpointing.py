@@ -1,17 +1,92 @@
-"""Activation recomputation in the backward pass, in place of keeping activations (Chen et al. 2016)."""
+"""Activation recomputation in the backward pass (Chen et al. 2016), of plain and of compiled blocks.
+
+Selective recomputation keeps results of matrix products, of attention, and of sums over ranks. The result of a product
+that is summed over ranks is not kept: a replay reuses the kept sum, and omits the product. PyTorch's own contexts
+refuse a replay that omits something.
+
+Only a compiled block's computation is compiled; FSDP2's hooks around it are not. What a strategy recomputes or gathers
+again is part of the graph, in which PyTorch restores the random state: parts need no seeds of their own.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from shardwright_formats.types import Recompute
+from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.rng import Randomness
-from shardwright_train.parallel.selective import KeptResults
 from shardwright_train.parallel.sharding_rules import Parts
+from shardwright_train.torch_private import TorchDispatchMode, collective_operators, compiled
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_ATTENTION = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn_")
+_GATHER = (
+    collective_operators.all_gather_into_tensor.default,
+    collective_operators.wait_tensor.default,
+    torch.ops.aten.cat.default,
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.new_empty.default,
+)
+_SUMS = (collective_operators.all_reduce.default, collective_operators.reduce_scatter_tensor.default)
+_Policy = Callable[..., CheckpointPolicy]
+
+
+class KeptResults(TorchDispatchMode):
+    """Kept results of one pass through a layer, in order, for its replay, which needs the last sum if `keeps_last`."""
+
+    def __init__(self, keeps_last: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps_last = keeps_last
+        self._results: list[Any] = []
+        self._replays = self._is_summed = False
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Record results during the forward pass; used once more, the mode replays."""
+        with self:
+            yield
+        if not self._keeps_last:
+            self._results.pop()
+        self._replays = True
+
+    def product(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Return a matrix product whose result is summed over ranks."""
+        self._is_summed = True
+        result = function(*args, **kwargs)
+        self._is_summed = False
+        return result
+
+    def sum(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return the sum over ranks of a matrix product's partial results."""
+        if self._replays:
+            kept = self._results.pop(0)
+            return with_transpose(x, lambda _: kept, lambda gradient: gradient)
+        x = function(x)
+        self._results.append(x.detach())
+        return x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        product = func in _PRODUCTS
+        if self._replays and product and self._is_summed:
+            rows, columns = args[-2:]
+            return rows.new_empty(rows.shape[0], columns.shape[1])  # nothing reads it
+        keeps = not self._is_summed if product else _is_attention(func)
+        if keeps and self._replays:
+            return self._results.pop(0)
+        result = func(*args, **(kwargs or {}))
+        if keeps:
+            self._results.append(tuple(map(_detached, result)) if isinstance(result, tuple) else _detached(result))
+        return result
 
 
 class Recomputation:
@@ -29,7 +104,7 @@ class Recomputation:
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             kept = KeptResults(self._keeps_last)
-            return self._with(kept, kept.forward()), self._with(kept, kept.replay())
+            return self._with(kept, kept.forward()), self._with(kept, kept)
 
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
@@ -58,8 +133,8 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def part_of(name: str, parts: Parts) -> Recompute:
     """Return the kind of recomputation that repeats a module of a block: attention's or the rest's."""
-    inside = (name == own or name.startswith(f"{own}.") for own in parts.attention)
-    return Recompute.ATTENTION if any(inside) else Recompute.MLP
+    inside = any(f"{name}.".startswith(f"{part}.") for part in parts.attention)
+    return Recompute.ATTENTION if inside else Recompute.MLP
 
 
 def apply_activation_checkpointing(
@@ -70,18 +145,38 @@ def apply_activation_checkpointing(
     Each part draws from a seed of its own, so that it draws the same whether it is recomputed or not.
     """
     for name in (*parts.attention, *parts.mlp):
-        owner_name, _, last = name.rpartition(".")
-        owner = block.get_submodule(owner_name)
-        part = getattr(owner, last)
-        holder, attribute = (part, "forward") if isinstance(part, nn.Module) else (owner, last)
-        seeded = _seeded(getattr(holder, attribute), name, randomness, part_of(name, parts) is recompute)
-        setattr(holder, attribute, seeded)
+        _replace(block, name, partial(_seeded, name, randomness, part_of(name, parts) is recompute))
 
 
-def _seeded(stock: Callable[..., Any], name: str, randomness: Randomness, recompute: bool) -> Callable[..., Any]:
+def compile_block(block: nn.Module, parts: Parts, recompute: Recompute, gathers: bool) -> None:
+    """Compile what a block computes, after tensor parallelism and before its parameters are sharded.
+
+    `gathers`: whether its parts begin with a gather of the sequence, which is repeated in the backward pass.
+    """
+    for name in dict.fromkeys((*parts.attention, *parts.mlp)):
+        if part_of(name, parts) is recompute:
+            _replace(block, name, partial(_recomputed, None))
+    for name in parts.enter if gathers else ():
+        if recompute not in (Recompute.FULL, Recompute.SELECTIVE, part_of(name, parts)):
+            _replace(block, name, partial(_recomputed, _all_but_gathers))
+    if recompute is Recompute.SELECTIVE:
+        block.forward = _recomputed(_selective, block.forward)
+    block.forward = compiled(block.forward)
+
+
+def _replace(block: nn.Module, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a callable inside a block, a module or a method, by what `change` makes of it."""
+    holder_name, _, last = name.rpartition(".")
+    holder = block.get_submodule(holder_name)
+    if isinstance(part := getattr(holder, last), nn.Module):
+        holder, last = part, "forward"
+    setattr(holder, last, change(getattr(holder, last)))
+
+
+def _seeded(name: str, randomness: Randomness, recompute: bool, stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)  # some stock blocks read a part's signature
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Of the forward pass: the backward pass, which computes again, has none.
+        # That of the forward pass: the backward pass, which computes again, has none.
         rng_key = randomness.current
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -93,3 +188,38 @@ def _seeded(stock: Callable[..., Any], name: str, randomness: Randomness, recomp
         return recomputed(run, *args, **kwargs) if recompute else run(*args, **kwargs)
 
     return call
+
+
+def _recomputed(policy: _Policy | None, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the recomputing function, not a partial object, which would give each layer a graph of its own."""
+    kept: dict[str, Any] = {}
+    if policy is not None:
+        kept = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
+    @wraps(stock)  # some stock blocks read a part's signature
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(stock, *args, use_reentrant=False, **kept, **kwargs)
+
+    return recomputed
+
+
+def _all_but_gathers(_: SelectiveCheckpointContext, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    # A view of what is gathered would be kept in its place.
+    gathers = operator in _GATHER or getattr(operator, "is_view", False)
+    return CheckpointPolicy.MUST_RECOMPUTE if gathers else CheckpointPolicy.PREFER_SAVE
+
+
+def _selective(_: SelectiveCheckpointContext, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Return whether to keep an operator's result: products, attention and sums, but no product whose sum is kept."""
+    keeps = operator in (*_SUMS, *_PRODUCTS) or _is_attention(operator)
+    return CheckpointPolicy.PREFER_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_attention(operator: Any) -> bool:
+    """Return whether an operator computes attention as a whole."""
+    name: str = operator.name()
+    return name.startswith(_ATTENTION)
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x

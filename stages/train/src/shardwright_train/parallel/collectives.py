@@ -1,15 +1,27 @@
-"""Collectives inside a tensor-parallel group, each with its gradient (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
+"""Collectives that move activations, each with its gradient: inside tensor-parallel groups, and between layouts.
 
-from collections.abc import Callable, Sequence
+Sources: Shoeybi et al. 2019; Korthikanti et al. 2022, who gather inputs of products again for the backward pass.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardwright_formats.semantics.layout import ActivationShard, Layout, closed_groups, redistribution_plan
+from shardwright_formats.semantics.process_groups import Purpose
+from shardwright_train.parallel.process_groups import Groups
 
 Move = Callable[[Tensor], Tensor]
-
+GroupMove = Callable[[Tensor, dist.ProcessGroup], Tensor]
+Window = tuple[slice, slice]
+"""Slices of samples and positions of a local tensor."""
 _SEQUENCE_DIM = 1
 
 
@@ -64,9 +76,6 @@ def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> 
         x.copy_(summed.view_as(x))
 
 
-GroupMove = Callable[[Tensor, dist.ProcessGroup], Tensor]
-
-
 def _differentiable(x: Tensor, group: dist.ProcessGroup, there: GroupMove, back: GroupMove) -> Tensor:
     if group.size() == 1:
         return x
@@ -103,3 +112,136 @@ def _all_to_all(x: Tensor, split: int, gather: int, group: dist.ProcessGroup) ->
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=group)
     return torch.cat(incoming.unbind(0), gather)
+
+
+@contextmanager
+def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[list[Tensor]]:
+    """Yield tensors [b, s/n, h] of each rank as [b, s, h] on all, for the products called inside.
+
+    The products' backward passes keep only this rank's share of the gathered tensors, and gather it again, once. The
+    gradients are summed and scattered.
+    """
+    shares = [_Share(x.detach(), group) for x in inputs]
+    gathered = [share.gathered(x) for share, x in zip(shares, inputs, strict=True)]
+    # Storages stand for tensors: products keep views.
+    owners = {id(x.untyped_storage()): share for x, share in zip(gathered, shares, strict=True)}
+
+    def pack(x: Tensor) -> "Tensor | _View":
+        share = owners.get(id(x.untyped_storage()))
+        return x if share is None else _View(share, x.size(), x.stride(), x.storage_offset())
+
+    with saved_tensors_hooks(pack, lambda kept: kept.tensor() if isinstance(kept, _View) else kept):
+        yield gathered
+
+
+class _Share:
+    """This rank's shard of a gathered tensor, gathered from its first use in the backward pass to its last."""
+
+    def __init__(self, share: Tensor, group: dist.ProcessGroup) -> None:
+        self._share, self._group = share, group
+        self._again: Tensor | None = None
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return the tensor itself, gathered; differentiable."""
+        return with_transpose(gather_sequence(x, self._group), lambda x: x, self._used)
+
+    def again(self) -> Tensor:
+        if self._again is None:
+            with torch.no_grad():
+                self._again = gather_sequence(self._share, self._group)
+        return self._again
+
+    def _used(self, gradient: Tensor) -> Tensor:
+        """Note that the gradient of the gathered tensor exists, so that it is not needed any more, and return it."""
+        self._again = None
+        return gradient
+
+
+class _View(NamedTuple):
+    """A view of a gathered tensor."""
+
+    share: _Share
+    size: Any
+    stride: Any
+    offset: Any
+
+    def tensor(self) -> Tensor:
+        return self.share.again().as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class RedistributionSite:
+    """The place of redistribution: rank `me` among the `ranks` of a pipeline stage, and the size of the tensor."""
+
+    ranks: tuple[int, ...]
+    me: int
+    samples: int
+    length: int
+    groups: Groups
+
+
+class Redistribution:
+    """The change from `source` to `target` layout for one rank of a pipeline stage.
+
+    Called on [samples, positions, features] of the source's activation shard, it returns the target's; the gradient
+    takes the reverse way. A layout with replicas expects the full gradient on each of them, and gives it.
+    """
+
+    def __init__(self, source: Layout, target: Layout, site: RedistributionSite) -> None:
+        self.forward_move, self.backward_move = _Move(source, target, site), _Move(target, source, site)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return a tensor moved to the target layout; differentiable."""
+        return with_transpose(x, self.forward_move, self.backward_move)
+
+
+class _Move:
+    """The pieces that this rank keeps, sends and receives in one direction, in the order of the group's ranks."""
+
+    def __init__(self, source: Layout, target: Layout, site: RedistributionSite) -> None:
+        me, size = site.me, (site.samples, site.length)
+        self.members = next(group for group in closed_groups(source, target, *size) if me in group)
+        several = len(self.members) > 1
+        self.group = site.groups.among(Purpose.EXCHANGE, (site.ranks[i] for i in self.members)) if several else None
+        before, after = source.activation_shard(me, *size), target.activation_shard(me, *size)
+        self.shape = after.batch_end - after.batch_start, after.sequence_end - after.sequence_start
+        transfers = redistribution_plan(source, target, *size)
+        mine = [t for t in transfers if t.source == t.target == me]
+        self.kept = [(window(t.piece, before), window(t.piece, after)) for t in mine]
+        self.sends = [
+            [window(t.piece, before) for t in transfers if (t.source, t.target) == (me, peer) and peer != me]
+            for peer in self.members
+        ]
+        self.receives = [
+            [window(t.piece, after) for t in transfers if (t.source, t.target) == (peer, me) and peer != me]
+            for peer in self.members
+        ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.shape + x.shape[2:])
+        for before, after in self.kept:
+            out[after] = x[before]
+        if self.group is None:
+            return out
+        pieces = [[x[place].reshape(-1) for place in places] for places in self.sends]
+        targets = [[out[place] for place in places] for places in self.receives]
+        incoming = x.new_empty(sum(_counts(targets)))
+        outgoing = torch.cat([x.new_empty(0), *(piece for to_peer in pieces for piece in to_peer)])
+        dist.all_to_all_single(incoming, outgoing, _counts(targets), _counts(pieces), group=self.group)
+        flat = [target for from_peer in targets for target in from_peer]
+        for target, piece in zip(flat, incoming.split([target.numel() for target in flat]), strict=True):
+            target.copy_(piece.view(target.shape))
+        return out
+
+
+def _counts(tensors: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Return the counts of elements to exchange with each rank of the group."""
+    return [sum(x.numel() for x in with_peer) for with_peer in tensors]
+
+
+def window(piece: ActivationShard, full: ActivationShard) -> Window:
+    """Return the place of a piece in a tensor that is a larger part of the microbatch."""
+    return (
+        slice(piece.batch_start - full.batch_start, piece.batch_end - full.batch_start),
+        slice(piece.sequence_start - full.sequence_start, piece.sequence_end - full.sequence_start),
+    )

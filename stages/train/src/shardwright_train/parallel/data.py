@@ -1,14 +1,30 @@
-"""Data parallelism of a unit of a layer: sharded by FSDP2, or replicated with gradients reduced where they lie."""
+"""Data parallelism of a layer's units: states sharded by FSDP2 and gathered ahead, or gradients of replicas summed."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from shardwright_formats.semantics.buckets import gradient_buckets
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import DataParallel, Precision
-from shardwright_train.torch_private import StridedShard, gather_asynchronously, replicate, with_spec_of
+from shardwright_train.torch_private import (
+    StridedShard,
+    fsdp_parameters,
+    gather_asynchronously,
+    gathered_parameter,
+    replicate,
+    with_spec_of,
+)
 
+Sharded = tuple[nn.Module, DataParallel]
+"""A unit of a layer: the module that FSDP2 may have wrapped, and its kind of data parallelism."""
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -94,3 +110,149 @@ def as_dtensor(parameter: nn.Parameter, tp_dim: int | None, mesh: DeviceMesh) ->
     local, stride = local_tensor(parameter.detach()), torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(local, mesh, (*outer, dp, tp), run_check=False, shape=torch.Size(shape), stride=stride)
     return nn.Parameter(placed)
+
+
+class Gathers:
+    """The gathers of a model chunk: FSDP2 gathers the next ZeRO-3 unit overlapped with the work on each unit.
+
+    By default, FSDP2 follows in the backward pass the order of all forward passes since the last step, and over several
+    microbatches gathers units that are not needed. In the forward pass it gathers a unit when it gets there. `layers`
+    has the units of each layer in the order of the forward pass, the outermost first: a backward pass, too, begins
+    with that.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Sharded]]) -> None:
+        backward = [[units[0], *units[:0:-1]] for units in reversed(layers)]
+        orders = {Pass.FORWARD: layers, Pass.BACKWARD: backward}
+        self._first = {during: _zero3(order[0][:1]) if order else [] for during, order in orders.items()}
+        self._last = {during: _zero3(order[-1]) if order else [] for during, order in orders.items()}
+        self._started = False  # FSDP2 gathers nothing ahead for a chunk that was never called
+        for (module, _), following in pairwise(_wrapped(layers)):
+            module.set_modules_to_forward_prefetch(_zero3([following]))
+        wrapped = _wrapped(backward)
+        # A unit that prefetches itself, which is there already, prefetches nothing; an empty list FSDP2 fills itself.
+        for i, (module, _) in enumerate(wrapped):
+            module.set_modules_to_backward_prefetch(_zero3(wrapped[i + 1 : i + 2]) or [module])
+
+    def start(self, during: Pass) -> None:
+        """Gather the first unit of a pass overlapped with the wait for its input, unless the pass before has."""
+        for module in self._first[during]:
+            module.unshard(async_op=True)
+
+    def prepare(self, during: Pass, then: "tuple[Gathers, Pass] | None") -> None:
+        """Prepare a pass: its last layer stays gathered if `then` begins with it, else gathers the first of `then`."""
+        self._started = True
+        stays = then is not None and then[0] is self and then[1] is not during
+        following = [] if then is None or stays else then[0].ahead(then[1])
+        last = self._last[during]
+        for module in last:
+            if during is Pass.FORWARD:
+                module.set_reshard_after_forward(not stays, recurse=False)
+            else:
+                module.set_reshard_after_backward(not stays, recurse=False)
+        for module in last[-1:]:
+            if during is Pass.FORWARD:
+                module.set_modules_to_forward_prefetch(following)
+            else:
+                module.set_modules_to_backward_prefetch(following or [module])
+
+    def ahead(self, during: Pass) -> list[FSDPModule]:
+        """Return the unit that a pass begins with, where ZeRO-3 gathers it and the pass before can."""
+        return self._first[during] if self._started else []
+
+
+def _wrapped(layers: Iterable[Sequence[Sharded]]) -> list[tuple[Any, DataParallel]]:
+    return [(module, kind) for units in layers for module, kind in units if isinstance(module, FSDPModule)]
+
+
+def _zero3(units: Sequence[Sharded]) -> list[FSDPModule]:
+    return [module for module, kind in _wrapped([units]) if kind is DataParallel.ZERO3]
+
+
+class _Bucket(NamedTuple):
+    """Gradients that are being reduced in one buffer, of which they are views."""
+
+    parameters: tuple[nn.Parameter, ...]
+    gradients: tuple[Tensor, ...]
+    work: dist.Work
+
+
+class GradientAllReduce:
+    """The gradients of one replicated (DDP) unit of a layer, reduced once a step or every microbatch.
+
+    FSDP2's own reduction copies them three times and, on CPU, waits for each layer's message before the next layer's
+    backward pass. Here they are summed in buckets (see `gradient_buckets`) whose messages start when the layer's
+    backward pass is over, and are waited for before the next backward pass, or at the end of the step. `modules` hold
+    the unit's parameters, the outermost of them first.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+        self.armed = False
+        """Whether the next backward pass through the layer reduces."""
+        self._modules, self._group = modules, group
+        self._buckets: list[_Bucket] | None = None
+        self._sums: dict[nn.Parameter, Tensor] = {}
+
+    def start(self) -> None:
+        """Start the all-reduce over the replicas, once the layer's backward pass is over."""
+        if self.armed and self._buckets is None:
+            taken = list(_take_gradients(self._modules))
+            buckets = [taken[part.start : part.stop] for part in gradient_buckets([x.nbytes for _, x in taken])]
+            del taken
+            self._buckets = []
+            while buckets:
+                self._buckets.append(_sent(buckets.pop(0), self._group))
+
+    def collect(self) -> None:
+        """Wait for the last backward pass's reduction, and add its result to those of earlier passes.
+
+        Raises RuntimeError where a gradient came after its layer's backward pass was taken to be over.
+        """
+        if self._buckets is None:
+            return
+        if any(True for _ in _take_gradients(self._modules)):
+            raise RuntimeError("a gradient came too late to be summed over the replicas")
+        for bucket in self._buckets:
+            bucket.work.wait()
+            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                before = self._sums.get(parameter)
+                self._sums[parameter] = gradient.to(parameter.dtype) if before is None else before.add_(gradient)
+        self.armed, self._buckets = False, None
+
+    def finish(self) -> None:
+        """Make the sums the parameters' gradients."""
+        self.collect()
+        for parameter, gradient in self._sums.items():
+            parameter.grad = placed_as(parameter, gradient)
+        self._sums = {}
+
+
+def _sent(bucket: list[tuple[nn.Parameter, Tensor]], group: dist.ProcessGroup) -> _Bucket:
+    """Start to sum gradients: a single one in place, several as copies in one buffer."""
+    parameters, gradients = zip(*bucket, strict=True)
+    together = gradients[0]
+    if len(gradients) > 1:
+        together = torch.cat([x.reshape(-1) for x in gradients])
+        parts = together.split([x.numel() for x in gradients])
+        gradients = tuple(part.view(x.shape) for part, x in zip(parts, gradients, strict=True))
+    work = dist.all_reduce(together, group=group, async_op=True)
+    assert work is not None
+    return _Bucket(parameters, gradients, work)
+
+
+def _take_gradients(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter and its local gradient that waits for its reduction, and take the gradient away."""
+    if not isinstance(modules[0], FSDPModule):
+        for parameter in (parameter for module in modules for parameter in module.parameters(recurse=False)):
+            if parameter.grad is not None:
+                yield parameter, parameter.grad
+                parameter.grad = None
+        return
+    for record in fsdp_parameters(modules[0]):
+        gathered, sharded = gathered_parameter(record), record.sharded_param
+        if record.unsharded_accumulated_grad is not None:
+            yield sharded, record.unsharded_accumulated_grad_data
+            record.unsharded_accumulated_grad = None
+        elif gathered is not None and gathered.grad is not None:
+            yield sharded, record.unsharded_grad_data
+            gathered.grad = None

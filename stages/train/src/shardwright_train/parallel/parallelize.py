@@ -9,14 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.types import DataParallel, Precision, Recompute, SequenceParallel, Strategy
-from shardwright_train.parallel.checkpointing import apply_activation_checkpointing, part_of
-from shardwright_train.parallel.compiling import compile_block
-from shardwright_train.parallel.data import apply_fsdp, apply_fsdp_to_stage, as_dtensor, data_axes
-from shardwright_train.parallel.gathers import Gathers
-from shardwright_train.parallel.gradient_sums import GradientAllReduce
-from shardwright_train.parallel.sequence import apply_ulysses
+from shardwright_train.parallel.checkpointing import apply_activation_checkpointing, compile_block, part_of
+from shardwright_train.parallel.data import (
+    Gathers,
+    GradientAllReduce,
+    apply_fsdp,
+    apply_fsdp_to_stage,
+    as_dtensor,
+    data_axes,
+)
 from shardwright_train.parallel.sharding_rules import Cut, Parts, Rule, cuts
-from shardwright_train.parallel.tensor import TensorParallel, apply_tensor_parallel, enter_before
+from shardwright_train.parallel.tensor import TensorParallel, apply_tensor_parallel, apply_ulysses, enter_before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +129,7 @@ def parallelize(
             apply_ulysses(module, tensor_parallel.sequence_group, style.attention)
         # Activation recomputation of attention or MLP; that of a full block is around its call.
         if style.compile:
-            compile_block(module, parts, recompute, tensor_parallel)
+            compile_block(module, parts, recompute, tensor_parallel.sums_outside)
         else:
             apply_activation_checkpointing(module, parts, recompute, tensor_parallel.randomness)
     # Data parallelism, from the inside out: FSDP2 shards, or replicas sum their gradients in place.

@@ -1,24 +1,40 @@
-"""Tensor parallelism: stock modules that compute with their shards, and the sums that join their products."""
+"""Tensor parallelism: modules that compute with their shards, the sums that join them, and Ulysses inside attention."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from math import lcm
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from shardwright_formats.types import SequenceParallel
 from shardwright_train.parallel.checkpointing import Recomputation
-from shardwright_train.parallel.collectives import copy_to_group, gather_sequence, scatter_sequence, sum_over_group
-from shardwright_train.parallel.gathering import gathered_again
+from shardwright_train.parallel.collectives import (
+    copy_to_group,
+    exchange_dims,
+    gather_sequence,
+    gathered_again,
+    scatter_sequence,
+    sum_over_group,
+)
 from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Cut, Rule
 from shardwright_train.torch_private import direct_parameters
+
+ULYSSES_ATTENTION = "shardwright_ulysses"
+"""Name under which transformers' modules find the attention below."""
+_HEADS, _POSITIONS = 1, 2
+"""Dims of queries, keys and values [b, heads, s, d]; attention's output is [b, s, heads, d]."""
+_ENTERING = ("hidden_states", "key_value_states")
 
 
 @dataclass(frozen=True)
@@ -125,9 +141,6 @@ def apply_tensor_parallel(
     return frozenset(partial)
 
 
-_ENTERING = ("hidden_states", "key_value_states")
-
-
 def enter_before(module: nn.Module, tensor_parallel: TensorParallel, keeps: bool) -> None:
     """Give a module all positions of its input on every rank; `keeps` as `TensorParallel.entered` has it."""
     stock = module.forward
@@ -192,3 +205,45 @@ def _change_parameters(module: nn.Module, change: Callable[[str, Tensor], Tensor
             direct.update(kept)
 
     module.forward = forward
+
+
+class _Ulysses(NamedTuple):
+    group: dist.ProcessGroup
+    repeat: int
+    """Number of copies of each key and value head, so that the degree divides their number."""
+    kernel: Callable[..., Any]
+    seen: nn.Module
+    """Module that the kernel reads, as without Ulysses, its key and value heads repeated."""
+
+
+def apply_ulysses(block: nn.Module, group: dist.ProcessGroup, kernel: str) -> None:
+    """Make the attention of a block built for `ULYSSES_ATTENTION` exchange positions for heads over a group."""
+    for module in block.modules():
+        # The eager one is no registered function but each model's own.
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if eager is not None and hasattr(module, "config"):
+            kernel_of_module = ALL_ATTENTION_FUNCTIONS.get_interface(kernel, eager)
+            repeat, seen = _seen(module, kernel, group.size())
+            module._ulysses = _Ulysses(group, repeat, kernel_of_module, seen)  # type: ignore[assignment]
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    group, repeat, kernel, seen = module._ulysses  # type: ignore[misc]
+    key, value = (x.repeat_interleave(repeat, _HEADS) for x in (key, value))
+    query, key, value = (exchange_dims(x, _HEADS, _POSITIONS, group) for x in (query, key, value))
+    output, weights = kernel(seen, query, key, value, *args, **kwargs)
+    return exchange_dims(output, _POSITIONS - 1, _HEADS + 1, group), weights
+
+
+def _seen(module: nn.Module, kernel: str, degree: int) -> tuple[int, nn.Module]:
+    seen: Any = copy(module)
+    seen.config = copy(module.config)
+    seen.config._attn_implementation = kernel
+    groups = getattr(module, "num_key_value_groups", 1)
+    kv_heads = seen.config.num_attention_heads // groups
+    repeat = lcm(kv_heads, degree) // kv_heads
+    seen.num_key_value_groups = groups // repeat
+    return repeat, seen
+
+
+ALL_ATTENTION_FUNCTIONS.register(ULYSSES_ATTENTION, _attention)

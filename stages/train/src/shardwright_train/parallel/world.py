@@ -1,23 +1,116 @@
-"""This process as a rank among others."""
+"""This process as a rank among others, and the JSON values and errors that ranks exchange: nothing is unpickled."""
 
 import os
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shardwright_formats.io import BadInput, OutOfMemory
+from shardwright_formats.io import BadInput, OutOfMemory, ShardwrightError, system_fault
 from shardwright_formats.types import Plan
 from shardwright_launch.accelerator import CPU
 from shardwright_launch.heartbeat import START_UP_S, Heartbeat
 from shardwright_launch.store import rank_store
-from shardwright_train.parallel.channel import Channel
 from shardwright_train.torch_private import default_timeout
+
+T = TypeVar("T")
+_ASKED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+_BYTES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+class _Raised(msgspec.Struct, frozen=True, kw_only=True):
+    """A ShardwrightError by its class, arguments and fields."""
+
+    kind: str
+    arguments: tuple[str, ...]
+    fields: dict[str, Any]
+
+
+class _Reply(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+    """The value that a call returned, or the error that it raised."""
+
+    value: T | None = None
+    error: _Raised | None = None
+
+
+class Channel:
+    """A channel over which the ranks of the world exchange values and errors in order."""
+
+    device: torch.device
+    """Device of the tensors that carry the values."""
+    group: dist.ProcessGroup | None = None
+    """Process group of the exchange; None: the world's own."""
+
+    def first_says(self, ask: Callable[[], T], kind: type[T], place: object = None) -> T:
+        """Return rank 0's value of type `kind` on all ranks; raise rank 0's orderly error on all ranks.
+
+        `place` is named where the system refuses something, else the file that it names itself.
+        """
+        content = b""
+        if dist.get_rank(self.group) == 0:
+            value, problem = tried(ask, place)
+            content = msgspec.json.encode(_Reply(value=value, error=_described(problem)))
+        reply = msgspec.json.decode(self._broadcast(content), type=_Reply[kind])  # type: ignore[valid-type]
+        if reply.error is not None:
+            raise _rebuilt(reply.error)
+        return reply.value  # type: ignore[return-value]
+
+    def first_does(self, do: Callable[[], None], place: object = None) -> None:
+        """Do something on rank 0 while the others wait; raise on all ranks what it raises in order."""
+        self.first_says(do, type(None), place)
+
+    def all_say(self, value: T, kind: type[T]) -> list[T]:
+        """Return the value of each rank, of the type `kind`, in the order of the ranks."""
+        decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(kind)
+        return [decoder.decode(content) for content in self._gather(msgspec.json.encode(value))]
+
+    def agree(self, problem: ShardwrightError | None) -> None:
+        """Raise on all ranks the problem of the lowest rank that has one."""
+        for raised in self.all_say(_reported(problem), tuple[_Raised, ...]):
+            if raised:
+                raise _rebuilt(raised[0])
+
+    def together(self, do: Callable[[], T], place: object = None) -> T:
+        """Return each rank's own value of `do`; raise on all ranks the orderly error of the lowest rank that fails."""
+        value, problem = tried(do, place)
+        self.agree(problem)
+        return value  # type: ignore[return-value]
+
+    def _broadcast(self, content: bytes) -> bytes:
+        size = torch.tensor(len(content), device=self.device)
+        dist.broadcast(size, src=0, group=self.group)
+        data = self._padded(content, int(size.item()))
+        dist.broadcast(data, src=0, group=self.group)
+        return data.cpu().numpy().tobytes()
+
+    def _gather(self, content: bytes) -> list[bytes]:
+        sizes = [int(size.item()) for size in self._gathered(torch.tensor(len(content), device=self.device))]
+        parts = self._gathered(self._padded(content, max(sizes)))
+        return [part.cpu().numpy().tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, mine, group=self.group)
+        return parts
+
+    def _padded(self, content: bytes, size: int) -> Tensor:
+        return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8).to(self.device)
+
+
+@dataclass(frozen=True)
+class GroupChannel(Channel):
+    """A channel of the world's ranks over another group than the world's own."""
+
+    device: torch.device
+    group: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
@@ -62,12 +155,8 @@ def check_device(plan: Plan, world: World, file: object) -> None:
     wanted, on_cpu = plan.cluster.of_rank(world.rank), world.device.type == CPU
     here = CPU if on_cpu else torch.cuda.get_device_name(world.device)
     if not (wanted.on_cpu if on_cpu else wanted.device == here):
-        what = f"rank {world.rank} is planned for {wanted.device} and runs on {here}"
-        raise BadInput(file, what, "start it on the plan's cluster")
-
-
-_ASKED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
-_BYTES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+        problem = f"rank {world.rank} is planned for {wanted.device} and runs on {here}"
+        raise BadInput(file, problem, "start it on the plan's cluster")
 
 
 @contextmanager
@@ -84,10 +173,9 @@ def out_of_memory_said(subject: str = "") -> Iterator[None]:
 def _device(device_type: str, local_rank: int) -> torch.device:
     if device_type == CPU:
         return torch.device(CPU)
-    if (found := torch.cuda.device_count()) <= local_rank:
-        raise BadInput(
-            "plan", f"it has a device {local_rank} on this node, PyTorch sees {found}", "plan for what is here"
-        )
+    if (count := torch.cuda.device_count()) <= local_rank:
+        problem = f"it has a device {local_rank} on this node, PyTorch sees {count}"
+        raise BadInput("plan", problem, "plan for what is here")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
@@ -101,3 +189,36 @@ def peak_resident_bytes() -> int:
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak bytes of tensors on a GPU, or of this process on the host, without synchronizing the device."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+
+
+def tried(do: Callable[[], T], place: object = None) -> tuple[T | None, ShardwrightError | None]:
+    """Return what a call returns, or the error that it raises in order; what the system refuses is one, of `place`."""
+    try:
+        return do(), None
+    except ShardwrightError as error:
+        return None, error
+    except OSError as error:
+        return None, system_fault(error, place)
+
+
+def _reported(problem: ShardwrightError | None) -> tuple[_Raised, ...]:
+    described = _described(problem)
+    return () if described is None else (described,)
+
+
+def _described(problem: ShardwrightError | None) -> _Raised | None:
+    if problem is None:
+        return None
+    # A file's name need not be text.
+    arguments = tuple(str(each).encode(errors="replace").decode() for each in problem.args)
+    fields = {name: value for name, value in vars(problem).items() if not name.startswith("_")}
+    return _Raised(kind=type(problem).__name__, arguments=arguments, fields=fields)
+
+
+def _rebuilt(raised: _Raised) -> ShardwrightError:
+    kinds = {kind.__name__: kind for kind in _kinds(ShardwrightError)}
+    return kinds[raised.kind](*raised.arguments, **raised.fields)
+
+
+def _kinds(kind: type[ShardwrightError]) -> list[type[ShardwrightError]]:
+    return [kind, *(deeper for child in kind.__subclasses__() for deeper in _kinds(child))]

@@ -16,15 +16,13 @@ from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import Family, States, WithLoss
 from shardwright_train.models.initial_weights import fill
 from shardwright_train.parallel.checkpointing import Recomputation, recomputed
-from shardwright_train.parallel.data import local_tensor, torch_dtype
+from shardwright_train.parallel.collectives import Redistribution
+from shardwright_train.parallel.data import GradientAllReduce, local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
-from shardwright_train.parallel.gradient_sums import GradientAllReduce
 from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, Sharing, parallelize
 from shardwright_train.parallel.process_groups import Groups
-from shardwright_train.parallel.redistribute import Redistribution
 from shardwright_train.parallel.rng import Randomness, RNGKey
-from shardwright_train.parallel.sequence import ULYSSES_ATTENTION
-from shardwright_train.parallel.tensor import TensorParallel
+from shardwright_train.parallel.tensor import ULYSSES_ATTENTION, TensorParallel
 
 
 class GivenWeights(Protocol):

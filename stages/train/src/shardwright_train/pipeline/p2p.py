@@ -1,7 +1,7 @@
 """A rank's place in the pipeline, and the messages to and from the neighbouring pipeline stages."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -10,9 +10,12 @@ from torch import Tensor
 
 from shardwright_formats.semantics.chunks import Cut, cuts, stage_actions
 from shardwright_formats.semantics.schedules.passes import Action, Pass
+from shardwright_train.parallel.collectives import Window, window
 from shardwright_train.parallel.data import torch_dtype
-from shardwright_train.parallel.redistribute import Window, window
 from shardwright_train.pipeline.layer import RankContext
+
+_ADDS = 2
+"""Number of backward passes of a chunk until one adds to existing gradients."""
 
 
 class Piece(NamedTuple):
@@ -52,7 +55,7 @@ class Pipeline:
     outgoing: Mapping[tuple[Pass, int], Port]
 
     @classmethod
-    def of(cls, context: RankContext) -> "Pipeline":
+    def of_rank(cls, context: RankContext) -> "Pipeline":
         """Return the place of a rank under a plan."""
         incoming, outgoing = {}, {}
         for cut in cuts(context.plan):
@@ -66,6 +69,23 @@ class Pipeline:
     def actions(self) -> tuple[Action, ...]:
         """Return this rank's actions in a step, in order."""
         return _actions(self.context, self.context.stage_index)
+
+
+@dataclass(frozen=True)
+class StageAlone(Pipeline):
+    """A rank's place in a simulated pipeline: inputs and gradients have their shapes, and no values."""
+
+    @classmethod
+    def of_pipeline(cls, pipeline: Pipeline) -> "StageAlone":
+        """Return the place of a rank in a pipeline, without sends and receives."""
+        incoming, outgoing = (
+            {key: _cut_off(port) for key, port in ports.items()} for ports in (pipeline.incoming, pipeline.outgoing)
+        )
+        return cls(pipeline.context, incoming, outgoing)
+
+    def actions(self) -> tuple[Action, ...]:
+        """Return the rank's actions in a step, for as many microbatches as reach its peak memory."""
+        return until_fullest(super().actions())
 
 
 def _actions(context: RankContext, stage: int) -> tuple[Action, ...]:
@@ -192,3 +212,22 @@ def _receives(tensors: Sequence[Tensor], port: Port) -> Iterator[_Expected]:
             work = dist.irecv(buffer, piece.rank, group=piece.group)
             assert work is not None
             yield _Expected(place, buffer, work)
+
+
+def until_fullest(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Return a stage's actions of the microbatches that begin before every chunk has added to existing gradients.
+
+    From then on each forward pass reuses memory that a backward pass has freed: the peak does not grow further.
+    """
+    chunks, gone, begun = {action.chunk for action in actions}, dict[int, int](), set[int]()
+    for kind, microbatch, chunk in actions:
+        begun.add(microbatch)
+        gone[chunk] = gone.get(chunk, 0) + (kind is Pass.BACKWARD)
+        if all(gone.get(each, 0) >= _ADDS for each in chunks):
+            break
+    return tuple(action for action in actions if action.microbatch in begun)
+
+
+def _cut_off(port: Port) -> Port:
+    """Return the port with messages that stay here, and hold their memory as long as real ones."""
+    return replace(port, pieces=tuple(tuple(piece._replace(group=None) for piece in pieces) for pieces in port.pieces))

@@ -1,6 +1,8 @@
-"""A training step of a rank: forward and backward passes in the order of its action list."""
+"""A training step and an evaluation of a rank: passes in the order of its action list."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -8,18 +10,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
 
+from shardwright_formats.semantics.chunks import stage_actions
 from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.types import GradientReduction, SequenceParallel
-from shardwright_train.data.share import Batch, Share
+from shardwright_formats.types import ITEMSIZE, GradientReduction, SequenceParallel
+from shardwright_models.facts import Mask
+from shardwright_train.data.share import DOCUMENTS, Batch, Share
 from shardwright_train.models.base import States
+from shardwright_train.models.masks import MASK, document_mask
+from shardwright_train.parallel.data import torch_dtype
+from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.vocab import IGNORED
-from shardwright_train.pipeline.microbatches import Microbatches
+from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.p2p import Messages, Pipeline
 from shardwright_train.pipeline.stage import Stage
 
 MicrobatchChunk = tuple[int, int]
 """A microbatch and a model chunk: a range of layers of the pipeline stage."""
+_NOTHING_IS_DRAWN: RNGKey = (0, 0, 0)
 
 
 class StepHook(Protocol):
@@ -38,6 +47,38 @@ def no_hook(name: str, at: MicrobatchChunk | None = None) -> None:
     """Do nothing."""
 
 
+@dataclass
+class Microbatches:
+    """The microbatches of a batch, each with the one mask that all its layers on this rank read.
+
+    The mask is made for the first chunk of a microbatch, kept here until the last one has it, and then lives as long as
+    what the layers keep of it for their backward passes.
+    """
+
+    stage: Stage
+    batch: Batch
+    """Batch on the device."""
+    _masks: dict[int, Tensor] = field(default_factory=dict)
+
+    def taken_by(self, action: Action) -> Batch:
+        """Return the microbatch of a forward pass, its layers' mask aside."""
+        samples = self.stage.context.share.of_each
+        return {name: x[action.microbatch * samples :][:samples] for name, x in self.batch.items()}
+
+    def masked(self, batch: Batch, action: Action) -> Batch:
+        """Return a microbatch with the mask that its layers share, where its samples tell their documents apart."""
+        context = self.stage.context
+        if DOCUMENTS not in batch or not self.stage.has_blocks:
+            return batch
+        mask = self._masks.pop(action.microbatch, None)
+        if mask is None:
+            padding = batch["attention_mask"] if context.family.facts.mask is Mask.PADDING else None
+            mask = document_mask(batch[DOCUMENTS], torch_dtype(context.plan.precision.compute), padding)
+        if action.chunk < len(self.stage.chunks) - 1:
+            self._masks[action.microbatch] = mask
+        return {**batch, MASK: mask}
+
+
 @dataclass(frozen=True)
 class Step:
     """The inputs of one step: its batch, the keys of its random numbers, and the scale of its loss."""
@@ -52,7 +93,7 @@ class Step:
     loss_scale: float = 1.0
 
     @classmethod
-    def of(cls, batch: Batch, share: Share, seed: int = 0, number: int = 1) -> "Step":
+    def of_batch(cls, batch: Batch, share: Share, seed: int = 0, number: int = 1) -> "Step":
         """Return a step on a global batch that every rank has."""
         return cls(share.part_of(batch), int((batch["labels"] != IGNORED).sum().item()), seed, number)
 
@@ -164,3 +205,80 @@ class _Passes:
         if following is not None:
             self.messages.expect(following)
         return self.messages.received(action)
+
+
+def mask_bytes(context: RankContext) -> int:
+    """Return the most bytes of masks that a rank holds at once where its samples tell their documents apart."""
+    plan, stage = context.plan, context.stage_index
+    ranges = plan.stages[stage].layers
+    if all(low == high for low, high in ranges):
+        return 0
+    passes, alive, largest = Counter[int](), 0, 0
+    for _, microbatch, _ in stage_actions(plan, stage):
+        alive += passes[microbatch] == 0
+        passes[microbatch] += 1
+        largest = max(largest, alive)
+        alive -= passes[microbatch] == 2 * len(ranges)
+    return largest * context.share.of_each * plan.model.sequence_length**2 * ITEMSIZE[plan.precision.compute]
+
+
+@contextmanager
+def evaluating(stage: Stage) -> Iterator[None]:
+    """Disable dropout and gradients inside; afterwards the stage is as before, its parameters sharded."""
+    modes = [(module, module.training) for chunk in stage.chunks for module in chunk.modules()]
+    for chunk in stage.chunks:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what ZeRO-2 otherwise does after a backward pass
+
+
+def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
+    """Run the forward passes of a rank's share of a global batch, inside `evaluating`.
+
+    Returns the sum of the loss over the labels that count, and their number, in float64: this rank's parts, which add
+    up over all ranks; ranks away from the end of the model have 0. At any moment the messages of no more than two
+    microbatches are in flight.
+    """
+    context = pipeline.context
+    todo = [action for action in pipeline.actions() if action.kind is Pass.FORWARD]
+    messages = Messages(pipeline)
+    microbatches = Microbatches(stage, {name: x.to(context.device, non_blocking=True) for name, x in batch.items()})
+    totals = torch.zeros(2, dtype=torch.float64, device=context.device)
+    messages.expect(todo[0])
+    for action, following in zip(todo, [*todo[1:], None], strict=True):
+        stage.prepare_gathers(action, following)
+        chunk = stage.chunks[action.chunk]
+        chunk.gathers.start(Pass.FORWARD)
+        if following is not None:
+            messages.expect(following)
+        states = tuple(messages.received(action))
+        microbatch = microbatches.masked(microbatches.taken_by(action), action)
+        output = chunk(states, microbatch, _NOTHING_IS_DRAWN, _no_hook, _no_hook)
+        if (action.kind, action.chunk) in pipeline.outgoing:
+            messages.send_after_the_last(output, action)
+        else:
+            totals += _parts(stage, action, output, microbatch)
+    messages.wait()
+    return totals
+
+
+def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Tensor:
+    """Return this rank's part of a microbatch's summed loss and of its number of labels.
+
+    Each rank of the head's group has the same samples, and the full loss of them; with Ulysses that of its positions.
+    """
+    head = stage.chunks[action.chunk].layers[-1]
+    counted = (microbatch["labels"][head.samples] != IGNORED).sum().double()
+    ranks = head.strategy.tp_size
+    split = head.strategy.sequence_parallel is SequenceParallel.ULYSSES
+    return torch.stack([loss.double() / (1 if split else ranks), counted / ranks])
+
+
+def _no_hook(*_: object) -> None:
+    """Do nothing: no event of a forward pass is timed, and no auxiliary loss is part of an evaluation."""

@@ -15,10 +15,9 @@ from shardwright_formats.semantics.schedules.passes import Action
 from shardwright_formats.types import EMBEDDING, HEAD, DataParallel
 from shardwright_train.data.share import Batch
 from shardwright_train.models.base import States
-from shardwright_train.parallel.collectives import all_reduce_together
+from shardwright_train.parallel.collectives import Redistribution, RedistributionSite, all_reduce_together
 from shardwright_train.parallel.data import local_tensor, placed_as
 from shardwright_train.parallel.parallelize import Unit, parallelize_stage
-from shardwright_train.parallel.redistribute import Redistribution, RedistributionSite
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.tied_weights import TiedParameters
 from shardwright_train.pipeline.layer import Layer, LossHook, RankContext, build_layer

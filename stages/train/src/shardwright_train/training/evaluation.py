@@ -19,7 +19,7 @@ from shardwright_train.models.registry import family_named
 from shardwright_train.options import RunOptions
 from shardwright_train.parallel.vocab import IGNORED
 from shardwright_train.parallel.world import World
-from shardwright_train.pipeline.forward import evaluating, run_forward
+from shardwright_train.pipeline.runner import evaluating, run_forward
 
 _SEED = 0
 """Seed of random draws in an evaluation, such as masked tokens, equal for every run."""

@@ -24,8 +24,7 @@ from shardwright_train.data.objectives import Batches
 from shardwright_train.data.share import on_host, read_ahead
 from shardwright_train.data.split import Part, Split
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
-from shardwright_train.engine.learning_rate import Hyperparameters
-from shardwright_train.engine.parameter_groups import LearningRateFactor
+from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import RunJob, RunOptions
@@ -180,7 +179,7 @@ def _engine(
         weight_decay=job.weight_decay,
         clip_norm=job.clip_norm,
         decay_norms_and_biases=job.decay_norms_and_biases,
-        learning_rate_factors=tuple(map(LearningRateFactor.of, job.learning_rate_factor)),
+        learning_rate_factors=tuple(map(LearningRateFactor.parse, job.learning_rate_factor)),
         learning_rate_schedule=job.learning_rate_schedule,
         final_fraction=job.final_fraction,
         decay_fraction=job.decay_fraction,
