@@ -91,11 +91,11 @@ class ShardedAdamW:
 
     def state(self) -> dict[str, Tensor]:
         """Return the moments as DTensors with their parameters' layout, under `optim.<parameter>.<moment>`."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            for moment in ("exp_avg", "exp_avg_sq"):
-                found[f"optim.{name}.{moment}"] = placed_as(parameter, self._adamw.state[self._local[name]][moment])
-        return found
+        return {
+            f"optim.{name}.{moment}": placed_as(parameter, self._adamw.state[self._local[name]][moment])
+            for name, parameter in self.parameters.items()
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
 
     @property
     def state_bytes(self) -> int:

@@ -22,6 +22,7 @@ from shardwright_train.parallel.world import World
 _FLASH, _MATH = Attention.FLASH_ATTENTION_2, Attention.SDPA_MATH
 _FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 _FASTEST_LAST = (Attention.EAGER, Attention.SDPA, _FLASH)
+_OTHERS = "use auto, sdpa or eager"
 _CAPABILITY = (8, 0)
 """Lowest compute capability for flash-attn 2: Ampere."""
 
@@ -31,22 +32,27 @@ def check_kernels(plan: Plan, family: Family, device: torch.device, file: object
 
     `by_document`: whether positions are to attend to their own document alone.
     """
+    for problem, remedy in _problems(plan, family, device, by_document):
+        raise BadInput(file, problem, remedy)
+
+
+def _problems(plan: Plan, family: Family, device: torch.device, by_document: bool) -> Iterator[tuple[str, str]]:
+    """Yield the kernels that cannot be used, and what to do."""
     asked, model = plan.attention, plan.model
     if asked is not Attention.AUTO and asked not in family.kernels:
         others = ", ".join([Attention.AUTO, *family.kernels])
-        raise BadInput(file, f"attention {asked} is not for {model.family} models", f"use one of: {others}")
+        yield f"attention {asked} is not for {model.family} models", f"use one of: {others}"
     if asked is _FLASH and by_document:
-        what = f"attention {asked} knows no documents, which --reset-attention-mask asks for"
-        raise BadInput(file, what, "use auto, sdpa or eager")
+        yield f"attention {asked} knows no documents, which --reset-attention-mask asks for", _OTHERS
     if asked is _FLASH and (lack := _lack(device)) is not None:
-        raise BadInput(file, f"attention {asked} {lack}", "use auto, sdpa or eager")
+        yield f"attention {asked} {lack}", _OTHERS
     if asked is Attention.SDPA and (lack := _fused_lack(plan, family, device, by_document)) is not None:
-        raise BadInput(file, f"attention {asked} {lack}", "use sdpa_math or eager, which keep all scores")
+        yield f"attention {asked} {lack}", "use sdpa_math or eager, which keep all scores"
     if plan.compile and (drops := _drops_alike(plan, family)) is not None:
-        what = f"compile: {drops} splits heads over ranks that would drop the same of theirs"
-        raise BadInput(file, what, "use sequence_parallel megatron or ulysses there, no dropout, or do not compile")
+        problem = f"compile: {drops} splits heads over ranks that would drop the same of theirs"
+        yield problem, "use sequence_parallel megatron or ulysses there, no dropout, or do not compile"
     for name in _nowhere(plan, family):
-        raise BadInput(file, f"fused {name}: {model.family} models have none that flash-attn computes", "leave it out")
+        yield f"fused {name}: {model.family} models have none that flash-attn computes", "leave it out"
 
 
 def settle_attention(plans: Sequence[Plan], world: World, *, by_document: bool = False) -> tuple[str, ...]:
@@ -77,12 +83,9 @@ def use_kernels(precision: Precision, attention: str, device: torch.device) -> N
     torch.backends.cudnn.allow_tf32 = precision.tf32
     math = attention == _MATH.value
     torch.backends.cuda.enable_math_sdp(math or device.type != "cuda")
-    for enable in (
-        torch.backends.cuda.enable_flash_sdp,
-        torch.backends.cuda.enable_mem_efficient_sdp,
-        torch.backends.cuda.enable_cudnn_sdp,
-    ):
-        enable(not math)
+    torch.backends.cuda.enable_flash_sdp(not math)
+    torch.backends.cuda.enable_mem_efficient_sdp(not math)
+    torch.backends.cuda.enable_cudnn_sdp(not math)
 
 
 ALL_ATTENTION_FUNCTIONS.register(_MATH.value, ALL_ATTENTION_FUNCTIONS[Attention.SDPA.value])
@@ -102,8 +105,8 @@ def _lack(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"needs CUDA, this is {device.type}"
     if (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
-        found, least = (".".join(map(str, version)) for version in (capability, _CAPABILITY))
-        return f"needs compute capability {least}, {torch.cuda.get_device_name(device)} has {found}"
+        present, least = (".".join(map(str, version)) for version in (capability, _CAPABILITY))
+        return f"needs compute capability {least}, {torch.cuda.get_device_name(device)} has {present}"
     return None
 
 

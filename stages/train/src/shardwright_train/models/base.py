@@ -101,8 +101,8 @@ class Family:
         mask = mask_for(self.facts.mask, states[0], batch, constants["kernel"])
         arguments = constants["arguments"]
         if POSITIONS in batch and "every_angle" in constants:
-            own = batch[POSITIONS][:, constants["positions"]]
-            arguments = {"position_embeddings": tuple(angles[own] for angles in constants["every_angle"])}
+            positions = batch[POSITIONS][:, constants["positions"]]
+            arguments = {"position_embeddings": tuple(angles[positions] for angles in constants["every_angle"])}
         return (block(states[0], attention_mask=mask, **arguments),)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
@@ -159,24 +159,27 @@ class Family:
         """
         if self.rotary is None:
             return {"kernel": kernel, "arguments": {}}
-        rotary = type(self._skeleton(model, Attention.SDPA.value).get_submodule(self.rotary))(self.configuration(model))
+        rotary = type(self.stock_model(model).get_submodule(self.rotary))(self.configuration(model))
         # Some kinds look at the length of the whole sequence, of which this rank may have a part.
         whole = torch.arange(model.sequence_length, device=example.device)[None]
-        every = rotary.to(example.device)(example, whole)
-        angles = tuple(x[:, positions].clone() for x in every)
-        more = {"every_angle": tuple(x[0] for x in every), "positions": positions}
-        return {"kernel": kernel, "arguments": {"position_embeddings": angles}, **more}
+        angles = rotary.to(example.device)(example, whole)
+        return {
+            "kernel": kernel,
+            "arguments": {"position_embeddings": tuple(x[:, positions].clone() for x in angles)},
+            "every_angle": tuple(x[0] for x in angles),
+            "positions": positions,
+        }
 
     def build(self, model: Model, layer: str, attention: str) -> nn.Module:
         """Return the stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, unweighted."""
-        module = self.module(self._skeleton(model, attention), *self._place(model, layer))
+        module = self.module(self.stock_model(model, attention), *self._place(model, layer))
         device = torch.get_default_device()
         return module if device.type == "meta" else module.to_empty(device=device)
 
     def initialize(self, model: Model, module: nn.Module) -> None:
         """Give a whole layer the initial weights that transformers gives it."""
         with torch.no_grad():
-            module.apply(self._skeleton(model, Attention.SDPA.value)._init_weights)
+            module.apply(self.stock_model(model)._init_weights)
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
         """Return how transformers fills the parameters of a layer, by their names in its module."""
@@ -184,9 +187,10 @@ class Family:
             module = self.build(model, layer, Attention.SDPA.value)
         return stock_fillings(module, lambda: self.initialize(model, module))
 
-    def stock_model(self, model: Model) -> Any:
+    def stock_model(self, model: Model, attention: str = Attention.SDPA.value) -> Any:
         """Return the whole stock model of a description, without weights."""
-        return self._skeleton(model, Attention.SDPA.value)
+        config = msgspec.json.encode(model.config)
+        return _cached_skeleton(self, config, model.layers, attention, torch.get_default_dtype())
 
     def parameter_names(self, model: Model, layer: str) -> tuple[str, ...]:
         """Return the names of a layer's parameters in its module."""
@@ -219,15 +223,12 @@ class Family:
     def owner_name(self, model: Model, layer: str, parameter: str) -> str:
         """Return the Hugging Face name, in which tied matrices of the head have the names of the embedding's."""
         name = self.hugging_face_name(model, layer, parameter)
-        return {tied: own for own, tied in model.tied}.get(name, name)
+        return {tied: owner for owner, tied in model.tied}.get(name, name)
 
     def stock_names(self, model: Model) -> tuple[str, ...]:
         """Return the names of all parameters of the stock model."""
-        layers = (
-            (EMBEDDING, EMBEDDING),
-            *((f"layers[{i}]", kind) for i, kind in enumerate(model.layers)),
-            (HEAD, HEAD),
-        )
+        blocks = ((f"layers[{i}]", kind) for i, kind in enumerate(model.layers))
+        layers = ((EMBEDDING, EMBEDDING), *blocks, (HEAD, HEAD))
         names = (self.owner_name(model, name, p.name) for name, kind in layers for p in model.types[kind].parameters)
         return tuple(dict.fromkeys(names))
 
@@ -239,11 +240,7 @@ class Family:
     def _stored(self) -> dict[str, str]:
         """Return the parameters of the head that alias another name of the head."""
         pairs = (self.stock._tied_weights_keys or {}).items()
-        return {tied: own for tied, own in pairs if not _within(own, self.embedding) and _within(tied, self.head)}
-
-    def _skeleton(self, model: Model, attention: str) -> Any:
-        config = msgspec.json.encode(model.config)
-        return _cached_skeleton(self, config, model.layers, attention, torch.get_default_dtype())
+        return {tied: name for tied, name in pairs if not _within(name, self.embedding) and _within(tied, self.head)}
 
     def _place(self, model: Model, layer: str) -> tuple[str, int]:
         """Return the type of a layer, and its number in its list of blocks."""

@@ -67,8 +67,8 @@ def _keys_of(config_class: Any) -> frozenset[str]:
 def check_only(config: Mapping[str, Any], family: Family) -> None:
     """Raise ValueError naming the first key of a config.json whose value cannot be trained, and why."""
     for key, (value, reason) in {**_EVERYWHERE, **family.only}.items():
-        if (found := config.get(key)) not in (value, None):
-            raise ValueError(f"{key} {json.dumps(found)} cannot be trained: {reason}")
+        if (given := config.get(key)) not in (value, None):
+            raise ValueError(f"{key} {json.dumps(given)} cannot be trained: {reason}")
 
 
 def check_sizes(config: Any, family: Family, sequence_length: int) -> None:

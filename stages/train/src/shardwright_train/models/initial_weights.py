@@ -39,7 +39,7 @@ class Normal:
     mean: float
     std: float
 
-    def of(self, uniform: Tensor) -> Tensor:
+    def transform(self, uniform: Tensor) -> Tensor:
         """Return this distribution's numbers for uniform ones [2, n] in (0, 1)."""
         radius, angle = uniform[0].log_().mul_(-2.0).sqrt_().mul_(self.std), uniform[1].mul_(2.0 * math.pi)
         return torch.stack((radius * angle.cos(), radius * angle.sin())).add_(self.mean)
@@ -54,12 +54,12 @@ class TruncatedNormal:
     low: float
     high: float
 
-    def of(self, uniform: Tensor) -> Tensor:
+    def transform(self, uniform: Tensor) -> Tensor:
         """Return this distribution's numbers for uniform ones [2, n] in (0, 1)."""
         below, above = (math.erfc((self.mean - x) / self.std / math.sqrt(2)) / 2 for x in (self.low, self.high))
         share = uniform.mul_(above - below).add_(below)
-        found: Tensor = torch.special.ndtri(share)
-        return found.mul_(self.std).add_(self.mean).clamp_(self.low, self.high)
+        normal: Tensor = torch.special.ndtri(share)
+        return normal.mul_(self.std).add_(self.mean).clamp_(self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Uniform:
     low: float
     high: float
 
-    def of(self, uniform: Tensor) -> Tensor:
+    def transform(self, uniform: Tensor) -> Tensor:
         """Return this distribution's numbers for uniform ones [2, n] in (0, 1)."""
         return uniform.mul_(self.high - self.low).add_(self.low)
 
@@ -128,7 +128,7 @@ def _fill(target: Tensor, distribution: Distribution, shape: Sequence[int], box:
 def _drawn(distribution: Normal | TruncatedNormal | Uniform, runs: Sequence[_Run], key: NDArray[np.uint64]) -> Tensor:
     """Return the numbers of some runs; runs whose ends share a count are drawn together."""
     counts = [range(start // _PER_COUNT, -(-(start + length) // _PER_COUNT)) for start, length in runs]
-    drawn = distribution.of(_uniform(counts, key)).T.reshape(-1)
+    drawn = distribution.transform(_uniform(counts, key)).T.reshape(-1)
     if len(drawn) == sum(length for _, length in runs):
         return drawn
     begins = accumulate((_PER_COUNT * len(count) for count in counts), initial=0)

@@ -81,10 +81,10 @@ def stock_fillings(module: nn.Module, initialize: Callable[[], object]) -> dict[
     fillings = _Noted(module)
     with fillings, _truncated_normal_noted(fillings):
         initialize()
-    found = fillings.by_name
-    if missing := [name for name in (*found, *dict(module.named_buffers())) if not found.get(name)]:
+    noted = {name: tuple(fillings) for name, fillings in fillings.by_name.items()}
+    if missing := [name for name in (*noted, *dict(module.named_buffers())) if not noted.get(name)]:
         raise RuntimeError(f"{', '.join(missing)} of {type(module).__name__}: has no initial values")
-    return {name: tuple(fillings) for name, fillings in found.items()}
+    return noted
 
 
 class _Noted(TorchDispatchMode):

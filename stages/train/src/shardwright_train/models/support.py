@@ -16,8 +16,8 @@ _WIDEST_HEAD = 256
 
 def check_supported(plan: Plan, file: object) -> None:
     """Raise BadInput naming the first thing in a plan that cannot be run anywhere."""
-    for what, remedy in _beyond(plan):
-        raise BadInput(file, what, remedy)
+    for problem, remedy in _beyond(plan):
+        raise BadInput(file, problem, remedy)
 
 
 def check_installed(plan: Plan, file: object) -> None:
@@ -25,8 +25,8 @@ def check_installed(plan: Plan, file: object) -> None:
     wants = [f"attention {plan.attention}"] if plan.attention is Attention.FLASH_ATTENTION_2 else []
     wants += [f"fused {name}" for name in plan.fused]
     if wants and not flash_attn_is_installed():
-        what = f"flash-attn is not installed, and {' and '.join(wants)} needs it"
-        raise BadInput(file, what, "pip install 'shardwright-train[flash-attn]', or use sdpa and nothing fused")
+        problem = f"flash-attn is not installed, and {' and '.join(wants)} needs it"
+        raise BadInput(file, problem, "pip install 'shardwright-train[flash-attn]', or use sdpa and nothing fused")
 
 
 def flash_attn_is_installed() -> bool:

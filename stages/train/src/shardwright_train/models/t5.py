@@ -51,7 +51,9 @@ class T5(Family):
             block.final_layer_norm, block.dropout = copy.deepcopy((stack.final_layer_norm, stack.dropout))
         ends = kind == "encoder" and index == len(stack.block) - 1
         # The states alone: FSDP2 would watch over the bias, too.
-        block.register_forward_hook(lambda own, _, out: own.dropout(own.final_layer_norm(out[0])) if ends else out[0])
+        block.register_forward_hook(
+            lambda last, _, out: last.dropout(last.final_layer_norm(out[0])) if ends else out[0]
+        )
         return block
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
@@ -78,5 +80,7 @@ class T5(Family):
         attention: Any = block.get_submodule(_ATTENTION)
         if tensor_parallel.splits_everything:
             stock, ranks = attention.compute_bias, tensor_parallel.sequence_group.size()
-            own = tensor_parallel.positions(config.num_heads)
-            attention.compute_bias = lambda queries, keys, **more: stock(queries * ranks, keys * ranks, **more)[:, own]
+            heads = tensor_parallel.positions(config.num_heads)
+            attention.compute_bias = lambda queries, keys, **more: stock(queries * ranks, keys * ranks, **more)[
+                :, heads
+            ]

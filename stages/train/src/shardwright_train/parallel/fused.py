@@ -60,8 +60,8 @@ def _fused_rotary(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tu
 
 
 def _forward_of(module: nn.Module) -> FunctionType | None:
-    found = inspect.unwrap(type(module).forward)
-    return found if isinstance(found, FunctionType) else None
+    forward = inspect.unwrap(type(module).forward)
+    return forward if isinstance(forward, FunctionType) else None
 
 
 def _with_global(function: FunctionType | None, name: str, value: Callable[..., Any]) -> FunctionType:
@@ -90,8 +90,8 @@ def _turns_halves(module: nn.Module) -> bool:
     cos, sin = angles.cos(), angles.sin()
     first, second = x.chunk(2, -1)
     expected = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    found, _ = forward.__globals__[_ROTARY](x, x, torch.cat([cos, cos], -1), torch.cat([sin, sin], -1))
-    return torch.allclose(found, expected)
+    rotated, _ = forward.__globals__[_ROTARY](x, x, torch.cat([cos, cos], -1), torch.cat([sin, sin], -1))
+    return torch.allclose(rotated, expected)
 
 
 def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
@@ -117,11 +117,11 @@ def _rms_norm(module: nn.Module, x: Tensor) -> Tensor:
 
 def _is_rms_norm(module: nn.Module) -> bool:
     """Return whether a module divides by the root mean square and multiplies by its weight alone, without gate."""
-    own = dict(module.named_parameters())
-    if list(own) != ["weight"] or own["weight"].dim() != 1 or not hasattr(module, "variance_epsilon"):
+    held = dict(module.named_parameters())
+    if list(held) != ["weight"] or held["weight"].dim() != 1 or not hasattr(module, "variance_epsilon"):
         return False
     tried = copy.deepcopy(module).to_empty(device="cpu").float()
-    width = own["weight"].shape[0]
+    width = held["weight"].shape[0]
     x, weight = _numbers(2, width), _numbers(width)
     # It may draw a dropout, which would then not be computed.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -39,9 +39,9 @@ class TiedParameters:
 
     def alone(self) -> "TiedParameters":
         """Return these replicas without any exchange."""
-        found = copy(self)
-        found.group = None
-        return found
+        alone = copy(self)
+        alone.group = None
+        return alone
 
     def sum_gradients(self, gradients: Mapping[tuple[str, str], Tensor]) -> None:
         """Give every replica the sum of all replicas' gradients: local shards by layer and parameter, in place.

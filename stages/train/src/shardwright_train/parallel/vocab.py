@@ -34,10 +34,8 @@ def positions_of(tokens: Tensor, tensor_parallel: TensorParallel, given: Tensor 
 
     Positions count from 0 unless they are given [b, s].
     """
-    own = tensor_parallel.positions(tokens.shape[1])
-    if given is not None:
-        return given[:, own]
-    return torch.arange(own.start, own.stop, device=tokens.device)
+    held = tensor_parallel.positions(tokens.shape[1])
+    return torch.arange(held.start, held.stop, device=tokens.device) if given is None else given[:, held]
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, tensor_parallel: TensorParallel) -> Tensor:
@@ -64,7 +62,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        rows, index, mine = logits.flatten(0, -2), *_own(labels.flatten(), first, logits.shape[-1])
+        rows, index, mine = logits.flatten(0, -2), *_index(labels.flatten(), first, logits.shape[-1])
         # A rank whose share of a padded vocabulary is empty takes part in the sums with nothing.
         highest = _wide(rows.new_full(index.shape, -torch.inf) if rows.shape[-1] == 0 else rows.amax(-1))
         if group.size() > 1:
@@ -84,7 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, highest, total = ctx.saved_tensors
-        rows, index, mine = logits.detach().flatten(0, -2), *_own(labels.flatten(), ctx.first, logits.shape[-1])
+        rows, index, mine = logits.detach().flatten(0, -2), *_index(labels.flatten(), ctx.first, logits.shape[-1])
         scale = grad * (labels.flatten() != IGNORED)
         for part in _parts(rows):
             gradient = (_wide(rows[part]) - highest[part, None]).exp_().div_(total[part, None])
@@ -93,7 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
         return rows.view_as(logits), None, None, None
 
 
-def _own(labels: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:
+def _index(labels: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:
     """Return each label's index among a rank's classes, or 0, and whether it is one of them."""
     index = labels - first
     mine = (index >= 0) & (index < classes)

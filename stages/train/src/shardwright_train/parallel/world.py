@@ -74,7 +74,8 @@ class Channel:
 
     def agree(self, problem: ShardwrightError | None) -> None:
         """Raise on all ranks the problem of the lowest rank that has one."""
-        for raised in self.all_say(_reported(problem), tuple[_Raised, ...]):
+        described = _described(problem)
+        for raised in self.all_say(() if described is None else (described,), tuple[_Raised, ...]):
             if raised:
                 raise _rebuilt(raised[0])
 
@@ -199,11 +200,6 @@ def tried(do: Callable[[], T], place: object = None) -> tuple[T | None, Shardwri
         return None, error
     except OSError as error:
         return None, system_fault(error, place)
-
-
-def _reported(problem: ShardwrightError | None) -> tuple[_Raised, ...]:
-    described = _described(problem)
-    return () if described is None else (described,)
 
 
 def _described(problem: ShardwrightError | None) -> _Raised | None:

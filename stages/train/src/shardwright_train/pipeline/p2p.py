@@ -68,7 +68,7 @@ class Pipeline:
 
     def actions(self) -> tuple[Action, ...]:
         """Return this rank's actions in a step, in order."""
-        return _actions(self.context, self.context.stage_index)
+        return stage_actions(self.context.plan, self.context.stage_index)
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,6 @@ class StageAlone(Pipeline):
         return until_fullest(super().actions())
 
 
-def _actions(context: RankContext, stage: int) -> tuple[Action, ...]:
-    return stage_actions(context.plan, stage)
-
-
 def _port(context: RankContext, cut: Cut, kind: Pass, there: tuple[int, int], sends: bool) -> Port:
     plan, me = context.plan, context.me
     layout = cut.before if sends is (kind is Pass.FORWARD) else cut.after
@@ -101,15 +97,15 @@ def _port(context: RankContext, cut: Cut, kind: Pass, there: tuple[int, int], se
         size = plan.microbatch_samples, tensor.sequence_length
         shard = layout.activation_shard(me, *size)
         shapes.append((shard.batch_end - shard.batch_start, shard.sequence_end - shard.sequence_start, tensor.features))
-        found = []
+        exchanged = []
         for source, target, piece in cut.transfers(kind, *size):
             mine, other = (source, target) if sends else (target, source)
             if mine == me:
                 pair = (context.rank, ranks[other]) if sends else (ranks[other], context.rank)
                 group = context.groups.edge(kind, cut.around, pair)
-                found.append(Piece(ranks[other], group, window(piece, shard)))
-        pieces.append(tuple(found))
-    order = {action: i for i, action in enumerate(_actions(context, there[0]))}
+                exchanged.append(Piece(ranks[other], group, window(piece, shard)))
+        pieces.append(tuple(exchanged))
+    order = {action: i for i, action in enumerate(stage_actions(plan, there[0]))}
     return Port(there, order, tuple(shapes), tuple(pieces))
 
 
@@ -169,10 +165,12 @@ class Messages:
                 place.copy_(buffer)
         stage, chunk = port.there
         done = port.order[action._replace(chunk=chunk)]
-        taken = [sent for sent in self.sends if sent.stage == stage and sent.taken_at <= done]
-        self.sends = [sent for sent in self.sends if not (sent.stage == stage and sent.taken_at <= done)]
-        for sent in taken:
-            sent.wait()
+        before, self.sends = self.sends, []
+        for sent in before:
+            if sent.stage == stage and sent.taken_at <= done:
+                sent.wait()
+            else:
+                self.sends.append(sent)
         return tensors
 
     def send(self, tensors: Sequence[Tensor], action: Action) -> None:
