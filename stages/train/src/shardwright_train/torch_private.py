@@ -70,22 +70,8 @@ __all__ = [
     "ProfilerEvent",
     "StridedShard",
     "TorchDispatchMode",
-    "collective_operators",
-    "compiled",
-    "default_timeout",
-    "direct_parameters",
-    "flight_recorder_trace",
-    "foreach_mul_",
-    "foreach_norm",
-    "fsdp_parameters",
-    "gather_asynchronously",
-    "gathered_bytes",
-    "gathered_parameter",
-    "graph_breaks",
     "replicate",
-    "step_unless",
     "tree_leaves",
-    "with_spec_of",
 ]
 
 _MOST_GRAPHS = 4096

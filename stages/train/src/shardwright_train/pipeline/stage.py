@@ -110,21 +110,14 @@ class Stage:
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters under their Hugging Face names."""
-        model, family = self.context.plan.model, self.context.family
-        return {
-            family.full_name(model, layer.name, name): parameter
-            for layer in self.layers
-            for name, parameter in layer.parallel.parameters.items()
-        }
+        full_name, model = self.context.family.full_name, self.context.plan.model
+        return {full_name(model, layer.name, name): parameter for layer, name, parameter in self.parameters()}
 
     def stock_names(self) -> dict[str, str]:
         """Return this rank's parameter names in the stock model by Hugging Face name, replicas named as their owner."""
-        model, family = self.context.plan.model, self.context.family
-        return {
-            family.full_name(model, layer.name, name): family.owner_name(model, layer.name, name)
-            for layer in self.layers
-            for name in layer.parallel.parameters
-        }
+        owner_name, model = self.context.family.owner_name, self.context.plan.model
+        owners = (owner_name(model, layer.name, name) for layer, name, _ in self.parameters())
+        return dict(zip(self.parameters_by_name(), owners, strict=True))
 
     def replicas(self) -> frozenset[str]:
         """Return the names of the parameters that are replicas of another layer's."""
