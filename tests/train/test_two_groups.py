@@ -1,6 +1,6 @@
 """A layer whose parameters two groups of ranks share trains as one process does, auxiliary losses included."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,8 +11,8 @@ from random_plans import random_plan
 from run_parity import TOLERANCE
 from run_resumes import TOLERANCE as RESUMED
 from run_resumes import resumed, saved
-from tiny_models import CONFIGS, tiny
-from two_groups import DENSE, NAME, SPARSE, TwofoldForCausalLM
+from tiny_models import tiny
+from two_groups import CONFIG, DENSE, NAME, SPARSE, TwofoldForCausalLM, registered
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import (
@@ -28,10 +28,15 @@ from shardwright_models.description import model_of_config
 from shardwright_train.models.registry import family_named
 
 Errors = dict[str, dict[str, float]]
-MODEL = tiny(NAME)
 MUTATIONS = ("auxiliary_losses_without_gradient", "units_not_reduced")
 SPLIT, ULYSSES = SequenceParallel.MEGATRON, SequenceParallel.ULYSSES
 ZERO2, ZERO3 = DataParallel.ZERO2, DataParallel.ZERO3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known() -> Iterator[None]:
+    with registered():
+        yield
 
 
 def start(worker: str, arguments: Sequence[str], world_size: int) -> None:
@@ -48,9 +53,10 @@ def plan_of(
     **sharding: object,
 ) -> Plan:
     """One strategy for all layers."""
-    plan = random_plan(MODEL, 0, world_size, widths=(world_size // stages,) * stages)
+    model = tiny(NAME)
+    plan = random_plan(model, 0, world_size, widths=(world_size // stages,) * stages)
     strategy = {"tp_size": tp_size, "dp_size": world_size // stages // tp_size, **sharding}
-    layers = (LayerStrategy(type=kind, recompute=recompute, **strategy) for kind in MODEL.layers)  # type: ignore[arg-type]
+    layers = (LayerStrategy(type=kind, recompute=recompute, **strategy) for kind in model.layers)  # type: ignore[arg-type]
     outer = Strategy(**strategy)  # type: ignore[arg-type]
     reduction = GradientReduction.EVERY_MICROBATCH if recompute is Recompute.FULL else GradientReduction.DEFERRED
     return msgspec.structs.replace(
@@ -81,7 +87,7 @@ def plans_on(world_size: int) -> list[Plan]:
     ]
     # Its units are replicated on all ranks: their gradients are reduced in place.
     last = plan_of("mutated", world_size, 2, sequence_parallel=SPLIT, data_parallel=ZERO2)
-    return [*chosen, *(random_plan(MODEL, number, world_size) for number in range(6)), last]
+    return [*chosen, *(random_plan(tiny(NAME), number, world_size) for number in range(6)), last]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -108,7 +114,7 @@ def test_what_is_saved_under_two_groups_goes_on_under_other_plans(tmp_path: Path
 
 
 def test_types_of_layers_are_read_by_index_alike_with_and_without_torch() -> None:
-    config = CONFIGS[NAME] | {"mlp_layer_types": [SPARSE, DENSE, DENSE, SPARSE]}
+    config = CONFIG | {"mlp_layer_types": [SPARSE, DENSE, DENSE, SPARSE]}
     described = tiny(NAME, **config)
     assert described.layers == (SPARSE, DENSE, DENSE, SPARSE)
     assert model_of_config(config, described.name, described.sequence_length, "config.json") == described
@@ -126,4 +132,4 @@ def test_types_of_layers_are_read_by_index_alike_with_and_without_torch() -> Non
 )
 def test_a_list_of_types_that_does_not_fit_is_one_line(listed: object, problem: str) -> None:
     with pytest.raises(BadInput, match=problem):
-        model_of_config(CONFIGS[NAME] | {"mlp_layer_types": listed}, "m", 16, "config.json")
+        model_of_config(CONFIG | {"mlp_layer_types": listed}, "m", 16, "config.json")

@@ -1,11 +1,14 @@
 """A made-up family: two types of block in one list, of which one has a second parameter group and an auxiliary loss.
 
-Importing this registers it, as `twofold`, with its facts, its runtime and its stock model.
+Inside `registered` it is known, as `twofold`, with its facts, its runtime and its stock model.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from msgspec.structs import replace
@@ -161,7 +164,7 @@ FACTS = replace(
     parameters=_parameters,
     stacks=(Stack(types=(DENSE, SPARSE), typed_by="mlp_layer_types"),),
 )
-CONFIGS[NAME] = CONFIGS["llama"] | {"model_type": NAME, "mlp_layer_types": [DENSE, SPARSE, SPARSE, DENSE]}
+CONFIG = CONFIGS["llama"] | {"model_type": NAME, "mlp_layer_types": [DENSE, SPARSE, SPARSE, DENSE]}
 
 runtime, stock = (
     ModuleType(f"shardwright_train.models.{NAME}"),
@@ -170,6 +173,12 @@ runtime, stock = (
 runtime.Twofold = Twofold  # type: ignore[attr-defined]
 stock.TwofoldForCausalLM = TwofoldForCausalLM  # type: ignore[attr-defined]
 sys.modules |= {runtime.__name__: runtime, stock.__name__: stock}
-FAMILIES[NAME] = FACTS
 AutoConfig.register(NAME, TwofoldConfig)
 AutoModelForCausalLM.register(TwofoldConfig, TwofoldForCausalLM)
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """The family is among the others inside: tests of all families know nothing of it."""
+    with patch.dict(FAMILIES, {NAME: FACTS}), patch.dict(CONFIGS, {NAME: CONFIG}):
+        yield

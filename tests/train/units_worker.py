@@ -2,8 +2,9 @@
 
 import importlib
 
-import two_groups  # noqa: F401
+from two_groups import registered
 
 
 def main(worker: str, *arguments: str) -> None:
-    importlib.import_module(worker).main(*arguments)
+    with registered():
+        importlib.import_module(worker).main(*arguments)
