@@ -15,6 +15,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from shardwright_formats.types import Model, Plan
 from shardwright_train.data.share import Batch
@@ -26,6 +27,10 @@ from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.layer import RankContext
+
+# Stock adds the gradients of these norms' weights over samples in float32, in which their order shows; in the format
+# of the input, here, plans and the stock model are equal to 1e-10 in float64, and as they were in float32.
+Gemma2RMSNorm.forward = lambda self, x: self._norm(x) * (1.0 + self.weight)  # type: ignore[method-assign]
 
 T = TypeVar("T")
 SEQUENCE_LENGTH = 16
@@ -55,6 +60,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 8,
         "max_position_embeddings": 64,
+    },
+    "olmo2": {
+        "model_type": "olmo2",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+    },
+    "gemma2": {
+        "model_type": "gemma2",
+        "vocab_size": 61,
+        "hidden_size": 40,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 0.05,
+        "final_logit_softcapping": 0.2,
+        "sliding_window": 16,
     },
     "gpt2": {
         "model_type": "gpt2",
@@ -114,9 +143,10 @@ def tiny(family: str, **changes: Any) -> Model:
     return describe(family_named(family, "test"), config, f"tiny-{family}", SEQUENCE_LENGTH)
 
 
-def stock_model(model: Model, attention: str = "sdpa") -> nn.Module:
+def stock_model(model: Model, attention: str | None = None) -> nn.Module:
     """The stock model of a description."""
-    config = family_named(model.family, "test").configuration(model)
+    family = family_named(model.family, "test")
+    config, attention = family.configuration(model), attention or family.plain_kernel
     config._attn_implementation = attention
     classes = {
         BertConfig: BertForMaskedLM,
@@ -147,7 +177,7 @@ def initial_layer(model: Model, layer: str, seed: int = 0) -> dict[str, Tensor]:
     """The initial weights of a layer, whole, by their names in it."""
     family = family_named(model.family, "test")
     with torch.device("meta"):
-        module = family.build(model, layer, "sdpa")
+        module = family.build(model, layer)
     found = {name: torch.empty(x.shape) for name, x in module.named_parameters()}
     for name, fillings in family.fillings(model, layer).items():
         shape = found[name].shape
@@ -188,15 +218,21 @@ def batch_of(model: Model, samples: int, seed: int) -> Batch:
 
 
 def engine_of(
-    plan: Plan, world: World, groups: Groups, attention: str = "sdpa", settings: Hyperparameters = ANY, updates: int = 0
+    plan: Plan,
+    world: World,
+    groups: Groups,
+    attention: str | None = None,
+    settings: Hyperparameters = ANY,
+    updates: int = 0,
 ) -> Engine:
     """This rank's part of a plan, with the weights of seed 0."""
+    family = family_named(plan.model.family, "plan")
     context = RankContext(
         plan=plan,
-        family=family_named(plan.model.family, "plan"),
+        family=family,
         rank=world.rank,
         groups=groups,
-        attention=attention,
+        attention=attention or family.plain_kernel,
         device=world.device,
         seed=0,
     )

@@ -54,8 +54,8 @@ class _Share(NamedTuple):
     scores_kept: bool
 
     def kept_bytes(self, part: Part) -> float:
-        scores = part.scores * self.itemsize + part.scores // 2 if self.scores_kept else 0
-        inside = part.inside * self.itemsize + scores
+        scores = part.scores * self.itemsize + part.scores // 2 + part.score_bytes if self.scores_kept else 0
+        inside = part.inside * self.itemsize + part.inside_bytes + scores
         outside = part.outside * self.itemsize + part.outside_bytes
         return self.samples * (inside * self.inside + outside * self.outside)
 

@@ -18,15 +18,17 @@ from shardwright_models.registry import facts_of
 
 _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15}
 """Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
-_RMS_NORM_BYTES = 4
-"""What an RMSNorm of single operators keeps of a feature beside its input and output.
+_FLOAT32_BYTES = 4
+_NORM_KEEPS = {"LayerNorm": (1, 0), "RMSNorm": (1, _FLOAT32_BYTES), "RMSNorm in float32": (0, 2 * _FLOAT32_BYTES)}
+"""Elements and further bytes that a norm of single operators keeps of a feature.
 
-In 16 bit its float32 input (in place of the 16-bit one) and what it multiplies by its weights; in float32 the latter.
+A LayerNorm keeps its input; an RMSNorm keeps its input in float32, and what it multiplies by its weights.
 """
+_SOFT_CAP_BYTES = 6
+"""Bytes kept of a 16-bit attention score that is bounded: its hyperbolic tangent, and a softmax in float32."""
 _TANH_GELU_COPIES = 3
 """Tensors that GELU's tanh form (Hendrycks and Gimpel 2016), of single operators, keeps beside its input and output."""
 _ID_BYTES = 8
-_FLOAT32_BYTES = 4
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +54,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Those of them that matrix products and attention give: what selective recomputation keeps."""
     passing_bytes: int = 0
     """Bytes that are written and read beside them, and not kept."""
+    inside_bytes: int = 0
+    """Further bytes kept of what ranks share out: norms of queries and keys."""
     scores: int = 0
     """Further elements kept of attention scores, where the kernel keeps them."""
+    score_bytes: int = 0
+    """Further bytes kept of them there."""
     outside: int
     """Elements kept in the compute format: what enters the region, and the stream behind it."""
     outside_bytes: int = 0
@@ -91,15 +97,16 @@ def layer_parts(model: Model, type_name: str, fused: bool = False) -> tuple[Part
     if type_name == EMBEDDING:
         return tuple(_lookup(model, kind))
     if type_name == HEAD:
-        return (_with_norm(model, _logits(model, kind), fused),)
+        return (_with_norms(model, _logits(model, kind), 1, fused),)
     regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
     made = (
         _mlp_part(model, kind, region, hidden, fused)
         if region.attention is None
-        else _attention_part(model, region, hidden)
+        else _attention_part(model, region, hidden, fused)
         for region in regions
     )
-    parts = [_with_norm(model, part, fused) for part in made]
+    norms = facts_of(model).norms
+    parts = [_with_norms(model, part, norms, fused) for part in made]
     # The description's count of operations holds; the shapes only say how it is shared out.
     counted = sum(part.flops + part.attention_flops for part in parts)
     share = kind.forward_flops_per_sample / counted if counted else 0.0
@@ -109,28 +116,40 @@ def layer_parts(model: Model, type_name: str, fused: bool = False) -> tuple[Part
     )
 
 
-def _with_norm(model: Model, part: Part, fused: bool) -> Part:
-    """A part with what the norm before it keeps more than its input and its output."""
-    if fused or facts_of(model).norm.kind != "RMSNorm":
-        return part
-    return msgspec.structs.replace(part, outside_bytes=part.outside_bytes + _RMS_NORM_BYTES * part.result)
+def _with_norms(model: Model, part: Part, norms: int, fused: bool) -> Part:
+    """Return a part, which keeps the input of a first norm, with what its norms keep more."""
+    elements, more = _norm_keeps(model, fused)
+    return msgspec.structs.replace(
+        part,
+        outside=part.outside + (norms * elements - 1) * part.result,
+        outside_bytes=part.outside_bytes + norms * more * part.result,
+    )
 
 
-def _attention_part(model: Model, region: Region, hidden: int) -> Part:
+def _norm_keeps(model: Model, fused: bool) -> tuple[int, int]:
+    """Return the elements and further bytes that a norm keeps of a feature; a fused one keeps its input alone."""
+    norm = facts_of(model).norm
+    return _NORM_KEEPS["LayerNorm" if fused else f"{norm.kind}{' in float32' if norm.in_float32 else ''}"]
+
+
+def _attention_part(model: Model, region: Region, hidden: int, fused: bool) -> Part:
     """Queries, keys, values and what is projected back: 2 (q + k) features, and the product of both."""
-    a = _attention_of(model, region)
+    a, family = _attention_of(model, region), facts_of(model)
     stream = _stream(model, region)
     width = 2 * a.query_width * a.queries + 2 * a.key_width * a.keys
-    drops = bool(region.replays_sum)
+    elements, more = (width // 2 * n * family.query_key_norms for n in _norm_keeps(model, fused))
+    drops = _drops(model, region)
     return Part(
         name="attention",
         flops=2.0 * hidden * width,
         attention_flops=4.0 * a.queries * a.keys * a.query_width,
-        causal=facts_of(model).mask is Mask.CAUSAL,
+        causal=family.mask is Mask.CAUSAL,
         weights=2 * hidden * (a.query_width + a.key_width),
-        inside=width,
+        inside=width + elements,
+        inside_bytes=more,
         products=width,
         scores=(2 if drops else 1) * a.scores,
+        score_bytes=_SOFT_CAP_BYTES * family.soft_caps * a.scores,
         outside=2 * stream,
         outside_bytes=stream if drops else 0,
         result=stream,
@@ -148,7 +167,7 @@ def _mlp_part(model: Model, kind: LayerType, region: Region, hidden: int, fused:
     if (inner := kind.tp_must_divide.get(family.divided[-1])) is None:
         raise BadInput(f"model {model.name}", f"its blocks have no {family.divided[-1]}", "describe it again")
     wide = inner * stream // hidden
-    drops = bool(region.replays_sum)
+    drops = _drops(model, region)
     return Part(
         name="mlp",
         flops=2.0 * matrices * hidden * wide,
@@ -195,7 +214,7 @@ def _logits(model: Model, kind: LayerType) -> Part:
         name="logits",
         flops=float(kind.forward_flops_per_sample),
         weights=weights,
-        inside=logits,
+        inside=(1 + facts_of(model).soft_caps) * logits,
         passing_bytes=_FLOAT32_BYTES * logits,
         outside=positions * tensor.features,
         result=positions * tensor.features,
@@ -215,6 +234,12 @@ def _attention_of(model: Model, region: Region) -> _Attention:
         lengths[heads.keys],
         heads.heads,
     )
+
+
+def _drops(model: Model, region: Region) -> bool:
+    """Return whether a part drops some of what it adds to the stream, which keeps a mask."""
+    family = facts_of(model)
+    return family.drops(family.configured(model.config)) if family.ends_in_norm else bool(region.replays_sum)
 
 
 def _stream(model: Model, region: Region) -> int:

@@ -33,6 +33,8 @@ class Norm(NamedTuple):
     kind: Literal["LayerNorm", "RMSNorm"]
     epsilon: str
     """The key of what it adds to the variance."""
+    in_float32: bool = False
+    """Whether it multiplies by its weights in float32, whatever the format of its input."""
 
 
 class FeedForward(NamedTuple):
@@ -123,6 +125,12 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     dropouts: Dropouts
     ends_in_norm: tuple[Recomputation, ...]
     """The kinds of recomputation whose end is a norm, which keeps its input."""
+    norms: int = 1
+    """Norms of each part of a block: one before or behind it, or both."""
+    query_key_norms: bool = False
+    """Whether queries and keys are normed."""
+    soft_caps: bool = False
+    """Whether hyperbolic tangents bound the logits, and attention scores: sdpa would ignore it."""
     aliases: Mapping[str, str] = {}
     """The family's words for keys, by the usual ones."""
     implied: Callable[[Config], Config] = lambda _: {}
@@ -172,8 +180,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     def replays_sum(self, config: Config) -> tuple[Recomputation, ...]:
         """Return the kinds of recomputation that repeat the sum at their end, since something behind it is kept."""
-        drops = self.dropouts.hidden is not None and config[self.dropouts.hidden] > 0
-        return self.ends_in_norm or (self.dropouts.ends if drops else ())
+        return self.ends_in_norm or (self.dropouts.ends if self.drops(config) else ())
+
+    def drops(self, config: Config) -> bool:
+        """Return whether blocks drop some of what they add to the hidden states."""
+        return self.dropouts.hidden is not None and config[self.dropouts.hidden] > 0
 
     def configured(self, given: Config) -> dict[str, Any]:
         """Return a configuration with its defaults, under the usual names as well as the family's."""

@@ -3,6 +3,8 @@
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from shardwright_formats.types import EMBEDDING, HEAD, Parameter
 from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Layers, Mask, Norm, Stack
 from shardwright_models.parameters import Parameters, linear, norm, vocabulary
@@ -62,4 +64,7 @@ LLAMA = _kin("LlamaForCausalLM", torchtitan="llama3")
 MISTRAL = _kin("MistralForCausalLM", num_key_value_heads=8, sliding_window=4096)
 # Biases of queries, keys and values alone, whatever the configuration says.
 QWEN2 = _kin("Qwen2ForCausalLM", partial(_parameters, input_biases=True), num_key_value_heads=32)
-QWEN3 = _kin("Qwen3ForCausalLM", partial(_parameters, head_norms=True), "qwen3", head_dim=128, num_key_value_heads=32)
+QWEN3 = replace(
+    _kin("Qwen3ForCausalLM", partial(_parameters, head_norms=True), "qwen3", head_dim=128, num_key_value_heads=32),
+    query_key_norms=True,
+)

@@ -155,6 +155,6 @@ def _nowhere(plan: Plan, family: Family) -> Iterator[str]:
     layers = (EMBEDDING, *(f"layers[{types.index(kind)}]" for kind in dict.fromkeys(types)), HEAD)
     for name in plan.fused:
         with torch.device("meta"):
-            modules = [family.build(plan.model, layer, Attention.SDPA.value) for layer in layers]
+            modules = [family.build(plan.model, layer) for layer in layers]
         if not any(fusible(module, name) for module in modules):
             yield name

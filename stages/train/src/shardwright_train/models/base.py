@@ -84,6 +84,11 @@ class Family:
         """Return the input of the head's matrix at this rank's positions."""
         return pieces.through(self.head[:-1], states[-1])
 
+    def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
+        """Return the logits of this rank's share of the classes."""
+        logits: Tensor = pieces.get_submodule(self.head[-1])(inputs)
+        return logits
+
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """Return the block of a type with number `index` in its list of blocks."""
         block: nn.Module = copy.deepcopy(stock.get_submodule(f"{self.parts[kind].path}.{index}"))
@@ -128,9 +133,21 @@ class Family:
 
     @property
     def kernels(self) -> tuple[Attention, ...]:
-        """Return the attention kernels that its blocks can use; flash_attention_2 cannot add a bias to the scores."""
-        unfit = (Attention.AUTO, Attention.FLASH_ATTENTION_2) if self.facts.mask is Mask.BIAS else (Attention.AUTO,)
+        """Return the attention kernels that its blocks can use.
+
+        flash_attention_2 cannot add a bias to the scores, and sdpa cannot bound them: transformers would ignore it.
+        """
+        unfit = {Attention.AUTO}
+        if self.facts.mask is Mask.BIAS:
+            unfit.add(Attention.FLASH_ATTENTION_2)
+        if self.facts.soft_caps:
+            unfit |= {Attention.SDPA, Attention.SDPA_MATH}
         return tuple(kernel for kernel in Attention if kernel not in unfit)
+
+    @property
+    def plain_kernel(self) -> str:
+        """Return the fastest kernel that needs no further package."""
+        return (Attention.SDPA if Attention.SDPA in self.kernels else Attention.EAGER).value
 
     def learns(self, model: Model) -> Text | Classification:
         """Return the default objective of a described model."""
@@ -159,7 +176,11 @@ class Family:
         """
         if self.rotary is None:
             return {"kernel": kernel, "arguments": {}}
+<<<<<<< HEAD
         rotary = type(self.stock_model(model).get_submodule(self.rotary))(self.configuration(model))
+=======
+        rotary = type(self._skeleton(model).get_submodule(self.rotary))(self.configuration(model))
+>>>>>>> b8d6997 (models: OLMo 2 and Gemma 2; estimates count norms of queries and keys, and norms on both sides of a part)
         # Some kinds look at the length of the whole sequence, of which this rank may have a part.
         whole = torch.arange(model.sequence_length, device=example.device)[None]
         angles = rotary.to(example.device)(example, whole)
@@ -170,27 +191,44 @@ class Family:
             "positions": positions,
         }
 
+<<<<<<< HEAD
     def build(self, model: Model, layer: str, attention: str) -> nn.Module:
         """Return the stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, unweighted."""
         module = self.module(self.stock_model(model, attention), *self._place(model, layer))
+=======
+    def build(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
+        """Return the stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, unweighted.
+
+        Their attention is that of a kernel, if they are to compute it.
+        """
+        module = self.module(self._skeleton(model, attention), *self._place(model, layer))
+>>>>>>> b8d6997 (models: OLMo 2 and Gemma 2; estimates count norms of queries and keys, and norms on both sides of a part)
         device = torch.get_default_device()
         return module if device.type == "meta" else module.to_empty(device=device)
 
     def initialize(self, model: Model, module: nn.Module) -> None:
         """Give a whole layer the initial weights that transformers gives it."""
         with torch.no_grad():
+<<<<<<< HEAD
             module.apply(self.stock_model(model)._init_weights)
+=======
+            module.apply(self._skeleton(model)._init_weights)
+>>>>>>> b8d6997 (models: OLMo 2 and Gemma 2; estimates count norms of queries and keys, and norms on both sides of a part)
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
         """Return how transformers fills the parameters of a layer, by their names in its module."""
         with torch.device("meta"):
-            module = self.build(model, layer, Attention.SDPA.value)
+            module = self.build(model, layer)
         return stock_fillings(module, lambda: self.initialize(model, module))
 
     def stock_model(self, model: Model, attention: str = Attention.SDPA.value) -> Any:
         """Return the whole stock model of a description, without weights."""
+<<<<<<< HEAD
         config = msgspec.json.encode(model.config)
         return _cached_skeleton(self, config, model.layers, attention, torch.get_default_dtype())
+=======
+        return self._skeleton(model)
+>>>>>>> b8d6997 (models: OLMo 2 and Gemma 2; estimates count norms of queries and keys, and norms on both sides of a part)
 
     def parameter_names(self, model: Model, layer: str) -> tuple[str, ...]:
         """Return the names of a layer's parameters in its module."""
@@ -240,7 +278,15 @@ class Family:
     def _stored(self) -> dict[str, str]:
         """Return the parameters of the head that alias another name of the head."""
         pairs = (self.stock._tied_weights_keys or {}).items()
+<<<<<<< HEAD
         return {tied: name for tied, name in pairs if not _within(name, self.embedding) and _within(tied, self.head)}
+=======
+        return {tied: own for tied, own in pairs if not _within(own, self.embedding) and _within(tied, self.head)}
+
+    def _skeleton(self, model: Model, attention: str | None = None) -> Any:
+        config, kernel = msgspec.json.encode(model.config), attention or self.plain_kernel
+        return _cached_skeleton(self, config, model.layers, kernel, torch.get_default_dtype())
+>>>>>>> b8d6997 (models: OLMo 2 and Gemma 2; estimates count norms of queries and keys, and norms on both sides of a part)
 
     def _place(self, model: Model, layer: str) -> tuple[str, int]:
         """Return the type of a layer, and its number in its list of blocks."""
@@ -260,7 +306,7 @@ class Family:
         matrix: Any = pieces.get_submodule(self.head[-1])
         with pieces.tensor_parallel.entered(self.normed(pieces, states)) as (inputs,):
             # A class is told from the first position.
-            logits = matrix(inputs[:, : batch["labels"].shape[1]])
+            logits = self.logits(pieces, inputs[:, : batch["labels"].shape[1]])
         return loss_of_logits(logits, batch["labels"], matrix.out_features, pieces.tensor_parallel)
 
 

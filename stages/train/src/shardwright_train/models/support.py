@@ -7,6 +7,7 @@ import msgspec
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import HEAD, Attention, Plan, SequenceParallel
+from shardwright_models.registry import facts_of
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")
@@ -51,8 +52,9 @@ def flash_obstacle(plan: Plan) -> str | None:
 
 def without_devices(plan: Plan) -> tuple[Plan, str]:
     """Return the plan that a dry run runs instead, uncompiled and without flash-attn, and its attention."""
-    here = plan.attention in (Attention.EAGER, Attention.SDPA_MATH)
-    return msgspec.structs.replace(plan, fused=(), compile=False), (plan.attention if here else Attention.SDPA).value
+    plain = Attention.EAGER if facts_of(plan.model).soft_caps else Attention.SDPA
+    here = plan.attention if plan.attention in (Attention.EAGER, Attention.SDPA_MATH) else plain
+    return msgspec.structs.replace(plan, fused=(), compile=False), here.value
 
 
 def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
