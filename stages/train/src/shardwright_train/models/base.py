@@ -176,11 +176,7 @@ class Family:
         """
         if self.rotary is None:
             return {"kernel": kernel, "arguments": {}}
-<<<<<<< HEAD
         rotary = type(self.stock_model(model).get_submodule(self.rotary))(self.configuration(model))
-=======
-        rotary = type(self._skeleton(model).get_submodule(self.rotary))(self.configuration(model))
->>>>>>> b8d6997 (models: OLMo 2 and Gemma 2; estimates count norms of queries and keys, and norms on both sides of a part)
         # Some kinds look at the length of the whole sequence, of which this rank may have a part.
         whole = torch.arange(model.sequence_length, device=example.device)[None]
         angles = rotary.to(example.device)(example, whole)
@@ -191,29 +187,19 @@ class Family:
             "positions": positions,
         }
 
-<<<<<<< HEAD
-    def build(self, model: Model, layer: str, attention: str) -> nn.Module:
-        """Return the stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, unweighted."""
-        module = self.module(self.stock_model(model, attention), *self._place(model, layer))
-=======
     def build(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
         """Return the stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, unweighted.
 
         Their attention is that of a kernel, if they are to compute it.
         """
-        module = self.module(self._skeleton(model, attention), *self._place(model, layer))
->>>>>>> b8d6997 (models: OLMo 2 and Gemma 2; estimates count norms of queries and keys, and norms on both sides of a part)
+        module = self.module(self.stock_model(model, attention), *self._place(model, layer))
         device = torch.get_default_device()
         return module if device.type == "meta" else module.to_empty(device=device)
 
     def initialize(self, model: Model, module: nn.Module) -> None:
         """Give a whole layer the initial weights that transformers gives it."""
         with torch.no_grad():
-<<<<<<< HEAD
             module.apply(self.stock_model(model)._init_weights)
-=======
-            module.apply(self._skeleton(model)._init_weights)
->>>>>>> b8d6997 (models: OLMo 2 and Gemma 2; estimates count norms of queries and keys, and norms on both sides of a part)
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
         """Return how transformers fills the parameters of a layer, by their names in its module."""
@@ -221,14 +207,10 @@ class Family:
             module = self.build(model, layer)
         return stock_fillings(module, lambda: self.initialize(model, module))
 
-    def stock_model(self, model: Model, attention: str = Attention.SDPA.value) -> Any:
+    def stock_model(self, model: Model, attention: str | None = None) -> Any:
         """Return the whole stock model of a description, without weights."""
-<<<<<<< HEAD
-        config = msgspec.json.encode(model.config)
-        return _cached_skeleton(self, config, model.layers, attention, torch.get_default_dtype())
-=======
-        return self._skeleton(model)
->>>>>>> b8d6997 (models: OLMo 2 and Gemma 2; estimates count norms of queries and keys, and norms on both sides of a part)
+        config, kernel = msgspec.json.encode(model.config), attention or self.plain_kernel
+        return _cached_skeleton(self, config, model.layers, kernel, torch.get_default_dtype())
 
     def parameter_names(self, model: Model, layer: str) -> tuple[str, ...]:
         """Return the names of a layer's parameters in its module."""
@@ -278,15 +260,7 @@ class Family:
     def _stored(self) -> dict[str, str]:
         """Return the parameters of the head that alias another name of the head."""
         pairs = (self.stock._tied_weights_keys or {}).items()
-<<<<<<< HEAD
         return {tied: name for tied, name in pairs if not _within(name, self.embedding) and _within(tied, self.head)}
-=======
-        return {tied: own for tied, own in pairs if not _within(own, self.embedding) and _within(tied, self.head)}
-
-    def _skeleton(self, model: Model, attention: str | None = None) -> Any:
-        config, kernel = msgspec.json.encode(model.config), attention or self.plain_kernel
-        return _cached_skeleton(self, config, model.layers, kernel, torch.get_default_dtype())
->>>>>>> b8d6997 (models: OLMo 2 and Gemma 2; estimates count norms of queries and keys, and norms on both sides of a part)
 
     def _place(self, model: Model, layer: str) -> tuple[str, int]:
         """Return the type of a layer, and its number in its list of blocks."""
