@@ -39,6 +39,9 @@ VARIANTS = {
     "qwen2": {"model_type": "qwen2", **TINY, "num_key_value_heads": 2, "use_sliding_window": False},
     "qwen3": {"model_type": "qwen3", **TINY, "num_key_value_heads": 2, "head_dim": 24, "layer_types": None},
     "qwen3-defaults": {"model_type": "qwen3", **TINY, "num_key_value_heads": 4},
+    "olmo2": {"model_type": "olmo2", **TINY, "num_key_value_heads": 2, "attention_bias": True},
+    "gemma2": {"model_type": "gemma2", **TINY, "num_key_value_heads": 2, "head_dim": 24, "hidden_act": "gelu"},
+    "gemma2-defaults": {"model_type": "gemma2", **TINY},
     "gpt2": GPT2,
     "gpt2-usual-names": {"model_type": "gpt2", "vocab_size": 96, "max_position_embeddings": 64, "hidden_size": 32}
     | {"num_attention_heads": 4, "num_hidden_layers": 3},
@@ -82,9 +85,10 @@ def random_configuration(name, rng):
         case _:
             key_value_heads = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
             config = shape | numbers | {"num_key_value_heads": key_value_heads}
-            further = {} if name == "qwen2" else {"head_dim": size + 2}
+            further = {} if name in ("olmo2", "qwen2") else {"head_dim": size + 2}
             further |= {"tie_word_embeddings": True, "max_position_embeddings": 64}
-            biases = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
+            biases = {"llama": ("attention_bias", "mlp_bias")}
+            biases |= dict.fromkeys(("gemma2", "olmo2", "qwen3"), ("attention_bias",))
             further |= dict.fromkeys(biases.get(name, ()), True)
     config |= {key: value for key, value in further.items() if rng.random() < 0.5}
     return {"model_type": name} | config, 65 if name == "vit" else rng.randint(1, 64)

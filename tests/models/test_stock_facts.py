@@ -63,6 +63,16 @@ def test_attention_sees_what_the_stock_model_lets_it_see(stock):
     assert (runtime.rotary is not None) == (facts.positions == "rope")
 
 
+def test_norms_and_bounds_are_those_of_a_stock_block(stock):
+    facts, runtime, model = stock
+    block = runtime.module(model, next(iter(runtime.parts)), 0)
+    norms = [name for name, part in block.named_modules() if "Norm" in type(part).__name__ and "final" not in name]
+    of_heads = [name for name in norms if name.endswith(("q_norm", "k_norm"))]
+    assert facts.query_key_norms == bool(of_heads)
+    assert len(norms) - len(of_heads) == 2 * facts.norms
+    assert facts.soft_caps == hasattr(model.config, "attn_logit_softcapping")
+
+
 @pytest.mark.parametrize(("name", "activation"), [*((name, None) for name in NAMES), ("t5", "gated-gelu")])
 def test_feed_forward_parts_have_the_stock_models_activation_and_gate(name, activation):
     facts, runtime = FAMILIES[name], family_named(name, "test")

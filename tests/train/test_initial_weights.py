@@ -109,7 +109,7 @@ def test_weights_are_distributed_as_transformers_distributes_them(name: str) -> 
     model, family = tiny(name), family_named(name, "test")
     kinds = [f"layers[{model.layers.index(kind)}]" for kind in dict.fromkeys(model.layers)]
     for layer in ("embedding", *kinds, "head"):
-        stock = family.build(model, layer, "sdpa")
+        stock = family.build(model, layer)
         family.initialize(model, stock)
         ours = initial_layer(model, layer)
         assert ours.keys() == dict(stock.named_parameters()).keys()

@@ -46,6 +46,25 @@ def mistral(**more: Any) -> Config:
     )
 
 
+def olmo_2(*shape: int, **more: Any) -> Config:
+    kind = {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "attention_bias": False}
+    tokens = {"vocab_size": 100352, "bos_token_id": 100257, "eos_token_id": 100257, "pad_token_id": 100277}
+    numbers = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-06, "rope_theta": 500000, "rope_scaling": None}
+    return llama(*shape) | kind | tokens | numbers | more
+
+
+def gemma_2(*shape: int, **more: Any) -> Config:
+    kind = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "cache_implementation": "hybrid"}
+    tokens = {"vocab_size": 256000, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+    bounds = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256}
+    activation = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    numbers = {"head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-06, "sliding_window": 4096}
+    usual = {"attention_bias": False, "attention_dropout": 0.0, "rope_theta": 10000.0}
+    # Published files leave out that the embedding is tied.
+    base = {key: value for key, value in llama(*shape).items() if key != "tie_word_embeddings"}
+    return base | kind | tokens | bounds | activation | numbers | usual | more
+
+
 def qwen2(*shape: int, vocab: int, windowed: int, **more: Any) -> Config:
     tokens = {"vocab_size": vocab, "bos_token_id": 151643, "eos_token_id": 151643, "max_position_embeddings": 131072}
     window = {"max_window_layers": windowed, "sliding_window": 131072, "use_sliding_window": False}
@@ -138,6 +157,15 @@ PUBLISHED: dict[str, tuple[Config, int, int]] = {
     "Qwen2.5-14B": (qwen2(5120, 13824, 48, 40, 8, vocab=152064, windowed=48), 4096, 14_770_033_664),
     "Qwen3-0.6B": (qwen3(1024, 3072, 28, 16, 8, tie_word_embeddings=True), 4096, 596_049_920),
     "Qwen3-8B": (qwen3(4096, 12288, 36, 32, 8, layer_types=["full_attention"] * 36), 4096, 8_190_735_360),
+    "OLMo-2-1124-7B": (olmo_2(4096, 11008, 32, 32, 32), 4096, 7_298_617_344),
+    "OLMo-2-1124-13B": (olmo_2(5120, 13824, 40, 40, 40), 4096, 13_716_198_400),
+    "gemma-2-2b": (gemma_2(2304, 9216, 26, 8, 4), 4096, 2_614_341_888),
+    "gemma-2-9b": (gemma_2(3584, 14336, 42, 16, 8, sliding_window_size=4096), 4096, 9_241_705_984),
+    "gemma-2-27b": (
+        gemma_2(4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
+        4096,
+        27_227_128_320,
+    ),
     "gpt2": (gpt2(12, 768, 12), 1024, 124_439_808),
     "gpt2-medium": (gpt2(24, 1024, 16, n_special=0, predict_special_tokens=True), 1024, 354_823_168),
     "gpt2-large": (gpt2(36, 1280, 20, n_special=0, predict_special_tokens=True), 1024, 774_030_080),

@@ -132,6 +132,12 @@ def test_flash_attn_is_found_by_the_name_of_its_package(tmp_path: Path, monkeypa
         (planned(attention=FLASH), torch.device("cpu"), "needs CUDA, this is cpu"),
         (planned("gpt2", attention=SDPA), CUDA, "no fused kernel here (none): use sdpa_math or eager"),
         (planned("gpt2", fused=("norm", "rotary")), CUDA, "fused rotary: gpt2 models have none"),
+        (
+            planned("gemma2", attention=SDPA),
+            CUDA,
+            "is not for gemma2 models: use one of: auto, flash_attention_2, eager",
+        ),
+        (planned("gemma2", fused=("norm",)), CUDA, "fused norm: gemma2 models have none"),
     ],
 )
 def test_a_rank_refuses_what_it_or_the_family_cannot_do(
@@ -157,6 +163,8 @@ def test_auto_takes_sdpa_where_there_is_nothing_faster_and_says_so(
 ) -> None:
     assert settle_attention([planned(), planned(attention=EAGER)], one_rank) == ("sdpa", "eager")
     assert capsys.readouterr().err == "attention: sdpa (auto), eager\n"
+    # sdpa would ignore the bounds of the scores.
+    assert settle_attention([planned("gemma2")], one_rank) == ("eager",)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_the_description_has_every_parameter_of_the_stock_model(name: str) -> No
     stock = {name: p.numel() for name, p in stock_model(model).named_parameters()}
     described: dict[str, int] = {}
     for layer in ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head"):
-        for local, parameter in family.build(model, layer, "sdpa").named_parameters():
+        for local, parameter in family.build(model, layer).named_parameters():
             described.setdefault(family.hugging_face_name(model, layer, local), parameter.numel())
     aliases = {second for _, second in model.tied}
     assert {name: size for name, size in described.items() if name not in aliases} == stock
@@ -54,7 +54,7 @@ def test_the_description_has_every_parameter_of_the_stock_model(name: str) -> No
 def test_every_parameter_is_given_an_initial_value_and_every_norm_its_neutral_one(name: str) -> None:
     model, family = tiny(name), family_named(name, "test")
     for layer in ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head"):
-        built = family.build(model, layer, "sdpa")
+        built = family.build(model, layer)
         with torch.no_grad():
             for parameter in built.parameters():
                 parameter.fill_(math.nan)

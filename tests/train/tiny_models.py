@@ -28,10 +28,6 @@ from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.layer import RankContext
 
-# Stock adds the gradients of these norms' weights over samples in float32, in which their order shows; in the format
-# of the input, here, plans and the stock model are equal to 1e-10 in float64, and as they were in float32.
-Gemma2RMSNorm.forward = lambda self, x: self._norm(x) * (1.0 + self.weight)  # type: ignore[method-assign]
-
 T = TypeVar("T")
 SEQUENCE_LENGTH = 16
 LAYERS = 4
@@ -141,6 +137,15 @@ def tiny(family: str, **changes: Any) -> Model:
     """The tiny model of a family, with changes to its configuration."""
     config = CONFIGS[family] | changes
     return describe(family_named(family, "test"), config, f"tiny-{family}", SEQUENCE_LENGTH)
+
+
+def norm_in_the_inputs_format() -> None:
+    """Make Gemma 2's norms compute in the format of their input, in this process.
+
+    Stock adds the gradients of their weights over samples in float32, where the order of the samples shows, so that no
+    two plans would agree to 1e-10 in float64.
+    """
+    Gemma2RMSNorm.forward = lambda self, x: self._norm(x) * (1.0 + self.weight)  # type: ignore[method-assign]
 
 
 def stock_model(model: Model, attention: str | None = None) -> nn.Module:

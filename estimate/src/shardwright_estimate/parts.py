@@ -239,7 +239,8 @@ def _attention_of(model: Model, region: Region) -> _Attention:
 def _drops(model: Model, region: Region) -> bool:
     """Return whether a part drops some of what it adds to the stream, which keeps a mask."""
     family = facts_of(model)
-    return family.drops(family.configured(model.config)) if family.ends_in_norm else bool(region.replays_sum)
+    ends_in_norm = bool(family.ends_in_norm) and not family.drops(family.configured(model.config))
+    return bool(region.replays_sum) and not ends_in_norm
 
 
 def _stream(model: Model, region: Region) -> int:
