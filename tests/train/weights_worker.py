@@ -31,9 +31,10 @@ class Loaded(Reference):
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         stock_class: Any = type(stock_model(plan.model))
-        stock: nn.Module = stock_class.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+        kernel = family_named(plan.model.family, "plan").plain_kernel
+        stock: nn.Module = stock_class.from_pretrained(folder, dtype=torch.float64, attn_implementation=kernel)
         self.aliases = {second: first for first, second in plan.model.tied}
-        self.losses, self.norms = [], []
+        self.losses, self.auxiliary, self.norms = [], [], []
         self._train(plan, stock.train())
 
 
@@ -46,7 +47,7 @@ def engine_with(plan: Plan, folder: Path, world: World, groups: Groups) -> Engin
         family=family,
         rank=world.rank,
         groups=groups,
-        attention="sdpa",
+        attention=family.plain_kernel,
         device=world.device,
         seed=0,
         weights=open_weights(folder, plan.model, family, allow_new=False),
