@@ -4,6 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import (
     Attention,
     BoundaryTensor,
@@ -131,8 +132,9 @@ def _spread(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
         data_parallel=draw(st.sampled_from(DataParallel)),
         sequence_parallel=draw(st.sampled_from(SequenceParallel)),
     )
-    sizes = _powers_up_to(plain.state_shards // 2)[1:] if plain.state_shards % 2 == 0 else []
-    shard_size = draw(st.sampled_from([0, *(n for n in sizes if plain.state_shards % n == 0)]))
+    shards = axes_of(plain).dense.shards
+    sizes = _powers_up_to(shards // 2)[1:] if shards % 2 == 0 else []
+    shard_size = draw(st.sampled_from([0, *(n for n in sizes if shards % n == 0)]))
     fields = {name: getattr(plain, name) for name in Strategy.__struct_fields__}
     return fields | {"shard_size": shard_size}
 

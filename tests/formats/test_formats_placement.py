@@ -7,16 +7,12 @@ from math import lcm
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright_formats.semantics.axes import ActivationShard, Layout, layout_of
 from shardwright_formats.semantics.layout import (
-    ActivationShard,
-    Layout,
     Transfer,
     closed_groups,
-    dp_groups,
-    layout_of,
     redistribution_plan,
     sent_numel,
-    tp_groups,
 )
 from shardwright_formats.types import SequenceParallel, Strategy
 
@@ -69,7 +65,7 @@ def test_the_ranks_of_a_layout_hold_a_microbatch_as_often_as_it_is_copied(
 ) -> None:
     layout, _, samples, length = change
     held = Counter(e for rank in range(layout.stage_size) for e in _held(layout, rank, samples, length))
-    copies = 1 if layout.sequence_split else layout.tp_size
+    copies = 1 if layout.sequence_split else layout.sample_ranks
     assert held == {(sample, position): copies for sample in range(samples) for position in range(length)}
 
 
@@ -78,12 +74,12 @@ def test_a_tensor_parallel_group_shares_samples_and_groups_have_others(
     change: tuple[Layout, Layout, int, int],
 ) -> None:
     layout, _, samples, length = change
-    for dp_index in range(layout.dp_size):
+    for dp_index in range(layout.samples.size):
         for tp_index, rank in enumerate(layout.holders(dp_index)):
-            assert layout.coordinates(rank) == (dp_index, tp_index)
+            assert (layout.samples.part_of(rank), layout.sharers.part_of(rank)) == (dp_index, tp_index)
             shard = layout.activation_shard(rank, samples, length)
-            assert shard.batch_start == dp_index * samples // layout.dp_size
-            assert shard.batch_end - shard.batch_start == samples // layout.dp_size
+            assert shard.batch_start == dp_index * samples // layout.samples.size
+            assert shard.batch_end - shard.batch_start == samples // layout.samples.size
             assert shard.tokens == len(_elements(shard))
 
 
@@ -133,7 +129,7 @@ def test_between_stages_of_unequal_width_replicas_take_turns_and_all_that_is_sen
         sent[transfer.source] += FEATURES * transfer.piece.tokens
     assert sent_numel(source, target, samples, length, FEATURES) == tuple(sent[rank] for rank in sorted(sent))
     if not source.sequence_split:
-        for dp_index in range(source.dp_size):
+        for dp_index in range(source.samples.size):
             replicas = [pieces[rank] for rank in source.holders(dp_index)]
             assert max(replicas) <= min(replicas) + 1
 
@@ -209,7 +205,9 @@ def test_closed_groups_are_the_same_in_either_direction(change: tuple[Layout, La
 def test_tensor_and_data_parallel_groups_form_a_grid(size: int, consecutive: bool, data: st.DataObject) -> None:
     tp_size = data.draw(st.sampled_from(_divisors(size)))
     ranks = data.draw(st.permutations(range(10, 10 + size)))
-    rows, columns = tp_groups(ranks, tp_size, consecutive), dp_groups(ranks, tp_size, consecutive)
+    layout = Layout(size, tp_size, consecutive, False)
+    rows, columns = layout.sharers.groups(ranks), layout.samples.groups(ranks)
+    assert rows == tuple(tuple(ranks[i] for i in layout.holders(part)) for part in range(size // tp_size))
     assert {len(row) for row in rows} == {tp_size}
     assert {len(column) for column in columns} == {size // tp_size}
     assert sorted(rank for row in rows for rank in row) == sorted(ranks)

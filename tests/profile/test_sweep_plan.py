@@ -4,7 +4,7 @@ from itertools import pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.semantics.layout import dp_groups, tp_groups
+from shardwright_formats.semantics.axes import Layout
 from shardwright_formats.semantics.sweep_plan import SizeRange, collective_kinds, overlap_kinds, pair_rounds
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, GroupKind
 
@@ -35,7 +35,8 @@ def test_every_group_of_every_pipeline_stage_has_its_kind(make_cluster, devices,
         for tp_size, consecutive in product((size for size in range(1, width + 1) if width % size == 0), (True, False)):
             for start in range(0, world, width):
                 ranks = range(start, start + width)
-                every = (*tp_groups(ranks, tp_size, consecutive), *dp_groups(ranks, tp_size, consecutive))
+                layout = Layout(width, tp_size, consecutive, False)
+                every = (*layout.sharers.groups(ranks), *layout.samples.groups(ranks))
                 assert {lying_of(cluster, group) for group in every if len(group) > 1} <= known
 
 

@@ -1,6 +1,7 @@
 """Time of messages and of what goes on beside them: numbers worked out by hand."""
 
 import pytest
+from stage_axes import stage_axes
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
@@ -14,9 +15,9 @@ from shardwright_search.cost_model.collectives import (
 )
 from shardwright_search.cost_model.topology import (
     StageTopology,
+    axis_group_kinds,
     data_group_kinds,
     stage_topology,
-    tp_group_kinds,
 )
 
 NEAR, FAR = GroupKind(2, 2, True), GroupKind(2, 1, False)
@@ -122,20 +123,31 @@ def test_a_stages_groups_are_told_by_how_their_ranks_lie(make):
     """Six ranks on two nodes of three: pairs of neighbours, of which the middle one crosses."""
     topology = stage_topology(make.cluster(6, nodes=2), range(6))
     assert topology == StageTopology("n", (3, 3))
-    assert tp_group_kinds(topology, 2, True) == (GroupKind(2, 1, True), GroupKind(2, 2, True))
-    assert tp_group_kinds(topology, 2, False) == (GroupKind(2, 1, False),)
-    assert tp_group_kinds(topology, 3, True) == (GroupKind(3, 3, True),)
+    assert axis_group_kinds(topology, stage_axes(topology, 2, True).tensor) == (
+        GroupKind(2, 1, True),
+        GroupKind(2, 2, True),
+    )
+    assert axis_group_kinds(topology, stage_axes(topology, 2, False).tensor) == (GroupKind(2, 1, False),)
+    assert axis_group_kinds(topology, stage_axes(topology, 3, True).tensor) == (GroupKind(3, 3, True),)
     # of neighbouring triples, ranks 0 and 3, 1 and 4, 2 and 5 reduce gradients
-    assert data_group_kinds(topology, 3, True, 1).replicas == (GroupKind(2, 1, False),)
-    assert data_group_kinds(topology, 3, False, 1).replicas == (GroupKind(2, 1, True), GroupKind(2, 2, True))
+    assert data_group_kinds(topology, stage_axes(topology, 3, True)).replicas == (GroupKind(2, 1, False),)
+    assert data_group_kinds(topology, stage_axes(topology, 3, False)).replicas == (
+        GroupKind(2, 1, True),
+        GroupKind(2, 2, True),
+    )
     assert stage_topology(make.cluster(6, nodes=2), (2, 3)) == StageTopology("n", (1, 1))
 
 
 def test_shard_groups_of_a_node_have_their_replicas_on_the_others(make):
     """Eight ranks on two nodes: of four ranks of data parallelism the first two share a node."""
     topology = stage_topology(make.cluster(8, nodes=2), range(8))
-    whole = data_group_kinds(topology, 1, True, 4)
+    whole = data_group_kinds(topology, stage_axes(topology, 1, True, 4))
     assert whole == ((GroupKind(4, 4, True),), (GroupKind(2, 1, False),))
-    assert data_group_kinds(topology, 2, True, 2) == ((GroupKind(2, 2, False),), (GroupKind(2, 1, False),))
-    assert data_group_kinds(topology, 2, False, 2).shards == (GroupKind(2, 2, True),)
-    assert data_group_kinds(topology, 1, True, 8).shards == (GroupKind(8, 4, True),), "all ranks: no replicas"
+    assert data_group_kinds(topology, stage_axes(topology, 2, True, 2)) == (
+        (GroupKind(2, 2, False),),
+        (GroupKind(2, 1, False),),
+    )
+    assert data_group_kinds(topology, stage_axes(topology, 2, False, 2)).shards == (GroupKind(2, 2, True),)
+    assert data_group_kinds(topology, stage_axes(topology, 1, True, 8)).shards == (GroupKind(8, 4, True),), (
+        "all ranks: no replicas"
+    )

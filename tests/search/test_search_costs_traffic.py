@@ -8,7 +8,8 @@ from msgspec.structs import replace
 from random_requests import HIDDEN, LENGTH, random_model
 
 from shardwright_formats.key import LayerKey
-from shardwright_formats.semantics.layout import Layout, closed_groups, layout_of, sent_numel
+from shardwright_formats.semantics.axes import Layout, layout_of
+from shardwright_formats.semantics.layout import closed_groups, sent_numel
 from shardwright_formats.semantics.tied_weights import pieces_from_owners, pieces_to_owners, tied_parameters
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import BoundaryTensor

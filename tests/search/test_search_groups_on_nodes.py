@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from stage_axes import stage_axes
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.hdf5 import Provenance
@@ -11,7 +12,7 @@ from shardwright_formats.io.table import Source, Table
 from shardwright_formats.semantics.sweep_plan import collective_kinds
 from shardwright_formats.types.hardware_profile import Collective, GroupKind, HardwareProfile, PointRow, RepeatRow
 from shardwright_search.cost_model.collectives import collective_time
-from shardwright_search.cost_model.topology import data_group_kinds, stage_topology, tp_group_kinds
+from shardwright_search.cost_model.topology import axis_group_kinds, data_group_kinds, stage_topology
 from shardwright_search.search import Found, find_best
 from shardwright_search.space.search_space import space_of
 
@@ -67,7 +68,7 @@ def test_gradients_of_a_stage_of_two_nodes_share_the_network_of_as_many_groups_a
     Both send 2 * 7/8 of a message out of a node. Eight groups with a rank on each node would take four times as long.
     """
     topology = stage_topology(make.cluster(64, nodes=8), range(16))
-    (kind,) = data_group_kinds(topology, 2, True, 1).replicas
+    (kind,) = data_group_kinds(topology, stage_axes(topology, 2, True)).replicas
     assert kind == GroupKind(8, 4, False)
     spread = GroupKind(8, 1, False)
     profiles = profiles_of(make, kind, spread)
@@ -94,8 +95,8 @@ def test_groups_are_told_by_how_many_of_their_ranks_share_a_node(
     make, devices, nodes, ranks, tp_size, consecutive, tp_kinds, dp_kinds
 ):
     topology = stage_topology(make.cluster(devices, nodes), ranks)
-    assert set(tp_group_kinds(topology, tp_size, consecutive)) == tp_kinds
-    assert set(data_group_kinds(topology, tp_size, consecutive, 1).replicas) == dp_kinds
+    assert set(axis_group_kinds(topology, stage_axes(topology, tp_size, consecutive).tensor)) == tp_kinds
+    assert set(data_group_kinds(topology, stage_axes(topology, tp_size, consecutive)).replicas) == dp_kinds
 
 
 @pytest.mark.parametrize(

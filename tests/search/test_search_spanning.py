@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from plans_by_hand import plans_on
 from random_problems import best_of, random_spanning
 from random_requests import random_solution
+from stage_axes import stage_axes
 from test_search_certificate import some_proof
 
 from shardwright_formats.display.node_types import node_type_uses
@@ -23,7 +24,7 @@ from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import certified
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.cost_model.topology import stage_topology, tp_group_kinds
+from shardwright_search.cost_model.topology import axis_group_kinds, stage_topology
 from shardwright_search.search import Found, find_best
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Problem, price
@@ -90,9 +91,11 @@ def test_groups_inside_one_type_are_not_priced_as_those_of_another():
     """Pairs of neighbours lie on two nodes of a, or in one of b."""
     cluster = make_mixed_cluster(a=(2, 1, GIB), b=(1, 2, GIB))
     on_a, on_b = stage_topology(cluster, (0, 1, 2, 3)).each_type
-    assert [kind.across_nodes for kind in tp_group_kinds(on_a, 2, True)] == [True]
-    assert [kind.across_nodes for kind in tp_group_kinds(on_b, 2, True)] == [False]
-    assert [kind.across_nodes for on in (on_a, on_b) for kind in tp_group_kinds(on, 4, True)] == [True, True]
+    assert [kind.across_nodes for kind in axis_group_kinds(on_a, stage_axes(on_a, 2, True).tensor)] == [True]
+    assert [kind.across_nodes for kind in axis_group_kinds(on_b, stage_axes(on_b, 2, True).tensor)] == [False]
+    assert [
+        kind.across_nodes for on in (on_a, on_b) for kind in axis_group_kinds(on, stage_axes(on, 4, True).tensor)
+    ] == [True, True]
 
 
 def by_hand(cluster: Cluster, p: int, widths: StageWidths) -> set[tuple[tuple[int, ...], ...]]:

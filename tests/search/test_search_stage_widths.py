@@ -15,7 +15,8 @@ from random_problems import best_of, random_unequal
 from random_requests import World, random_solution, random_world
 
 from shardwright_formats.io import read_document
-from shardwright_formats.semantics.layout import Layout, sent_numel
+from shardwright_formats.semantics.axes import Layout
+from shardwright_formats.semantics.layout import sent_numel
 from shardwright_formats.types import GIB, BoundaryTensor, Cluster, Model, Plan, Prediction
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.collectives import send_kind_time

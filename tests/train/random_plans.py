@@ -7,6 +7,7 @@ from math import lcm
 
 import msgspec
 
+from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Precision, Schedule, misfit
@@ -111,16 +112,15 @@ def _spread(model: Model, kind: str, ranks: int, draw: random.Random) -> dict[st
     tp_size = draw.choice(sorted({s.tp_size for s in fitting}))
     chosen = draw.choice([s for s in fitting if s.tp_size == tp_size])
     consecutive, data_parallel = draw.random() < 0.6, draw.choice(list(DataParallel))
-    shards = [0] if data_parallel is DataParallel.DDP else [0, *range(2, chosen.state_ranks)]
+    state_ranks = axes_of(chosen).dense.states.size
+    shards = [0] if data_parallel is DataParallel.DDP else [0, *range(2, state_ranks)]
     return {
         "tp_size": tp_size,
         "dp_size": ranks // tp_size,
         "tp_consecutive": consecutive,
         "data_parallel": data_parallel,
         # Of a generator of its own: what else is drawn stays what it was before there were shard groups.
-        "shard_size": random.Random(str(draw.getstate())).choice(
-            [s for s in shards if not s or not chosen.state_ranks % s]
-        ),
+        "shard_size": random.Random(str(draw.getstate())).choice([s for s in shards if not s or not state_ranks % s]),
         "sequence_parallel": chosen.sequence_parallel,
     }
 

@@ -8,7 +8,7 @@ from random_plans import bare_plan, random_plan, uneven_plan
 from run_parity import TOLERANCE
 from tiny_models import CONFIGS, tiny
 
-from shardwright_formats.semantics.layout import layout_of
+from shardwright_formats.semantics.axes import layout_of
 from shardwright_formats.types.plan import GradientReduction, Plan, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from shardwright_formats.display.plan_words import strategy_words
 from shardwright_formats.display.svg import PALETTE, WIDTH, bar, element, legend, line, picture, text
+from shardwright_formats.semantics.axes import layout_of
 from shardwright_formats.types import EMBEDDING, HEAD, LayerStrategy, Plan, Recompute, Strategy
 
 _LEFT, _ROW, _GAP = 150.0, 46.0, 8.0
@@ -105,6 +106,7 @@ def _is_recomputed(strategy: Strategy) -> bool:
 
 def _sharding(strategy: Strategy) -> tuple[object, ...]:
     # What does not apply must not make a colour of its own.
-    sequence = strategy.sequence_parallel if strategy.tp_size > 1 else None
-    data = strategy.data_parallel if strategy.dp_size > 1 else None
+    layout = layout_of(strategy)
+    sequence = strategy.sequence_parallel if layout.sample_ranks > 1 else None
+    data = strategy.data_parallel if layout.samples.size > 1 else None
     return strategy.tp_size, strategy.dp_size, data, strategy.shard_size, sequence, strategy.tp_consecutive

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 from shardwright_estimate.messages import Link, messages_time_s
 from shardwright_estimate.parts import Part, layer_parts
+from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.model import HEAD, LayerType, Model
 from shardwright_formats.types.model_profile import LayerFigures
 from shardwright_formats.types.plan import ITEMSIZE, Attention, Precision
-from shardwright_formats.types.strategy import Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import Recompute, Strategy
 
 KERNEL_START_S = 5e-6
 """What every kernel adds on the device: filling and draining it."""
@@ -120,30 +121,31 @@ def estimate_layer(
 
 def _accumulated_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
     """Return the bytes that adding a microbatch's gradients to those of others reads and writes."""
-    tp_size = 1 if strategy.sequence_parallel is SequenceParallel.ULYSSES else strategy.tp_size
-    return kind.parameter_count(tp_size) * (2 * ITEMSIZE[precision.reduce] + ITEMSIZE[precision.compute])
+    return kind.parameter_count(axes_of(strategy).dense.tensor.size) * (
+        2 * ITEMSIZE[precision.reduce] + ITEMSIZE[precision.compute]
+    )
 
 
-def optimizer_time_s(kind: LayerType, tp_size: int, precision: Precision, machine: Machine) -> float:
+def optimizer_time_s(kind: LayerType, parts: int, precision: Precision, machine: Machine) -> float:
     """AdamW over one layer's parameters, bound by memory, clipping included.
 
     AdamW reads and writes the parameter and two moments and reads the gradient; clipping reads the gradient twice and
     writes it once.
     """
     stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
-    moved = kind.parameter_count(tp_size) * (6 * stored + 4 * reduced)
+    moved = kind.parameter_count(parts) * (6 * stored + 4 * reduced)
     return moved / machine.memory_bytes_per_s
 
 
 def _share(strategy: Strategy, samples: int, precision: Precision, attention: Attention) -> _Share:
-    ranks, kind = strategy.tp_size, strategy.sequence_parallel
+    axes = axes_of(strategy)
     return _Share(
         samples=samples,
         itemsize=ITEMSIZE[precision.compute],
-        inside=1 / ranks,
-        outside=1.0 if kind is SequenceParallel.NONE else 1 / ranks,
-        entering=1 / ranks if kind is SequenceParallel.ULYSSES else 1.0,
-        weights=1.0 if kind is SequenceParallel.ULYSSES else 1 / ranks,
+        inside=1 / axes.layout.sample_ranks,
+        outside=1 / axes.layout.sequence.size,
+        entering=1 / axes.heads.size,
+        weights=1 / axes.dense.tensor.size,
         scores_kept=attention in (Attention.EAGER, Attention.SDPA_MATH),
     )
 

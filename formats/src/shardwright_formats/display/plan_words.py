@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import groupby
 
+from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import LayerStrategy, Plan, Recompute, SequenceParallel, Strategy
 
 
@@ -77,8 +78,7 @@ def layers_summary(plan: Plan) -> str:
 def _strategy_parts(strategy: Strategy) -> Iterator[str]:
     """Yield the parts of a strategy's words; what does not apply is left out."""
     yield f"tp{strategy.tp_size}{'' if strategy.tp_consecutive else ' strided'} x dp{strategy.dp_size}"
-    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
-    if strategy.dp_size > 1 or ulysses:
+    if axes_of(strategy).dense.states.size > 1:
         yield strategy.data_parallel + (f" in groups of {strategy.shard_size}" if strategy.shard_size else "")
     if strategy.sequence_parallel is not SequenceParallel.NONE:
         yield strategy.sequence_parallel

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from shardwright_formats.semantics.layout import Layout, Transfer, layout_of, redistribution_plan
+from shardwright_formats.semantics.axes import Layout, layout_of
+from shardwright_formats.semantics.layout import Transfer, redistribution_plan
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import EMBEDDING, HEAD, DataParallel, Plan, Strategy

@@ -11,15 +11,9 @@ from enum import StrEnum
 from math import lcm, prod
 from typing import NamedTuple
 
+from shardwright_formats.semantics.axes import Axis, Layout, axes_of, layout_of
 from shardwright_formats.semantics.chunks import chunk_layers, cuts, gathers_spared, incoming_layout
-from shardwright_formats.semantics.layout import (
-    Layout,
-    closed_groups,
-    layout_of,
-    parameter_box,
-    parameter_layout,
-    sent_numel,
-)
+from shardwright_formats.semantics.layout import closed_groups, parameter_box, sent_numel
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.tied_weights import (
     pieces_from_owners,
@@ -30,7 +24,7 @@ from shardwright_formats.semantics.tied_weights import (
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import HEAD, BoundaryTensor, LayerType, Model, Region
 from shardwright_formats.types.plan import ITEMSIZE, GradientReduction, Plan
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import DataParallel, Recompute, Strategy
 
 LOSS_ELEMENTS = 1 << 24
 """Logits that the cross entropy has in float32 at a time."""
@@ -109,11 +103,11 @@ def parameter_messages(
     a layer at a chunk's end is spared, `gathers_spared` says).
     Where groups of ranks hold replicas of each other's parts (HSDP), each part's gradients are then summed over these.
     """
-    ranks, replicas = strategy.state_shards, strategy.state_replicas
+    dense = axes_of(strategy).dense
+    ranks, replicas = dense.shards, dense.replicas
     if ranks == replicas == 1:
         return
-    tp_size = parameter_layout(strategy).tp_size
-    shapes = [_share(parameter.shape, parameter.tp_dim, tp_size) for parameter in kind.parameters]
+    shapes = [_share(parameter.shape, parameter.tp_dim, dense.tensor.size) for parameter in kind.parameters]
     reductions = microbatches if reduce_every_microbatch else 1
     if strategy.data_parallel is DataParallel.DDP:
         size = sum(prod(shape) for shape in shapes) * reduce_itemsize
@@ -137,10 +131,10 @@ def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, param
 
     Those used inside a region are parts of a sum on every rank, the others where Megatron splits the sequence.
     """
-    if parameter_layout(strategy).tp_size == 1:
+    axes = axes_of(strategy)
+    if axes.dense.tensor.size == 1:
         return 0
-    everywhere = strategy.sequence_parallel is SequenceParallel.MEGATRON
-    parts = (p for p in kind.parameters if p.tp_dim is None and (p.inside or everywhere))
+    parts = (p for p in kind.parameters if p.tp_dim is None and (p.inside or axes.gathers_sequence))
     boxes = (parameter_box(parameter, strategy, rank) for parameter in parts)
     return sum(prod(high - low for low, high in box) for box in boxes) * parameter_itemsize
 
@@ -158,25 +152,25 @@ def region_messages(
     the last sum of what is recomputed is left out, unless `replays_sum` names the kind. Selective recomputation keeps
     the sums and repeats none.
     """
-    if strategy.tp_size == 1:
+    axes = axes_of(strategy)
+    kind, ranks = model.types[type_name], axes.layout.sample_ranks
+    if ranks == 1:
         return
-    kind, ranks = model.types[type_name], strategy.tp_size
     recompute = getattr(strategy, "recompute", Recompute.NONE)
-    positions = samples // strategy.dp_size * itemsize
+    positions = axes.rank_samples(samples) * itemsize
     # Levels of a pyramid hand on other sizes than the embedding does: a layer's messages are of its own outputs.
     tensors = {tensor.name: tensor for tensor in kind.outputs or model.boundary}
     for index, region in enumerate(kind.regions):
         alone = recompute.value == region.name
         replays = recompute in (Recompute.FULL, Recompute.SELECTIVE) or alone
         ends = (alone or index == len(kind.regions) - 1) and recompute.value not in region.replays_sum
-        if strategy.sequence_parallel is SequenceParallel.ULYSSES:
+        if axes.exchanges_heads:
             sizes = {name: positions * tensor.sequence_length for name, tensor in tensors.items()}
             yield from _ulysses_messages(region, ranks, sizes, replays, microbatches)
             continue
-        entering, leaving = _CROSSINGS[strategy.sequence_parallel]
-        # What Megatron gathers in a replay stays gathered until the backward pass behind it.
-        gathers_again = strategy.sequence_parallel is SequenceParallel.MEGATRON
-        crossings = [(name, *entering, replays or gathers_again) for name in region.enters]
+        entering, leaving = _GATHERED_SEQUENCE if axes.gathers_sequence else _WHOLE_SEQUENCE
+        # What is gathered in a replay stays gathered until the backward pass behind it.
+        crossings = [(name, *entering, replays or axes.gathers_sequence) for name in region.enters]
         if region.leaves is not None:
             crossings.append((region.leaves, *leaving, replays and not ends and recompute is not Recompute.SELECTIVE))
         for name, forward, backward, replayed in crossings:
@@ -187,14 +181,13 @@ def region_messages(
                     yield Message(Cause.TENSOR_PARALLEL, collective, ranks, size, during, microbatches)
 
 
-_CROSSINGS: dict[SequenceParallel, tuple[_Crossing, _Crossing]] = {
-    SequenceParallel.NONE: ((None, Collective.ALL_REDUCE), (Collective.ALL_REDUCE, None)),
-    SequenceParallel.MEGATRON: (
-        (Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
-        (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
-    ),
-}
-"""What entering and leaving a region take, each forward and backward."""
+_WHOLE_SEQUENCE: tuple[_Crossing, _Crossing] = ((None, Collective.ALL_REDUCE), (Collective.ALL_REDUCE, None))
+"""Collectives with which a region is entered and left, each forward and backward, where ranks hold whole sequences."""
+_GATHERED_SEQUENCE: tuple[_Crossing, _Crossing] = (
+    (Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
+    (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
+)
+"""Those collectives where ranks hold parts of the sequence, which a region gathers and scatters again."""
 
 
 def _ulysses_messages(
@@ -218,8 +211,8 @@ def loss_messages(
 
     They are computed in float32 at least.
     """
-    ranks = parameter_layout(strategy).tp_size
-    positions = samples // strategy.dp_size * kind.labels * max(4, itemsize)
+    axes = axes_of(strategy)
+    ranks, positions = axes.dense.tensor.size, axes.rank_samples(samples) * kind.labels * max(4, itemsize)
     if ranks > 1 and positions:
         for size in (positions, _REDUCTIONS * positions):
             yield Message(Cause.LOSS, Collective.ALL_REDUCE, ranks, size, Pass.FORWARD, microbatches)
@@ -286,14 +279,14 @@ def _sends(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
 def _partial_sums(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
     """One message for each tensor-parallel grid that the pipeline stage's layers lie on."""
     me, itemsize = plan.stages[stage].ranks.index(rank), ITEMSIZE[plan.precision.parameters]
-    sizes: Counter[Layout] = Counter()
+    sizes: Counter[Axis] = Counter()
     for chunk in range(len(plan.stages[stage].layers)):
         for _, type_name, strategy in chunk_layers(plan, stage, chunk):
             size = partial_gradient_bytes(plan.model.types[type_name], strategy, me, itemsize)
-            sizes[parameter_layout(strategy)] += size
-    for layout, size in sizes.items():
+            sizes[axes_of(strategy).dense.tensor] += size
+    for axis, size in sizes.items():
         if size:
-            yield Message(Cause.PARTIAL_GRADIENTS, Collective.ALL_REDUCE, layout.tp_size, size, None)
+            yield Message(Cause.PARTIAL_GRADIENTS, Collective.ALL_REDUCE, axis.size, size, None)
 
 
 def _tied_parameter_messages(plan: Plan, rank: int) -> Iterator[Message]:
@@ -305,5 +298,5 @@ def _tied_parameter_messages(plan: Plan, rank: int) -> Iterator[Message]:
             yield Message(Cause.TIED_PARAMETERS, Collective.ALL_TO_ALL, len(members), size, None)
 
 
-def _share(shape: tuple[int, ...], tp_dim: int | None, tp_size: int) -> tuple[int, ...]:
-    return tuple(-(-length // tp_size) if dim == tp_dim else length for dim, length in enumerate(shape))
+def _share(shape: tuple[int, ...], tp_dim: int | None, parts: int) -> tuple[int, ...]:
+    return tuple(-(-length // parts) if dim == tp_dim else length for dim, length in enumerate(shape))

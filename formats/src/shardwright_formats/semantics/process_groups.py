@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
+from shardwright_formats.semantics.axes import axes_of, layout_of
 from shardwright_formats.semantics.chunks import chunk_layers, cuts, incoming_layout
 from shardwright_formats.semantics.group_names import ranks_text
-from shardwright_formats.semantics.layout import closed_groups, dp_groups, layout_of, parameter_layout, tp_groups
+from shardwright_formats.semantics.layout import closed_groups
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_parameters
-from shardwright_formats.types import Plan, SequenceParallel, Strategy
+from shardwright_formats.types import Plan, Strategy
 
 EDGE_CHANNELS = 4
 """NCCL channels of an edge, an assumption: they carry more than a network of 400 Gbit/s, and hold 4 multiprocessors."""
@@ -89,24 +90,18 @@ def communicator_bytes(counted: Mapping[Purpose, int], of_each: int = COMMUNICAT
     return of_each * (sum(counted.values()) - edges) + edges * of_each // _EDGE_SHARE
 
 
-def axes_of(strategy: Strategy, ranks: tuple[int, ...]) -> Iterator[PlannedGroup]:
-    """Yield the groups along the axes of a layer's parameters, and those that Ulysses exchanges positions in."""
-    layout = parameter_layout(strategy)
-    for group in tp_groups(ranks, layout.tp_size, layout.consecutive):
-        yield axis_of(Purpose.TENSOR_PARALLEL, group)
-    for group in dp_groups(ranks, layout.tp_size, layout.consecutive):
-        size = strategy.shard_size or len(group)
-        for first in range(0, len(group), size):
-            yield axis_of(Purpose.DATA_PARALLEL, group[first : first + size])
-        for place in range(size if strategy.shard_size else 0):
-            yield axis_of(Purpose.DATA_PARALLEL, group[place::size])
-    if strategy.sequence_parallel is SequenceParallel.ULYSSES:
-        spread = layout_of(strategy)
-        for group in tp_groups(ranks, spread.tp_size, spread.consecutive):
-            yield axis_of(Purpose.EXCHANGE, group)
+def strategy_groups(strategy: Strategy, ranks: tuple[int, ...]) -> Iterator[PlannedGroup]:
+    """Yield the groups along the axes of a layer's parameters, and those that exchange positions for heads."""
+    axes = axes_of(strategy)
+    for group in axes.dense.tensor.groups(ranks):
+        yield planned_group(Purpose.TENSOR_PARALLEL, group)
+    for group in axes.dense.state_groups(ranks):
+        yield planned_group(Purpose.DATA_PARALLEL, group)
+    for group in axes.heads.groups(ranks):
+        yield planned_group(Purpose.EXCHANGE, group)
 
 
-def axis_of(purpose: Purpose, ranks: tuple[int, ...]) -> PlannedGroup:
+def planned_group(purpose: Purpose, ranks: tuple[int, ...]) -> PlannedGroup:
     """Return the group of ranks along an axis: a rank alone has one for all purposes."""
     return PlannedGroup(purpose if len(ranks) > 1 else Purpose.ONE_RANK, ranks)
 
@@ -117,7 +112,7 @@ def _of_chunk(plan: Plan, stage: int, chunk: int) -> Iterator[PlannedGroup]:
     for *_, strategy in chunk_layers(plan, stage, chunk):
         if strategy not in known:
             known.add(strategy)
-            yield from axes_of(strategy, ranks)
+            yield from strategy_groups(strategy, ranks)
         wanted = layout_of(strategy)
         if current is not None and current != wanted:
             for tensor in plan.model.boundary:

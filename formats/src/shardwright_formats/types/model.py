@@ -30,12 +30,12 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.tp_dim is not None and self.tp_dim >= len(self.shape):
             raise ValueError(f"tp_dim {self.tp_dim} of {self.name} is outside its shape")
 
-    def numel(self, tp_size: int) -> int:
-        """Number of elements that one tensor-parallel rank holds: its even share, rounded up."""
+    def numel(self, parts: int) -> int:
+        """Return the number of elements of each of so many tensor-parallel parts: an even share, rounded up."""
         if self.tp_dim is None:
             return prod(self.shape)
         length = self.shape[self.tp_dim]
-        return prod(self.shape) // length * -(-length // tp_size)
+        return prod(self.shape) // length * -(-length // parts)
 
 
 class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,9 +97,9 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     labels: NonNegativeCount = 0
     """Positions per sample that the head computes a loss for; 0 elsewhere."""
 
-    def parameter_count(self, tp_size: int = 1) -> int:
-        """Number of parameters that one tensor-parallel rank holds."""
-        return sum(p.numel(tp_size) for p in self.parameters)
+    def parameter_count(self, parts: int = 1) -> int:
+        """Return the number of parameters in each of so many tensor-parallel parts."""
+        return sum(p.numel(parts) for p in self.parameters)
 
 
 class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):

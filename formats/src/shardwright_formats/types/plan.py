@@ -2,7 +2,7 @@
 
 from collections import Counter
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
 from msgspec import Meta
 
@@ -102,15 +102,19 @@ class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
     """Why a layer type cannot be sharded this way, or None when it can."""
     kind = model.types[type_name]
-    if strategy.sequence_parallel is not SequenceParallel.NONE:
-        for length in (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs)):
-            if length % strategy.tp_size:
-                return f"tp_size {strategy.tp_size} does not divide the sequence length {length}"
-    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
-    for name, length in (kind.ulysses_must_divide if ulysses else kind.tp_must_divide).items():
-        if length % strategy.tp_size:
-            return f"tp_size {strategy.tp_size} does not divide {name} {length}"
-    return None
+    lengths = (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs))
+    sequences = [("the sequence length", length) for length in lengths]
+    match strategy.sequence_parallel:
+        case SequenceParallel.NONE:
+            divided = [*kind.tp_must_divide.items()]
+        case SequenceParallel.MEGATRON:
+            divided = [*sequences, *kind.tp_must_divide.items()]
+        case SequenceParallel.ULYSSES:
+            divided = [*sequences, *kind.ulysses_must_divide.items()]
+        case unknown:
+            assert_never(unknown)
+    odd = (f"{name} {length}" for name, length in divided if length % strategy.tp_size)
+    return next((f"tp_size {strategy.tp_size} does not divide {text}" for text in odd), None)
 
 
 class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -71,27 +71,13 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
             return
         if self.data_parallel is DataParallel.DDP:
             raise ValueError("shard_size is of zero2 and zero3, ddp shards nothing")
-        ranks = self.state_ranks
+        whole = self.sequence_parallel is SequenceParallel.ULYSSES  # parameters are data-parallel over all ranks
+        ranks = self.dp_size * (self.tp_size if whole else 1)
         if self.shard_size in (1, ranks) or ranks % self.shard_size:
             raise ValueError(
                 f"shard_size {self.shard_size} is no true divisor of the {ranks} ranks of data parallelism: "
                 "leave it out where all of them share the states out"
             )
-
-    @property
-    def state_ranks(self) -> int:
-        """Ranks that data parallelism keeps the parameters of a layer on: under Ulysses those of attention too."""
-        return self.dp_size * (self.tp_size if self.sequence_parallel is SequenceParallel.ULYSSES else 1)
-
-    @property
-    def state_shards(self) -> int:
-        """Parts that data parallelism cuts the parameters of a layer into: 1 where it replicates them."""
-        return 1 if self.data_parallel is DataParallel.DDP else self.shard_size or self.state_ranks
-
-    @property
-    def state_replicas(self) -> int:
-        """Ranks that hold the same part of the parameters and sum its gradients."""
-        return self.state_ranks // self.state_shards
 
 
 class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source
-from shardwright_formats.types import EMBEDDING, HEAD, Model, SequenceParallel
+from shardwright_formats.semantics.axes import axes_of
+from shardwright_formats.types import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import StateRow
 from shardwright_profile.model.differences import LayerPair, bytes_per_layer
 from shardwright_profile.model.probe_results import ProbeResult
@@ -35,9 +36,9 @@ class ZeroRates(NamedTuple):
     """Seconds that gathering parameters adds to a pass of a microbatch."""
 
 
-def parameter_tp_size(probe: ProbeResult) -> int:
+def parameter_parts(probe: ProbeResult) -> int:
     """Return the number of ranks among which tensor parallelism splits the parameters."""
-    return 1 if probe.key.sequence_parallel is SequenceParallel.ULYSSES else probe.key.tp_size
+    return axes_of(probe.plan.layers[0]).dense.tensor.size
 
 
 def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
@@ -67,14 +68,13 @@ def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates 
     leave over is split between embedding and head by their numbers of parameters. Time of the gradient reduction is
     shared out by gradient bytes. Probes under Ulysses are left out: their parameters are not split by tp_size.
     """
-    usable = [pair for pair in pairs if pair.few.key.sequence_parallel is not SequenceParallel.ULYSSES]
+    usable = [pair for pair in pairs if not axes_of(pair.few.plan.layers[0]).exchanges_heads]
     if not usable:
         raise BadInput(pairs[0].few.file, "every probe is under ulysses", "measure also sequence_parallel 'none'")
-    tp_sizes = sorted({pair.few.key.tp_size for pair in usable})
     return tuple(
         row
-        for tp_size in tp_sizes
-        for row in _rows(tp_size, [p for p in usable if p.few.key.tp_size == tp_size], line, zero)
+        for parts in sorted({parameter_parts(pair.few) for pair in usable})
+        for row in _rows(parts, [pair for pair in usable if parameter_parts(pair.few) == parts], line, zero)
     )
 
 
@@ -107,7 +107,7 @@ def _rows(tp_size: int, pairs: Sequence[LayerPair], line: OptimizerLine, zero: Z
 
 
 def _reduction_ranks(probes: Sequence[ProbeResult]) -> int:
-    ranks = {probe.plan.layers[0].dp_size for probe in probes}
+    ranks = {axes_of(probe.plan.layers[0]).dense.states.size for probe in probes}
     if len(ranks) > 1:
         what = f"probes of tp_size {probes[0].key.tp_size} reduce gradients over {sorted(ranks)} ranks"
         raise BadInput(probes[0].file, what, "fit the probes of one kind of node at a time")
@@ -149,11 +149,11 @@ def _column(
 def _rank_parameters(probe: ProbeResult) -> int:
     """Return the number of parameters that the optimizer of one rank updates; tied ones count once."""
     model = probe.model
-    split = parameter_tp_size(probe)
+    split = parameter_parts(probe)
     every = sum(model.types[name].parameter_count(split) for name in (EMBEDDING, *model.layers, HEAD))
     return every - _tied_parameters(model, split)
 
 
-def _tied_parameters(model: Model, tp_size: int) -> int:
-    ends = {p.name: p.numel(tp_size) for name in (EMBEDDING, HEAD) for p in model.types[name].parameters}
+def _tied_parameters(model: Model, parts: int) -> int:
+    ends = {p.name: p.numel(parts) for name in (EMBEDDING, HEAD) for p in model.types[name].parameters}
     return sum(ends[second] for _, second in model.tied)

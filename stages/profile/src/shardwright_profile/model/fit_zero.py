@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from statistics import fmean
 
+from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import EMBEDDING, HEAD, DataParallel
-from shardwright_profile.model.fit_states import ZeroRates, parameter_tp_size
+from shardwright_profile.model.fit_states import ZeroRates, parameter_parts
 from shardwright_profile.model.probe_results import ProbeResult
 
 
@@ -18,13 +19,13 @@ def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
     plain_s = None if zero3 is None else _plain_microbatch_s(zero3, probes)
     if zero2 is None or zero3 is None or plain_s is None:
         return None
-    tp_size, types = parameter_tp_size(zero3), zero3.model.types
+    parts, types = parameter_parts(zero3), zero3.model.types
     layers, ends = (
-        sum(types[name].parameter_count(tp_size) for name in names) for names in (zero3.model.layers, (EMBEDDING, HEAD))
+        sum(types[name].parameter_count(parts) for name in names) for names in (zero3.model.layers, (EMBEDDING, HEAD))
     )
     reduction_s = fmean((zero2.reduction_s, zero3.reduction_s))
     return ZeroRates(
-        ranks=zero3.plan.embedding.state_ranks,
+        ranks=axes_of(zero3.plan.embedding).dense.states.size,
         scatter_s=max(0.0, reduction_s) / (layers + ends),
         gather_s=max(0.0, zero3.microbatch_s - plain_s) / (2 * layers + ends),
     )

@@ -9,6 +9,7 @@ from msgspec.structs import asdict, replace
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
 from shardwright_formats.io import BadInput
 from shardwright_formats.key import LayerKey
+from shardwright_formats.semantics.axes import axes_of, layout_of, strategy_on
 from shardwright_formats.types.cluster import Cluster, NodeGroup
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Schedule
@@ -81,7 +82,7 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
 def probe_key(plan: Plan) -> LayerKey:
     """Return the key that probes share whose difference is one layer: that of their layers without the type."""
     strategy = plan.layers[0]
-    size = plan.microbatch_samples // strategy.dp_size
+    size = axes_of(strategy).rank_samples(plan.microbatch_samples)
     key = LayerKey.from_fields(strategy, micro_batch_size=size, sequence_length=plan.model.sequence_length)
     return key.without("type")
 
@@ -117,8 +118,8 @@ def _zero_probes(
     model: Model, node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> tuple[Plan, ...]:
     """Return the probes under ZeRO: widest data parallelism, the model's own length, the smallest micro-batch."""
-    widest = max(fitting, key=lambda strategy: strategy.dp_size)
-    if widest.dp_size == 1:
+    widest = max(fitting, key=lambda strategy: layout_of(strategy).samples.size)
+    if layout_of(widest).samples.size == 1:
         return ()
     longer = with_layers(model, dict.fromkeys(block_types(model), settings.layers[1]))
     size = min(settings.sizes(model.sequence_length, model.sequence_length))
@@ -138,10 +139,11 @@ def _truncations(model: Model, layers: tuple[int, int]) -> Iterator[Model]:
 def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterator[tuple[Strategy, str | None]]:
     """Yield every strategy of the settings, with the reason why it does not fit or None."""
     for tp_size, kind in settings.strategies:
-        strategy = Strategy(tp_size=tp_size, dp_size=max(1, devices // tp_size), sequence_parallel=kind)
-        if devices % tp_size:
-            yield strategy, f"tp_size {tp_size} does not divide the {devices} devices of the node"
+        if (plain := strategy_on(devices, tp_size)) is None:
+            problem = f"tp_size {tp_size} does not divide the {devices} devices of the node"
+            yield Strategy(tp_size=tp_size, dp_size=1, sequence_parallel=kind), problem
         else:
+            strategy = replace(plain, sequence_parallel=kind)
             yield strategy, misfit_of(model, strategy)
 
 
@@ -170,7 +172,7 @@ def _probe(
         f"micro_batch_size={micro_batch_size} sequence_length={model.sequence_length} layers {counts}",
         model=model,
         cluster=node,
-        global_batch_size=NUM_MICROBATCHES * strategy.dp_size * micro_batch_size,
+        global_batch_size=NUM_MICROBATCHES * layout_of(strategy).samples.size * micro_batch_size,
         num_microbatches=NUM_MICROBATCHES,
         schedule=Schedule.ONE_F_ONE_B,
         precision=settings.precision,

@@ -3,10 +3,11 @@
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from math import ceil, lcm
+from math import ceil
 from typing import NamedTuple
 
-from shardwright_formats.semantics.layout import Layout, closed_groups, redistribution_plan, sent_numel
+from shardwright_formats.semantics.axes import Layout, common_block, common_samples
+from shardwright_formats.semantics.layout import closed_groups, redistribution_plan, sent_numel
 from shardwright_formats.types import BoundaryTensor
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
 from shardwright_search.cost_model.collectives import Duration, collective_time, send_kind_time
@@ -87,7 +88,7 @@ def handover_time(
     message, which goes across nodes if a part of it does. `nodes` are those of both stages.
     """
     total, warning = 0.0, None
-    times = samples // lcm(source.dp_size, target.dp_size)
+    times = samples // common_samples(source, target)
     for tensor in outputs:
         slowest = Duration(0.0)
         for across, tokens in _busiest(nodes, source, target, tensor.sequence_length):
@@ -106,7 +107,7 @@ def _busiest(
 
     Of as many samples as both layouts can share out; shares are exact, so all scales with the samples.
     """
-    samples = lcm(source.dp_size, target.dp_size)
+    samples = common_samples(source, target)
     most: dict[bool, int] = {}
     for senders, receivers, ends in ((source, target, nodes), (target, source, nodes[::-1])):
         moved, far = Counter[tuple[bool, int]](), set[tuple[bool, int]]()
@@ -129,9 +130,9 @@ def _exchanges(
     Shares are exact, so all scales with the samples. Where the groups of both layouts are neighbours, ranks only
     exchange inside blocks of lcm(tp, tp') of them, all alike.
     """
-    block = lcm(source.tp_size, target.tp_size) if source.consecutive and target.consecutive else source.stage_size
+    block = common_block(source, target)
     inner = source._replace(stage_size=block), target._replace(stage_size=block)
-    samples = lcm(inner[0].dp_size, inner[1].dp_size)
+    samples = common_samples(*inner)
     sent = sent_numel(*inner, samples, sequence_length, features)
     most: dict[GroupKind, int] = {}
     for group in closed_groups(*inner, samples, sequence_length):

@@ -32,15 +32,15 @@ def _joined(warnings: Iterable[str | None]) -> str | None:
     return "; ".join(dict.fromkeys(warning for warning in warnings if warning is not None)) or None
 
 
-def probed_tp_size(profiled: Iterable[int], tp_size: int, node_devices: int) -> int:
+def probed_tp_size(profiled: Iterable[int], degree: int, node_devices: int) -> int:
     """Return the tensor-parallel degree whose numbers serve: itself, if profiled or if a node can measure it.
 
     A group that does not divide the devices of a node is in no probe. Its ranks compute and hold less than those of
     fewer ranks do: the largest profiled degree below it is what it is rounded up to.
     """
-    if node_devices % tp_size == 0 or tp_size in (known := set(profiled)):
-        return tp_size
-    return max((size for size in known if size < tp_size), default=tp_size)
+    if node_devices % degree == 0 or degree in (known := set(profiled)):
+        return degree
+    return max((size for size in known if size < degree), default=degree)
 
 
 def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_model: TimeModel) -> ComputeCost:

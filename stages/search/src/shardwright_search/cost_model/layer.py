@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright_formats.key import LayerKey
+from shardwright_formats.semantics.axes import Layout, axes_of, layout_of
 from shardwright_formats.semantics.communication import region_messages
-from shardwright_formats.semantics.layout import Layout, parameter_layout
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import Cluster, DataParallel, GradientReduction, Model, Precision, Strategy
 from shardwright_formats.types.hardware_profile import GroupKind
@@ -25,7 +25,7 @@ from shardwright_search.cost_model.memory import ParameterMemory, itemsize
 from shardwright_search.cost_model.parameters import Overlapped, ParameterCosts, parameter_costs, slowest_parameters
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.time_model import TimeModel
-from shardwright_search.cost_model.topology import StageTopology, tp_group_kinds
+from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 from shardwright_search.step.cached_method import cached_method
 
 
@@ -244,7 +244,9 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> LayerCost:
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         views = topology.each_type
-        compute = slowest_compute([self._compute(type_name, strategy, on, samples // strategy.dp_size) for on in views])
+        compute = slowest_compute(
+            [self._compute(type_name, strategy, on, axes_of(strategy).rank_samples(samples)) for on in views]
+        )
         sent = [self._further_traffic(type_name, strategy, on, samples) for on in views]
         further = [longest(during) for during in zip(*sent, strict=True)]
         figures = compute.figures
@@ -289,7 +291,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         """The same whatever is recomputed."""
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         profiles = self.profiles_on(topology.node_type)
-        tp_size = self._probed(type_name, parameter_layout(strategy).tp_size, topology)
+        tp_size = self._probed(type_name, axes_of(strategy).dense.tensor.size, topology)
         states = states_of(profiles, type_name, tp_size)
         of = profiles, self.model, self.precision
         return parameter_costs(*of, reduces_every, type_name, strategy, topology, states, single_microbatch)
@@ -298,12 +300,13 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         self, type_name: str, strategy: Strategy, topology: StageTopology, micro_batch_size: int
     ) -> ComputeCost:
         """Return the cost of the layer as measured, or rounded up to a measured degree with a warning."""
-        tp_size, length = self._probed(type_name, strategy.tp_size, topology), self.model.sequence_length
-        key = LayerKey.from_strategy(type_name, strategy, tp_size=tp_size, sequence_length=length)
+        ranks, length = layout_of(strategy).sample_ranks, self.model.sequence_length
+        probed = self._probed(type_name, ranks, topology)
+        key = LayerKey.from_strategy(type_name, strategy, tp_size=probed, sequence_length=length)
         cost = self._measured(topology.node_type, key, micro_batch_size)
-        if tp_size == strategy.tp_size:
+        if probed == ranks:
             return cost
-        rounded = f"rounded up: {type_name} tp_size {strategy.tp_size}: as profiled with tp_size {tp_size}"
+        rounded = f"rounded up: {type_name} tp_size {ranks}: as profiled with tp_size {probed}"
         return cost._replace(warning=f"{rounded}; {cost.warning}" if cost.warning else rounded)
 
     @cached_method
@@ -327,10 +330,11 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         They were profiled, and are inside the layer's times, among neighbours inside one node: of more ranks than a
         node has, which an estimate alone can be of, as many as it has stand for them.
         """
-        groups = tp_group_kinds(topology, strategy.tp_size, strategy.tp_consecutive)
-        inside = min(self._probed(type_name, strategy.tp_size, topology), self._node_devices(topology))
+        layout = layout_of(strategy)
+        groups = axis_group_kinds(topology, layout.sharers)
+        inside = min(self._probed(type_name, layout.sample_ranks, topology), self._node_devices(topology))
         profiled = (GroupKind(inside, inside, True),)
-        if strategy.tp_size == 1 or groups == profiled:
+        if layout.sample_ranks == 1 or groups == profiled:
             return Duration(0.0), Duration(0.0)
         if not self.model.types[type_name].regions:
             absent = f"absent: what {type_name} sends among ranks that lie apart: counted as among neighbours"

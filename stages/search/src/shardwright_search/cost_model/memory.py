@@ -7,8 +7,8 @@ to FSDP2's shards.
 
 import msgspec
 
+from shardwright_formats.semantics.axes import ParameterAxes, axes_of
 from shardwright_formats.semantics.buckets import copied_bucket_bytes
-from shardwright_formats.semantics.layout import parameter_layout
 from shardwright_formats.types import ITEMSIZE, DataParallel, LayerType, Parameter, Precision, Strategy
 
 
@@ -71,15 +71,17 @@ def parameter_memory(
     `deferred`: several microbatches are summed up before the reduction; `reduce_every_microbatch`: they are reduced one
     by one. With a single microbatch neither holds.
     """
-    tp_size, ddp = parameter_layout(strategy).tp_size, strategy.data_parallel is DataParallel.DDP
-    numel, shard = kind.parameter_count(tp_size), _shard_numel(kind, tp_size, strategy.state_shards)
+    axes, ddp = axes_of(strategy).dense, strategy.data_parallel is DataParallel.DDP
+    numel, shard = kind.parameter_count(axes.tensor.size), _shard_numel(kind, axes)
     whole, computed = itemsize(precision.reduce) * numel, itemsize(precision.compute) * numel
     own = itemsize(precision.parameters) * shard
     one_format = precision.parameters == precision.compute == precision.reduce
-    as_stored = (ddp or strategy.state_ranks == 1) and one_format  # without FSDP2
-    replicated = ddp and strategy.state_ranks > 1
+    as_stored = (ddp or axes.states.size == 1) and one_format  # without FSDP2
+    replicated = ddp and axes.states.size > 1
     zero3, fsdp = strategy.data_parallel is DataParallel.ZERO3, not (replicated or as_stored)
-    summed = itemsize(precision.reduce) * shard * bool(strategy.shard_size and precision.reduce != precision.parameters)
+    summed = (
+        itemsize(precision.reduce) * shard * bool(axes.replicates_shards and precision.reduce != precision.parameters)
+    )
     gradients = own + summed + whole * (reduce_every_microbatch and is_first_layer)
     if replicated or deferred or as_stored:
         gradients = whole
@@ -90,24 +92,26 @@ def parameter_memory(
         gradient_sums=own * (replicated and reduce_every_microbatch),
         optimizer=2 * own,
         buffers=fsdp * (2 * computed * zero3 + (own if deferred else whole)),
-        unreduced_gradients=_bucket_bytes(kind, tp_size, precision) if replicated else whole * (fsdp and not deferred),
+        unreduced_gradients=_bucket_bytes(kind, axes.tensor.size, precision)
+        if replicated
+        else whole * (fsdp and not deferred),
     )
 
 
-def _bucket_bytes(kind: LayerType, tp_size: int, precision: Precision) -> int:
-    return copied_bucket_bytes([itemsize(precision.reduce) * p.numel(tp_size) for p in kind.parameters])
+def _bucket_bytes(kind: LayerType, parts: int, precision: Precision) -> int:
+    return copied_bucket_bytes([itemsize(precision.reduce) * p.numel(parts) for p in kind.parameters])
 
 
-def _shard_numel(kind: LayerType, tp_size: int, shards: int) -> int:
+def _shard_numel(kind: LayerType, axes: ParameterAxes) -> int:
     """Numbers in a layer's largest shard: FSDP2 cuts the first dim of each parameter into even pieces, rounded up."""
-    return sum(_rows_numel(parameter, tp_size, shards) for parameter in kind.parameters)
+    return sum(_rows_numel(parameter, axes.tensor.size, axes.shards) for parameter in kind.parameters)
 
 
-def _rows_numel(parameter: Parameter, tp_size: int, shards: int) -> int:
-    numel = parameter.numel(tp_size)
+def _rows_numel(parameter: Parameter, parts: int, shards: int) -> int:
+    numel = parameter.numel(parts)
     if not parameter.shape:
         return numel
     rows = parameter.shape[0]
     if parameter.tp_dim == 0:
-        rows = -(-rows // tp_size)
+        rows = -(-rows // parts)
     return numel // rows * -(-rows // shards)

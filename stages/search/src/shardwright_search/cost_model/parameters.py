@@ -6,8 +6,8 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright_formats.io.table import Source
+from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.semantics.communication import Cause, Message, parameter_messages, partial_gradient_bytes
-from shardwright_formats.semantics.layout import parameter_layout
 from shardwright_formats.types import EMBEDDING, Model, Precision, Strategy
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
 from shardwright_formats.types.model_profile import StateRow
@@ -25,8 +25,8 @@ from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import (
     DataGroupKinds,
     StageTopology,
+    axis_group_kinds,
     data_group_kinds,
-    tp_group_kinds,
 )
 
 
@@ -72,11 +72,11 @@ def parameter_costs(
     single_microbatch: bool,
 ) -> ParameterCosts:
     """Of one layer of a type on one rank; `states` are those of its parameters that were profiled."""
-    kind, layout = model.types[type_name], parameter_layout(strategy)
+    kind, axes = model.types[type_name], axes_of(strategy).dense
     sizes, count = (itemsize(precision.compute), itemsize(precision.reduce)), 1 if single_microbatch else 2
-    groups = data_group_kinds(topology, layout.tp_size, strategy.tp_consecutive, strategy.state_shards)
+    groups = data_group_kinds(topology, axes)
     messages = list(parameter_messages(kind, strategy, *sizes, count, reduces_every))
-    of = profiles, states, strategy.state_shards, groups
+    of = profiles, states, axes.shards, groups
     # One gather stands for those of all passes.
     gather = _overlapped(*of, [m for m in messages if m.cause is Cause.PARAMETERS][:1])
     reduction = _overlapped(*of, [m for m in messages if m.cause is Cause.GRADIENTS])
@@ -92,7 +92,7 @@ def parameter_costs(
         gather=gather,
         reduction=reduction,
         partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, strategy, topology),
-        optimizer_s=states.optimizer_s / strategy.state_shards,
+        optimizer_s=states.optimizer_s / axes.shards,
     )
 
 
@@ -172,5 +172,5 @@ def _partial_sum_s(
     if not size:
         return 0.0
     layers = max(1, model.layers.count(type_name))
-    groups = tp_group_kinds(topology, strategy.tp_size, strategy.tp_consecutive)
+    groups = axis_group_kinds(topology, axes_of(strategy).dense.tensor)
     return collective_time(profiles, Collective.ALL_REDUCE, groups, size * layers).time_s / layers

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwright_formats.key import LayerKey
+from shardwright_formats.semantics.axes import axes_of, layout_of
 from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR
-from shardwright_formats.semantics.layout import parameter_layout
 from shardwright_formats.types import EMBEDDING, HEAD, Plan, Strategy
 from shardwright_search.cost_model.profiles import LayerPoints, Profiles, Sources, sources_of
 
@@ -41,7 +41,9 @@ def _overlap_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
     overlap, notes = profiles.hardware.overlap, profiles.hardware.provenance.notes
     sources = frozenset(("overlap", str(row.source)) for row in overlap.rows)
     yield from _lines(sources, profiles.hardware_file, notes)
-    if not sources and any(strategy.dp_size > 1 for _, strategy in _layers_on(plan, profiles.origin.device)):
+    if not sources and any(
+        layout_of(strategy).samples.size > 1 for _, strategy in _layers_on(plan, profiles.origin.device)
+    ):
         effect = "collectives of data parallelism are counted as if nothing were computed beside them"
         yield f"absent: overlap of {profiles.hardware_file.name}: {effect}"
     known = set((overlap["ranks_per_node"] < overlap["group_size"]).tolist())
@@ -55,7 +57,7 @@ def _used(plan: Plan, profiles: Profiles) -> Sources:
     sources = set(profiles.sources).union(*(points.sources for _, points in _points(plan, profiles)))
     for name, strategy in dict.fromkeys(_layers_on(plan, profiles.origin.device)):
         # A reduction that was not measured is counted by its messages.
-        tp_size = _profiled(profiles, name, parameter_layout(strategy).tp_size)
+        tp_size = _profiled(profiles, name, axes_of(strategy).dense.tensor.size)
         sources |= sources_of(profiles.states[LayerKey(type=name, tp_size=tp_size)], "optimizer_s")
     return frozenset(sources)
 
@@ -80,9 +82,10 @@ def _uncertain_lines(points: Mapping[LayerKey, LayerPoints], file: Path) -> Iter
             yield f"uncertain: time of {error}: measure it on a quieter machine or with a larger min_time_s"
 
 
-def _profiled(profiles: Profiles, type_name: str, tp_size: int) -> int:
+def _profiled(profiles: Profiles, type_name: str, degree: int) -> int:
     """Return the degree whose numbers priced a plan: where no node could measure it, the largest below it."""
-    return max(key.tp_size for key in profiles.states if key.type == type_name and key.tp_size <= tp_size)
+    profiled = (key.tp_size for key in profiles.states if key.type == type_name)
+    return max(size for size in profiled if size <= degree)
 
 
 def _layers_on(plan: Plan, device: str) -> Iterator[tuple[str, Strategy]]:

@@ -10,9 +10,8 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright_formats.semantics.canonical import effective
+from shardwright_formats.semantics.axes import effective, layout_of
 from shardwright_formats.semantics.chunks import gathers_spared, stage_actions
-from shardwright_formats.semantics.layout import layout_of
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import EMBEDDING, HEAD, Plan, Strategy

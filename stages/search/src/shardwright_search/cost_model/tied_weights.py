@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from math import prod
 
-from shardwright_formats.semantics.layout import parameter_box, parameter_layout
+from shardwright_formats.semantics.axes import ParameterAxes, axes_of
+from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.types import EMBEDDING, HEAD, Model, Strategy
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_search.cost_model.collectives import collective_time, longest, send_kind_time
@@ -50,9 +51,9 @@ def has_shared(model: Model) -> bool:
     return any(p.shared for name in set(model.layers) for p in model.types[name].parameters)
 
 
-def tie_class(strategy: Strategy) -> tuple[object, ...]:
+def tie_class(strategy: Strategy) -> ParameterAxes:
     """What a strategy's tie costs depend on: how the ranks share its parameters."""
-    return parameter_layout(strategy), strategy.state_shards
+    return axes_of(strategy).dense
 
 
 def _sent_ps(costs: CostModel, first: Sequence[int], last: Sequence[int], sent: float) -> int:

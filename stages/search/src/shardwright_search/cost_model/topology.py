@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright_formats.semantics.axes import Axis, ParameterAxes
 from shardwright_formats.semantics.groups import groups_by_kind
-from shardwright_formats.semantics.layout import Layout
 from shardwright_formats.types import Cluster
 from shardwright_formats.types.hardware_profile import GroupKind
 
@@ -53,10 +53,9 @@ def stage_topology(cluster: Cluster, ranks: Sequence[int]) -> StageTopology:
 
 
 @lru_cache(maxsize=4096)
-def tp_group_kinds(topology: StageTopology, tp_size: int, consecutive: bool) -> tuple[GroupKind, ...]:
-    """The kinds of a stage's tensor-parallel groups."""
-    layout = Layout(topology.size, tp_size, consecutive, False)
-    return kinds_of(topology, [layout.holders(index) for index in range(layout.dp_size)])
+def axis_group_kinds(topology: StageTopology, axis: Axis) -> tuple[GroupKind, ...]:
+    """Return the kinds of a stage's groups along an axis."""
+    return kinds_of(topology, axis.groups(range(topology.size)))
 
 
 class DataGroupKinds(NamedTuple):
@@ -69,11 +68,10 @@ class DataGroupKinds(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def data_group_kinds(topology: StageTopology, tp_size: int, consecutive: bool, shards: int) -> DataGroupKinds:
-    """Where the states are cut into so many parts: each group of so many ranks holds all of them."""
-    layout = Layout(topology.size, tp_size, consecutive, False)
-    holders = np.array([layout.holders(index) for index in range(layout.dp_size)])
-    groups = holders.T.reshape(tp_size, -1, shards)
+def data_group_kinds(topology: StageTopology, axes: ParameterAxes) -> DataGroupKinds:
+    """Return the kinds of the groups that share out a layer's states, and of those that hold the same part."""
+    states = np.array(axes.states.groups(range(topology.size)))
+    groups = states.reshape(len(states), axes.replicas, axes.shards)
     replicas = groups.swapaxes(1, 2)
     return DataGroupKinds(*(kinds_of(topology, own.reshape(-1, own.shape[2])) for own in (groups, replicas)))
 

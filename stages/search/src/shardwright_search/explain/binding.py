@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shardwright_formats.display.plan_words import range_words, strategy_words
 from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.canonical import effective
+from shardwright_formats.semantics.axes import effective
 from shardwright_formats.semantics.schedules.closed_form import step_time
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import MIB, DataParallel, Estimate, LayerStrategy, Plan, Recompute

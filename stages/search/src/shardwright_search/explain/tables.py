@@ -14,7 +14,7 @@ from shardwright_formats.command import show
 from shardwright_formats.display.node_types import binding, node_type_uses
 from shardwright_formats.display.plan_words import headline, range_words, shape_and_runs, stage_lines, strategy_words
 from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.canonical import effective
+from shardwright_formats.semantics.axes import effective
 from shardwright_formats.types import MIB, Estimate, LayerStrategy, Plan, RunnerUp, Strategy
 from shardwright_search.explain.what_if import WhatIfAnswer
 from shardwright_search.search import Found

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.canonical import effective
+from shardwright_formats.semantics.axes import effective
 from shardwright_formats.types import (
     EMBEDDING,
     HEAD,

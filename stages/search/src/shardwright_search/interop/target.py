@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.canonical import effective
+from shardwright_formats.semantics.axes import effective
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import EMBEDDING, HEAD, Attention, Plan, Recompute, SequenceParallel, Strategy
 from shardwright_search.space.uniform import UniformStrategy

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from shardwright_formats.semantics.layout import Layout, layout_of
+from shardwright_formats.semantics.axes import Layout, axes_of, layout_of, strategy_on
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import misfit
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
@@ -93,7 +93,7 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def _possible(self, strategy: Strategy, choice: Choice, type_name: str) -> bool:
         """Whether it shares a microbatch's samples out evenly, and is what the configuration fixes."""
-        if choice.samples % strategy.dp_size:
+        if choice.samples % layout_of(strategy).samples.size:
             return False
         tokens = self.gathered_tokens(strategy, choice.samples)
         if choice.buffer_tokens is not None and tokens > choice.buffer_tokens:
@@ -104,9 +104,8 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def gathered_tokens(self, strategy: Strategy, samples: int) -> int:
         """Tokens that Megatron's sequence parallelism gathers whole."""
-        if strategy.sequence_parallel is not SequenceParallel.MEGATRON:
-            return 0
-        return samples // strategy.dp_size * self.model.sequence_length
+        axes = axes_of(strategy)
+        return axes.rank_samples(samples) * self.model.sequence_length if axes.gathers_sequence else 0
 
 
 def alike(choice: Choice) -> Choice:
@@ -140,24 +139,19 @@ def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterat
     kinds = outer.data_parallel or request.data_parallel
     splits = outer.sequence_parallel or request.sequence_parallel
     for tp_size in outer.tp_sizes or request.tp_sizes or divisors(stage_size):
-        dp_size = stage_size // tp_size
-        if stage_size % tp_size or tp_size > (request.max_tp_size or tp_size):
+        if (plain := strategy_on(stage_size, tp_size)) is None:
             continue
-        if dp_size > (request.max_dp_size or dp_size):
+        ranks, samples = layout_of(plain).sample_ranks, layout_of(plain).samples.size
+        if ranks > (request.max_tp_size or ranks) or samples > (request.max_dp_size or samples):
             continue
-        grid = tp_size > 1 < dp_size
-        for sequence_parallel in splits if tp_size > 1 else (SequenceParallel.NONE,):
-            shards = stage_size if sequence_parallel is SequenceParallel.ULYSSES else dp_size
+        grid = 1 < ranks < stage_size
+        for sequence_parallel in splits if ranks > 1 else (SequenceParallel.NONE,):
+            split = replace(plain, sequence_parallel=sequence_parallel)
+            shards = axes_of(split).dense.states.size
             for data_parallel, shard_size in _sharings(request, kinds if shards > 1 else (DataParallel.DDP,), shards):
                 for consecutive in sorted(set(request.tp_consecutive)) if grid else (True,):
-                    yield Strategy(
-                        tp_size=tp_size,
-                        tp_consecutive=consecutive,
-                        dp_size=dp_size,
-                        data_parallel=data_parallel,
-                        shard_size=shard_size,
-                        sequence_parallel=sequence_parallel,
-                    )
+                    sharing = {"data_parallel": data_parallel, "shard_size": shard_size}
+                    yield replace(split, tp_consecutive=consecutive, **sharing)
 
 
 def _sharings(request: SearchRequest, kinds: Sequence[DataParallel], ranks: int) -> Iterator[tuple[DataParallel, int]]:

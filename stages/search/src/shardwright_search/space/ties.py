@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from shardwright_formats.semantics.axes import layout_of
 from shardwright_formats.types import EMBEDDING, HEAD, Strategy
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.tied_weights import has_shared, shared_cost_ps, tie_class, tie_cost_ps
@@ -23,7 +24,7 @@ class _End(NamedTuple):
 
     @property
     def width(self) -> int:
-        return self.strategy.tp_size * self.strategy.dp_size
+        return layout_of(self.strategy).stage_size
 
 
 class Ties(msgspec.Struct, frozen=True, dict=True, eq=False):
@@ -63,7 +64,7 @@ class Ties(msgspec.Struct, frozen=True, dict=True, eq=False):
         """Parameters that layers share are sent from the first to the last stage: that depends on their widths."""
         if self.costs.model.tied:
             return node_types, tie_class(strategy)
-        return (node_types, strategy.tp_size * strategy.dp_size) if has_shared(self.costs.model) else None
+        return (node_types, layout_of(strategy).stage_size) if has_shared(self.costs.model) else None
 
     @cached_method
     def _classes(self, shardings: Shardings, name: str) -> dict[object, _End]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.canonical import effective
+from shardwright_formats.semantics.axes import effective
 from shardwright_formats.types import (
     Cluster,
     DataParallel,

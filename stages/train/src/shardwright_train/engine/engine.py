@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import Tensor
 
 from shardwright_formats.semantics.chunks import chunk_layers
-from shardwright_formats.semantics.process_groups import PlannedGroup, axes_of
+from shardwright_formats.semantics.process_groups import PlannedGroup, strategy_groups
 from shardwright_formats.types import Plan
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedAdamW, StepOutcome
@@ -88,7 +88,7 @@ def _groups_of_units(context: RankContext) -> Iterator[PlannedGroup]:
         for chunk in range(len(stage.layers)):
             for _, kind, strategy in chunk_layers(plan, index, chunk):
                 for each in context.family.units(kind, strategy).values():
-                    yield from axes_of(each, stage.ranks)
+                    yield from strategy_groups(each, stage.ranks)
 
 
 def slowed(hook: StepHook, times: int) -> StepHook:

@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import EMBEDDING, HEAD, Attention, Plan, Precision, SequenceParallel
+from shardwright_formats.semantics.axes import layout_of
+from shardwright_formats.types import EMBEDDING, HEAD, Attention, Plan, Precision
 from shardwright_models.facts import Mask
 from shardwright_train.models.base import Family
 from shardwright_train.models.registry import family_named
@@ -145,7 +146,7 @@ def _drops_alike(plan: Plan, family: Family) -> str | None:
     """Return the first layer whose replicas must draw apart inside attention, which a compiled graph cannot do."""
     if family.dropout(family.configuration(plan.model)) == 0:
         return None
-    alike = (i for i, s in enumerate(plan.layers) if s.tp_size > 1 and s.sequence_parallel is SequenceParallel.NONE)
+    alike = (i for i, strategy in enumerate(plan.layers) if layout_of(strategy).replicas > 1)
     return next((f"layers[{i}]" for i in alike), None)
 
 

@@ -6,7 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 import msgspec
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import HEAD, Attention, Plan, SequenceParallel
+from shardwright_formats.semantics.axes import axes_of
+from shardwright_formats.types import HEAD, Attention, Plan
 from shardwright_models.registry import facts_of
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
@@ -76,11 +77,11 @@ def _fused_obstacle(plan: Plan) -> str | None:
         return f"{names} needs CUDA, the plan is for cpu"
     if plan.precision.compute == "float64":
         return f"{names} computes in float32 at most, the plan in float64"
-    tp_size = 1 if plan.head.sequence_parallel is SequenceParallel.ULYSSES else plan.head.tp_size
+    parts = axes_of(plan.head).dense.tensor.size
     lengths = [p.shape[p.tp_dim] for p in plan.model.types[HEAD].parameters if p.tp_dim is not None]
-    odd = [length for length in lengths if length % tp_size]
+    odd = [length for length in lengths if length % parts]
     if "cross_entropy" in plan.fused and odd:
-        return f"cross_entropy needs equal shares, the head's tp_size {tp_size} does not divide {odd[0]} classes"
+        return f"cross_entropy needs equal shares, the head's tp_size {parts} does not divide {odd[0]} classes"
     return None
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwright_formats.semantics.layout import ActivationShard, Layout, closed_groups, redistribution_plan
+from shardwright_formats.semantics.axes import ActivationShard, Layout
+from shardwright_formats.semantics.layout import closed_groups, redistribution_plan
 from shardwright_formats.semantics.process_groups import Purpose
 from shardwright_train.parallel.process_groups import Groups
 

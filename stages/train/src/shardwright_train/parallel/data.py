@@ -101,12 +101,12 @@ def as_dtensor(parameter: nn.Parameter, tp_dim: int | None, mesh: DeviceMesh) ->
     # FSDP2 shards the first dim of what the tp axis has left.
     *outer, dp = parameter.placements if isinstance(parameter, DTensor) else (Replicate(),)
     tp: Placement = Replicate() if tp_dim is None else Shard(tp_dim)
-    tp_size = mesh.size(-1)
-    if dp.is_shard() and tp_dim == 0 and tp_size > 1:
-        dp = StridedShard(0, split_factor=tp_size)
+    parts = mesh.size(-1)
+    if dp.is_shard() and tp_dim == 0 and parts > 1:
+        dp = StridedShard(0, split_factor=parts)
     shape = list(parameter.shape)
     if tp_dim is not None:
-        shape[tp_dim] *= tp_size
+        shape[tp_dim] *= parts
     local, stride = local_tensor(parameter.detach()), torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(local, mesh, (*outer, dp, tp), run_check=False, shape=torch.Size(shape), stride=stride)
     return nn.Parameter(placed)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardwright_formats.types import DataParallel, Precision, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types import DataParallel, Precision, Recompute, Strategy
 from shardwright_train.parallel.checkpointing import apply_activation_checkpointing, compile_block, part_of
 from shardwright_train.parallel.data import (
     Gathers,
@@ -125,7 +125,7 @@ def parallelize(
             enter_before(module.get_submodule(name), enters, keeps=replayed or style.compile)
         style.after_split(module, tensor_parallel)
         # Ulysses: the sequence is sharded everywhere; attention exchanges positions for heads.
-        if strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1:
+        if tensor_parallel.splits_everything:
             apply_ulysses(module, tensor_parallel.sequence_group, style.attention)
         # Activation recomputation of attention or MLP; that of a full block is around its call.
         if style.compile:

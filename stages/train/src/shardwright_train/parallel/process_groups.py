@@ -7,18 +7,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright_formats.semantics.layout import layout_of, parameter_layout
+from shardwright_formats.semantics.axes import ParameterAxes, axes_of
 from shardwright_formats.semantics.process_groups import (
     EDGE_CHANNELS,
     PlannedGroup,
     Purpose,
-    axis_of,
+    planned_group,
     process_groups,
 )
 from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import Plan, SequenceParallel, Strategy
+from shardwright_formats.types import Plan, Strategy
 
-_MeshKey = tuple[tuple[int, ...], int, bool, int]
+_MeshKey = tuple[tuple[int, ...], ParameterAxes]
 _ALL_TO_ALL = (Purpose.EXCHANGE, Purpose.TIED_PARAMETERS)
 
 
@@ -60,32 +60,27 @@ class Groups:
 
         Where groups of ranks hold replicas of each other's shards, two axes take the place of dp: replicate, shard.
         """
-        layout, ranks = parameter_layout(strategy), _stage_ranks(plan)
-        key = ranks, layout.tp_size, layout.consecutive, strategy.shard_size
+        axes, ranks = axes_of(strategy).dense, _stage_ranks(plan)
+        key = ranks, axes
         if key not in self._meshes:
-            grid = torch.tensor(ranks)
-            if layout.consecutive:
-                grid = grid.view(-1, layout.tp_size)
-            else:
-                grid = grid.view(layout.tp_size, -1).T
+            grid = torch.tensor(axes.tensor.groups(ranks))
             names: tuple[str, ...] = ("dp", "tp")
-            if strategy.shard_size:
-                grid, names = grid.unflatten(0, (-1, strategy.shard_size)), ("replicate", "shard", "tp")
+            if axes.replicates_shards:
+                grid, names = grid.unflatten(0, (-1, axes.shards)), ("replicate", "shard", "tp")
             groups = [self._along(grid, axis, name) for axis, name in enumerate(names)]
             self._meshes[key] = DeviceMesh.from_group(groups, self._device_type, grid, mesh_dim_names=names)
         return self._meshes[key]
 
     def sequence_group(self, plan: Plan, strategy: Strategy) -> dist.ProcessGroup:
-        """Return the group of the tp_size ranks that one sample is sharded over."""
-        layout, ranks = layout_of(strategy), _stage_ranks(plan)
-        dp_index, _ = layout.coordinates(ranks.index(dist.get_rank()))
-        ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
-        purpose = Purpose.EXCHANGE if ulysses else Purpose.TENSOR_PARALLEL
-        return self.among(purpose, (ranks[i] for i in layout.holders(dp_index)))
+        """Return the group of the ranks that one sample is sharded over."""
+        axes, ranks = axes_of(strategy), _stage_ranks(plan)
+        part = axes.layout.samples.part_of(ranks.index(dist.get_rank()))
+        purpose = Purpose.EXCHANGE if axes.exchanges_heads else Purpose.TENSOR_PARALLEL
+        return self.among(purpose, (ranks[i] for i in axes.layout.holders(part)))
 
     def among(self, purpose: Purpose, ranks: Iterable[int]) -> dist.ProcessGroup:
         """Return the group of some ranks, this one among them, for a purpose."""
-        return self._of_this_rank(axis_of(purpose, tuple(ranks)))
+        return self._of_this_rank(planned_group(purpose, tuple(ranks)))
 
     def edge(self, kind: Pass, around: bool, ranks: tuple[int, int]) -> dist.ProcessGroup:
         """Return the group of a sender and a receiver of neighbouring pipeline stages, in one direction.

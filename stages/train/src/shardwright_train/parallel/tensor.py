@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from shardwright_formats.types import SequenceParallel
+from shardwright_formats.semantics.axes import Axes
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import (
     copy_to_group,
@@ -41,12 +41,12 @@ _ENTERING = ("hidden_states", "key_value_states")
 class TensorParallel:
     """The sharing of a layer by the ranks that one sample is sharded over.
 
-    `axis` is the mesh axis that shards parameters (of one rank under Ulysses), `sequence_group` has tp_size ranks.
+    `axis` is the mesh axis that shards parameters (of one rank under Ulysses), `sequence_group` has all those ranks.
     """
 
     axis: DeviceMesh
     sequence_group: dist.ProcessGroup
-    sequence_parallel: SequenceParallel
+    axes: Axes
     randomness: Randomness
     recomputation: Recomputation
     """Selective recomputation of the layer."""
@@ -71,12 +71,12 @@ class TensorParallel:
     @property
     def splits_sequence(self) -> bool:
         """Return whether each rank has its own part of the sequence between the matrix products (Megatron)."""
-        return self.sequence_parallel is SequenceParallel.MEGATRON
+        return self.axes.gathers_sequence
 
     @property
     def splits_everything(self) -> bool:
         """Return whether each rank has its own part of the sequence in the matrix products too (Ulysses)."""
-        return self.sequence_parallel is SequenceParallel.ULYSSES
+        return self.axes.exchanges_heads
 
     @contextmanager
     def entered(self, *inputs: Tensor, keeps: bool = False) -> Iterator[Sequence[Tensor]]:

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwright_formats.semantics.axes import axes_of, layout_of
 from shardwright_formats.semantics.chunks import chunk_layers
-from shardwright_formats.semantics.layout import Box, layout_of, parameter_box
-from shardwright_formats.types import EMBEDDING, HEAD, Plan, Recompute, SequenceParallel, Strategy
+from shardwright_formats.semantics.layout import Box, parameter_box
+from shardwright_formats.types import EMBEDDING, HEAD, Plan, Recompute, Strategy
 from shardwright_train.data.share import Batch, Share
 from shardwright_train.models.base import Family, States, WithLoss
 from shardwright_train.models.initial_weights import fill
@@ -175,7 +176,7 @@ def build_layer(
     plan, family = context.plan, context.family
     config = family.configuration(plan.model)
     layout = layout_of(strategy)
-    dp_index, tp_index = layout.coordinates(context.me)
+    dp_index, tp_index = layout.samples.part_of(context.me), layout.sharers.part_of(context.me)
     # Ranks with replicas of the activations draw the same numbers.
     replica = (dp_index, tp_index) if layout.sequence_split else (dp_index,)
     randomness = Randomness(name, replica, tp_index, context.device)
@@ -213,7 +214,7 @@ def build_layer(
         samples=slice(shard.batch_start - context.share.first, shard.batch_end - context.share.first),
         compiled=compiled,
         randomness=randomness if family.dropout(config) > 0 else None,
-        replicas=1 if layout.sequence_split else layout.tp_size,
+        replicas=layout.replicas,
     )
 
 
@@ -223,7 +224,7 @@ def _sharing(context: RankContext, strategy: Strategy, randomness: Randomness, r
     tensor_parallel = TensorParallel(
         axis=mesh["tp"],
         sequence_group=groups.sequence_group(plan, strategy),
-        sequence_parallel=strategy.sequence_parallel,
+        axes=axes_of(strategy),
         randomness=randomness,
         recomputation=recomputation,
         fused_loss="cross_entropy" in plan.fused,
@@ -234,9 +235,10 @@ def _sharing(context: RankContext, strategy: Strategy, randomness: Randomness, r
 def _stock_module(context: RankContext, name: str, strategy: Strategy) -> nn.Module:
     """Return the stock module of a layer on the meta device."""
     plan = context.plan
-    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1
     with torch.device("meta"), _default_dtype(torch_dtype(plan.precision.parameters)):
-        module = context.family.build(plan.model, name, ULYSSES_ATTENTION if ulysses else context.attention)
+        module = context.family.build(
+            plan.model, name, ULYSSES_ATTENTION if axes_of(strategy).exchanges_heads else context.attention
+        )
     fuse(module, plan.fused)
     return module
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
+from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.semantics.chunks import stage_actions
 from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.types import ITEMSIZE, GradientReduction, SequenceParallel
+from shardwright_formats.types import ITEMSIZE, GradientReduction
 from shardwright_models.facts import Mask
 from shardwright_train.data.share import DOCUMENTS, Batch, Share
 from shardwright_train.models.base import States
@@ -122,9 +123,8 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
             stage.chunks[chunk].start_reductions()
     passes.messages.wait()
     stage.finish_gradients()
-    # Without Ulysses each rank of the head's group has computed the full loss of its samples.
-    head = plan.head
-    loss = passes.loss if head.sequence_parallel is SequenceParallel.ULYSSES else passes.loss / head.tp_size
+    # Each rank that shares the vocabulary has computed the full loss of its samples.
+    loss = passes.loss / axes_of(plan.head).dense.tensor.size
     if not pipeline.context.family.auxiliary_loss:
         return loss
     auxiliary = passes.auxiliary / plan.global_batch_size
@@ -271,13 +271,12 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
 def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Tensor:
     """Return this rank's part of a microbatch's summed loss and of its number of labels.
 
-    Each rank of the head's group has the same samples, and the full loss of them; with Ulysses that of its positions.
+    Each rank of the head's group has the same samples, and each that shares the vocabulary the same loss.
     """
     head = stage.chunks[action.chunk].layers[-1]
     counted = (microbatch["labels"][head.samples] != IGNORED).sum().double()
-    ranks = head.strategy.tp_size
-    split = head.strategy.sequence_parallel is SequenceParallel.ULYSSES
-    return torch.stack([loss.double() / (1 if split else ranks), counted / ranks])
+    axes = axes_of(head.strategy)
+    return torch.stack([loss.double() / axes.dense.tensor.size, counted / axes.layout.sample_ranks])
 
 
 def _no_hook(*_: object) -> None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwright_formats.semantics.axes import layout_of
 from shardwright_formats.semantics.chunks import chunk_layers, incoming_layout
-from shardwright_formats.semantics.layout import layout_of
 from shardwright_formats.semantics.schedules.passes import Action
 from shardwright_formats.types import EMBEDDING, HEAD, DataParallel
 from shardwright_train.data.share import Batch

@@ -1,0 +1,238 @@
+"""How a strategy cuts a layer over the ranks of its pipeline stage: the one place that computes with its degrees.
+
+The ranks of a stage, counted from 0, form a grid of dp_size x tp_size. Each axis cuts one thing into equal parts:
+
+| axis     | what is cut                                       | none    | megatron | ulysses           |
+|----------|---------------------------------------------------|---------|----------|-------------------|
+| samples  | the samples of a microbatch                       | dp_size | dp_size  | dp_size           |
+| sequence | the positions of a sample, between regions        | 1       | tp_size  | tp_size           |
+| heads    | attention heads, exchanged for positions          | 1       | 1        | tp_size           |
+| tensor   | parameters at `tp_dim`, products, the vocabulary  | tp_size | tp_size  | 1                 |
+| states   | what ZeRO shares out of a tensor part; DDP copies | dp_size | dp_size  | dp_size x tp_size |
+
+Ranks that share a sample are neighbours where `tp_consecutive`, else dp_size apart; ranks along `states` are those with
+equal tensor parts, and all ranks in their order under Ulysses. `samples` and `sequence` are the layout of activations;
+`tensor` and `states` belong to a group of parameters, and a layer has one such group: the dense ones.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import lcm
+from typing import NamedTuple, assert_never
+
+from shardwright_formats.types import DataParallel, SequenceParallel, Strategy
+
+_KNOWN_FIELDS = {
+    *("tp_size", "tp_consecutive", "dp_size", "data_parallel", "shard_size", "sequence_parallel"),
+    *("type", "recompute"),  # these two cut nothing
+}
+
+
+class Axis(NamedTuple):
+    """Ranks of a pipeline stage that share something out: `size` of them, `stride` apart."""
+
+    size: int
+    stride: int = 1
+
+    def part_of(self, rank: int) -> int:
+        """Return which part a rank has."""
+        return rank // self.stride % self.size
+
+    def groups(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of a stage in groups along the axis, each in the order of its parts."""
+        block = self.size * self.stride
+        firsts = (place for place in range(len(ranks)) if self.part_of(place) == 0)
+        return tuple(tuple(ranks[first : first + block : self.stride]) for first in firsts)
+
+
+class ActivationShard(NamedTuple):
+    """A part of a microbatch: samples [batch_start, batch_end) x positions [sequence_start, sequence_end)."""
+
+    batch_start: int
+    batch_end: int
+    sequence_start: int
+    sequence_end: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of positions over all samples."""
+        return (self.batch_end - self.batch_start) * (self.sequence_end - self.sequence_start)
+
+    def intersect(self, other: "ActivationShard") -> "ActivationShard | None":
+        """Return the common part, or None."""
+        common = ActivationShard(
+            max(self.batch_start, other.batch_start),
+            min(self.batch_end, other.batch_end),
+            max(self.sequence_start, other.sequence_start),
+            min(self.sequence_end, other.sequence_end),
+        )
+        empty = common.batch_start >= common.batch_end or common.sequence_start >= common.sequence_end
+        return None if empty else common
+
+
+class Layout(NamedTuple):
+    """How a microbatch lies over the ranks of a pipeline stage, before and after a layer.
+
+    Ranks are counted inside the stage. Use `layout_of`: it gives equal layouts one spelling.
+    """
+
+    stage_size: int
+    sample_ranks: int
+    """Number of ranks that share each sample."""
+    consecutive: bool
+    """Whether these are neighbours, or as far apart as there are parts of the samples."""
+    sequence_split: bool
+    """Whether each of them holds a part of the sequence, or all of them hold the whole."""
+
+    @property
+    def samples(self) -> Axis:
+        """Return the axis that cuts the samples of a microbatch."""
+        return Axis(self.stage_size // self.sample_ranks, self.sample_ranks if self.consecutive else 1)
+
+    @property
+    def sharers(self) -> Axis:
+        """Return the axis of the ranks that share each sample."""
+        return Axis(self.sample_ranks, 1 if self.consecutive else self.samples.size)
+
+    @property
+    def sequence(self) -> Axis:
+        """Return the axis that cuts the sequence, of size 1 where all hold the whole."""
+        return self.sharers if self.sequence_split else Axis(1)
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of ranks that hold the same activations."""
+        return self.sample_ranks // self.sequence.size
+
+    def holders(self, part: int) -> tuple[int, ...]:
+        """Return the ranks that share one part of the samples, in the order of the sequence."""
+        samples, sharers = self.samples, self.sharers
+        first = part * samples.stride
+        return tuple(range(first, first + sharers.size * sharers.stride, sharers.stride))
+
+    def activation_shard(self, rank: int, samples: int, sequence_length: int) -> ActivationShard:
+        """Return the part of a microbatch of `samples` that a rank holds."""
+        share, length = samples // self.samples.size, sequence_length // self.sequence.size
+        first, start = self.samples.part_of(rank) * share, self.sequence.part_of(rank) * length
+        return ActivationShard(first, first + share, start, start + length)
+
+
+class ParameterAxes(NamedTuple):
+    """How the ranks of a pipeline stage share a group of a layer's parameters, with gradients and optimizer states."""
+
+    tensor: Axis
+    """Ranks that tensor parallelism cuts each parameter among, at its `tp_dim`."""
+    states: Axis
+    """Data-parallel ranks: those that have the same tensor parts."""
+    shards: int
+    """Number of neighbours along `states` that ZeRO cuts a tensor part among; 1 where it is replicated."""
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of ranks that hold the same shard and sum its gradients."""
+        return self.states.size // self.shards
+
+    @property
+    def replicates_shards(self) -> bool:
+        """Return whether groups of ranks hold replicas of each other's shards (HSDP)."""
+        return 1 < self.shards < self.states.size
+
+    def state_groups(self, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Yield the groups that gather states and sum gradients; with HSDP those of shards, then those of replicas."""
+        for group in self.states.groups(ranks):
+            if self.replicates_shards:
+                yield from Axis(self.shards).groups(group)
+                yield from Axis(self.replicas, self.shards).groups(group)
+            else:
+                yield group
+
+
+class Axes(NamedTuple):
+    """How the ranks of a pipeline stage share one layer."""
+
+    layout: Layout
+    """The layout of the activations that enter and leave the layer."""
+    dense: ParameterAxes
+    """The axes of its parameters."""
+    heads: Axis
+    """Ranks that exchange positions for heads around attention (Ulysses)."""
+    gathers_sequence: bool
+    """Whether a region gathers the sequence that it gets in parts (Megatron)."""
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Return whether each rank attends with some heads to all positions, and has some positions elsewhere."""
+        return self.heads.size > 1
+
+    def rank_samples(self, samples: int) -> int:
+        """Return how many of a microbatch's samples each rank has."""
+        return samples // self.layout.samples.size
+
+
+@lru_cache(maxsize=1 << 14)
+def axes_of(strategy: Strategy) -> Axes:
+    """Return the axes of a layer; a kind of parallelism that is not known here raises an error."""
+    if strange := set(strategy.__struct_fields__) - _KNOWN_FIELDS:
+        raise NotImplementedError(f"no axis is known for {', '.join(sorted(strange))} of a strategy")
+    stage_size = strategy.tp_size * strategy.dp_size
+    consecutive = strategy.tp_consecutive or strategy.tp_size in (1, stage_size)
+    whole = Layout(stage_size, strategy.tp_size, consecutive, False)
+    split, alone = whole._replace(sequence_split=strategy.tp_size > 1), Axis(1)
+    match strategy.sequence_parallel:
+        case SequenceParallel.NONE:
+            return Axes(whole, _parameter_axes(strategy, whole.sharers, whole.samples), alone, False)
+        case SequenceParallel.MEGATRON:
+            dense = _parameter_axes(strategy, whole.sharers, whole.samples)
+            return Axes(split, dense, alone, split.sequence_split)
+        case SequenceParallel.ULYSSES:
+            return Axes(split, _parameter_axes(strategy, alone, Axis(stage_size)), split.sharers, False)
+        case unknown:
+            assert_never(unknown)
+
+
+def _parameter_axes(strategy: Strategy, tensor: Axis, states: Axis) -> ParameterAxes:
+    match strategy.data_parallel:
+        case DataParallel.DDP:
+            return ParameterAxes(tensor, states, 1)
+        case DataParallel.ZERO2 | DataParallel.ZERO3:
+            return ParameterAxes(tensor, states, strategy.shard_size or states.size)
+        case unknown:
+            assert_never(unknown)
+
+
+def strategy_on(stage_size: int, tp_size: int) -> Strategy | None:
+    """Return the plain strategy of a degree on all ranks of a stage, or None where it does not divide them."""
+    return None if stage_size % tp_size else Strategy(tp_size=tp_size, dp_size=stage_size // tp_size)
+
+
+def layout_of(strategy: Strategy) -> Layout:
+    """Return the layout of the activations that enter and leave a layer of this strategy."""
+    return axes_of(strategy).layout
+
+
+def effective(strategy: Strategy) -> Strategy:
+    """Return the one spelling of what a strategy does to a layer, without the layer's type and recomputation.
+
+    One rank alone has no sequence to share and no neighbours, and parameters that one rank holds are not sharded.
+    """
+    axes = axes_of(strategy)
+    return Strategy(
+        tp_size=strategy.tp_size,
+        tp_consecutive=axes.layout.consecutive,
+        dp_size=strategy.dp_size,
+        data_parallel=strategy.data_parallel if axes.dense.states.size > 1 else DataParallel.DDP,
+        shard_size=strategy.shard_size,
+        sequence_parallel=strategy.sequence_parallel if axes.layout.sample_ranks > 1 else SequenceParallel.NONE,
+    )
+
+
+def common_samples(source: Layout, target: Layout) -> int:
+    """Return the fewest samples that both layouts share out evenly."""
+    return lcm(source.samples.size, target.samples.size)
+
+
+def common_block(source: Layout, target: Layout) -> int:
+    """Return the number of neighbouring ranks after which both layouts of a stage repeat."""
+    if source.consecutive and target.consecutive:
+        return lcm(source.sample_ranks, target.sample_ranks)
+    return source.stage_size

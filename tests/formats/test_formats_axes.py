@@ -1,0 +1,141 @@
+"""Which axis a strategy cuts what along; a kind of parallelism that has no axis fails and shards nothing."""
+
+from collections import Counter
+from enum import StrEnum
+from itertools import product
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from shardwright_formats.semantics.axes import Axis, axes_of, effective, layout_of, strategy_on
+from shardwright_formats.semantics.communication import parameter_messages
+from shardwright_formats.semantics.layout import parameter_box
+from shardwright_formats.types import DataParallel, LayerType, Parameter, SequenceParallel, Strategy
+
+NONE, MEGATRON, ULYSSES = SequenceParallel
+
+
+def _made_up(kind: type[StrEnum], name: str) -> Any:
+    """A value that an enum may have one day."""
+    value = str.__new__(kind, name)
+    value._name_, value._value_ = name.upper(), name
+    return value
+
+
+class RingStrategy(Strategy, frozen=True, kw_only=True):
+    """A strategy with a degree that no axis knows."""
+
+    cp_size: int = 1
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Strategy(tp_size=2, dp_size=2, sequence_parallel=_made_up(SequenceParallel, "ring")),
+        Strategy(tp_size=2, dp_size=2, data_parallel=_made_up(DataParallel, "zero4")),
+        RingStrategy(tp_size=2, dp_size=2, cp_size=2),
+    ],
+    ids=["sequence", "data", "degree"],
+)
+def test_parallelism_without_an_axis_fails_and_shards_nothing(strategy):
+    parameter = Parameter(name="weight", shape=(8, 8), tp_dim=0)
+    kind = LayerType(parameters=(parameter,), forward_flops_per_sample=1)
+    for asks in (
+        axes_of,
+        layout_of,
+        effective,
+        lambda given: parameter_box(parameter, given, 0),
+        lambda given: list(parameter_messages(kind, given, 4, 4, 1, False)),
+    ):
+        with pytest.raises((AssertionError, NotImplementedError), match=r"ring|zero4|cp_size"):
+            asks(strategy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "consecutive", "samples", "sequence", "heads", "tensor", "states"),
+    [
+        (NONE, True, Axis(3, 2), Axis(1), Axis(1), Axis(2), Axis(3, 2)),
+        (NONE, False, Axis(3), Axis(1), Axis(1), Axis(2, 3), Axis(3)),
+        (MEGATRON, True, Axis(3, 2), Axis(2), Axis(1), Axis(2), Axis(3, 2)),
+        (MEGATRON, False, Axis(3), Axis(2, 3), Axis(1), Axis(2, 3), Axis(3)),
+        (ULYSSES, True, Axis(3, 2), Axis(2), Axis(2), Axis(1), Axis(6)),
+        (ULYSSES, False, Axis(3), Axis(2, 3), Axis(2, 3), Axis(1), Axis(6)),
+    ],
+)
+def test_each_kind_cuts_along_the_axes_of_the_table(kind, consecutive, samples, sequence, heads, tensor, states):
+    axes = axes_of(Strategy(tp_size=2, dp_size=3, tp_consecutive=consecutive, sequence_parallel=kind))
+    assert (axes.layout.samples, axes.layout.sequence) == (samples, sequence)
+    assert (axes.heads, axes.dense.tensor, axes.dense.states) == (heads, tensor, states)
+    assert axes.layout.replicas == (1 if kind is not NONE else 2)
+    assert axes.gathers_sequence is (kind is MEGATRON) and axes.exchanges_heads is (kind is ULYSSES)
+    assert axes.rank_samples(6) == 2
+
+
+def _strategies(ranks: int) -> list[Strategy]:
+    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    plain = (
+        Strategy(tp_size=size, dp_size=ranks // size, tp_consecutive=near, data_parallel=kind, sequence_parallel=split)
+        for size, near, kind, split in product(divisors, (True, False), DataParallel, SequenceParallel)
+    )
+    found = []
+    for strategy in plain:
+        found.append(strategy)
+        for shard_size in range(1, ranks + 1):
+            try:
+                found.append(structs.replace(strategy, shard_size=shard_size))
+            except ValueError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 6, 8])
+def test_the_axes_of_a_group_of_parameters_reach_every_rank_once(ranks):
+    """The type refuses exactly those shard sizes that cut no axis into equal groups."""
+    sharded = Counter[bool]()
+    for strategy in _strategies(ranks):
+        dense = axes_of(strategy).dense
+        assert dense.tensor.size * dense.states.size == ranks
+        assert dense.shards * dense.replicas == dense.states.size
+        places = {(dense.tensor.part_of(rank), dense.states.part_of(rank)) for rank in range(ranks)}
+        assert len(places) == ranks
+        for axis in (dense.tensor, dense.states, axes_of(strategy).layout.samples, axes_of(strategy).layout.sharers):
+            groups = axis.groups(range(ranks))
+            assert sorted(rank for group in groups for rank in group) == list(range(ranks))
+            assert all([axis.part_of(rank) for rank in group] == list(range(axis.size)) for group in groups)
+        sharded[dense.replicates_shards] += 1
+        assert dense.replicates_shards is (strategy.shard_size > 0)
+    assert sharded[True] > 0 or ranks < 4
+
+
+def test_ranks_that_hold_one_shard_sum_its_gradients_and_neighbours_hold_all_shards():
+    dense = axes_of(Strategy(tp_size=2, dp_size=4, data_parallel=DataParallel.ZERO2, shard_size=2)).dense
+    assert list(dense.state_groups(range(8))) == [
+        *((0, 2), (4, 6), (0, 4), (2, 6)),
+        *((1, 3), (5, 7), (1, 5), (3, 7)),
+    ]
+    parameter = Parameter(name="weight", shape=(8, 4), tp_dim=0)
+    strategy = Strategy(tp_size=2, dp_size=4, data_parallel=DataParallel.ZERO2, shard_size=2)
+    rows = [parameter_box(parameter, strategy, rank)[0] for rank in range(8)]
+    assert rows == 2 * [(0, 2), (4, 6), (2, 4), (6, 8)]
+
+
+def test_every_field_of_a_strategy_changes_what_is_cut():
+    given = Strategy(tp_size=2, dp_size=4, data_parallel=DataParallel.ZERO2, shard_size=2)
+    changes: dict[str, Any] = {
+        "tp_size": 4,
+        "tp_consecutive": False,
+        "dp_size": 8,
+        "shard_size": 0,
+        "sequence_parallel": MEGATRON,
+    }
+    for name, value in changes.items():
+        assert axes_of(structs.replace(given, **{name: value})) != axes_of(given), name
+    plain = structs.replace(given, shard_size=0)
+    assert axes_of(plain) != axes_of(structs.replace(plain, data_parallel=DataParallel.DDP))
+    assert {*changes, "data_parallel"} == set(Strategy.__struct_fields__)
+
+
+def test_a_strategy_on_a_stage_takes_all_of_its_ranks():
+    assert strategy_on(6, 2) == Strategy(tp_size=2, dp_size=3)
+    assert strategy_on(6, 4) is None

@@ -1,0 +1,9 @@
+"""Axes of a stage's ranks as a few numbers say them."""
+
+from shardwright_formats.semantics.axes import Layout, ParameterAxes
+from shardwright_search.cost_model.topology import StageTopology
+
+
+def stage_axes(topology: StageTopology, tp_size: int, consecutive: bool, shards: int = 1) -> ParameterAxes:
+    layout = Layout(topology.size, tp_size, consecutive, False)
+    return ParameterAxes(layout.sharers, layout.samples, shards)
