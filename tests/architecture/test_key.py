@@ -63,14 +63,18 @@ def test_a_key_taken_apart_is_seen(line):
 
 ADDED = {
     "key.py": ("    recompute: Recompute | None = None\n", "    cp_size: int = 0\n"),
-    "types/model_profile.py": ('    """Which activations are computed again."""\n', "    cp_size: Ranks = 1\n"),
+    "types/model_profile.py": (
+        '    """Activations that are computed again in the backward pass."""\n',
+        "    cp_size: Ranks = 1\n",
+    ),
+    "semantics/axes.py": ('    *("type", "recompute"),  # these two cut nothing\n', '    "cp_size",\n'),
     "types/strategy.py": ('    """Ranks that one sample of the layer is split over."""\n', "    cp_size: Ranks = 1\n"),
 }
-"""The lines after which a column for context parallelism is added: the key, the tables of a pass, and the strategy."""
+"""The lines after which a column for context parallelism is added: the key, the tables of a pass, the axes and the strategy."""
 
 
 def test_a_column_is_added_by_a_line_in_the_key_and_one_in_the_tables(tmp_path):
-    """With that and the field of the strategy itself, profiles are fitted, written, read and priced by the column."""
+    """With that, the field of the strategy and its mention in the axes, profiles are fitted, written, read and priced by the column."""
     package = tmp_path / "shardwright_formats"
     shutil.copytree(ROOT / "formats/src/shardwright_formats", package)
     for name, (before, line) in ADDED.items():

@@ -31,7 +31,7 @@ class Key(msgspec.Struct, frozen=True, order=True):
 
 
 class LayerKey(Key, frozen=True, order=True, kw_only=True):
-    """What figures of layers are looked up by; a column that is left open holds its default, which no figure has."""
+    """The key of figures of layers; a column that is left open holds its default, which no figure has."""
 
     type: str = ""
     """The layer's type in the model description."""

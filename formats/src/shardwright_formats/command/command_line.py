@@ -25,7 +25,7 @@ class BatchOptions(Options, frozen=True, kw_only=True):
 
 
 class Command(NamedTuple):
-    """What a command is asked, and what runs it."""
+    """A command: the options that it takes, and the function that runs it."""
 
     options: type[Options]
     function: str
@@ -140,10 +140,10 @@ def _add(parser: ArgumentParser, option: Option, meaning: str) -> None:
 def _help(option: Option, meaning: str) -> str:
     default = getattr(option.default, "value", option.default)
     default = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    is_told = default is not None and default != ""
-    notes = [option.limits, f"default {default}" if is_told else "", "required" if option.is_required else ""]
-    told = "; ".join(note for note in notes if note)
-    return f"{meaning} ({told})".replace("%", "%%") if told else meaning.replace("%", "%%")
+    has_default = default is not None and default != ""
+    notes = [option.limits, f"default {default}" if has_default else "", "required" if option.is_required else ""]
+    remarks = "; ".join(note for note in notes if note)
+    return f"{meaning} ({remarks})".replace("%", "%%") if remarks else meaning.replace("%", "%%")
 
 
 def _filled(text: str) -> str:

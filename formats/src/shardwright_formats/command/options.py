@@ -12,11 +12,11 @@ from shardwright_formats.io import BadInput, has_controls
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command is asked; its docstring is the command's help."""
+    """The options of a command; its docstring is the command's help."""
 
 
 class Off(NamedTuple):
-    """What switches a bool off, in place of `--no-x`."""
+    """A flag that switches a bool off, in place of `--no-x`."""
 
     flag: str
 
@@ -30,7 +30,7 @@ POSITIONAL = _Positional()
 
 
 class Option(NamedTuple):
-    """One field of an options struct, as a command line knows it."""
+    """A field of an options struct, as a command line knows it."""
 
     field: str
     spelling: str
@@ -46,21 +46,21 @@ class Option(NamedTuple):
     off: str | None
     """The flag that switches a bool off."""
     description: str
-    """What its type says of it."""
+    """Description by its type."""
 
     @property
     def name(self) -> str:
-        """How the command line and its errors call it."""
+        """Return its name on the command line and in errors."""
         return self.spelling.upper() if self.is_positional else f"--{self.spelling.replace('_', '-')}"
 
     @property
     def is_switch(self) -> bool:
-        """Whether it takes no value."""
+        """Return whether it takes no value."""
         return self.type is bool
 
     @property
     def placeholder(self) -> str:
-        """What stands for its value in the help."""
+        """Return the word that stands for its value in the help."""
         return f"{{{','.join(self.choices)}}}" if self.choices else _PLACEHOLDERS.get(self.type, "TEXT")
 
     @property

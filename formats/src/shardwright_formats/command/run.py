@@ -1,4 +1,4 @@
-"""From a command line to its exit code."""
+"""The way from a command line to its exit code."""
 
 import signal
 import sys

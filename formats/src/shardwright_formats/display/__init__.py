@@ -1,1 +1,1 @@
-"""What is shown to people: numbers with their units, and pictures as SVG, alike in all commands and the report."""
+"""Numbers with their units, and pictures as SVG, alike in all commands and the report."""

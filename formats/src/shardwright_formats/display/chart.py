@@ -19,7 +19,7 @@ class Axis(NamedTuple):
     scale: Callable[[float], float] = float
 
     def at(self, value: float) -> float:
-        """Where a value lies, in px."""
+        """Return the place of a value, in px."""
         low, high = self.scale(self.low), self.scale(self.high)
         return self.start + (self.scale(value) - low) / (high - low) * (self.end - self.start)
 

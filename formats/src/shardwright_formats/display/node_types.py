@@ -1,4 +1,4 @@
-"""What each node type of a mixed cluster does in a step: which one binds, how long it idles, and what that costs."""
+"""Use of each node type of a mixed cluster in a step: which one binds, how long it idles, and what that costs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from shardwright_formats.types import Estimate, Plan
 
 
 class NodeTypeUse(NamedTuple):
-    """Of the stages on one node type; one that spans several is a stage of each."""
+    """Use of one node type by its stages; a stage that spans several types counts for each."""
 
     name: str
     stages: int
@@ -17,24 +17,24 @@ class NodeTypeUse(NamedTuple):
     busiest_s: float
     """The longest that one of its stages computes or reduces."""
     idle_share: float
-    """Of its ranks' time until the last stage is done."""
+    """Share of its ranks' time, until the last stage is done, in which they idle."""
     idle_usd: float | None
     """Price of that in a step; None: the type has no price."""
 
 
 def node_type_uses(plan: Plan, estimate: Estimate) -> tuple[NodeTypeUse, ...]:
-    """Of each node type that a stage is on, in the order of the ranks; none of one type, or without a timeline."""
+    """Return the use of each node type with a stage, in the order of the ranks; empty for one type or no timeline."""
     types = plan.cluster.node_type_of_rank
     if len(set(types)) == 1 or not estimate.timeline:
         return ()
     end_s = max(event.end_s for event in estimate.timeline)
-    found = dict[str, list[tuple[int, float]]]()
-    for stage, own in enumerate(plan.stages):
-        idle = idle_s((event for event in estimate.timeline if event.stage == stage), stage, end_s)
-        for name, ranks in Counter(types[rank] for rank in own.ranks).items():
-            found.setdefault(name, []).append((ranks, idle))
-    order = [name for name in dict.fromkeys(types) if name in found]
-    return tuple(_use(plan, name, found[name], end_s) for name in order)
+    idle_times = dict[str, list[tuple[int, float]]]()
+    for number, stage in enumerate(plan.stages):
+        idle = idle_s((event for event in estimate.timeline if event.stage == number), number, end_s)
+        for name, ranks in Counter(types[rank] for rank in stage.ranks).items():
+            idle_times.setdefault(name, []).append((ranks, idle))
+    order = [name for name in dict.fromkeys(types) if name in idle_times]
+    return tuple(_use(plan, name, idle_times[name], end_s) for name in order)
 
 
 def _use(plan: Plan, name: str, stages: list[tuple[int, float]], end_s: float) -> NodeTypeUse:

@@ -42,7 +42,7 @@ _CORNERS = (
 
 
 def element(name: str, content: str = "", /, **attributes: object) -> str:
-    """One element; underscores in attribute names are hyphens, a trailing one is dropped."""
+    """Return one element; underscores in attribute names are hyphens, a trailing one is dropped."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_attribute(value))}"' for key, value in attributes.items()
     )
@@ -115,8 +115,8 @@ def document(drawing: str, margin: int = 12) -> str:
 
 
 def without_variables(drawing: str) -> str:
-    """The same picture in its light colours alone, for programs that know no CSS variables."""
-    return re.sub(r"var\(--(\w+)\)", lambda found: COLOURS[found[1]], drawing)
+    """Return a picture in its light colours alone, for programs that know no CSS variables."""
+    return re.sub(r"var\(--(\w+)\)", lambda name: COLOURS[name[1]], drawing)
 
 
 def ticks(high: float, count: int = 5, low: float = 0.0) -> list[float]:

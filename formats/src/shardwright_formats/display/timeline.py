@@ -52,16 +52,16 @@ def draw_timeline(plan: Plan, estimate: Estimate) -> str:
 
 
 def _rows(lanes: set[Lane], num_stages: int) -> tuple[dict[Lane, float], float]:
-    """Where each lane that has events lies, and the bottom of all: a stage, its reductions, the link to the next."""
-    found, y = {}, _TOP
+    """Return the top of each lane with events, and the bottom of all: a stage, its reductions, the link to the next."""
+    tops, y = {}, _TOP
     for stage in range(num_stages):
         following = Lane((stage + 1) % num_stages, BACK)
         for lane in (Lane(stage, PASSES), Lane(stage, GRADIENTS), Lane(stage, FORTH), following):
             if lane in lanes:
-                found[lane] = y
+                tops[lane] = y
                 y += _HEIGHTS[lane.kind] + _GAP
         y += 3 * _GAP
-    return found, y
+    return tops, y
 
 
 def _heading(plan: Plan, estimate: Estimate) -> Iterator[str]:
@@ -122,7 +122,7 @@ def _words(kind: str) -> str:
 
 
 def lane_name(lane: Lane, num_stages: int) -> str:
-    """What a lane is called, such as `stage 0` or `0 → 1`."""
+    """Return the name of a lane, such as `stage 0` or `0 → 1`."""
     match lane.kind:
         case "send_forward":
             return f"{lane.stage} → {(lane.stage + 1) % num_stages}"
@@ -141,14 +141,14 @@ def by_lane(events: Iterable[TimelineEvent]) -> dict[Lane, list[TimelineEvent]]:
     def lane(event: TimelineEvent) -> Lane:
         return Lane(event.stage, kinds.get(event.kind, PASSES))
 
-    return {key: list(own) for key, own in groupby(sorted(events, key=lambda e: (lane(e), e.start_s)), key=lane)}
+    return {key: list(group) for key, group in groupby(sorted(events, key=lambda e: (lane(e), e.start_s)), key=lane)}
 
 
 def idle_s(events: Iterable[TimelineEvent], stage: int, over_s: float) -> float:
-    """How long a stage neither computes nor reduces until `over_s`; what its links carry does not count."""
-    own = [event for event in events if event.stage == stage and event.kind not in (FORTH, BACK)]
+    """Return the time that a stage neither computes nor reduces until `over_s`; its links do not count."""
+    busy = [event for event in events if event.stage == stage and event.kind not in (FORTH, BACK)]
     idle = reached = 0.0
-    for event in sorted(own, key=lambda event: event.start_s):
+    for event in sorted(busy, key=lambda event: event.start_s):
         idle += max(event.start_s - reached, 0.0)
         reached = max(event.end_s, reached)
     return idle + over_s - reached

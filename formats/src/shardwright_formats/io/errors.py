@@ -31,8 +31,8 @@ class BadInput(ShardwrightError):
 
     exit_code = 2
 
-    def __init__(self, file: object, what: str, remedy: str) -> None:
-        super().__init__(str(file), what, remedy)
+    def __init__(self, file: object, problem: str, remedy: str) -> None:
+        super().__init__(str(file), problem, remedy)
 
     def __str__(self) -> str:
         """`FILE: what: what to do`, on one line."""
@@ -46,7 +46,7 @@ class NothingFits(ShardwrightError):
 
 
 class ReaderGone(ShardwrightError):
-    """What read standard output has ended before its writer, as `head` does: a command then ends as Unix tools do."""
+    """A reader of standard output that ended before its writer, as `head` does: the command ends as Unix tools do."""
 
     exit_code = 128 + signal.SIGPIPE
 
@@ -83,11 +83,11 @@ class Stopped(ShardwrightError):
 
 
 def system_fault(error: OSError | MemoryError, file: object = None) -> BadInput:
-    """One line on what the system refused: about a file where it is known, else about the machine."""
+    """Return one line on what the system refused: about a file where it is known, else about the machine."""
     if isinstance(error, MemoryError):
         return BadInput("memory", "there is too little of it here", "ask for less at once, or take a larger machine")
-    what = error.strerror or " ".join(str(error).split())
-    return BadInput(file or error.filename or "this machine", what, _REMEDIES.get(error.errno or 0, "check it"))
+    problem = error.strerror or " ".join(str(error).split())
+    return BadInput(file or error.filename or "this machine", problem, _REMEDIES.get(error.errno or 0, "check it"))
 
 
 _REMEDIES = {

@@ -24,12 +24,12 @@ _AGAIN = "write the profile again"
 
 
 class Provenance(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When and with what a profile was made, and what there is to say about it."""
+    """Date, software and notes of a profile."""
 
     date: str
     """UTC day, as 2026-01-31; where several files were joined, the latest."""
     versions: str
-    """Of the software and the device's driver that measured, as `torch 2.13.0, driver 550.54`."""
+    """Versions of the software and the device's driver that measured, as `torch 2.13.0, driver 550.54`."""
     notes: str = ""
     """Sources, assumptions and defects, one sentence a line."""
 
@@ -43,7 +43,7 @@ class Profile:
 
     @property
     def problem(self) -> str | None:
-        """What of its tables contradicts itself, or None."""
+        """Return what contradicts itself in its tables, or None."""
         return None
 
 
@@ -83,22 +83,22 @@ def read_profile(path: Path, kind: type[ProfileType]) -> ProfileType:
     """Read a profile; BadInput names whatever cannot be right in it."""
     with _opened(path) as file:
         _check_header(path, file, kind)
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, hint in _fields(kind).items():
             if get_origin(hint) is Table:
-                found[name] = _read_table(path, file, name, *get_args(hint))
+                fields[name] = _read_table(path, file, name, *get_args(hint))
             elif hint is str:
-                found[name] = _text(path, file, name)
+                fields[name] = _text(path, file, name)
             else:
-                found[name] = hint(**{text: _text(path, file, text) for text in hint.__struct_fields__})
-    profile = kind(**found)
+                fields[name] = hint(**{text: _text(path, file, text) for text in hint.__struct_fields__})
+    profile = kind(**fields)
     if (problem := profile.problem) is not None:
         raise BadInput(path, problem, "measure these points again")
     return profile
 
 
 def format_of(path: Path) -> object:
-    """What an HDF5 file says of its format; BadInput where it is none."""
+    """Return the format that an HDF5 file names; BadInput where it is none."""
     with _opened(path) as file:
         return _attribute(path, file, "format")
 
@@ -136,9 +136,9 @@ def _read_table(path: Path, file: h5py.File, name: str, row_type: type[Row]) -> 
         if set(group) != set(columns):
             odd = sorted(set(group) ^ set(columns))
             raise BadInput(path, f"table {name} has missing or unknown columns {odd}", _AGAIN)
-    found = {column: _read_column(path, file, f"{name}/{column}", spec) for column, spec in columns.items()}
+    values = {column: _read_column(path, file, f"{name}/{column}", spec) for column, spec in columns.items()}
     try:
-        return Table(row_type, found)
+        return Table(row_type, values)
     except ValueError as error:
         raise BadInput(path, f"table {name}: {error}", "measure that point again") from None
 
@@ -153,12 +153,12 @@ def _text(path: Path, file: h5py.File, name: str) -> str:
 
 
 @contextmanager
-def _h5py_errors(path: Path, what: str) -> Iterator[None]:
+def _h5py_errors(path: Path, problem: str) -> Iterator[None]:
     """Turn what h5py raises over a damaged file into one line; only h5py calls belong inside."""
     try:
         yield
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise BadInput(path, f"{what} ({error})", _AGAIN) from None
+        raise BadInput(path, f"{problem} ({error})", _AGAIN) from None
 
 
 def _check_header(path: Path, file: h5py.File, kind: type[Profile]) -> None:

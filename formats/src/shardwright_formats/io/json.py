@@ -37,7 +37,7 @@ class Document(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int] = 1
     SEALED: ClassVar[bool] = False
-    """Whether its file holds the SHA-256 of all that it says, so that no changed bit of it is read."""
+    """True where its file holds the SHA-256 of all that it says, so that no changed bit of it is read."""
 
 
 DocumentType = TypeVar("DocumentType", bound=Document)
@@ -122,7 +122,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _temporaries(path: Path) -> list[tuple[Path, re.Match[str]]]:
-    """Each temporary file of a path, with the name of its process."""
+    """Return the temporary files of a path, each with the name of its process."""
     beginning = _beginning(path)
     names = (name for name in os.listdir(path.parent) if name.startswith(beginning))
     pairs = ((path.parent / name, _OWNED.fullmatch(name.removeprefix(beginning))) for name in names)
@@ -135,8 +135,8 @@ def _faults_of(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        own = {path, _temporary(path), *path.parents}
-        if error.filename is not None and Path(os.fsdecode(error.filename)) not in own:
+        involved = {path, _temporary(path), *path.parents}
+        if error.filename is not None and Path(os.fsdecode(error.filename)) not in involved:
             raise
         raise system_fault(error, path) from None
 
@@ -194,30 +194,30 @@ def read_any_document(path: Path, *kinds: type[DocumentType]) -> DocumentType:
         raise BadInput(path, str(error), "correct the file or write it again") from None
 
 
-def checked_header(path: Path, found: object, version: object, kinds: Mapping[str, type[Headed]]) -> type[Headed]:
+def checked_header(path: Path, format_name: object, version: object, kinds: Mapping[str, type[Headed]]) -> type[Headed]:
     """The kind of file that its format names; BadInput unless it is one of these, in the version that is read here."""
-    if not isinstance(found, str) or found not in kinds:
-        raise BadInput(path, f"format is {found!r}, not {' or '.join(kinds)}", "pass a file of that format")
-    known: int = kinds[found].VERSION  # type: ignore[attr-defined]
+    if not isinstance(format_name, str) or format_name not in kinds:
+        raise BadInput(path, f"format is {format_name!r}, not {' or '.join(kinds)}", "pass a file of that format")
+    known: int = kinds[format_name].VERSION  # type: ignore[attr-defined]
     if type(version) is not int or version != known:
         raise BadInput(
             path,
-            f"version {version!r} of {found} is unknown here, only {known} is read",
+            f"version {version!r} of {format_name} is unknown here, only {known} is read",
             "write the file again with this version of shardwright",
         )
-    return kinds[found]
+    return kinds[format_name]
 
 
 def check_regular(path: Path, max_bytes: int) -> None:
     """Raise BadInput unless a path names a regular file of at most so many bytes: no folder, device or pipe."""
     try:
-        found = path.stat()
+        entry = path.stat()
     except OSError as error:
         raise system_fault(error, path) from None
-    if not stat.S_ISREG(found.st_mode):
-        what = "is a folder" if stat.S_ISDIR(found.st_mode) else "is no regular file"
-        raise BadInput(path, what, "pass a file")
-    if found.st_size > max_bytes:
+    if not stat.S_ISREG(entry.st_mode):
+        problem = "is a folder" if stat.S_ISDIR(entry.st_mode) else "is no regular file"
+        raise BadInput(path, problem, "pass a file")
+    if entry.st_size > max_bytes:
         raise BadInput(path, f"larger than {max_bytes >> 20} MiB", "pass a file of the right kind")
 
 
@@ -251,11 +251,11 @@ def read_object(path: Path, max_bytes: int = _MAX_JSON_BYTES, *, any_text: bool 
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"key {repeated!r} stands twice")
-    return found
+    return unique
 
 
 def first_odd(value: object, is_odd: Callable[[str], bool] = has_controls, where: str = "$") -> str | None:

@@ -16,7 +16,7 @@ from shardwright_formats.io.text import has_controls
 
 
 class Source(StrEnum):
-    """Where a number of a profile comes from."""
+    """Sources of the numbers of a profile."""
 
     MEASURED = "measured"
     """Timed or counted."""
@@ -25,7 +25,7 @@ class Source(StrEnum):
     ASSUMED = "assumed"
     """Taken from elsewhere, or by a rule that was not checked."""
     ANALYTIC = "analytic"
-    """By a formula from a device's data sheet."""
+    """Computed by a formula from a device's data sheet."""
     ABSENT = "absent"
     """Nobody knows it; the number beside it is 0."""
 
@@ -50,12 +50,12 @@ RowType = TypeVar("RowType", bound=Row)
 
 
 def sourced(by: str) -> Meta:
-    """Of a number: the field that holds its `Source`; a number that is absent is 0."""
+    """Return the mark of a number that names the field with its `Source`; a number that is absent is 0."""
     return Meta(extra={"source": by})
 
 
 class Column(NamedTuple):
-    """What one column holds."""
+    """The type, dtype, unit and source of one column."""
 
     type: msgspec.inspect.Type
     dtype: np.dtype[Any]
@@ -65,7 +65,7 @@ class Column(NamedTuple):
     """The column that says where a number comes from; empty where none does."""
 
     def problem(self, values: NDArray[Any]) -> str | None:
-        """Which value cannot be, or None."""
+        """Return which value cannot be, or None."""
         match self.type:
             case EnumType() | StrType():
                 return _text_problem(self.type, values)
@@ -74,17 +74,17 @@ class Column(NamedTuple):
 
     def decoded(self, values: NDArray[Any]) -> Iterable[Any]:
         """The values as a row has them."""
-        found: Iterable[Any] = values.tolist()
+        items: Iterable[Any] = values.tolist()
         match self.type:
             case EnumType(cls):
                 members = {member.value.encode(): member for member in cls}
-                return (members[value] for value in found)
+                return (members[value] for value in items)
             case StrType():
-                return (value.decode() for value in found)
+                return (value.decode() for value in items)
             case BoolType():
-                return map(bool, found)
+                return map(bool, items)
             case _:
-                return found
+                return items
 
 
 @cache
@@ -115,8 +115,8 @@ class Table(Generic[RowType]):
     @classmethod
     def of(cls, row_type: type[RowType], rows: Iterable[RowType]) -> "Table[RowType]":
         """The table of these rows."""
-        found = list(rows)
-        return cls(row_type, {name: [getattr(row, name) for row in found] for name in columns_of(row_type)})
+        listed = list(rows)
+        return cls(row_type, {name: [getattr(row, name) for row in listed] for name in columns_of(row_type)})
 
     @cached_property
     def rows(self) -> tuple[RowType, ...]:
@@ -136,8 +136,8 @@ class Table(Generic[RowType]):
         return len(next(iter(self.columns.values())))
 
 
-def _column(found: msgspec.inspect.Type) -> Column:
-    kind, extra = (found.type, found.extra or {}) if isinstance(found, Metadata) else (found, {})
+def _column(annotated: msgspec.inspect.Type) -> Column:
+    kind, extra = (annotated.type, annotated.extra or {}) if isinstance(annotated, Metadata) else (annotated, {})
     match kind:
         case IntType():
             dtype, unit = "int64", ""
@@ -172,8 +172,8 @@ def _problem(columns: Mapping[str, Column], values: Mapping[str, NDArray[Any]]) 
     if len({len(column) for column in values.values()}) > 1:
         return "columns of different lengths"
     for name, column in columns.items():
-        if (found := column.problem(values[name])) is not None:
-            return f"{name} is {found}"
+        if (problem := column.problem(values[name])) is not None:
+            return f"{name} is {problem}"
     for name, column in columns.items():
         if column.source:
             odd = np.flatnonzero((values[column.source] == Source.ABSENT.encode()) & (values[name] != 0))

@@ -8,14 +8,14 @@ from importlib.metadata import version
 
 def versions_text(packages: Sequence[str], *, on_gpu: bool) -> str:
     """Versions of installed packages, as `torch 2.13.0, driver 550.54`; of NVIDIA's driver too on a GPU."""
-    found = [f"{package} {version(package)}" for package in packages]
+    texts = [f"{package} {version(package)}" for package in packages]
     if on_gpu:
-        found.append(f"driver {_driver_version()}")
-    return ", ".join(found)
+        texts.append(f"driver {_driver_version()}")
+    return ", ".join(texts)
 
 
 def _driver_version() -> str:
-    """As nvidia-smi gives it; `unknown` where that is not installed, as with AMD's devices."""
+    """Return the version that nvidia-smi gives; `unknown` where that is not installed, as with AMD's devices."""
     if shutil.which("nvidia-smi") is None:
         return "unknown"
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

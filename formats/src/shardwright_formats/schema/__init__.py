@@ -1,1 +1,1 @@
-"""What is generated from the types: JSON Schemas and docs/formats.md."""
+"""Generators from the types: JSON Schemas and docs/formats.md."""

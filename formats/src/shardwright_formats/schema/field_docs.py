@@ -18,23 +18,23 @@ def field_docs(kind: type) -> dict[str, str]:
 
     A field without a literal after it is absent. The class must be importable with its source.
     """
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.partition("_")[0] == kind.__module__.partition("_")[0]:
-            found |= _own_field_docs(base)
-    return found
+            meanings |= _own_field_docs(base)
+    return meanings
 
 
 @lru_cache(maxsize=256)
 def _own_field_docs(kind: type) -> Mapping[str, str]:
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
-    found = {}
+    meanings = {}
     for statement, following in zip(definition.body, definition.body[1:], strict=False):
         match statement, following:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
                 ast.Expr(value=ast.Constant(value=str(text))),
             ):
-                found[name] = " ".join(text.split())
-    return found
+                meanings[name] = " ".join(text.split())
+    return meanings

@@ -26,7 +26,7 @@ example of every file. Equal values are written as equal bytes, through a tempor
 input is a regular file, JSON of at most 256 MiB, HDF5 of at most 1 GiB.
 """
 _LARGE = 2**20
-"""From here on limits are powers of two, or 1 less."""
+"""The number from which on limits are powers of two, or 1 less."""
 _PROFILES: tuple[type[Profile], ...] = (HardwareProfile, ModelProfile)
 _HDF5_INTRODUCTION = """\
 ## HDF5 files
@@ -45,7 +45,9 @@ def markdown(schemas: Mapping[type[Document], Mapping[str, Any]]) -> str:
     blocks = [_INTRODUCTION, "## JSON files\n", _overview(schemas)]
     for kind, schema in schemas.items():
         name = kind.FORMAT.removeprefix("shardwright.")
-        properties = {field: of for field, of in schema["properties"].items() if field not in ("format", "version")}
+        properties = {
+            field: entry for field, entry in schema["properties"].items() if field not in ("format", "version")
+        }
         blocks += [f"### {name}\n", f"{schema['description']}\n", _fields(properties, schema["required"])]
         shared |= schema["$defs"]
     row_types = [row_type for profile in _PROFILES for row_type in tables_of(profile).values()]
@@ -56,9 +58,9 @@ def markdown(schemas: Mapping[type[Document], Mapping[str, Any]]) -> str:
         shared.pop(name, None)
     blocks.append("## Types inside them\n")
     known = _types_of([*schemas, StepMetrics, *row_types])
-    for title, of in sorted(shared.items()):
-        blocks += [f"### {title}\n", f"{of['description']}\n"]
-        blocks.append(_members(known[title]) if "enum" in of else _fields(of["properties"], of["required"]))
+    for title, entry in sorted(shared.items()):
+        blocks += [f"### {title}\n", f"{entry['description']}\n"]
+        blocks.append(_members(known[title]) if "enum" in entry else _fields(entry["properties"], entry["required"]))
     blocks.append(_HDF5_INTRODUCTION)
     for profile in _PROFILES:
         blocks += _profile(profile)
@@ -67,16 +69,16 @@ def markdown(schemas: Mapping[type[Document], Mapping[str, Any]]) -> str:
 
 def _types_of(kinds: Iterable[type]) -> dict[str, type]:
     """The given structs and every struct and enumeration that their fields are made of, by name."""
-    found: dict[str, type] = {}
+    kinds_by_name: dict[str, type] = {}
     waiting: list[Any] = list(kinds)
     while waiting:
         kind = waiting.pop()
         waiting += get_args(kind)
-        if isinstance(kind, type) and kind.__module__.startswith("shardwright_") and kind.__name__ not in found:
-            found[kind.__name__] = kind
+        if isinstance(kind, type) and kind.__module__.startswith("shardwright_") and kind.__name__ not in kinds_by_name:
+            kinds_by_name[kind.__name__] = kind
             if issubclass(kind, msgspec.Struct):
                 waiting += [field.type for field in msgspec.structs.fields(kind)]
-    return found
+    return kinds_by_name
 
 
 def described_components(kind: type[msgspec.Struct]) -> dict[str, Any]:

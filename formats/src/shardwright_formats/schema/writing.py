@@ -1,4 +1,4 @@
-"""How every generator of files writes them, or says that they are not up to date."""
+"""Generated files: written, or checked to be up to date."""
 
 import argparse
 import sys

@@ -1,1 +1,1 @@
-"""What a plan means: layouts, messages, schedules and tied parameters, in pure Python."""
+"""The meaning of a plan: axes, layouts, messages, schedules and tied parameters, in pure Python."""

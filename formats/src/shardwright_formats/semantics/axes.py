@@ -1,4 +1,4 @@
-"""How a strategy cuts a layer over the ranks of its pipeline stage: the one place that computes with its degrees.
+"""The axes along which a strategy cuts a layer over its pipeline stage's ranks: only here are degrees computed with.
 
 The ranks of a stage, counted from 0, form a grid of dp_size x tp_size. Each axis cuts one thing into equal parts:
 
@@ -71,7 +71,7 @@ class ActivationShard(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a microbatch lies over the ranks of a pipeline stage, before and after a layer.
+    """A layout of a microbatch over the ranks of a pipeline stage, before and after a layer.
 
     Ranks are counted inside the stage. Use `layout_of`: it gives equal layouts one spelling.
     """
@@ -80,9 +80,9 @@ class Layout(NamedTuple):
     sample_ranks: int
     """Number of ranks that share each sample."""
     consecutive: bool
-    """Whether these are neighbours, or as far apart as there are parts of the samples."""
+    """True where these are neighbours; else they are as far apart as there are parts of the samples."""
     sequence_split: bool
-    """Whether each of them holds a part of the sequence, or all of them hold the whole."""
+    """True where each of them holds a part of the sequence; else each holds all of it."""
 
     @property
     def samples(self) -> Axis:
@@ -118,7 +118,7 @@ class Layout(NamedTuple):
 
 
 class ParameterAxes(NamedTuple):
-    """How the ranks of a pipeline stage share a group of a layer's parameters, with gradients and optimizer states."""
+    """The axes of a group of a layer's parameters, with gradients and optimizer states."""
 
     tensor: Axis
     """Ranks that tensor parallelism cuts each parameter among, at its `tp_dim`."""
@@ -148,7 +148,7 @@ class ParameterAxes(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """How the ranks of a pipeline stage share one layer."""
+    """The axes of one layer over the ranks of its pipeline stage."""
 
     layout: Layout
     """The layout of the activations that enter and leave the layer."""
@@ -157,7 +157,7 @@ class Axes(NamedTuple):
     heads: Axis
     """Ranks that exchange positions for heads around attention (Ulysses)."""
     gathers_sequence: bool
-    """Whether a region gathers the sequence that it gets in parts (Megatron)."""
+    """True where a region gathers the sequence that it gets in parts (Megatron)."""
 
     @property
     def exchanges_heads(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which gradients of a replicated layer are summed in one message."""
+"""Buckets of gradients of a replicated layer that are summed in one message."""
 
 from collections.abc import Iterator, Sequence
 

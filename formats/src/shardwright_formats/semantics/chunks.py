@@ -30,7 +30,7 @@ def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
 
 
 class Cut(NamedTuple):
-    """Where a microbatch goes from one model chunk to the next, on another pipeline stage.
+    """A cut that a microbatch crosses from one model chunk to the next, on another pipeline stage.
 
     Chunks are (stage, number of the stage's layer range). Forward, what goes point to point is
     `redistribution_plan(before, after)`, backward the reverse.
@@ -39,33 +39,33 @@ class Cut(NamedTuple):
     source: tuple[int, int]
     target: tuple[int, int]
     before: Layout
-    """In which the source's last layer leaves its output, and gets its gradient."""
+    """Layout in which the source's last layer leaves its output, and gets its gradient."""
     after: Layout
-    """In which the target receives it: as it was there, and then redistributes it, where the stages are equally wide;
+    """Layout in which the target receives it: the source's, to be redistributed, where the stages are equally wide;
     else as its first layer wants it."""
 
     @property
     def around(self) -> bool:
-        """Whether it leads from the last pipeline stage back to the first."""
+        """Return whether it leads from the last pipeline stage back to the first."""
         return self.source[0] > self.target[0]
 
     def transfers(self, kind: Pass, samples: int, sequence_length: int) -> tuple[Transfer, ...]:
-        """What goes over the cut in a pass: the ranks of a transfer are counted in the stage they are of."""
+        """Return the transfers over the cut in a pass: ranks are counted in the stage they are of."""
         layouts = (self.before, self.after) if kind is Pass.FORWARD else (self.after, self.before)
         return redistribution_plan(*layouts, samples, sequence_length)
 
 
 def cuts(plan: Plan) -> tuple[Cut, ...]:
-    """All cuts, in the order in which a microbatch goes over them."""
+    """Return all cuts, in the order in which a microbatch goes over them."""
     chunks = range(len(plan.stages[0].layers))
     way = [(stage, chunk) for chunk in chunks for stage in range(len(plan.stages))]
-    found = []
+    crossed = []
     for source, target in pairwise(way):
         *_, (_, _, last) = chunk_layers(plan, *source)
         first = next(strategy for _, _, strategy in chunk_layers(plan, *target))
         before, after = layout_of(last), layout_of(first)
-        found.append(Cut(source, target, before, before if before.stage_size == after.stage_size else after))
-    return tuple(found)
+        crossed.append(Cut(source, target, before, before if before.stage_size == after.stage_size else after))
+    return tuple(crossed)
 
 
 def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
@@ -74,15 +74,15 @@ def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
 
 
 def gathers_spared(plan: Plan, stage: int, chunk: int) -> Counter[tuple[str, Pass | bool | None]]:
-    """How often ZeRO-3 need not gather a layer for a pass of a step, by the layer's name and the pass.
+    """Return how often ZeRO-3 need not gather a layer for a pass of a step, by the layer's name and the pass.
 
     Where a pass begins with the layer that the rank's pass before has ended with, that layer stays gathered.
     """
     layers = list(chunk_layers(plan, stage, chunk))
-    own = stage_actions(plan, stage)
-    pairs = [(a.kind, b.kind) for a, b in pairwise(own) if a.chunk == b.chunk == chunk]
-    found: Counter[tuple[str, Pass | bool | None]] = Counter()
+    actions = stage_actions(plan, stage)
+    pairs = [(a.kind, b.kind) for a, b in pairwise(actions) if a.chunk == b.chunk == chunk]
+    spared: Counter[tuple[str, Pass | bool | None]] = Counter()
     for during, (name, _, strategy) in zip(Pass, (layers[0], layers[-1]) if layers else (), strict=False):
         if strategy.data_parallel is DataParallel.ZERO3:
-            found[name, during] = sum(here is not during is there for here, there in pairs)
-    return found
+            spared[name, during] = sum(here is not during is there for here, there in pairs)
+    return spared

@@ -29,7 +29,7 @@ from shardwright_formats.types.strategy import DataParallel, Recompute, Strategy
 LOSS_ELEMENTS = 1 << 24
 """Logits that the cross entropy has in float32 at a time."""
 _REDUCTIONS = 2
-"""What the cross entropy sums over the ranks for a position: the exponentials and the label's own logit."""
+"""Sums of the cross entropy over the ranks for a position: of the exponentials and of the label's logit."""
 _NORM_BYTES = 3 * 8
 """Loss, squared gradient norm and the wish to stop, in float64."""
 
@@ -75,17 +75,17 @@ _Crossing = tuple[Collective | None, Collective | None]
 
 
 def step_messages(plan: Plan, rank: int) -> tuple[Message, ...]:
-    """What one rank takes part in during one step."""
+    """Return the messages that one rank takes part in during one step."""
     stage = plan.stage_of_rank(rank)
-    found: list[Message] = []
+    messages: list[Message] = []
     for chunk in range(len(plan.stages[stage].layers)):
-        found += _chunk_messages(plan, rank, stage, chunk)
-    found += _sends(plan, rank, stage)
-    found += _partial_sums(plan, rank, stage)
-    found += _tied_parameter_messages(plan, rank)
+        messages += _chunk_messages(plan, rank, stage, chunk)
+    messages += _sends(plan, rank, stage)
+    messages += _partial_sums(plan, rank, stage)
+    messages += _tied_parameter_messages(plan, rank)
     if plan.world_size > 1:
-        found.append(Message(Cause.NORM, Collective.ALL_REDUCE, plan.world_size, _NORM_BYTES, None))
-    return tuple(found)
+        messages.append(Message(Cause.NORM, Collective.ALL_REDUCE, plan.world_size, _NORM_BYTES, None))
+    return tuple(messages)
 
 
 def parameter_messages(
@@ -96,7 +96,7 @@ def parameter_messages(
     microbatches: int,
     reduce_every_microbatch: bool,
 ) -> Iterator[Message]:
-    """What data parallelism moves for one layer in one step (Rajbhandari et al. 2020).
+    """Yield the messages of data parallelism for one layer in one step (Rajbhandari et al. 2020).
 
     ZeRO cuts the first dim of every parameter's tensor-parallel share into equal parts, the last ones padded; ZeRO-2
     gathers once a step, ZeRO-3 for every forward and every backward pass (recomputation happens inside the latter; what
@@ -142,7 +142,7 @@ def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, param
 def region_messages(
     model: Model, type_name: str, strategy: Strategy, samples: int, itemsize: int, microbatches: int
 ) -> Iterator[Message]:
-    """What tensor and sequence parallelism move for one layer in one step, `samples` being those of a microbatch.
+    """Yield the messages of tensor and sequence parallelism for one layer in one step of microbatches of `samples`.
 
     Without sequence parallelism a region sums its output forward and the gradient of its inputs backward (Shoeybi et
     al. 2019); Megatron's gathers and scatters the sequence in place of both, and gathers a region's inputs again in the
@@ -187,7 +187,7 @@ _GATHERED_SEQUENCE: tuple[_Crossing, _Crossing] = (
     (Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
     (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
 )
-"""Those collectives where ranks hold parts of the sequence, which a region gathers and scatters again."""
+"""Collectives of a region where ranks hold parts of the sequence, which it gathers and scatters again."""
 
 
 def _ulysses_messages(
@@ -207,7 +207,7 @@ def _ulysses_messages(
 def loss_messages(
     kind: LayerType, strategy: Strategy, samples: int, itemsize: int, microbatches: int
 ) -> Iterator[Message]:
-    """What the cross entropy over a shared vocabulary moves in one step: a maximum and two sums for each position.
+    """Yield the messages of the cross entropy over a shared vocabulary: a maximum and two sums for each position.
 
     They are computed in float32 at least.
     """
@@ -227,7 +227,7 @@ def redistribution_messages(
     itemsize: int,
     microbatches: int,
 ) -> Iterator[Message]:
-    """What one rank sends in a step where tensors change their layout: one uneven all_to_all each, and one back.
+    """Yield what one rank sends in a step where tensors change their layout: an uneven all_to_all each, and one back.
 
     A rank that keeps all it has takes part in none. Recomputation does not repeat it: the layer's input is kept as it
     arrived.
@@ -247,7 +247,7 @@ def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[M
     me = plan.stages[stage].ranks.index(rank)
     model, samples, microbatches = plan.model, plan.microbatch_samples, plan.num_microbatches
     compute, reduce = ITEMSIZE[plan.precision.compute], ITEMSIZE[plan.precision.reduce]
-    every = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+    each_microbatch = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
     current = incoming_layout(plan, stage, chunk)
     spared = gathers_spared(plan, stage, chunk)
     for name, type_name, strategy in chunk_layers(plan, stage, chunk):
@@ -255,7 +255,7 @@ def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[M
         if current is not None:
             yield from redistribution_messages(model.boundary, current, wanted, me, samples, compute, microbatches)
         current = wanted
-        for message in parameter_messages(kind, strategy, compute, reduce, microbatches, every):
+        for message in parameter_messages(kind, strategy, compute, reduce, microbatches, each_microbatch):
             times = message.times - spared[name, message.cause is Cause.PARAMETERS and message.during]
             if times:
                 yield message._replace(times=times)
@@ -265,7 +265,7 @@ def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[M
 
 
 def _sends(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
-    """To each rank of a neighbouring pipeline stage that wants a piece of a tensor goes a message."""
+    """Yield a message to each rank of a neighbouring pipeline stage that wants a piece of a tensor."""
     me, itemsize = plan.stages[stage].ranks.index(rank), ITEMSIZE[plan.precision.compute]
     for cut in cuts(plan):
         for during, (sender, _) in ((Pass.FORWARD, cut.source), (Pass.BACKWARD, cut.target)):
@@ -277,7 +277,7 @@ def _sends(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
 
 
 def _partial_sums(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
-    """One message for each tensor-parallel grid that the pipeline stage's layers lie on."""
+    """Yield a message for each tensor axis of the pipeline stage's layers."""
     me, itemsize = plan.stages[stage].ranks.index(rank), ITEMSIZE[plan.precision.parameters]
     sizes: Counter[Axis] = Counter()
     for chunk in range(len(plan.stages[stage].layers)):

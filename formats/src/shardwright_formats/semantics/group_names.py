@@ -12,5 +12,5 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def described_ranks(description: str) -> tuple[int, ...]:
     """Return the ranks of a group by its description, none where it has another form."""
-    _, found, ranks = description.rpartition(_OF_RANKS)
-    return tuple(map(int, ranks.split())) if found else ()
+    _, separator, ranks = description.rpartition(_OF_RANKS)
+    return tuple(map(int, ranks.split())) if separator else ()

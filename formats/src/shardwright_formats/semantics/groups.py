@@ -1,4 +1,4 @@
-"""How groups of ranks lie on nodes, and what a hardware profile says of their messages."""
+"""Groups of ranks on nodes, and the times of their messages in a hardware profile."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,19 +22,25 @@ def groups_by_kind(groups: ArrayLike, node_of_rank: Sequence[int] | NDArray[Any]
 
 
 def ranks_on_nodes(groups: NDArray[Any], nodes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Of each group and each node that it lies on: which group, which node, and how many of its ranks are there."""
-    found = nodes[groups]
-    if (found[:, 1:] < found[:, :-1]).any():  # most groups are in the order of their ranks, and sorting takes longest
-        found = np.sort(found, axis=1)
-    begins = np.ones(found.shape, bool)
-    begins[:, 1:] = found[:, 1:] != found[:, :-1]
+    """Return, for each group and each node it lies on: which group, which node, how many of its ranks are there."""
+    nodes_of_members = nodes[groups]
+    if (
+        nodes_of_members[:, 1:] < nodes_of_members[:, :-1]
+    ).any():  # most groups are in the order of their ranks, and sorting takes longest
+        nodes_of_members = np.sort(nodes_of_members, axis=1)
+    begins = np.ones(nodes_of_members.shape, bool)
+    begins[:, 1:] = nodes_of_members[:, 1:] != nodes_of_members[:, :-1]
     firsts = np.flatnonzero(begins)
-    return firsts // found.shape[1], found.ravel()[firsts], np.diff(firsts, append=found.size)
+    return (
+        firsts // nodes_of_members.shape[1],
+        nodes_of_members.ravel()[firsts],
+        np.diff(firsts, append=nodes_of_members.size),
+    )
 
 
 @lru_cache(maxsize=4096)
 def nearest_measured(profile: HardwareProfile, key: CollectiveKey) -> CollectiveKey | None:
-    """What stands for a kind of message: itself, else the least of those measured that take no less time.
+    """Return the key that stands for a kind of message: itself, else the fastest of those measured that are no faster.
 
     Those are among as many ranks or more; where the group lies on several nodes, with as few ranks on each or fewer,
     so that as many groups or more share a node's network. None where there are none.

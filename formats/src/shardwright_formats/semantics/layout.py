@@ -1,4 +1,4 @@
-"""Which part of a microbatch and of a parameter each rank holds, and what moves between two layouts."""
+"""Parts of parameters that ranks hold, and the pieces of a microbatch that move between two layouts."""
 
 from functools import lru_cache
 from itertools import cycle
@@ -9,7 +9,7 @@ from shardwright_formats.types import Parameter, Strategy
 
 
 class Transfer(NamedTuple):
-    """One piece that moves from one rank to another (or stays) when the layout changes, ranks counted in a stage."""
+    """A piece that moves from one rank to another (or stays) when the layout changes, ranks counted in a stage."""
 
     source: int
     target: int
@@ -58,7 +58,7 @@ def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_l
     replicated, a rank serves itself if it can, else the replicas are shared out among those who ask. Layouts of unequal
     width are of two pipeline stages, whose ranks have nothing in common: all pieces move, and replicas take turns.
     """
-    found = []
+    transfers = []
     apart = source.stage_size != target.stage_size
     share = samples // source.samples.size
     turns = [cycle(source.holders(part)) for part in range(source.samples.size)]
@@ -72,8 +72,8 @@ def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_l
             for holder in holders:
                 piece = source.activation_shard(holder, samples, sequence_length).intersect(wanted)
                 if piece is not None:
-                    found.append(Transfer(holder, rank, piece))
-    return tuple(found)
+                    transfers.append(Transfer(holder, rank, piece))
+    return tuple(transfers)
 
 
 @lru_cache(maxsize=1024)

@@ -28,7 +28,7 @@ communicator, and as many again one way, made with the first message: 4 x 3 buff
 
 
 class Purpose(StrEnum):
-    """What a process group is for."""
+    """Purposes of process groups."""
 
     WORLD = "all ranks"
     """Loss, gradient norm and the wish to stop."""
@@ -51,37 +51,37 @@ class PlannedGroup(NamedTuple):
 
     purpose: Purpose
     ranks: tuple[int, ...]
-    """Of an edge the sender, then the receiver."""
+    """Ranks of the group; for an edge the sender, then the receiver."""
     during: Pass | None = None
     """The pass whose messages go over an edge."""
     around: bool = False
-    """Whether an edge leads from the last pipeline stage to the first, or, backward, the reverse."""
+    """True for an edge that leads from the last pipeline stage to the first, or, backward, the reverse."""
 
     @property
     def description(self) -> str:
-        """What the group is called where it is told of; `described_ranks` reads its ranks from it."""
+        """Return the group's description; `described_ranks` reads its ranks from it."""
         way = "" if self.during is None else f", {self.during}" + ", around" * self.around
         return f"{self.purpose}{way}{ranks_text(self.ranks)}"
 
 
 def process_groups(plan: Plan) -> tuple[PlannedGroup, ...]:
     """Return the groups of a plan beside that of all ranks, each once, in the order in which they are made."""
-    found: dict[PlannedGroup, None] = {}
+    groups: dict[PlannedGroup, None] = {}
     for stage in range(len(plan.stages)):
         for chunk in range(len(plan.stages[stage].layers)):
-            found |= dict.fromkeys(_of_chunk(plan, stage, chunk))
+            groups |= dict.fromkeys(_of_chunk(plan, stage, chunk))
     if tied := ranks_of_replicas(tied_parameters(plan)):
-        found[PlannedGroup(Purpose.TIED_PARAMETERS, tied)] = None
-    return tuple(found | dict.fromkeys(_edges(plan)))
+        groups[PlannedGroup(Purpose.TIED_PARAMETERS, tied)] = None
+    return tuple(groups | dict.fromkeys(_edges(plan)))
 
 
 def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
     """Return, for each rank, how many NCCL communicators of each purpose it has: groups of one rank have none."""
-    found = [Counter({Purpose.WORLD: 1} if plan.world_size > 1 else {}) for _ in range(plan.world_size)]
+    counts = [Counter({Purpose.WORLD: 1} if plan.world_size > 1 else {}) for _ in range(plan.world_size)]
     for group in process_groups(plan):
         for rank in group.ranks if len(group.ranks) > 1 else ():
-            found[rank][group.purpose] += 1
-    return tuple(found)
+            counts[rank][group.purpose] += 1
+    return tuple(counts)
 
 
 def communicator_bytes(counted: Mapping[Purpose, int], of_each: int = COMMUNICATOR_BYTES) -> int:

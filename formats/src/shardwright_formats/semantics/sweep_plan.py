@@ -15,13 +15,13 @@ from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
 _ALWAYS_BYTES = 1024 * 1024
 """Sizes up to this one are timed however short the time budget is."""
 SIZE_STEP = 4
-"""Each message size is so many times the one before."""
+"""The factor between one message size and the next."""
 COMPUTE_RATIOS = (0.5, 1.0, 2.0)
-"""How long the computations are that a collective is overlapped with, over the collective alone."""
+"""Times of the computations that a collective is overlapped with, over that of the collective alone."""
 
 _MIN_OVERLAP_BYTES = 4096
 _OVERLAPPED = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-"""What data parallelism overlaps with the computation."""
+"""Collectives of data parallelism, which are overlapped with the computation."""
 _PAIR_BYTES = {"cpu": _ALWAYS_BYTES, "cuda": 16 * _ALWAYS_BYTES}
 """The larger message of a pair: on GPUs 1 MiB takes hardly longer than nothing."""
 
@@ -68,12 +68,12 @@ class SizeRange(NamedTuple):
         return tuple(dict.fromkeys(sizes))
 
     def always(self, group_size: int) -> tuple[int, ...]:
-        """Those that are timed however short the time budget is: up to the first that reaches 1 MiB."""
+        """Return the sizes that are timed however short the time budget is: up to the first that reaches 1 MiB."""
         sizes = self.all(group_size)
         return sizes[: 1 + sum(size < _ALWAYS_BYTES for size in sizes)]
 
     def overlapped(self, group_size: int) -> tuple[int, ...]:
-        """Those that are timed overlapped with a computation: every second one.
+        """Return the sizes that are timed overlapped with a computation: every second one.
 
         The largest of `always` is among them; those under 4 KiB are not, unless there are no others.
         """
@@ -88,7 +88,7 @@ class SizeRange(NamedTuple):
 
 
 class SweepPlan(NamedTuple):
-    """What there is to time, in its order: rates, then these."""
+    """Messages to time, in their order, after the rates."""
 
     kinds: tuple[CollectiveKind, ...]
     rounds: tuple[PairRound, ...]
@@ -102,7 +102,7 @@ class SweepPlan(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many steps are counted while it goes on."""
+        """Return how many steps are counted while it goes on."""
         return 1 + sum(map(len, self))
 
 
@@ -113,25 +113,25 @@ def collective_kinds(cluster: Cluster) -> tuple[CollectiveKind, ...]:
     the devices of the cluster, or of a node. Of layouts with groups of the same kind that with the largest stride
     stands for all; where its groups are of several kinds, those of each are timed at once.
     """
-    found: dict[CollectiveKey, Groups] = {}
+    groups_by_key: dict[CollectiveKey, Groups] = {}
     for keys, groups in messages_alike(cluster):
-        found |= dict.fromkeys(keys, tuple(map(tuple, groups.tolist())))
-    return tuple(CollectiveKind(key, groups) for key, groups in sorted(found.items()))
+        groups_by_key |= dict.fromkeys(keys, tuple(map(tuple, groups.tolist())))
+    return tuple(CollectiveKind(key, groups) for key, groups in sorted(groups_by_key.items()))
 
 
 def messages_alike(cluster: Cluster) -> Iterator[tuple[list[CollectiveKey], NDArray[Any]]]:
-    """What `collective_kinds` says, as arrays [groups, size], each with the collectives that its groups exchange."""
+    """Yield the groups of `collective_kinds` as arrays [groups, size], each with the collectives that they exchange."""
     nodes = np.array(cluster.node_of_rank)
     others = tuple(collective for collective in Collective if collective is not Collective.P2P)
     pairings = (_Layout(pairs, pairs.view) for pairs in map(np.asarray, _pairings(cluster)))
     for collectives, layouts in ((others, _partitions(cluster)), ((Collective.P2P,), pairings)):
-        found: set[GroupKind] = set()
+        seen: set[GroupKind] = set()
         for layout in layouts:
-            if groups_by_kind(layout.sample, nodes).keys() <= found:
+            if groups_by_kind(layout.sample, nodes).keys() <= seen:
                 continue
             for kind, groups in groups_by_kind(layout.groups(), nodes).items():
-                if kind not in found:
-                    found.add(kind)
+                if kind not in seen:
+                    seen.add(kind)
                     yield [CollectiveKey(collective, *kind) for collective in collectives], groups
 
 
@@ -142,15 +142,15 @@ def overlap_kinds(kinds: Sequence[CollectiveKind]) -> tuple[CollectiveKind, ...]
 
 
 def overlap_keys(keys: Iterable[CollectiveKey]) -> tuple[CollectiveKey, ...]:
-    """Those that are timed overlapped with a computation: each group size inside a node and across nodes.
+    """Return the keys that are timed overlapped with a computation: each group size inside a node and across nodes.
 
     Of groups of one size across nodes those with the fewest ranks on a node are taken, as data parallelism has them.
     """
-    found: dict[tuple[Collective, int, bool], CollectiveKey] = {}
+    chosen: dict[tuple[Collective, int, bool], CollectiveKey] = {}
     for key in sorted(keys, key=_overlap_order):
         if key.collective in _OVERLAPPED:
-            found.setdefault((key.collective, key.group_size, key.group.across_nodes), key)
-    return tuple(found.values())
+            chosen.setdefault((key.collective, key.group_size, key.group.across_nodes), key)
+    return tuple(chosen.values())
 
 
 def _overlap_order(key: CollectiveKey) -> tuple[object, ...]:
@@ -177,9 +177,9 @@ class _Layout(NamedTuple):
     """A way to cut ranks into groups of one size [groups, size]."""
 
     sample: NDArray[Any]
-    """As many of its groups as there are kinds of them."""
+    """Groups of the layout, at least one of each kind."""
     groups: Callable[[], NDArray[Any]]
-    """All of its groups."""
+    """Function that returns all groups of the layout."""
 
 
 def _partitions(cluster: Cluster) -> Iterator[_Layout]:

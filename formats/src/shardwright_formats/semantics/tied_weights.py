@@ -12,7 +12,7 @@ from shardwright_formats.types import EMBEDDING, HEAD, Parameter, Plan, Strategy
 
 @dataclass(frozen=True)
 class Replica:
-    """One layer's replica of a parameter."""
+    """A layer's replica of a parameter."""
 
     layer: str
     parameter: Parameter
@@ -20,11 +20,11 @@ class Replica:
     ranks: tuple[int, ...]
 
     def boxes(self) -> dict[Box, list[int]]:
-        """Which ranks hold which part; those of one part hold the same."""
-        found: dict[Box, list[int]] = {}
+        """Return which ranks hold which part; those of one part hold the same."""
+        holders: dict[Box, list[int]] = {}
         for index, rank in enumerate(self.ranks):
-            found.setdefault(parameter_box(self.parameter, self.strategy, index), []).append(rank)
-        return found
+            holders.setdefault(parameter_box(self.parameter, self.strategy, index), []).append(rank)
+        return holders
 
 
 class Piece(NamedTuple):
@@ -47,17 +47,17 @@ TiedParameter = tuple[Replica, ...]
 
 def tied_parameters(plan: Plan) -> tuple[TiedParameter, ...]:
     """The parameters that have several replicas; the first replica of each is its owner."""
-    found = []
+    tied = []
     for first, second in plan.model.tied:
         outer = [(EMBEDDING, plan.embedding, first), (HEAD, plan.head, second)]
-        found.append(tuple(_replica(plan, layer, strategy, layer, name) for layer, strategy, name in outer))
+        tied.append(tuple(_replica(plan, layer, strategy, layer, name) for layer, strategy, name in outer))
     for kind in dict.fromkeys(plan.model.layers):
         layers = [(i, layer) for i, layer in enumerate(plan.layers) if layer.type == kind]
         for parameter in plan.model.types[kind].parameters:
             if parameter.shared and len(layers) > 1:
                 replicas = (_replica(plan, f"layers[{i}]", layer, kind, parameter.name) for i, layer in layers)
-                found.append(tuple(replicas))
-    return tuple(found)
+                tied.append(tuple(replicas))
+    return tuple(tied)
 
 
 def ranks_of_replicas(tied: Sequence[TiedParameter]) -> tuple[int, ...]:
@@ -66,12 +66,12 @@ def ranks_of_replicas(tied: Sequence[TiedParameter]) -> tuple[int, ...]:
 
 
 def pieces_to_owners(tied: Sequence[TiedParameter]) -> tuple[Piece, ...]:
-    """What every replica's gradient sends to its owner, in the order in which the owner adds."""
+    """Return the pieces that every replica's gradient sends to its owner, in the order in which the owner adds."""
     return tuple(piece for one in tied for replica in one[1:] for piece in _pieces(replica, one[0]))
 
 
 def pieces_from_owners(tied: Sequence[TiedParameter]) -> tuple[Piece, ...]:
-    """What the owners send to every replica."""
+    """Return the pieces that the owners send to every replica."""
     return tuple(piece for one in tied for replica in one[1:] for piece in _pieces(one[0], replica))
 
 

@@ -16,7 +16,7 @@ class MemoryPrice(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The dual value of a pipeline stage's memory at one moment, or at a mixture of two."""
 
     ps_per_byte: Weight
-    """What a byte costs."""
+    """Cost of a byte."""
     phase: Annotated[int, Meta(ge=0, le=1)] = 0
     """0: all microbatches that the stage has in flight; 1: one less, where all of the step are."""
     last_layer: Annotated[float, Meta(ge=0, le=1)] = 1.0
@@ -24,37 +24,37 @@ class MemoryPrice(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 Prices = tuple[tuple[MemoryPrice, ...], ...]
-"""By pipeline stage, or one entry for all; of each run of layers the price that bounds it most counts."""
+"""Prices by pipeline stage, or one entry for all; of each run of layers the price that bounds it most counts."""
 
 
 class Band(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The plans whose slowest stage takes a microbatch in a range of times, and the dual values that bound them."""
 
     slowest_below_ps: Picoseconds | None
-    """Where the range ends; it begins where the band before it does, the first at 0. Null: it has no end."""
+    """End of the range, which begins where the band before ends, the first at 0. Null: it has no end."""
     slowest_weights: tuple[Weight, ...]
-    """By pipeline stage, or one for all: the dual value of being no slower than the slowest."""
+    """Dual values of being no slower than the slowest, by pipeline stage, or one for all."""
     exposed_weights: tuple[Weight, ...]
-    """By pipeline stage, or one for all: the dual value of no longer an end of the step than the longest."""
+    """Dual values of no longer an end of the step than the longest, by pipeline stage, or one for all."""
     prices: Prices
-    """Of memory, for the cost with these weights."""
+    """Prices of memory, for the cost with these weights."""
 
 
 class ConfigurationProof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What shows that no plan of a configuration is below the bound."""
+    """Dual values that show that no plan of a configuration is below the bound."""
 
     configuration: str
     """Batch, micro-batches, pipeline degree and whatever else the search fixes first."""
     layouts: bool
-    """Whether layouts are told apart; else moving between them counts as free."""
+    """True where moving between layouts has its cost; else it counts as free."""
     time_prices: Prices
-    """For the least time of a microbatch in a stage."""
+    """Prices of memory for the least time of a microbatch in a stage."""
     bands: Annotated[tuple[Band, ...], Meta(min_length=1)]
     """Ascending; together every plan."""
 
 
 class Certificate(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What confirms that no plan of a search's space is faster than a bound, by its closed form."""
+    """A certificate that no plan of a search's space is faster than a bound, by its closed form."""
 
     FORMAT = "shardwright.certificate"
 

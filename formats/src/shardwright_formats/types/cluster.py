@@ -13,7 +13,7 @@ _CPU = re.compile(r"cpu(?:/([2-9]|[1-9][0-9]))?")
 
 
 class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kind of node: its devices, their memory and its price."""
+    """A kind of node: its devices, their memory and its price."""
 
     device: Annotated[str, Meta(min_length=1)]
     """The device's name as its driver gives it, or `cpu`; or `cpu/2` to `cpu/99`, a CPU whose ranks take so many times
@@ -31,14 +31,14 @@ class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether its ranks compute on their node's processors."""
+        """Return whether its ranks compute on their node's processors."""
         return _CPU.fullmatch(self.device) is not None
 
     @property
     def slowdown(self) -> int:
-        """How many times as long its ranks take for what they compute: 1 but for a slowed CPU."""
-        found = _CPU.fullmatch(self.device)
-        return int(found[1]) if found and found[1] else 1
+        """Return how many times as long its ranks take for what they compute: 1 but for a slowed CPU."""
+        match = _CPU.fullmatch(self.device)
+        return int(match[1]) if match and match[1] else 1
 
 
 class NodeGroup(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,11 +56,11 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
     FORMAT = "shardwright.cluster"
 
     name: Name
-    """What the user calls it; profiles of its hardware carry it."""
+    """Name that the user gives it; profiles of its hardware carry it."""
     nodes: Annotated[tuple[NodeGroup, ...], Meta(min_length=1)]
     """The nodes in rank order."""
     node_types: dict[str, NodeType]
-    """By name; a type that no node is of may be among them."""
+    """Node types by name; a type that no node is of may be among them."""
 
     def __post_init__(self) -> None:
         for group in self.nodes:

@@ -1,4 +1,4 @@
-"""What measured plans taught about predictions: a factor for each term, kept apart from the profiles."""
+"""Corrections of predictions by measured plans: a factor for each term, kept apart from the profiles."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -28,9 +28,9 @@ class CorrectionFactor(Value, frozen=True, kw_only=True, forbid_unknown_fields=T
     factor: PositiveNumber
     """The median over the plans."""
     lowest: Number
-    """Of the plan with the lowest; not positive where noise outweighs what was to be measured."""
+    """Factor of the plan with the lowest; not positive where noise outweighs what was to be measured."""
     highest: PositiveNumber
-    """Of the plan with the highest."""
+    """Factor of the plan with the highest."""
     num_plans: Count
     """Different plans that were measured."""
     num_ranks: Count
@@ -42,12 +42,12 @@ class CorrectionFactor(Value, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Correction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What measured plans say of the predictions that two profiles lead to; it holds for these profiles alone."""
+    """Factors between measured plans and their predictions from two profiles, for which alone they hold."""
 
     FORMAT = "shardwright.correction"
 
     factors: dict[Term, CorrectionFactor]
-    """By term; one of which no measured plan tells anything is left out.
+    """Factors by term; a term of which no measured plan tells anything is left out.
 
     `forward` and `backward`: one microbatch's pass through a rank's layers, less what gathers and moves between layouts
     are predicted to take; `gradient_sync`: what reducing gradients adds to a step; `step_end`: the optimizer's step
@@ -62,4 +62,4 @@ class Correction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     profiles_sha256: Annotated[tuple[Sha256, ...], Meta(min_length=1)]
     """The model profiles that they were predicted with."""
     warnings: tuple[str, ...]
-    """Where the evidence is thin."""
+    """Factors whose evidence is thin."""

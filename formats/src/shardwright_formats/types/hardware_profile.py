@@ -1,4 +1,4 @@
-"""How long collectives and point-to-point messages take on a cluster, with every repeat kept."""
+"""A hardware profile: times of collectives and point-to-point messages on a cluster, with every repeat kept."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,7 +28,7 @@ from shardwright_formats.types.limits import (
 
 
 class Collective(StrEnum):
-    """What was timed.
+    """Kinds of message that are timed.
 
     `message_bytes` is the size of the full tensor on one rank: the input of all_reduce and reduce_scatter and
     all_to_all, the output of all_gather, the message of p2p.
@@ -42,7 +42,7 @@ class Collective(StrEnum):
 
 
 class GroupKind(NamedTuple):
-    """How a group of ranks lies on nodes.
+    """A kind of group of ranks: how it lies on nodes.
 
     How many such groups share a node's network follows, where all ranks of a node take part: of neighbours, one at
     either end of the node; of others, as many as the node has devices over `ranks_per_node`.
@@ -52,16 +52,16 @@ class GroupKind(NamedTuple):
     ranks_per_node: int
     """The most of its ranks that share a node."""
     consecutive: bool
-    """Whether they are neighbours."""
+    """True where the ranks are neighbours."""
 
     @property
     def nodes(self) -> int:
-        """On how many nodes it lies, where it fills all but the last."""
+        """Return the number of nodes that it lies on, where it fills all but the last."""
         return -(-self.size // self.ranks_per_node)
 
     @property
     def across_nodes(self) -> bool:
-        """Whether it lies on several nodes."""
+        """Return whether it lies on several nodes."""
         return self.size > self.ranks_per_node
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class GroupKind(NamedTuple):
 
 
 class CollectiveKey(Key, frozen=True, order=True):
-    """What times of messages are looked up by: which collective, and the kind of group."""
+    """The key of times of messages: the collective, and the kind of group."""
 
     collective: Collective
     group_size: int
@@ -90,22 +90,22 @@ _Slowdown = Annotated[PositiveNumber, Meta(extra={"unit": "1"})]
 
 
 class PointRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kind of message at one size; its times are in `repeats`."""
+    """A kind of message at one size; its times are in `repeats`."""
 
     collective: Collective
-    """Which one."""
+    """Collective that was timed."""
     group_size: Ranks
-    """How many ranks take part."""
+    """Number of ranks that take part."""
     ranks_per_node: Ranks
     """The most of them that share a node: all, where the group lies inside one."""
     consecutive: bool
-    """Whether they are neighbours."""
+    """True where the ranks are neighbours."""
     message_bytes: PositiveBytes
     """Size of the full tensor on one rank."""
     interval: Annotated[NonNegativeNumber, Meta(extra={"unit": "1"})]
     """Half of the 95 % confidence interval of the median, over the median; 0 for one repeat."""
     source: Source
-    """Of its times."""
+    """Source of its times."""
 
     @property
     def key(self) -> CollectiveKey:
@@ -114,14 +114,14 @@ class PointRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RepeatRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One time of a point, on the slowest rank."""
+    """A time of a point, on the slowest rank."""
 
     point: Annotated[NonNegativeCount, Meta(extra={"unit": "row of points"})]
-    """Which point."""
+    """Row of the point in `points`."""
     time_s: PositiveSeconds
-    """How long it took."""
+    """Time on the slowest rank."""
     outlier: bool
-    """Whether it lies far from the point's other times."""
+    """True where it lies far from the point's other times."""
 
 
 class PairRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,59 +136,59 @@ class PairRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     time_s: PositiveSeconds
     """Median."""
     source: Source
-    """Of the time."""
+    """Source of the time."""
 
 
 class OverlapRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A collective and a computation, each alone and both at once."""
 
     collective: Collective
-    """Which one."""
+    """Collective that was timed."""
     group_size: Ranks
-    """How many ranks take part."""
+    """Number of ranks that take part."""
     ranks_per_node: Ranks
     """The most of them that share a node."""
     collective_bytes: Bytes
     """Size of the full tensor on one rank; 0 where it is not known."""
     compute_s: Seconds
-    """Of the computation alone; 0 where it is not known."""
+    """Time of the computation alone; 0 where it is not known."""
     collective_s: Seconds
-    """Of the collective alone; 0 where it is not known."""
+    """Time of the collective alone; 0 where it is not known."""
     compute_slowdown: _Slowdown
     """Time of the computation overlapped with the collective, over its time alone."""
     collective_slowdown: _Slowdown
     """Time of the collective overlapped with the computation, over its time alone."""
     source: Source
-    """Of these numbers."""
+    """Source of these numbers."""
 
 
 class RankRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rate of one rank's device, while all of them work."""
 
     rank: Rank
-    """Which rank."""
+    """Rank whose device it is."""
     name: _RateName
-    """Which rate, such as `matrix_flops_per_s`."""
+    """Name of the rate, such as `matrix_flops_per_s`."""
     value: _Rate
-    """How much."""
+    """Value in the unit that the name ends with."""
     source: Source
-    """Of the value."""
+    """Source of the value."""
 
 
 class RateRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rate of the slowest rank's device, or a time that is there once a launch."""
 
     name: _RateName
-    """Which one, such as `matrix_flops_per_s` or `startup_s`."""
+    """Name of the rate or time, such as `matrix_flops_per_s` or `startup_s`."""
     value: _Rate
-    """How much."""
+    """Value in the unit that the name ends with."""
     source: Source
-    """Of the value."""
+    """Source of the value."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HardwareProfile(Profile):
-    """What a cluster's links and devices do.
+    """The measured speeds of a cluster's links and devices.
 
     `cluster` names what was measured, `device` and `backend` on what and through what. `points`: kinds of message at
     growing sizes, and `repeats`: every time of each. `pairs`: messages between neighbours in a pipeline, link by link.
@@ -230,11 +230,11 @@ class HardwareProfile(Profile):
     @cached_property
     def curves(self) -> dict[CollectiveKey, tuple[NDArray[Any], NDArray[Any]]]:
         """Per kind of message: sizes in bytes, ascending, and the median time of each in seconds."""
-        found: dict[CollectiveKey, list[tuple[int, float]]] = {}
+        sizes_and_medians: dict[CollectiveKey, list[tuple[int, float]]] = {}
         for row, times_s in zip(self.points.rows, self.times_s, strict=True):
-            found.setdefault(row.key, []).append((row.message_bytes, median(times_s)))
+            sizes_and_medians.setdefault(row.key, []).append((row.message_bytes, median(times_s)))
         curves = {}
-        for key, points in found.items():
+        for key, points in sizes_and_medians.items():
             sizes, medians_s = zip(*sorted(points, key=lambda point: point[0]), strict=True)
             curves[key] = np.array(sizes), np.array(medians_s)
         return curves

@@ -9,22 +9,22 @@ from typing import Annotated
 from msgspec import Meta
 
 MAX_DEVICES = 2**20
-"""Of a cluster, and so ranks of a plan."""
+"""The most devices of a cluster, and so ranks of a plan."""
 MAX_LAYERS = 100_000
-"""Of a model."""
+"""The most layers of a model."""
 MAX_BATCH = 2**22
 """Samples of a step."""
 MAX_DIMS = 8
-"""Of a tensor."""
+"""The most dims of a tensor."""
 _MAX_COUNT = 2**31 - 1
 _MAX_BYTES = 2**60
 _MAX_SECONDS = 1e9
 _MAX_NUMBER = 1e15
 
 Count = Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
-"""How many there are of something that is there."""
+"""A number of things, at least 1."""
 NonNegativeCount = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
-"""How many, or which from 0; a seed."""
+"""A number of things, a place counted from 0, or a seed."""
 Rank = Annotated[int, Meta(ge=0, lt=MAX_DEVICES, extra={"unit": "rank"})]
 """Number of a device."""
 Ranks = Annotated[int, Meta(ge=1, le=MAX_DEVICES, extra={"unit": "ranks"})]
@@ -36,7 +36,7 @@ Samples = Annotated[int, Meta(ge=1, le=MAX_BATCH, extra={"unit": "samples"})]
 Tokens = Annotated[int, Meta(ge=1, le=_MAX_COUNT, extra={"unit": "tokens"})]
 """A sequence length."""
 Length = Annotated[int, Meta(ge=1, le=2**34)]
-"""Of one dim of a tensor."""
+"""The length of one dim of a tensor."""
 Flops = Annotated[int, Meta(ge=0, le=2**62)]
 """Floating-point operations of a sample."""
 Bytes = Annotated[int, Meta(ge=0, le=_MAX_BYTES, extra={"unit": "bytes"})]
@@ -59,7 +59,7 @@ Gib = Annotated[float, Meta(gt=0, le=2**20)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 """A part of a whole."""
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
-"""What the user calls something; it may become part of a file's name."""
+"""A name that the user gives; it may become part of a file's name."""
 
 
 def whole(pattern: str, max_length: int | None = None) -> Meta:

@@ -1,4 +1,4 @@
-"""What running plans took: time by microbatch, segment and pass, memory by segment, for every rank."""
+"""Measurements of plans: time by microbatch, segment and pass, memory by segment, for every rank."""
 
 from statistics import fmean, median, median_low
 from typing import Annotated, Literal
@@ -11,7 +11,7 @@ from shardwright_formats.types.plan import Plan
 
 
 class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One microbatch's way through the embedding, the layers or the head of a rank, one entry per repeat.
+    """Times of a microbatch in the embedding, the layers or the head of a rank, one entry per repeat.
 
     Each entry is the mean over a step's `middle` microbatches: the first one's forward pass also gathers parameters and
     its backward pass adds to no gradients yet, the last one's backward pass also reduces them. Of two microbatches
@@ -27,13 +27,13 @@ class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PassTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One pass of one microbatch through one layer range of a rank's pipeline stage, in one step.
+    """A pass of one microbatch through one layer range of a rank's pipeline stage, in one step.
 
     It waited from `start_s - wait_s` and was over at `start_s + time_s`.
     """
 
     kind: Literal["forward", "backward"]
-    """Which way."""
+    """Direction of the pass."""
     microbatch: NonNegativeCount
     """Number of the microbatch."""
     chunk: NonNegativeCount
@@ -41,7 +41,7 @@ class PassTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     wait_s: Seconds
     """Waiting for the messages that the pass began with; next to nothing where there were none."""
     start_s: Seconds
-    """When the messages were there and computing began, since the rank began the step."""
+    """Time at which the messages were there and computing began, since the rank began the step."""
     time_s: Seconds
     """Computing, and what it communicates on the way: gathers, reductions and exchanges between the stage's ranks."""
 
@@ -52,7 +52,7 @@ class SegmentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str
     """`embedding`, `layers` or `head`."""
     activation_bytes: Bytes
-    """What the forward pass left behind for the backward pass."""
+    """Bytes that the forward pass left behind for the backward pass."""
     forward_workspace_bytes: Bytes
     """The most that was resident in the forward pass beyond what stood before and what was left behind."""
     backward_workspace_bytes: Bytes
@@ -84,7 +84,7 @@ class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rank's share of a measured plan; lists have one entry per repeat."""
+    """The share of a rank in a measured plan; lists have one entry per repeat."""
 
     rank: Rank
     """Number of the rank in the plan."""
@@ -97,7 +97,7 @@ class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     segments: tuple[Segment, ...]
     """The time of each segment that the rank's pipeline stage has."""
     gradient_reduction_s: tuple[SignedSeconds, ...]
-    """How much longer the last microbatch's backward pass took than the `middle` ones, with the waiting after it.
+    """Time that the last microbatch's backward pass took beyond the `middle` ones, with the waiting after it.
 
     Empty with one microbatch.
     """
@@ -110,17 +110,17 @@ class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one plan took."""
+    """Times and memory of one plan."""
 
     plan: Plan
-    """What was run."""
+    """Plan that was run."""
     ranks: Annotated[tuple[RankMeasurement, ...], Meta(min_length=1)]
     """Every rank of the plan, in order."""
     in_turns: tuple[str, ...] = ()
     """SHA-256 of the plans that were stepped in turns, this one among them, the one they are compared with first: their
     steps of one number are of one round. Empty where it was measured alone."""
     measured_again: NonNegativeCount = 0
-    """How many times as many rounds followed the first ones, for a difference was uncertain."""
+    """Number of times that as many rounds followed the first ones, as a difference was uncertain."""
 
     def __post_init__(self) -> None:
         if [r.rank for r in self.ranks] != list(range(self.plan.world_size)):
@@ -137,7 +137,7 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def reference_s(self) -> float:
-        """How long the reference workload took while this was measured: the mean of the ranks, the median of the steps.
+        """Return the time of the reference workload during the measurement: mean of the ranks, median of the steps.
 
         Of the slowest rank it would say more than a step feels: ranks wait for each other many times in a step, so that
         another process on one of two cores makes a step 1.4 times as long, not twice.
@@ -150,7 +150,7 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return tuple(fmean(times) for times in zip(*(r.reference_s for r in self.ranks), strict=True))
 
     def slowdown(self, reference_s: float) -> float:
-        """How many times as slow the machine was as one that does the reference workload in so long; 1 if in 0 s."""
+        """Return the time of the reference workload here over that on a machine that takes so long; 1 for 0 s."""
         return self.reference_s / reference_s if reference_s else 1.0
 
     @property
@@ -181,15 +181,15 @@ class PlanFailure(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan that could not be measured to its end."""
 
     plan: Plan
-    """What was run."""
+    """Plan that was run."""
     category: Literal["out_of_memory"]
     """Why it ended."""
     rank: Rank
     """The first rank that it ended on."""
     where: str
-    """What that rank was about: `before the first step of ...` or `in step 2 of ...`."""
+    """Work of that rank: `before the first step of ...` or `in step 2 of ...`."""
     asked_bytes: Bytes | None
-    """What it asked of the device in vain, to three digits; None where PyTorch did not say."""
+    """Memory that it asked of the device in vain, to three digits; None where PyTorch did not say."""
 
 
 class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -201,17 +201,17 @@ class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     device: str
     """The device's name as its driver gives it, or `cpu`."""
     backend: str
-    """What carried the collectives: `gloo` or `nccl`."""
+    """Backend of the collectives: `gloo` or `nccl`."""
     date: str
     """UTC day on which the last plan was run, as 2026-01-31."""
     versions: str
-    """Of PyTorch, transformers and the device's driver, as `torch 2.13.0, transformers 5.17.0, driver 550.54`."""
+    """Versions of the software and the device's driver, as `torch 2.13.0, transformers 5.17.0, driver 550.54`."""
     attention: str
     """The kernel that was taken where the plan said `auto`."""
     allocator: str
-    """What PyTorch's allocator of device memory was told, as `expandable_segments:True`; empty on CPU."""
+    """Settings of PyTorch's allocator of device memory, as `expandable_segments:True`; empty on CPU."""
     plans: tuple[PlanMeasurement, ...]
-    """One entry per plan that was measured, in the order they were asked for."""
+    """Plans that were measured, in the order they were asked for."""
     failed: tuple[PlanFailure, ...] = ()
     """The others, in that order."""
 

@@ -1,4 +1,4 @@
-"""What the planner must know of a model: its layer types, their shapes, and what must divide what."""
+"""Descriptions of models for the planner: layer types, their shapes, and what must divide what."""
 
 from math import prod
 from typing import Annotated, Any, Literal
@@ -13,7 +13,7 @@ HEAD = "head"
 
 
 class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One parameter tensor of a layer type."""
+    """A parameter tensor of a layer type."""
 
     name: str
     """Its Hugging Face name; for a block, relative to the block."""
@@ -22,9 +22,9 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMS)] | None = None
     """The tensor dim that tensor parallelism splits; null: it is replicated over the group."""
     inside: bool = False
-    """Whether a replicated tensor is used inside a region, where each rank of the group has a part of its gradient."""
+    """True for a replicated tensor used inside a region, where each rank of the group has a part of its gradient."""
     shared: bool = False
-    """Whether all layers of the type hold replicas of one and the same parameter."""
+    """True where all layers of the type hold replicas of one and the same parameter."""
 
     def __post_init__(self) -> None:
         if self.tp_dim is not None and self.tp_dim >= len(self.shape):
@@ -42,7 +42,7 @@ class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A tensor [batch, sequence_length, features] that a layer hands to the next, also over a pipeline cut."""
 
     name: str
-    """What the runtime calls it."""
+    """Name that the runtime gives it."""
     sequence_length: Tokens
     """Positions per sample."""
     features: Length
@@ -68,7 +68,7 @@ class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A stretch of a layer in which tensor-parallel ranks hold different features (Shoeybi et al. 2019)."""
 
     name: Literal["attention", "mlp", "lookup", "logits"]
-    """Which part of the layer it is of: `recompute` names the first two."""
+    """Part of the layer that it is of: `recompute` names the first two."""
     enters: tuple[str, ...] = ()
     """Boundary tensors whose whole sequence the region's matrices take in."""
     leaves: str | None = None
@@ -91,9 +91,9 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ulysses_must_divide: dict[str, Length] = field(default_factory=dict)
     """Lengths, by name, of which the Ulysses degree must be a divisor."""
     outputs: tuple[BoundaryTensor, ...] = ()
-    """What the next layer receives; empty for the head."""
+    """Tensors that the next layer receives; empty for the head."""
     regions: tuple[Region, ...] = ()
-    """Where tensor parallelism communicates, in order."""
+    """Regions at whose ends tensor parallelism communicates, in order."""
     labels: NonNegativeCount = 0
     """Positions per sample that the head computes a loss for; 0 elsewhere."""
 
@@ -108,9 +108,9 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     FORMAT = "shardwright.model"
 
     name: Name
-    """What the user calls it; profiles of it carry it."""
+    """Name that the user gives it; profiles of it carry it."""
     family: Annotated[str, Meta(min_length=1)]
-    """Which file of the runtime knows how to build and shard it."""
+    """Family: the file of the runtime that builds and shards it."""
     config: dict[str, Any]
     """The Hugging Face configuration without its number of layers, which is that of `layers`."""
     sequence_length: Tokens
@@ -118,7 +118,7 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     layers: Annotated[tuple[str, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     """The type of each block, in order; embedding and head stand outside."""
     types: dict[str, LayerType]
-    """By name; `embedding` and `head` are always among them."""
+    """Layer types by name; `embedding` and `head` are always among them."""
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of parameters, by full name, that are one and the same."""
 
@@ -143,17 +143,17 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def boundary(self) -> tuple[BoundaryTensor, ...]:
-        """What crosses from the embedding to the first layer; all layers hand on tensors of these names."""
+        """Return the tensors between embedding and first layer; all layers hand on tensors of these names."""
         return self.types[EMBEDDING].outputs
 
     @property
     def parameter_count(self) -> int:
         """Number of parameters, tied and shared ones counted once."""
-        every = sum(self.types[name].parameter_count() for name in (EMBEDDING, *self.layers, HEAD))
+        total = sum(self.types[name].parameter_count() for name in (EMBEDDING, *self.layers, HEAD))
         shapes = self._outer_shapes()
         tied = sum(prod(shapes[second]) for _, second in self.tied)
         replicas = ((self.layers.count(name) - 1, self.types[name].parameters) for name in set(self.layers))
-        return every - tied - sum(n * prod(p.shape) for n, parameters in replicas for p in parameters if p.shared)
+        return total - tied - sum(n * prod(p.shape) for n, parameters in replicas for p in parameters if p.shared)
 
     def _outer_shapes(self) -> dict[str, tuple[int, ...]]:
         return {p.name: p.shape for name in (EMBEDDING, HEAD) for p in self.types[name].parameters}

@@ -1,4 +1,4 @@
-"""How long the layers of a model take on a device, and how much memory they need."""
+"""A model profile: time and memory of a model's layers on a device."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -31,7 +31,7 @@ _Points = Annotated[Count, Meta(extra={"unit": "points"})]
 
 
 class FitMode(StrEnum):
-    """How a quantity depends on the micro-batch size b and the sequence length s; Galvatron's three modes and one."""
+    """Forms of a quantity in the micro-batch size b and the sequence length s; Galvatron's three modes and one."""
 
     STATIC = "static"
     """linear * b, at one length."""
@@ -55,7 +55,7 @@ Number = TypeVar("Number")
 
 
 class LayerFigures(NamedTuple, Generic[Number]):
-    """What one microbatch in one layer takes on one rank; the fields are named as the columns of `layers`."""
+    """Time and memory of one microbatch in one layer on one rank; the fields are named as the columns of `layers`."""
 
     forward_s: Number
     backward_s: Number
@@ -81,38 +81,38 @@ class _StrategyColumns(_TypeColumns, frozen=True, kw_only=True, forbid_unknown_f
     """The columns of the key that figures of a pass have."""
 
     sequence_parallel: SequenceParallel
-    """How they share the sequence."""
+    """Kind of sequence parallelism of the tensor-parallel ranks."""
     recompute: Recompute
-    """Which activations are computed again."""
+    """Activations that are computed again in the backward pass."""
 
 
 class LayerRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Time and memory of one microbatch in one layer, with the traffic of tensor and sequence parallelism inside."""
 
     micro_batch_size: Samples
-    """Of one tensor-parallel group."""
+    """Samples of one tensor-parallel group."""
     sequence_length: Tokens
-    """Of a sample."""
+    """Tokens of a sample."""
     forward_s: Annotated[Seconds, sourced("forward_source")]
-    """Of the forward pass."""
+    """Time of the forward pass."""
     forward_error_s: Annotated[Seconds, sourced("forward_source")] = 0.0
     """Standard error of `forward_s`; 0 where none is known."""
     forward_source: Source
-    """Of both."""
+    """Source of `forward_s` and its error."""
     backward_s: Annotated[Seconds, sourced("backward_source")]
-    """Of the backward pass, recomputation included, gradient reduction left out."""
+    """Time of the backward pass with recomputation, without gradient reduction."""
     backward_error_s: Annotated[Seconds, sourced("backward_source")] = 0.0
     """Standard error of `backward_s`; 0 where none is known."""
     backward_source: Source
-    """Of both."""
+    """Source of `backward_s` and its error."""
     activation_bytes: Annotated[Bytes, sourced("activation_source")]
     """Resident from the forward to the backward pass."""
     activation_source: Source
-    """Of `activation_bytes`."""
+    """Source of `activation_bytes`."""
     workspace_bytes: Annotated[Bytes, sourced("workspace_source")]
     """The most that is resident beyond that during a pass."""
     workspace_source: Source
-    """Of `workspace_bytes`."""
+    """Source of `workspace_bytes`."""
 
     @classmethod
     def from_figures(cls, key: LayerKey, figures: LayerFigures[Sourced]) -> "LayerRow":
@@ -144,92 +144,92 @@ class LayerRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class StateRow(_TypeColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the parameters of one layer cost one rank under plain ddp, whatever runs through them."""
+    """Time and memory of one layer's parameters on one rank under plain ddp, whatever runs through them."""
 
     parameter_bytes: Annotated[Bytes, sourced("bytes_source")]
-    """Of the stored parameters."""
+    """Bytes of the stored parameters."""
     gradient_bytes: Annotated[Bytes, sourced("bytes_source")]
-    """Of their gradients."""
+    """Bytes of their gradients."""
     optimizer_bytes: Annotated[Bytes, sourced("bytes_source")]
-    """Of the optimizer's state."""
+    """Bytes of the optimizer's state."""
     bytes_source: Source
-    """Of these three."""
+    """Source of these three."""
     optimizer_s: Annotated[Seconds, sourced("optimizer_source")]
-    """Of a step, unsharded, clipping included."""
+    """Optimizer time of a step, unsharded, clipping included."""
     optimizer_source: Source
-    """Of `optimizer_s`."""
+    """Source of `optimizer_s`."""
     reduction_s: Annotated[Seconds, sourced("reduction_source")]
-    """What reducing the gradients adds to a step."""
+    """Time that reducing the gradients adds to a step."""
     reduction_ranks: Ranks
     """Data-parallel ranks of that reduction."""
     reduction_source: Source
-    """Of `reduction_s`."""
+    """Source of `reduction_s`."""
     scatter_s: Annotated[Seconds, sourced("zero_source")]
-    """What reducing the gradients adds to a step under ZeRO."""
+    """Time that reducing the gradients adds to a step under ZeRO."""
     gather_s: Annotated[Seconds, sourced("zero_source")]
-    """What gathering the parameters adds to a pass of a microbatch under ZeRO-3."""
+    """Time that gathering the parameters adds to a pass of a microbatch under ZeRO-3."""
     zero_ranks: Ranks
-    """Data-parallel ranks of both."""
+    """Data-parallel ranks of both probes under ZeRO."""
     zero_source: Source
-    """Of both."""
+    """Source of `scatter_s` and `gather_s`."""
 
 
 class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is there once a process or a step."""
+    """Figures that are there once a process or a step."""
 
     process_bytes: Annotated[Bytes, sourced("process_source")]
     """Device memory outside the tensors and the communicators."""
     process_source: Source
-    """Of `process_bytes`."""
+    """Source of `process_bytes`."""
     communicator_bytes: Annotated[Bytes, sourced("communicator_source")]
     """Buffers of an NCCL communicator that is no edge of the pipeline; 0 without NCCL."""
     communicator_source: Source
-    """Of `communicator_bytes`."""
+    """Source of `communicator_bytes`."""
     resident_bytes: Annotated[Bytes, sourced("resident_source")]
     """Host memory before the model is made."""
     resident_source: Source
-    """Of `resident_bytes`."""
+    """Source of `resident_bytes`."""
     step_overhead_s: Annotated[Seconds, sourced("step_overhead_source")]
-    """What of a step is neither layers nor reduction nor per parameter."""
+    """Time of a step that belongs neither to layers nor to reduction nor to parameters."""
     step_overhead_source: Source
-    """Of `step_overhead_s`."""
+    """Source of `step_overhead_s`."""
     reference_s: Annotated[Seconds, sourced("reference_source")]
-    """Of the reference workload on the machine as fast as all times here are of; 0 where none was run."""
+    """Time of the reference workload on a machine as fast as all times here are of; 0 where none was run."""
     reference_source: Source
-    """Of `reference_s`."""
+    """Source of `reference_s`."""
 
 
 class FitRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A curve through the points of `layers`, with what it leaves unexplained, relative to the points."""
 
     quantity: Quantity
-    """What the curve says."""
+    """Quantity that the curve gives."""
     mode: FitMode
-    """Which terms it has."""
+    """Terms that the curve has."""
     micro_batch_size: Annotated[NonNegativeCount, Meta(extra={"unit": "samples"})]
-    """Of one tensor-parallel group; 0 where it varies."""
+    """Samples of one tensor-parallel group; 0 where they vary."""
     sequence_length: Annotated[NonNegativeCount, Meta(extra={"unit": "tokens"})]
     """0 where it varies."""
     constant: _Coefficient
     """The constant term."""
     linear: _Coefficient
-    """Of the linear term."""
+    """Coefficient of the linear term."""
     quadratic: _Coefficient
-    """Of the quadratic term."""
+    """Coefficient of the quadratic term."""
     points: _Points
-    """How many were fitted."""
+    """Number of points that were fitted."""
     typical_residual: _Residual
     """Median of |fit - point| / point."""
     worst_residual: _Residual
     """Largest |fit - point| / point."""
     left_out_points: Annotated[NonNegativeCount, Meta(extra={"unit": "points"})]
-    """How many were left out in turn and predicted by the others."""
+    """Number of points that were left out in turn and predicted by the others."""
     left_out_error: _Residual
     """Median of |prediction - point| / point over them; 0 without any."""
 
 
 class ProfileOrigin(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was profiled, on what and how."""
+    """Origin of a profile: the model, the device and the settings."""
 
     model: str
     """Its name."""
@@ -238,7 +238,7 @@ class ProfileOrigin(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     device: str
     """The device's name as its driver gives it, or `cpu`."""
     backend: str
-    """What carried the collectives."""
+    """Backend of the collectives."""
     precision: str
     """`parameters/compute/reduce`, such as `float32/bfloat16/float32`; then ` tf32` where factors are rounded, and
     ` compiled` where torch.compile compiled the layers."""

@@ -19,7 +19,7 @@ class Schedule(StrEnum):
     """The order in which a pipeline stage works through its microbatches."""
 
     interleaves: bool
-    """Whether a pipeline stage may hold several layer ranges."""
+    """Return whether a pipeline stage may hold several layer ranges."""
 
     def __new__(cls, name: str, interleaves: bool = False) -> "Schedule":
         """Make a member of its name in files."""
@@ -28,20 +28,20 @@ class Schedule(StrEnum):
         return member
 
     GPIPE = "gpipe"
-    """All forward passes, then all backward passes."""
+    """A step of all forward passes, then all backward passes."""
     ONE_F_ONE_B = "1f1b"
-    """One forward and one backward pass in turn, once the pipeline is full."""
+    """A step of one forward and one backward pass in turn, once the pipeline is full."""
     INTERLEAVED_1F1B = "interleaved_1f1b", True
     """1F1B with several layer ranges on every pipeline stage."""
 
 
 class GradientReduction(StrEnum):
-    """Whether gradients are reduced once a step, or after every microbatch."""
+    """Time of the gradient reduction: once a step, or after every microbatch."""
 
     DEFERRED = "deferred"
     """Once a step, in the last microbatch's backward pass."""
     EVERY_MICROBATCH = "every_microbatch"
-    """In every backward pass."""
+    """Gradients are reduced in every backward pass."""
 
 
 class Attention(StrEnum):
@@ -52,7 +52,7 @@ class Attention(StrEnum):
     SDPA = "sdpa"
     """PyTorch's scaled_dot_product_attention; on a GPU by a fused kernel."""
     SDPA_MATH = "sdpa_math"
-    """The same by matrix products that keep all scores, which is slow on a GPU."""
+    """PyTorch's attention by matrix products that keep all scores, which is slow on a GPU."""
     FLASH_ATTENTION_2 = "flash_attention_2"
     """The flash-attn package (Dao 2023)."""
     EAGER = "eager"
@@ -63,13 +63,13 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The number formats of stored parameters, of forward and backward, and of gradient reduction."""
 
     parameters: DType = "float32"
-    """Of the stored parameters and the optimizer state."""
+    """Number format of the stored parameters and the optimizer state."""
     compute: DType = "float32"
-    """Of the forward and backward pass."""
+    """Number format of the forward and backward pass."""
     reduce: DType = "float32"
-    """Of accumulated gradients and their reduction."""
+    """Number format of accumulated gradients and their reduction."""
     tf32: bool = False
-    """Whether a GPU's tensor cores may round the factors of float32 matrix products to TF32 (10 bits of mantissa)."""
+    """Permission to round the factors of float32 matrix products to TF32 (10 bits of mantissa) on a GPU."""
 
     def __post_init__(self) -> None:
         if self.tf32 and self.compute != "float32":
@@ -82,7 +82,7 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def profiled_as(precision: Precision, compile: bool) -> str:
-    """What a profile of a plan's layers is known by: the number formats, and whether the layers are compiled."""
+    """Return the text that a profile of a plan's layers is known by: number formats and compilation."""
     return precision.text + (" compiled" if compile else "")
 
 
@@ -118,12 +118,12 @@ def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
 
 
 class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to train a model on a cluster; whoever holds it can train, export or re-evaluate it."""
+    """A way to train a model on a cluster; whoever holds it can train, export or re-evaluate it."""
 
     FORMAT = "shardwright.plan"
 
     name: Name
-    """What the user calls it."""
+    """Name that the user gives it."""
     model: Model
     """The whole model description."""
     cluster: Cluster
@@ -135,7 +135,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schedule: Schedule
     """The order of forward and backward passes."""
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
-    """When gradients are reduced."""
+    """Time of the gradient reduction."""
     precision: Precision = Precision()
     """The number formats."""
     optimizer: Literal["adamw"] = "adamw"
@@ -143,17 +143,17 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attention: Attention = Attention.AUTO
     """The attention kernel."""
     fused: tuple[Literal["rotary", "norm", "cross_entropy"], ...] = ()
-    """What else kernels of the flash-attn package compute: rotary embeddings, norms, the loss."""
+    """Modules that kernels of the flash-attn package compute: rotary embeddings, norms, the loss."""
     compile: bool = False
-    """Whether torch.compile compiles each block (embedding and head are left as they are)."""
+    """Use of torch.compile for each block; embedding and head are left as they are."""
     stages: Annotated[tuple[PipelineStage, ...], Meta(min_length=1)]
     """The pipeline stages, first to last."""
     embedding: Strategy
-    """How the embedding is sharded over the first pipeline stage."""
+    """Strategy of the embedding on the first pipeline stage."""
     head: Strategy
-    """How the head is sharded over the last pipeline stage."""
+    """Strategy of the head on the last pipeline stage."""
     layers: tuple[LayerStrategy, ...]
-    """How each layer is sharded over its pipeline stage; one entry per layer of the model, in order."""
+    """Strategy of each layer on its pipeline stage; one entry per layer of the model, in order."""
 
     def __post_init__(self) -> None:
         self._check_ranks()

@@ -1,4 +1,4 @@
-"""What is believed about a plan: its predicted time and memory, the proof, and the plans it was preferred to."""
+"""A prediction of a plan's time and memory, with the proof and the plans that it was preferred to."""
 
 from typing import Annotated
 
@@ -10,16 +10,16 @@ from shardwright_formats.types.plan import Plan
 
 
 class StagePrediction(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One pipeline stage: time of a microbatch and of a step's end, peak memory of a rank, each by term."""
+    """Figures of a pipeline stage: time of a microbatch and of a step's end, peak memory of a rank, each by term."""
 
     time_s: Seconds
     """Forward and backward of one microbatch, sends included."""
     time_terms_s: dict[str, Seconds]
-    """What `time_s` is made of."""
+    """Terms that `time_s` is made of."""
     memory_bytes: Bytes
     """Peak memory of a rank."""
     memory_terms_bytes: dict[str, Bytes]
-    """What `memory_bytes` is made of."""
+    """Terms that `memory_bytes` is made of."""
 
 
 class TimelineEvent(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,10 +41,10 @@ class TimelineEvent(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was proven about a searched plan."""
+    """A proof about a searched plan."""
 
     objective: str
-    """What was minimised, in words."""
+    """Objective that was minimised, in words."""
     objective_s: Seconds
     """Its value for the chosen plan."""
     objective_bound_s: Seconds
@@ -58,11 +58,11 @@ class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     solved: NonNegativeCount
     """Cases of these that were solved exactly; the others were ruled out."""
     certificate: str | None = None
-    """What another solver says of it; null where none was asked."""
+    """Result of another solver; null where none was asked."""
 
     @property
     def nearness(self) -> str:
-        """How near to the optimum the plan is proven to be, in words."""
+        """Return how near to the optimum the plan is proven to be, in words."""
         if not self.objective_bound_s:
             return "not known to be near the optimum"
         return f"within {self.gap:.2%} of the optimum" if self.gap else "optimal"
@@ -98,22 +98,22 @@ class RunnerUp(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     plan: Plan
     """The plan."""
     estimate: Estimate
-    """What is predicted of it."""
+    """Prediction for that plan."""
 
 
 class ScenarioRegret(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much longer than the best plan of a scenario a plan takes there, by the closed form, as a share of it."""
+    """Regret of a plan in a scenario: its time beyond the best plan's, as a share of that, by the closed form."""
 
     scenario: Annotated[str, Meta(min_length=1)]
-    """What is other than in the profile."""
+    """Difference of the scenario from the profile."""
     regret: NonNegativeNumber
-    """Of the chosen plan."""
+    """Regret of the chosen plan."""
     nominal_regret: NonNegativeNumber
-    """Of the plan that would have been chosen for the profile as it is."""
+    """Regret of the plan that would have been chosen for the profile as it is."""
 
 
 class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is believed about a plan, beside the plan."""
+    """A prediction about a plan, in a file beside the plan."""
 
     FORMAT = "shardwright.prediction"
     VERSION = 3
@@ -121,18 +121,18 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     plan_sha256: Sha256
     """Identity of the plan: SHA-256 of its canonical JSON."""
     memory_budget_bytes: Bytes | None
-    """What a rank of the fullest pipeline stage was allowed; null for a plan that was only evaluated."""
+    """Bytes that a rank of the fullest pipeline stage may hold; null for a plan that was only evaluated."""
     estimate: Estimate
-    """What is predicted of the plan."""
+    """Predicted time and memory of the plan."""
     proof: Proof | None
     """Null for a plan that was not searched."""
     runners_up: tuple[RunnerUp, ...]
     """Plans that were not chosen, the best first."""
     warnings: tuple[str, ...]
-    """What the prediction leans on beyond measurements, such as extrapolation."""
+    """Facts beyond measurements that the prediction leans on, such as extrapolation."""
     inputs_sha256: dict[str, Sha256]
     """SHA-256 of every profile and of the search file, by role."""
     reference_s: Seconds = 0.0
-    """Of the reference workload on the machine as it was profiled; 0 where none was run."""
+    """Time of the reference workload on the machine as it was profiled; 0 where none was run."""
     robust: tuple[ScenarioRegret, ...] = ()
     """The scenarios of a robust search, the profile as it is first; empty for any other."""

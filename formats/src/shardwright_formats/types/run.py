@@ -1,4 +1,4 @@
-"""What a training run leaves behind: a line per step, a last word, and what its nodes agree on when one is lost."""
+"""Files of a training run: a line per step, a summary, and what the nodes agree on when one is lost."""
 
 from typing import Literal
 
@@ -10,27 +10,27 @@ from shardwright_formats.types.plan import Plan
 
 
 class Evaluation(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the model comes to on data that is not trained on."""
+    """A loss on data that is not trained on."""
 
     loss: float
     """Mean cross entropy over all labels that count, with nothing dropped."""
     perplexity: NonNegativeNumber | None
     """exp(loss); null for images, or beyond 10^15."""
     labels: Count
-    """How many counted."""
+    """Number of labels that counted."""
     samples: Count
-    """Of how many samples."""
+    """Number of samples that these are from."""
     time_s: Seconds
-    """How long it took."""
+    """Time of the evaluation."""
 
 
 class BestCheckpoint(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The checkpoint with the least loss of all evaluations."""
 
     step: Count
-    """After which it was saved."""
+    """Step after which it was saved."""
     loss: float
-    """Of its evaluation."""
+    """Loss of its evaluation."""
     checkpoint: str
     """Its folder."""
 
@@ -51,15 +51,15 @@ class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     grad_norm: float | None
     """Global 2-norm of the gradients before clipping; null where float16 overflowed and the step updated nothing."""
     learning_rate: float
-    """What the optimizer used in the step."""
+    """Learning rate of the optimizer in the step."""
     peak_memory_bytes: tuple[Bytes, ...]
     """Per rank: the allocator's peak on CUDA, the peak resident set of the process on CPU."""
     time_utc: str
-    """When the step ended, in ISO 8601."""
+    """End of the step, in ISO 8601."""
     auxiliary_loss: float | UnsetType = UNSET
-    """The part of the loss that blocks' auxiliary losses are; absent where the family has none."""
+    """The part of the loss that auxiliary losses of blocks make up; absent where the family has none."""
     evaluation: Evaluation | None = None
-    """Of the weights after the step; null where there was none."""
+    """Evaluation of the weights after the step; null where there was none."""
 
 
 class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +85,7 @@ class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True)
     best: BestCheckpoint | None = None
     """Null where the run was not asked to keep it."""
     predicted_step_time_s: Seconds | None = None
-    """Of the prediction beside the plan; null where there is none."""
+    """Step time of the prediction beside the plan; null where there is none."""
 
 
 class StopNote(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,13 +96,13 @@ class StopNote(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step: Count
     """The last step that is saved."""
     steps: Count
-    """Of how many."""
+    """Number of steps of the whole run."""
     reason: Literal["signal", "max_time_s"]
     """Why: it was signalled, or its own time was up."""
     checkpoint: str
     """Folder of the checkpoint."""
     time_utc: str
-    """In ISO 8601."""
+    """Time of the stop, in ISO 8601."""
 
 
 class Replanned(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,7 +111,7 @@ class Replanned(Document, frozen=True, kw_only=True, forbid_unknown_fields=True)
     FORMAT = "shardwright.replanned"
 
     plan: Plan
-    """For the nodes that are left."""
+    """Plan for the nodes that are left."""
     resume_from: str | None
     """The checkpoint to go on from; null where the run had none yet."""
     step_before_s: Seconds

@@ -1,4 +1,4 @@
-"""How one layer is sharded over the ranks of its pipeline stage."""
+"""Strategies: the sharding of one layer over the ranks of its pipeline stage."""
 
 from enum import StrEnum
 
@@ -7,7 +7,7 @@ from shardwright_formats.types.limits import Ranks, SomeRanks
 
 
 class DataParallel(StrEnum):
-    """What the data-parallel ranks of a layer share out among themselves."""
+    """Kinds of data parallelism: the states of a layer that its ranks share out among themselves."""
 
     DDP = "ddp"
     """Nothing: every rank holds parameters, gradients and optimizer state whole."""
@@ -18,7 +18,7 @@ class DataParallel(StrEnum):
 
 
 class SequenceParallel(StrEnum):
-    """Whether the ranks of a tensor-parallel group share the sequence, and how."""
+    """Kinds of sequence parallelism: whether the ranks of a tensor-parallel group share the sequence, and how."""
 
     NONE = "none"
     """Every rank of the group holds the whole sequence."""
@@ -29,22 +29,22 @@ class SequenceParallel(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Which activations of a layer are computed again in its backward pass."""
+    """Choices of the activations of a layer that are computed again in its backward pass."""
 
     NONE = "none"
     """No activations are recomputed: all are kept."""
     FULL = "full"
-    """All activations are recomputed: only the layer's input is kept."""
+    """Every activation is recomputed: only the layer's input is kept."""
     ATTENTION = "attention"
     """Activations of the attention part are recomputed."""
     MLP = "mlp"
     """Activations of the feed-forward part are recomputed."""
     SELECTIVE = "selective"
-    """All but the results of matrix products and of attention, which are kept (Korthikanti et al. 2022)."""
+    """Activations other than results of matrix products and of attention are recomputed (Korthikanti et al. 2022)."""
 
 
 class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
-    """How the embedding or the head is sharded over the ranks of its pipeline stage.
+    """A sharding of the embedding or the head over the ranks of its pipeline stage.
 
     `tp_size * dp_size` is the number of ranks of the pipeline stage. For Ulysses, `tp_size` is the degree of the
     sequence-parallel group of attention, and parameters are data-parallel over all ranks of the pipeline stage.
@@ -53,18 +53,18 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
     tp_size: Ranks
     """Ranks that one sample of the layer is split over."""
     tp_consecutive: bool = True
-    """Whether neighbouring ranks form a tensor-parallel group, or ranks `dp_size` apart."""
+    """True where neighbouring ranks form a tensor-parallel group; else its ranks are `dp_size` apart."""
     dp_size: Ranks
     """Parts that the samples of a microbatch are shared out in."""
     data_parallel: DataParallel = DataParallel.DDP
-    """What the data-parallel ranks share out."""
+    """States that the data-parallel ranks share out."""
     shard_size: SomeRanks = 0
     """Neighbouring data-parallel ranks that ZeRO shares the states out among; 0: all of them.
 
     Where they are fewer (HSDP), groups of so many ranks hold replicas of each other's shards and sum their gradients.
     """
     sequence_parallel: SequenceParallel = SequenceParallel.NONE
-    """How the tensor-parallel group shares the sequence."""
+    """Kind of sequence parallelism of the tensor-parallel group."""
 
     def __post_init__(self) -> None:
         if self.shard_size == 0:
@@ -81,9 +81,9 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
 
 
 class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
-    """How one layer is sharded over the ranks of its pipeline stage, and what of it is recomputed."""
+    """A sharding of one layer over the ranks of its pipeline stage, and what of it is recomputed."""
 
     type: str
     """The layer's type: a key of the model description's `types`."""
     recompute: Recompute = Recompute.NONE
-    """Which activations are computed again in the backward pass."""
+    """Activations that are computed again in the backward pass."""

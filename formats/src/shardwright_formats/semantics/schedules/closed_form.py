@@ -18,11 +18,11 @@ class ClosedForm(NamedTuple):
     """Coefficients of a step's time: T = (fill sum A + steady max A + once max U) / parts, whole numbers all."""
 
     fill: int
-    """Of the sum over all stages, which one microbatch takes on its way."""
+    """Coefficient of the sum over all stages, which one microbatch takes on its way."""
     steady: int
-    """Of the slowest stage, for the microbatches that follow it."""
+    """Coefficient of the slowest stage, for the microbatches that follow it."""
     once: int = 1
-    """Of what comes at a step's end."""
+    """Coefficient of what comes at a step's end."""
     parts: int = 1
 
     def time(self, total: Times, slowest: Times, exposed: Times) -> Times:
@@ -30,7 +30,7 @@ class ClosedForm(NamedTuple):
         if self.parts == 1:
             return self.fill * total + self.steady * slowest + self.once * exposed
         # Whole times apart from parts of them, lest a float64 lose digits.
-        whole, rest = (ClosedForm(*(of(n, self.parts) for n in self[:3])) for of in (floordiv, mod))
+        whole, rest = (ClosedForm(*(divided(n, self.parts) for n in self[:3])) for divided in (floordiv, mod))
         return whole.time(total, slowest, exposed) - (-rest.time(total, slowest, exposed) // self.parts)
 
 

@@ -5,7 +5,7 @@ from shardwright_formats.types import Schedule
 
 
 class GPipe(PipelineSchedule):
-    """All forward passes, then all backward passes: every microbatch is in flight."""
+    """The schedule of all forward passes, then all backward passes: every microbatch is in flight."""
 
     name = Schedule.GPIPE
 

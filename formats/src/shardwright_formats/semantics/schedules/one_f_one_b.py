@@ -5,7 +5,7 @@ from shardwright_formats.types import Schedule
 
 
 class OneFOneB(PipelineSchedule):
-    """As many forward passes ahead as there are later stages; fewer microbatches than stages are allowed."""
+    """The schedule of as many forward passes ahead as there are later stages; microbatches may be fewer than stages."""
 
     name = Schedule.ONE_F_ONE_B
 

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Pass(StrEnum):
-    """One way through some layers of a pipeline stage."""
+    """A direction through some layers of a pipeline stage."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Action(NamedTuple):
-    """One pass of one microbatch through one layer range of a pipeline stage."""
+    """A pass of one microbatch through one layer range of a pipeline stage."""
 
     kind: Pass
     microbatch: int

@@ -6,7 +6,9 @@ from shardwright_formats.semantics.schedules.one_f_one_b import OneFOneB
 from shardwright_formats.semantics.schedules.schedule import PipelineSchedule
 from shardwright_formats.types import Schedule
 
-_SCHEDULES: dict[Schedule, PipelineSchedule] = {own.name: own for own in (GPipe(), OneFOneB(), Interleaved1F1B())}
+_SCHEDULES: dict[Schedule, PipelineSchedule] = {
+    schedule.name: schedule for schedule in (GPipe(), OneFOneB(), Interleaved1F1B())
+}
 
 
 def schedule_of(name: Schedule) -> PipelineSchedule:
