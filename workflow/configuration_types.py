@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import Value
-from shardwright_formats.schema.writing import write_or_check
+from shardwright_formats.schema.generate import write_or_check
 from shardwright_formats.types import (
     MAX_DEVICES,
     Count,

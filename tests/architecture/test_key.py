@@ -70,11 +70,11 @@ ADDED = {
     "semantics/axes.py": ('    *("type", "recompute"),  # these two cut nothing\n', '    "cp_size",\n'),
     "types/strategy.py": ('    """Ranks that one sample of the layer is split over."""\n', "    cp_size: Ranks = 1\n"),
 }
-"""The lines after which a column for context parallelism is added: the key, the tables of a pass, the axes and the strategy."""
+"""Lines after which a column for context parallelism is added: key, tables of a pass, axes and strategy."""
 
 
 def test_a_column_is_added_by_a_line_in_the_key_and_one_in_the_tables(tmp_path):
-    """With that, the field of the strategy and its mention in the axes, profiles are fitted, written, read and priced by the column."""
+    """With that, and the field in strategy and axes, profiles are fitted, written, read and priced by the column."""
     package = tmp_path / "shardwright_formats"
     shutil.copytree(ROOT / "formats/src/shardwright_formats", package)
     for name, (before, line) in ADDED.items():

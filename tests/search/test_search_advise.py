@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwright_estimate.accuracy import SEEN
-from shardwright_formats.command.run import _exit_code
+from shardwright_formats.command.command_line import _exit_code
 from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.types import DataParallel, Plan, Recompute, Schedule, SequenceParallel
 from shardwright_models.presets import read_presets
@@ -257,7 +257,8 @@ def test_a_config_must_say_how_long_samples_are(config):
 
 def test_it_takes_under_5_cpu_seconds_and_imports_neither_torch_nor_pandas_nor_snakemake(tmp_path):
     code = (
-        "import sys\nfrom shardwright_formats.command.run import _exit_code\nfrom shardwright_search.cli import APP\n"
+        "import sys\nfrom shardwright_formats.command.command_line import _exit_code\n"
+        "from shardwright_search.cli import APP\n"
         "code = _exit_code(APP, 'advise llama-3-8b --gpus 8x8:H100-SXM --batch 512 --seq 8192'.split())\n"
         "assert not {'torch', 'transformers', 'pandas', 'snakemake', 'shardwright_profile'} & set(sys.modules)\n"
         "raise SystemExit(code)"

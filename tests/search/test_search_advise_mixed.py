@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright_formats.command.run import _exit_code
+from shardwright_formats.command.command_line import _exit_code
 from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.types import Plan
 from shardwright_search.advise.question import question_of

@@ -40,9 +40,8 @@ A command is a struct of options and a function that takes it::
 - Tests call `run(APP, ["fit", ...])`, which raises SystemExit.
 """
 
-from shardwright_formats.command.command_line import Command, CommandLine
+from shardwright_formats.command.command_line import Command, CommandLine, run
 from shardwright_formats.command.faults import show
 from shardwright_formats.command.options import POSITIONAL, Off, Options
-from shardwright_formats.command.run import run
 
 __all__ = ["POSITIONAL", "Command", "CommandLine", "Off", "Options", "run", "show"]

@@ -4,26 +4,20 @@ python -m shardwright_formats.schema.generate            # write them, in the re
 python -m shardwright_formats.schema.generate --check    # exit 1, naming each file that is not up to date
 """
 
+import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from shardwright_formats.io import Document
+from shardwright_formats import types
+from shardwright_formats.io import BadInput, Document, one_line_errors, write_bytes
 from shardwright_formats.schema import reference
-from shardwright_formats.schema.writing import write_or_check
-from shardwright_formats.types.certificate import Certificate
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.correction import Correction
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import Plan, Plans
-from shardwright_formats.types.prediction import Prediction
-from shardwright_formats.types.run import Replanned, RunResult, StopNote
 
 DOCUMENTS: tuple[type[Document], ...] = (
-    *(Model, Cluster, Plan, Plans, Prediction, Certificate, Measurement, Correction),
-    *(RunResult, StopNote, Replanned),
+    *(types.Model, types.Cluster, types.Plan, types.Plans, types.Prediction, types.Certificate, types.Measurement),
+    *(types.Correction, types.RunResult, types.StopNote, types.Replanned),
 )
 """Every kind of JSON file, in the order of the documentation."""
 
@@ -49,6 +43,25 @@ def generated() -> dict[str, str]:
         name = kind.FORMAT.removeprefix("shardwright.")
         texts[f"formats/schemas/{name}.schema.json"] = json.dumps(schema, indent=1) + "\n"
     return texts
+
+
+def write_or_check(command: str, texts: Mapping[str, str], arguments: Sequence[str] | None = None) -> int:
+    """Write generated files, or with --check name those that are not up to date; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=command, description=f"Writes {', '.join(texts)}.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
+    parser.add_argument("--root", type=Path, default=Path(), help="the repository's root (default: this folder)")
+    options = parser.parse_args(arguments)
+    with one_line_errors():
+        if not (options.root / "formats" / "pyproject.toml").is_file():
+            raise BadInput(options.root, "is not the repository's root", "run there, or pass --root")
+        paths = {options.root / path: text.encode() for path, text in texts.items()}
+        stale = {path: text for path, text in paths.items() if not path.is_file() or path.read_bytes() != text}
+        for path, text in stale.items():
+            if options.check:
+                print(f"error: {path}: not what the types say: run `{command}`", file=sys.stderr)
+            else:
+                write_bytes(path, text)
+    return 1 if options.check and stale else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

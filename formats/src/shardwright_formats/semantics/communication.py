@@ -11,16 +11,11 @@ from enum import StrEnum
 from math import lcm, prod
 from typing import NamedTuple
 
+from shardwright_formats.semantics import tied_weights
 from shardwright_formats.semantics.axes import Axis, Layout, axes_of, layout_of
 from shardwright_formats.semantics.chunks import chunk_layers, cuts, gathers_spared, incoming_layout
 from shardwright_formats.semantics.layout import closed_groups, parameter_box, sent_numel
 from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.semantics.tied_weights import (
-    pieces_from_owners,
-    pieces_to_owners,
-    ranks_of_replicas,
-    tied_parameters,
-)
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import HEAD, BoundaryTensor, LayerType, Model, Region
 from shardwright_formats.types.plan import ITEMSIZE, GradientReduction, Plan
@@ -290,10 +285,10 @@ def _partial_sums(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
 
 
 def _tied_parameter_messages(plan: Plan, rank: int) -> Iterator[Message]:
-    tied = tied_parameters(plan)
-    members = ranks_of_replicas(tied)
+    tied = tied_weights.tied_parameters(plan)
+    members = tied_weights.ranks_of_replicas(tied)
     if rank in members:
-        for pieces in (pieces_to_owners(tied), pieces_from_owners(tied)):
+        for pieces in (tied_weights.pieces_to_owners(tied), tied_weights.pieces_from_owners(tied)):
             size = sum(p.numel for p in pieces if p.source == rank != p.target) * ITEMSIZE[plan.precision.parameters]
             yield Message(Cause.TIED_PARAMETERS, Collective.ALL_TO_ALL, len(members), size, None)
 

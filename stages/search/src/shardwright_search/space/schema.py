@@ -8,8 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from shardwright_formats.schema.generate import json_schema
-from shardwright_formats.schema.writing import write_or_check
+from shardwright_formats.schema.generate import json_schema, write_or_check
 from shardwright_search.space.grid import Grid, GridAnswers
 from shardwright_search.space.offers import Offers
 from shardwright_search.space.request import SearchRequest
