@@ -35,7 +35,7 @@ class Command(NamedTuple):
     """`package.module:function`, which takes the options; it is imported when the command runs."""
 
     def parse(self, prog: str, arguments: Sequence[str]) -> Options:
-        """The options that the arguments spell; BadInput where they spell none, SystemExit after `--help`."""
+        """Return the options that the arguments spell; BadInput where they spell none, SystemExit after `--help`."""
         options = list(options_of(self.options))
         places = " ".join(option.name + " ..." * option.repeats for option in options if option.is_positional)
         usage = f"{prog} {places} [options]".replace("  ", " ")
@@ -135,7 +135,7 @@ def _exit_code(app: CommandLine, arguments: Sequence[str]) -> int:
 
 
 def _culprit(error: OSError | MemoryError) -> ShardwrightError:
-    """The fault of an error that nobody caught; where it names no file, standard output may have caused it."""
+    """Return the fault of an error that nobody caught; where it names no file, standard output may have caused it."""
     if isinstance(error, OSError) and error.filename is None:
         try:
             flush()

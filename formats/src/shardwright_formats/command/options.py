@@ -65,7 +65,7 @@ class Option(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only values, where it has such."""
+        """Return the only values, where it has such."""
         if get_origin(self.type) is Literal:
             return tuple(map(str, get_args(self.type)))
         is_enum = isinstance(self.type, type) and issubclass(self.type, Enum)
@@ -73,11 +73,11 @@ class Option(NamedTuple):
 
     @property
     def limits(self) -> str:
-        """Its limits in words; empty where it is no number."""
+        """Return its limits in words; empty where it is no number."""
         return " and ".join(filter(None, _bounds(self.metas)))
 
     def value(self, text: str) -> object:
-        """The value that a text stands for; BadInput naming the option where it stands for none."""
+        """Return the value that a text stands for; BadInput naming the option where it stands for none."""
         if not text or "\n" in text or has_controls(text):
             raise BadInput(self.name, f"{text!r} is empty, not UTF-8 or holds a control character", "give another")
         if self.type is Path:
@@ -90,7 +90,7 @@ class Option(NamedTuple):
             raise BadInput(self.name, f"{text!r} is out of range or no value", f"give {wanted}") from None
 
     def _path(self, path: Path) -> Path:
-        """A path that has a name, so that other files can be named after it: the folder that one is in, for `.`."""
+        """Return a path that has a name for other files to be named after: the folder that one is in, for `.`."""
         named = path if path.name else path.absolute()
         if not named.name:
             raise BadInput(self.name, f"{str(path)!r} has no name", "name a file or a folder in it")
@@ -102,7 +102,7 @@ _PLACEHOLDERS = {Path: "PATH", int: "INT", float: "NUMBER"}
 
 
 def options_of(kind: type[Options]) -> Iterator[Option]:
-    """The options of a struct, in its order.
+    """Yield the options of a struct, in its order.
 
     Raises TypeError where a number has no limits, so that no command line can take any.
     """
@@ -132,7 +132,7 @@ def options_of(kind: type[Options]) -> Iterator[Option]:
 
 
 def _unwrapped(hint: object) -> tuple[Any, tuple[Any, ...]]:
-    """A type without None, and its annotations; Annotated stands outside or inside of `| None`."""
+    """Return a type without None, and its annotations; Annotated stands outside or inside of `| None`."""
     notes: tuple[Any, ...] = ()
     while True:
         if get_origin(hint) is Annotated:
@@ -145,7 +145,7 @@ def _unwrapped(hint: object) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _bounds(metas: tuple[msgspec.Meta, ...]) -> tuple[str, str]:
-    """The lower and the upper limit in words; the tightest of each, since a type may narrow another."""
+    """Return the lower and the upper limit in words; the tightest of each, since a type may narrow another."""
     lows = [(meta.ge, "at least") for meta in metas if meta.ge is not None]
     lows += [(meta.gt, "above") for meta in metas if meta.gt is not None]
     highs = [(meta.le, "at most") for meta in metas if meta.le is not None]

@@ -27,13 +27,13 @@ class Axis(NamedTuple):
 def linear_axis(
     low: float, high: float, start: float, end: float, label: Callable[[float], str] = "{:g}".format, count: int = 4
 ) -> Axis:
-    """An axis on which equal distances are equal differences."""
+    """Return an axis on which equal distances are equal differences."""
     high = high if high > low else low + 1
     return Axis(low, high, start, end, [(value, label(value)) for value in ticks(high, count, low)])
 
 
 def bytes_axis(high: float, start: float, end: float, count: int = 5) -> Axis:
-    """A linear axis of bytes from 0, whose marks are round in binary units."""
+    """Return a linear axis of bytes from 0, whose marks are round in binary units."""
     unit = next(2.0**power for power in (30, 20, 10, 0) if high >= 2**power or power == 0)
     return Axis(0, high, start, end, [(value * unit, bytes_text(value * unit)) for value in ticks(high / unit, count)])
 
@@ -41,7 +41,7 @@ def bytes_axis(high: float, start: float, end: float, count: int = 5) -> Axis:
 def logarithmic_axis(
     low: float, high: float, start: float, end: float, label: Callable[[float], str], base: int = 10
 ) -> Axis:
-    """An axis on which equal distances are equal ratios.
+    """Return an axis on which equal distances are equal ratios.
 
     Powers of `base` are named, and where `base` is 10 and the axis short, twice and five times each of them.
     """
@@ -59,7 +59,7 @@ class Panel(NamedTuple):
     y: Axis
 
     def frame(self, title: str = "", below: str = "") -> str:
-        """The marks of both axes with their lines, a title above and what the horizontal axis counts below."""
+        """Return the marks of both axes with their lines, a title above and what the horizontal axis counts below."""
         left, right, bottom, top = self.x.start, self.x.end, self.y.start, self.y.end
         soft = {"class_": "soft small"}
         drawn = [text(left, top - 8, title, class_="strong")] if title else []
@@ -74,13 +74,13 @@ class Panel(NamedTuple):
         return "".join(drawn)
 
     def curve(self, points: Iterable[tuple[float, float]], number: int, width: float = 1.2) -> str:
-        """A line through points, in the colour of a series."""
+        """Return a line through points, in the colour of a series."""
         places = " ".join(f"{self.x.at(x):.1f},{self.y.at(y):.1f}" for x, y in points)
         look = {"fill": "none", "stroke": PALETTE[number % 8], "stroke_width": width, "stroke_linejoin": "round"}
         return element("polyline", points=places, **look)
 
     def point(self, x: float, y: float, spread: tuple[float, float], number: int, title: str) -> str:
-        """A point of a series, with a bar over its `spread` (lowest and highest value)."""
+        """Return a point of a series, with a bar over its `spread` (lowest and highest value)."""
         across = self.x.at(x)
         low, high = (self.y.at(max(min(value, self.y.high), self.y.low)) for value in spread)
         drawn = "" if low == high else line(across, low, across, high, stroke=PALETTE[number % 8], stroke_width=1.5)

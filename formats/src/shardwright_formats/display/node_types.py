@@ -38,7 +38,7 @@ def node_type_uses(plan: Plan, estimate: Estimate) -> tuple[NodeTypeUse, ...]:
 
 
 def _use(plan: Plan, name: str, stages: list[tuple[int, float]], end_s: float) -> NodeTypeUse:
-    """`stages`: ranks and idle time of each."""
+    """Return the use of a type; `stages`: ranks and idle time of each."""
     ranks, idle_rank_s = sum(width for width, _ in stages), sum(width * idle for width, idle in stages)
     node = plan.cluster.node_types[name]
     usd = None if node.usd_per_hour is None else idle_rank_s / 3600 * node.usd_per_hour / node.devices_per_node
@@ -47,5 +47,5 @@ def _use(plan: Plan, name: str, stages: list[tuple[int, float]], end_s: float) -
 
 
 def binding(uses: Sequence[NodeTypeUse]) -> NodeTypeUse:
-    """The one whose busiest stage takes the longest."""
+    """Return the one whose busiest stage takes the longest."""
     return max(uses, key=lambda use: use.busiest_s)

@@ -50,22 +50,22 @@ def element(name: str, content: str = "", /, **attributes: object) -> str:
 
 
 def text(x: float, y: float, content: str, **attributes: object) -> str:
-    """A line of text; `y` is its baseline."""
+    """Return a line of text; `y` is its baseline."""
     return element("text", escape(content), x=x, y=y, **attributes)
 
 
 def bar(x: float, y: float, width: float, height: float, title: str, **attributes: object) -> str:
-    """A rectangle that says `title` when pointed at."""
+    """Return a rectangle that says `title` when pointed at."""
     return element("rect", element("title", escape(title)), x=x, y=y, width=width, height=height, **attributes)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str = "var(--line)", **attributes: object) -> str:
-    """A straight line, thin and pale unless said otherwise."""
+    """Return a straight line, thin and pale unless said otherwise."""
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, **attributes)
 
 
 def marker(number: int, x: float, y: float, size: float = 4.0, title: str = "") -> str:
-    """The sign of the series of this number, in a colour and a shape that 32 series do not share."""
+    """Return the sign of the series of this number, in a colour and a shape that 32 series do not share."""
     look = {"fill": PALETTE[number % 8], "fill_opacity": 0.9}
     said = element("title", escape(title)) if title else ""
     corners = _CORNERS[(number + number // 8) % 4]
@@ -76,7 +76,7 @@ def marker(number: int, x: float, y: float, size: float = 4.0, title: str = "") 
 
 
 def legend(entries: Sequence[tuple[str, str]], x: float, y: float, width: float, mark: float = 13) -> tuple[str, float]:
-    """Marks with words, as many in a row as fit; returns the drawing and its height.
+    """Return the drawing of marks with words, as many in a row as fit, and its height.
 
     An entry is the inside of a mark (an element drawn in a 13 x 13 box) and its word.
     """
@@ -92,7 +92,7 @@ def legend(entries: Sequence[tuple[str, str]], x: float, y: float, width: float,
 
 
 def picture(content: str, width: float, height: float, label: str, definitions: str = "") -> str:
-    """An SVG element, as wide as there is room; the page or the file that it stands in has its `STYLE`."""
+    """Return an SVG element, as wide as there is room; the page or the file that it stands in has its `STYLE`."""
     return element(
         "svg",
         (element("defs", definitions) if definitions else "") + content,
@@ -105,7 +105,7 @@ def picture(content: str, width: float, height: float, label: str, definitions: 
 
 
 def document(drawing: str, margin: int = 12) -> str:
-    """A picture as the content of a file of its own, with its style, paper and size in px."""
+    """Return a picture as the content of a file of its own, with its style, paper and size in px."""
     head, end, content = drawing.partition(">")
     width, height = (int(number) + 2 * margin for number in re.findall(r'viewBox="0 0 (\d+) (\d+)"', head)[0])
     head = re.sub(r'viewBox="[^"]*"', f'viewBox="{-margin} {-margin} {width} {height}"', head)
@@ -120,7 +120,7 @@ def without_variables(drawing: str) -> str:
 
 
 def ticks(high: float, count: int = 5, low: float = 0.0) -> list[float]:
-    """Round values from `low` to `high`, about `count` of them."""
+    """Return round values from `low` to `high`, about `count` of them."""
     if high <= low:
         return [low]
     rough = (high - low) / count

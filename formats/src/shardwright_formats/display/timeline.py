@@ -108,7 +108,7 @@ def _legend_entries(kinds: set[str], chunks: int) -> Iterator[tuple[str, str]]:
 
 
 def _colour(kind: str, chunk: int, chunks: int) -> str:
-    """The colour of a kind of event, the darker the later the chunk."""
+    """Return the colour of a kind of event, the darker the later the chunk."""
     colour = _COLOURS.get(kind, COLOURS["c5"])
     if kind == "optimizer" or chunks == 1:
         return colour
@@ -135,7 +135,7 @@ def lane_name(lane: Lane, num_stages: int) -> str:
 
 
 def by_lane(events: Iterable[TimelineEvent]) -> dict[Lane, list[TimelineEvent]]:
-    """The events of each lane that has any, by start."""
+    """Return the events of each lane that has any, by start."""
     kinds = {"gradient_sync": GRADIENTS, FORTH: FORTH, BACK: BACK}
 
     def lane(event: TimelineEvent) -> Lane:

@@ -2,7 +2,7 @@
 
 
 def seconds_text(time_s: float) -> str:
-    """A time with three figures, in the unit that leaves one to three digits before the point."""
+    """Return a time with three figures, in the unit that leaves one to three digits before the point."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if time_s >= size:
             return f"{_three_figures(time_s / size)} {unit}"
@@ -10,7 +10,7 @@ def seconds_text(time_s: float) -> str:
 
 
 def bytes_text(size_bytes: float) -> str:
-    """A size with three figures, in the largest binary unit that leaves at least 1."""
+    """Return a size with three figures, in the largest binary unit that leaves at least 1."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size_bytes >= 2**power:
             return f"{_three_figures(size_bytes / 2**power)} {unit}"
@@ -18,15 +18,15 @@ def bytes_text(size_bytes: float) -> str:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """A rate in decimal megabytes or gigabytes a second."""
+    """Return a rate in decimal megabytes or gigabytes a second."""
     return f"{bytes_per_s / 1e6:.3g} MB/s" if bytes_per_s < 1e9 else f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
 def usd_text(usd: float) -> str:
-    """A price with three figures, in whole dollars from a thousand on."""
+    """Return a price with three figures, in whole dollars from a thousand on."""
     return f"${usd:.3g}" if usd < 1000 else f"${usd:,.0f}"
 
 
 def _three_figures(amount: float) -> str:
-    """Three significant figures, without an exponent for large amounts."""
+    """Return three significant figures, without an exponent for large amounts."""
     return f"{amount:.3g}" if amount < 1000 else f"{amount:.0f}"

@@ -35,7 +35,7 @@ class BadInput(ShardwrightError):
         super().__init__(str(file), problem, remedy)
 
     def __str__(self) -> str:
-        """`FILE: what: what to do`, on one line."""
+        """Return `FILE: what: what to do`, on one line."""
         return ": ".join(_on_one_line(str(part)) for part in self.args)
 
 
@@ -107,7 +107,7 @@ _REMEDIES = {
 
 
 def _on_one_line(text: str) -> str:
-    """The text without line breaks, control characters or endless values: it may quote a hostile file."""
+    """Return the text without line breaks, control characters or endless values: it may quote a hostile file."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     return line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}…"
 

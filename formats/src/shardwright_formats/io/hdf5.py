@@ -51,12 +51,12 @@ ProfileType = TypeVar("ProfileType", bound=Profile)
 
 
 def tables_of(kind: type[Profile]) -> dict[str, type[Row]]:
-    """The row types of a profile's tables, by name."""
+    """Return the row types of a profile's tables, by name."""
     return {name: get_args(hint)[0] for name, hint in _fields(kind).items() if get_origin(hint) is Table}
 
 
 def texts_of(kind: type[Profile]) -> tuple[str, ...]:
-    """The names of the texts that are attributes of a profile's file."""
+    """Return the names of the texts that are attributes of a profile's file."""
     hints = [(name, hint) for name, hint in _fields(kind).items() if get_origin(hint) is not Table]
     return tuple(text for name, hint in hints for text in ([name] if hint is str else hint.__struct_fields__))
 
@@ -118,7 +118,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
 
 
 def _write_table(file: h5py.File, name: str, table: Table[Row]) -> None:
-    """A group of equally long, checksummed datasets with their units."""
+    """Write a table as a group of equally long, checksummed datasets with their units."""
     group = file.create_group(name, track_order=True)
     for column, spec in columns_of(table.row_type).items():
         values = table[column]
@@ -168,7 +168,7 @@ def _check_header(path: Path, file: h5py.File, kind: type[Profile]) -> None:
 
 
 def _attribute(path: Path, holder: h5py.File | h5py.Dataset, name: str) -> object:
-    """An attribute's value, or None; attributes are small, so a big one is refused unread."""
+    """Return an attribute's value, or None; attributes are small, so a big one is refused unread."""
     with _h5py_errors(path, f"attribute {name!r} is not readable"):
         if name not in holder.attrs:
             return None
@@ -197,7 +197,7 @@ def _read_column(path: Path, file: h5py.File, where: str, spec: Column) -> NDArr
 
 
 def _stored_elsewhere(dataset: h5py.Dataset) -> str | None:
-    """Why a dataset's values are not simply there in the file, or None when they are.
+    """Return why a dataset's values are not simply there in the file, or None when they are.
 
     A declared shape costs a hostile file nothing, so only values that take their full room in the file are read.
     """

@@ -96,7 +96,7 @@ def check_writable(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """Short enough for any file system, and another one for each name, however alike they begin, and process."""
+    """Return a name short enough for any file system, and another one for each path and process."""
     return path.parent / f"{_beginning(path)}{this_process()}{_ENDING}"
 
 
@@ -148,17 +148,17 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def canonical_json(value: object) -> bytes:
-    """The one spelling of a value as JSON: sorted keys, no spaces, no NaN."""
+    """Return the one spelling of a value as JSON: sorted keys, no spaces, no NaN."""
     return json.dumps(msgspec.to_builtins(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def sha256_of_value(value: object) -> str:
-    """Hexadecimal SHA-256 of the canonical JSON of a value."""
+    """Return the hexadecimal SHA-256 of the canonical JSON of a value."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def sha256_of_file(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes."""
+    """Return the hexadecimal SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -195,7 +195,7 @@ def read_any_document(path: Path, *kinds: type[DocumentType]) -> DocumentType:
 
 
 def checked_header(path: Path, format_name: object, version: object, kinds: Mapping[str, type[Headed]]) -> type[Headed]:
-    """The kind of file that its format names; BadInput unless it is one of these, in the version that is read here."""
+    """Return the kind that a file's format names; BadInput unless it is one of these, in the version read here."""
     if not isinstance(format_name, str) or format_name not in kinds:
         raise BadInput(path, f"format is {format_name!r}, not {' or '.join(kinds)}", "pass a file of that format")
     known: int = kinds[format_name].VERSION  # type: ignore[attr-defined]
@@ -222,7 +222,7 @@ def check_regular(path: Path, max_bytes: int) -> None:
 
 
 def read_bytes(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
-    """The whole of a regular file; BadInput where it is none, larger than allowed, or cannot be read."""
+    """Return the whole of a regular file; BadInput where it is none, larger than allowed, or cannot be read."""
     check_regular(path, max_bytes)
     try:
         return path.read_bytes()

@@ -73,7 +73,7 @@ class Column(NamedTuple):
                 return _number_problem(self.type, values)
 
     def decoded(self, values: NDArray[Any]) -> Iterable[Any]:
-        """The values as a row has them."""
+        """Return the values as a row has them."""
         items: Iterable[Any] = values.tolist()
         match self.type:
             case EnumType(cls):
@@ -89,7 +89,7 @@ class Column(NamedTuple):
 
 @cache
 def columns_of(row_type: type[Row]) -> Mapping[str, Column]:
-    """The columns of a row type by name, in order."""
+    """Return the columns of a row type by name, in order."""
     info = msgspec.inspect.type_info(row_type)
     assert isinstance(info, msgspec.inspect.StructType)
     return {field.name: _column(field.type) for field in info.fields}
@@ -114,19 +114,19 @@ class Table(Generic[RowType]):
 
     @classmethod
     def of(cls, row_type: type[RowType], rows: Iterable[RowType]) -> "Table[RowType]":
-        """The table of these rows."""
+        """Return the table of these rows."""
         listed = list(rows)
         return cls(row_type, {name: [getattr(row, name) for row in listed] for name in columns_of(row_type)})
 
     @cached_property
     def rows(self) -> tuple[RowType, ...]:
-        """The table row by row."""
+        """Return the table row by row."""
         columns = columns_of(self.row_type)
         lists = [column.decoded(self.columns[name]) for name, column in columns.items()]
         return tuple(self.row_type(**dict(zip(columns, values, strict=True))) for values in zip(*lists, strict=True))
 
     def replace(self, **columns: ArrayLike) -> "Table[RowType]":
-        """The table with other values in some columns."""
+        """Return the table with other values in some columns."""
         return Table(self.row_type, {**self.columns, **columns})
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -155,7 +155,7 @@ def _column(annotated: msgspec.inspect.Type) -> Column:
 
 
 def _exactly(name: str, values: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The values in another dtype; ValueError where a text would be cut off or a number changed."""
+    """Return the values in another dtype; ValueError where a text would be cut off or a number changed."""
     given = np.asarray(values)
     if not given.size:
         return given.astype(dtype)
@@ -213,7 +213,7 @@ def _number_problem(kind: msgspec.inspect.Type, values: NDArray[Any]) -> str | N
 
 
 def median(values: NDArray[np.floating]) -> float:
-    """The middle value, or the mean of the two; numpy's own would import numpy.ma, a tenth of a search's CPU time."""
+    """Return the middle value, or the mean of the two; numpy's would import numpy.ma, a tenth of a search's time."""
     ordered = np.sort(values)
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return float((low + high) / 2)

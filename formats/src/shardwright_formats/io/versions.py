@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 
 def versions_text(packages: Sequence[str], *, on_gpu: bool) -> str:
-    """Versions of installed packages, as `torch 2.13.0, driver 550.54`; of NVIDIA's driver too on a GPU."""
+    """Return versions of installed packages, as `torch 2.13.0, driver 550.54`, with NVIDIA's driver on a GPU."""
     texts = [f"{package} {version(package)}" for package in packages]
     if on_gpu:
         texts.append(f"driver {_driver_version()}")

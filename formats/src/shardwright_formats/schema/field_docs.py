@@ -8,13 +8,13 @@ from functools import lru_cache
 
 
 def class_doc(kind: type) -> str:
-    """The docstring of a class, with each paragraph on one line."""
+    """Return the docstring of a class, with each paragraph on one line."""
     paragraphs = inspect.cleandoc(kind.__doc__ or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The meanings of a class's fields (or of an enumeration's members) by name, those of its base classes included.
+    """Return the meanings of a class's fields (or an enumeration's members) by name, with those of its bases.
 
     A field without a literal after it is absent. The class must be importable with its source.
     """

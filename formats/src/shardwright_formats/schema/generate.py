@@ -23,7 +23,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
 
 
 def json_schema(kind: type[Document]) -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a file of this kind, its `format` and `version` included.
+    """Return the JSON Schema (2020-12) of a file of this kind, its `format` and `version` included.
 
     Cross-field checks are not in it: a file that fits may still be refused when it is read.
     """
@@ -36,7 +36,7 @@ def json_schema(kind: type[Document]) -> dict[str, Any]:
 
 
 def generated() -> dict[str, str]:
-    """Text of every generated file, by its path from the repository's root."""
+    """Return the text of every generated file, by its path from the repository's root."""
     schemas = {kind: json_schema(kind) for kind in DOCUMENTS}
     texts = {"docs/formats.md": reference.markdown(schemas)}
     for kind, schema in schemas.items():

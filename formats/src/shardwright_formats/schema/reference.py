@@ -40,7 +40,7 @@ dtypes or units.
 
 
 def markdown(schemas: Mapping[type[Document], Mapping[str, Any]]) -> str:
-    """The whole page: the given documents with their JSON Schemas, the types they are made of, the HDF5 profiles."""
+    """Return the whole page: documents with their JSON Schemas, the types they are made of, HDF5 profiles."""
     shared: dict[str, Any] = {}
     blocks = [_INTRODUCTION, "## JSON files\n", _overview(schemas)]
     for kind, schema in schemas.items():
@@ -68,7 +68,7 @@ def markdown(schemas: Mapping[type[Document], Mapping[str, Any]]) -> str:
 
 
 def _types_of(kinds: Iterable[type]) -> dict[str, type]:
-    """The given structs and every struct and enumeration that their fields are made of, by name."""
+    """Return the given structs and every struct and enumeration that their fields are made of, by name."""
     kinds_by_name: dict[str, type] = {}
     waiting: list[Any] = list(kinds)
     while waiting:
@@ -82,7 +82,7 @@ def _types_of(kinds: Iterable[type]) -> dict[str, type]:
 
 
 def described_components(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The JSON Schemas of a struct and of every type inside it, by name, with their meanings as descriptions."""
+    """Return the JSON Schemas of a struct and of every type inside it, by name, with their meanings as descriptions."""
     _, components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
     known = _types_of([kind])
     for name, component in components.items():
@@ -121,7 +121,7 @@ def _members(kind: type) -> str:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A JSON Schema in a few words."""
+    """Return a JSON Schema in a few words."""
     match schema:
         case {"$ref": target}:
             title = target.rpartition("/")[2]

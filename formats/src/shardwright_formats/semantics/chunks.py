@@ -13,7 +13,7 @@ from shardwright_formats.types import EMBEDDING, HEAD, DataParallel, Plan, Strat
 
 
 def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
-    """Name, type and strategy of each layer of a model chunk, embedding and head included, in order."""
+    """Yield name, type and strategy of each layer of a model chunk, embedding and head included, in order."""
     if stage == chunk == 0:
         yield EMBEDDING, EMBEDDING, plan.embedding
     low, high = plan.stages[stage].layers[chunk]
@@ -69,7 +69,7 @@ def cuts(plan: Plan) -> tuple[Cut, ...]:
 
 
 def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
-    """The layout in which a model chunk receives its input; None of the first chunk."""
+    """Return the layout in which a model chunk receives its input; None of the first chunk."""
     return next((cut.after for cut in cuts(plan) if cut.target == (stage, chunk)), None)
 
 

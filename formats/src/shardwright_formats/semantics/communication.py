@@ -122,7 +122,7 @@ def parameter_messages(
 
 
 def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, parameter_itemsize: int) -> int:
-    """Bytes that this rank's tensor-parallel group adds up once a step: gradients of replicated parameters, as stored.
+    """Return the bytes of replicated parameters' gradients that a rank's tensor-parallel group adds up once a step.
 
     Those used inside a region are parts of a sum on every rank, the others where Megatron splits the sequence.
     """
@@ -188,7 +188,7 @@ _GATHERED_SEQUENCE: tuple[_Crossing, _Crossing] = (
 def _ulysses_messages(
     region: Region, ranks: int, sizes: Mapping[str, int], replays: bool, microbatches: int
 ) -> Iterator[Message]:
-    """Queries and the result, keys and values; `sizes` are the bytes of one feature of each boundary tensor."""
+    """Yield messages of queries and result, keys and values; `sizes`: bytes of one feature of each boundary tensor."""
     heads = region.attention
     if heads is None:
         return

@@ -17,16 +17,16 @@ class Duration(NamedTuple):
 
     @property
     def relative_error(self) -> float:
-        """The standard error as a share of the median; infinity where that is not above 0."""
+        """Return the standard error as a share of the median; infinity where that is not above 0."""
         return self.error_s / self.median_s if self.median_s > 0 else inf
 
     def scaled(self, by: float) -> "Duration":
-        """So many times as long."""
+        """Return a duration so many times as long."""
         return Duration(by * self.median_s, by * self.error_s)
 
 
 def median_of(repeats: Sequence[float]) -> Duration:
-    """The median, and its error from the quartiles: 1.253 sigma / sqrt(n), sigma = IQR / 1.349 (normal scatter)."""
+    """Return the median, and its error from quartiles: 1.253 sigma / sqrt(n), sigma = IQR / 1.349 (normal scatter)."""
     if len(repeats) < 2:
         return Duration(median(repeats), 0.0)
     low, _, high = quantiles(repeats, n=4, method="inclusive")

@@ -11,7 +11,7 @@ from shardwright_formats.types.hardware_profile import CollectiveKey, GroupKind,
 
 
 def groups_by_kind(groups: ArrayLike, node_of_rank: Sequence[int] | NDArray[Any]) -> dict[GroupKind, NDArray[Any]]:
-    """Groups of ranks [groups, size] told apart by how they lie on the nodes."""
+    """Return groups of ranks [groups, size] by how they lie on the nodes."""
     members, nodes = np.asarray(groups), np.asarray(node_of_rank)
     group, _, ranks = ranks_on_nodes(members, nodes)
     most = np.zeros(len(members), int)
@@ -64,7 +64,7 @@ def nearest_measured(profile: HardwareProfile, key: CollectiveKey) -> Collective
 
 
 def seconds_on(profile: HardwareProfile, key: CollectiveKey, num_bytes: float) -> float:
-    """Time of a measured kind of message: linear between its sizes, constant below, the last segment's slope above.
+    """Return the time of a measured kind of message: linear between sizes, constant below, the last slope above.
 
     Where noise makes the last segment fall, the largest size's own bandwidth stands in.
     """

@@ -21,7 +21,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def parameter_box(parameter: Parameter, strategy: Strategy, rank: int) -> Box:
-    """The part of a parameter that a rank of its pipeline stage stores, the last share of a dim cut short if need be.
+    """Return the part of a parameter that a rank of its stage stores; the last share of a dim may be cut short.
 
     Tensor parallelism cuts `tp_dim` first; ZeRO then cuts the first dim of what is left among neighbouring
     data-parallel ranks, `shard_size` of them or all.
@@ -39,7 +39,7 @@ def parameter_box(parameter: Parameter, strategy: Strategy, rank: int) -> Box:
 
 
 def overlap(first: Box, second: Box) -> Box | None:
-    """The common part of two boxes, or None."""
+    """Return the common part of two boxes, or None."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return None if any(low >= high for low, high in common) else common
 
@@ -52,7 +52,7 @@ def _share(whole: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[Transfer, ...]:
-    """The pieces that change rank, or stay, when a microbatch goes from one layout to another.
+    """Return the pieces that change rank, or stay, when a microbatch goes from one layout to another.
 
     Each element of the target is served exactly once, and no rank gets two pieces from another. Where the source is
     replicated, a rank serves itself if it can, else the replicas are shared out among those who ask. Layouts of unequal
@@ -78,7 +78,7 @@ def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_l
 
 @lru_cache(maxsize=1024)
 def closed_groups(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[tuple[int, ...], ...]:
-    """The smallest groups of a stage's ranks that exchange pieces only among themselves, in either direction."""
+    """Return the smallest groups of a stage's ranks that exchange pieces only among themselves, in either direction."""
     group_of = {rank: frozenset((rank,)) for rank in range(source.stage_size)}
     there = redistribution_plan(source, target, samples, sequence_length)
     back = redistribution_plan(target, source, samples, sequence_length)
@@ -89,7 +89,7 @@ def closed_groups(source: Layout, target: Layout, samples: int, sequence_length:
 
 
 def sent_numel(source: Layout, target: Layout, samples: int, sequence_length: int, features: int) -> tuple[int, ...]:
-    """Elements that each rank sends to others when the layout changes, forward; backward is the reverse change."""
+    """Return the elements that each rank sends when the layout changes, forward; backward is the reverse change."""
     sent = [0] * source.stage_size
     apart = source.stage_size != target.stage_size
     for transfer in redistribution_plan(source, target, samples, sequence_length):

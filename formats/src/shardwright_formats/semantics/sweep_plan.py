@@ -60,7 +60,7 @@ class SizeRange(NamedTuple):
     max_bytes: int
 
     def all(self, group_size: int) -> tuple[int, ...]:
-        """Ascending sizes, each rounded up so that every rank of the group holds whole float32 numbers."""
+        """Return ascending sizes, each rounded up so that every rank of the group holds whole float32 numbers."""
         unit, size, sizes = 4 * group_size, self.min_bytes, []
         while size <= self.max_bytes:
             sizes.append(-(-size // unit) * unit)
@@ -82,7 +82,7 @@ class SizeRange(NamedTuple):
         return tuple(size for size in chosen if size >= _MIN_OVERLAP_BYTES) or tuple(chosen[-1:])
 
     def of_pairs(self, device_type: str) -> tuple[int, ...]:
-        """The one or two sizes that links are timed at."""
+        """Return the one or two sizes that links are timed at."""
         small = min(-(-size // 4) * 4 for size in self)
         return tuple(sorted({small, max(small, min(self.max_bytes, _PAIR_BYTES[device_type]) // 4 * 4)}))
 
@@ -96,7 +96,7 @@ class SweepPlan(NamedTuple):
 
     @classmethod
     def of(cls, cluster: Cluster, sizes: SizeRange, device_type: str) -> "SweepPlan":
-        """The plan for a cluster, the same on all ranks."""
+        """Return the plan for a cluster, the same on all ranks."""
         kinds = collective_kinds(cluster)
         return cls(kinds, pair_rounds(cluster, sizes.of_pairs(device_type)), overlap_kinds(kinds))
 
@@ -107,7 +107,7 @@ class SweepPlan(NamedTuple):
 
 
 def collective_kinds(cluster: Cluster) -> tuple[CollectiveKind, ...]:
-    """Every collective by the kinds of group that layouts on the cluster have, and p2p of neighbours and far ranks.
+    """Return collectives by the kinds of group that layouts on the cluster have, and p2p of near and far ranks.
 
     The groups of a layout are cut out of blocks of neighbouring ranks, a stride apart, where sizes and strides divide
     the devices of the cluster, or of a node. Of layouts with groups of the same kind that with the largest stride
@@ -136,7 +136,7 @@ def messages_alike(cluster: Cluster) -> Iterator[tuple[list[CollectiveKey], NDAr
 
 
 def overlap_kinds(kinds: Sequence[CollectiveKind]) -> tuple[CollectiveKind, ...]:
-    """The kinds that are timed overlapped with a computation."""
+    """Return the kinds that are timed overlapped with a computation."""
     groups = dict(kinds)
     return tuple(CollectiveKind(key, groups[key]) for key in overlap_keys(groups))
 
@@ -158,7 +158,7 @@ def _overlap_order(key: CollectiveKey) -> tuple[object, ...]:
 
 
 def pair_rounds(cluster: Cluster, message_bytes: Sequence[int]) -> tuple[PairRound, ...]:
-    """Every pair of neighbours in a pipeline of as many stages as divide the ranks, at each size, in disjoint rounds.
+    """Return all pairs of neighbours in pipelines of as many stages as divide the ranks, by size, in disjoint rounds.
 
     The ranks of a stage follow one another, so that neighbours are a stage's number of ranks apart.
     """
@@ -183,7 +183,7 @@ class _Layout(NamedTuple):
 
 
 def _partitions(cluster: Cluster) -> Iterator[_Layout]:
-    """The ranks cut into groups of one size: inside each node first, then over the whole cluster."""
+    """Yield the ranks cut into groups of one size: inside each node first, then over the whole cluster."""
     nodes = _nodes(cluster)
     for size in range(2, max(map(len, nodes)) + 1):
         fitting = [node for node in nodes if len(node) % size == 0]
@@ -200,7 +200,7 @@ def _partitions(cluster: Cluster) -> Iterator[_Layout]:
 
 
 def _sample(world: int, size: int, stride: int, same: int) -> NDArray[Any]:
-    """The groups a stride apart in the first blocks and at the first offsets in each.
+    """Return the groups a stride apart in the first blocks and at the first offsets in each.
 
     Ranks `same` further lie on nodes as these, and so do groups as many ranks or blocks further.
     """
@@ -210,7 +210,7 @@ def _sample(world: int, size: int, stride: int, same: int) -> NDArray[Any]:
 
 
 def _in_nodes(nodes: Sequence[tuple[int, ...]], size: int, strided: bool) -> NDArray[Any]:
-    """Groups inside each of these nodes, neighbours or as far apart as its ranks allow, in the order of the nodes."""
+    """Return groups inside each node, of neighbours or as far apart as its ranks allow, in the order of the nodes."""
     lengths = sorted({len(node) for node in nodes})
     alike = [np.array([node for node in nodes if len(node) == length]) for length in lengths]
     groups = np.concatenate([_apart(ranks, size, ranks.shape[1] // size if strided else 1) for ranks in alike])
@@ -218,12 +218,12 @@ def _in_nodes(nodes: Sequence[tuple[int, ...]], size: int, strided: bool) -> NDA
 
 
 def _apart(ranks: NDArray[Any], size: int, stride: int) -> NDArray[Any]:
-    """Groups of ranks a stride apart [groups, size]."""
+    """Return groups of ranks a stride apart [groups, size]."""
     return ranks.reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size)
 
 
 def _pairings(cluster: Cluster) -> Iterator[Groups]:
-    """Senders and receivers: neighbours in a node and over a node's end, then ranks half a node or cluster apart."""
+    """Yield senders and receivers: neighbours in a node and over its end, then ranks half a node or cluster apart."""
     nodes = _nodes(cluster)
     neighbours = tuple(pair for node in nodes for pair in zip(node[::2], node[1::2], strict=False))
     borders = tuple((left[-1], right[0]) for left, right in zip(nodes[::2], nodes[1::2], strict=False))

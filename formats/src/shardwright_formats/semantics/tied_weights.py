@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return prod(high - low for low, high in self.box)
 
 
@@ -46,7 +46,7 @@ TiedParameter = tuple[Replica, ...]
 
 
 def tied_parameters(plan: Plan) -> tuple[TiedParameter, ...]:
-    """The parameters that have several replicas; the first replica of each is its owner."""
+    """Return the parameters that have several replicas; the first replica of each is its owner."""
     tied = []
     for first, second in plan.model.tied:
         outer = [(EMBEDDING, plan.embedding, first), (HEAD, plan.head, second)]
@@ -61,7 +61,7 @@ def tied_parameters(plan: Plan) -> tuple[TiedParameter, ...]:
 
 
 def ranks_of_replicas(tied: Sequence[TiedParameter]) -> tuple[int, ...]:
-    """The ranks that hold any replica, in order."""
+    """Return the ranks that hold any replica, in order."""
     return tuple(sorted({rank for one in tied for replica in one for rank in replica.ranks}))
 
 
@@ -81,7 +81,7 @@ def _replica(plan: Plan, layer: str, strategy: Strategy, kind: str, name: str) -
 
 
 def _pieces(sender: Replica, receiver: Replica) -> Iterator[Piece]:
-    """Every element of the receiver is served once; replicas of the sender take turns."""
+    """Yield pieces that serve each element of the receiver once; replicas of the sender take turns."""
     turns = {stored: cycle(sources) for stored, sources in sender.boxes().items()}
     for wanted, targets in receiver.boxes().items():
         for stored, sources in sender.boxes().items():

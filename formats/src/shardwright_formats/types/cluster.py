@@ -71,33 +71,33 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
 
     @cached_property
     def num_devices(self) -> int:
-        """Number of devices, which is the number of ranks of a plan for this cluster."""
+        """Return the number of devices, which is the number of ranks of a plan for this cluster."""
         return sum(g.count * self.node_types[g.node_type].devices_per_node for g in self.nodes)
 
     @cached_property
     def node_of_rank(self) -> tuple[int, ...]:
-        """The node each rank runs on, counted from 0 in the order of `nodes`."""
+        """Return the node each rank runs on, counted from 0 in the order of `nodes`."""
         sizes = [self.node_types[g.node_type].devices_per_node for g in self.nodes for _ in range(g.count)]
         return tuple(node for node, size in enumerate(sizes) for _ in range(size))
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return sum(group.count for group in self.nodes)
 
     @property
     def obstacle(self) -> str | None:
-        """Why plans for it can be made and not be run; None: they can."""
+        """Return why plans for it can be made and not be run; None: they can."""
         on_cpu = {self.node_types[group.node_type].on_cpu for group in self.nodes}
         return "cpu and other devices in one cluster exchange no collectives" if len(on_cpu) > 1 else None
 
     def of_rank(self, rank: int) -> NodeType:
-        """The node type that a rank runs on."""
+        """Return the node type that a rank runs on."""
         return self.node_types[self.node_type_of_rank[rank]]
 
     @cached_property
     def node_type_of_rank(self) -> tuple[str, ...]:
-        """The node type each rank runs on."""
+        """Return the node type each rank runs on."""
         return tuple(
             g.node_type for g in self.nodes for _ in range(g.count * self.node_types[g.node_type].devices_per_node)
         )

@@ -212,7 +212,7 @@ class HardwareProfile(Profile):
 
     @property
     def problem(self) -> str | None:
-        """Every point has repeats, every repeat a point, and no group more ranks on a node than it has."""
+        """Return a defect: points without repeats or the reverse, a group with more ranks on a node than it has."""
         for table in (self.points, self.overlap):
             if (table["ranks_per_node"] > table["group_size"]).any():
                 return "groups with more ranks on a node than they have"
@@ -222,14 +222,14 @@ class HardwareProfile(Profile):
 
     @cached_property
     def times_s(self) -> tuple[NDArray[Any], ...]:
-        """Every repeat of each row of `points`, in seconds."""
+        """Return the repeats of each row of `points`, in seconds."""
         order = np.argsort(self.repeats["point"], kind="stable")
         bounds = np.searchsorted(self.repeats["point"][order], np.arange(1, len(self.points)))
         return tuple(np.split(self.repeats["time_s"][order], bounds))[: len(self.points)]
 
     @cached_property
     def curves(self) -> dict[CollectiveKey, tuple[NDArray[Any], NDArray[Any]]]:
-        """Per kind of message: sizes in bytes, ascending, and the median time of each in seconds."""
+        """Return sizes in bytes, ascending, with median times in seconds, by kind of message."""
         sizes_and_medians: dict[CollectiveKey, list[tuple[int, float]]] = {}
         for row, times_s in zip(self.points.rows, self.times_s, strict=True):
             sizes_and_medians.setdefault(row.key, []).append((row.message_bytes, median(times_s)))

@@ -132,7 +132,7 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def step_times_s(self) -> tuple[float, ...]:
-        """Time of each step: that of its slowest rank."""
+        """Return the time of each step: that of its slowest rank."""
         return tuple(max(times) for times in zip(*(r.step_s for r in self.ranks), strict=True))
 
     @property
@@ -146,7 +146,7 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def reference_times_s(self) -> tuple[float, ...]:
-        """Before each step: the mean of the ranks."""
+        """Return the reference time before each step: the mean of the ranks."""
         return tuple(fmean(times) for times in zip(*(r.reference_s for r in self.ranks), strict=True))
 
     def slowdown(self, reference_s: float) -> float:
@@ -155,13 +155,13 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def median_repeat(self) -> int:
-        """The repeat whose step time is the median (of two in the middle the shorter), the earliest of equal ones."""
+        """Return the repeat of median step time (of two in the middle the shorter), the earliest of equal ones."""
         times = self.step_times_s
         return times.index(median_low(times))
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory of the fullest rank, process included."""
+        """Return the peak memory of the fullest rank, process included."""
         return max(r.memory.peak_bytes + r.memory.process_bytes for r in self.ranks)
 
     def _check_passes(self, rank: RankMeasurement) -> None:

@@ -135,7 +135,7 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def architecture_sha256(self) -> str:
-        """Identity of what a profile measures: family, configuration and parameters of each type.
+        """Return the identity of what a profile measures: family, configuration and parameters of each type.
 
         Neither the number of layers nor the sequence length belongs to it: one profile serves several of both.
         """
@@ -148,7 +148,7 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters, tied and shared ones counted once."""
+        """Return the number of parameters, tied and shared ones counted once."""
         total = sum(self.types[name].parameter_count() for name in (EMBEDDING, *self.layers, HEAD))
         shapes = self._outer_shapes()
         tied = sum(prod(shapes[second]) for _, second in self.tied)

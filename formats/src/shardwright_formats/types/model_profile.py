@@ -272,7 +272,7 @@ class ModelProfile(Profile):
 
     @property
     def problem(self) -> str | None:
-        """There is one process; no point is there twice, and activations do not shrink as the micro-batch grows."""
+        """Return what is wrong: not one process, a point twice, or activations that shrink as the micro-batch grows."""
         if (rows := len(self.process)) != 1:
             return f"table process has {rows} rows, not 1"
         for points in self.curves.values():

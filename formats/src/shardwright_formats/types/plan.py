@@ -19,7 +19,7 @@ class Schedule(StrEnum):
     """The order in which a pipeline stage works through its microbatches."""
 
     interleaves: bool
-    """Return whether a pipeline stage may hold several layer ranges."""
+    """True where a pipeline stage may hold several layer ranges."""
 
     def __new__(cls, name: str, interleaves: bool = False) -> "Schedule":
         """Make a member of its name in files."""
@@ -77,7 +77,7 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def text(self) -> str:
-        """`parameters/compute/reduce`, and whether factors are rounded: what profiles are known by."""
+        """Return `parameters/compute/reduce`, and whether factors are rounded: what profiles are known by."""
         return f"{self.parameters}/{self.compute}/{self.reduce}" + (" tf32" if self.tf32 else "")
 
 
@@ -100,7 +100,7 @@ class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
-    """Why a layer type cannot be sharded this way, or None when it can."""
+    """Return why a layer type cannot be sharded this way, or None when it can."""
     kind = model.types[type_name]
     lengths = (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs))
     sequences = [("the sequence length", length) for length in lengths]
@@ -181,25 +181,25 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return sum(len(stage.ranks) for stage in self.stages)
 
     @property
     def microbatch_samples(self) -> int:
-        """Samples of one microbatch, over all data-parallel ranks."""
+        """Return the samples of one microbatch, over all data-parallel ranks."""
         return self.global_batch_size // self.num_microbatches
 
     @property
     def sha256(self) -> str:
-        """The plan's identity."""
+        """Return the plan's identity."""
         return sha256_of_value(self)
 
     def stage_of_rank(self, rank: int) -> int:
-        """The pipeline stage that a rank is part of."""
+        """Return the pipeline stage that a rank is part of."""
         return next(i for i, stage in enumerate(self.stages) if rank in stage.ranks)
 
     def stage_of(self, where: str) -> int:
-        """The pipeline stage that holds `embedding`, `head` or `layers[i]`."""
+        """Return the pipeline stage that holds `embedding`, `head` or `layers[i]`."""
         if where == EMBEDDING:
             return 0
         if where == HEAD:

@@ -88,7 +88,7 @@ class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def memory_bytes(self) -> int:
-        """Peak memory of a rank of the fullest pipeline stage."""
+        """Return the peak memory of a rank of the fullest pipeline stage."""
         return max(stage.memory_bytes for stage in self.stages)
 
 
