@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright_formats.semantics.schedules.passes import Pass
+from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import Schedule
 from shardwright_search.solver.branch_and_bound import optimize
@@ -54,12 +54,10 @@ def random_interleaved(seed: int) -> InterleavedProblem:
     moves[:, np.arange(layouts), np.arange(layouts)] = 0
     shape = classes, classes
     schedule = schedule_of(Schedule.INTERLEAVED_1F1B)
-    workspaces = [
-        moments_in_flight(
-            schedule.actions(pp_size, count, stage, num_chunks), num_chunks, outer=(num_chunks - 1) * (stage > 0)
-        )
-        for stage in range(pp_size)
-    ]
+    frees_outputs = seed % 4 > 0
+    held = (
+        moments_in_flight(schedule, pp_size, count, stage, num_chunks, frees_outputs) for stage in (0, 1, pp_size - 1)
+    )
     problem = InterleavedProblem(
         embedding=0,
         positions=tuple(int(kind) for kind in rng.integers(1, 3, rng.integers(1, 4))),
@@ -71,12 +69,9 @@ def random_interleaved(seed: int) -> InterleavedProblem:
         closed_forms=schedule.closed_forms(count, num_chunks),
         sends_ps=rng.integers(0, 1 + sharding // 4, (pp_size, 4, layouts)).astype(float),
         boundary_bytes=rng.integers(0, 1 + sharding // 8, (4, layouts)).astype(float),
-        moments_in_flight=(
-            workspaces[0],
-            workspaces[1] if pp_size > 2 else (*workspaces[0], *workspaces[-1]),
-            workspaces[-1],
-        ),
+        moments_in_flight=tuple(held),
         tie_ps=np.where(rng.random(shape) < 0.1, np.inf, rng.integers(0, 1 + sharding // 2, shape)),
+        frees_outputs=frees_outputs,
     )
     needs = sorted(plan.memory_bytes for plan in every_interleaved(problem))
     return with_budget(problem, needs[int(len(needs) * rng.choice([0, 0.1, 0.5, 0.999]))] - int(rng.random() < 0.05))
@@ -164,11 +159,32 @@ def _gradients(own: Options, option: int) -> int:
     return int(own.late_bytes[option] + own.sum_bytes[option])
 
 
+def _received(p: int, v: int, m: int, stage: int) -> list[set[tuple[int, int]]]:
+    """Return, by action of a stage, the microbatch and chunk of each output that the next stage is known to have.
+
+    Its messages show that. A gradient is sent after the next stage's backward pass, and of two stages an input after
+    its forward pass.
+    """
+    schedule = schedule_of(Schedule.INTERLEAVED_1F1B)
+    other = (stage + 1) % p
+    there = schedule.actions(p, m, other, v)
+    around = int(stage == p - 1)
+    shown, found = -1, []
+    for kind, microbatch, chunk in schedule.actions(p, m, stage, v):
+        if kind is Pass.BACKWARD and chunk + around < v:
+            shown = max(shown, there.index(Action(kind, microbatch, chunk + around)))
+        if kind is Pass.FORWARD and p == 2 and chunk + stage > 0:
+            shown = max(shown, there.index(Action(kind, microbatch, chunk + stage - 1)))
+        inputs = [(i, c - around) for way, i, c in there[: shown + 1] if way is Pass.FORWARD]
+        found.append({(i, c) for i, c in inputs if c >= 0})
+    return found
+
+
 def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
     """The most that any stage holds at any action; a chunk's first backward pass makes its gradients layer by layer.
 
-    A chunk keeps what it received of each microbatch; beside that there is the largest message of each direction, and
-    one that comes for the next pass.
+    A chunk keeps what it received of each microbatch, and no output that the next stage has; beside that there is the
+    largest message of each direction, and one that comes for the next pass.
     """
     p, v, m, options = problem.pp_size, problem.num_chunks, problem.num_microbatches, problem.group.options
     kind, option = problem.positions[-1], chosen[-2]
@@ -184,16 +200,22 @@ def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
         static += max(received) + max(given) + message
         flying: set[tuple[int, int]] = set()
         made: set[int] = set()
-        for action in schedule_of(Schedule.INTERLEAVED_1F1B).actions(p, m, stage, v):
+        actions = schedule_of(Schedule.INTERLEAVED_1F1B).actions(p, m, stage, v)
+        for action, gone in zip(actions, _received(p, v, m, stage), strict=True):
             own = action.microbatch, action.chunk
             flying.discard(own)
             resident = static + sum(kept[chunk] for _, chunk in flying) + received[action.chunk]
+            resident -= message * len(flying & gone) * problem.frees_outputs
+            last = len(chains[action.chunk]) - 1 - (stage == p - 1 and action.chunk == v - 1)
             resident += sum(sum(gradients[chunk]) for chunk in made)
             makes = action.kind is Pass.BACKWARD and action.chunk not in made
             for number, (kind, option) in enumerate(chains[action.chunk]):
                 resident += int(options[kind].activation_bytes[option])
                 behind = sum(gradients[action.chunk][number:]) if makes else 0
-                most = max(most, resident + int(options[kind].workspace_bytes[option]) + behind)
+                workspace = int(options[kind].workspace_bytes[option])
+                if number == last and problem.frees_outputs:  # the gradient of the output is there instead of it
+                    workspace = max(0, workspace - message)
+                most = max(most, resident + workspace + behind)
             if action.kind is Pass.FORWARD:
                 flying.add(own)
             else:

@@ -171,13 +171,29 @@ def test_an_interleaved_solver_that_drops_a_term_is_caught(monkeypatch, dropped)
 
 
 def test_an_interleaved_solver_that_never_looks_at_the_last_stage_is_caught(monkeypatch):
-    made, nothing = interleaved.Interleaved.__init__, InFlight(0, 0, False, 0, False, False)
+    made, nothing = interleaved.Interleaved.__init__, InFlight(0, 0, 0, False, 0, False, False)
 
     def forgetful(self, problem):
         fields = {name: getattr(problem, name) for name in type(problem).__struct_fields__}
         made(self, type(problem)(**fields | {"moments_in_flight": (*problem.moments_in_flight[:2], (nothing,))}))
 
     monkeypatch.setattr(interleaved.Interleaved, "__init__", forgetful)
+    assert any(map(interleaved_mistake, map(random_interleaved, SEEDS)))
+
+
+@pytest.mark.parametrize("count", ["too many", "none"])
+def test_an_interleaved_solver_that_counts_other_outputs_as_freed_is_caught(monkeypatch, count):
+    made = interleaved.Interleaved.__init__
+
+    def wrong(self, problem):
+        held = [
+            tuple(moment._replace(freed=moment.chunks if count == "too many" else 0) for moment in moments)
+            for moments in problem.moments_in_flight
+        ]
+        fields = {name: getattr(problem, name) for name in type(problem).__struct_fields__}
+        made(self, type(problem)(**fields | {"moments_in_flight": tuple(held)}))
+
+    monkeypatch.setattr(interleaved.Interleaved, "__init__", wrong)
     assert any(map(interleaved_mistake, map(random_interleaved, SEEDS)))
 
 

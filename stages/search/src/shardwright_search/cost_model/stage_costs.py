@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from shardwright_formats.semantics.axes import effective, layout_of
-from shardwright_formats.semantics.chunks import gathers_spared, stage_actions
+from shardwright_formats.semantics.chunks import gathers_spared
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import EMBEDDING, HEAD, Plan, Strategy
@@ -24,6 +24,7 @@ from shardwright_search.step.memory import (
     LayerMemory,
     Phase,
     StageMemory,
+    frees_outputs,
     layer_memory,
     layer_passes,
     moments,
@@ -89,14 +90,18 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         )
         return int(reduce(StageMemory.then, layers, no_layers(parts, self.before_bytes)).peak.max())
 
-    def pass_bytes(self) -> list[int]:
+    def pass_bytes(self, last_block: int, freed_bytes: int) -> list[int]:
         """Return the most that a microbatch holds in a pass that makes no gradients, and in one that makes them.
 
-        Sums of later passes count as theirs.
+        While the layer of number `last_block`, counted from the end, works, so many bytes are free of its output, or of
+        the gradient that has come in its place. Sums of later passes count as theirs.
         """
+        workspaces = [o.workspace_bytes for o in self.layers]
+        if len(workspaces) >= -last_block:
+            workspaces[last_block] = max(0, workspaces[last_block] - freed_bytes)
         layers = (
-            layer_passes(o.memory.gradients + o.memory.gradient_sums, o.activation_bytes, o.workspace_bytes)
-            for o in self.layers
+            layer_passes(o.memory.gradients + o.memory.gradient_sums, o.activation_bytes, workspace)
+            for o, workspace in zip(self.layers, workspaces, strict=True)
         )
         received = np.full(2, float(self.before_bytes))
         return list(map(int, reduce(StageMemory.then, layers, StageMemory(received, received)).peak))
@@ -228,14 +233,16 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
         keeps_sums = own[0].sum_of("memory.gradient_sums") > 0
         peak = own[0].peak_bytes(phases(count, plan.num_microbatches, keeps_sums)) + own[0].after_bytes
         return StageCosts(ranges=own, activation_bytes=count * kept[0], working_bytes=peak)
-    passes, gradients = [here.pass_bytes() for here in own], [here.gradient_bytes for here in own]
-    max_held = most = 0
-    for moment in moments(stage_actions(plan, stage), len(own)):
-        held = sum(map(mul, moment.in_flight, kept))
-        max_held = max(max_held, held + kept[moment.chunk])
-        most = max(most, held + sum(map(mul, moment.made, gradients)) + passes[moment.chunk][moment.makes])
     # The gradient that comes in, the one that goes out, and what comes for the next pass.
     before, after = max(here.before_bytes for here in own), max(here.after_bytes for here in own)
+    frees, last = frees_outputs(plan.model), own[-1] is ranges[-1]
+    passes = [here.pass_bytes(-2 if last and here is own[-1] else -1, frees * after) for here in own]
+    freed, gradients = [frees * here.after_bytes for here in own], [here.gradient_bytes for here in own]
+    max_held = most = 0
+    for moment in moments(schedule_of(plan.schedule), len(plan.stages), plan.num_microbatches, stage, len(own)):
+        held = sum(map(mul, moment.in_flight, kept)) - sum(map(mul, moment.freed, freed))
+        max_held = max(max_held, held + kept[moment.chunk])
+        most = max(most, held + sum(map(mul, moment.made, gradients)) + passes[moment.chunk][moment.makes])
     most += before + after + max(before, after)
     return StageCosts(ranges=own, activation_bytes=max_held, working_bytes=most)
 

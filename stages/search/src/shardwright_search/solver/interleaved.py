@@ -130,6 +130,10 @@ class Interleaved:
         """Every label with every option of the next position."""
         problem = self._problem
         own = problem.group.options[problem.positions[position]]
+        if position == len(problem.positions) - 1 and problem.frees_outputs:
+            # The gradient of what the chunk gives out, which `_most_held` counts, has taken the output's place.
+            sent = problem.boundary_bytes[problem.positions[-1]][own.output_layout]
+            own = own._replace(workspace_bytes=np.maximum(0.0, own.workspace_bytes - sent))
         parent, option = pairs(np.arange(len(before.time_ps)), len(own.time_ps))
         time = before.time_ps[parent] + own.time_ps[option]
         if position:
@@ -169,11 +173,20 @@ class Interleaved:
         ]
         return np.stack([*costs, *held], 1)
 
-    def _memory(self, labels: _Labels, moments: Sequence[InFlight], outer: "_Outer | None" = None) -> Numbers:
-        """The most that a stage holds; `outer` is what the embedding or the head adds to the chunk that it is with."""
+    def _memory(
+        self,
+        labels: _Labels,
+        moments: Sequence[InFlight],
+        outer: "_Outer | None" = None,
+        sent: Numbers | float = 0.0,
+    ) -> Numbers:
+        """Return the most bytes that a stage holds, by label, with outputs of `sent` bytes of one microbatch.
+
+        `outer` is what the embedding or the head adds to the chunk that it is with.
+        """
         most = np.zeros(1)
         for moment in moments:
-            held = moment.chunks * labels.activation_bytes + moment.made * labels.gradient_bytes
+            held = moment.chunks * labels.activation_bytes + moment.made * labels.gradient_bytes - moment.freed * sent
             peaks = labels.peak_bytes, labels.making_bytes
             if outer is not None:
                 held = held + moment.outer * outer.activation_bytes + moment.outer_made * outer.gradient_bytes
@@ -228,10 +241,10 @@ class Interleaved:
         behind = _memory_of(labels).then(_passes(head))
         first, middle, last = problem.moments_in_flight
         needs = (
-            self._memory(labels, first, _outer(embedding, ahead, received)),
+            self._memory(labels, first, _outer(embedding, ahead, received), received),
             # Of two stages none is between the others.
-            self._memory(labels, middle if problem.pp_size > 2 else ()),
-            self._memory(labels, last, _outer(head, behind)),
+            self._memory(labels, middle if problem.pp_size > 2 else (), sent=received),
+            self._memory(labels, last, _outer(head, behind), received),
         )
         return np.asarray(np.maximum.reduce(needs) + 3 * received)
 

@@ -35,6 +35,7 @@ class _Sum(NamedTuple):
     sends: Numbers
     """[cuts]."""
     received_bytes: Numbers
+    """Boundary tensors: what was received less what was sent and freed."""
     tie: Numbers
 
     def with_memory(self, memory: "_Sum", price: float) -> "_Sum":
@@ -79,8 +80,10 @@ class InterleavedBounds:
         """A bound without layouts, and the prices around the one that gives it."""
         costs, counts = zip(*self._costs(time), strict=True)
         dual = Dual(costs, [held for held, _ in self._costs(memory)])
-        number, left = np.array([counts], float), np.array([self._budget])
-        return float(dual.runs(number, left)[0]), dual.prices(number[0], self._budget, _PRICES)
+        # More may be freed than was received.
+        left = self._budget - min(0.0, float(memory.received_bytes)) * float(self._problem.boundary_bytes.max())
+        number = np.array([counts], float)
+        return float(dual.runs(number, np.array([left]))[0]), dual.prices(number[0], left, _PRICES)
 
     @cached_property
     def lower_ps(self) -> float:
@@ -183,9 +186,11 @@ def _memory(problem: InterleavedProblem, moment: InFlight, at: int) -> _Sum:
     options = np.zeros((4, 6))
     options[_INNER : _LAST + 1, 2:5] = problem.num_chunks, chunks + 1, moment.made
     options[at, 2:5] = 1, outer + at_outer, moment.outer_made
-    options[_LAST if at == _EMBEDDING or not at_outer else _HEAD, 5] = 1
+    at_last = at == _EMBEDDING or not at_outer
+    options[_LAST if at_last else _HEAD, 5] = 1
     # Of one microbatch the gradients of both ends, what comes next, and the pass's own; the first chunk receives none.
-    received = 4 + chunks - (outer + at_outer if at == _EMBEDDING else 0)
+    received = 4 + chunks - (outer + at_outer if at == _EMBEDDING else 0) - moment.freed
+    received -= at_last and problem.frees_outputs
     none = np.zeros(())
     return _Sum(options, none, np.zeros(problem.pp_size), np.array(float(received)), none)
 

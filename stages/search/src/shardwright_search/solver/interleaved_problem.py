@@ -1,12 +1,11 @@
 """A configuration of the interleaved schedule as bare numbers, with the moments at which a stage may hold the most."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
 
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
-from shardwright_formats.semantics.schedules.passes import Action
+from shardwright_formats.semantics.schedules.schedule import PipelineSchedule
 from shardwright_search.solver.problem import DeviceGroup
 from shardwright_search.step.memory import Moment, moments
 from shardwright_search.step.pareto import Numbers
@@ -19,6 +18,8 @@ class InFlight(NamedTuple):
     """Activations held, each of one microbatch in one chunk."""
     outer: int
     """Those of the chunk that the embedding or the head is with."""
+    freed: int
+    """Outputs, each of one of these activations, whose memory is free because they were received."""
     at_outer: bool
     """Whether that chunk is the one worked on."""
     made: int
@@ -29,19 +30,26 @@ class InFlight(NamedTuple):
     """Whether this is the first backward pass of the chunk worked on, which makes its gradients layer by layer."""
 
 
-def moments_in_flight(actions: Iterable[Action], num_chunks: int, outer: int) -> tuple[InFlight, ...]:
+def moments_in_flight(
+    schedule: PipelineSchedule, pp_size: int, num_microbatches: int, stage: int, num_chunks: int, frees_outputs: bool
+) -> tuple[InFlight, ...]:
     """Return the moments of a stage's actions that no other exceeds in all counts.
 
-    `outer`: the chunk that the embedding or the head is with.
+    `frees_outputs` is that of the problem.
     """
-    every = {_counted(moment, outer) for moment in moments(actions, num_chunks)}
+    outer = 0 if stage == 0 else num_chunks - 1
+    every = {
+        _counted(moment, outer, frees_outputs)
+        for moment in moments(schedule, pp_size, num_microbatches, stage, num_chunks)
+    }
     return tuple(sorted(one for one in every if not any(_beaten(one, other) for other in every)))
 
 
-def _counted(moment: Moment, outer: int) -> InFlight:
+def _counted(moment: Moment, outer: int, frees_outputs: bool) -> InFlight:
     return InFlight(
         chunks=sum(moment.in_flight),
         outer=moment.in_flight[outer],
+        freed=sum(moment.freed) * frees_outputs,
         at_outer=moment.chunk == outer,
         made=sum(moment.made),
         outer_made=moment.made[outer],
@@ -52,14 +60,19 @@ def _counted(moment: Moment, outer: int) -> InFlight:
 def _beaten(one: InFlight, other: InFlight) -> bool:
     """Whether another moment of the same kind of chunk holds no less: of the outer chunk, of all others, and together.
 
-    The first stage's outer chunk receives nothing, so that more of it may be less. A pass that makes gradients holds
-    at least as much as one that does not, and at most as much as that with its chunk's gradients beside it.
+    The first stage's outer chunk receives nothing, so that more of it may be less. Any other chunk has received as much
+    as it gives out: where more outputs are freed at the other moment, as many more of these chunks must be held there.
+    A pass that makes gradients holds at least as much as one that does not, and at most as much as that with its
+    chunk's gradients as well.
     """
     if one == other or one.at_outer != other.at_outer:
         return False
     if one.makes > other.makes:
         one = one._replace(made=one.made + 1, outer_made=one.outer_made or one.at_outer)
-    counts = ((m.chunks, m.outer, m.chunks - m.outer, m.outer_made, m.made - m.outer_made) for m in (one, other))
+    counts = (
+        (m.chunks, m.outer, inner := m.chunks - m.outer, inner - m.freed, m.outer_made, m.made - m.outer_made)
+        for m in (one, other)
+    )
     return all(mine <= theirs for mine, theirs in zip(*counts, strict=True))
 
 
@@ -79,7 +92,9 @@ class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):
     sends_ps: Numbers
     """[cuts, types, layouts]: over the cut after each stage, one way; the last from the last stage to the first."""
     moments_in_flight: tuple[tuple[InFlight, ...], ...]
-    """Moments of the first stage, of one in the middle (both others if there is none), and of the last."""
+    """Moments of the first stage, of one in the middle (the last if there is none), and of the last."""
     boundary_bytes: Numbers
     """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
     tie_ps: Numbers
+    frees_outputs: bool = True
+    """Whether an output's memory is free once it was received."""

@@ -22,6 +22,7 @@ from shardwright_search.space.request import Objective, SearchRequest
 from shardwright_search.space.stage_prices import StagePrices
 from shardwright_search.space.ties import Ties
 from shardwright_search.step.cached_method import cached_method
+from shardwright_search.step.memory import frees_outputs
 
 
 class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
@@ -130,10 +131,8 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         ):
             return None
         v, schedule = configuration.num_chunks, schedule_of(configuration.schedule)
-        first, second, last = (
-            moments_in_flight(schedule.actions(p, m, stage, v), v, outer=0 if stage == 0 else v - 1)
-            for stage in (0, min(1, p - 1), p - 1)
-        )
+        frees = frees_outputs(self.costs.model)
+        held = (moments_in_flight(schedule, p, m, stage, v, frees) for stage in (0, min(1, p - 1), p - 1))
         ranks = placed.stage_ranks((0,) * p)
         around = (*pairwise(ranks), (ranks[-1], ranks[0]))
         return InterleavedProblem(
@@ -146,9 +145,10 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             num_microbatches=m,
             closed_forms=configuration.closed_forms,
             sends_ps=np.array([self.prices.sends(choice, self.costs.link(*pair)) for pair in around]),
-            moments_in_flight=(first, second if p > 2 else (*first, *last), last),
+            moments_in_flight=tuple(held),
             boundary_bytes=self.prices.boundary(choice),
             tie_ps=self._ties.costs_ps(self.choices.layers.shardings(choice), p),
+            frees_outputs=frees,
         )
 
     def plan(self, configuration: Configuration, solution: Solution) -> Plan:

@@ -9,16 +9,20 @@ and of one microbatch the gradients of what it received and of what it gives out
 
 Of a stage with several chunks the action list is walked. A chunk's gradients are made by its first backward pass, layer
 by layer; while a microbatch is on its way through a chunk, the most that it holds there comes on top of the activations
-and gradients that all chunks hold.
+and gradients that all chunks hold. The runtime frees an output when a message of the next stage shows that it was
+received. There it is counted so; of a stage with one chunk outputs are counted until their backward pass.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from shardwright_formats.semantics.schedules.passes import Action, Pass
+from shardwright_formats.semantics.schedules.schedule import PipelineSchedule
+from shardwright_formats.types import Model
 from shardwright_search.step.pareto import Ints, Numbers
 
 
@@ -120,28 +124,57 @@ def no_layers(parts: Sequence[Phase], received: ArrayLike) -> StageMemory:
     return StageMemory(resident, resident)
 
 
+def frees_outputs(model: Model) -> bool:
+    """Return whether an output's memory is free once it was sent.
+
+    A layer that hands on several tensors may hand on one that its stage received and keeps.
+    """
+    return len(model.boundary) == 1
+
+
 class Moment(NamedTuple):
-    """A pass of a stage, and what is there beside it."""
+    """A pass of a stage with several chunks, and what the stage holds meanwhile."""
 
     chunk: int
     """The chunk that is worked on."""
     in_flight: tuple[int, ...]
     """By chunk: the microbatches whose activations are held, without the one on its way."""
+    freed: tuple[int, ...]
+    """By chunk: those of these microbatches whose outputs the next stage is known to have received."""
     made: tuple[bool, ...]
     """By chunk: whether its gradients are there, because it has been through a backward pass before."""
     makes: bool
     """Whether this is the first backward pass of the chunk worked on."""
 
 
-def moments(actions: Iterable[Action], num_chunks: int) -> Iterator[Moment]:
+def moments(
+    schedule: PipelineSchedule, num_stages: int, num_microbatches: int, stage: int, num_chunks: int
+) -> Iterator[Moment]:
     """Yield the moment of every action of a stage, in order."""
-    in_flight, made = [0] * num_chunks, [False] * num_chunks
-    for action in actions:
-        backward = action.kind is Pass.BACKWARD
-        in_flight[action.chunk] -= backward
-        yield Moment(action.chunk, tuple(in_flight), tuple(made), backward and not made[action.chunk])
-        in_flight[action.chunk] += not backward
-        made[action.chunk] |= backward
+    receiver = (stage + 1) % num_stages
+    here, there = (schedule.actions(num_stages, num_microbatches, at, num_chunks) for at in (stage, receiver))
+    order = {action: number for number, action in enumerate(there)} if num_stages > 1 else {}
+
+    def number_there(action: Action, step: int) -> int | None:
+        """Return the number of the receiver's action that is this one a step further along the chunks."""
+        chunk, at = divmod(action.chunk * num_stages + stage + step, num_stages)
+        return order.get(action._replace(chunk=chunk)) if at == receiver else None
+
+    in_flight, made, pending = [0] * num_chunks, [False] * num_chunks, list[tuple[int, int]]()
+    sends = [number_there(Action(Pass.FORWARD, 0, chunk), 1) is not None for chunk in range(num_chunks)]
+    for action in here:
+        kind, _, chunk = action
+        backward = kind is Pass.BACKWARD
+        in_flight[chunk] -= backward
+        done = number_there(action, 1 if backward else -1)
+        pending = [(number, at) for number, at in pending if done is None or number > done]
+        held = Counter(at for _, at in pending)
+        freed = tuple((count - held[at]) * sends[at] for at, count in enumerate(in_flight))
+        yield Moment(chunk, tuple(in_flight), freed, tuple(made), backward and not made[chunk])
+        in_flight[chunk] += not backward
+        made[chunk] |= backward
+        if not backward and (received := number_there(action, 1)) is not None:
+            pending.append((received, chunk))
 
 
 def layer_passes(gradients: ArrayLike, activation: ArrayLike, workspace: ArrayLike) -> LayerMemory:
