@@ -44,8 +44,8 @@ def prove(
     """The certificate of a search's answer, told all that the search was told."""
     if found.stopped:
         return "none: the search was stopped before it was done"
-    told = certificate(space_of(request, model, cluster, profiles, file), found.best, time_limit_s, report)
-    return told if found.unlisted is None else f"{told}; what has too many places was not asked"
+    line = certificate(space_of(request, model, cluster, profiles, file), found.best, time_limit_s, report)
+    return line if found.unlisted is None else f"{line}; what has too many places was not asked"
 
 
 def certificate(
@@ -62,12 +62,12 @@ def certificate(
     or none as good.
     """
     version, deadline = highs_version(), monotonic() + time_limit_s
-    own = f"{version}: {_own_configuration(space.instance, best, deadline)}"
+    first = f"{version}: {_own_configuration(space.instance, best, deadline)}"
     others = [target for target in space.targets if target.configuration != best.target.configuration]
     tally = _other_configurations(space, others, best, deadline, report)
     left = [f"{tally.undecided} not decided within {time_limit_s:g} s"] if tally.undecided else []
     left += [f"{tally.interleaved} interleaved ones not asked"] if tally.interleaved else []
-    return "; ".join([own, f"{tally.ruled_out} of {len(others)} other configurations have no better plan", *left])
+    return "; ".join([first, f"{tally.ruled_out} of {len(others)} other configurations have no better plan", *left])
 
 
 def _own_configuration(instance: Instance, best: Best[Configuration], deadline: float) -> str:

@@ -38,14 +38,14 @@ class Simulated(NamedTuple):
 
 def simulated(instance: Instance, plans: Sequence[Best[Configuration]]) -> tuple[Simulated, ...]:
     """Plans by ascending simulated score; of many the last ones are left out, never the first."""
-    found: list[Simulated] = []
+    ranked: list[Simulated] = []
     left = _MAX_ACTIONS
     for best in plans:
         left -= _actions(best.target.configuration)
-        if found and left < 0:
+        if ranked and left < 0:
             break
-        found.append(Simulated(_score(instance, best.target, best.found.solution), best))
-    return tuple(sorted(found, key=_by_score))
+        ranked.append(Simulated(_score(instance, best.target, best.found.solution), best))
+    return tuple(sorted(ranked, key=_by_score))
 
 
 def changed(instance: Instance, ranked: Sequence[Simulated], deadline: float | None) -> Best[Configuration]:
@@ -56,8 +56,8 @@ def changed(instance: Instance, ranked: Sequence[Simulated], deadline: float | N
     best, left = ranked[0], _MAX_WORK
     try:
         for start in ranked[:_STARTS]:
-            for found, work in _improved(instance, start):
-                best, left = min(best, found, key=_by_score), left - work
+            for improved, work in _improved(instance, start):
+                best, left = min(best, improved, key=_by_score), left - work
                 if left <= 0 or (deadline is not None and monotonic() > deadline):
                     return best.best
     except KeyboardInterrupt:
@@ -104,10 +104,10 @@ def _by_score(one: Simulated) -> tuple[float, float]:
 
 def _fitting(problem: Problem, solution: Solution) -> float | None:
     """T of a plan that fits."""
-    own = price(problem, solution)
+    cost = price(problem, solution)
     budgets = (problem.device_groups[group].budget_bytes for group in solution.device_groups)
-    fits = all(need <= most for need, most in zip(own.memory_bytes, budgets, strict=True))
-    return float(own.objective_ps) if fits else None
+    fits = all(need <= most for need, most in zip(cost.memory_bytes, budgets, strict=True))
+    return float(cost.objective_ps) if fits else None
 
 
 def _within_two(problem: Problem, solution: Solution) -> Iterator[Solution]:
@@ -128,8 +128,8 @@ def _moves(problem: Problem, solution: Solution) -> Iterator[Solution]:
                 yield Solution(cuts, options, groups)
     stages = [stage for stage, (low, high) in enumerate(pairwise((0, *ends))) for _ in range(low, high)]
     treated = list(zip(stages, problem.layers, options, strict=True))
-    for (stage, kind, own), run in groupby(range(len(treated)), key=lambda i: treated[i]):
+    for (stage, kind, present), run in groupby(range(len(treated)), key=lambda i: treated[i]):
         numbers = list(run)
         for option in range(len(problem.device_groups[groups[stage]].options[kind].time_ps)):
-            for part in dict.fromkeys((tuple(numbers), (numbers[0],), (numbers[-1],))) if option != own else ():
+            for part in dict.fromkeys((tuple(numbers), (numbers[0],), (numbers[-1],))) if option != present else ():
                 yield Solution(ends, tuple(option if i in part else o for i, o in enumerate(options)), groups)

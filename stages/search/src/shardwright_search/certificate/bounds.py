@@ -59,13 +59,18 @@ def chain_of(problem: Problem, layouts: bool = True) -> Chain:
     for moves in problem.placements:
         steps.append(tuple((*before, *move) for before in at for move in moves.get(before[0], ())))
         at = dict.fromkeys((after, group) for *_, group, after in steps[-1])
-    sends = {step[:3]: np.full((total + 1, size, size), np.inf) for own in steps[1:] for step in own}
+    sends = {step[:3]: np.full((total + 1, size, size), np.inf) for stage_steps in steps[1:] for step in stage_steps}
     for cut, times in sends.items():
         times[1:, : problem.num_layouts, : problem.num_layouts] = problem.sends_ps[cut][list(kinds)]
     sent = {}
-    for stage, group in {(stage, step[2]): None for stage, own in enumerate(steps) for step in own}:
+    for stage, group in {(stage, step[2]): None for stage, stage_steps in enumerate(steps) for step in stage_steps}:
         into = [sends[step[:3]].min(1) for step in steps[stage] if stage and step[2] == group]
-        out = [sends[step[:3]].min(2) for own in steps[stage + 1 : stage + 2] for step in own if step[1] == group]
+        out = [
+            sends[step[:3]].min(2)
+            for stage_steps in steps[stage + 1 : stage + 2]
+            for step in stage_steps
+            if step[1] == group
+        ]
         least = (np.min(times, 0) if times else np.zeros((total + 1, size)) for times in (into, out))
         sent[stage, group] = np.add.outer(*least).transpose(0, 2, 1, 3)
     sums = any(o.sum_bytes.any() for group in problem.device_groups for o in group.options)
@@ -75,8 +80,8 @@ def chain_of(problem: Problem, layouts: bool = True) -> Chain:
 def _without_layouts(problem: Problem) -> Problem:
     def merged(group: Arrays) -> Arrays:
         none = [np.zeros(len(o.time_ps), int) for o in group.options]
-        own = tuple(o._replace(input_layout=n, output_layout=n) for o, n in zip(group.options, none, strict=True))
-        return replace(group, options=own, redistribution_ps=np.zeros((len(own), 1, 1)))
+        options = tuple(o._replace(input_layout=n, output_layout=n) for o, n in zip(group.options, none, strict=True))
+        return replace(group, options=options, redistribution_ps=np.zeros((len(options), 1, 1)))
 
     sends = {cut: times.min((1, 2), keepdims=True) for cut, times in problem.sends_ps.items()}
     held, ties = problem.boundary_bytes.min(1, keepdims=True), problem.tie_ps.min(keepdims=True)
@@ -104,23 +109,25 @@ class Duals(NamedTuple):
     whole: Array
     """Likewise, as all that a stage holds; after the last run infinity."""
 
-    def of(self, place: Place) -> list[int]:
+    def rows_of(self, place: Place) -> list[int]:
         """The rows of a place."""
-        return [row for row, (own, _) in enumerate(self.rows) if own == place]
+        return [row for row, (row_place, _) in enumerate(self.rows) if row_place == place]
 
 
 def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
     """Bounds on the cost with weights [stages, 2] of A and U."""
     problem, kinds, layouts = chain.problem, range(len(chain.problem.boundary_bytes)), chain.problem.num_layouts
     rows = tuple((place, price) for place in chain.sent for price in prices[place[0]])
-    own = np.array([weights[stage] for (stage, _), _ in rows])
+    row_weights = np.array([weights[stage] for (stage, _), _ in rows])
     tables = np.full((4, len(kinds), len(rows), chain.size, chain.size), np.inf)
     moves = np.full((len(kinds), len(rows), chain.size, chain.size), np.inf)
     for row, ((stage, group), price) in enumerate(rows):
         device_group, phase = problem.device_groups[group], phases_of(chain, stage)[price.phase]
-        moves[:, row, :layouts, :layouts] = own[row, 0] * device_group.redistribution_ps
+        moves[:, row, :layouts, :layouts] = row_weights[row, 0] * device_group.redistribution_ps
         for kind, o in enumerate(device_group.options):
-            cost = own[row] @ (o.time_ps, o.exposed_ps) + price.ps_per_byte * moments(price.last_layer, o, *phase)
+            cost = row_weights[row] @ (o.time_ps, o.exposed_ps) + price.ps_per_byte * moments(
+                price.last_layer, o, *phase
+            )
             for role in range(4):
                 np.minimum.at(tables[role, kind, row], (o.input_layout, o.output_layout), cost[role])
     first, inner, last, alone = tables
@@ -128,13 +135,13 @@ def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
     prefixes, whole = np.full((2, len(chain.runs) + 1, len(rows), chain.size, chain.size), np.inf)
     for (before, *layers), run in chain.runs.items():
         if len(layers) > 1:
-            found = [_join(prefixes[chain.runs[before, *layers[:-1]]], step) for step in then[layers[-2], layers[-1]]]
+            costs = [_join(prefixes[chain.runs[before, *layers[:-1]]], step) for step in then[layers[-2], layers[-1]]]
         else:
-            found = [first[layers[0]], alone[layers[0]]]
-            found = found if before < 0 else [_join(moves[before], table) for table in found]
-        prefixes[run] = found[0]
-        whole[run] = found[1] - [p.ps_per_byte * _left(chain, at, before, layers[-1], p.phase) for at, p in rows]
-    return Duals(rows, own, prefixes, whole)
+            costs = [first[layers[0]], alone[layers[0]]]
+            costs = costs if before < 0 else [_join(moves[before], table) for table in costs]
+        prefixes[run] = costs[0]
+        whole[run] = costs[1] - [p.ps_per_byte * _left(chain, at, before, layers[-1], p.phase) for at, p in rows]
+    return Duals(rows, row_weights, prefixes, whole)
 
 
 def moments(last_layer: float, o: Arrays, count: int, comes: bool, summed: bool) -> Array:
@@ -165,7 +172,7 @@ def _join(one: Array, other: Array) -> Array:
 
 def bounds_of(chain: Chain, duals: Duals, place: Place) -> Array:
     """The largest of a place's bounds [first layer, end, layouts in, layouts out]; infinity: there is no such run."""
-    return np.asarray(duals.whole[:, duals.of(place)].max(1)[chain.number])
+    return np.asarray(duals.whole[:, duals.rows_of(place)].max(1)[chain.number])
 
 
 def paths(chain: Chain, tables: Mapping[Place, Array], weights: Array) -> tuple[float, dict[Place, Array]]:
@@ -176,10 +183,10 @@ def paths(chain: Chain, tables: Mapping[Place, Array], weights: Array) -> tuple[
     ended[:, end, : ties.shape[1]] = ties
     here = {step[:2]: begin for step in chain.steps[0]}
     entered: list[list[Array]] = []
-    for stage, own in enumerate(chain.steps):
+    for stage, stage_steps in enumerate(chain.steps):
         behind: dict[Any, Array] = {}
-        entered.append([_over(chain, stage, step, here[step[:2]], weights) for step in own])
-        for (*_, group, after), value in zip(own, entered[-1], strict=True):
+        entered.append([_over(chain, stage, step, here[step[:2]], weights) for step in stage_steps])
+        for (*_, group, after), value in zip(stage_steps, entered[-1], strict=True):
             taken = _through(value, tables[stage, group])
             behind[after, group] = np.minimum(behind.get((after, group), np.inf), taken)
         here = behind
@@ -202,7 +209,7 @@ def paths(chain: Chain, tables: Mapping[Place, Array], weights: Array) -> tuple[
 
 def _through(value: Array, table: Array) -> Array:
     """[classes, layer, layout] through one more stage."""
-    return np.array([(own[:, None, :, None] + table).min((0, 2)) for own in value])
+    return np.array([(class_value[:, None, :, None] + table).min((0, 2)) for class_value in value])
 
 
 def _over(chain: Chain, stage: int, step: Step, value: Array, weights: Array, back: bool = False) -> Array:

@@ -45,14 +45,14 @@ class Ways(NamedTuple):
 
 def _listed(chain: Chain, place: Place, caps: Sequence[tuple[Duals, Array]]) -> Array | None:
     """Ways that stay below every cap [ways; run, layout in, layout out, A, U]; None: too many."""
-    known = [(duals, duals.of(place), _by_run(chain, cap)) for duals, cap in caps]
+    known = [(duals, duals.rows_of(place), _by_run(chain, cap)) for duals, cap in caps]
     slack = np.concatenate([_slack(cap, duals.whole[:, rows]) for duals, rows, cap in known], 1)
     prefixes = np.concatenate([duals.prefixes[:, rows] for duals, rows, _ in known], 1)
     priced = [(duals.weights[row], duals.rows[row][1]) for duals, rows, _ in known for row in rows]
     weights = np.array([duals.weights[rows[0]] for duals, rows, _ in known])
     form = chain.problem.closed_form
     single = np.array([[form.fill + form.steady, form.once]])
-    found, listed, weighed = [np.empty((0, 5))], 0, single if chain.problem.pp_size == 1 else np.eye(2)
+    found_ways, listed, weighed = [np.empty((0, 5))], 0, single if chain.problem.pp_size == 1 else np.eye(2)
     alive = [run for run, number in chain.runs.items() if (slack[number].max(1) > -np.inf).all()]
     waiting: list[tuple[Run, Ways]]
     waiting = [((before,), _entered(chain, place, before, len(priced))) for before in {run[0] for run in alive}]
@@ -62,10 +62,14 @@ def _listed(chain: Chain, place: Place, caps: Sequence[tuple[Duals, Array]]) -> 
         for here in {run[: len(shorter) + 1] for run in following}:
             longer, number = _longer(chain, place, ways, here, priced), chain.runs[here]
             if here in following:
-                own = longer.take(_ends(chain, place, longer, here[-1]))
+                complete = longer.take(_ends(chain, place, longer, here[-1]))
                 for weight, (*_, cap) in zip(weights, known, strict=True):
-                    own = own.take(own.cost @ weight < cap[number, own.entered, own.layout])
-                found.append(np.column_stack([np.full(len(own.cost), number), own.entered, own.layout, own.cost]))
+                    complete = complete.take(complete.cost @ weight < cap[number, complete.entered, complete.layout])
+                found_ways.append(
+                    np.column_stack(
+                        [np.full(len(complete.cost), number), complete.entered, complete.layout, complete.cost]
+                    )
+                )
             if beyond := [chain.runs[run] for run in following if run[: len(here)] == here and run != here]:
                 above = longer.priced - prefixes[number][:, longer.entered, longer.layout].T
                 longer = longer.take((above < slack[beyond][:, :, longer.entered].transpose(0, 2, 1)).all(2).any(0))
@@ -74,13 +78,13 @@ def _listed(chain: Chain, place: Place, caps: Sequence[tuple[Duals, Array]]) -> 
                 if listed > MAX_WAYS:
                     return None
                 waiting.append((here, longer))
-    return np.concatenate(found)
+    return np.concatenate(found_ways)
 
 
 def _by_run(chain: Chain, caps: Array) -> Array:
-    found = np.full((len(chain.runs) + 1, *caps.shape[2:]), -np.inf)
-    np.maximum.at(found, chain.number, caps)
-    return found
+    by_run = np.full((len(chain.runs) + 1, *caps.shape[2:]), -np.inf)
+    np.maximum.at(by_run, chain.number, caps)
+    return by_run
 
 
 def _slack(caps: Array, whole: Array) -> Array:
@@ -111,7 +115,10 @@ def _longer(chain: Chain, place: Place, ways: Ways, run: Run, priced: Sequence[t
         after = bounds.moments(0.0, o, *phase)[1]
         memory.append((resident + inner, np.maximum(peak + after, resident + at)))
     counted = [bounds.moments(price.last_layer, o, *phases[price.phase])[0 if first else 1] for _, price in priced]
-    added = [cost @ weight + price.ps_per_byte * own for (weight, price), own in zip(priced, counted, strict=True)]
+    added = [
+        cost @ weight + price.ps_per_byte * memory_bytes
+        for (weight, price), memory_bytes in zip(priced, counted, strict=True)
+    ]
     held, cost = np.array(memory).transpose(2, 0, 1), ways.cost[parent] + cost
     longer = Ways(ways.entered[parent], o.output_layout, cost, held, ways.priced[parent] + np.array(added).T)
     return longer.take((longer.memory[:, :, 1] <= group.budget_bytes).all(1))
@@ -195,15 +202,15 @@ def _constant(left: Array, ranges: Array) -> float:
 def confirms(problem: Problem, proof: ConfigurationProof, below_ps: float) -> bool:
     """Whether a proof shows that no plan of a configuration takes less than `below_ps`."""
     stages, ends = problem.pp_size, [band.slowest_below_ps or np.inf for band in proof.bands]
-    bands = [replace(own, **{key: _by_stage(getattr(own, key), stages) for key in _BY_STAGE}) for own in proof.bands]
+    bands = [replace(band, **{key: _by_stage(getattr(band, key), stages) for key in _BY_STAGE}) for band in proof.bands]
     prices = [_by_stage(proof.time_prices, stages), *(band.prices for band in bands)]
     sized = all(len(getattr(band, name)) == stages for band in bands for name in _BY_STAGE) and len(prices[0]) == stages
     if not sized or ends[-1] < np.inf or ends.count(np.inf) > 1 or sorted(ends) != ends:
         return False
     chain = bounds.chain_of(problem, proof.layouts)
     phases = [len(bounds.phases_of(chain, stage)) for stage in range(stages)]
-    pairs = [pair for every in prices for pair in zip(every, phases, strict=True)]
-    if any(max((price.phase for price in own), default=count) >= count for own, count in pairs):
+    pairs = [pair for stage_prices in prices for pair in zip(stage_prices, phases, strict=True)]
+    if any(max((price.phase for price in known), default=count) >= count for known, count in pairs):
         return False
     times = bounds.duals_of(chain, prices[0], np.array([(1.0, 0.0)] * stages)) if len(ends) > 1 else None
     starts = zip((0.0, *ends), bands, strict=False)

@@ -10,17 +10,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from shardwright_formats.types import Band, ConfigurationProof, MemoryPrice, Prices
-from shardwright_search.certificate.bounds import (
-    Array,
-    Chain,
-    Duals,
-    Problem,
-    bounds_of,
-    chain_of,
-    duals_of,
-    paths,
-    phases_of,
-)
+from shardwright_search.certificate import bounds
+from shardwright_search.certificate.bounds import Array, Chain, Duals, Problem, duals_of, paths
 from shardwright_search.certificate.check import band_holds
 from shardwright_search.solver.stage_bounds import hull, slopes_of
 
@@ -56,14 +47,14 @@ def certified(
 def proof_of(problem: Problem, name: str, below_ps: float) -> ConfigurationProof | None:
     """A proof that no plan takes less; None where none was found. What is quick is tried first."""
     for layouts, listing, halvings in ((False, False, 0), (False, True, 0), (True, True, _MAX_HALVINGS)):
-        maker = _Maker(chain_of(problem, layouts), below_ps, listing, halvings)
+        maker = _Maker(bounds.chain_of(problem, layouts), below_ps, listing, halvings)
         if (bands := maker.bands()) is not None:
-            times, told = _once(maker.time_prices), tuple(map(_told, bands))
-            return ConfigurationProof(configuration=name, layouts=layouts, time_prices=times, bands=told)
+            times, bands_once = _once(maker.time_prices), tuple(map(_shared, bands))
+            return ConfigurationProof(configuration=name, layouts=layouts, time_prices=times, bands=bands_once)
     return None
 
 
-def _told(band: Band) -> Band:
+def _shared(band: Band) -> Band:
     """What all stages have in common is told once."""
     return replace(
         band, **{name: _once(getattr(band, name)) for name in ("slowest_weights", "exposed_weights", "prices")}
@@ -89,25 +80,25 @@ class _Maker:
         if self._holds(whole, 0.0, False):
             return (whole,)
         if self._stages == 1 or self._form.steady == 0:
-            return self._found(self._confirmed(0.0, None, 0))
+            return self._all_confirmed(self._confirmed(0.0, None, 0))
         one = self._weights(1.0, 0.0)
         self.time_prices = self._useful(self._candidates(1.0, 0.0), one, np.inf)
         self._times = duals_of(self._chain, self.time_prices, one)
         first, last = self._range()
-        found = [self._band(0.0, first, (_FREE,) * self._stages)] if first else []
+        confirmed = [self._band(0.0, first, (_FREE,) * self._stages)] if first else []
         for low, high in ((first, last), (last, None)) if last > first else ((first, None),):
-            if (own := self._found(self._confirmed(low, high, self._halvings))) is None:
+            if (bands := self._all_confirmed(self._confirmed(low, high, self._halvings))) is None:
                 return None
-            found += own
-        return tuple(found)
+            confirmed += bands
+        return tuple(confirmed)
 
-    def _found(self, bands: Iterator[Band | None]) -> tuple[Band, ...] | None:
-        found = []
+    def _all_confirmed(self, bands: Iterator[Band | None]) -> tuple[Band, ...] | None:
+        confirmed = []
         for band in bands:
             if band is None:
                 return None
-            found.append(band)
-        return tuple(found)
+            confirmed.append(band)
+        return tuple(confirmed)
 
     def _confirmed(self, low: float, high: float | None, halvings: int) -> Iterator[Band | None]:
         """A band, halved where it takes that; None where it was not confirmed."""
@@ -143,12 +134,12 @@ class _Maker:
     def _tables(self, duals: Duals | None, below: float) -> dict[tuple[int, int], Array]:
         """Bounds of runs that a band below some time can hold."""
         assert duals is not None
-        found = {place: bounds_of(self._chain, duals, place) for place in self._chain.sent}
+        tables = {place: bounds.bounds_of(self._chain, duals, place) for place in self._chain.sent}
         if self._times is None or below == np.inf:
-            return found
-        times = {place: bounds_of(self._chain, self._times, place) for place in found}
+            return tables
+        times = {place: bounds.bounds_of(self._chain, self._times, place) for place in tables}
         on = {place: times[place] + sent < below for place, sent in self._chain.sent.items()}
-        return {place: np.where(on[place], table, np.inf) for place, table in found.items()}
+        return {place: np.where(on[place], table, np.inf) for place, table in tables.items()}
 
     def _holds(self, band: Band, low: float, listing: bool) -> bool:
         return band_holds(self._chain, band, low, self._times, self._below, listing)
@@ -164,25 +155,28 @@ class _Maker:
     def _useful(self, prices: Prices, weights: Array, below: float) -> Prices:
         """The prices that bound best what is near a shortest path, by stage; searched in two rounds."""
         best = self._counted(prices, weights, below)
-        finer = [_between(every, own[0]) if own else _FREE for every, own in zip(prices, best, strict=True)]
-        both = tuple(tuple(dict.fromkeys((*own, *more))) for own, more in zip(best, finer, strict=True))
-        return tuple(own[:_MAX_PRICES] or _FREE for own in self._counted(both, weights, below))
+        finer = [
+            _between(stage_prices, stage_best[0]) if stage_best else _FREE
+            for stage_prices, stage_best in zip(prices, best, strict=True)
+        ]
+        both = tuple(tuple(dict.fromkeys((*stage_best, *more))) for stage_best, more in zip(best, finer, strict=True))
+        return tuple(stage_best[:_MAX_PRICES] or _FREE for stage_best in self._counted(both, weights, below))
 
     def _counted(self, prices: Prices, weights: Array, below: float) -> list[tuple[MemoryPrice, ...]]:
         """By stage, the most useful first."""
         duals = duals_of(self._chain, prices, weights)
         tables = self._tables(duals, below)
         _, others = paths(self._chain, tables, weights)
-        found: list[dict[MemoryPrice, float]] = [{} for _ in range(self._stages)]
+        shares: list[dict[MemoryPrice, float]] = [{} for _ in range(self._stages)]
         for place, table in tables.items():
-            self._count(duals, place, others[place] + table, found[place[0]])
-        return [tuple(sorted(own, key=lambda price, own=own: -own[price])) for own in found]  # type: ignore[misc]
+            self._count(duals, place, others[place] + table, shares[place[0]])
+        return [tuple(sorted(priced, key=priced.__getitem__, reverse=True)) for priced in shares]
 
     def _count(self, duals: Duals, place: tuple[int, int], through: Array, counted: dict[MemoryPrice, float]) -> None:
         """Give each price a share for every run that it bounds best, the more the shorter the path through it."""
         if not np.isfinite(least := float(through.min())):
             return
-        rows, near = duals.of(place), np.argwhere(through <= least + _NEAR * abs(least))
+        rows, near = duals.rows_of(place), np.argwhere(through <= least + _NEAR * abs(least))
         runs, share = self._chain.number[near[:, 0], near[:, 1]], 1 / (_NEAR * abs(least) / 30 + 1e-300)
         bounds = duals.whole[runs[:, None], rows, near[:, 2:3], near[:, 3:]]
         for row, value in zip(bounds.argmax(1), through[tuple(near.T)], strict=True):
@@ -191,21 +185,21 @@ class _Maker:
 
     def _candidates(self, time: float, exposed: float) -> Prices:
         """What a byte is worth along the lower hulls of the options' costs over their memory, by stage."""
-        problem, found = self._chain.problem, []
+        problem, candidates = self._chain.problem, []
         for stage, count in enumerate(problem.in_flight):
-            every, slopes = count == problem.num_microbatches, set[float]()
-            for group in {group for own, group in self._chain.sent if own == stage}:
+            all_in_flight, slopes = count == problem.num_microbatches, set[float]()
+            for group in {group for at, group in self._chain.sent if at == stage}:
                 for o in problem.device_groups[group].options:
-                    memory = o.state_bytes + count * o.activation_bytes + (not every) * o.late_bytes
+                    memory = o.state_bytes + count * o.activation_bytes + (not all_in_flight) * o.late_bytes
                     slopes |= set(slopes_of(hull(time * o.time_ps + exposed * o.exposed_ps, memory)))
             ordered = sorted(slopes)
             places = np.linspace(0, len(ordered) - 1, min(len(ordered), _MAX_SLOPES))
-            phases = phases_of(self._chain, stage)
+            phases = bounds.phases_of(self._chain, stage)
             moments = [(n, 1.0) for n in range(len(phases))]
             moments += [(n, share) for n, (_, comes, _) in enumerate(phases) if comes for share in (0.5, 0.0)]
-            own = [_price(ordered[int(place)], *moment) for place in places for moment in moments]
-            found.append((*_FREE, *own))
-        return tuple(found)
+            priced = [_price(ordered[int(place)], *moment) for place in places for moment in moments]
+            candidates.append((*_FREE, *priced))
+        return tuple(candidates)
 
     def _weights(self, time: float, exposed: float) -> Array:
         return np.array([(time, exposed)] * self._stages)

@@ -38,7 +38,7 @@ def play_blocking(stages: Sequence[Sequence[Exchange]]) -> Blocked:
     here = [0] * len(stages)
     free = [0] * len(stages)
     sent: dict[int, tuple[int, int]] = {}
-    wanted: dict[int, int] = {own[0].received: 0 for own in stages if own[0].received is not None}
+    wanted: dict[int, int] = {exchanges[0].received: 0 for exchanges in stages if exchanges[0].received is not None}
 
     def there(message: int) -> int | None:
         """When a message has come, once both sides are there."""
@@ -50,26 +50,26 @@ def play_blocking(stages: Sequence[Sequence[Exchange]]) -> Blocked:
     going = True
     while going:
         going = False
-        for stage, own in enumerate(stages):
-            while here[stage] < len(own):
-                done = own[here[stage] - 1].sent if here[stage] else None
-                needed = [there(message) for message in (done, own[here[stage]].received) if message is not None]
+        for stage, exchanges in enumerate(stages):
+            while here[stage] < len(exchanges):
+                done = exchanges[here[stage] - 1].sent if here[stage] else None
+                needed = [there(message) for message in (done, exchanges[here[stage]].received) if message is not None]
                 known = [time for time in needed if time is not None]
                 if len(known) < len(needed):
                     break
                 start = max([free[stage], *known])
-                action = own[here[stage]]
+                action = exchanges[here[stage]]
                 starts[stage].append(start)
                 free[stage] = start + action.busy_ps
                 here[stage] += 1
                 going = True
                 if action.sent is not None:
                     sent[action.sent] = start + action.pass_ps, action.send_ps
-                if here[stage] < len(own) and (following := own[here[stage]].received) is not None:
+                if here[stage] < len(exchanges) and (following := exchanges[here[stage]].received) is not None:
                     wanted[following] = start + action.pass_ps
-    if any(at < len(own) for at, own in zip(here, stages, strict=True)):
+    if any(at < len(exchanges) for at, exchanges in zip(here, stages, strict=True)):
         raise ValueError("with sends that block, pipeline stages of this schedule wait for one another")
-    for stage, own in enumerate(stages):
-        if (last := own[-1].sent) is not None:
+    for stage, exchanges in enumerate(stages):
+        if (last := exchanges[-1].sent) is not None:
             free[stage] = max(free[stage], there(last) or 0)
     return Blocked(starts, {message: there(message) or 0 for message in sent}, free)

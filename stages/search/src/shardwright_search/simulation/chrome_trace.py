@@ -21,7 +21,7 @@ def chrome_trace(plan: Plan, estimate: Estimate) -> dict[str, Any]:
     for lane in lanes:
         name = "passes" if lane.kind == PASSES else lane_name(lane, len(plan.stages))
         names.append(_name("thread_name", lane.stage, _THREADS.index(lane.kind), name))
-    spans = [_span(lane, event) for lane, own in lanes.items() for event in own]
+    spans = [_span(lane, event) for lane, events in lanes.items() for event in events]
     return {"displayTimeUnit": "ms", "otherData": {"plan": plan.name}, "traceEvents": names + spans}
 
 
@@ -40,8 +40,8 @@ def _span(lane: Lane, event: TimelineEvent) -> dict[str, Any]:
     }
 
 
-def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
 def _ranks(plan: Plan, stage: int) -> str:

@@ -136,10 +136,10 @@ def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chun
     num_stages = len(ranges) // num_chunks
     early, last = ([here.backward_pass(is_last) for here in ranges] for is_last in (False, True))
     for j, first in enumerate(ranges):
-        own = range(j, len(ranges), num_stages)
-        forward = sum(ranges[i].forward_ps for i in own)
-        reduced = sum((num_microbatches - 1) * early[i].busy_ps + last[i].busy_ps for i in own)
-        drains, back = [0], -max(last[i].busy_ps - last[i].gradient_ps for i in own)
+        stage_ranges = range(j, len(ranges), num_stages)
+        forward = sum(ranges[i].forward_ps for i in stage_ranges)
+        reduced = sum((num_microbatches - 1) * early[i].busy_ps + last[i].busy_ps for i in stage_ranges)
+        drains, back = [0], -max(last[i].busy_ps - last[i].gradient_ps for i in stage_ranges)
         for k in reversed(range(j)):
             drains.append(back + ranges[k].send_ps + last[k].busy_ps)
             back += ranges[k].send_ps + last[k].gradient_ps
@@ -151,7 +151,7 @@ def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chun
 def _optimizers(ranges: Sequence[StageTimes], num_chunks: int) -> list[tuple[int, int]]:
     """Every stage with the time of its optimizer."""
     num_stages = len(ranges) // num_chunks
-    return [(stage, sum(own.optimizer_ps for own in ranges[stage::num_stages])) for stage in range(num_stages)]
+    return [(stage, sum(times.optimizer_ps for times in ranges[stage::num_stages])) for stage in range(num_stages)]
 
 
 def _by_start(event: Event) -> tuple[int, int]:
@@ -174,13 +174,13 @@ def _steps(ranges: Sequence[StageTimes]) -> list[_Step]:
     sends = [here.send_ps for here in ranges[:-1]]
     forward = list(enumerate(zip(ranges, [*sends, 0], strict=True)))
     backward = list(enumerate(zip(ranges, [0, *sends], strict=True)))[::-1]
-    found = []
+    steps = []
     for last in (False, True):
         for i, (here, send) in forward:
-            found.append(_Step(Pass.FORWARD, i, last, BackwardPass(here.forward_ps, here.forward_ps), send))
+            steps.append(_Step(Pass.FORWARD, i, last, BackwardPass(here.forward_ps, here.forward_ps), send))
         for i, (here, send) in backward:
-            found.append(_Step(Pass.BACKWARD, i, last, here.backward_pass(last), send))
-    return found
+            steps.append(_Step(Pass.BACKWARD, i, last, here.backward_pass(last), send))
+    return steps
 
 
 class _Turn(NamedTuple):
@@ -213,13 +213,13 @@ def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunk
 
     played = schedule_of(schedule)
     lists = [played.actions(num_stages, num_microbatches, stage, num_chunks) for stage in range(num_stages)]
-    waiting = [[turn(*action, stage) for action in reversed(own)] for stage, own in enumerate(lists)]
+    waiting = [[turn(*action, stage) for action in reversed(actions)] for stage, actions in enumerate(lists)]
     come = set(range(num_microbatches))
     order: list[_Turn] = []
     while any(waiting):
-        for own in waiting:
-            while own and own[-1].slot in come:
-                order.append(own.pop())
+        for turns in waiting:
+            while turns and turns[-1].slot in come:
+                order.append(turns.pop())
                 come.add(order[-1].slot + num_microbatches)
     return tuple(order)
 
@@ -267,8 +267,8 @@ def _play_blocking(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: i
         come |= {message} if message is not None else set()
     starts, there, free = play_blocking(stages)
     by_slot = [0] * len(arrivals)
-    for own, begun in zip(slots, starts, strict=True):
-        for slot, start in zip(own, begun, strict=True):
+    for stage_slots, begun in zip(slots, starts, strict=True):
+        for slot, start in zip(stage_slots, begun, strict=True):
             by_slot[slot] = start
     for message, time in there.items():
         arrivals[message] = time

@@ -76,8 +76,8 @@ class Rests(NamedTuple):
     def least(self, layers: Ints, largest: Numbers) -> Numbers:
         """The least sum of A and largest Z, where that of the other stages is given, and a layer [labels]."""
         band = np.searchsorted(self.floors, largest, side="right")
-        found: Numbers = np.minimum(self.sums[band - 1, layers] + largest, self.with_floors[band, layers])
-        return found
+        least: Numbers = np.minimum(self.sums[band - 1, layers] + largest, self.with_floors[band, layers])
+        return least
 
 
 class Bands:
@@ -136,12 +136,12 @@ class Bands:
             for position, moves in problem.placements[stage].items():
                 for group, after in moves:
                     here, there = (position, after) if forward else (after, position)
-                    own = self._costs_of(Move(stage, position, group, after))
-                    if id(own) not in known:
-                        known[id(own)] = self._in_bands(own, starts, ends, forward)
-                    found = (levels[-1][here][:, None, passed] + known[id(own)]).min(2)
+                    costs = self._costs_of(Move(stage, position, group, after))
+                    if id(costs) not in known:
+                        known[id(costs)] = self._in_bands(costs, starts, ends, forward)
+                    reached_sums = (levels[-1][here][:, None, passed] + known[id(costs)]).min(2)
                     into = level.setdefault(there, np.full(shape, np.inf))[:, reached]
-                    np.minimum(into, found, out=into)
+                    np.minimum(into, reached_sums, out=into)
             levels.append(level)
         return levels
 
@@ -151,9 +151,9 @@ class Bands:
         starts = slice(stage, total - later) if stage else slice(0, 1)
         return starts, slice(stage + 1, total - later + 1) if later else slice(total, total + 1)
 
-    def _in_bands(self, own: StageCosts, starts: slice, ends: slice, forward: bool) -> Numbers:
+    def _in_bands(self, costs: StageCosts, starts: slice, ends: slice, forward: bool) -> Numbers:
         """A [bands, reached, passed], where no Z is above the band."""
-        time, largest = (values[starts, ends] for values in own)
+        time, largest = (values[starts, ends] for values in costs)
         if forward:
             time, largest = time.T, largest.T
         return np.where(largest <= self._ceilings[:, None, None], time, np.inf)

@@ -71,7 +71,7 @@ def optimize(
         stopped = True
     if not stopped:
         search.widen(limit)
-    close = sorted((one for own in search.plans.values() for one in own if one.score <= limit), key=_score)
+    close = sorted((one for plans in search.plans.values() for one in plans if one.score <= limit), key=_score)
     if best is None:
         close = []
     elif not close or best.score < close[0].score:
@@ -83,17 +83,17 @@ def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) ->
     """A plan of a configuration with a known bound, guessed until none is better; None: none was found."""
     asked = solvable(target.configuration)
     least = max(bound, target.score(asked.lower_ps))
-    found = _guessed(asked, target.time_ps(least * (1 + _GUESSED)))
-    return None if found is None else Best(target, found, target.score(found.objective_ps))
+    plan = _guessed(asked, target.time_ps(least * (1 + _GUESSED)))
+    return None if plan is None else Best(target, plan, target.score(plan.objective_ps))
 
 
 def _guessed(asked: Solvable, below_ps: float, enough_ps: float = -np.inf) -> Found | None:
     """Guessed until none is better, or one is good enough."""
-    better = found = asked.guess(below_ps)
+    better = best = asked.guess(below_ps)
     # Below a nearer limit other labels are the promising ones.
     while better is not None and better.objective_ps > enough_ps:
-        found, better = better, asked.guess(better.objective_ps)
-    return better or found
+        best, better = better, asked.guess(better.objective_ps)
+    return better or best
 
 
 def plans_below(
@@ -106,14 +106,14 @@ def plans_below(
 ) -> tuple[Best[C], ...]:
     """Up to `most` plans of each configuration below a limit, the best first; fewer where time or labels run out."""
     search = Search(targets, solvable, most, Clock(deadline, max_labels))
-    found: list[Best[C]] = []
+    below: list[Best[C]] = []
     try:
         for target in targets:
             plans = solvable(target.configuration).solve_below(target.time_ps(limit), most, search.tick)
-            found += [Best(target, one, target.score(one.objective_ps)) for one in plans]
+            below += [Best(target, one, target.score(one.objective_ps)) for one in plans]
     except (Stopped, KeyboardInterrupt):
         pass
-    return tuple(sorted(found, key=_score))
+    return tuple(sorted(below, key=_score))
 
 
 class _Open(NamedTuple):
@@ -220,8 +220,8 @@ class Search(Generic[C]):
             bound = target.score(self._solvable(target.configuration).relaxed_bound_ps)
             self.looked_at += 1
             if np.isfinite(bound):
-                own = self._waiting if waits(target.configuration) else self.heap
-                own.append(_Open(bound, number, _RELAXED))
+                queue = self._waiting if waits(target.configuration) else self.heap
+                queue.append(_Open(bound, number, _RELAXED))
         heapq.heapify(self.heap)
         self._now = _NOTHING
 
@@ -258,8 +258,8 @@ class Search(Generic[C]):
         wanted = next((cut for cut in cuts if known < cut), limit)
         if wanted <= here.bound * (1 + _AT_ONCE):
             cut = wanted
-        found = solvable.solve_below(target.time_ps(cut), self._most, self.tick)
-        plans = tuple(Best(target, one, target.score(one.objective_ps)) for one in found)
+        solved = solvable.solve_below(target.time_ps(cut), self._most, self.tick)
+        plans = tuple(Best(target, one, target.score(one.objective_ps)) for one in solved)
         tries = here.tries + cuts.index(cut)
         if plans:
             narrowest = next(cut for cut in cuts if plans[0].score < cut)
@@ -285,8 +285,8 @@ class Search(Generic[C]):
         further = [above for above in _WIDE if self._wide or above >= _GUESSED]
         for above in further if self._wide or self.best is None else further[:1]:
             below = min(limit, here.bound * (1 + above))
-            if (found := _guessed(solvable, target.time_ps(below), enough)) is not None or below == limit:
-                return found
+            if (plan := _guessed(solvable, target.time_ps(below), enough)) is not None or below == limit:
+                return plan
         return None
 
     @property
@@ -296,7 +296,7 @@ class Search(Generic[C]):
     def bounds(self) -> tuple[tuple[float, Target[C]], ...]:
         """Every configuration that a plan may fit in, with what is known of its least score, the least first."""
         known = {one.number: one.bound for one in self._left}
-        known |= {number: own[0].score for number, own in self.plans.items() if own}
+        known |= {number: plans[0].score for number, plans in self.plans.items() if plans}
         return tuple((bound, self._targets[number]) for number, bound in sorted(known.items(), key=lambda i: i[::-1]))
 
 

@@ -99,8 +99,8 @@ class ConfigurationBounds:
             if not some:
                 return None
         return {
-            kind: [Target(int(run), tuple(own[run].tolist())) for run in np.flatnonzero(own[:, 0] > -np.inf)]
-            for kind, own in caps.items()
+            kind: [Target(int(run), tuple(rows[run].tolist())) for run in np.flatnonzero(rows[:, 0] > -np.inf)]
+            for kind, rows in caps.items()
         }
 
     def _raise_caps(
@@ -119,14 +119,14 @@ class ConfigurationBounds:
         start, end = np.nonzero(alive)
         sums = Sums(total[alive], total[alive] + slowest[alive])
         if self.bands is not None:
-            own = costs.total[alive], np.maximum(costs.slowest, slowest)[alive]
-            known = Known(*own, slowest[alive], sums, limit)
+            stage_ps = costs.total[alive], np.maximum(costs.slowest, slowest)[alive]
+            known = Known(*stage_ps, slowest[alive], sums, limit)
             sums = self.bands.sums(Move(stage, position, group, after), (start, end), known)
         with np.errstate(invalid="ignore"):
-            found = np.stack([limit - sums.with_largest, limit - sums.total, limit - mean[alive]], -1)
+            capped = np.stack([limit - sums.with_largest, limit - sums.total, limit - mean[alive]], -1)
         sends = send * np.array([time for time, _ in weightings(self.problem, group)])
         possible = sums.total < np.inf
-        np.maximum.at(caps, self.runs.number[alive][possible], (found - sends)[possible])
+        np.maximum.at(caps, self.runs.number[alive][possible], (capped - sends)[possible])
         return bool(possible.any())
 
     def _moves(self, stage: int) -> Iterator[tuple[Position, int, Position]]:
@@ -159,10 +159,10 @@ class ConfigurationBounds:
 
     @cached_method
     def _banded(self, stage: int, group: int, send: float) -> StageCosts:
-        own, weights = self._costs(stage, group, send), largest_weights(self.problem.closed_form)
+        stage_bounds, weights = self._costs(stage, group, send), largest_weights(self.problem.closed_form)
         costs = self.costs_of(self.problem.device_groups[group], self._parts[stage])
         largest = (costs.least(self.problem.layers, weights) + weights[0] * send)[self.runs.number]
-        return StageCosts(own.total, np.where(own.total < np.inf, largest, np.inf))
+        return StageCosts(stage_bounds.total, np.where(stage_bounds.total < np.inf, largest, np.inf))
 
     @cached_method
     def _send(self, stage: int, position: Position, group: int, after: Position) -> float:
@@ -171,9 +171,9 @@ class ConfigurationBounds:
         if not problem.is_mixed:
             return self._min_sends(stage, group)
         least, before = problem.least_send_ps, problem.positions[stage][position] if stage else ()
-        behind = [own for own, _ in problem.placements[stage + 1][after]] if stage < last else ()
-        into = min((least[Cut(position, own, group)] for own in before), default=0.0)
-        return into + min((least[Cut(after, group, own)] for own in behind), default=0.0)
+        behind = [neighbour for neighbour, _ in problem.placements[stage + 1][after]] if stage < last else ()
+        into = min((least[Cut(position, neighbour, group)] for neighbour in before), default=0.0)
+        return into + min((least[Cut(after, group, neighbour)] for neighbour in behind), default=0.0)
 
     def _min_sends(self, stage: int, group: int) -> float:
         """The least that a stage's sends take, whatever its neighbours."""

@@ -86,11 +86,11 @@ class Interleaved:
 
     def guess(self, below_ps: float) -> Found | None:
         """A plan with T < below_ps that the most promising labels lead to; None: they lead to none."""
-        return next(iter(self._found(self._levels(below_ps, lambda made: None, _GUESSED), below_ps, 1)), None)
+        return next(iter(self._best_plans(self._levels(below_ps, lambda made: None, _GUESSED), below_ps, 1)), None)
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """Plans with T < below_ps: the best one first and up to `most`; none: there is none in the space."""
-        return self._found(self._levels(below_ps, tick), below_ps, most)
+        return self._best_plans(self._levels(below_ps, tick), below_ps, most)
 
     def _levels(self, below_ps: float, tick: Callable[[int], None], extended: int | None = None) -> list[_Labels]:
         """Labels of the first positions, from none on; of each only so many are extended, if not all."""
@@ -102,17 +102,17 @@ class Interleaved:
         tick(len(levels[-1].time_ps))
         return levels
 
-    def _found(self, levels: Sequence[_Labels], below_ps: float, most: int) -> tuple[Found, ...]:
+    def _best_plans(self, levels: Sequence[_Labels], below_ps: float, most: int) -> tuple[Found, ...]:
         """The best plans that labels lead to."""
-        found: list[Found] = []
+        plans: list[Found] = []
         count, outer = len(levels[-1].time_ps), len(self._embedding.time_ps) * len(self._head.time_ps)
         block = max(1, _MAX_AT_ONCE // outer)
         for start in range(0, count, block):
             whole = self._whole(levels[-1], np.arange(start, min(start + block, count)))
             rows = np.flatnonzero(whole.objective_ps < below_ps)
             best = rows[np.argsort(whole.objective_ps[rows], kind="stable")][:most]
-            found += [Found(float(whole.objective_ps[row]), self._decoded(levels, whole, int(row))) for row in best]
-        return tuple(sorted(found, key=lambda plan: plan.objective_ps)[:most])
+            plans += [Found(float(whole.objective_ps[row]), self._decoded(levels, whole, int(row))) for row in best]
+        return tuple(sorted(plans, key=lambda plan: plan.objective_ps)[:most])
 
     def _next(self, before: _Labels, position: int, below_ps: float, extended: int | None) -> _Labels:
         """Labels with the next position that may be part of the best plan."""
@@ -129,27 +129,27 @@ class Interleaved:
     def _extended(self, before: _Labels, position: int) -> _Labels:
         """Every label with every option of the next position."""
         problem = self._problem
-        own = problem.group.options[problem.positions[position]]
+        options = problem.group.options[problem.positions[position]]
         if position == len(problem.positions) - 1 and problem.frees_outputs:
             # The gradient of what the chunk gives out, which `_most_held` counts, has taken the output's place.
-            sent = problem.boundary_bytes[problem.positions[-1]][own.output_layout]
-            own = own._replace(workspace_bytes=np.maximum(0.0, own.workspace_bytes - sent))
-        parent, option = pairs(np.arange(len(before.time_ps)), len(own.time_ps))
-        time = before.time_ps[parent] + own.time_ps[option]
+            sent = problem.boundary_bytes[problem.positions[-1]][options.output_layout]
+            options = options._replace(workspace_bytes=np.maximum(0.0, options.workspace_bytes - sent))
+        parent, option = pairs(np.arange(len(before.time_ps)), len(options.time_ps))
+        time = before.time_ps[parent] + options.time_ps[option]
         if position:
             moves = problem.group.redistribution_ps[problem.positions[position - 1]]
-            time = time + moves[before.output_layout[parent], own.input_layout[option]]
-        memory = _memory_of(before).take(parent).then(_passes(own).take(option))
+            time = time + moves[before.output_layout[parent], options.input_layout[option]]
+        memory = _memory_of(before).take(parent).then(_passes(options).take(option))
         return _Labels(
             time,
-            before.exposed_ps[parent] + own.exposed_ps[option],
-            before.state_bytes[parent] + own.state_bytes[option],
+            before.exposed_ps[parent] + options.exposed_ps[option],
+            before.state_bytes[parent] + options.state_bytes[option],
             memory.resident[:, 0],
-            before.gradient_bytes[parent] + (own.late_bytes + own.sum_bytes)[option],
+            before.gradient_bytes[parent] + (options.late_bytes + options.sum_bytes)[option],
             memory.peak[:, 0],
             memory.peak[:, 1],
-            before.input_layout[parent] if position else own.input_layout[option],
-            own.output_layout[option],
+            before.input_layout[parent] if position else options.input_layout[option],
+            options.output_layout[option],
             parent,
             option,
         )
@@ -165,7 +165,7 @@ class Interleaved:
         # Of long steps with as many microbatches as stages or more, the first sum is the larger one.
         few = m < p or bool((labels.time_ps < 2 * m).any())
         forms = self._problem.closed_forms[: 1 + few]
-        costs = [(own.fill * p + own.steady) * labels.time_ps + own.once * labels.exposed_ps for own in forms]
+        costs = [(form.fill * p + form.steady) * labels.time_ps + form.once * labels.exposed_ps for form in forms]
         beside = (0.0, labels.peak_bytes, labels.making_bytes)
         held = [
             v * labels.state_bytes + count * labels.activation_bytes + made * labels.gradient_bytes + beside[peak]

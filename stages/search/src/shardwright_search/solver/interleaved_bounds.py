@@ -49,7 +49,7 @@ class InterleavedBounds:
     def __init__(self, problem: InterleavedProblem) -> None:
         self._problem = problem
         self._budget = float(problem.group.budget_bytes)
-        self._numbers = [_numbers(own) for own in problem.group.options]
+        self._numbers = [_numbers(options) for options in problem.group.options]
         form = problem.closed_forms[problem.num_microbatches < problem.pp_size]
         times = [_time(problem, form, slowest) for slowest in (_EMBEDDING, _HEAD)]
         first, *_, last = problem.moments_in_flight
@@ -109,32 +109,32 @@ class InterleavedBounds:
     @cached_property
     def _layouts(self) -> Ints:
         """Those that positions work in or give out."""
-        own = [self._problem.group.options[kind] for kind in self._problem.positions]
-        return np.unique(np.concatenate([layouts for o in own for layouts in (o.input_layout, o.output_layout)]))
+        options = [self._problem.group.options[kind] for kind in self._problem.positions]
+        return np.unique(np.concatenate([layouts for o in options for layouts in (o.input_layout, o.output_layout)]))
 
     @cached_property
     def _rest(self) -> list[Numbers]:
         """By position [rows, output layout before, input layout of the first]: the least of all from there on."""
-        found = [self._ends()]
+        rests = [self._ends()]
         for position in range(len(self._problem.positions) - 1, 0, -1):
             time = self._sums.options[:, _INNER, 0, None, None]
             moves = self._moves(self._problem.positions[position - 1])
-            found.append(_join(_join(time * moves, self._steps(position)), found[-1]))
-        return [np.empty(0), *reversed(found)]
+            rests.append(_join(_join(time * moves, self._steps(position)), rests[-1]))
+        return [np.empty(0), *reversed(rests)]
 
     def _steps(self, position: int) -> Numbers:
         """[rows, input layout, output layout]: the least of a position's options."""
         kind, layouts = self._problem.positions[position], self._layouts
-        own = self._problem.group.options[kind]
+        options = self._problem.group.options[kind]
         role = _LAST if position == len(self._problem.positions) - 1 else _INNER
-        at = np.searchsorted(layouts, own.input_layout), np.searchsorted(layouts, own.output_layout)
+        at = np.searchsorted(layouts, options.input_layout), np.searchsorted(layouts, options.output_layout)
         return self._table(role, kind, at, (len(layouts), len(layouts)))
 
     def _table(self, role: int, kind: int, at: tuple[Ints, Ints], shape: tuple[int, int]) -> Numbers:
         """[rows, *shape]: the least of the options in each place of a table."""
-        found = np.full((*shape, len(self._prices)), np.inf)
-        np.minimum.at(found, at, (self._sums.options[:, role] @ self._numbers[kind]).T)
-        return np.asarray(found.transpose(2, 0, 1))
+        table = np.full((*shape, len(self._prices)), np.inf)
+        np.minimum.at(table, at, (self._sums.options[:, role] @ self._numbers[kind]).T)
+        return np.asarray(table.transpose(2, 0, 1))
 
     def _moves(self, kind: int) -> Numbers:
         """[layouts, layouts]."""
@@ -145,10 +145,10 @@ class InterleavedBounds:
         """[rows, output layout of the last position, input layout of the first]: all beside the positions."""
         problem, sums, layouts = self._problem, self._sums, self._layouts
         options, moves, kind = problem.group.options, problem.group.redistribution_ps, problem.positions[-1]
-        embedding, head, every = options[problem.embedding], options[problem.head], moves.shape[1]
+        embedding, head, num_layouts = options[problem.embedding], options[problem.head], moves.shape[1]
         (classes, others), at = problem.tie_ps.shape, (embedding.input_layout, embedding.output_layout)
-        first = self._table(_EMBEDDING, problem.embedding, at, (classes, every))
-        last = self._table(_HEAD, problem.head, (head.input_layout, head.output_layout), (every, others))
+        first = self._table(_EMBEDDING, problem.embedding, at, (classes, num_layouts))
+        last = self._table(_HEAD, problem.head, (head.input_layout, head.output_layout), (num_layouts, others))
         first = _join(first, sums.options[:, _EMBEDDING, 0, None, None] * moves[problem.embedding][:, layouts])
         last = _join(sums.options[:, _HEAD, 0, None, None] * moves[kind][layouts], last)
         ties = np.where(np.isfinite(problem.tie_ps), problem.tie_ps, 0.0) * sums.tie[:, None, None]
@@ -159,25 +159,32 @@ class InterleavedBounds:
         return np.asarray(around + sums.wrap[:, None, None] * self._moves(kind) + sent[:, :, None])
 
 
-def _numbers(own: Options) -> Numbers:
+def _numbers(options: Options) -> Numbers:
     """[time, U, state, activations, gradients, workspace; options]."""
-    gradients = own.late_bytes + own.sum_bytes
-    numbers = own.time_ps, own.exposed_ps, own.state_bytes, own.activation_bytes, gradients, own.workspace_bytes
+    gradients = options.late_bytes + options.sum_bytes
+    numbers = (
+        options.time_ps,
+        options.exposed_ps,
+        options.state_bytes,
+        options.activation_bytes,
+        gradients,
+        options.workspace_bytes,
+    )
     return np.array(numbers)
 
 
 def _time(problem: InterleavedProblem, form: ClosedForm, slowest: int) -> _Sum:
     """Return a sum that is no larger than T, with the stage of the embedding or of the head as the slowest."""
-    p, v, every, more = problem.pp_size, problem.num_chunks, form.fill / form.parts, form.steady / form.parts
+    p, v, fill, more = problem.pp_size, problem.num_chunks, form.fill / form.parts, form.steady / form.parts
     at_first = slowest == _EMBEDDING
-    chain = v * (every * p + more)
+    chain = v * (fill * p + more)
     options = np.zeros((4, 6))
-    options[:, 0] = every + more * at_first, chain, chain, every + more * (not at_first)
+    options[:, 0] = fill + more * at_first, chain, chain, fill + more * (not at_first)
     options[:, 1] = 0.5, v, v, 0.5  # no maximum is less than the mean
-    sends = 2 * every * np.array([*[v] * (p - 1), v - 1.0])
+    sends = 2 * fill * np.array([*[v] * (p - 1), v - 1.0])
     sends[0 if at_first else p - 2] += more * v
     sends[-1] += more * (v - 1)
-    return _Sum(options, np.array(chain - every - more * at_first), sends, np.zeros(()), np.ones(()))
+    return _Sum(options, np.array(chain - fill - more * at_first), sends, np.zeros(()), np.ones(()))
 
 
 def _memory(problem: InterleavedProblem, moment: InFlight, at: int) -> _Sum:

@@ -38,11 +38,11 @@ def moments_in_flight(
     `frees_outputs` is that of the problem.
     """
     outer = 0 if stage == 0 else num_chunks - 1
-    every = {
+    counted = {
         _counted(moment, outer, frees_outputs)
         for moment in moments(schedule, pp_size, num_microbatches, stage, num_chunks)
     }
-    return tuple(sorted(one for one in every if not any(_beaten(one, other) for other in every)))
+    return tuple(sorted(one for one in counted if not any(_beaten(one, other) for other in counted)))
 
 
 def _counted(moment: Moment, outer: int, frees_outputs: bool) -> InFlight:

@@ -71,12 +71,12 @@ def solve(problem: Problem, time_limit_s: float, below_ps: float = np.inf) -> An
     none = status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible)
     if (
         none
-        or not np.isfinite(found := highs.getInfo().objective_function_value)
+        or not np.isfinite(objective := highs.getInfo().objective_function_value)
         or not highs.getSolution().value_valid
     ):
         return Answer(None, np.inf, none)
     values = np.asarray(highs.getSolution().col_value)
-    return Answer(programme.decoded(values), found * programme.time_unit_ps, status == kinds.kOptimal)
+    return Answer(programme.decoded(values), objective * programme.time_unit_ps, status == kinds.kOptimal)
 
 
 class _Where(NamedTuple):
@@ -134,7 +134,7 @@ class _Programme:
 
     def decoded(self, values: np.ndarray) -> Solution:
         """The plan of HiGHS's values, which are whole up to its tolerance."""
-        taken = [max(own, key=lambda choice: values[own[choice]]) for own in self._choices]
+        taken = [max(columns, key=lambda choice: values[columns[choice]]) for columns in self._choices]
         starts = [e for e in range(1, len(taken)) if taken[e][0] != taken[e - 1][0]]
         device_groups = [taken[e][0].group for e in (0, *starts)]
         return Solution((*starts, len(taken)), tuple(option for _, option in taken), tuple(device_groups))
@@ -154,26 +154,26 @@ class _Programme:
 
     def _choices_of(self, number: int) -> dict[tuple[_Where, int], int]:
         """A binary column for each stage, device group and option, of which one is taken; it costs its time."""
-        problem, found = self._problem, {}
+        problem, columns = self._problem, {}
         for stage in _stages_of(problem, number):
             for where in _places_of(problem, stage):
-                own = self._options(where, problem.layers[number])
-                for option, time_ps in enumerate(own.time_ps):
+                options = self._options(where, problem.layers[number])
+                for option, time_ps in enumerate(options.time_ps):
                     column = self._column(problem.closed_form.fill * time_ps, whole=True)
-                    found[where, option] = column
+                    columns[where, option] = column
                     self._times[stage].append((column, time_ps))
                     if number == 0:
                         self._enters.setdefault(where, []).append((column, 1.0))
-        self._row([(column, 1.0) for column in found.values()], 1.0, 1.0)
-        return found
+        self._row([(column, 1.0) for column in columns.values()], 1.0, 1.0)
+        return columns
 
     def _by_layout(self, number: int, side: str) -> dict[tuple[_Where, int], Terms]:
         """The choices that work in a layout (`input_layout`) or give one out (`output_layout`)."""
-        found: dict[tuple[_Where, int], Terms] = {}
+        choices: dict[tuple[_Where, int], Terms] = {}
         for (where, option), column in self._choices[number].items():
-            own = self._options(where, self._problem.layers[number])
-            found.setdefault((where, int(getattr(own, side)[option])), []).append((column, 1.0))
-        return found
+            options = self._options(where, self._problem.layers[number])
+            choices.setdefault((where, int(getattr(options, side)[option])), []).append((column, 1.0))
+        return choices
 
     def _join(self, number: int) -> None:
         """The flow from a layer to the next one: its ends are their choices, it costs what the move costs."""
@@ -201,7 +201,9 @@ class _Programme:
                 if there != here:
                     self._times[here.stage].append((column, send))
                     self._enters.setdefault(there, []).append((column, 1.0))
-                    given, taken = (float(problem.boundary_bytes[kind, of]) for of in (layout, received))
+                    given, taken = (
+                        float(problem.boundary_bytes[kind, number_of_layout]) for number_of_layout in (layout, received)
+                    )
                     self._given[here.stage].append((column, given / self._byte_unit))
                     self._received[there.stage].append((column, taken / self._byte_unit))
         for ends, flows in ((output_layout, outward), (input_layout, inward)):
@@ -258,13 +260,13 @@ class _Programme:
 
     def _running_sums(self, field: str, stage: int, layers: Iterable[int]) -> dict[int, int]:
         """Columns of what the layers hold from the first up to each."""
-        found: dict[int, int] = {}
+        sums: dict[int, int] = {}
         before: Terms = []
         for number in layers:
-            found[number] = self._column(0.0)
-            self._row([*before, *self._bytes(field, stage, number), (found[number], -1.0)], 0.0, 0.0)
-            before = [(found[number], 1.0)]
-        return found
+            sums[number] = self._column(0.0)
+            self._row([*before, *self._bytes(field, stage, number), (sums[number], -1.0)], 0.0, 0.0)
+            before = [(sums[number], 1.0)]
+        return sums
 
     def _options(self, where: _Where, kind: int) -> Options:
         return self._problem.device_groups[where.group].options[kind]
@@ -278,8 +280,8 @@ class _Programme:
             self._row([*((c, v / self.time_unit_ps) for c, v in times), (slowest, -1.0)], high=0.0)
             ends = [
                 (column, float(self._options(where, kind).exposed_ps[option]) / self.time_unit_ps)
-                for kind, own in zip(problem.layers, self._choices, strict=True)
-                for (where, option), column in own.items()
+                for kind, choices in zip(problem.layers, self._choices, strict=True)
+                for (where, option), column in choices.items()
                 if where.stage == stage
             ]
             self._row([*ends, (longest, -1.0)], high=0.0)
@@ -295,10 +297,10 @@ class _Programme:
                 self._row([*choices, *flows], 0.0, 0.0)
 
     def _by_class(self, number: int, side: str) -> Mapping[int, Terms]:
-        found: dict[int, Terms] = {}
-        for (_, of), choices in self._by_layout(number, side).items():
-            found.setdefault(of, []).extend(choices)
-        return found
+        by_class: dict[int, Terms] = {}
+        for (_, tie_class), choices in self._by_layout(number, side).items():
+            by_class.setdefault(tie_class, []).extend(choices)
+        return by_class
 
 
 def _stages_of(problem: Problem, number: int) -> range:
@@ -310,4 +312,4 @@ def _stages_of(problem: Problem, number: int) -> range:
 def _places_of(problem: Problem, stage: int) -> list[_Where]:
     """Every position and device group that a pipeline stage can be on."""
     moves = problem.placements[stage].items()
-    return [_Where(stage, position, group) for position, own in moves for group, _ in own]
+    return [_Where(stage, position, group) for position, groups in moves for group, _ in groups]

@@ -24,15 +24,15 @@ def plain_plan(problem: Problem) -> Found | None:
     ends = (*(1 + max(stage, layers * (stage + 1) // p) for stage in range(p - 1)), len(problem.layers))
     groups = _even_groups(problem)
     budgets = [problem.device_groups[group].budget_bytes for group in groups]
-    found = []
+    plans = []
     stages = [stage for stage, (low, high) in enumerate(pairwise((0, *ends))) for _ in range(low, high)]
     for options in _alike(problem, groups):
         chosen = tuple(options[groups[stage]][kind] for stage, kind in zip(stages, problem.layers, strict=True))
         solution = Solution(ends, chosen, groups)
-        own = price(problem, solution)
-        if all(need <= budget for need, budget in zip(own.memory_bytes, budgets, strict=True)):
-            found.append(Found(float(own.objective_ps), solution))
-    return min(found, key=lambda plan: plan.objective_ps, default=None)
+        cost = price(problem, solution)
+        if all(need <= budget for need, budget in zip(cost.memory_bytes, budgets, strict=True)):
+            plans.append(Found(float(cost.objective_ps), solution))
+    return min(plans, key=lambda plan: plan.objective_ps, default=None)
 
 
 def _even_groups(problem: Problem) -> tuple[int, ...]:
@@ -51,10 +51,10 @@ def _alike(problem: Problem, groups: Sequence[int]) -> Iterator[dict[int, tuple[
         for lean in (False, True):
             yield {
                 group: tuple(
-                    _simplest(o, kind == problem.layers[0], int(own[min(number, len(own) - 1)]), lean)
+                    _simplest(o, kind == problem.layers[0], int(numbers[min(number, len(numbers) - 1)]), lean)
                     for kind, o in enumerate(problem.device_groups[group].options)
                 )
-                for group, own in layouts.items()
+                for group, numbers in layouts.items()
             }
 
 
@@ -100,16 +100,18 @@ def min_memory(problem: Problem) -> MinMemory:
         for at, before in sorted(best.items()):
             previous = problem.layers[at.end - 1] if at.end else -1
             for group, after in problem.placements[stage][at.position]:
-                own = problem.device_groups[group]
-                start = Start.FIRST if stage == 0 else Start.of_widths(at.width, own.width)
+                device_group = problem.device_groups[group]
+                start = Start.FIRST if stage == 0 else Start.of_widths(at.width, device_group.width)
                 runs = runs_on(group, problem.phases(stage), start)
                 for end in problem.ends(stage, at.end):
                     peaks = runs.peaks(previous, problem.layers[at.end : end])
                     least = peaks.min(0) if start is Start.IN_PLACE else peaks[at.output_layout]
                     for layout in np.flatnonzero(np.isfinite(least)).tolist():
                         need = int(least[layout])
-                        here = max(before, MinMemory(need, stage, group, need - own.budget_bytes), key=_missing)
-                        where = _At(end, after, own.width, layout)
+                        here = max(
+                            before, MinMemory(need, stage, group, need - device_group.budget_bytes), key=_missing
+                        )
+                        where = _At(end, after, device_group.width, layout)
                         following[where] = min(following.get(where, here), here, key=_missing)
         best = following
     return min(best.values(), key=_missing)

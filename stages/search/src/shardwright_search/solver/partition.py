@@ -110,7 +110,7 @@ def next_level(
 ) -> Level:
     """Append one pipeline stage to every label in every way; `few`: keep no more than the most promising ones."""
     problem, phases = bounds.problem, bounds.problem.phases(stage)
-    found: dict[_Where, list[_Appended]] = {}
+    parts: dict[_Where, list[_Appended]] = {}
     sources: list[tuple[At, _Runs]] = []
     known: dict[tuple[StageKind, int], list[_Runs]] = {}
     for at, labels in before.labels.items():
@@ -118,15 +118,15 @@ def next_level(
         if (kind, at.end) not in known:
             known[kind, at.end] = list(_runs(bounds, stage, at.end, labels_of.get(kind, {})))
         position = dict(problem.placements[stage][at.position])[at.following]
-        for own, following in product(known[kind, at.end], _followed(problem, stage + 1, position)):
+        for runs, following in product(known[kind, at.end], _followed(problem, stage + 1, position)):
             where = position, at.following, following
-            appended = _appended(bounds, stage, at, labels, where, own, len(sources))
+            appended = _appended(bounds, stage, at, labels, where, runs, len(sources))
             rows = np.flatnonzero(appended.least_ps < below_ps)
             if len(rows):
-                sources.append((at, own))
-                found.setdefault(where, []).append(appended.take(rows))
+                sources.append((at, runs))
+                parts.setdefault(where, []).append(appended.take(rows))
     level = {}
-    for where, joined in _joined(found, few).items():
+    for where, joined in _joined(parts, few).items():
         for end in np.unique(joined.end):
             alike = joined.labels.take(np.flatnonzero(joined.end == end))
             level[At(int(end), *where)] = alike.take(_undominated(problem, alike))
@@ -144,37 +144,37 @@ class _Appended(NamedTuple):
         return _Appended(self.labels.take(rows), self.end[rows], self.least_ps[rows])
 
 
-def _joined(found: dict[_Where, list[_Appended]], few: bool) -> dict[_Where, _Appended]:
+def _joined(parts_of: dict[_Where, list[_Appended]], few: bool) -> dict[_Where, _Appended]:
     """The labels of each place together; `few`: of all places the most promising ones alone."""
     joined = {
         where: _Appended(
-            Prefix(*(np.concatenate(columns) for columns in zip(*(own.labels for own in parts), strict=True))),
-            np.concatenate([own.end for own in parts]),
-            np.concatenate([own.least_ps for own in parts]),
+            Prefix(*(np.concatenate(columns) for columns in zip(*(part.labels for part in parts), strict=True))),
+            np.concatenate([part.end for part in parts]),
+            np.concatenate([part.least_ps for part in parts]),
         )
-        for where, parts in found.items()
+        for where, parts in parts_of.items()
     }
-    least = np.concatenate([own.least_ps for own in joined.values()]) if joined else np.zeros(0)
+    least = np.concatenate([part.least_ps for part in joined.values()]) if joined else np.zeros(0)
     if not few or len(least) <= _FEW_IN_ALL:
         return joined
     most = np.partition(least, _FEW_IN_ALL)[_FEW_IN_ALL]
-    return {where: own.take(np.flatnonzero(own.least_ps <= most)) for where, own in joined.items()}
+    return {where: part.take(np.flatnonzero(part.least_ps <= most)) for where, part in joined.items()}
 
 
 def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, Labels]) -> Iterator[_Runs]:
     """What a stage can hold from a layer on, by the labels of each run; so many together that no pairing is large."""
-    every = ((end, known.get(int(bounds.runs.number[start, end]))) for end in bounds.problem.ends(stage, start))
-    found = [(end, labels) for end, labels in every if labels is not None and len(labels.time_ps)]
-    before = list(accumulate((len(labels.time_ps) for _, labels in found), initial=0))
-    for _, block in groupby(range(len(found)), key=lambda run: before[run] // _TOGETHER):
-        ends, labels = zip(*(found[run] for run in block), strict=True)
-        counts = [len(own.time_ps) for own in labels]
+    known_runs = ((end, known.get(int(bounds.runs.number[start, end]))) for end in bounds.problem.ends(stage, start))
+    runs = [(end, labels) for end, labels in known_runs if labels is not None and len(labels.time_ps)]
+    before = list(accumulate((len(labels.time_ps) for _, labels in runs), initial=0))
+    for _, block in groupby(range(len(runs)), key=lambda run: before[run] // _TOGETHER):
+        ends, labels = zip(*(runs[run] for run in block), strict=True)
+        counts = [len(part.time_ps) for part in labels]
         end = np.repeat(ends, counts)
         yield _Runs(
-            np.concatenate([own.time_ps for own in labels]),
-            np.concatenate([own.exposed_ps for own in labels]),
-            np.concatenate([own.received_layout for own in labels]),
-            np.concatenate([own.output_layout for own in labels]),
+            np.concatenate([part.time_ps for part in labels]),
+            np.concatenate([part.exposed_ps for part in labels]),
+            np.concatenate([part.received_layout for part in labels]),
+            np.concatenate([part.output_layout for part in labels]),
             end,
             np.array(bounds.problem.layers)[end - 1],
             np.cumsum([0, *counts[:-1]]),
@@ -199,35 +199,35 @@ def _followed(problem: Problem, stage: int, position: Position) -> list[int]:
 
 
 def _appended(
-    bounds: ConfigurationBounds, stage: int, at: At, labels: Prefix, where: _Where, own: _Runs, source: int
+    bounds: ConfigurationBounds, stage: int, at: At, labels: Prefix, where: _Where, runs: _Runs, source: int
 ) -> _Appended:
     """Every label before a cut with every label of the stage that receives its layout, for one that comes next."""
     problem, (position, group, following) = bounds.problem, where
     if stage == 0:
-        parent, chosen = np.zeros(len(own.time_ps), np.int64), np.arange(len(own.time_ps))
+        parent, chosen = np.zeros(len(runs.time_ps), np.int64), np.arange(len(runs.time_ps))
     else:
-        parent, chosen = np.nonzero(labels.received_layout[:, None] == own.received_layout)
-    time = own.time_ps[chosen]
+        parent, chosen = np.nonzero(labels.received_layout[:, None] == runs.received_layout)
+    time = runs.time_ps[chosen]
     if stage > 0:
         into = problem.sends_ps[Cut(at.position, at.group, group)][problem.layers[at.end - 1]]
         time = time + into[labels.output_layout[parent], labels.received_layout[parent]]
     received = np.zeros(len(parent), np.int64)
     if stage < problem.pp_size - 1:
-        out = problem.sends_ps[Cut(position, group, following)][own.last[chosen], own.output_layout[chosen]]
+        out = problem.sends_ps[Cut(position, group, following)][runs.last[chosen], runs.output_layout[chosen]]
         rows, received = np.nonzero(np.isfinite(out))
         parent, chosen, time = parent[rows], chosen[rows], time[rows] + out[rows, received]
     appended = Prefix(
         labels.total_ps[parent] + time,
         np.maximum(labels.slowest_ps[parent], time),
-        np.maximum(labels.exposed_ps[parent], own.exposed_ps[chosen]),
-        own.output_layout[chosen],
+        np.maximum(labels.exposed_ps[parent], runs.exposed_ps[chosen]),
+        runs.output_layout[chosen],
         received,
-        own.received_layout[chosen] if stage == 0 else labels.tie_class[parent],
+        runs.received_layout[chosen] if stage == 0 else labels.tie_class[parent],
         np.full(len(parent), source),
         parent,
         chosen,
     )
-    end = own.end[chosen]
+    end = runs.end[chosen]
     return _Appended(appended, end, _least(bounds, stage, position, appended, end))
 
 
@@ -295,9 +295,9 @@ def solve_below(
     if (targets := bounds.targets(below_ps)) is None:
         return ()
     labels_of: LabelsOf = {}
-    for kind, found in targets.items():
+    for kind, kind_targets in targets.items():
         costs = bounds.costs_of(problem.device_groups[kind.group], kind.phases)
-        labels_of[kind] = stage_labels(problem, kind, costs, found, tick, max_labels)
+        labels_of[kind] = stage_labels(problem, kind, costs, kind_targets, tick, max_labels)
     levels = [first_level(problem)]
     for stage in range(problem.pp_size):
         tick(0)
@@ -306,15 +306,15 @@ def solve_below(
 
 
 def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> tuple[Found, ...]:
-    found: list[tuple[float, At, int]] = []
+    plans: list[tuple[float, At, int]] = []
     for at, labels in levels[-1].labels.items():
         objective = problem.closed_form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
         objective = objective + problem.tie_ps[labels.tie_class, labels.output_layout]
         rows = np.flatnonzero(objective < below_ps)
         best = rows[np.argsort(objective[rows], kind="stable")][:most]
-        found += [(float(objective[row]), at, int(row)) for row in best]
-    found.sort(key=lambda plan: plan[0])
-    return tuple(Found(objective, _decoded(levels, at, row)) for objective, at, row in found[:most])
+        plans += [(float(objective[row]), at, int(row)) for row in best]
+    plans.sort(key=lambda plan: plan[0])
+    return tuple(Found(objective, _decoded(levels, at, row)) for objective, at, row in plans[:most])
 
 
 def _decoded(levels: list[Level], at: At, label: int) -> Solution:
@@ -323,9 +323,9 @@ def _decoded(levels: list[Level], at: At, label: int) -> Solution:
     groups: list[int] = []
     for level in reversed(levels[1:]):
         labels = level.labels[at]
-        before, own = level.sources[int(labels.source[label])]
+        before, runs = level.sources[int(labels.source[label])]
         ends.insert(0, at.end)
         groups.insert(0, at.group)
-        options[:0] = own.options_of(int(labels.chosen[label]))
+        options[:0] = runs.options_of(int(labels.chosen[label]))
         at, label = before, int(labels.parent[label])
     return Solution(tuple(ends), tuple(options), tuple(groups))

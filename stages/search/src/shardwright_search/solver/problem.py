@@ -184,11 +184,11 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         """Before each stage and behind the last: the positions, and the device groups that the stage before is on."""
         levels: list[dict[Position, tuple[int, ...]]] = [dict.fromkeys(self.placements[0], (-1,))]
         for moves in self.placements:
-            found: dict[Position, dict[int, None]] = {}
-            for own in moves.values():
-                for group, after in own:
-                    found.setdefault(after, {})[group] = None
-            levels.append({position: tuple(groups) for position, groups in found.items()})
+            behind: dict[Position, dict[int, None]] = {}
+            for ways in moves.values():
+                for group, after in ways:
+                    behind.setdefault(after, {})[group] = None
+            levels.append({position: tuple(groups) for position, groups in behind.items()})
         return tuple(levels)
 
     @property
@@ -217,12 +217,12 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def layouts_of_width(self) -> dict[int, Ints]:
         """The layouts that outputs are given out or worked on in, by the width of the stages."""
-        head, found = self.layers[-1], dict[int, list[Ints]]()
+        head, layouts_of = self.layers[-1], dict[int, list[Ints]]()
         for group in self.device_groups:
-            given = [own.output_layout for kind, own in enumerate(group.options) if kind != head]
-            taken = [own.input_layout for kind, own in enumerate(group.options) if kind != self.layers[0]]
-            found.setdefault(group.width, []).extend((*given, *taken))
-        return {width: np.unique(np.concatenate(layouts)) for width, layouts in found.items()}
+            given = [options.output_layout for kind, options in enumerate(group.options) if kind != head]
+            taken = [options.input_layout for kind, options in enumerate(group.options) if kind != self.layers[0]]
+            layouts_of.setdefault(group.width, []).extend((*given, *taken))
+        return {width: np.unique(np.concatenate(layouts)) for width, layouts in layouts_of.items()}
 
     @property
     def is_mixed(self) -> bool:
@@ -232,24 +232,26 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def least_send_ps(self) -> dict[Cut, float]:
         """The least that handing over takes, of what can be handed over: the head's outputs are not."""
-        kinds, every = sorted(set(self.layers[:-1])), self.sends_ps.values()
-        least = {of: float(times[kinds].min()) for of, times in {id(times): times for times in every}.items()}
+        kinds, all_times = sorted(set(self.layers[:-1])), self.sends_ps.values()
+        least = {
+            identity: float(times[kinds].min()) for identity, times in {id(times): times for times in all_times}.items()
+        }
         return {cut: least[id(times)] for cut, times in self.sends_ps.items()}
 
     @cached_property
     def least_sends_ps(self) -> tuple[dict[tuple[int, int], float], ...]:
         """By cut: the least that handing over takes from a device group to another."""
         least = self.least_send_ps
-        found: list[dict[tuple[int, int], float]] = []
+        cuts: list[dict[tuple[int, int], float]] = []
         for stage in range(1, self.pp_size):
-            own: dict[tuple[int, int], float] = {}
+            least_ps: dict[tuple[int, int], float] = {}
             for position, moves in self.placements[stage].items():
                 for before, (behind, _) in product(self.positions[stage][position], moves):
                     time = least[Cut(position, before, behind)]
-                    if time < own.get((before, behind), np.inf):
-                        own[before, behind] = time
-            found.append(own)
-        return tuple(found)
+                    if time < least_ps.get((before, behind), np.inf):
+                        least_ps[before, behind] = time
+            cuts.append(least_ps)
+        return tuple(cuts)
 
     def groups_of(self, stage: int) -> tuple[int, ...]:
         """The device groups that a pipeline stage can be on."""
@@ -305,13 +307,13 @@ def price(problem: Problem, solution: Solution) -> Price:
         held = no_layers(parts, received)
         for number in range(first, end):
             kind = problem.layers[number]
-            own = group.options[kind].take(solution.options[number])
-            time[stage] += own.time_ps
-            exposed[stage] += own.exposed_ps
-            held = held.then(own.memory(parts))
+            option = group.options[kind].take(solution.options[number])
+            time[stage] += option.time_ps
+            exposed[stage] += option.exposed_ps
+            held = held.then(option.memory(parts))
             if number:
-                time[stage] += group.redistribution_ps[before, layout, own.input_layout]
-            before, layout = kind, int(own.output_layout)
+                time[stage] += group.redistribution_ps[before, layout, option.input_layout]
+            before, layout = kind, int(option.output_layout)
         position = dict(problem.placements[stage][position])[numbers[stage]]
         memory.append(int(held.peak.max()))
     embedding = problem.device_groups[numbers[0]].options[problem.layers[0]]

@@ -89,9 +89,11 @@ def _dual(
     """
     costs, memory = [], []
     for kind in range(len(groups[0].options)):
-        own = [group.options[kind] for group in groups]
-        costs.append(np.concatenate([o.cost(w) for o, w in zip(own, weights, strict=True)]))
-        held = [(o.state_bytes + in_flight * o.activation_bytes) * width for o, width in zip(own, widths, strict=True)]
+        options = [group.options[kind] for group in groups]
+        costs.append(np.concatenate([o.cost(w) for o, w in zip(options, weights, strict=True)]))
+        held = [
+            (o.state_bytes + in_flight * o.activation_bytes) * width for o, width in zip(options, widths, strict=True)
+        ]
         memory.append(np.concatenate(held))
     return Dual(costs, memory)
 
@@ -108,7 +110,9 @@ class OnType(NamedTuple):
 
 def sends_ps(on_types: Sequence[OnType]) -> float:
     """Return the least that all sends add to the sum of A: two for each stage, but for the first and the last."""
-    return 2 * (sum(own.stages * own.send_ps for own in on_types) - max(own.send_ps for own in on_types))
+    return 2 * (
+        sum(on_type.stages * on_type.send_ps for on_type in on_types) - max(on_type.send_ps for on_type in on_types)
+    )
 
 
 class _Least(NamedTuple):
@@ -144,26 +148,26 @@ class Counted:
         self, layers: tuple[int, ...], on_types: Sequence[OnType], parts: tuple[Phase, ...], form: ClosedForm
     ) -> float:
         """T >= sum of A + max Z, ties aside; `parts`: phases that every stage goes through, or exceeds."""
-        each = [self._least(layers, own.groups, parts, form) for own in on_types]
-        sends = [own.send_ps * form.steady for own in on_types]
+        each = [self._least(layers, on_type.groups, parts, form) for on_type in on_types]
+        sends = [on_type.send_ps * form.steady for on_type in on_types]
         bands = _bands(each, sends)
         # The first and the last stage send at one end.
-        outer = np.array([own.most(bands, send) for own, send in zip(each, sends, strict=True)])
-        inner = np.array([own.most(bands, 2 * send) for own, send in zip(each, sends, strict=True)])
-        with_head = np.array([own.most_with_head(bands, send) for own, send in zip(each, sends, strict=True)])
-        a_block = np.array([own.a_block[blocks] for own, blocks in zip(each, outer, strict=True)])
-        stages = np.array([[own.stages] for own in on_types])
+        outer = np.array([bound.most(bands, send) for bound, send in zip(each, sends, strict=True)])
+        inner = np.array([bound.most(bands, 2 * send) for bound, send in zip(each, sends, strict=True)])
+        with_head = np.array([bound.most_with_head(bands, send) for bound, send in zip(each, sends, strict=True)])
+        a_block = np.array([bound.a_block[blocks] for bound, blocks in zip(each, outer, strict=True)])
+        stages = np.array([[on_type.stages] for on_type in on_types])
         # The first stage may hold the embedding alone, and the last the head.
         lower = np.maximum(stages - 2, 0)
-        besides, least = form.fill * (min(own.embedding for own in each) + sends_ps(on_types)), np.inf
-        for last, own in enumerate(each):
+        besides, least = form.fill * (min(bound.embedding for bound in each) + sends_ps(on_types)), np.inf
+        for last, bound in enumerate(each):
             others = stages - (np.arange(len(each)) == last)[:, None]
             upper = inner * np.maximum(others - 1, 0) + outer * (others > 0)
             upper[last] += with_head[last]
             can = (with_head[last] >= 0) & (upper >= lower).all(0) & (upper.sum(0) >= len(layers) - 2)
             if can.any():
                 blocks = form.fill * _cheapest(a_block[:, can], lower, upper[:, can], len(layers) - 2)
-                least = min(least, float((blocks + bands[can]).min()) + form.fill * own.head + besides)
+                least = min(least, float((blocks + bands[can]).min()) + form.fill * bound.head + besides)
         return float(rounded_down(np.array(least)))
 
     @cached_method
@@ -187,8 +191,8 @@ class Counted:
             np.r_[0.0, np.minimum.accumulate(time[1:] / np.arange(1, blocks + 1))],
             np.minimum.accumulate(largest[:0:-1])[::-1],
             np.minimum.accumulate(with_head[::-1])[::-1],
-            min(float(own[layers[0]].time_ps.min()) for own in options),
-            min(float(own[layers[-1]].time_ps.min()) for own in options),
+            min(float(of_group[layers[0]].time_ps.min()) for of_group in options),
+            min(float(of_group[layers[-1]].time_ps.min()) for of_group in options),
         )
 
 
@@ -196,17 +200,17 @@ def _bands(each: Sequence[_Least], sends_ps: Sequence[float]) -> Numbers:
     """Every largest Z that changes how many blocks a stage can hold, ascending."""
     columns = [
         column + send
-        for own, send_ps in zip(each, sends_ps, strict=True)
-        for column, send in product((own.largest, own.largest_with_head), (send_ps, 2 * send_ps))
+        for least, send_ps in zip(each, sends_ps, strict=True)
+        for column, send in product((least.largest, least.largest_with_head), (send_ps, 2 * send_ps))
     ]
-    found = np.unique(np.concatenate(columns))
-    return np.asarray(found[np.isfinite(found)])
+    edges = np.unique(np.concatenate(columns))
+    return np.asarray(edges[np.isfinite(edges)])
 
 
 def _cheapest(a_block: Numbers, lower: Numbers, upper: Numbers, blocks: int) -> Numbers:
     """The least sum of A [bands] of so many blocks, of which each type [types, bands] holds some and no more."""
     order = np.argsort(a_block, axis=0)
     least = np.broadcast_to(lower, a_block.shape)
-    a, least, room = (np.take_along_axis(of, order, 0) for of in (a_block, least, upper - lower))
+    a, least, room = (np.take_along_axis(column, order, 0) for column in (a_block, least, upper - lower))
     before = np.cumsum(room, 0) - room
     return np.asarray((a * (least + np.clip(blocks - lower.sum() - before, 0, room))).sum(0))

@@ -55,11 +55,11 @@ class Dual:
 
     def cheapest(self, counts: Numbers, ways: Iterable[tuple[float, float]]) -> Numbers:
         """Of runs as in `runs`, each in the cheapest of several ways, which cost something and leave some memory."""
-        found, cost, memory = np.full(len(counts), np.inf), counts @ self._least_cost, counts @ self._least_memory
+        least, cost, memory = np.full(len(counts), np.inf), counts @ self._least_cost, counts @ self._least_memory
         for more, left in ways:
             value = more + rounded_down((cost - left * self._prices).max(1))
-            np.minimum(found, value, out=found, where=memory <= left)
-        return found
+            np.minimum(least, value, out=least, where=memory <= left)
+        return least
 
     def polyline(self, counts: Sequence[int]) -> Polyline:
         """Of so many layers of each type."""

@@ -50,12 +50,12 @@ class Labels(NamedTuple):
 
     def options_of(self, label: int) -> tuple[int, ...]:
         """The option of each layer under a label."""
-        found: list[int] = []
+        options: list[int] = []
         labels: Labels | None = self
         while labels is not None and labels.behind is not None:
-            found.append(int(labels.option[label]))
+            options.append(int(labels.option[label]))
             label, labels = int(labels.parent[label]), labels.behind
-        return tuple(reversed(found))
+        return tuple(reversed(options))
 
 
 def stage_labels(
@@ -153,21 +153,21 @@ class _Stage:
 
     def following(self, labels: Labels, rows: Ints, before: int, kind: int, reachable: Reachable, depth: int) -> Labels:
         """Every label with every option of the next layer, as far as some target can still be reached."""
-        own = self.costs.options[kind]
-        parent, option = pairs(rows, len(own.time_ps))
+        options = self.costs.options[kind]
+        parent, option = pairs(rows, len(options.time_ps))
         if depth == 0 and self._start is Start.IN_PLACE:
-            fits = labels.output_layout[parent] == own.input_layout[option]
+            fits = labels.output_layout[parent] == options.input_layout[option]
             parent, option = parent[fits], option[fits]
-        time = labels.time_ps[parent] + own.time_ps[option]
+        time = labels.time_ps[parent] + options.time_ps[option]
         if before >= 0:
             moves = self.costs.group.redistribution_ps[before]
-            time = time + moves[labels.output_layout[parent], own.input_layout[option]]
+            time = time + moves[labels.output_layout[parent], options.input_layout[option]]
         following = Labels(
             time,
-            labels.exposed_ps[parent] + own.exposed_ps[option],
+            labels.exposed_ps[parent] + options.exposed_ps[option],
             *labels.memory.take(parent).then(self.costs.memory[kind].take(option)),
-            own.input_layout[option] if before < 0 else labels.received_layout[parent],
-            own.output_layout[option],
+            options.input_layout[option] if before < 0 else labels.received_layout[parent],
+            options.output_layout[option],
             parent,
             self.costs.useful[kind][option],
             labels,
@@ -189,15 +189,15 @@ class _Stage:
             return rows
         alive = np.ones(len(rows), bool)
         memory, received = [*labels.resident.T, *labels.peak.T], labels.received_layout
-        own = np.stack([*self.problem.objectives(labels.time_ps, labels.exposed_ps), *memory], 1)
+        columns = np.stack([*self.problem.objectives(labels.time_ps, labels.exposed_ps), *memory], 1)
         for layout in self._layouts:
             same = labels.output_layout == layout
             mine, others = np.flatnonzero(same & alive), np.flatnonzero(~same & alive)
             if len(mine) and len(others):
                 time = labels.time_ps[others] + moves[labels.output_layout[others], layout]
-                paid = own[others]
+                paid = columns[others]
                 paid[:, : -len(memory)] = np.stack(self.problem.objectives(time, labels.exposed_ps[others]), 1)
-                alive[mine] = ~beaten_alike(paid, own[mine], (received[others], received[mine]))
+                alive[mine] = ~beaten_alike(paid, columns[mine], (received[others], received[mine]))
         return np.flatnonzero(alive)
 
     def _undominated(self, labels: Labels, memory: list[Numbers]) -> Labels:

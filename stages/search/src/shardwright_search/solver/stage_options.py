@@ -74,14 +74,14 @@ def runs_of(layers: tuple[int, ...]) -> Runs:
 
 
 def _groups(runs: Sequence[Run], counts: Numbers, head: int) -> tuple[PivotGroup, ...]:
-    found: dict[tuple[int, int], list[int]] = {}
+    rows_of: dict[tuple[int, int], list[int]] = {}
     for number, run in enumerate(runs):
         pivot, behind = pivot_of(run.layers, head)
-        found.setdefault((-1 if pivot is None else run.layers[pivot], behind), []).append(number)
+        rows_of.setdefault((-1 if pivot is None else run.layers[pivot], behind), []).append(number)
     kinds = np.arange(counts.shape[1])
     return tuple(
         PivotGroup(kind, behind, np.array(rows), counts[rows] - (kinds == kind) - (kinds == behind))
-        for (kind, behind), rows in found.items()
+        for (kind, behind), rows in rows_of.items()
     )
 
 
@@ -147,24 +147,24 @@ class GroupCosts:
         self.useful = tuple(_useful(options, parts) for options in group.options)
         self.options = tuple(o.take(rows) for o, rows in zip(group.options, self.useful, strict=True))
         self.memory = tuple(o.memory(parts) for o in self.options)
-        self._first_phase = [LayerMemory._make(column[:, 0] for column in own) for own in self.memory]
-        late = any(own.late.any() for own in self._first_phase)
+        self._first_phase = [LayerMemory._make(column[:, 0] for column in memory) for memory in self.memory]
+        late = any(memory.late.any() for memory in self._first_phase)
         self.measures = tuple(self._measure(share) for share in ((1.0, 0.5, 0.0) if late else (1.0,)))
 
     @cached_method
     def least(self, layers: tuple[int, ...], weights: Weights) -> Numbers:
         """A lower bound on the cost of every run [runs], without redistribution and sends; infinity: none fits."""
         runs = runs_of(layers)
-        found = self._least_with_pivot(runs, weights)
+        least = self._least_with_pivot(runs, weights)
         for measure, dual in zip(self.measures[1:], self._duals(weights)[1:], strict=True):
             left = self.group.budget_bytes - measure.first[runs.first] - measure.last[runs.last]
-            found = np.maximum(found, dual.runs(runs.counts, left))
+            least = np.maximum(least, dual.runs(runs.counts, left))
         for number, run in enumerate(runs.runs):
             if len(run.layers) <= _FEW_LAYERS and (known := self._enumerated(run.layers)) is not None:
-                found[number] = max(
-                    found[number], rounded_down(np.array(_weighted(weights, *known).min(initial=np.inf)))
+                least[number] = max(
+                    least[number], rounded_down(np.array(_weighted(weights, *known).min(initial=np.inf)))
                 )
-        return found
+        return least
 
     def least_rest(self, weights: Weights, rest: tuple[int, ...], resident: Numbers, peak: Numbers) -> Numbers:
         """What the layers still to come cost at least after labels that hold so much in the first phase [labels]."""
@@ -188,7 +188,7 @@ class GroupCosts:
     @cached_method
     def _duals(self, weights: Weights) -> tuple[Dual, ...]:
         """One bound for each measure of memory."""
-        costs = [own.cost(weights) for own in self.options]
+        costs = [options.cost(weights) for options in self.options]
         return tuple(Dual(costs, measure.memory) for measure in self.measures)
 
     @cached_method
@@ -203,20 +203,20 @@ class GroupCosts:
 
     def _least_with_pivot(self, runs: Runs, weights: Weights) -> Numbers:
         dual, budget = self._duals(weights)[0], self.group.budget_bytes
-        found = np.full(len(runs.runs), np.inf)
+        least = np.full(len(runs.runs), np.inf)
         for kind, behind, rows, counts in runs.groups:
             if kind < 0:
-                found[rows] = dual.runs(counts, budget - self.measures[0].last[runs.last[rows]])
+                least[rows] = dual.runs(counts, budget - self.measures[0].last[runs.last[rows]])
                 continue
             pivot = self._pivot(weights, kind, behind)
-            found[rows] = dual.cheapest(counts, zip(pivot.cost, budget - pivot.memory, strict=True))
-        return found
+            least[rows] = dual.cheapest(counts, zip(pivot.cost, budget - pivot.memory, strict=True))
+        return least
 
     @cached_method
     def _pivot(self, weights: Weights, kind: int, behind: int) -> Pivot:
         """Of a block's type; `behind` is the type of the one layer behind it, or -1."""
-        cost, own, measure = self.options[kind].cost(weights), self._first_phase[kind], self.measures[0].memory
-        end = own.late + own.workspace
+        cost, held, measure = self.options[kind].cost(weights), self._first_phase[kind], self.measures[0].memory
+        end = held.late + held.workspace
         memory = measure[kind] + end
         if behind >= 0:
             after = self._first_phase[behind]
@@ -243,9 +243,9 @@ class GroupCosts:
             return None
         time, exposed, held = np.zeros(1), np.zeros(1), no_layers(self.phases, np.zeros(1))
         for kind in layers:
-            own = self.options[kind]
-            parent, option = pairs(np.arange(len(time)), len(own.time_ps))
-            time, exposed = time[parent] + own.time_ps[option], exposed[parent] + own.exposed_ps[option]
+            options = self.options[kind]
+            parent, option = pairs(np.arange(len(time)), len(options.time_ps))
+            time, exposed = time[parent] + options.time_ps[option], exposed[parent] + options.exposed_ps[option]
             held = held.take(parent).then(self.memory[kind].take(option))
         fits = held.peak[:, 0] <= self.group.budget_bytes
         return time[fits], exposed[fits]
@@ -257,9 +257,9 @@ def _weighted(weights: Weights, time: Numbers, exposed: Numbers) -> Numbers:
 
 def _useful(options: Options, parts: tuple[Phase, ...]) -> Ints:
     """Options that no other of the same layouts replaces: memory, time and U are no less."""
-    own = options.memory(parts)
-    peak, end = own.static + own.late, own.static + own.activation
+    memory = options.memory(parts)
+    peak, end = memory.static + memory.late, memory.static + memory.activation
     columns = [options.time_ps, options.time_ps + options.exposed_ps]
-    columns += [*peak.T, *(peak + own.activation + own.workspace).T, *end.T]
+    columns += [*peak.T, *(peak + memory.activation + memory.workspace).T, *end.T]
     key = options.input_layout * (int(options.output_layout.max()) + 1) + options.output_layout
     return np.sort(non_dominated(np.stack(columns, 1), key))

@@ -103,29 +103,29 @@ def beaten_alike(front: NDArray[Any], block: NDArray[Any], keys: tuple[Ints, Int
     """Which rows of a block some row of a front matches or beats that has the same key; `keys`: of both."""
     if len(front) * len(block) <= _SWEPT:
         return np.asarray((_no_worse(front, block) & (keys[0][:, None] == keys[1])).any(0))
-    found = np.zeros(len(block), bool)
+    is_beaten = np.zeros(len(block), bool)
     for key in np.unique(keys[1]):
         rows = np.flatnonzero(keys[1] == key)
-        found[rows] = beaten(front[keys[0] == key], block[rows])
-    return found
+        is_beaten[rows] = beaten(front[keys[0] == key], block[rows])
+    return is_beaten
 
 
 def beaten(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
     """Which rows of a block some row of a front matches or beats."""
     if front.shape[1] == 3 and len(front) * len(block) > _SWEPT:
         return _beaten_of_three(front, block)
-    found = np.zeros(len(block), bool)
+    is_beaten = np.zeros(len(block), bool)
     for start in range(0, len(front), 16 * _BLOCK):
-        found |= _no_worse(front[start : start + 16 * _BLOCK], block).any(0)
-    return found
+        is_beaten |= _no_worse(front[start : start + 16 * _BLOCK], block).any(0)
+    return is_beaten
 
 
 def _no_worse(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
     """[rows of the front, rows of the block]: whether one matches or beats the other."""
-    found = np.ones((len(front), len(block)), bool)
+    no_worse = np.ones((len(front), len(block)), bool)
     for mine, theirs in zip(front.T, block.T, strict=True):
-        found &= mine[:, None] <= theirs
-    return found
+        no_worse &= mine[:, None] <= theirs
+    return no_worse
 
 
 def _beaten_of_three(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
@@ -133,6 +133,6 @@ def _beaten_of_three(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.boo
     rows, of_front = np.concatenate([front, block]), np.arange(len(front) + len(block)) < len(front)
     order: Ints = np.lexsort((~of_front, rows[:, 0]))
     kept = _front_of_three(rows[order, 1].tolist(), rows[order, 2].tolist(), of_front[order].tolist())
-    found = np.ones(len(rows), bool)
-    found[order[kept]] = False
-    return found[len(front) :]
+    is_beaten = np.ones(len(rows), bool)
+    is_beaten[order[kept]] = False
+    return is_beaten[len(front) :]
