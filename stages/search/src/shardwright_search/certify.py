@@ -41,7 +41,7 @@ def prove(
     time_limit_s: float,
     report: Callable[[str], None],
 ) -> str:
-    """The certificate of a search's answer, told all that the search was told."""
+    """Return the certificate of a search's answer, from all that the search was given."""
     if found.stopped:
         return "none: the search was stopped before it was done"
     line = certificate(space_of(request, model, cluster, profiles, file), found.best, time_limit_s, report)
@@ -54,7 +54,7 @@ def certificate(
     time_limit_s: float,
     report: Callable[[str], None],
 ) -> str:
-    """What HiGHS says of the plan with the least closed form, in one line.
+    """Return what HiGHS says of the plan with the least closed form, in one line.
 
     The best plan's configuration is solved to the end. For every other one HiGHS looks for a plan that is better by
     more than `TOLERANCE`. What takes longer than the time limit, all configurations together, is reported as undecided;
@@ -92,7 +92,7 @@ def _other_configurations(
     deadline: float,
     report: Callable[[str], None],
 ) -> _Tally:
-    """In rounds: each open configuration gets an even share of the time that is left, the least promising first.
+    """Solve in rounds: each open configuration gets an even share of the time that is left, the least promising first.
 
     These take the least time, and what they leave goes to the others.
     """
@@ -113,7 +113,7 @@ def _other_configurations(
 def _other_configuration(
     instance: Instance, target: Target[Configuration], best: Best[Configuration], time_limit_s: float
 ) -> Answer:
-    """Whether the configuration has a better plan."""
+    """Return HiGHS's answer to whether the configuration has a better plan."""
     problem, limit_ps = instance.problem(target.configuration), target.time_ps(best.score)
     below_ps = limit_ps - TOLERANCE * (limit_ps + target.offset_ps)
     answer = solve(problem, time_limit_s, below_ps)
@@ -124,7 +124,7 @@ def _other_configuration(
 
 
 def _is_better(problem: Problem, answer: Answer, limit_ps: float, offset_ps: float) -> bool:
-    """Whether HiGHS has a plan below a limit that fits by whole bytes: its own tolerances are wider than that."""
+    """Return whether HiGHS has a plan below a limit that fits by whole bytes: its own tolerances are wider."""
     if answer.solution is None or answer.objective_ps + offset_ps > (limit_ps + offset_ps) * (1 - TOLERANCE / 2):
         return False
     needs = price(problem, answer.solution).memory_bytes

@@ -37,7 +37,7 @@ class Simulated(NamedTuple):
 
 
 def simulated(instance: Instance, plans: Sequence[Best[Configuration]]) -> tuple[Simulated, ...]:
-    """Plans by ascending simulated score; of many the last ones are left out, never the first."""
+    """Return plans by ascending simulated score; of many the last ones are left out, never the first."""
     ranked: list[Simulated] = []
     left = _MAX_ACTIONS
     for best in plans:
@@ -49,7 +49,7 @@ def simulated(instance: Instance, plans: Sequence[Best[Configuration]]) -> tuple
 
 
 def changed(instance: Instance, ranked: Sequence[Simulated], deadline: float | None) -> Best[Configuration]:
-    """The best that changes of the first few plans lead to, by the simulator: the first of them, or a better one.
+    """Return the best that changes of the first few plans lead to, by the simulator: the first, or a better one.
 
     `deadline` is a time of `monotonic`; it and Ctrl-C end the changes early.
     """
@@ -66,7 +66,7 @@ def changed(instance: Instance, ranked: Sequence[Simulated], deadline: float | N
 
 
 def _improved(instance: Instance, here: Simulated) -> Iterator[tuple[Simulated, int]]:
-    """A plan with each change that makes its step shorter, after every one that was tried, and what trying it took.
+    """Yield a plan with each change that shortens its step, after every one that was tried, and the work of trying it.
 
     Interleaved plans stay as they are, and so does a single stage whose closed form is its simulated time.
     """
@@ -90,7 +90,7 @@ def _improved(instance: Instance, here: Simulated) -> Iterator[tuple[Simulated, 
 
 
 def _score(instance: Instance, target: Target[Configuration], solution: Solution) -> float:
-    """By simulation, as the closed form is scored."""
+    """Return the simulated score of a plan, by the scale of the closed form's."""
     return simulated_step_ps(instance.plan(target.configuration, solution), instance.costs) * target.scale
 
 
@@ -103,7 +103,7 @@ def _by_score(one: Simulated) -> tuple[float, float]:
 
 
 def _fitting(problem: Problem, solution: Solution) -> float | None:
-    """T of a plan that fits."""
+    """Return T of a plan that fits; None: it does not."""
     cost = price(problem, solution)
     budgets = (problem.device_groups[group].budget_bytes for group in solution.device_groups)
     fits = all(need <= most for need, most in zip(cost.memory_bytes, budgets, strict=True))
@@ -111,14 +111,14 @@ def _fitting(problem: Problem, solution: Solution) -> float | None:
 
 
 def _within_two(problem: Problem, solution: Solution) -> Iterator[Solution]:
-    """What is one change away, then what is two."""
+    """Yield the plans that are one change away, then those that are two."""
     yield from _moves(problem, solution)
     for other in _moves(problem, solution):
         yield from _moves(problem, other)
 
 
 def _moves(problem: Problem, solution: Solution) -> Iterator[Solution]:
-    """What is one change away: a cut moved by a layer; another option for a run of equal layers, or for its end."""
+    """Yield the plans one change away: a cut moved by a layer; another option for a run of equal layers, or its end."""
     ends, options, groups = solution
     for number, end in enumerate(ends[:-1]):
         for moved in (end - 1, end + 1):

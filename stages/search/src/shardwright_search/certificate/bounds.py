@@ -32,14 +32,14 @@ class Chain(NamedTuple):
 
     problem: Problem
     size: int
-    """Of layouts and classes."""
+    """Number of layouts and classes."""
     keeps_sums: bool
-    """Whether some option keeps gradients of earlier microbatches beside those of the last."""
+    """True where some option keeps gradients of earlier microbatches beside those of the last."""
     runs: dict[Run, int]
     number: Array
     """[first layer, end]: which run; -1: none."""
     steps: tuple[tuple[Step, ...], ...]
-    """By stage."""
+    """Steps by stage."""
     sends: dict[tuple[Any, int, int], Array]
     """[end, layouts given, layouts received] by position, group before and group behind."""
     sent: dict[Place, Array]
@@ -47,7 +47,10 @@ class Chain(NamedTuple):
 
 
 def chain_of(problem: Problem, layouts: bool = True) -> Chain:
-    """Without layouts all are one, between which everything moves for the least there is."""
+    """Return the chain of a problem.
+
+    Without layouts all are one, between which everything moves for the least there is.
+    """
     problem = problem if layouts else _without_layouts(problem)
     kinds, total = problem.layers, len(problem.layers)
     size = max(problem.boundary_bytes.shape[1], *problem.tie_ps.shape)
@@ -90,7 +93,10 @@ def _without_layouts(problem: Problem) -> Problem:
 
 
 def phases_of(chain: Chain, stage: int) -> list[tuple[int, bool, bool]]:
-    """When a stage may hold the most: microbatches in flight, whether what the pass makes comes by and by, and sums."""
+    """Return the phases in which a stage may hold the most.
+
+    Each is microbatches in flight, whether what the pass makes comes by and by, and whether sums are there.
+    """
     count, m = chain.problem.in_flight[stage], chain.problem.num_microbatches
     if count == m:
         return [(count, True, False), (count - 1, chain.keeps_sums, True)][: max(1, min(2, count))]
@@ -107,15 +113,15 @@ class Duals(NamedTuple):
     prefixes: Array
     """[runs, rows, layouts in, layouts out]: as the beginning of a longer run, the budget not taken off."""
     whole: Array
-    """Likewise, as all that a stage holds; after the last run infinity."""
+    """Bounds of whole stages, with the budget taken off; after the last run infinity."""
 
     def rows_of(self, place: Place) -> list[int]:
-        """The rows of a place."""
+        """Return the rows of a place."""
         return [row for row, (row_place, _) in enumerate(self.rows) if row_place == place]
 
 
 def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
-    """Bounds on the cost with weights [stages, 2] of A and U."""
+    """Return bounds on the cost with weights [stages, 2] of A and U."""
     problem, kinds, layouts = chain.problem, range(len(chain.problem.boundary_bytes)), chain.problem.num_layouts
     rows = tuple((place, price) for place in chain.sent for price in prices[place[0]])
     row_weights = np.array([weights[stage] for (stage, _), _ in rows])
@@ -145,7 +151,10 @@ def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
 
 
 def moments(last_layer: float, o: Arrays, count: int, comes: bool, summed: bool) -> Array:
-    """Bytes [first, inner, last, only layer] that options count for at a mixture of a stage's last and first moment."""
+    """Return the bytes [first, inner, last, only layer] that options count for.
+
+    That is at a mixture of a stage's last and first moment.
+    """
     late = comes * ((o.sum_bytes > 0) | (not summed)) * o.late_bytes
     static = o.state_bytes + (count - 1) * o.activation_bytes + summed * o.sum_bytes + o.late_bytes - late
     before, after = static + o.activation_bytes, static + late
@@ -155,7 +164,7 @@ def moments(last_layer: float, o: Arrays, count: int, comes: bool, summed: bool)
 
 
 def _left(chain: Chain, place: Place, before: int, last: int, phase: int) -> Array:
-    """Of a budget [layouts in, layouts out], less what is received and given out."""
+    """Return a budget [layouts in, layouts out], less what is received and given out."""
     problem, layouts = chain.problem, chain.problem.num_layouts
     left = np.full((chain.size, chain.size), float(problem.device_groups[place[1]].budget_bytes))
     if before >= 0:
@@ -166,17 +175,17 @@ def _left(chain: Chain, place: Place, before: int, last: int, phase: int) -> Arr
 
 
 def _join(one: Array, other: Array) -> Array:
-    """The least over what is between [.., in, between] and [.., between, out]."""
+    """Return the least over what is between [.., in, between] and [.., between, out]."""
     return np.asarray((one[..., :, :, None] + other[..., None, :, :]).min(-2))
 
 
 def bounds_of(chain: Chain, duals: Duals, place: Place) -> Array:
-    """The largest of a place's bounds [first layer, end, layouts in, layouts out]; infinity: there is no such run."""
+    """Return the largest of a place's bounds [first layer, end, layouts in, layouts out]; infinity: no such run."""
     return np.asarray(duals.whole[:, duals.rows_of(place)].max(1)[chain.number])
 
 
 def paths(chain: Chain, tables: Mapping[Place, Array], weights: Array) -> tuple[float, dict[Place, Array]]:
-    """The least weighted sum over stages, and by place what all other stages take at least, as `tables` are."""
+    """Return the least weighted sum over stages, and by place what all other stages take at least, as `tables` are."""
     ties, end = chain.problem.tie_ps, len(chain.problem.layers)
     begin, ended = np.full((2, len(ties), end + 1, chain.size), np.inf)
     begin[range(len(ties)), 0, range(len(ties))] = 0.0
@@ -208,12 +217,12 @@ def paths(chain: Chain, tables: Mapping[Place, Array], weights: Array) -> tuple[
 
 
 def _through(value: Array, table: Array) -> Array:
-    """[classes, layer, layout] through one more stage."""
+    """Return values [classes, layer, layout] through one more stage."""
     return np.array([(class_value[:, None, :, None] + table).min((0, 2)) for class_value in value])
 
 
 def _over(chain: Chain, stage: int, step: Step, value: Array, weights: Array, back: bool = False) -> Array:
-    """From the layouts given out to those that the stage receives, or back."""
+    """Return values taken from the layouts given out to those that the stage receives, or back."""
     if stage == 0:
         return value
     times = chain.sends[step[:3]] * (weights[stage - 1, 0] + weights[stage, 0])

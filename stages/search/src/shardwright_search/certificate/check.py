@@ -21,7 +21,7 @@ from shardwright_search.certificate.bounds import Array, Chain, Duals, Place, Pr
 MAX_WAYS = 30_000
 """Ways to treat layers that are listed for one stage and band."""
 MAX_HALVINGS = 10
-"""Of the times of the slowest stage, and of the largest U, in a band whose ways are listed."""
+"""Halvings of the times of the slowest stage, and of the largest U, in a band whose ways are listed."""
 _ROUNDING = 1e-10
 _BY_STAGE = ("slowest_weights", "exposed_weights", "prices")
 
@@ -39,12 +39,12 @@ class Ways(NamedTuple):
     """[ways, rows]: cost and memory by rows of duals."""
 
     def take(self, rows: Array) -> "Ways":
-        """Some of them."""
+        """Return some of the ways."""
         return Ways._make(column[rows] for column in self)
 
 
 def _listed(chain: Chain, place: Place, caps: Sequence[tuple[Duals, Array]]) -> Array | None:
-    """Ways that stay below every cap [ways; run, layout in, layout out, A, U]; None: too many."""
+    """Return ways that stay below every cap [ways; run, layout in, layout out, A, U]; None: too many."""
     known = [(duals, duals.rows_of(place), _by_run(chain, cap)) for duals, cap in caps]
     slack = np.concatenate([_slack(cap, duals.whole[:, rows]) for duals, rows, cap in known], 1)
     prefixes = np.concatenate([duals.prefixes[:, rows] for duals, rows, _ in known], 1)
@@ -88,13 +88,13 @@ def _by_run(chain: Chain, caps: Array) -> Array:
 
 
 def _slack(caps: Array, whole: Array) -> Array:
-    """By how much runs may cost more than their bounds [runs, rows, layouts in]."""
+    """Return how much runs may cost more than their bounds [runs, rows, layouts in]."""
     none = np.isinf(whole) | (caps == -np.inf)[:, None]
     return np.asarray(np.where(none, -np.inf, caps[:, None] - np.where(none, 0, whole)).max(-1))
 
 
 def _entered(chain: Chain, place: Place, before: int, rows: int) -> Ways:
-    """No layer yet, in every layout that can be received."""
+    """Return the ways without a layer, in every layout that can be received."""
     count, phases = chain.size if before < 0 else chain.problem.num_layouts, bounds.phases_of(chain, place[0])
     held = np.zeros(count) if before < 0 else chain.problem.boundary_bytes[before]
     memory = np.array([[(in_flight + 2) * held] * 2 for in_flight, *_ in phases]).transpose(2, 0, 1)
@@ -102,7 +102,7 @@ def _entered(chain: Chain, place: Place, before: int, rows: int) -> Ways:
 
 
 def _longer(chain: Chain, place: Place, ways: Ways, run: Run, priced: Sequence[tuple[Array, MemoryPrice]]) -> Ways:
-    """With one more layer, the run's last, in every way that fits."""
+    """Return the ways with one more layer, the run's last, in every way that fits."""
     group, phases, (*_, before, kind) = chain.problem.device_groups[place[1]], bounds.phases_of(chain, place[0]), run
     o, first = group.options[kind], len(run) == 2
     moves = np.where(np.eye(chain.size, dtype=bool), 0, np.inf) if before < 0 else group.redistribution_ps[before]
@@ -125,13 +125,13 @@ def _longer(chain: Chain, place: Place, ways: Ways, run: Run, priced: Sequence[t
 
 
 def _ends(chain: Chain, place: Place, ways: Ways, last: int) -> Array:
-    """Whether they fit with what is given out of one microbatch."""
+    """Return whether ways fit with what is given out of one microbatch."""
     given = 0 if last == chain.problem.layers[-1] else chain.problem.boundary_bytes[last][ways.layout][:, None]
     return np.asarray((ways.memory[:, :, 1] + given <= chain.problem.device_groups[place[1]].budget_bytes).all(1))
 
 
 def _undominated(ways: Ways, weights: Array) -> Array:
-    """Those that no other between the same layouts replaces: memory, and cost by all weights, are no less."""
+    """Return the ways that no other between the same layouts replaces: memory, and cost by all weights, are no less."""
     key, cost = ways.entered * (int(ways.layout.max(initial=0)) + 1) + ways.layout, ways.cost @ weights.T
     columns = np.hstack([np.stack([key, -key], 1), cost, ways.memory[:, :, 0], ways.memory[:, :, 1]])
     left, kept = np.lexsort((*ways.memory[:, :, 1].T, cost[:, 0])), []
@@ -142,7 +142,7 @@ def _undominated(ways: Ways, weights: Array) -> Array:
 
 
 def band_holds(chain: Chain, band: Band, from_ps: float, times: Duals | None, below_ps: float, lists: bool) -> bool:
-    """Whether no plan of a band from `from_ps` on takes less than `below_ps`, as far as it is seen; `times` bound A.
+    """Return whether it is seen that no plan of a band from `from_ps` on takes less than `below_ps`; `times` bound A.
 
     Without `lists` no ways are listed.
     """
@@ -187,7 +187,10 @@ def band_holds(chain: Chain, band: Band, from_ps: float, times: Duals | None, be
 
 
 def _within(chain: Chain, ways: Array, weights: Array, ranges: Array) -> Array:
-    """The least cost of listed ways in ranges [2, 2] of A' and U, as in `paths`; a smaller U counts as the least."""
+    """Return the least cost of listed ways in ranges [2, 2] of A' and U, as in `paths`.
+
+    A smaller U counts as the least.
+    """
     cost = np.column_stack([ways[:, 3], np.maximum(ways[:, 4], ranges[1, 0])]) @ weights
     least, on = np.full((len(chain.runs) + 1, chain.size, chain.size), np.inf), (ways[:, 3:] < ranges[:, 1]).all(1)
     np.minimum.at(least, tuple(ways[on, :3].astype(int).T), cost[on])
@@ -195,12 +198,12 @@ def _within(chain: Chain, ways: Array, weights: Array, ranges: Array) -> Array:
 
 
 def _constant(left: Array, ranges: Array) -> float:
-    """The least that what the stages' weights leave of the slowest A' and the largest U adds."""
+    """Return the least that what the stages' weights leave of the slowest A' and the largest U adds."""
     return float((left * np.where((left >= 0) | (ranges[:, 1] == np.inf), ranges[:, 0], ranges[:, 1])).sum())
 
 
 def confirms(problem: Problem, proof: ConfigurationProof, below_ps: float) -> bool:
-    """Whether a proof shows that no plan of a configuration takes less than `below_ps`."""
+    """Return whether a proof shows that no plan of a configuration takes less than `below_ps`."""
     stages, ends = problem.pp_size, [band.slowest_below_ps or np.inf for band in proof.bands]
     bands = [replace(band, **{key: _by_stage(getattr(band, key), stages) for key in _BY_STAGE}) for band in proof.bands]
     prices = [_by_stage(proof.time_prices, stages), *(band.prices for band in bands)]

@@ -1,4 +1,4 @@
-"""How a certificate is made: dual values and bands by which the checker confirms the search's bound, or one near it.
+"""The making of a certificate: dual values and bands by which the checker confirms the search's bound, or one near it.
 
 Nothing here has to be right for a certificate to be: what the checker does not confirm is not said.
 """
@@ -29,7 +29,7 @@ _FREE = (MemoryPrice(ps_per_byte=0.0),)
 def certified(
     problems: Iterable[tuple[str, Problem, float]], report: Callable[[str], None]
 ) -> tuple[float, tuple[ConfigurationProof, ...]] | None:
-    """The least gap at which all configurations are proven, of `GAPS`, and the proofs; None: there is none.
+    """Return the least gap at which all configurations are proven, of `GAPS`, and the proofs; None: there is none.
 
     `problems`: name, arrays and the time of a plan as good as the best, of every configuration.
     """
@@ -45,7 +45,7 @@ def certified(
 
 
 def proof_of(problem: Problem, name: str, below_ps: float) -> ConfigurationProof | None:
-    """A proof that no plan takes less; None where none was found. What is quick is tried first."""
+    """Return a proof that no plan takes less; None where none was found. What is quick is tried first."""
     for layouts, listing, halvings in ((False, False, 0), (False, True, 0), (True, True, _MAX_HALVINGS)):
         maker = _Maker(bounds.chain_of(problem, layouts), below_ps, listing, halvings)
         if (bands := maker.bands()) is not None:
@@ -55,7 +55,7 @@ def proof_of(problem: Problem, name: str, below_ps: float) -> ConfigurationProof
 
 
 def _shared(band: Band) -> Band:
-    """What all stages have in common is told once."""
+    """Return a band in which what all stages have in common stands once."""
     return replace(
         band, **{name: _once(getattr(band, name)) for name in ("slowest_weights", "exposed_weights", "prices")}
     )
@@ -75,7 +75,7 @@ class _Maker:
         self._times: Duals | None = None
 
     def bands(self) -> tuple[Band, ...] | None:
-        """Bands of all plans, each confirmed; None where one was not."""
+        """Return bands of all plans, each confirmed; None where one was not."""
         whole = self._band(float(self._form.steady), None, (_FREE,) * self._stages)
         if self._holds(whole, 0.0, False):
             return (whole,)
@@ -101,7 +101,7 @@ class _Maker:
         return tuple(confirmed)
 
     def _confirmed(self, low: float, high: float | None, halvings: int) -> Iterator[Band | None]:
-        """A band, halved where it takes that; None where it was not confirmed."""
+        """Yield a band, halved where it takes that; None where it was not confirmed."""
         sums = dict.fromkeys((0.0, float(self._form.steady)) if high is None else (0.0,))
         for total in reversed(sums):
             weights = self._weights(self._form.fill + total / self._stages, self._form.once / self._stages)
@@ -118,7 +118,7 @@ class _Maker:
             yield from self._confirmed(*half, halvings - 1)
 
     def _range(self) -> tuple[float, float]:
-        """A time that no slowest stage is below, found by bisection, and one above which every plan takes too long."""
+        """Return a time that no slowest stage is below, by bisection, and one above which all plans take too long."""
         low, high = 0.0, self._below / self._form.steady
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
@@ -132,7 +132,7 @@ class _Maker:
         return low, (self._below * (1 + 1e-6) - least) / self._form.steady
 
     def _tables(self, duals: Duals | None, below: float) -> dict[tuple[int, int], Array]:
-        """Bounds of runs that a band below some time can hold."""
+        """Return bounds of runs that a band below some time can hold."""
         assert duals is not None
         tables = {place: bounds.bounds_of(self._chain, duals, place) for place in self._chain.sent}
         if self._times is None or below == np.inf:
@@ -153,7 +153,7 @@ class _Maker:
         )
 
     def _useful(self, prices: Prices, weights: Array, below: float) -> Prices:
-        """The prices that bound best what is near a shortest path, by stage; searched in two rounds."""
+        """Return the prices that bound best what is near a shortest path, by stage; searched in two rounds."""
         best = self._counted(prices, weights, below)
         finer = [
             _between(stage_prices, stage_best[0]) if stage_best else _FREE
@@ -163,7 +163,7 @@ class _Maker:
         return tuple(stage_best[:_MAX_PRICES] or _FREE for stage_best in self._counted(both, weights, below))
 
     def _counted(self, prices: Prices, weights: Array, below: float) -> list[tuple[MemoryPrice, ...]]:
-        """By stage, the most useful first."""
+        """Return the prices of each stage, the most useful first."""
         duals = duals_of(self._chain, prices, weights)
         tables = self._tables(duals, below)
         _, others = paths(self._chain, tables, weights)
@@ -184,7 +184,7 @@ class _Maker:
             counted[price] = counted.get(price, 0.0) + float(np.exp((least - value) * share))
 
     def _candidates(self, time: float, exposed: float) -> Prices:
-        """What a byte is worth along the lower hulls of the options' costs over their memory, by stage."""
+        """Return what a byte is worth along the lower hulls of the options' costs over their memory, by stage."""
         problem, candidates = self._chain.problem, []
         for stage, count in enumerate(problem.in_flight):
             all_in_flight, slopes = count == problem.num_microbatches, set[float]()
@@ -210,7 +210,7 @@ def _price(ps_per_byte: float, phase: int, last_layer: float) -> MemoryPrice:
 
 
 def _between(prices: Sequence[MemoryPrice], best: MemoryPrice) -> tuple[MemoryPrice, ...]:
-    """Prices of the best one's moment, between its neighbours."""
+    """Return prices of the best one's moment, between its neighbours."""
     known = sorted({price.ps_per_byte for price in prices})
     at = known.index(best.ps_per_byte)
     low, high = known[max(0, at - 1)], known[min(len(known) - 1, at + 1)]

@@ -1,1 +1,1 @@
-"""What a simulated step looks like: as a picture and as a trace."""
+"""The simulation of a step, and its trace."""

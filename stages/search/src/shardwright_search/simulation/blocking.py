@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 
 class Exchange(NamedTuple):
-    """One pass of a stage, and the messages that it begins and ends with; None where there is none."""
+    """A pass of a stage, and the messages that it begins and ends with; None where there is none."""
 
     pass_ps: int
-    """Until its message can go."""
+    """Time until its message can go."""
     busy_ps: int
-    """Until its stage is free."""
+    """Time until its stage is free."""
     received: int | None
     """Number of the message."""
     sent: int | None
@@ -22,7 +22,7 @@ class Exchange(NamedTuple):
 
 
 class Blocked(NamedTuple):
-    """When the passes of every stage start, when each message is there, and when each stage is free at last."""
+    """Times at which the passes of every stage start, each message is there, and each stage is free at last."""
 
     starts: list[list[int]]
     arrivals: dict[int, int]
@@ -41,7 +41,7 @@ def play_blocking(stages: Sequence[Sequence[Exchange]]) -> Blocked:
     wanted: dict[int, int] = {exchanges[0].received: 0 for exchanges in stages if exchanges[0].received is not None}
 
     def there(message: int) -> int | None:
-        """When a message has come, once both sides are there."""
+        """Return when a message has come, once both sides are there."""
         if message not in sent or message not in wanted:
             return None
         begun, send_ps = sent[message]

@@ -9,7 +9,7 @@ _THREADS = (PASSES, GRADIENTS, FORTH, BACK)
 
 
 def chrome_trace(plan: Plan, estimate: Estimate) -> dict[str, Any]:
-    """A process for each pipeline stage, a thread for each of its lanes, and a complete event for each event.
+    """Return a trace: a process for each pipeline stage, a thread for each of its lanes, an entry for each event.
 
     Times are in microseconds with all digits down to the picosecond (Google's "Trace Event Format").
     """

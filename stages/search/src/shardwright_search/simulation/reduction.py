@@ -23,9 +23,9 @@ class BackwardPass(NamedTuple):
     """A backward pass and its reductions, in picoseconds since it began."""
 
     gradient_ps: int
-    """When the gradient for the stage before is there."""
+    """Time at which the gradient for the stage before is there."""
     busy_ps: int
-    """When the reductions are over too."""
+    """Time at which the reductions are over, too."""
     reductions_ps: tuple[tuple[int, int], ...] = ()
     """Begin and end of each reduction that takes time, one after the other."""
 
@@ -66,5 +66,5 @@ def backward_pass(layers: Sequence[Reduction], overlap: Overlap | None, gradient
 
 
 def _left(work_ps: int, slowdown: float, spent_ps: int) -> int:
-    """What is left of some work after a time at 1 / slowdown."""
+    """Return what is left of some work after a time at 1 / slowdown."""
     return 0 if spent_ps >= ceil(work_ps * slowdown) else work_ps - floor(spent_ps / slowdown)

@@ -16,31 +16,31 @@ class Sends(StrEnum):
     """Who waits for a message."""
 
     ASYNCHRONOUS = "asynchronous"
-    """As this runtime does: receives are posted ahead, and nobody waits for a send."""
+    """The way of this runtime: receives are posted ahead, and nobody waits for a send."""
     BLOCKING = "blocking"
-    """As Megatron-LM and torch's stock 1F1B do: a pass's send and the next one's receive together, both waited for."""
+    """The way of Megatron-LM and torch's stock 1F1B: a pass's send and the next one's receive wait together."""
 
 
 class StageTimes(NamedTuple):
-    """What one layer range of a pipeline stage does, in picoseconds: the whole stage unless it is interleaved."""
+    """Times of one layer range of a pipeline stage, in picoseconds: the whole stage unless it is interleaved."""
 
     forward_ps: int
-    """Of one microbatch; so is backward."""
+    """Forward pass of one microbatch; the backward pass likewise."""
     backward_ps: int
     send_ps: int
-    """Of one microbatch between this range and the next, one way; 0 for the last."""
+    """Message of one microbatch between this range and the next, one way; 0 for the last."""
     gradient_sync_ps: int
-    """What is reduced when the last microbatch's backward pass and its `reductions` are over."""
+    """Reductions when the last microbatch's backward pass and `reductions` are over."""
     optimizer_ps: int
     reductions: tuple[Reduction, ...] = ()
     """The layers of the last microbatch's backward pass, in forward order; () where no layer reduces in it."""
     early_reductions: tuple[Reduction, ...] = ()
-    """The same for every other microbatch's backward pass; () where reduction is deferred."""
+    """The layers of every other microbatch's backward pass; () where reduction is deferred."""
     overlap: Overlap | None = None
-    """None where nothing is reduced before the backward pass is over."""
+    """Slowdowns; None where nothing is reduced before the backward pass is over."""
 
     def backward_pass(self, last: bool) -> BackwardPass:
-        """The backward pass of the last microbatch, or of another one.
+        """Return the backward pass of the last microbatch, or of another one.
 
         Raises ValueError where the layers' backward passes are not together `backward_ps`.
         """
@@ -117,7 +117,7 @@ def simulate(
 
 
 def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int = 1) -> int:
-    """When the last event of `simulate` ends, without making its events."""
+    """Return when the last event of `simulate` ends, without making its events."""
     num_stages = len(ranges) // num_chunks
     order = _order(schedule, num_stages, num_microbatches, num_chunks)
     played = _play(order, _steps(ranges), num_stages, num_microbatches)
@@ -125,7 +125,7 @@ def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatc
 
 
 def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chunks: int = 1) -> int:
-    """A time that no order of the passes can beat, as long as every range's last one is of the last microbatch.
+    """Return a time that no order of the passes can beat, as long as every range's last one is of the last microbatch.
 
     Range j starts when the first microbatch has come through the ranges before it. Then its stage does all passes of it
     and of the later ranges that the stage holds, with their reductions. The last of these passes is a backward pass:
@@ -149,7 +149,7 @@ def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chun
 
 
 def _optimizers(ranges: Sequence[StageTimes], num_chunks: int) -> list[tuple[int, int]]:
-    """Every stage with the time of its optimizer."""
+    """Return every stage with the time of its optimizer."""
     num_stages = len(ranges) // num_chunks
     return [(stage, sum(times.optimizer_ps for times in ranges[stage::num_stages])) for stage in range(num_stages)]
 
@@ -159,18 +159,18 @@ def _by_start(event: Event) -> tuple[int, int]:
 
 
 class _Step(NamedTuple):
-    """What a microbatch's way through one range, forward or backward, takes."""
+    """Times of a microbatch's way through one range, forward or backward."""
 
     kind: Pass
     range_number: int
     last: bool
-    """Whether it is the last microbatch's."""
+    """True for the last microbatch's step."""
     times: BackwardPass
     send_ps: int
 
 
 def _steps(ranges: Sequence[StageTimes]) -> list[_Step]:
-    """A microbatch's steps in order, forward through all ranges and back, then once more those of the last one."""
+    """Return a microbatch's steps in order, forward through all ranges and back, then again those of the last one."""
     sends = [here.send_ps for here in ranges[:-1]]
     forward = list(enumerate(zip(ranges, [*sends, 0], strict=True)))
     backward = list(enumerate(zip(ranges, [0, *sends], strict=True)))[::-1]
@@ -184,7 +184,7 @@ def _steps(ranges: Sequence[StageTimes]) -> list[_Step]:
 
 
 class _Turn(NamedTuple):
-    """One action in its place among all stages' actions."""
+    """An action in its place among all stages' actions."""
 
     slot: int
     """Number of the step on a microbatch's way x microbatches + the microbatch; its message is for the next step."""
@@ -197,7 +197,7 @@ class _Turn(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[_Turn, ...]:
-    """The actions of all stages, each behind those it waits for; kept, for a search simulates many such plans."""
+    """Return the actions of all stages, each behind those it waits for; kept, for a search simulates many plans."""
     way = 2 * num_stages * num_chunks
 
     def turn(kind: Pass, microbatch: int, chunk: int, stage: int) -> _Turn:
@@ -225,7 +225,7 @@ def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunk
 
 
 class _Played(NamedTuple):
-    """When each slot's action started and its message came, and when each stage is free at last."""
+    """Times at which each slot's action started and its message came, and each stage is free at last."""
 
     starts: list[int]
     arrivals: list[int]
@@ -253,7 +253,7 @@ def _play(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: int, num_m
 
 
 def _play_blocking(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: int, num_microbatches: int) -> _Played:
-    """The same with sends that block."""
+    """Play the actions with sends that block."""
     stages: list[list[Exchange]] = [[] for _ in range(num_stages)]
     slots: list[list[int]] = [[] for _ in range(num_stages)]
     arrivals = [0] * ((len(steps) // 2 + 1) * num_microbatches)

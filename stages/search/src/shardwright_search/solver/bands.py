@@ -42,29 +42,29 @@ class Move(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What all stages but one add to T at least [runs of that one]."""
+    """Least that all stages but one add to T [runs of that one]."""
 
     total: Numbers
-    """Of their A."""
+    """Sum of their A."""
     with_largest: Numbers
-    """And the largest Z of all stages."""
+    """Sum of their A and the largest Z of all stages."""
 
 
 class Known(NamedTuple):
-    """What is known of a stage and of all others without bands [runs]."""
+    """Bounds of a stage and of all others without bands [runs]."""
 
     time: Numbers
     """The stage's A."""
     slowest: Numbers
-    """What comes to all A, of all stages; of the others alone."""
+    """Least that comes on top of the sum of A, of all stages; `slowest_of_others`: of the others alone."""
     slowest_of_others: Numbers
     sums: Sums
     limit: float
-    """That T is to stay below."""
+    """Limit that T is to stay below."""
 
 
 class Rests(NamedTuple):
-    """What some stages add to T beside stages of a known largest Z, by the layer where they begin or end."""
+    """Least that some stages add to T with others of a known largest Z, by the layer where they begin or end."""
 
     sums: Numbers
     """[bands, layers + 1]: of A; never larger in a higher band."""
@@ -74,7 +74,7 @@ class Rests(NamedTuple):
     """[bands]: the lower edges, ascending."""
 
     def least(self, layers: Ints, largest: Numbers) -> Numbers:
-        """The least sum of A and largest Z, where that of the other stages is given, and a layer [labels]."""
+        """Return the least sum of A and largest Z, where that of the other stages is given, and a layer [labels]."""
         band = np.searchsorted(self.floors, largest, side="right")
         least: Numbers = np.minimum(self.sums[band - 1, layers] + largest, self.with_floors[band, layers])
         return least
@@ -101,19 +101,19 @@ class Bands:
 
     @property
     def lower_ps(self) -> float:
-        """A lower bound on T, ties aside."""
+        """Lower bound on T, ties aside."""
         whole = self._after[0].get(self._problem.start_position)
         return np.inf if whole is None else float((whole[:, 0] + np.maximum(self.floors, self._slowest)).min())
 
     @cached_method
     def after(self, stage: int, position: Position) -> Rests:
-        """Of a stage and those behind it, where the stages before it take up `position`."""
+        """Return the bounds of a stage and those behind it, where the stages before it take up `position`."""
         sums = self._after[stage][position]
         above = np.minimum.accumulate((sums + self.floors[:, None])[::-1])[::-1]
         return Rests(sums, np.concatenate([above, np.full((1, sums.shape[1]), np.inf)]), self.floors)
 
     def sums(self, move: Move, runs: tuple[Ints, Ints], known: Known) -> Sums:
-        """Raised for a stage that holds some runs, which start and end there; infinity: no plan is below the limit."""
+        """Return the known sums, raised for a stage with runs that start and end there; infinity: no plan is below."""
         (start, end), floors = runs, self.floors[:, None]
         others = self._before[move.stage][move.position][:, start] + self._after[move.stage + 1][move.after][:, end]
         largest = self._costs_of(move).largest[start, end]
@@ -123,7 +123,7 @@ class Bands:
         return Sums(*map(np.maximum, known.sums, (others.min(0), with_largest)))
 
     def _pass(self, stages: range, forward: bool) -> list[dict[Position, Numbers]]:
-        """The least sums of A [bands, layers + 1] of the stages passed, before the first and after each."""
+        """Return the least sums of A [bands, layers + 1] of the stages passed, before the first and after each."""
         problem, shape = self._problem, (len(self.floors), len(self._problem.layers) + 1)
         nothing = np.full(shape, np.inf)
         nothing[:, 0 if forward else -1] = 0.0
@@ -146,13 +146,13 @@ class Bands:
         return levels
 
     def _runs(self, stage: int) -> tuple[slice, slice]:
-        """Where a stage's runs can start and end, so that each stage gets a layer."""
+        """Return where a stage's runs can start and end, so that each stage gets a layer."""
         total, later = len(self._problem.layers), self._problem.pp_size - 1 - stage
         starts = slice(stage, total - later) if stage else slice(0, 1)
         return starts, slice(stage + 1, total - later + 1) if later else slice(total, total + 1)
 
     def _in_bands(self, costs: StageCosts, starts: slice, ends: slice, forward: bool) -> Numbers:
-        """A [bands, reached, passed], where no Z is above the band."""
+        """Return A [bands, reached, passed] where no Z is above the band, else infinity."""
         time, largest = (values[starts, ends] for values in costs)
         if forward:
             time, largest = time.T, largest.T

@@ -18,12 +18,12 @@ from shardwright_search.solver.targets import Best, C, Optimum, Solvable, Target
 
 _RELAXED = -1
 _GUESSED = 0.05
-"""How far above its bound a plan of a configuration is guessed at most where some plan is known."""
+"""Share above its bound up to which a plan of a configuration is guessed where some plan is known."""
 _WIDE = (0.01, 0.02, _GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
-"""How far it may be where bounds may be loose and plans are many, and past `_GUESSED` where no plan is known yet: one
+"""Shares where bounds may be loose and plans are many, and past `_GUESSED` where no plan is known yet: one
 after another, until a plan is found."""
 _AT_ONCE = 0.011
-"""How far above its bound a limit may be that a configuration is solved below at once: labels grow fast with it."""
+"""Share above its bound up to which a configuration is solved at once: labels grow fast with it."""
 _MAX_WIDER_LABELS = 6_000
 """Work on a configuration's plans past the limit that it was solved below."""
 _LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
@@ -44,7 +44,7 @@ def optimize(
     waits: Callable[[C], bool] = lambda configuration: False,
     wide: bool = False,
 ) -> Optimum[C]:
-    """The best plan of all configurations, and up to `most` of each configuration within `near` of it.
+    """Return the best plan of all configurations, and up to `most` of each configuration within `near` of it.
 
     `deadline` is a time of `monotonic`; it and Ctrl-C end the search early. `report` hears the best score, the least
     bound and how many configurations are left. After `max_labels` labels it ends early, too. A configuration that
@@ -80,7 +80,7 @@ def optimize(
 
 
 def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) -> Best[C] | None:
-    """A plan of a configuration with a known bound, guessed until none is better; None: none was found."""
+    """Return a plan of a configuration with a known bound, guessed until none is better; None: none was found."""
     asked = solvable(target.configuration)
     least = max(bound, target.score(asked.lower_ps))
     plan = _guessed(asked, target.time_ps(least * (1 + _GUESSED)))
@@ -88,7 +88,7 @@ def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) ->
 
 
 def _guessed(asked: Solvable, below_ps: float, enough_ps: float = -np.inf) -> Found | None:
-    """Guessed until none is better, or one is good enough."""
+    """Return the best of guesses that are made until none is better, or one is good enough."""
     better = best = asked.guess(below_ps)
     # Below a nearer limit other labels are the promising ones.
     while better is not None and better.objective_ps > enough_ps:
@@ -104,7 +104,7 @@ def plans_below(
     deadline: float | None,
     max_labels: float,
 ) -> tuple[Best[C], ...]:
-    """Up to `most` plans of each configuration below a limit, the best first; fewer where time or labels run out."""
+    """Return up to `most` plans of each configuration below a limit, the best first; fewer where time or labels end."""
     search = Search(targets, solvable, most, Clock(deadline, max_labels))
     below: list[Best[C]] = []
     try:
@@ -130,7 +130,7 @@ _NOTHING = _Open(np.inf, -1, 0)
 
 
 class Clock(NamedTuple):
-    """What ends a search early."""
+    """Limits that end a search early."""
 
     deadline: float | None
     max_labels: float
@@ -154,27 +154,27 @@ class Search(Generic[C]):
         self.heap: list[_Open] = []
         self._waiting: list[_Open] = []
         self.plans: dict[int, tuple[Best[C], ...]] = {}
-        """By configuration: those below the limit where some were found, none where none was."""
+        """Plans below the limit, by configuration; none where none was found."""
         self.guesses: dict[int, Best[C]] = {}
-        """By configuration: those below their limits, which may be solved yet."""
+        """Guessed plans below their limits by configuration, which may be solved yet."""
         self._reach: dict[int, float] = {}
-        """Of configurations with plans: all that are below are known, but for those past the most that are asked."""
+        """Scores below which all plans of a configuration with plans are known, up to the most that are asked."""
         self.best: Best[C] | None = None
         self.looked_at = 0
 
     @property
     def best_score(self) -> float:
-        """Infinity where no plan is known to be stayed below."""
+        """Score that other plans must stay below; infinity where there is none."""
         return np.inf if self.best is None else self.best.score
 
     @property
     def best_known(self) -> Best[C] | None:
-        """Guesses count, which other plans of their configurations need not stay below."""
+        """Best plan so far, guesses included, which other plans of their configurations need not stay below."""
         return min((*self.guesses.values(), *self._best), key=_score, default=None)
 
     @property
     def least_bound(self) -> float:
-        """No plan of the configurations that are left, the one worked on among them, has a lower score."""
+        """Score that no plan of the configurations left, the one worked on among them, is below."""
         return min([self._now.bound, *(one.bound for one in (*self.heap[:1], *self._waiting))])
 
     @property
@@ -183,11 +183,11 @@ class Search(Generic[C]):
 
     @property
     def num_left(self) -> int:
-        """Configurations that are not solved."""
+        """Number of configurations that are not solved."""
         return len(self._left)
 
     def has_better(self) -> bool:
-        """Whether some configuration that does not wait may have a better plan than is known."""
+        """Return whether some configuration that does not wait may have a better plan than is known."""
         return bool(self.heap) and self.heap[0].bound < self.best_score
 
     def end_wait(self) -> bool:
@@ -201,7 +201,7 @@ class Search(Generic[C]):
         return heapq.heappop(self.heap).bound
 
     def unsolved(self) -> dict[int, float]:
-        """By number of each configuration that is neither solved nor left out, its bound; 0: it was not looked at."""
+        """Return the bounds of configurations neither solved nor left out, by number; 0: it was not looked at."""
         known = {number: 0.0 for number in range(self.looked_at, len(self._targets))}
         now = {self._now.number: self._now.bound} if self._now.number >= 0 else {}
         return known | {one.number: one.bound for one in self._left} | now
@@ -239,7 +239,7 @@ class Search(Generic[C]):
         self._now = _NOTHING
 
     def _solve(self, here: "_Open", target: Target[C], limit: float) -> None:
-        """Without a plan below the limit the configuration's bound is higher, or it has none.
+        """Solve a configuration below its next limit; without a plan its bound is higher, or it has none.
 
         Narrow limits in which a guess says that there is no plan are passed over: what is found below a wider one is
         told as the narrowest would have it.
@@ -280,7 +280,7 @@ class Search(Generic[C]):
                 self.plans[number] = plans_below(*known) or plans
 
     def _guess(self, here: "_Open", target: Target[C], limit: float) -> Found | None:
-        """The best that is guessed; where bounds are loose or no plan is known, ever further above until some is."""
+        """Return the best guess; where bounds are loose or no plan is known, guess ever further above until some is."""
         solvable, enough = self._solvable(target.configuration), target.time_ps(here.bound * (1 + _AT_ONCE))
         further = [above for above in _WIDE if self._wide or above >= _GUESSED]
         for above in further if self._wide or self.best is None else further[:1]:
@@ -294,14 +294,14 @@ class Search(Generic[C]):
         return () if self.best is None else (self.best,)
 
     def bounds(self) -> tuple[tuple[float, Target[C]], ...]:
-        """Every configuration that a plan may fit in, with what is known of its least score, the least first."""
+        """Return each configuration that a plan may fit in, with a lower bound on its score, the least first."""
         known = {one.number: one.bound for one in self._left}
         known |= {number: plans[0].score for number, plans in self.plans.items() if plans}
         return tuple((bound, self._targets[number]) for number, bound in sorted(known.items(), key=lambda i: i[::-1]))
 
 
 def _cuts(here: _Open, limit: float) -> list[float]:
-    """The limits that one after another would be tried, until one is the asked limit."""
+    """Return the limits that one after another would be tried, until one is the asked limit."""
     cuts = list(accumulate(_LIMITS[here.tries :], lambda cut, more: cut * (1 + more), initial=here.bound))[1:]
     return [*(cut for cut in cuts if cut < limit), limit]
 

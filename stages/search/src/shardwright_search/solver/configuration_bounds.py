@@ -25,7 +25,7 @@ CostsOf = Callable[[DeviceGroup, tuple[Phase, ...]], GroupCosts]
 
 
 class StageKind(NamedTuple):
-    """What the labels of a pipeline stage depend on beside its run of layers."""
+    """Facts on which the labels of a pipeline stage depend beside its run of layers."""
 
     group: int
     phases: tuple[Phase, ...]
@@ -40,7 +40,7 @@ class Rest(NamedTuple):
     mean: Numbers
 
     def with_stage(self, costs: "Rest") -> "Rest":
-        """The least with one more stage, whose bounds are [end of these, end of both]."""
+        """Return the least with one more stage, whose bounds are [end of these, end of both]."""
         return Rest(
             (self.total[:, None] + costs.total).min(0),
             np.maximum(self.slowest[:, None], costs.slowest).min(0),
@@ -48,7 +48,7 @@ class Rest(NamedTuple):
         )
 
     def or_(self, other: "Rest | None") -> "Rest":
-        """The lesser of two."""
+        """Return the lesser of two bounds."""
         return self if other is None else Rest(*map(np.minimum, self, other))
 
 
@@ -86,7 +86,7 @@ class ConfigurationBounds:
         return self._pass(range(self.problem.pp_size), forward=True)
 
     def targets(self, below_ps: float) -> dict[StageKind, list[Target]] | None:
-        """What stages a plan with T < below_ps can have; None if some stage cannot be: there is no such plan."""
+        """Return the stages that a plan with T < below_ps can have; None: some stage cannot be, nor can such a plan."""
         problem, limit = self.problem, below_ps - self._min_tie
         caps: dict[StageKind, Numbers] = {}
         for stage in range(problem.pp_size):
@@ -130,14 +130,14 @@ class ConfigurationBounds:
         return bool(possible.any())
 
     def _moves(self, stage: int) -> Iterator[tuple[Position, int, Position]]:
-        """Every position before a stage, group that it can be on, and position then."""
+        """Yield each position before a stage, a group that it can be on, and the position then."""
         for position, moves in self.problem.placements[stage].items():
             for group, after in moves:
                 yield position, group, after
 
     @cached_method
     def _costs(self, stage: int, group: int, send: float) -> Rest:
-        """a, z and g [start, end] of a stage whose sends take so long; infinity where it cannot hold that run."""
+        """Return a, z and g [start, end] of a stage whose sends take so long; infinity where it cannot hold a run."""
         costs = self.costs_of(self.problem.device_groups[group], self._parts[stage])
         a, both, g = (costs.least(self.problem.layers, w) + w[0] * send for w in weightings(self.problem, group))
         z = both - np.where(np.isfinite(a), a, 0)
@@ -145,7 +145,7 @@ class ConfigurationBounds:
 
     @cached_method
     def _able(self, stage: int) -> NDArray[np.bool_]:
-        """[start, end]: the runs that leave each other stage a layer."""
+        """Return [start, end] whether a run leaves each other stage a layer."""
         total = len(self.problem.layers)
         able = np.zeros((total + 1, total + 1), bool)
         for start in (0,) if stage == 0 else range(stage, total):
@@ -154,7 +154,7 @@ class ConfigurationBounds:
         return able
 
     def _in_bands(self, move: Move) -> StageCosts:
-        """What bands need of a stage; the same object for the same costs."""
+        """Return the bounds of a stage that bands read; the same object for the same costs."""
         return self._banded(move.stage, move.group, self._send(*move))
 
     @cached_method
@@ -166,7 +166,7 @@ class ConfigurationBounds:
 
     @cached_method
     def _send(self, stage: int, position: Position, group: int, after: Position) -> float:
-        """The least that a stage's sends take, whatever its neighbours; of one pool wherever it is."""
+        """Return the least that a stage's sends take, whatever its neighbours; of one pool wherever it is."""
         problem, last = self.problem, self.problem.pp_size - 1
         if not problem.is_mixed:
             return self._min_sends(stage, group)
@@ -176,13 +176,13 @@ class ConfigurationBounds:
         return into + min((least[Cut(after, group, neighbour)] for neighbour in behind), default=0.0)
 
     def _min_sends(self, stage: int, group: int) -> float:
-        """The least that a stage's sends take, whatever its neighbours."""
+        """Return the least that a stage's sends take, whatever its neighbours."""
         least = (({}, *self.problem.least_sends_ps, {}))[stage : stage + 2]
         into = min((time for (_, behind), time in least[0].items() if behind == group), default=0.0)
         return into + min((time for (before, _), time in least[1].items() if before == group), default=0.0)
 
     def _pass(self, stages: range, forward: bool) -> list[dict[Position, Rest]]:
-        """The bounds on the stages passed, before the first and after each, by the position there."""
+        """Return the bounds on the stages passed, before the first and after each, by the position there."""
         problem = self.problem
         nothing = np.where(np.arange(len(problem.layers) + 1) == (0 if forward else len(problem.layers)), 0.0, np.inf)
         levels = [{at: Rest(nothing, nothing, nothing) for at in problem.positions[0 if forward else -1]}]
@@ -198,6 +198,6 @@ class ConfigurationBounds:
 
 
 def _fewer(in_flight: int) -> int:
-    """The next number below that is 2^n or 3 x 2^n: with fewer in flight a stage needs no more memory, nor time."""
+    """Return the next number below that is 2^n or 3 x 2^n: with fewer in flight a stage needs no more of either."""
     power = 1 << (in_flight.bit_length() - 1)
     return power + power // 2 if power > 1 and in_flight >= power + power // 2 else power

@@ -10,10 +10,10 @@ from shardwright_search.solver.targets import Best, C, Solvable, Target
 
 
 class Exhausted(NamedTuple):
-    """What is known in the end."""
+    """Bounds known in the end."""
 
     bounds: tuple[float, ...]
-    """By target: no plan of it has a lower score, or its limit is no higher than this; infinity: it has no plan."""
+    """Score by target: no plan of it has a lower one, or its limit is no higher than this; infinity: it has no plan."""
     open: tuple[int, ...]
     """The targets that may have a plan below their bound and limit: none, unless the search was stopped."""
     looked_at: int
@@ -29,7 +29,7 @@ def exhaust(
     deadline: float | None = None,
     report: Callable[[float, int], None] = lambda bound, left: None,
 ) -> Exhausted:
-    """The best plan of every target that has one below its limit, told to `take` as soon as it is found.
+    """Pass the best plan of each target that has one below its limit to `take`, as soon as it is found.
 
     Targets are worked on by ascending bound. So where limits come from plans with a lower score alone, a target is
     solved no further than it must be: all plans below its bound are known. `deadline` is a time of `monotonic`; it and

@@ -76,24 +76,24 @@ class Interleaved:
 
     @property
     def relaxed_bound_ps(self) -> float:
-        """There is no quicker one."""
+        """Quick lower bound on T."""
         return self._bounds.relaxed_ps
 
     @property
     def lower_ps(self) -> float:
-        """There is no quicker one, whatever the layouts."""
+        """Lower bound on T, which takes layouts into account."""
         return self._bounds.lower_ps
 
     def guess(self, below_ps: float) -> Found | None:
-        """A plan with T < below_ps that the most promising labels lead to; None: they lead to none."""
+        """Return a plan with T < below_ps that the most promising labels lead to; None: they lead to none."""
         return next(iter(self._best_plans(self._levels(below_ps, lambda made: None, _GUESSED), below_ps, 1)), None)
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
-        """Plans with T < below_ps: the best one first and up to `most`; none: there is none in the space."""
+        """Return plans with T < below_ps: the best one first and up to `most`; none: there is none in the space."""
         return self._best_plans(self._levels(below_ps, tick), below_ps, most)
 
     def _levels(self, below_ps: float, tick: Callable[[int], None], extended: int | None = None) -> list[_Labels]:
-        """Labels of the first positions, from none on; of each only so many are extended, if not all."""
+        """Return labels of the first positions, from none on; of each only so many are extended, if not all."""
         none, zero = np.zeros(1), np.zeros(1, np.int64)
         levels = [_Labels(none, none, none, none, none, none, none, zero, zero, zero, zero)]
         for position in range(len(self._problem.positions)):
@@ -103,7 +103,7 @@ class Interleaved:
         return levels
 
     def _best_plans(self, levels: Sequence[_Labels], below_ps: float, most: int) -> tuple[Found, ...]:
-        """The best plans that labels lead to."""
+        """Return the best plans that labels lead to."""
         plans: list[Found] = []
         count, outer = len(levels[-1].time_ps), len(self._embedding.time_ps) * len(self._head.time_ps)
         block = max(1, _MAX_AT_ONCE // outer)
@@ -115,7 +115,7 @@ class Interleaved:
         return tuple(sorted(plans, key=lambda plan: plan.objective_ps)[:most])
 
     def _next(self, before: _Labels, position: int, below_ps: float, extended: int | None) -> _Labels:
-        """Labels with the next position that may be part of the best plan."""
+        """Return labels with the next position that may be part of the best plan."""
         problem, labels = self._problem, self._extended(before, position)
         fits = self._memory(labels, problem.moments_in_flight[1]) <= problem.group.budget_bytes
         least = self._bounds.after(position + 1, np.stack(labels[:5]), labels.input_layout, labels.output_layout)
@@ -127,7 +127,7 @@ class Interleaved:
         return labels.take(np.sort(non_dominated(self._compared(labels), key)))
 
     def _extended(self, before: _Labels, position: int) -> _Labels:
-        """Every label with every option of the next position."""
+        """Return every label with every option of the next position."""
         problem = self._problem
         options = problem.group.options[problem.positions[position]]
         if position == len(problem.positions) - 1 and problem.frees_outputs:
@@ -155,7 +155,7 @@ class Interleaved:
         )
 
     def _compared(self, labels: _Labels) -> Numbers:
-        """[labels, columns]: numbers of which none may be larger for a label to replace another.
+        """Return the numbers [labels, columns] of which none may be larger for a label to replace another.
 
         A plan's T is a number times a chunk's time and U, and a rest, or another such sum if that is larger.
         What a stage holds at a moment is v times a chunk's states, some times its activations and its gradients, and a
@@ -196,7 +196,7 @@ class Interleaved:
         return np.asarray(states + most + (0.0 if outer is None else outer.state_bytes))
 
     def _whole(self, chains: _Labels, rows: Ints) -> _Whole:
-        """Some labels with every embedding and head that fit."""
+        """Return some labels with every embedding and head that fit."""
         problem, embedding, head = self._problem, self._embedding, self._head
         index, first, last = np.indices((len(rows), len(embedding.time_ps), len(head.time_ps))).reshape(3, -1)
         label = rows[index]
@@ -210,7 +210,7 @@ class Interleaved:
         return _Whole(np.where(fits, objective, np.inf), label, first, last)
 
     def _stage_times(self, labels: _Labels, first: Ints, last: Ints) -> Numbers:
-        """[stages, labels]: A' of every stage."""
+        """Return A' of every stage [stages, labels]."""
         problem, embedding, head = self._problem, self._embedding, self._head
         v, moves, kind = problem.num_chunks, problem.group.redistribution_ps, problem.positions[-1]
         wrap = moves[kind][labels.output_layout, labels.input_layout]
@@ -249,7 +249,7 @@ class Interleaved:
         return np.asarray(np.maximum.reduce(needs) + 3 * received)
 
     def _ahead(self, embedding: Options, labels: _Labels) -> StageMemory:
-        """The embedding with a chunk behind it."""
+        """Return the embedding with a chunk behind it."""
         nothing = np.zeros((len(labels.time_ps), 2))
         before, chunk = StageMemory(nothing, nothing).then(_passes(embedding)), _memory_of(labels)
         made = np.stack([np.zeros_like(labels.gradient_bytes), labels.gradient_bytes], -1)
@@ -275,7 +275,7 @@ def _passes(options: Options) -> LayerMemory:
 
 
 def _memory_of(labels: _Labels) -> StageMemory:
-    """[labels, kinds of passes]: those that make no gradients, and those that do."""
+    """Return the memory of labels [labels, kinds of passes]: of passes that make no gradients, and of those that do."""
     peaks = np.stack([labels.peak_bytes, labels.making_bytes], -1)
     return StageMemory(np.broadcast_to(labels.activation_bytes[:, None], peaks.shape), peaks)
 
@@ -316,5 +316,5 @@ def _corners(points: set[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _turn(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> int:
-    """More than 0: the way from a to b to c turns left."""
+    """Return how the way from a to b to c turns; more than 0: left."""
     return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])

@@ -20,13 +20,13 @@ from shardwright_search.solver.stage_bounds import Dual, rounded_down
 from shardwright_search.step.pareto import Ints, Numbers
 
 _PRICES = 9
-"""Of a byte on a stage, around the one that bounds most."""
+"""Prices of a byte on a stage, around the one that bounds most."""
 _ROUNDING = 1e-12
 _EMBEDDING, _INNER, _LAST, _HEAD = range(4)
 
 
 class _Sum(NamedTuple):
-    """How often each number of a plan counts; of several sums with an axis for them in front."""
+    """Sum in which each number of a plan counts so often; several sums have an axis for them in front."""
 
     options: Numbers
     """[embedding, position, last position, head; time, U, state, activations, gradients, workspace]."""
@@ -39,7 +39,7 @@ class _Sum(NamedTuple):
     tie: Numbers
 
     def with_memory(self, memory: "_Sum", price: float) -> "_Sum":
-        """Both, the memory at a price."""
+        """Return the sum of both, the memory at a price."""
         return _Sum._make(mine + price * theirs for mine, theirs in zip(self, memory, strict=True))
 
 
@@ -65,11 +65,11 @@ class InterleavedBounds:
         self._num_memories = len(memories)
 
     def _least(self, weights: _Sum) -> float:
-        """The least sum over options alone."""
+        """Return the least sum over options alone."""
         return sum(float(least.min()) * count for least, count in self._costs(weights))
 
     def _costs(self, weights: _Sum) -> Iterator[tuple[Numbers, int]]:
-        """Of the embedding, each type of a position and the head: what options cost, and how many layers there are."""
+        """Yield what options cost and how many layers there are: embedding, each type of a position, and head."""
         problem = self._problem
         yield weights.options[_EMBEDDING] @ self._numbers[problem.embedding], 1
         for kind in dict.fromkeys(problem.positions):
@@ -77,7 +77,7 @@ class InterleavedBounds:
         yield weights.options[_HEAD] @ self._numbers[problem.head], 1
 
     def _relaxed(self, time: _Sum, memory: _Sum) -> tuple[float, Numbers]:
-        """A bound without layouts, and the prices around the one that gives it."""
+        """Return a bound without layouts, and the prices around the one that gives it."""
         costs, counts = zip(*self._costs(time), strict=True)
         dual = Dual(costs, [held for held, _ in self._costs(memory)])
         # More may be freed than was received.
@@ -87,12 +87,12 @@ class InterleavedBounds:
 
     @cached_property
     def lower_ps(self) -> float:
-        """A lower bound on T, with layouts."""
+        """Lower bound on T, with layouts."""
         least = (self._steps(0) + self._rest[1].transpose(0, 2, 1)).min((1, 2))
         return max(self.relaxed_ps, float(self._bound(least[:, None])[0]))
 
     def after(self, count: int, chain: Numbers, input_layout: Ints, output_layout: Ints) -> Numbers:
-        """A lower bound on T behind so many positions; infinity: none fits.
+        """Return a lower bound on T behind so many positions; infinity: none fits.
 
         chain: time, U, state, activations and gradients of these positions [5, labels].
         """
@@ -101,20 +101,20 @@ class InterleavedBounds:
         return self._bound(self._sums.options[:, _INNER, :5] @ chain + rest)
 
     def _bound(self, priced: Numbers) -> Numbers:
-        """From sums [rows, labels]."""
+        """Return the lower bound on T that sums [rows, labels] give; infinity: no plan fits."""
         least = rounded_down(priced - (self._prices * self._budget * (1 + _ROUNDING))[:, None])
         lacks = (least[: self._num_memories] > 0).any(0)
         return np.where(lacks, np.inf, least[self._num_memories :].max(0))
 
     @cached_property
     def _layouts(self) -> Ints:
-        """Those that positions work in or give out."""
+        """Layouts that positions work in or give out."""
         options = [self._problem.group.options[kind] for kind in self._problem.positions]
         return np.unique(np.concatenate([layouts for o in options for layouts in (o.input_layout, o.output_layout)]))
 
     @cached_property
     def _rest(self) -> list[Numbers]:
-        """By position [rows, output layout before, input layout of the first]: the least of all from there on."""
+        """Least of all from each position on [rows, output layout before, input layout of the first]."""
         rests = [self._ends()]
         for position in range(len(self._problem.positions) - 1, 0, -1):
             time = self._sums.options[:, _INNER, 0, None, None]
@@ -123,7 +123,7 @@ class InterleavedBounds:
         return [np.empty(0), *reversed(rests)]
 
     def _steps(self, position: int) -> Numbers:
-        """[rows, input layout, output layout]: the least of a position's options."""
+        """Return the least of a position's options [rows, input layout, output layout]."""
         kind, layouts = self._problem.positions[position], self._layouts
         options = self._problem.group.options[kind]
         role = _LAST if position == len(self._problem.positions) - 1 else _INNER
@@ -131,18 +131,18 @@ class InterleavedBounds:
         return self._table(role, kind, at, (len(layouts), len(layouts)))
 
     def _table(self, role: int, kind: int, at: tuple[Ints, Ints], shape: tuple[int, int]) -> Numbers:
-        """[rows, *shape]: the least of the options in each place of a table."""
+        """Return the least of the options in each place of a table [rows, *shape]."""
         table = np.full((*shape, len(self._prices)), np.inf)
         np.minimum.at(table, at, (self._sums.options[:, role] @ self._numbers[kind]).T)
         return np.asarray(table.transpose(2, 0, 1))
 
     def _moves(self, kind: int) -> Numbers:
-        """[layouts, layouts]."""
+        """Return the redistribution behind a type of layer [layouts, layouts]."""
         moves: Numbers = self._problem.group.redistribution_ps[kind]
         return moves[np.ix_(self._layouts, self._layouts)]
 
     def _ends(self) -> Numbers:
-        """[rows, output layout of the last position, input layout of the first]: all beside the positions."""
+        """Return all except the positions [rows, output layout of the last position, input layout of the first]."""
         problem, sums, layouts = self._problem, self._sums, self._layouts
         options, moves, kind = problem.group.options, problem.group.redistribution_ps, problem.positions[-1]
         embedding, head, num_layouts = options[problem.embedding], options[problem.head], moves.shape[1]
@@ -160,7 +160,7 @@ class InterleavedBounds:
 
 
 def _numbers(options: Options) -> Numbers:
-    """[time, U, state, activations, gradients, workspace; options]."""
+    """Return the numbers of options [time, U, state, activations, gradients, workspace; options]."""
     gradients = options.late_bytes + options.sum_bytes
     numbers = (
         options.time_ps,
@@ -188,7 +188,7 @@ def _time(problem: InterleavedProblem, form: ClosedForm, slowest: int) -> _Sum:
 
 
 def _memory(problem: InterleavedProblem, moment: InFlight, at: int) -> _Sum:
-    """No more than what the stage of the embedding or of the head holds at a moment."""
+    """Return a sum that is no larger than what the stage of the embedding or of the head holds at a moment."""
     chunks, outer, at_outer = moment.chunks, moment.outer, moment.at_outer
     options = np.zeros((4, 6))
     options[_INNER : _LAST + 1, 2:5] = problem.num_chunks, chunks + 1, moment.made
@@ -203,5 +203,5 @@ def _memory(problem: InterleavedProblem, moment: InFlight, at: int) -> _Sum:
 
 
 def _join(one: Numbers, other: Numbers) -> Numbers:
-    """The least over what is between [.., in, between] and [.., between, out]."""
+    """Return the least over what is between [.., in, between] and [.., between, out]."""
     return np.asarray((one[..., :, :, None] + other[..., None, :, :]).min(-2))

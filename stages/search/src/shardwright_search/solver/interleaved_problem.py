@@ -17,17 +17,17 @@ class InFlight(NamedTuple):
     chunks: int
     """Activations held, each of one microbatch in one chunk."""
     outer: int
-    """Those of the chunk that the embedding or the head is with."""
+    """Activations held of the chunk that the embedding or the head is with."""
     freed: int
     """Outputs, each of one of these activations, whose memory is free because they were received."""
     at_outer: bool
-    """Whether that chunk is the one worked on."""
+    """True where that chunk is the one worked on."""
     made: int
     """Chunks whose gradients are there: they have been through a backward pass before."""
     outer_made: bool
-    """Whether that chunk is one of them."""
+    """True where that chunk is one of them."""
     makes: bool
-    """Whether this is the first backward pass of the chunk worked on, which makes its gradients layer by layer."""
+    """True in the first backward pass of the chunk worked on, which makes its gradients layer by layer."""
 
 
 def moments_in_flight(
@@ -58,7 +58,7 @@ def _counted(moment: Moment, outer: int, frees_outputs: bool) -> InFlight:
 
 
 def _beaten(one: InFlight, other: InFlight) -> bool:
-    """Whether another moment of the same kind of chunk holds no less: of the outer chunk, of all others, and together.
+    """Return whether another moment with the same kind of chunk holds no less, of the outer chunk and of all others.
 
     The first stage's outer chunk receives nothing, so that more of it may be less. Any other chunk has received as much
     as it gives out: where more outputs are freed at the other moment, as many more of these chunks must be held there.
@@ -97,4 +97,4 @@ class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):
     """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
     tie_ps: Numbers
     frees_outputs: bool = True
-    """Whether an output's memory is free once it was received."""
+    """True where an output's memory is free once it was received."""

@@ -1,4 +1,4 @@
-"""One configuration as a mixed-integer linear programme, solved by HiGHS: a second opinion on its best plan.
+"""A configuration as a mixed-integer linear programme, solved by HiGHS: a second opinion on its best plan.
 
 It shares the problem's numbers with the solver and nothing else: no option is left out, no bound is used. A layer's
 choice x[layer, stage, position, device group, option] is binary. A unit of flow runs through the layouts of
@@ -27,18 +27,18 @@ _FEASIBILITY = 1e-9
 
 
 class Answer(NamedTuple):
-    """What HiGHS says of a configuration."""
+    """Answer of HiGHS about a configuration."""
 
     solution: Solution | None
-    """None where it found no plan."""
+    """Best plan; None where it found none."""
     objective_ps: float
     """T of the plan as HiGHS adds it up; infinity without one."""
     done: bool
-    """Whether it searched everything: the plan is the best one, or there is none."""
+    """True where it searched everything: the plan is the best one, or there is none."""
 
 
 def highs_version() -> str:
-    """The installed HiGHS.
+    """Return the name and version of the installed HiGHS.
 
     Raises BadInput where there is none.
     """
@@ -50,7 +50,7 @@ def highs_version() -> str:
 
 
 def solve(problem: Problem, time_limit_s: float, below_ps: float = np.inf) -> Answer:
-    """The best plan with T <= below_ps, within seconds of one thread."""
+    """Return the best plan with T <= below_ps, within seconds of one thread."""
     import highspy
 
     programme = _Programme(problem, below_ps)
@@ -115,7 +115,7 @@ class _Programme:
             self._row(list(enumerate(self._costs)), high=below_ps / self.time_unit_ps)
 
     def model(self) -> "highspy.HighsLp":
-        """As HiGHS takes it."""
+        """Return the programme as HiGHS takes it."""
         import highspy
 
         lp = highspy.HighsLp()
@@ -133,7 +133,7 @@ class _Programme:
         return lp
 
     def decoded(self, values: np.ndarray) -> Solution:
-        """The plan of HiGHS's values, which are whole up to its tolerance."""
+        """Return the plan of HiGHS's values, which are whole up to its tolerance."""
         taken = [max(columns, key=lambda choice: values[columns[choice]]) for columns in self._choices]
         starts = [e for e in range(1, len(taken)) if taken[e][0] != taken[e - 1][0]]
         device_groups = [taken[e][0].group for e in (0, *starts)]
@@ -145,7 +145,7 @@ class _Programme:
         return len(self._costs) - 1
 
     def _row(self, terms: Iterable[tuple[int, float]], low: float = -np.inf, high: float = np.inf) -> None:
-        """A column may come several times."""
+        """Add a row; a column may come several times."""
         summed: dict[int, float] = {}
         for column, value in terms:
             summed[column] = summed.get(column, 0.0) + value
@@ -153,7 +153,7 @@ class _Programme:
         self._bounds.append((low, high))
 
     def _choices_of(self, number: int) -> dict[tuple[_Where, int], int]:
-        """A binary column for each stage, device group and option, of which one is taken; it costs its time."""
+        """Add a binary column for each stage, device group and option, of which one is taken; it costs its time."""
         problem, columns = self._problem, {}
         for stage in _stages_of(problem, number):
             for where in _places_of(problem, stage):
@@ -168,7 +168,7 @@ class _Programme:
         return columns
 
     def _by_layout(self, number: int, side: str) -> dict[tuple[_Where, int], Terms]:
-        """The choices that work in a layout (`input_layout`) or give one out (`output_layout`)."""
+        """Return the choices that work in a layout (`input_layout`) or give one out (`output_layout`)."""
         choices: dict[tuple[_Where, int], Terms] = {}
         for (where, option), column in self._choices[number].items():
             options = self._options(where, self._problem.layers[number])
@@ -176,7 +176,7 @@ class _Programme:
         return choices
 
     def _join(self, number: int) -> None:
-        """The flow from a layer to the next one: its ends are their choices, it costs what the move costs."""
+        """Add the flow from a layer to the next one: its ends are their choices, it costs what the move costs."""
         problem, kind = self._problem, self._problem.layers[number]
         output_layout, input_layout = (
             self._by_layout(number, "output_layout"),
@@ -211,14 +211,14 @@ class _Programme:
                 self._row(choices + flows[key], 0.0, 0.0)
 
     def _follows(self, here: _Where, there: _Where) -> bool:
-        """Whether the one can be the stage behind the other."""
+        """Return whether the one can be the stage behind the other."""
         return (
             there.stage == here.stage + 1
             and (here.group, there.position) in self._problem.placements[here.stage][here.position]
         )
 
     def _limit_memory(self) -> None:
-        """What a stage holds in each phase while a microbatch is at a layer, for every stage and number.
+        """Limit what a stage holds in each phase while a microbatch is at a layer, for every stage and number.
 
         Without the layer in the stage this is less than what the stage holds at its first or last one.
         """
@@ -250,7 +250,7 @@ class _Programme:
                     self._row([*terms, (late[at], 1.0)] if phase.late else terms, high=0.0)
 
     def _bytes(self, field: str, stage: int, number: int, times: int = 1) -> Terms:
-        """A kind of memory that a layer's choices hold in a stage."""
+        """Return a kind of memory that a layer's choices hold in a stage."""
         kind = self._problem.layers[number]
         return [
             (column, times * getattr(self._options(where, kind), field)[option] / self._byte_unit)
@@ -259,7 +259,7 @@ class _Programme:
         ]
 
     def _running_sums(self, field: str, stage: int, layers: Iterable[int]) -> dict[int, int]:
-        """Columns of what the layers hold from the first up to each."""
+        """Add columns of what the layers hold from the first up to each."""
         sums: dict[int, int] = {}
         before: Terms = []
         for number in layers:
@@ -287,7 +287,7 @@ class _Programme:
             self._row([*ends, (longest, -1.0)], high=0.0)
 
     def _tie(self) -> None:
-        """What tied parameters cost: a flow from the embedding's class to the head's."""
+        """Add the cost of tied parameters: a flow from the embedding's class to the head's."""
         first, last = self._by_class(0, "input_layout"), self._by_class(-1, "output_layout")
         ties = self._problem.tie_ps
         pairs = {(a, b): self._column(float(ties[a, b])) for a in first for b in last if np.isfinite(ties[a, b])}
@@ -304,12 +304,12 @@ class _Programme:
 
 
 def _stages_of(problem: Problem, number: int) -> range:
-    """The pipeline stages that a layer can be in, so that each has one."""
+    """Return the pipeline stages that a layer can be in, so that each has one."""
     last = problem.pp_size - 1
     return range(max(0, last - (len(problem.layers) - 1 - number)), min(last, number) + 1)
 
 
 def _places_of(problem: Problem, stage: int) -> list[_Where]:
-    """Every position and device group that a pipeline stage can be on."""
+    """Return every position and device group that a pipeline stage can be on."""
     moves = problem.placements[stage].items()
     return [_Where(stage, position, group) for position, groups in moves for group, _ in groups]

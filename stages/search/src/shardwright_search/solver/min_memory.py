@@ -1,4 +1,4 @@
-"""What is known of a configuration without solving it: some plain plan, and the smallest budget that holds a plan."""
+"""Knowledge of a configuration without solving it: some plain plan, and the smallest budget that holds a plan."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -16,7 +16,7 @@ from shardwright_search.step.pareto import Ints, Numbers, non_dominated, pairs
 
 
 def plain_plan(problem: Problem) -> Found | None:
-    """The best of the plans that cut the layers evenly and treat all of a type alike, in one layout of each width.
+    """Return the best plan of those that cut layers evenly and treat all of a type alike, in one layout of each width.
 
     For each layout every type takes its fastest option, or its leanest. None: none fits.
     """
@@ -36,7 +36,7 @@ def plain_plan(problem: Problem) -> Found | None:
 
 
 def _even_groups(problem: Problem) -> tuple[int, ...]:
-    """Device groups that the stages can be on, each the first of those that are nearest to the mean width."""
+    """Return device groups that the stages can be on, each the first of those that are nearest to the mean width."""
     position, groups = problem.start_position, []
     for placements in problem.placements:
         group, position = min(placements[position], key=lambda move: abs(problem.relative_widths[move[0]] - 1))
@@ -45,7 +45,7 @@ def _even_groups(problem: Problem) -> tuple[int, ...]:
 
 
 def _alike(problem: Problem, groups: Sequence[int]) -> Iterator[dict[int, tuple[int, ...]]]:
-    """Options by device group and type: those of each layout that are fastest, and those that hold least."""
+    """Yield options by device group and type: those of each layout that are fastest, and those that hold least."""
     layouts = {group: problem.layouts_of_width[problem.device_groups[group].width] for group in groups}
     for number in range(max(map(len, layouts.values()))):
         for lean in (False, True):
@@ -67,14 +67,14 @@ def _simplest(options: Options, is_embedding: bool, layout: int, lean: bool) -> 
 
 
 class MinMemory(NamedTuple):
-    """What the plan that lacks the least needs in its scarcest stage."""
+    """Memory that the plan that lacks the least needs in its scarcest stage."""
 
     memory_bytes: int
     stage: int
     group: int
     """The stage's device group."""
     missing_bytes: int
-    """How much that is above the stage's budget; negative where it fits."""
+    """Bytes above the stage's budget; negative where it fits."""
 
 
 class _At(NamedTuple):
@@ -87,7 +87,7 @@ class _At(NamedTuple):
 
 
 def min_memory(problem: Problem) -> MinMemory:
-    """The plan whose scarcest stage lacks the least.
+    """Return the plan whose scarcest stage lacks the least.
 
     A run of layers needs the least peak over all options, for each layout that it receives and each that it gives out;
     cuts and groups that have the smallest largest lack are then found by a dynamic programme.
@@ -133,7 +133,7 @@ class _Runs:
 
     @cached_method
     def peaks(self, before: int, layers: tuple[int, ...]) -> Numbers:
-        """The least peak [received layout, output layout] of a run behind a layer; infinity: there is none."""
+        """Return the least peak [received layout, output layout] of a run behind a layer; infinity: there is none."""
         for end in range(len(layers)):  # the shorter ones first, lest the recursion go deep
             self._labels(before, layers[:end])
         labels = self._labels(before, layers)
@@ -144,7 +144,10 @@ class _Runs:
 
     @cached_method
     def _labels(self, before: int, layers: tuple[int, ...]) -> _Labels:
-        """Redistribution costs time, not memory: whatever a run gives out, any layer may follow."""
+        """Return the labels of a run.
+
+        Redistribution costs time, not memory: whatever a run gives out, any layer may follow.
+        """
         costs = self._costs
         if not layers:
             width = costs.group.width
@@ -164,7 +167,7 @@ class _Runs:
         return _Labels(memory.take(rows), received[rows], output[rows])
 
     def _is_last(self, layers: tuple[int, ...]) -> bool:
-        """Whether a run ends with the head, which gives nothing out."""
+        """Return whether a run ends with the head, which gives nothing out."""
         return layers[-1] == self._problem.layers[-1]
 
 

@@ -24,13 +24,13 @@ from shardwright_search.solver.stage_labels import Labels, stage_labels
 from shardwright_search.step.pareto import Ints, Numbers, non_dominated
 
 _FEW_IN_ALL = 5_000
-"""Before all cuts behind a stage, in a guess."""
+"""Labels kept before all cuts behind a stage, in a guess."""
 _TOGETHER = 500
 """Labels of runs that are paired at once with those before a cut, or one run more."""
 
 
 class At(NamedTuple):
-    """Where a label is: where its layers end, the stages' position, the last one's device group and the next one's."""
+    """Place of a label: where its layers end, the stages' position, the last one's device group and the next one's."""
 
     end: int
     position: Position
@@ -39,7 +39,7 @@ class At(NamedTuple):
 
 
 _Where = tuple[Position, int, int]
-"""The same but for the layers."""
+"""Place of a label without its layers: position, last device group and next one."""
 
 
 class Prefix(NamedTuple):
@@ -50,7 +50,7 @@ class Prefix(NamedTuple):
     exposed_ps: Numbers
     output_layout: Ints
     received_layout: Ints
-    """What the next stage receives it in."""
+    """Layout in which the next stage receives the outputs."""
     tie_class: Ints
     source: Ints
     """Number of the level's source: where the label came from."""
@@ -60,12 +60,12 @@ class Prefix(NamedTuple):
     """The label of the last stage among those of its run."""
 
     def take(self, rows: Ints) -> "Prefix":
-        """The labels of some rows."""
+        """Return the labels of some rows."""
         return Prefix._make(column[rows] for column in self)
 
 
 class _Runs(NamedTuple):
-    """What a stage of one kind can hold from a layer on: the labels of several runs, one entry per label."""
+    """Contents that a stage of one kind can have from a layer on: labels of several runs, one entry per label."""
 
     time_ps: Numbers
     exposed_ps: Numbers
@@ -78,10 +78,10 @@ class _Runs(NamedTuple):
     first: Ints
     """[runs]: the first entry of each."""
     labels: tuple[Labels, ...]
-    """Of each run."""
+    """Labels of each run."""
 
     def options_of(self, label: int) -> tuple[int, ...]:
-        """The option of each layer under a label."""
+        """Return the option of each layer under a label."""
         run = int(np.searchsorted(self.first, label, side="right")) - 1
         return self.labels[run].options_of(label - int(self.first[run]))
 
@@ -94,11 +94,11 @@ class Level(NamedTuple):
 
 
 LabelsOf = dict[StageKind, dict[int, Labels]]
-"""By stage kind and run."""
+"""Labels by stage kind and run."""
 
 
 def first_level(problem: Problem) -> Level:
-    """Before the first stage: one label, which holds no layer."""
+    """Return the level before the first stage: one label, which holds no layer."""
     nothing, zero = np.zeros(1), np.zeros(1, np.int64)
     label = Prefix(nothing, nothing, nothing, zero, zero, zero, zero, zero, zero)
     first = _followed(problem, 0, problem.start_position)
@@ -145,7 +145,7 @@ class _Appended(NamedTuple):
 
 
 def _joined(parts_of: dict[_Where, list[_Appended]], few: bool) -> dict[_Where, _Appended]:
-    """The labels of each place together; `few`: of all places the most promising ones alone."""
+    """Return the labels of each place together; `few`: only the most promising ones of all places."""
     joined = {
         where: _Appended(
             Prefix(*(np.concatenate(columns) for columns in zip(*(part.labels for part in parts), strict=True))),
@@ -162,7 +162,7 @@ def _joined(parts_of: dict[_Where, list[_Appended]], few: bool) -> dict[_Where, 
 
 
 def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, Labels]) -> Iterator[_Runs]:
-    """What a stage can hold from a layer on, by the labels of each run; so many together that no pairing is large."""
+    """Yield what a stage can hold from a layer on, by the labels of runs; so many together that no pairing is large."""
     known_runs = ((end, known.get(int(bounds.runs.number[start, end]))) for end in bounds.problem.ends(stage, start))
     runs = [(end, labels) for end, labels in known_runs if labels is not None and len(labels.time_ps)]
     before = list(accumulate((len(labels.time_ps) for _, labels in runs), initial=0))
@@ -183,7 +183,7 @@ def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, 
 
 
 def _undominated(problem: Problem, labels: Prefix) -> Ints:
-    """Labels that no other of their layouts and class replaces: S with any choice of what else it raises is larger."""
+    """Return labels that no other of their layouts and class replaces: S with any choice of what it raises is more."""
     none = np.zeros_like(labels.total_ps)
     ways = [(slowest, exposed) for slowest in (none, labels.slowest_ps) for exposed in (none, labels.exposed_ps)]
     columns = [problem.closed_form.time(labels.total_ps, slowest, exposed) for slowest, exposed in ways]
@@ -192,7 +192,7 @@ def _undominated(problem: Problem, labels: Prefix) -> Ints:
 
 
 def _followed(problem: Problem, stage: int, position: Position) -> list[int]:
-    """The device groups that the next stage, number `stage`, can be on; -1 behind the last."""
+    """Return the device groups that the next stage, number `stage`, can be on; -1 behind the last."""
     if stage == problem.pp_size:
         return [-1]
     return [following for following, _ in problem.placements[stage].get(position, ())]
@@ -201,7 +201,7 @@ def _followed(problem: Problem, stage: int, position: Position) -> list[int]:
 def _appended(
     bounds: ConfigurationBounds, stage: int, at: At, labels: Prefix, where: _Where, runs: _Runs, source: int
 ) -> _Appended:
-    """Every label before a cut with every label of the stage that receives its layout, for one that comes next."""
+    """Return every label before a cut with every label of the stage that receives its layout, for one that follows."""
     problem, (position, group, following) = bounds.problem, where
     if stage == 0:
         parent, chosen = np.zeros(len(runs.time_ps), np.int64), np.arange(len(runs.time_ps))
@@ -232,7 +232,7 @@ def _appended(
 
 
 def _least(bounds: ConfigurationBounds, stage: int, position: Position, labels: Prefix, end: Ints) -> Numbers:
-    """What T is at least with what is still to come."""
+    """Return what T is at least with what is still to come."""
     form, rest = bounds.problem.closed_form, bounds.after[stage + 1][position]
     known = form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
     total = form.fill * labels.total_ps
@@ -244,7 +244,7 @@ def _least(bounds: ConfigurationBounds, stage: int, position: Position, labels: 
 
 
 _FEW_LABELS = 24
-"""Of each run, in a guess."""
+"""Labels kept of each run, in a guess."""
 
 
 class Found(NamedTuple):
@@ -262,20 +262,20 @@ class Pipeline:
 
     @property
     def relaxed_bound_ps(self) -> float:
-        """A quick lower bound on T."""
+        """Quick lower bound on T."""
         return self._relaxed.bound_ps(self._problem)
 
     @property
     def lower_ps(self) -> float:
-        """A lower bound on T."""
+        """Lower bound on T."""
         return ConfigurationBounds(self._problem, self._costs_of, rough=True).lower_ps
 
     def guess(self, below_ps: float) -> Found | None:
-        """The best plan with T < below_ps among a few labels of each step; None: there is none among them."""
+        """Return the best plan with T < below_ps among a few labels of each step; None: there is none among them."""
         return next(iter(solve_below(self._bounds, below_ps, 1, lambda made: None, _FEW_LABELS)), None)
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
-        """See the function."""
+        """Return the plans of the function `solve_below`."""
         return solve_below(self._bounds, below_ps, most, tick)
 
     @cached_property
@@ -286,7 +286,7 @@ class Pipeline:
 def solve_below(
     bounds: ConfigurationBounds, below_ps: float, most: int, tick: Callable[[int], None], max_labels: int | None = None
 ) -> tuple[Found, ...]:
-    """Plans with T < below_ps: the best one first and up to `most` in all, non-dominated ones; none: there is none.
+    """Return plans with T < below_ps, non-dominated: the best one first and up to `most` in all; none: there is none.
 
     With `max_labels` only so many of a run are extended, the most promising ones, and some thousands in all behind a
     stage: plans may be missed.

@@ -20,24 +20,24 @@ from shardwright_search.step.pareto import Ints, Numbers
 _NEVER_FITS = 2.0**52
 """Bytes: more than any device has."""
 Position = tuple[int, ...]
-"""What the stages so far take up, such as the number of ranks; all else that stages can be on follows from it."""
+"""Resources that the stages so far take up, such as ranks; all else that stages can be on follows from it."""
 Moves = Mapping[Position, tuple[tuple[int, Position], ...]]
 """Before a stage: the device groups it can be on, and the position behind it."""
 
 
 class Start(Enum):
-    """How a pipeline stage receives what its first layer works on."""
+    """Way in which a pipeline stage receives the input of its first layer."""
 
     FIRST = "first"
-    """It is the first stage: nothing is received."""
+    """The stage is the first: nothing is received."""
     REDISTRIBUTED = "redistributed"
-    """In the layout that the stage before, which is as wide, gives out; it is then changed to the first layer's."""
+    """Received in the output layout of the stage before, which is as wide, and then changed to the first layer's."""
     IN_PLACE = "in_place"
-    """In its first layer's own layout, from a stage of another width."""
+    """Received in the first layer's layout, from a stage of another width."""
 
     @classmethod
     def of_widths(cls, before: int, here: int) -> "Start":
-        """Of a stage so wide behind another."""
+        """Return how a stage so wide starts behind another."""
         return cls.REDISTRIBUTED if before == here else cls.IN_PLACE
 
 
@@ -57,17 +57,17 @@ class Options(NamedTuple):
     time_ps: Numbers
     """Forward and backward of one microbatch."""
     exposed_ps: Numbers
-    """What comes once a step: gradient sync as far as it is exposed, and the optimizer."""
+    """Time once a step: gradient sync as far as it is exposed, and the optimizer."""
     state_bytes: Numbers
-    """Held all step long."""
+    """Bytes held all step long."""
     late_bytes: Numbers
-    """Held from the layer's own first backward pass on: gradients."""
+    """Bytes held from the layer's first backward pass on: gradients."""
     sum_bytes: Numbers
-    """Held from the second backward pass on, in which the late bytes come anew: gradients of microbatches before."""
+    """Bytes held from the second backward pass on, which makes the late bytes anew: gradients of passes before."""
     activation_bytes: Numbers
-    """Of one microbatch in flight."""
+    """Bytes of one microbatch in flight."""
     workspace_bytes: Numbers
-    """Held for a moment, in the layer's own forward or backward pass."""
+    """Bytes held for a moment, in the layer's own forward or backward pass."""
     input_layout: Ints
     """Number of the layout the layer works in; of the embedding the class that ties tell apart."""
     output_layout: Ints
@@ -75,26 +75,26 @@ class Options(NamedTuple):
 
     @classmethod
     def none(cls, layout: int) -> "Options":
-        """For a type that is in no stage of a device group: one option, which never fits."""
+        """Return one option that never fits, for a type that is in no stage of a device group."""
         zero, number = np.zeros(1), np.array([layout])
         return cls(zero, zero, np.array([_NEVER_FITS]), zero, zero, zero, zero, number, number)
 
     def take(self, rows: Ints | int) -> "Options":
-        """Some of the options."""
+        """Return some of the options."""
         return Options._make(column[rows] for column in self)
 
     def memory(self, parts: Sequence[Phase]) -> LayerMemory:
-        """What each holds in each phase."""
+        """Return what each option holds in each phase."""
         gradients = self.late_bytes, self.sum_bytes
         return layer_memory(parts, self.state_bytes, *gradients, self.activation_bytes, self.workspace_bytes)
 
     @property
     def renewed_bytes(self) -> Numbers:
-        """Of the late bytes those that come anew in every backward pass."""
+        """Late bytes that come anew in every backward pass."""
         return np.where(self.sum_bytes > 0, self.late_bytes, 0.0)
 
     def cost(self, weights: tuple[float, float]) -> Numbers:
-        """A sum of A and U with these weights."""
+        """Return a sum of A and U with these weights."""
         return weights[0] * self.time_ps + weights[1] * self.exposed_ps
 
 
@@ -102,17 +102,17 @@ class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Costs on the ranks of one kind of pipeline stage: node type, width, and how its ranks lie on the nodes."""
 
     options: tuple[Options, ...]
-    """By type number."""
+    """Strategies by type number."""
     redistribution_ps: Numbers
     """[types, layouts, layouts]: outputs of that type from a layout to another, forward and backward together."""
     budget_bytes: int
-    """Of one rank, without the process's own memory."""
+    """Budget of one rank, without the process's memory."""
     width: int = 1
     """Ranks of a stage. Those of equal width share layouts, and no others do."""
 
     @cached_property
     def keeps_sums(self) -> bool:
-        """Whether some option keeps gradients of earlier microbatches beside those of the last."""
+        """True where some option keeps gradients of earlier microbatches beside those of the last."""
         return any(bool(o.sum_bytes.any()) for o in self.options)
 
 
@@ -128,24 +128,26 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Type number of each, the embedding's first and the head's last: either may be alone in its stage."""
     device_groups: tuple[DeviceGroup, ...]
     placements: tuple[Moves, ...]
-    """By pipeline stage; only what leaves room for all later stages."""
+    """Placements by pipeline stage that leave room for all later stages."""
     sends_ps: Mapping[Cut, Numbers]
     """[types, layouts given, layouts received]: handing over outputs of that type, one way; infinity: it cannot be.
 
     The same array for cuts that are alike, of which there may be very many.
     """
     in_flight: tuple[int, ...]
-    """By pipeline stage."""
+    """Microbatches in flight by pipeline stage."""
     num_microbatches: int
     closed_form: ClosedForm
-    """Of T, in whole times."""
+    """Coefficients of T, whole numbers."""
     boundary_bytes: Numbers
     """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
     tie_ps: Numbers
     """[classes of the embedding, classes of the head]: what tied parameters cost once a step."""
     weights: tuple[int, ...] | None = None
-    """Of a stage on each device group: the sum over its ranks of a positive number that is the same for all of a node
-    type; None: 1 each. Bounds are the tightest where it is the type's speed.
+    """Weight of a stage on each device group; None: the number of its ranks.
+
+    It is the sum over its ranks of a positive number that is the same for all of a node type. Bounds are the tightest
+    where it is the type's speed.
     """
 
     @property
@@ -159,16 +161,16 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return int(self.device_groups[0].redistribution_ps.shape[1])
 
     def phases(self, stage: int) -> tuple[Phase, ...]:
-        """When a pipeline stage may hold the most."""
+        """Return the phases in which a pipeline stage may hold the most."""
         return phases(self.in_flight[stage], self.num_microbatches, self.keeps_sums)
 
     @cached_property
     def keeps_sums(self) -> bool:
-        """Whether some option keeps gradients of earlier microbatches beside those of the last."""
+        """True where some option keeps gradients of earlier microbatches beside those of the last."""
         return any(group.keeps_sums for group in self.device_groups)
 
     def objectives(self, time_ps: Numbers, exposed_ps: Numbers) -> list[Numbers]:
-        """The numbers in which one way to treat a stage must be no worse to replace another.
+        """Return the numbers in which one way to treat a stage must be no worse to replace another.
 
         With one stage that is T. With several, taking (A, U) for (A', U') with A <= A' lowers the sum of times by
         A' - A, raises no largest time, and raises the largest U by at most (U - U')+: it never hurts if the sum of A
@@ -181,7 +183,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def positions(self) -> tuple[dict[Position, tuple[int, ...]], ...]:
-        """Before each stage and behind the last: the positions, and the device groups that the stage before is on."""
+        """Positions before each stage and behind the last, each with the device groups that the stage before is on."""
         levels: list[dict[Position, tuple[int, ...]]] = [dict.fromkeys(self.placements[0], (-1,))]
         for moves in self.placements:
             behind: dict[Position, dict[int, None]] = {}
@@ -193,21 +195,21 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def start_position(self) -> Position:
-        """Before the first stage."""
+        """Position before the first stage."""
         return next(iter(self.placements[0]))
 
     @cached_property
     def relative_widths(self) -> tuple[float, ...]:
-        """By device group: a stage's ranks over the mean of all stages, so that these are 1 on average in any plan."""
+        """Ranks of a stage on each device group over the mean of all stages: 1 on average in any plan."""
         return self._over_mean([group.width for group in self.device_groups])
 
     @cached_property
     def relative_weights(self) -> tuple[float, ...]:
-        """By device group: a stage's ranks, each with its weight, over the mean: likewise 1 on average in any plan."""
+        """Weighted ranks of a stage on each device group over the mean of all stages: 1 on average in any plan."""
         return self._over_mean(self.weights or [group.width for group in self.device_groups])
 
     def _over_mean(self, sizes: Sequence[float]) -> tuple[float, ...]:
-        """Sizes of a stage on each group, which add up to the same in any plan, over the mean of a plan's stages."""
+        """Return sizes of a stage on each group, which add up to the same in any plan, over the mean of its stages."""
         position, total = self.start_position, 0.0
         for moves in self.placements:
             group, position = moves[position][0]
@@ -226,7 +228,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether its device groups share several pools, such as node types."""
+        """True where the device groups share several pools, such as node types."""
         return len(self.start_position) > 1
 
     @cached_property
@@ -240,7 +242,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def least_sends_ps(self) -> tuple[dict[tuple[int, int], float], ...]:
-        """By cut: the least that handing over takes from a device group to another."""
+        """Least that handing over takes from a device group to another, by cut."""
         least = self.least_send_ps
         cuts: list[dict[tuple[int, int], float]] = []
         for stage in range(1, self.pp_size):
@@ -254,42 +256,42 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(cuts)
 
     def groups_of(self, stage: int) -> tuple[int, ...]:
-        """The device groups that a pipeline stage can be on."""
+        """Return the device groups that a pipeline stage can be on."""
         return tuple(sorted({group for moves in self.placements[stage].values() for group, _ in moves}))
 
     def start(self, before: int, group: int) -> Start:
-        """How a stage on a device group receives its input behind one on another; -1: it is the first."""
+        """Return how a stage on a device group receives its input behind one on another; -1: it is the first."""
         if before < 0:
             return Start.FIRST
         return Start.of_widths(self.device_groups[before].width, self.device_groups[group].width)
 
     def ends(self, stage: int, start: int) -> range:
-        """Where a pipeline stage that starts at layer `start` can end, so that each stage gets a layer."""
+        """Return where a pipeline stage that starts at layer `start` can end, so that each stage gets a layer."""
         total, later = len(self.layers), self.pp_size - 1 - stage
         return range(start + 1, total - later + 1) if later else range(total, total + (start < total))
 
 
 class Solution(NamedTuple):
-    """One plan of a configuration."""
+    """A plan of a configuration."""
 
     ends: tuple[int, ...]
     """The layer after the last of each pipeline stage."""
     options: tuple[int, ...]
     """The option of each layer."""
     device_groups: tuple[int, ...]
-    """Of each pipeline stage."""
+    """Device group of each pipeline stage."""
 
 
 class Price(NamedTuple):
-    """What a plan costs."""
+    """Cost of a plan."""
 
     objective_ps: int
     memory_bytes: tuple[int, ...]
-    """By pipeline stage, without the process's own memory."""
+    """Bytes of a rank by pipeline stage, without the process's memory."""
 
 
 def price(problem: Problem, solution: Solution) -> Price:
-    """T and memory of one plan, added up layer by layer."""
+    """Return T and memory of one plan, added up layer by layer."""
     numbers, position = solution.device_groups, problem.start_position
     time, exposed, memory = np.zeros(problem.pp_size), np.zeros(problem.pp_size), list[int]()
     before, layout = 0, 0

@@ -34,13 +34,13 @@ class Stages(NamedTuple):
     layers: tuple[int, ...]
     """Type numbers."""
     groups: tuple[DeviceGroup, ...]
-    """That stages may be on."""
+    """Groups that stages may be on."""
     widths: tuple[float, ...]
     """Ranks of a stage over the mean of all stages, by device group."""
     weights: tuple[Weights, ...]
     """The third of `weightings`, of A and U, by device group."""
     in_flight: int
-    """In the stage with the fewest."""
+    """Microbatches in flight in the stage with the fewest."""
     budget_bytes: float
     """The budget of all stages together, a rank of each times its relative width."""
 
@@ -52,7 +52,7 @@ class Relaxed:
         self._dual = lru_cache(_MAX_RECENT)(_dual)
 
     def bound_ps(self, problem: Problem) -> float:
-        """With what sends and ties take at least."""
+        """Return a lower bound on T, with what sends and ties take at least."""
         p, groups = problem.pp_size, problem.device_groups
         weights = tuple(weightings(problem, group)[2] for group in range(len(groups)))
         budgets = [group.budget_bytes * width for group, width in zip(groups, problem.relative_widths, strict=True)]
@@ -64,7 +64,7 @@ class Relaxed:
         return least + min(weights)[0] * sends + float(problem.tie_ps.min())
 
     def least_ps(self, stages: Stages) -> float:
-        """T >= sum of (1 + (m - 1) w) A + w U over all stages, at least over all layers with all memory together.
+        """Return a lower bound on T: the sum of (1 + (m - 1) w) A + w U over all layers, with all memory together.
 
         w: a stage's share of the ranks, by their weights. Every layer counts the activations of as many microbatches as
         the stage with the fewest in flight.
@@ -75,7 +75,7 @@ class Relaxed:
 
 
 def lean(options: Options) -> Options:
-    """Those that no other replaces in the bound, whatever the weights and the microbatches in flight."""
+    """Return the options that no other replaces in the bound, whatever the weights and the microbatches in flight."""
     columns = options.time_ps, options.exposed_ps, options.state_bytes, options.activation_bytes
     return options.take(np.sort(non_dominated(np.stack(columns, 1), np.zeros(len(options.time_ps), np.int64))))
 
@@ -83,7 +83,7 @@ def lean(options: Options) -> Options:
 def _dual(
     groups: tuple[DeviceGroup, ...], widths: tuple[float, ...], weights: tuple[Weights, ...], in_flight: int
 ) -> Dual:
-    """The bound where every layer may be on any group, with the group's weights and so many microbatches in flight.
+    """Return the bound where every layer may be on any group, with the group's weights and so many in flight.
 
     Its memory is that of a rank times the relative width of its stage.
     """
@@ -103,7 +103,7 @@ class OnType(NamedTuple):
 
     stages: int
     groups: tuple[DeviceGroup, ...]
-    """That each may be on."""
+    """Groups that each may be on."""
     send_ps: float
     """The least that handing over takes at either end of one."""
 
@@ -123,18 +123,18 @@ class _Least(NamedTuple):
     largest: Numbers
     """[blocks]: Z of a stage with so many blocks or more, from one on; ascending, infinity: there is none."""
     largest_with_head: Numbers
-    """[blocks + 1]: likewise of one that ends with the head, from none on."""
+    """[blocks + 1]: Z of a stage that ends with the head, from none on."""
     embedding: float
     """A of the embedding alone."""
     head: float
     """A of the head alone."""
 
     def most(self, bands: Numbers, sends_ps: float) -> Ints:
-        """[bands]: the blocks of a stage whose Z, with what sends add to it, is no more."""
+        """Return how many blocks a stage can hold whose Z, with what sends add to it, is no more [bands]."""
         return np.searchsorted(self.largest + sends_ps, bands, side="right")
 
     def most_with_head(self, bands: Numbers, sends_ps: float) -> Ints:
-        """[bands]: the blocks of a stage that ends with the head; -1: it cannot hold that."""
+        """Return how many blocks a stage can hold that ends with the head [bands]; -1: it cannot hold that."""
         return np.searchsorted(self.largest_with_head + sends_ps, bands, side="right") - 1
 
 
@@ -147,7 +147,7 @@ class Counted:
     def least_ps(
         self, layers: tuple[int, ...], on_types: Sequence[OnType], parts: tuple[Phase, ...], form: ClosedForm
     ) -> float:
-        """T >= sum of A + max Z, ties aside; `parts`: phases that every stage goes through, or exceeds."""
+        """Return a lower bound on sum of A + max Z, ties aside, in phases that each stage goes through, or exceeds."""
         each = [self._least(layers, on_type.groups, parts, form) for on_type in on_types]
         sends = [on_type.send_ps * form.steady for on_type in on_types]
         bands = _bands(each, sends)
@@ -197,7 +197,7 @@ class Counted:
 
 
 def _bands(each: Sequence[_Least], sends_ps: Sequence[float]) -> Numbers:
-    """Every largest Z that changes how many blocks a stage can hold, ascending."""
+    """Return every largest Z that changes how many blocks a stage can hold, ascending."""
     columns = [
         column + send
         for least, send_ps in zip(each, sends_ps, strict=True)
@@ -208,7 +208,7 @@ def _bands(each: Sequence[_Least], sends_ps: Sequence[float]) -> Numbers:
 
 
 def _cheapest(a_block: Numbers, lower: Numbers, upper: Numbers, blocks: int) -> Numbers:
-    """The least sum of A [bands] of so many blocks, of which each type [types, bands] holds some and no more."""
+    """Return the least sum of A [bands] of so many blocks, of which each type [types, bands] holds some and no more."""
     order = np.argsort(a_block, axis=0)
     least = np.broadcast_to(lower, a_block.shape)
     a, least, room = (np.take_along_axis(column, order, 0) for column in (a_block, least, upper - lower))

@@ -17,7 +17,7 @@ _ROUNDING = 1e-9
 
 
 def rounded_down(cost: Numbers) -> Numbers:
-    """A bound that rounding cannot have lifted above the cost it bounds."""
+    """Return a bound that rounding cannot have lifted above the cost it bounds."""
     return cost * (1 - _ROUNDING) - 1
 
 
@@ -28,7 +28,7 @@ class Polyline(NamedTuple):
     cost: Numbers
 
     def at(self, left: Numbers) -> Numbers:
-        """Of several amounts of memory; infinity where the layers do not fit."""
+        """Return the least cost within amounts of memory; infinity where the layers do not fit."""
         return np.interp(left, self.memory, self.cost, left=np.inf)
 
 
@@ -44,17 +44,17 @@ class Dual:
         self._least_memory = np.array([points[0, 0] for points in self._hulls])
 
     def runs(self, counts: Numbers, left: Numbers) -> Numbers:
-        """Of runs with so many layers of each type [runs, types] and memory `left` [runs]; infinity: none fits."""
+        """Return bounds of runs with layers of each type [runs, types] and memory `left` [runs]; infinity: no fit."""
         value = (counts @ self._least_cost - left[:, None] * self._prices).max(1)
         return np.where(counts @ self._least_memory <= left, rounded_down(value), np.inf)
 
     def prices(self, counts: Numbers, left: float, most: int) -> Numbers:
-        """Of a byte: that which bounds a run with so many layers of each type most, and those around it."""
+        """Return the price of a byte that bounds a run with so many layers of each type most, and those around it."""
         best = int((counts @ self._least_cost - left * self._prices).argmax())
         return self._prices[max(0, best - most // 2) : best + most // 2 + 1]
 
     def cheapest(self, counts: Numbers, ways: Iterable[tuple[float, float]]) -> Numbers:
-        """Of runs as in `runs`, each in the cheapest of several ways, which cost something and leave some memory."""
+        """Return the bounds of `runs`, each in the cheapest of several ways, which cost something and leave memory."""
         least, cost, memory = np.full(len(counts), np.inf), counts @ self._least_cost, counts @ self._least_memory
         for more, left in ways:
             value = more + rounded_down((cost - left * self._prices).max(1))
@@ -62,7 +62,7 @@ class Dual:
         return least
 
     def polyline(self, counts: Sequence[int]) -> Polyline:
-        """Of so many layers of each type."""
+        """Return the least cost of so many layers of each type over their memory."""
         edges: list[tuple[float, float, float]] = []
         start = np.zeros(2)
         for count, corners in zip(counts, self._hulls, strict=True):

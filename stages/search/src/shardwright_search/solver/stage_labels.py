@@ -1,4 +1,4 @@
-"""All ways worth keeping to give options to the layers of one pipeline stage.
+"""The ways worth keeping to give options to the layers of one pipeline stage.
 
 A label is one way to treat a run of layers: its time A, exposed time U, memory, the layout it receives and the one it
 gives out. A label is dropped only if it exceeds the budget, if bounds show
@@ -41,15 +41,15 @@ class Labels(NamedTuple):
 
     @property
     def memory(self) -> StageMemory:
-        """What the layers so far hold."""
+        """Memory that the layers so far hold."""
         return StageMemory(self.resident, self.peak)
 
     def take(self, rows: Ints) -> "Labels":
-        """Some of the labels."""
+        """Return some of the labels."""
         return Labels._make((*(column[rows] for column in self[:-1]), self.behind))
 
     def options_of(self, label: int) -> tuple[int, ...]:
-        """The option of each layer under a label."""
+        """Return the option of each layer under a label."""
         options: list[int] = []
         labels: Labels | None = self
         while labels is not None and labels.behind is not None:
@@ -66,7 +66,7 @@ def stage_labels(
     tick: Callable[[int], None],
     max_labels: int | None = None,
 ) -> dict[int, Labels]:
-    """By run, the labels of every target worth being a whole stage, where memory no longer matters.
+    """Return, by run, the labels of every target worth being a whole stage, where memory no longer matters.
 
     `tick` is called between steps and may raise to stop. With `max_labels` no more of a run are extended.
     """
@@ -82,7 +82,7 @@ Reachable = list[tuple[Run, Target]]
 
 
 class _Stage:
-    """What is the same for all labels of a stage kind, and the labels of whole runs found so far."""
+    """Facts shared by all labels of a stage kind, and the labels of whole runs found so far."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _Stage:
         self.found: dict[int, Labels] = {}
 
     def start(self, before: int) -> Labels:
-        """One label for each layout that the outputs of the layer before, of type `before`, can be received in."""
+        """Return one label for each layout in which the outputs of a layer of type `before` can be received."""
         is_first = self._start is Start.FIRST
         layouts = np.zeros(1, np.int64) if is_first else self._layouts
         received = np.zeros(1) if is_first else self.problem.boundary_bytes[before][layouts]
@@ -122,7 +122,7 @@ class _Stage:
             waiting += reversed(list(self._branches(*waiting.pop())))
 
     def _branches(self, labels: Labels, depth: int, reachable: Reachable) -> Iterator[tuple[Labels, int, Reachable]]:
-        """The labels of runs that are over are found; of the others those with one layer more, by its type."""
+        """Keep the labels of runs that are over; return those with one layer more of the others, by its type."""
         self._tick(len(labels.time_ps))
         onward = []
         for run, target in reachable:
@@ -142,7 +142,7 @@ class _Stage:
                 yield following, depth + 1, group
 
     def whole(self, labels: Labels, run: Run, target: Target) -> Labels:
-        """The labels of a whole stage that stay below the target's caps, and of which none replaces another."""
+        """Return the labels of a whole stage that stay below the target's caps, and of which none replaces another."""
         below = np.ones(len(labels.time_ps), bool)
         for (time, exposed), cap in zip(self.weights, target.caps[self.capped], strict=True):
             below &= time * labels.time_ps + exposed * labels.exposed_ps < cap
@@ -152,7 +152,7 @@ class _Stage:
         return self._undominated(labels.take(np.flatnonzero(below)), [])
 
     def following(self, labels: Labels, rows: Ints, before: int, kind: int, reachable: Reachable, depth: int) -> Labels:
-        """Every label with every option of the next layer, as far as some target can still be reached."""
+        """Return every label with every option of the next layer, as far as some target can still be reached."""
         options = self.costs.options[kind]
         parent, option = pairs(rows, len(options.time_ps))
         if depth == 0 and self._start is Start.IN_PLACE:
@@ -182,7 +182,7 @@ class _Stage:
         return self._undominated(following, memory)
 
     def worth_extending(self, labels: Labels, before: int) -> Ints:
-        """The labels that none of another layout replaces after paying for the redistribution to theirs."""
+        """Return the labels that none of another layout replaces after paying for the redistribution to theirs."""
         moves = self.costs.group.redistribution_ps[before]
         rows = np.arange(len(labels.time_ps))
         if len(rows) <= _FEW or not self._triangular[before]:
@@ -201,13 +201,13 @@ class _Stage:
         return np.flatnonzero(alive)
 
     def _undominated(self, labels: Labels, memory: list[Numbers]) -> Labels:
-        """Those that no other of the same layouts matches or beats in the objectives and in these columns."""
+        """Return the labels that no other of their layouts matches or beats in the objectives and in these columns."""
         columns = [*self.problem.objectives(labels.time_ps, labels.exposed_ps), *memory]
         key = labels.received_layout * self.num_layouts + labels.output_layout
         return labels.take(np.sort(non_dominated(np.stack(columns, 1), key)))
 
     def _reaching(self, labels: Labels, rests: Sequence[tuple[tuple[int, ...], tuple[float, ...]]]) -> Ints:
-        """The labels that fit, and that by the bounds on the rest of some target can stay within its caps."""
+        """Return the labels that fit, and that by the bounds on the rest of some target can stay within its caps."""
         fitting = labels.peak.max(1) <= self.costs.group.budget_bytes
         keep, least = np.zeros(len(fitting), bool), np.full(len(fitting), np.inf)
         for rest, caps in rests:
@@ -226,5 +226,5 @@ class _Stage:
 
 
 def _triangular(moves: Numbers) -> bool:
-    """Whether no detour over a third layout is cheaper."""
+    """Return whether no detour over a third layout is cheaper."""
     return bool((moves[:, None, :] <= moves[:, :, None] + moves[None, :, :]).all())

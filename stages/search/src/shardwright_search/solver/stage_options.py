@@ -1,4 +1,4 @@
-"""What a device group does to a problem's options in the phases of a stage: useful ones, memory, and lower bounds.
+"""Options of a problem on a device group in the phases of a stage: useful ones, memory, and lower bounds.
 
 The bounds are of runs of neighbouring layers, equal ones told once.
 """
@@ -52,7 +52,7 @@ class Runs(NamedTuple):
 
 
 def pivot_of(layers: Sequence[int], head: int) -> tuple[int | None, int]:
-    """Where the last layer of a run is, if it is at the end or right before the head, and what is behind it or -1."""
+    """Return where the last layer of a run is, if at the end or right before the head, and what is behind it or -1."""
     if layers[-1] != head:
         return len(layers) - 1, -1
     return (len(layers) - 2, head) if len(layers) > 1 else (None, -1)
@@ -60,7 +60,7 @@ def pivot_of(layers: Sequence[int], head: int) -> tuple[int | None, int]:
 
 @lru_cache(maxsize=8)
 def runs_of(layers: tuple[int, ...]) -> Runs:
-    """The runs of a chain; they depend on nothing else."""
+    """Return the runs of a chain; they depend on nothing else."""
     total = len(layers)
     number = np.full((total + 1, total + 1), -1)
     known: dict[Run, int] = {}
@@ -89,11 +89,11 @@ _FEW_LAYERS = 2
 _FEW_PLANS = 5_000
 
 Weights = tuple[float, float]
-"""Of A and U in a cost."""
+"""Weights of A and U in a cost."""
 
 
 def weightings(problem: Problem, group: int) -> tuple[Weights, Weights, Weights]:
-    """The costs that are bounded: time; what the slowest stage adds to T; T if all stages took the mean.
+    """Return the costs that are bounded: time; what the slowest stage adds to T; T if all stages took the mean.
 
     The mean is by ranks: as a wide stage does its layers in less time, ranks times time says more than time alone.
     """
@@ -121,11 +121,11 @@ class Measure(NamedTuple):
 
     share: float
     memory: tuple[Numbers, ...]
-    """By type [options]."""
+    """Bytes by type [options]."""
     first: Numbers
-    """By type: the least that the first layer adds."""
+    """Least that the first layer adds, by type."""
     last: Numbers
-    """By type: the least that the last layer adds."""
+    """Least that the last layer adds, by type."""
 
 
 class Pivot(NamedTuple):
@@ -136,7 +136,7 @@ class Pivot(NamedTuple):
 
     cost: Numbers
     memory: Numbers
-    """What the measure of all that is resident counts, and the workspace at the end of the run."""
+    """Bytes that the measure of all that is resident counts, with the workspace at the end of the run."""
 
 
 class GroupCosts:
@@ -153,7 +153,7 @@ class GroupCosts:
 
     @cached_method
     def least(self, layers: tuple[int, ...], weights: Weights) -> Numbers:
-        """A lower bound on the cost of every run [runs], without redistribution and sends; infinity: none fits."""
+        """Return a lower bound on the cost of each run [runs], without redistribution and sends; infinity: no fit."""
         runs = runs_of(layers)
         least = self._least_with_pivot(runs, weights)
         for measure, dual in zip(self.measures[1:], self._duals(weights)[1:], strict=True):
@@ -167,7 +167,7 @@ class GroupCosts:
         return least
 
     def least_rest(self, weights: Weights, rest: tuple[int, ...], resident: Numbers, peak: Numbers) -> Numbers:
-        """What the layers still to come cost at least after labels that hold so much in the first phase [labels]."""
+        """Return the least cost of the layers to come after labels that hold so much in the first phase [labels]."""
         budget, lines = self.group.budget_bytes, self._lines(weights, rest)
         at, behind = pivot_of(rest, self._head)
         if at is None:
@@ -182,18 +182,18 @@ class GroupCosts:
 
     @property
     def _head(self) -> int:
-        """The last type is the head's: types are numbered in the order of the layers."""
+        """Number of the head's type, the last: types are numbered in the order of the layers."""
         return len(self.options) - 1
 
     @cached_method
     def _duals(self, weights: Weights) -> tuple[Dual, ...]:
-        """One bound for each measure of memory."""
+        """Return one bound for each measure of memory."""
         costs = [options.cost(weights) for options in self.options]
         return tuple(Dual(costs, measure.memory) for measure in self.measures)
 
     @cached_method
     def _lines(self, weights: Weights, rest: tuple[int, ...]) -> tuple[Polyline, ...]:
-        """The least cost of the layers to come by their memory, for each measure; in the first without the pivot."""
+        """Return the least cost of the layers to come by their memory, for each measure; the first lacks the pivot."""
         before = rest[: pivot_of(rest, self._head)[0]]
         counted = [before, *(rest for _ in self.measures[1:])]
         return tuple(
@@ -214,7 +214,7 @@ class GroupCosts:
 
     @cached_method
     def _pivot(self, weights: Weights, kind: int, behind: int) -> Pivot:
-        """Of a block's type; `behind` is the type of the one layer behind it, or -1."""
+        """Return the pivot of a block's type; `behind` is the type of the one layer behind it, or -1."""
         cost, held, measure = self.options[kind].cost(weights), self._first_phase[kind], self.measures[0].memory
         end = held.late + held.workspace
         memory = measure[kind] + end
@@ -227,7 +227,7 @@ class GroupCosts:
         return Pivot(cost[rows], memory[rows])
 
     def _measure(self, share: float) -> Measure:
-        """Of the first phase."""
+        """Return a measure of the first phase."""
         memory = tuple(o.static + share * o.activation + (1 - share) * o.late for o in self._first_phase)
         first = [(1 - share) * (o.activation + o.workspace).min() for o in self._first_phase]
         last = [share * (o.late + o.workspace).min() for o in self._first_phase]
@@ -235,7 +235,7 @@ class GroupCosts:
 
     @cached_method
     def _enumerated(self, layers: tuple[int, ...]) -> tuple[Numbers, Numbers] | None:
-        """A and U of every choice of a short run that fits in the first phase, layouts aside; None: they are too many.
+        """Return A and U of every choice of a short run that fits in the first phase, layouts aside; None: too many.
 
         The linear programme is loose there.
         """
@@ -256,7 +256,7 @@ def _weighted(weights: Weights, time: Numbers, exposed: Numbers) -> Numbers:
 
 
 def _useful(options: Options, parts: tuple[Phase, ...]) -> Ints:
-    """Options that no other of the same layouts replaces: memory, time and U are no less."""
+    """Return options that no other of the same layouts replaces: memory, time and U are no less."""
     memory = options.memory(parts)
     peak, end = memory.static + memory.late, memory.static + memory.activation
     columns = [options.time_ps, options.time_ps + options.exposed_ps]

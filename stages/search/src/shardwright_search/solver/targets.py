@@ -1,4 +1,4 @@
-"""What a search compares: configurations that can be solved, their scores, and what is found and known in the end."""
+"""Objects that a search compares: configurations that can be solved, their scores, plans and bounds."""
 
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -11,20 +11,20 @@ class Solvable(Protocol):
 
     @property
     def relaxed_bound_ps(self) -> float:
-        """A quick lower bound on T."""
+        """Quick lower bound on T."""
         ...
 
     @property
     def lower_ps(self) -> float:
-        """A lower bound on T."""
+        """Lower bound on T."""
         ...
 
     def guess(self, below_ps: float) -> Found | None:
-        """A good plan with T < below_ps, found with little work; None: none was found."""
+        """Return a good plan with T < below_ps, found with little work; None: none was found."""
         ...
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
-        """As `partition.solve_below`."""
+        """Return plans with T < below_ps, as `partition.solve_below` does."""
         ...
 
 
@@ -39,11 +39,11 @@ class Target(NamedTuple, Generic[C]):
     scale: float
 
     def score(self, time_ps: float) -> float:
-        """What is minimised."""
+        """Return the score, which is minimised."""
         return (time_ps + self.offset_ps) * self.scale
 
     def time_ps(self, score: float) -> float:
-        """The T of a score."""
+        """Return the T of a score."""
         return score / self.scale - self.offset_ps
 
 
@@ -56,7 +56,7 @@ class Best(NamedTuple, Generic[C]):
 
 
 class Optimum(NamedTuple, Generic[C]):
-    """What the search knows in the end."""
+    """Knowledge of a search in the end."""
 
     best: Best[C] | None
     near: tuple[Best[C], ...]

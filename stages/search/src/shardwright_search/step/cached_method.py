@@ -23,7 +23,7 @@ class cached_method(Generic[S, P, R]):
     @overload
     def __get__(self, instance: S, owner: type) -> Callable[P, R]: ...
     def __get__(self, instance: Any, owner: type) -> Any:
-        """The remembering method; the object finds it by itself from the second time on."""
+        """Return the remembering method; the object has it by itself from the second time on."""
         if instance is None:
             return self
         return instance.__dict__.setdefault(self._name, cache(partial(self._method, instance)))

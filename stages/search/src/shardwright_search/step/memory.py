@@ -31,13 +31,13 @@ class Phase(NamedTuple):
 
     in_flight: int
     late: bool = False
-    """Whether what this backward pass makes comes layer by layer, and is not all there from the start."""
+    """True where what this backward pass makes comes layer by layer, and is not all there from the start."""
     summed: bool = True
-    """Whether gradients of earlier backward passes are there: summed up in place, or beside what the last one made."""
+    """True where gradients of earlier backward passes are there, summed in place or beside what the last one made."""
 
 
 def phases(in_flight: int, num_microbatches: int, keeps_sums: bool = False) -> tuple[Phase, ...]:
-    """When a stage with that many microbatches in flight may hold the most; `keeps_sums`: some layer keeps sums.
+    """Return when a stage with that many microbatches in flight may hold the most; `keeps_sums`: some layer keeps sums.
 
     Where all microbatches are in flight before the first backward pass, that pass has them all but makes the gradients
     only now; the passes after it have one less. With one microbatch more, there is one forward pass with the gradients
@@ -52,7 +52,7 @@ def phases(in_flight: int, num_microbatches: int, keeps_sums: bool = False) -> t
 
 
 def min_phases(in_flight: int, num_microbatches: int, keeps_sums: bool) -> tuple[Phase, ...]:
-    """A phase that every stage goes through, or exceeds, that has so many microbatches in flight or more."""
+    """Return a phase that every stage goes through, or exceeds, that has so many microbatches in flight or more."""
     if in_flight == num_microbatches:
         return phases(in_flight, num_microbatches, keeps_sums)
     return (Phase(in_flight, late=keeps_sums),)
@@ -62,16 +62,16 @@ class LayerMemory(NamedTuple):
     """Bytes of a layer [options, phases]."""
 
     static: Numbers
-    """All phase long."""
+    """Bytes all phase long."""
     late: Numbers
-    """From the layer's own work on."""
+    """Bytes from the layer's work on."""
     activation: Numbers
     """Activations of the microbatch on its way."""
     workspace: Numbers
-    """In the layer's own forward or backward pass."""
+    """Bytes in the layer's forward or backward pass."""
 
     def take(self, rows: Ints | int) -> "LayerMemory":
-        """Some of the options."""
+        """Return some of the options."""
         return LayerMemory._make(column[rows] for column in self)
 
 
@@ -99,16 +99,16 @@ class StageMemory(NamedTuple):
     """Bytes of a stage's layers so far [labels, phases]."""
 
     resident: Numbers
-    """At the end, the activations of the last microbatch included."""
+    """Bytes at the end, the activations of the last microbatch included."""
     peak: Numbers
     """The most so far, with the late gradients."""
 
     def take(self, rows: Ints | int) -> "StageMemory":
-        """Some of the labels."""
+        """Return some of the labels."""
         return StageMemory(self.resident[rows], self.peak[rows])
 
     def then(self, layer: LayerMemory) -> "StageMemory":
-        """With one more layer behind."""
+        """Return the memory with one more layer behind."""
         moment = self.resident + layer.activation + layer.workspace
         return StageMemory(
             self.resident + layer.static + layer.activation, layer.static + layer.late + np.maximum(self.peak, moment)
@@ -116,7 +116,7 @@ class StageMemory(NamedTuple):
 
 
 def no_layers(parts: Sequence[Phase], received: ArrayLike) -> StageMemory:
-    """Before the first layer: what was received of the microbatches, of one so many bytes.
+    """Return the memory before the first layer: what was received of the microbatches, of one so many bytes.
 
     Beside those in flight are the gradient of one, and what comes for the next pass while this one computes.
     """
@@ -138,13 +138,13 @@ class Moment(NamedTuple):
     chunk: int
     """The chunk that is worked on."""
     in_flight: tuple[int, ...]
-    """By chunk: the microbatches whose activations are held, without the one on its way."""
+    """Microbatches by chunk whose activations are held, without the one on its way."""
     freed: tuple[int, ...]
-    """By chunk: those of these microbatches whose outputs the next stage is known to have received."""
+    """Microbatches among these by chunk whose outputs the next stage is known to have received."""
     made: tuple[bool, ...]
-    """By chunk: whether its gradients are there, because it has been through a backward pass before."""
+    """True for each chunk whose gradients are there, because it has been through a backward pass before."""
     makes: bool
-    """Whether this is the first backward pass of the chunk worked on."""
+    """True in the first backward pass of the chunk worked on."""
 
 
 def moments(

@@ -15,17 +15,17 @@ Ints = NDArray[np.int64]
 
 _BLOCK = 256
 _SWEPT = 100_000
-"""So many pairs of rows are not compared one by one where a sweep does."""
+"""Pairs of rows from which on a sweep takes the place of comparing them one by one."""
 _EARLIER = np.triu(np.ones((_BLOCK, _BLOCK), bool), 1)
 
 
 def pairs(rows: Ints, count: int) -> tuple[Ints, Ints]:
-    """Every row with each of so many options: the row and the option of each pair."""
+    """Return every row with each of so many options: the row and the option of each pair."""
     return np.repeat(rows, count), np.tile(np.arange(count), len(rows))
 
 
 def non_dominated(columns: NDArray[Any], key: Ints) -> Ints:
-    """Indices of the rows of `columns` [rows, columns] that no other row of the same `key` [rows] matches or beats.
+    """Return indices of the rows of `columns` [rows, columns] that no other row of the same `key` [rows] beats.
 
     A row is beaten by one that is no larger in any column; of equal rows the first is kept. The answer is in ascending
     order of (key, columns).
@@ -47,7 +47,7 @@ def non_dominated(columns: NDArray[Any], key: Ints) -> Ints:
 
 
 def _front(rows: NDArray[Any]) -> Ints:
-    """Indices of the non-dominated rows, which are sorted lexicographically: only an earlier row can beat a later."""
+    """Return indices of non-dominated rows, sorted lexicographically: only an earlier row can beat a later one."""
     varying = [column for column in rows.T if (column != column[0]).any()]
     if len(varying) <= 1:
         return np.zeros(1, np.intp)
@@ -100,7 +100,7 @@ def _front_of_many(rows: NDArray[Any]) -> Ints:
 
 
 def beaten_alike(front: NDArray[Any], block: NDArray[Any], keys: tuple[Ints, Ints]) -> NDArray[np.bool_]:
-    """Which rows of a block some row of a front matches or beats that has the same key; `keys`: of both."""
+    """Return which rows of a block some row of a front matches or beats that has the same key; `keys`: of both."""
     if len(front) * len(block) <= _SWEPT:
         return np.asarray((_no_worse(front, block) & (keys[0][:, None] == keys[1])).any(0))
     is_beaten = np.zeros(len(block), bool)
@@ -111,7 +111,7 @@ def beaten_alike(front: NDArray[Any], block: NDArray[Any], keys: tuple[Ints, Int
 
 
 def beaten(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which rows of a block some row of a front matches or beats."""
+    """Return which rows of a block some row of a front matches or beats."""
     if front.shape[1] == 3 and len(front) * len(block) > _SWEPT:
         return _beaten_of_three(front, block)
     is_beaten = np.zeros(len(block), bool)
@@ -121,7 +121,7 @@ def beaten(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _no_worse(front: NDArray[Any], block: NDArray[Any]) -> NDArray[np.bool_]:
-    """[rows of the front, rows of the block]: whether one matches or beats the other."""
+    """Return whether a row of the front matches or beats one of the block [rows of the front, rows of the block]."""
     no_worse = np.ones((len(front), len(block)), bool)
     for mine, theirs in zip(front.T, block.T, strict=True):
         no_worse &= mine[:, None] <= theirs
