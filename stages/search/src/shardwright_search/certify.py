@@ -49,10 +49,7 @@ def prove(
 
 
 def certificate(
-    space: SearchSpace,
-    best: Best[Configuration],
-    time_limit_s: float,
-    report: Callable[[str], None],
+    space: SearchSpace, best: Best[Configuration], time_limit_s: float, report: Callable[[str], None]
 ) -> str:
     """Return what HiGHS says of the plan with the least closed form, in one line.
 

@@ -68,12 +68,8 @@ def chain_of(problem: Problem, layouts: bool = True) -> Chain:
     sent = {}
     for stage, group in {(stage, step[2]): None for stage, stage_steps in enumerate(steps) for step in stage_steps}:
         into = [sends[step[:3]].min(1) for step in steps[stage] if stage and step[2] == group]
-        out = [
-            sends[step[:3]].min(2)
-            for stage_steps in steps[stage + 1 : stage + 2]
-            for step in stage_steps
-            if step[1] == group
-        ]
+        following = steps[stage + 1] if stage + 1 < len(steps) else ()
+        out = [sends[step[:3]].min(2) for step in following if step[1] == group]
         least = (np.min(times, 0) if times else np.zeros((total + 1, size)) for times in (into, out))
         sent[stage, group] = np.add.outer(*least).transpose(0, 2, 1, 3)
     sums = any(o.sum_bytes.any() for group in problem.device_groups for o in group.options)
@@ -124,16 +120,14 @@ def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
     """Return bounds on the cost with weights [stages, 2] of A and U."""
     problem, kinds, layouts = chain.problem, range(len(chain.problem.boundary_bytes)), chain.problem.num_layouts
     rows = tuple((place, price) for place in chain.sent for price in prices[place[0]])
-    row_weights = np.array([weights[stage] for (stage, _), _ in rows])
+    weighted = np.array([weights[stage] for (stage, _), _ in rows])
     tables = np.full((4, len(kinds), len(rows), chain.size, chain.size), np.inf)
     moves = np.full((len(kinds), len(rows), chain.size, chain.size), np.inf)
     for row, ((stage, group), price) in enumerate(rows):
         device_group, phase = problem.device_groups[group], phases_of(chain, stage)[price.phase]
-        moves[:, row, :layouts, :layouts] = row_weights[row, 0] * device_group.redistribution_ps
+        moves[:, row, :layouts, :layouts] = weighted[row, 0] * device_group.redistribution_ps
         for kind, o in enumerate(device_group.options):
-            cost = row_weights[row] @ (o.time_ps, o.exposed_ps) + price.ps_per_byte * moments(
-                price.last_layer, o, *phase
-            )
+            cost = weighted[row] @ (o.time_ps, o.exposed_ps) + price.ps_per_byte * moments(price.last_layer, o, *phase)
             for role in range(4):
                 np.minimum.at(tables[role, kind, row], (o.input_layout, o.output_layout), cost[role])
     first, inner, last, alone = tables
@@ -147,7 +141,7 @@ def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
             costs = costs if before < 0 else [_join(moves[before], table) for table in costs]
         prefixes[run] = costs[0]
         whole[run] = costs[1] - [p.ps_per_byte * _left(chain, at, before, layers[-1], p.phase) for at, p in rows]
-    return Duals(rows, row_weights, prefixes, whole)
+    return Duals(rows, weighted, prefixes, whole)
 
 
 def moments(last_layer: float, o: Arrays, count: int, comes: bool, summed: bool) -> Array:

@@ -65,11 +65,8 @@ def _listed(chain: Chain, place: Place, caps: Sequence[tuple[Duals, Array]]) -> 
                 complete = longer.take(_ends(chain, place, longer, here[-1]))
                 for weight, (*_, cap) in zip(weights, known, strict=True):
                     complete = complete.take(complete.cost @ weight < cap[number, complete.entered, complete.layout])
-                found_ways.append(
-                    np.column_stack(
-                        [np.full(len(complete.cost), number), complete.entered, complete.layout, complete.cost]
-                    )
-                )
+                numbers = np.full(len(complete.cost), number)
+                found_ways.append(np.column_stack([numbers, complete.entered, complete.layout, complete.cost]))
             if beyond := [chain.runs[run] for run in following if run[: len(here)] == here and run != here]:
                 above = longer.priced - prefixes[number][:, longer.entered, longer.layout].T
                 longer = longer.take((above < slack[beyond][:, :, longer.entered].transpose(0, 2, 1)).all(2).any(0))
@@ -115,10 +112,7 @@ def _longer(chain: Chain, place: Place, ways: Ways, run: Run, priced: Sequence[t
         after = bounds.moments(0.0, o, *phase)[1]
         memory.append((resident + inner, np.maximum(peak + after, resident + at)))
     counted = [bounds.moments(price.last_layer, o, *phases[price.phase])[0 if first else 1] for _, price in priced]
-    added = [
-        cost @ weight + price.ps_per_byte * memory_bytes
-        for (weight, price), memory_bytes in zip(priced, counted, strict=True)
-    ]
+    added = [cost @ weight + price.ps_per_byte * b for (weight, price), b in zip(priced, counted, strict=True)]
     held, cost = np.array(memory).transpose(2, 0, 1), ways.cost[parent] + cost
     longer = Ways(ways.entered[parent], o.output_layout, cost, held, ways.priced[parent] + np.array(added).T)
     return longer.take((longer.memory[:, :, 1] <= group.budget_bytes).all(1))

@@ -156,11 +156,10 @@ class _Maker:
         """Return the prices that bound best what is near a shortest path, by stage; searched in two rounds."""
         best = self._counted(prices, weights, below)
         finer = [
-            _between(stage_prices, stage_best[0]) if stage_best else _FREE
-            for stage_prices, stage_best in zip(prices, best, strict=True)
+            _between(knuseful, useful[0]) if useful else _FREE for knuseful, useful in zip(prices, best, strict=True)
         ]
-        both = tuple(tuple(dict.fromkeys((*stage_best, *more))) for stage_best, more in zip(best, finer, strict=True))
-        return tuple(stage_best[:_MAX_PRICES] or _FREE for stage_best in self._counted(both, weights, below))
+        both = tuple(tuple(dict.fromkeys((*useful, *more))) for useful, more in zip(best, finer, strict=True))
+        return tuple(useful[:_MAX_PRICES] or _FREE for useful in self._counted(both, weights, below))
 
     def _counted(self, prices: Prices, weights: Array, below: float) -> list[tuple[MemoryPrice, ...]]:
         """Return the prices of each stage, the most useful first."""

@@ -99,11 +99,8 @@ def simulate(
     events = []
     for slot, step, stage, _ in order:
         here, microbatch = steps[step], slot % num_microbatches
-        start, there, chunk = (
-            played.starts[slot],
-            played.arrivals[slot + num_microbatches],
-            here.range_number // num_stages,
-        )
+        start, there = played.starts[slot], played.arrivals[slot + num_microbatches]
+        chunk = here.range_number // num_stages
         which = None if here.last else microbatch
         events += [
             Event(stage, here.kind, microbatch, chunk, start, start + here.times.gradient_ps),

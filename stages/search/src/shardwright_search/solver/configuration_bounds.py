@@ -98,10 +98,8 @@ class ConfigurationBounds:
                     some |= self._raise_caps(known, stage, group, position, after, limit)
             if not some:
                 return None
-        return {
-            kind: [Target(int(run), tuple(rows[run].tolist())) for run in np.flatnonzero(rows[:, 0] > -np.inf)]
-            for kind, rows in caps.items()
-        }
+        reached = {kind: np.flatnonzero(rows[:, 0] > -np.inf).tolist() for kind, rows in caps.items()}
+        return {kind: [Target(run, tuple(caps[kind][run].tolist())) for run in runs] for kind, runs in reached.items()}
 
     def _raise_caps(
         self, caps: Numbers, stage: int, group: int, position: Position, after: Position, limit: float

@@ -159,18 +159,10 @@ class InterleavedBounds:
         return np.asarray(around + sums.wrap[:, None, None] * self._moves(kind) + sent[:, :, None])
 
 
-def _numbers(options: Options) -> Numbers:
+def _numbers(o: Options) -> Numbers:
     """Return the numbers of options [time, U, state, activations, gradients, workspace; options]."""
-    gradients = options.late_bytes + options.sum_bytes
-    numbers = (
-        options.time_ps,
-        options.exposed_ps,
-        options.state_bytes,
-        options.activation_bytes,
-        gradients,
-        options.workspace_bytes,
-    )
-    return np.array(numbers)
+    gradients = o.late_bytes + o.sum_bytes
+    return np.array((o.time_ps, o.exposed_ps, o.state_bytes, o.activation_bytes, gradients, o.workspace_bytes))
 
 
 def _time(problem: InterleavedProblem, form: ClosedForm, slowest: int) -> _Sum:

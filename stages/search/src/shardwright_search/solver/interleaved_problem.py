@@ -38,10 +38,8 @@ def moments_in_flight(
     `frees_outputs` is that of the problem.
     """
     outer = 0 if stage == 0 else num_chunks - 1
-    counted = {
-        _counted(moment, outer, frees_outputs)
-        for moment in moments(schedule, pp_size, num_microbatches, stage, num_chunks)
-    }
+    walked = moments(schedule, pp_size, num_microbatches, stage, num_chunks)
+    counted = {_counted(moment, outer, frees_outputs) for moment in walked}
     return tuple(sorted(one for one in counted if not any(_beaten(one, other) for other in counted)))
 
 
@@ -69,11 +67,12 @@ def _beaten(one: InFlight, other: InFlight) -> bool:
         return False
     if one.makes > other.makes:
         one = one._replace(made=one.made + 1, outer_made=one.outer_made or one.at_outer)
-    counts = (
-        (m.chunks, m.outer, inner := m.chunks - m.outer, inner - m.freed, m.outer_made, m.made - m.outer_made)
-        for m in (one, other)
-    )
-    return all(mine <= theirs for mine, theirs in zip(*counts, strict=True))
+    return all(mine <= theirs for mine, theirs in zip(_compared(one), _compared(other), strict=True))
+
+
+def _compared(moment: InFlight) -> tuple[int, ...]:
+    chunks, outer, freed, _, made, outer_made, _ = moment
+    return chunks, outer, chunks - outer, chunks - outer - freed, outer_made, made - outer_made
 
 
 class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):

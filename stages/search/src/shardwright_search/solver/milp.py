@@ -92,9 +92,8 @@ class _Programme:
 
     def __init__(self, problem: Problem, below_ps: float) -> None:
         self._problem = problem
-        longest = max(
-            float(o.time_ps.max() + o.exposed_ps.max()) for group in problem.device_groups for o in group.options
-        )
+        options = (o for group in problem.device_groups for o in group.options)
+        longest = max(float(o.time_ps.max() + o.exposed_ps.max()) for o in options)
         self.time_unit_ps = max(1.0, longest * len(problem.layers)) / _THOUSAND
         self._byte_unit = max(1.0, *(float(group.budget_bytes) for group in problem.device_groups)) / _THOUSAND
         self._costs: list[float] = []
@@ -178,10 +177,8 @@ class _Programme:
     def _join(self, number: int) -> None:
         """Add the flow from a layer to the next one: its ends are their choices, it costs what the move costs."""
         problem, kind = self._problem, self._problem.layers[number]
-        output_layout, input_layout = (
-            self._by_layout(number, "output_layout"),
-            self._by_layout(number + 1, "input_layout"),
-        )
+        output_layout = self._by_layout(number, "output_layout")
+        input_layout = self._by_layout(number + 1, "input_layout")
         outward: dict[tuple[_Where, int], Terms] = {key: [] for key in output_layout}
         inward: dict[tuple[_Where, int], Terms] = {key: [] for key in input_layout}
         for here, layout in output_layout:
@@ -201,21 +198,17 @@ class _Programme:
                 if there != here:
                     self._times[here.stage].append((column, send))
                     self._enters.setdefault(there, []).append((column, 1.0))
-                    given, taken = (
-                        float(problem.boundary_bytes[kind, number_of_layout]) for number_of_layout in (layout, received)
-                    )
-                    self._given[here.stage].append((column, given / self._byte_unit))
-                    self._received[there.stage].append((column, taken / self._byte_unit))
+                    held = problem.boundary_bytes[kind] / self._byte_unit
+                    self._given[here.stage].append((column, float(held[layout])))
+                    self._received[there.stage].append((column, float(held[received])))
         for ends, flows in ((output_layout, outward), (input_layout, inward)):
             for key, choices in ends.items():
                 self._row(choices + flows[key], 0.0, 0.0)
 
     def _follows(self, here: _Where, there: _Where) -> bool:
         """Return whether the one can be the stage behind the other."""
-        return (
-            there.stage == here.stage + 1
-            and (here.group, there.position) in self._problem.placements[here.stage][here.position]
-        )
+        placements = self._problem.placements[here.stage][here.position]
+        return there.stage == here.stage + 1 and (here.group, there.position) in placements
 
     def _limit_memory(self) -> None:
         """Limit what a stage holds in each phase while a microbatch is at a layer, for every stage and number.

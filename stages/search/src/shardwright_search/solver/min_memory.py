@@ -100,18 +100,16 @@ def min_memory(problem: Problem) -> MinMemory:
         for at, before in sorted(best.items()):
             previous = problem.layers[at.end - 1] if at.end else -1
             for group, after in problem.placements[stage][at.position]:
-                device_group = problem.device_groups[group]
-                start = Start.FIRST if stage == 0 else Start.of_widths(at.width, device_group.width)
+                on = problem.device_groups[group]
+                start = Start.FIRST if stage == 0 else Start.of_widths(at.width, on.width)
                 runs = runs_on(group, problem.phases(stage), start)
                 for end in problem.ends(stage, at.end):
                     peaks = runs.peaks(previous, problem.layers[at.end : end])
                     least = peaks.min(0) if start is Start.IN_PLACE else peaks[at.output_layout]
                     for layout in np.flatnonzero(np.isfinite(least)).tolist():
                         need = int(least[layout])
-                        here = max(
-                            before, MinMemory(need, stage, group, need - device_group.budget_bytes), key=_missing
-                        )
-                        where = _At(end, after, device_group.width, layout)
+                        here = max(before, MinMemory(need, stage, group, need - on.budget_bytes), key=_missing)
+                        where = _At(end, after, on.width, layout)
                         following[where] = min(following.get(where, here), here, key=_missing)
         best = following
     return min(best.values(), key=_missing)

@@ -234,10 +234,8 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def least_send_ps(self) -> dict[Cut, float]:
         """The least that handing over takes, of what can be handed over: the head's outputs are not."""
-        kinds, all_times = sorted(set(self.layers[:-1])), self.sends_ps.values()
-        least = {
-            identity: float(times[kinds].min()) for identity, times in {id(times): times for times in all_times}.items()
-        }
+        kinds, arrays = sorted(set(self.layers[:-1])), {id(times): times for times in self.sends_ps.values()}
+        least = {identity: float(times[kinds].min()) for identity, times in arrays.items()}
         return {cut: least[id(times)] for cut, times in self.sends_ps.items()}
 
     @cached_property

@@ -91,10 +91,8 @@ def _dual(
     for kind in range(len(groups[0].options)):
         options = [group.options[kind] for group in groups]
         costs.append(np.concatenate([o.cost(w) for o, w in zip(options, weights, strict=True)]))
-        held = [
-            (o.state_bytes + in_flight * o.activation_bytes) * width for o, width in zip(options, widths, strict=True)
-        ]
-        memory.append(np.concatenate(held))
+        held = (o.state_bytes + in_flight * o.activation_bytes for o in options)
+        memory.append(np.concatenate([resident * width for resident, width in zip(held, widths, strict=True)]))
     return Dual(costs, memory)
 
 
@@ -110,9 +108,7 @@ class OnType(NamedTuple):
 
 def sends_ps(on_types: Sequence[OnType]) -> float:
     """Return the least that all sends add to the sum of A: two for each stage, but for the first and the last."""
-    return 2 * (
-        sum(on_type.stages * on_type.send_ps for on_type in on_types) - max(on_type.send_ps for on_type in on_types)
-    )
+    return 2 * (sum(on.stages * on.send_ps for on in on_types) - max(on.send_ps for on in on_types))
 
 
 class _Least(NamedTuple):
@@ -148,15 +144,15 @@ class Counted:
         self, layers: tuple[int, ...], on_types: Sequence[OnType], parts: tuple[Phase, ...], form: ClosedForm
     ) -> float:
         """Return a lower bound on sum of A + max Z, ties aside, in phases that each stage goes through, or exceeds."""
-        each = [self._least(layers, on_type.groups, parts, form) for on_type in on_types]
-        sends = [on_type.send_ps * form.steady for on_type in on_types]
+        each = [self._least(layers, on.groups, parts, form) for on in on_types]
+        sends = [on.send_ps * form.steady for on in on_types]
         bands = _bands(each, sends)
         # The first and the last stage send at one end.
         outer = np.array([bound.most(bands, send) for bound, send in zip(each, sends, strict=True)])
         inner = np.array([bound.most(bands, 2 * send) for bound, send in zip(each, sends, strict=True)])
         with_head = np.array([bound.most_with_head(bands, send) for bound, send in zip(each, sends, strict=True)])
         a_block = np.array([bound.a_block[blocks] for bound, blocks in zip(each, outer, strict=True)])
-        stages = np.array([[on_type.stages] for on_type in on_types])
+        stages = np.array([[on.stages] for on in on_types])
         # The first stage may hold the embedding alone, and the last the head.
         lower = np.maximum(stages - 2, 0)
         besides, least = form.fill * (min(bound.embedding for bound in each) + sends_ps(on_types)), np.inf

@@ -161,9 +161,8 @@ class GroupCosts:
             least = np.maximum(least, dual.runs(runs.counts, left))
         for number, run in enumerate(runs.runs):
             if len(run.layers) <= _FEW_LAYERS and (known := self._enumerated(run.layers)) is not None:
-                least[number] = max(
-                    least[number], rounded_down(np.array(_weighted(weights, *known).min(initial=np.inf)))
-                )
+                cheapest = weights[0] * known[0] + weights[1] * known[1]
+                least[number] = max(least[number], rounded_down(cheapest.min(initial=np.inf)))
         return least
 
     def least_rest(self, weights: Weights, rest: tuple[int, ...], resident: Numbers, peak: Numbers) -> Numbers:
@@ -249,10 +248,6 @@ class GroupCosts:
             held = held.take(parent).then(self.memory[kind].take(option))
         fits = held.peak[:, 0] <= self.group.budget_bytes
         return time[fits], exposed[fits]
-
-
-def _weighted(weights: Weights, time: Numbers, exposed: Numbers) -> Numbers:
-    return np.asarray(weights[0] * time + weights[1] * exposed)
 
 
 def _useful(options: Options, parts: tuple[Phase, ...]) -> Ints:

@@ -110,9 +110,8 @@ class StageMemory(NamedTuple):
     def then(self, layer: LayerMemory) -> "StageMemory":
         """Return the memory with one more layer behind."""
         moment = self.resident + layer.activation + layer.workspace
-        return StageMemory(
-            self.resident + layer.static + layer.activation, layer.static + layer.late + np.maximum(self.peak, moment)
-        )
+        resident = self.resident + layer.static + layer.activation
+        return StageMemory(resident, layer.static + layer.late + np.maximum(self.peak, moment))
 
 
 def no_layers(parts: Sequence[Phase], received: ArrayLike) -> StageMemory:

@@ -40,10 +40,9 @@ def non_dominated(columns: NDArray[Any], key: Ints) -> Ints:
             beaten &= column[:, None] <= column
         return np.asarray(order[~beaten.any(0)])
     starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
-    labels_of = (
-        first + _front(rows[first:last]) for first, last in zip(starts, np.r_[starts[1:], len(key)], strict=True)
-    )
-    return np.asarray(order[np.concatenate(list(labels_of))])
+    ends = np.r_[starts[1:], len(key)]
+    fronts = [first + _front(rows[first:last]) for first, last in zip(starts, ends, strict=True)]
+    return np.asarray(order[np.concatenate(fronts)])
 
 
 def _front(rows: NDArray[Any]) -> Ints:
