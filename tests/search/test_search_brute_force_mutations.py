@@ -10,11 +10,11 @@ from interleaved_problems import random_interleaved
 from msgspec.structs import replace
 from random_problems import random_problem
 
-from shardwright_search.solver import interleaved, interleaved_bounds, partition, stage_labels
+from shardwright_search.solver import interleaved, interleaved_problem, partition, stage_labels
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.interleaved_problem import InFlight
 from shardwright_search.solver.problem import Options, Problem, Start
-from shardwright_search.solver.stage_labels import _Stage
+from shardwright_search.solver.stage_labels import StageLabels
 
 SEEDS = range(200, 1500)
 
@@ -105,7 +105,7 @@ def test_a_middle_stage_that_has_no_window_is_caught(monkeypatch):
 
 
 def test_labels_that_are_compared_across_layouts_at_the_end_of_a_stage_are_caught(monkeypatch):
-    whole, few = _Stage.whole, stage_labels._FEW
+    whole, few = StageLabels.whole, stage_labels._FEW
 
     def pruned(self, labels, run, target):
         if run.layers[-1] == self.problem.layers[-1]:
@@ -115,20 +115,20 @@ def test_labels_that_are_compared_across_layouts_at_the_end_of_a_stage_are_caugh
         monkeypatch.setattr(stage_labels, "_FEW", few)
         return whole(self, kept, run, target)
 
-    monkeypatch.setattr(_Stage, "whole", pruned)
+    monkeypatch.setattr(StageLabels, "whole", pruned)
     assert caught(range(767, 1500))  # problems before this one have plans as good without what is lost
 
 
 @pytest.mark.parametrize("dropped", ["peak", "resident"])
 def test_labels_that_are_compared_without_a_measure_of_their_memory_are_caught(monkeypatch, dropped):
     """Behind the peaks of each phase stand, unless the run is over, the resident bytes."""
-    undominated = _Stage._undominated
+    undominated = StageLabels._undominated
 
     def blind(self, labels, memory):
         count = len(self.costs.phases)
         return undominated(self, labels, memory[count:] if dropped == "peak" else memory[:count])
 
-    monkeypatch.setattr(_Stage, "_undominated", blind)
+    monkeypatch.setattr(StageLabels, "_undominated", blind)
     assert caught()
 
 
@@ -205,11 +205,11 @@ def test_an_interleaved_solver_that_counts_other_outputs_as_freed_is_caught(monk
     ],
 )
 def test_an_interleaved_bound_that_counts_too_much_is_caught(monkeypatch, kind, field):
-    made = getattr(interleaved_bounds, kind)
+    made = getattr(interleaved_problem, kind)
 
     def more(*given):
         found = made(*given)
         return found._replace(**{field: 2 * getattr(found, field)})
 
-    monkeypatch.setattr(interleaved_bounds, kind, more)
+    monkeypatch.setattr(interleaved_problem, kind, more)
     assert any(map(interleaved_mistake, map(random_interleaved, SEEDS)))

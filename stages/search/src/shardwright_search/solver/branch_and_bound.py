@@ -51,7 +51,7 @@ def optimize(
     `waits` comes after the best plan of all others is found, which a search that is stopped then has. `wide`: guesses
     far above loose bounds are plans to be stayed below, too.
     """
-    search = Search(targets, solvable, most, Clock(deadline, max_labels), wide)
+    search = Search(targets, solvable, most, deadline, max_labels, wide)
     stopped = False
     try:
         search.relax(waits)
@@ -105,7 +105,7 @@ def plans_below(
     max_labels: float,
 ) -> tuple[Best[C], ...]:
     """Return up to `most` plans of each configuration below a limit, the best first; fewer where time or labels end."""
-    search = Search(targets, solvable, most, Clock(deadline, max_labels))
+    search = Search(targets, solvable, most, deadline, max_labels)
     below: list[Best[C]] = []
     try:
         for target in targets:
@@ -129,13 +129,6 @@ class _Open(NamedTuple):
 _NOTHING = _Open(np.inf, -1, 0)
 
 
-class Clock(NamedTuple):
-    """Limits that end a search early."""
-
-    deadline: float | None
-    max_labels: float
-
-
 class Search(Generic[C]):
     """The configurations of a search, and what is known of each so far."""
 
@@ -144,11 +137,13 @@ class Search(Generic[C]):
         targets: Sequence[Target[C]],
         solvable: Callable[[C], Solvable],
         most: int,
-        clock: Clock,
+        deadline: float | None,
+        max_labels: float,
         wide: bool = False,
     ) -> None:
         self._wide = wide
-        self._targets, self._solvable, self._most, self._clock = targets, solvable, most, clock
+        self._targets, self._solvable, self._most = targets, solvable, most
+        self._deadline, self._max_labels = deadline, max_labels
         self._labels = 0
         self._now = _Open(0.0, -1, 0)
         self.heap: list[_Open] = []
@@ -209,8 +204,7 @@ class Search(Generic[C]):
     def tick(self, made: int = 0) -> None:
         """Raise Stopped when time or labels are spent."""
         self._labels += made
-        deadline, max_labels = self._clock
-        if self._labels > max_labels or (deadline is not None and monotonic() > deadline):
+        if self._labels > self._max_labels or (self._deadline is not None and monotonic() > self._deadline):
             raise Stopped
 
     def relax(self, waits: Callable[[C], bool]) -> None:
@@ -276,7 +270,7 @@ class Search(Generic[C]):
         for number, reach in self._reach.items():
             plans, above = self.plans[number], float(np.nextafter(limit, np.inf))
             if reach < above:
-                known = [plans[0].target], self._solvable, above, self._most, self._clock.deadline, _MAX_WIDER_LABELS
+                known = [plans[0].target], self._solvable, above, self._most, self._deadline, _MAX_WIDER_LABELS
                 self.plans[number] = plans_below(*known) or plans
 
     def _guess(self, here: "_Open", target: Target[C], limit: float) -> Found | None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.branch_and_bound import Clock, Search, Stopped
+from shardwright_search.solver.branch_and_bound import Search, Stopped
 from shardwright_search.solver.targets import Best, C, Solvable, Target
 
 
@@ -35,7 +35,7 @@ def exhaust(
     solved no further than it must be: all plans below its bound are known. `deadline` is a time of `monotonic`; it and
     Ctrl-C end the search early. `report` hears the least bound and how many targets are left.
     """
-    search = Search(targets, solvable, 1, Clock(deadline, np.inf), wide=True)
+    search = Search(targets, solvable, 1, deadline, np.inf, wide=True)
     bounds = np.full(len(targets), np.inf)
     stopped = False
     try:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_formats.semantics.schedules.closed_form import step_time
-from shardwright_search.solver.interleaved_bounds import InterleavedBounds
-from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem
+from shardwright_search.solver.interleaved_problem import InFlight, InterleavedBounds, InterleavedProblem
 from shardwright_search.solver.partition import Found
 from shardwright_search.solver.problem import Options, Solution
 from shardwright_search.step.memory import LayerMemory, StageMemory, layer_passes

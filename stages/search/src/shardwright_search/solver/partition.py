@@ -20,7 +20,7 @@ import numpy as np
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds, CostsOf, StageKind
 from shardwright_search.solver.problem import Cut, Position, Problem, Solution
 from shardwright_search.solver.quick_bounds import Relaxed
-from shardwright_search.solver.stage_labels import Labels, stage_labels
+from shardwright_search.solver.stage_labels import Labels, StageLabels
 from shardwright_search.step.pareto import Ints, Numbers, non_dominated
 
 _FEW_IN_ALL = 5_000
@@ -297,7 +297,7 @@ def solve_below(
     labels_of: LabelsOf = {}
     for kind, kind_targets in targets.items():
         costs = bounds.costs_of(problem.device_groups[kind.group], kind.phases)
-        labels_of[kind] = stage_labels(problem, kind, costs, kind_targets, tick, max_labels)
+        labels_of[kind] = StageLabels(problem, kind, costs, tick, max_labels).reaching(kind_targets)
     levels = [first_level(problem)]
     for stage in range(problem.pp_size):
         tick(0)

@@ -58,31 +58,14 @@ class Labels(NamedTuple):
         return tuple(reversed(options))
 
 
-def stage_labels(
-    problem: Problem,
-    kind: StageKind,
-    costs: GroupCosts,
-    targets: Sequence[Target],
-    tick: Callable[[int], None],
-    max_labels: int | None = None,
-) -> dict[int, Labels]:
-    """Return, by run, the labels of every target worth being a whole stage, where memory no longer matters.
-
-    `tick` is called between steps and may raise to stop. With `max_labels` no more of a run are extended.
-    """
-    stage = _Stage(problem, kind, costs, tick, max_labels)
-    runs = runs_of(problem.layers).runs
-    reachable = sorted(((runs[target.run], target) for target in targets), key=lambda pair: pair[0])
-    for before, group in groupby(reachable, key=lambda pair: pair[0].before):
-        stage.extend(stage.start(before), 0, list(group))
-    return stage.found
-
-
 Reachable = list[tuple[Run, Target]]
 
 
-class _Stage:
-    """Facts shared by all labels of a stage kind, and the labels of whole runs found so far."""
+class StageLabels:
+    """The labels of a stage kind: facts that all share, and the labels of whole runs found so far.
+
+    `tick` is called between steps and may raise to stop. With `max_labels` no more of a run are extended.
+    """
 
     def __init__(
         self,
@@ -106,6 +89,14 @@ class _Stage:
         self._max_moment = max(float((o.activation + o.workspace).max()) for o in costs.memory)
         self._max_sent = float(problem.boundary_bytes.max()) if problem.pp_size > 1 else 0.0
         self.found: dict[int, Labels] = {}
+
+    def reaching(self, targets: Sequence[Target]) -> dict[int, Labels]:
+        """Return, by run, the labels of every target worth being a whole stage, where memory no longer matters."""
+        runs = runs_of(self.problem.layers).runs
+        reachable = sorted(((runs[target.run], target) for target in targets), key=lambda pair: pair[0])
+        for before, group in groupby(reachable, key=lambda pair: pair[0].before):
+            self.extend(self.start(before), 0, list(group))
+        return self.found
 
     def start(self, before: int) -> Labels:
         """Return one label for each layout in which the outputs of a layer of type `before` can be received."""
