@@ -170,16 +170,10 @@ def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, 
         ends, labels = zip(*(runs[run] for run in block), strict=True)
         counts = [len(part.time_ps) for part in labels]
         end = np.repeat(ends, counts)
-        yield _Runs(
-            np.concatenate([part.time_ps for part in labels]),
-            np.concatenate([part.exposed_ps for part in labels]),
-            np.concatenate([part.received_layout for part in labels]),
-            np.concatenate([part.output_layout for part in labels]),
-            end,
-            np.array(bounds.problem.layers)[end - 1],
-            np.cumsum([0, *counts[:-1]]),
-            labels,
-        )
+        columns = ((part.time_ps, part.exposed_ps, part.received_layout, part.output_layout) for part in labels)
+        time, exposed, received, output = map(np.concatenate, zip(*columns, strict=True))
+        last, first = np.array(bounds.problem.layers)[end - 1], np.cumsum([0, *counts[:-1]])
+        yield _Runs(time, exposed, received, output, end, last, first, labels)
 
 
 def _undominated(problem: Problem, labels: Prefix) -> Ints:
@@ -272,37 +266,32 @@ class Pipeline:
 
     def guess(self, below_ps: float) -> Found | None:
         """Return the best plan with T < below_ps among a few labels of each step; None: there is none among them."""
-        return next(iter(solve_below(self._bounds, below_ps, 1, lambda made: None, _FEW_LABELS)), None)
+        return next(iter(self.solve_below(below_ps, 1, lambda made: None, _FEW_LABELS)), None)
 
-    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
-        """Return the plans of the function `solve_below`."""
-        return solve_below(self._bounds, below_ps, most, tick)
+    def solve_below(
+        self, below_ps: float, most: int, tick: Callable[[int], None], max_labels: int | None = None
+    ) -> tuple[Found, ...]:
+        """Return plans with T < below_ps, non-dominated: the best first, and up to `most`; none: there is none.
+
+        With `max_labels` only so many of a run are extended, the most promising ones, and some thousands in all behind
+        a stage: plans may be missed.
+        """
+        problem, bounds = self._problem, self._bounds
+        if (targets := bounds.targets(below_ps)) is None:
+            return ()
+        labels_of: LabelsOf = {}
+        for kind, kind_targets in targets.items():
+            costs = bounds.costs_of(problem.device_groups[kind.group], kind.phases)
+            labels_of[kind] = StageLabels(problem, kind, costs, tick, max_labels).reaching(kind_targets)
+        levels = [first_level(problem)]
+        for stage in range(problem.pp_size):
+            tick(0)
+            levels.append(next_level(bounds, stage, levels[-1], labels_of, below_ps, max_labels is not None))
+        return _best(problem, levels, below_ps, most)
 
     @cached_property
     def _bounds(self) -> ConfigurationBounds:
         return ConfigurationBounds(self._problem, self._costs_of)
-
-
-def solve_below(
-    bounds: ConfigurationBounds, below_ps: float, most: int, tick: Callable[[int], None], max_labels: int | None = None
-) -> tuple[Found, ...]:
-    """Return plans with T < below_ps, non-dominated: the best one first and up to `most` in all; none: there is none.
-
-    With `max_labels` only so many of a run are extended, the most promising ones, and some thousands in all behind a
-    stage: plans may be missed.
-    """
-    problem = bounds.problem
-    if (targets := bounds.targets(below_ps)) is None:
-        return ()
-    labels_of: LabelsOf = {}
-    for kind, kind_targets in targets.items():
-        costs = bounds.costs_of(problem.device_groups[kind.group], kind.phases)
-        labels_of[kind] = StageLabels(problem, kind, costs, tick, max_labels).reaching(kind_targets)
-    levels = [first_level(problem)]
-    for stage in range(problem.pp_size):
-        tick(0)
-        levels.append(next_level(bounds, stage, levels[-1], labels_of, below_ps, max_labels is not None))
-    return _best(problem, levels, below_ps, most)
 
 
 def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> tuple[Found, ...]:

@@ -24,7 +24,7 @@ class Solvable(Protocol):
         ...
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
-        """Return plans with T < below_ps, as `partition.solve_below` does."""
+        """Return plans with T < below_ps, the best one first and up to `most`, as `Pipeline.solve_below` does."""
         ...
 
 
