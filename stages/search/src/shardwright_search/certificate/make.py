@@ -56,9 +56,8 @@ def proof_of(problem: Problem, name: str, below_ps: float) -> ConfigurationProof
 
 def _shared(band: Band) -> Band:
     """Return a band in which what all stages have in common stands once."""
-    return replace(
-        band, **{name: _once(getattr(band, name)) for name in ("slowest_weights", "exposed_weights", "prices")}
-    )
+    names = "slowest_weights", "exposed_weights", "prices"
+    return replace(band, **{name: _once(getattr(band, name)) for name in names})
 
 
 def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -177,8 +176,8 @@ class _Maker:
             return
         rows, near = duals.rows_of(place), np.argwhere(through <= least + _NEAR * abs(least))
         runs, share = self._chain.number[near[:, 0], near[:, 1]], 1 / (_NEAR * abs(least) / 30 + 1e-300)
-        bounds = duals.whole[runs[:, None], rows, near[:, 2:3], near[:, 3:]]
-        for row, value in zip(bounds.argmax(1), through[tuple(near.T)], strict=True):
+        costs = duals.whole[runs[:, None], rows, near[:, 2:3], near[:, 3:]]
+        for row, value in zip(costs.argmax(1), through[tuple(near.T)], strict=True):
             price = duals.rows[rows[row]][1]
             counted[price] = counted.get(price, 0.0) + float(np.exp((least - value) * share))
 
@@ -196,16 +195,14 @@ class _Maker:
             phases = bounds.phases_of(self._chain, stage)
             moments = [(n, 1.0) for n in range(len(phases))]
             moments += [(n, share) for n, (_, comes, _) in enumerate(phases) if comes for share in (0.5, 0.0)]
-            priced = [_price(ordered[int(place)], *moment) for place in places for moment in moments]
-            candidates.append((*_FREE, *priced))
+            of_slopes = [
+                MemoryPrice(ps_per_byte=ordered[int(i)], phase=n, last_layer=x) for i in places for n, x in moments
+            ]
+            candidates.append((*_FREE, *of_slopes))
         return tuple(candidates)
 
     def _weights(self, time: float, exposed: float) -> Array:
         return np.array([(time, exposed)] * self._stages)
-
-
-def _price(ps_per_byte: float, phase: int, last_layer: float) -> MemoryPrice:
-    return MemoryPrice(ps_per_byte=ps_per_byte, phase=phase, last_layer=last_layer)
 
 
 def _between(prices: Sequence[MemoryPrice], best: MemoryPrice) -> tuple[MemoryPrice, ...]:

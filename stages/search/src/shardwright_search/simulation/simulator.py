@@ -110,7 +110,9 @@ def simulate(
     over = max(played.free)
     events += [Event(i, "optimizer", None, None, over, over + last) for i, last in _optimizers(ranges, num_chunks)]
     step_ps = max(event.end_ps for event in events[-num_stages:])
-    return Simulation(tuple(sorted((e for e in events if e.end_ps > e.start_ps), key=_by_start)), step_ps)
+    return Simulation(
+        tuple(sorted((e for e in events if e.end_ps > e.start_ps), key=lambda e: (e.start_ps, e.stage))), step_ps
+    )
 
 
 def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int = 1) -> int:
@@ -149,10 +151,6 @@ def _optimizers(ranges: Sequence[StageTimes], num_chunks: int) -> list[tuple[int
     """Return every stage with the time of its optimizer."""
     num_stages = len(ranges) // num_chunks
     return [(stage, sum(times.optimizer_ps for times in ranges[stage::num_stages])) for stage in range(num_stages)]
-
-
-def _by_start(event: Event) -> tuple[int, int]:
-    return event.start_ps, event.stage
 
 
 class _Step(NamedTuple):

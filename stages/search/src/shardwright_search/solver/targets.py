@@ -12,20 +12,16 @@ class Solvable(Protocol):
     @property
     def relaxed_bound_ps(self) -> float:
         """Quick lower bound on T."""
-        ...
 
     @property
     def lower_ps(self) -> float:
         """Lower bound on T."""
-        ...
 
     def guess(self, below_ps: float) -> Found | None:
         """Return a good plan with T < below_ps, found with little work; None: none was found."""
-        ...
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
         """Return plans with T < below_ps, the best one first and up to `most`, as `Pipeline.solve_below` does."""
-        ...
 
 
 C = TypeVar("C")
