@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,16 +22,8 @@ TOLERANCE = 1e-6
 """Objectives that differ by a smaller share are equal."""
 
 
-class _Tally(NamedTuple):
-    """How many other configurations ended how."""
-
-    ruled_out: int
-    undecided: int
-    interleaved: int
-
-
 def prove(
-    found: Found,
+    answer: Found,
     request: SearchRequest,
     model: Model,
     cluster: Cluster,
@@ -42,10 +33,10 @@ def prove(
     report: Callable[[str], None],
 ) -> str:
     """Return the certificate of a search's answer, from all that the search was given."""
-    if found.stopped:
+    if answer.stopped:
         return "none: the search was stopped before it was done"
-    line = certificate(space_of(request, model, cluster, profiles, file), found.best, time_limit_s, report)
-    return line if found.unlisted is None else f"{line}; what has too many places was not asked"
+    line = certificate(space_of(request, model, cluster, profiles, file), answer.best, time_limit_s, report)
+    return line if answer.unlisted is None else f"{line}; what has too many places was not asked"
 
 
 def certificate(
@@ -61,10 +52,10 @@ def certificate(
     version, deadline = highs_version(), monotonic() + time_limit_s
     first = f"{version}: {_own_configuration(space.instance, best, deadline)}"
     others = [target for target in space.targets if target.configuration != best.target.configuration]
-    tally = _other_configurations(space, others, best, deadline, report)
-    left = [f"{tally.undecided} not decided within {time_limit_s:g} s"] if tally.undecided else []
-    left += [f"{tally.interleaved} interleaved ones not asked"] if tally.interleaved else []
-    return "; ".join([first, f"{tally.ruled_out} of {len(others)} other configurations have no better plan", *left])
+    ruled_out, undecided, interleaved = _other_configurations(space, others, best, deadline, report)
+    left = [f"{undecided} not decided within {time_limit_s:g} s"] if undecided else []
+    left += [f"{interleaved} interleaved ones not asked"] if interleaved else []
+    return "; ".join([first, f"{ruled_out} of {len(others)} other configurations have no better plan", *left])
 
 
 def _own_configuration(instance: Instance, best: Best[Configuration], deadline: float) -> str:
@@ -88,10 +79,11 @@ def _other_configurations(
     best: Best[Configuration],
     deadline: float,
     report: Callable[[str], None],
-) -> _Tally:
-    """Solve in rounds: each open configuration gets an even share of the time that is left, the least promising first.
+) -> tuple[int, int, int]:
+    """Return how many other configurations are ruled out, undecided, and interleaved.
 
-    These take the least time, and what they leave goes to the others.
+    They are solved in rounds. Each open one gets an even share of the time that is left, the least promising first:
+    these take the least time, and what they leave goes to the others.
     """
     single = [target for target in others if target.configuration.num_chunks == 1]
     single.sort(key=lambda target: -target.score(space.solvable(target.configuration).relaxed_bound_ps))
@@ -104,7 +96,7 @@ def _other_configurations(
             ruled_out += answer.done and answer.solution is None
             following += [] if answer.done else [target]
         waiting = following
-    return _Tally(ruled_out, len(single) - ruled_out, len(others) - len(single))
+    return ruled_out, len(single) - ruled_out, len(others) - len(single)
 
 
 def _other_configuration(
