@@ -16,8 +16,7 @@ from configuration_files import read_yaml
 from grid_types import GridCluster, GridSettings, Profiles, Published
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB, Cluster
-from shardwright_search.space.grid import Grid
-from shardwright_search.space.request import SearchRequest, Space
+from shardwright_search.space.request import Grid, SearchRequest, Space
 
 _REFERENCE = "results/reference"
 _FOLDER = "results/grids"

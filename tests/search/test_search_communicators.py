@@ -14,8 +14,7 @@ from shardwright_search import search
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import Found, find_best
-from shardwright_search.space.budget import GIB, Infeasible, budgets_of, budgets_of_stages
-from shardwright_search.space.room import room_bytes
+from shardwright_search.space.budget import GIB, Infeasible, budgets_of, budgets_of_stages, room_bytes
 
 MIB = 1 << 20
 

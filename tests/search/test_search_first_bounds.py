@@ -89,7 +89,7 @@ def bounds_and_bests(seeds: Iterable[int], slow_links: bool, **changes: object) 
         for target in space.listed:
             found = space.whole(target.configuration).solve_below(np.inf, 1, lambda made: None)
             if found:
-                yield FirstBounds(space.instance).of(target.configuration), found[0].objective_ps
+                yield FirstBounds(space.instance).bound_ps(target.configuration), found[0].objective_ps
 
 
 ANY = {"stage_widths": StageWidths.ANY, "global_batch_size": 8, "num_microbatches": (4, 8), "max_pp_size": 3}
@@ -150,7 +150,7 @@ def test_stages_that_span_types_have_no_first_bound():
     for seed in range(8):
         request, *world = mixed_world(seed, spans=True)
         space = space_of(replace(request, stage_widths=StageWidths.ANY), *world, FILE)
-        assert {FirstBounds(space.instance).of(target.configuration) for target in space.listed} == {None}
+        assert {FirstBounds(space.instance).bound_ps(target.configuration) for target in space.listed} == {None}
 
 
 @pytest.mark.parametrize("tied", [False, True])

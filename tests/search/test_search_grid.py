@@ -12,7 +12,7 @@ from shardwright_formats.types import Plan, Prediction
 from shardwright_search import search
 from shardwright_search.cli import APP
 from shardwright_search.commands import grid as command
-from shardwright_search.space.grid import Grid, GridAnswers
+from shardwright_search.space.request import Grid, GridAnswers
 
 call = partial(call_app, APP)
 

@@ -26,7 +26,7 @@ from shardwright_search.rent.front import Prices, find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
 from shardwright_search.rent.table import FrontFile, Status, SubClusterRow, picture_of
-from shardwright_search.space.offers import Offer, Offers
+from shardwright_search.space.request import Offer, Offers
 
 call = partial(call_app, APP)
 

@@ -20,7 +20,7 @@ from shardwright_search.rent.front import find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
 from shardwright_search.search import Found, Infeasible, find_best
-from shardwright_search.space.offers import Offers
+from shardwright_search.space.request import Offers
 
 FILE = Path("s.json")
 

@@ -21,8 +21,7 @@ from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.targets import Target
 from shardwright_search.space import choices
 from shardwright_search.space.first_bound import FirstBounds
-from shardwright_search.space.offers import Offers
-from shardwright_search.space.request import Robust, StageWidths
+from shardwright_search.space.request import Offers, Robust, StageWidths
 from shardwright_search.space.search_space import SearchSpace, space_of
 
 FILE = Path("s.json")
@@ -65,7 +64,7 @@ def test_widths_that_no_placement_has_are_not_priced():
     instance = space_of(request, model, cluster, profiles, FILE).instance
     (target,) = SearchSpace(instance, FILE).targets
     assert instance.choices.widths_of_types(target.configuration) == {"a": {4}, "b": {4}}
-    assert 0 < FirstBounds(instance).of(target.configuration) < np.inf
+    assert 0 < FirstBounds(instance).bound_ps(target.configuration) < np.inf
 
 
 def test_what_has_no_place_at_all_is_not_left_open(monkeypatch):

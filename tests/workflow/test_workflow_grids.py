@@ -20,8 +20,7 @@ from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.types import Cluster, Plans, Prediction
 from shardwright_search.cli import APP
 from shardwright_search.rent.table import Status, SubClusterRow, csv_of
-from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers
-from shardwright_search.space.request import SearchRequest, Space
+from shardwright_search.space.request import CellAnswer, Grid, GridAnswers, SearchRequest, Space
 
 ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())

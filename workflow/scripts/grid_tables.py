@@ -20,8 +20,7 @@ from shardwright_formats.display.plan_words import layers_summary
 from shardwright_formats.display.svg import document
 from shardwright_formats.io import BadInput, atomic_path, read_document, write_bytes, write_document
 from shardwright_formats.types import GIB, Measurement, Plan, Plans, Prediction
-from shardwright_search.space.grid import Grid, GridAnswers
-from shardwright_search.space.request import Space
+from shardwright_search.space.request import Grid, GridAnswers, Space
 
 _OURS = str(Space.FULL)
 _TEXTS = ["model", "cluster", "space", "layers", "plan_sha256", "reason"]

@@ -251,9 +251,9 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     vocab_tp_size: Count | None = field(default=None, name="vocab_tp")
     """tp_size of embedding and head; by default the layers'."""
     vocab_data_parallel: DataParallel | None = None
-    """The same for embedding and head; by default the layers'."""
+    """data_parallel of embedding and head; by default the layers'."""
     vocab_sequence_parallel: SequenceParallel | None = None
-    """The same for embedding and head; by default the layers'."""
+    """sequence_parallel of embedding and head; by default the layers'."""
     precision_parameters: DType = "float32"
     """Type of stored parameters."""
     precision_compute: DType = "float32"

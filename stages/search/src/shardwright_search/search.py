@@ -17,11 +17,10 @@ from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.least_simulated import changed, simulated
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.targets import Best, Optimum
-from shardwright_search.space.budget import Infeasible, budgets_of, infeasible
+from shardwright_search.space.budget import Infeasible, beyond_room, budgets_of, infeasible, min_room_bytes, room_bytes
 from shardwright_search.space.configurations import Configuration, narrowed
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, SearchRequest
-from shardwright_search.space.room import beyond_room, least_bytes, room_bytes
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
 _MAX_NEAR_ELSEWHERE = 16
@@ -113,7 +112,7 @@ def _with_least_room(
     """The fastest plan that fits of those that are found where room is left for the fewest communicators alone."""
     _, cluster, profiles = given
     narrow = narrowed(request, cluster)
-    spared_gib = (room_bytes(narrow, *given) - least_bytes(narrow, *given)) / GIB
+    spared_gib = (room_bytes(narrow, *given) - min_room_bytes(narrow, *given)) / GIB
     asked = msgspec.structs.replace(request, reserve_gib=request.reserve_gib - spared_gib)
     if spared_gib == 0 or isinstance(found := once(asked), Infeasible):
         return None

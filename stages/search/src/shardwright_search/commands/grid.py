@@ -28,8 +28,7 @@ from shardwright_search.commands.prediction import (
 from shardwright_search.options import GridOptions
 from shardwright_search.search import Found, StoppedEarly, find_best
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
-from shardwright_search.space.grid import CellAnswer, Grid, GridAnswers
-from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.request import CellAnswer, Grid, GridAnswers, SearchRequest
 
 _MAX_REASON = 2**16
 

@@ -27,8 +27,7 @@ from shardwright_search.rent.table import Status, SubClusterRow, csv_of, front_f
 from shardwright_search.search import Candidate, Found
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.budget import budgets_of, budgets_of_stages
-from shardwright_search.space.offers import Offers
-from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.request import Offers, SearchRequest
 
 
 class _LimitPoint(NamedTuple):

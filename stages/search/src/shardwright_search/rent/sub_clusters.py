@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Cluster, NodeGroup
-from shardwright_search.space.offers import Offer, Offers
+from shardwright_search.space.request import Offer, Offers
 
 MAX_SUB_CLUSTERS = 100_000
 

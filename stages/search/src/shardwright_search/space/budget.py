@@ -1,4 +1,7 @@
-"""What a rank may use, and what is missing when no plan fits."""
+"""The memory that a rank may use, the room left for its communicators, and how much is missing when no plan fits.
+
+A search leaves room for communicators before it knows how many its plan makes.
+"""
 
 from collections.abc import Mapping, Sequence
 from math import ceil
@@ -8,10 +11,17 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, Cluster, Plan
-from shardwright_search.space.configurations import Configuration
+from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes
+from shardwright_formats.types import GIB, Cluster, Model, Plan
+from shardwright_search.cost_model.plan import Evaluation
+from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.cost_model.tied_weights import has_shared
+from shardwright_search.space.configurations import Configuration, narrowed
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
+
+_GRID = {Purpose.WORLD: 1, Purpose.TENSOR_PARALLEL: 1, Purpose.DATA_PARALLEL: 1}
+_MIDDLE_EDGES, _END_EDGES = 4, 2
 
 
 class Infeasible(NamedTuple):
@@ -32,80 +42,77 @@ class Need(NamedTuple):
     configuration: Configuration
     stage: int
     node_type: str
-    """Of that stage."""
+    """Node type of that stage."""
     missing_bytes: int
-    """More than that stage's budget by so much; negative where it fits."""
+    """Bytes that the stage needs beyond its budget; negative where it fits."""
 
 
 def budgets_of(request: SearchRequest, cluster: Cluster, file: Path) -> dict[str, int]:
-    """What a rank may use, by node type: `memory_gib`, or all memory of the device, less the reserve.
+    """Return the bytes that a rank may use, by node type: `memory_gib`, or all of the device's, less the reserve.
 
     Raises BadInput when the request allows more than a device has, or names a node type that the cluster has not.
     """
     used = dict.fromkeys(group.node_type for group in cluster.nodes)
     asked = request.memory_gib
-    named = dict(asked) if isinstance(asked, Mapping) else {}
-    for name in named:
-        if name not in used:
-            what = f"memory_gib names node type {name!r}, cluster {cluster.name} has {', '.join(used)}"
-            raise BadInput(file, what, "name its node types")
-    found = {}
+    gib_of = asked if isinstance(asked, Mapping) else dict.fromkeys(used, asked)
+    if unknown := [name for name in gib_of if name not in used]:
+        problem = f"memory_gib names node type {unknown[0]!r}, cluster {cluster.name} has {', '.join(used)}"
+        raise BadInput(file, problem, "name its node types")
+    budgets = {}
     for name in used:
-        device_bytes = cluster.node_types[name].memory_bytes
-        gib = named.get(name) if isinstance(asked, Mapping) else asked
+        device_bytes, gib = cluster.node_types[name].memory_bytes, gib_of.get(name)
         budget = device_bytes if gib is None else int(gib * GIB)
         if budget > device_bytes:
-            what = f"memory_gib {gib:g} is more than a device has, {device_bytes / GIB:.6g}"
-            raise BadInput(file, what, "lower memory_gib or leave it null")
-        found[name] = budget - int(request.reserve_gib * GIB)
-        if found[name] <= 0:
+            problem = f"memory_gib {gib:g} is more than a device has, {device_bytes / GIB:.6g}"
+            raise BadInput(file, problem, "lower memory_gib or leave it null")
+        budgets[name] = budget - int(request.reserve_gib * GIB)
+        if budgets[name] <= 0:
             raise BadInput(file, f"reserve_gib {request.reserve_gib:g} leaves nothing", "lower reserve_gib")
-    return found
+    return budgets
 
 
 def budgets_of_stages(plan: Plan, budgets: Mapping[str, int]) -> tuple[int, ...]:
-    """What a rank of each pipeline stage may use, of what it may by node type: the least of the stage's types."""
+    """Return the bytes that a rank of each pipeline stage may use: the least of the budgets of the stage's types."""
     types = plan.cluster.node_type_of_rank
     return tuple(min(budgets[types[rank]] for rank in stage.ranks) for stage in plan.stages)
 
 
-def min_need(instance: Instance, every: Sequence[Configuration]) -> Need:
-    """The configuration that lacks the least, over configurations with one chunk: several chunks hold no less."""
+def min_need(instance: Instance, configurations: Sequence[Configuration]) -> Need:
+    """Return the least that is lacking, over configurations with one chunk: several chunks hold no less."""
     from shardwright_search.solver.min_memory import min_memory
 
-    single = [configuration._replace(num_chunks=1) for configuration in every]
-    bounds = sorted(((_least_share(instance, configuration), number) for number, configuration in enumerate(single)))
-    best: Need | None = None
-    for bound, number in bounds:
-        if best is not None and bound >= best.missing_bytes:
+    single = [configuration._replace(num_chunks=1) for configuration in configurations]
+    least: Need | None = None
+    for bound, number in sorted((_least_share(instance, each), number) for number, each in enumerate(single)):
+        if least is not None and bound >= least.missing_bytes:
             break
         need = min_memory(instance.problem(single[number]))
-        found = Need(single[number], need.stage, instance.node_type(single[number], need.group), need.missing_bytes)
-        if best is None or found.missing_bytes < best.missing_bytes:
-            best = found
-    if best is None:
+        if least is None or need.missing_bytes < least.missing_bytes:
+            node_type = instance.node_type(single[number], need.group)
+            least = Need(single[number], need.stage, node_type, need.missing_bytes)
+    if least is None:
         raise ValueError("no configuration")
-    return best
+    return least
 
 
 def infeasible(
-    instance: Instance, every: Sequence[Configuration], file: Path, of: str = "even the leanest"
+    instance: Instance, configurations: Sequence[Configuration], file: Path, subject: str = "even the leanest"
 ) -> Infeasible:
-    """What the configuration with the smallest need lacks; `of`: what that is called."""
-    need = min_need(instance, every)
+    """Return what the configuration with the smallest need lacks; `subject` names it in the reason."""
+    need = min_need(instance, configurations)
     cluster, request = instance.costs.cluster, instance.request
     # Measured memory may be more than the tables say by a factor.
     missing_bytes = ceil(need.missing_bytes * instance.costs.profiles_on(need.node_type).memory_factor)
     min_bytes = budgets_of(request, cluster, file)[need.node_type] + missing_bytes
     # Rounded up to a number that is read back as enough.
     min_gib = ceil((min_bytes / GIB + request.reserve_gib) * 1e6) / 1e6
-    exact = need.configuration in every
+    exact = need.configuration in configurations
     amount = f"{'at least' if exact else 'more than'} {min_gib:.6f}"
     remedy = f"raise memory_gib to {amount}"
     if min_gib * GIB > cluster.node_types[need.node_type].memory_bytes:
         remedy = f"take devices of {amount} GiB"
     return Infeasible(
-        f"no plan fits: {of} ({need.configuration}) lacks {'' if exact else 'more than '}{missing_bytes} "
+        f"no plan fits: {subject} ({need.configuration}) lacks {'' if exact else 'more than '}{missing_bytes} "
         f"bytes a rank in pipeline stage {need.stage}: {remedy}",
         missing_bytes,
         min_bytes,
@@ -114,9 +121,57 @@ def infeasible(
 
 
 def _least_share(instance: Instance, configuration: Configuration) -> float:
-    """A lower bound on what a configuration lacks: the least of every layer on all ranks, evenly over all ranks."""
+    """Return a lower bound on the bytes that are lacking: the least of each layer on all ranks, shared out evenly."""
     problem = instance.problem(configuration)
-    own = [[(o.state_bytes + o.activation_bytes).min() for o in group.options] for group in problem.device_groups]
-    least = (np.array(own) * np.array(problem.relative_widths)[:, None]).min(0)
+    by_group = [[(o.state_bytes + o.activation_bytes).min() for o in group.options] for group in problem.device_groups]
+    least = (np.array(by_group) * np.array(problem.relative_widths)[:, None]).min(0)
     total = sum(least[kind] for kind in problem.layers)
-    return float(total / problem.pp_size - max(p.budget_bytes for p in problem.device_groups))
+    return float(total / problem.pp_size - max(group.budget_bytes for group in problem.device_groups))
+
+
+def room_bytes(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> int:
+    """Return what a rank's communicators hold where all layers of its stage share a strategy; the request is narrowed.
+
+    That of all ranks, of one tensor-parallel and one data-parallel group; with pipeline stages the edges of a middle
+    stage to both neighbours, or of an end with the group of tied parameters, whichever is more.
+    """
+    if cluster.num_devices == 1:
+        return 0
+    size = _communicator_bytes(cluster, profiles)
+    room = communicator_bytes(_GRID, size)
+    if len(model.layers) == 1 or not any(pp_size > 1 for pp_size in request.pp_sizes or (2,)):
+        return room
+    tied = bool(model.tied) or has_shared(model)
+    end = {Purpose.EDGE: _END_EDGES, Purpose.TIED_PARAMETERS: int(tied)}
+    return room + max(communicator_bytes(edges, size) for edges in ({Purpose.EDGE: _MIDDLE_EDGES}, end))
+
+
+def min_room_bytes(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> int:
+    """Return what the communicators of a rank hold at least, and no more than the room for them.
+
+    That of all ranks, with a group or the two edges of an end of the pipeline.
+    """
+    counts = {Purpose.WORLD: 1, Purpose.EDGE: _END_EDGES}
+    least = communicator_bytes(counts, _communicator_bytes(cluster, profiles))
+    return min(least, room_bytes(request, model, cluster, profiles))
+
+
+def _communicator_bytes(cluster: Cluster, profiles: Profiles) -> int:
+    """Return what a communicator holds, on the devices where it is the most."""
+    return max(on_device.communicator_bytes for on_device in profiles.used(cluster))
+
+
+def beyond_room(
+    plan: Plan, evaluation: Evaluation, budgets: Mapping[str, int], request: SearchRequest, profiles: Profiles
+) -> int:
+    """Return the bytes of a plan's communicators beyond the room for them where they overfill a stage, else 0."""
+    factor = max(on_device.memory_factor for on_device in profiles.used(plan.cluster))
+    room = ceil(factor * room_bytes(narrowed(request, plan.cluster), plan.model, plan.cluster, profiles))
+    return max(
+        (
+            max(stage.memory_terms_bytes["communicators"] - room, stage.memory_bytes - budget)
+            for stage, budget in zip(evaluation.estimate.stages, budgets_of_stages(plan, budgets), strict=True)
+            if stage.memory_bytes > budget and "communicators" in stage.memory_terms_bytes
+        ),
+        default=0,
+    )

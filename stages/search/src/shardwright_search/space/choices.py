@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     layers: LayerStrategy | None
     buffer_tokens: int | None
     tp_sizes: tuple[int, ...] | None
-    """The asked ones that divide a width; None: all."""
+    """The asked tensor-parallel sizes that divide a width; None: all."""
     shard_sizes: tuple[int, ...] | None
     """The asked shard sizes that divide a width; None: none but whole groups."""
 
@@ -54,7 +54,7 @@ class Shardings(msgspec.Struct, frozen=True, eq=False):
     layouts: tuple[Layout, ...]
     """The layouts of all widths."""
 
-    def of(self, type_name: str, width: int) -> tuple[Strategy, ...]:
+    def of_type(self, type_name: str, width: int) -> tuple[Strategy, ...]:
         """Return the strategies of one type on stages of one width."""
         return self.strategies[width][type_name]
 
@@ -71,19 +71,19 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _shardings(self, choice: Choice) -> Shardings:
-        found, degrees = {}, (choice.tp_sizes, choice.shard_sizes)
+        by_width, degrees = {}, (choice.tp_sizes, choice.shard_sizes)
         for width in choice.widths:
-            own = {
-                name: tuple(s for s in self._every(name, width, *degrees) if self._possible(s, choice, name))
+            by_type = {
+                name: tuple(s for s in self._listed(name, width, *degrees) if self._possible(s, choice, name))
                 for name in dict.fromkeys((EMBEDDING, *self.model.layers, HEAD))
             }
-            if all(own[name] for name in self.model.layers):
-                found[width] = own
-        used = {layout_of(s) for own in found.values() for of_type in own.values() for s in of_type}
-        return Shardings(strategies=found, layouts=tuple(sorted(used)))
+            if all(by_type[name] for name in self.model.layers):
+                by_width[width] = by_type
+        used = {layout_of(s) for by_type in by_width.values() for strategies in by_type.values() for s in strategies}
+        return Shardings(strategies=by_width, layouts=tuple(sorted(used)))
 
     @cached_method
-    def _every(
+    def _listed(
         self, type_name: str, width: int, tp_sizes: tuple[int, ...] | None, shard_sizes: tuple[int, ...] | None
     ) -> tuple[Strategy, ...]:
         if tp_sizes == ():
@@ -92,7 +92,7 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return shardings(request, self.model, type_name, width)
 
     def _possible(self, strategy: Strategy, choice: Choice, type_name: str) -> bool:
-        """Whether it shares a microbatch's samples out evenly, and is what the configuration fixes."""
+        """Return whether it shares a microbatch's samples out evenly, and is what the configuration fixes."""
         if choice.samples % layout_of(strategy).samples.size:
             return False
         tokens = self.gathered_tokens(strategy, choice.samples)
@@ -103,36 +103,36 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return strategy == replace(choice.layers, type=type_name)
 
     def gathered_tokens(self, strategy: Strategy, samples: int) -> int:
-        """Tokens that Megatron's sequence parallelism gathers whole."""
+        """Return the tokens that Megatron's sequence parallelism gathers whole."""
         axes = axes_of(strategy)
         return axes.rank_samples(samples) * self.model.sequence_length if axes.gathers_sequence else 0
 
 
 def alike(choice: Choice) -> Choice:
-    """The least microbatch with the same strategies: all degrees divide the width of a stage."""
+    """Return the choice of the least microbatch with the same strategies: all degrees divide the width of a stage."""
     if choice.buffer_tokens is not None:
         return choice
     return choice._replace(samples=gcd(choice.samples, lcm(*choice.widths)))
 
 
 def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: int) -> tuple[Strategy, ...]:
-    """Every way to shard a layer type over the ranks of a pipeline stage, each spelled in one way only.
+    """Return the ways to shard a layer type over the ranks of a pipeline stage, each spelled in one way only.
 
     Where there is no tensor parallelism there is nothing to split the sequence by and no grid to stride, and where
     there is no data parallelism nothing to shard by. Ulysses shards parameters over all ranks.
     """
     outer = {EMBEDDING: request.embedding, HEAD: request.head}.get(type_name)
     kinds = request.recompute if outer is None else (Recompute.NONE,)
-    found: set[Strategy] = set()
+    strategies: set[Strategy] = set()
     for sharding in _grids(request, outer or OuterSpace(), stage_size):
         if misfit(model, type_name, sharding) is not None:
             continue
         if outer is not None:
-            found.add(sharding)
+            strategies.add(sharding)
             continue
         fields = {name: getattr(sharding, name) for name in Strategy.__struct_fields__}
-        found |= {LayerStrategy(**fields, type=type_name, recompute=recompute) for recompute in kinds}
-    return tuple(sorted(found))
+        strategies |= {LayerStrategy(**fields, type=type_name, recompute=recompute) for recompute in kinds}
+    return tuple(sorted(strategies))
 
 
 def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterator[Strategy]:
@@ -155,7 +155,7 @@ def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterat
 
 
 def _sharings(request: SearchRequest, kinds: Sequence[DataParallel], ranks: int) -> Iterator[tuple[DataParallel, int]]:
-    """Kinds of data parallelism, each with the sizes of groups that so many ranks can share the states out in."""
+    """Yield kinds of data parallelism, each with the sizes of groups that so many ranks can share the states out in."""
     for kind in kinds:
         yield kind, 0
         for size in sorted(set(request.shard_sizes or ())) if kind is not DataParallel.DDP else ():
@@ -164,7 +164,7 @@ def _sharings(request: SearchRequest, kinds: Sequence[DataParallel], ranks: int)
 
 
 MAX_MOVES = 500_000
-"""Stages of any widths, over all positions, that are listed: about 10 CPU seconds for a configuration's bound."""
+"""The most stages of any widths, over all positions, that are listed: about 10 CPU seconds for a bound."""
 
 
 class Handover(NamedTuple):
@@ -179,9 +179,9 @@ class Handover(NamedTuple):
 
 
 class Handovers(NamedTuple):
-    """Between all stages of some placements: the few that there are, and which of them is at each cut."""
+    """The few handovers that there are between all stages of some placements, and which of them is at each cut."""
 
-    every: tuple[Handover, ...]
+    different: tuple[Handover, ...]
     number: dict[Cut, int]
 
 
@@ -202,11 +202,11 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
     layers: LayerChoices
 
     def has_plans(self, configuration: Configuration) -> bool:
-        """Whether every layer of a configuration can be sharded in some way."""
+        """Return whether all layers of a configuration can be sharded, and its stages placed, in some way."""
         return self._can_be_placed(self._stages(configuration))
 
     def is_listed(self, configuration: Configuration) -> bool:
-        """Whether its stages can lie on the nodes in so few ways that these are listed; so it is of given widths."""
+        """Return whether its stages can lie on the nodes in few enough ways to be listed; of given widths they can."""
         if configuration.widths is not StageWidths.ANY:
             return True
         cluster, spans = self.costs.cluster, self.request.span_node_types
@@ -215,17 +215,17 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
         """Return what all layers can share: strategies that every type of layer has, as the first type's."""
         choice = self.choice(configuration)
-        of = self.layers.shardings(choice).strategies[choice.widths[0]]
+        by_type = self.layers.shardings(choice).strategies[choice.widths[0]]
         first, *others = dict.fromkeys(self.costs.model.layers)
-        layers = (s for s in of[first] if isinstance(s, LayerStrategy))
-        return tuple(s for s in layers if all(replace(s, type=other) in of[other] for other in others))
+        layers = (s for s in by_type[first] if isinstance(s, LayerStrategy))
+        return tuple(s for s in layers if all(replace(s, type=other) in by_type[other] for other in others))
 
     def buffer_tokens(self, configuration: Configuration) -> tuple[int, ...]:
-        """The sizes that Megatron's gather buffer can have, in tokens; 0 without sequence parallelism."""
+        """Return the sizes that Megatron's gather buffer can have, in tokens; 0 without sequence parallelism."""
         choice = self.choice(configuration)
-        known = self.layers.shardings(choice).strategies
-        every = (s for own in known.values() for of_type in own.values() for s in of_type)
-        return tuple(sorted({0, *(self.layers.gathered_tokens(strategy, choice.samples) for strategy in every)}))
+        by_width = self.layers.shardings(choice).strategies.values()
+        strategies = (s for by_type in by_width for of_type in by_type.values() for s in of_type)
+        return tuple(sorted({0, *(self.layers.gathered_tokens(s, choice.samples) for s in strategies)}))
 
     def choice(self, configuration: Configuration) -> Choice:
         """Return what the strategies of a configuration depend on."""
@@ -242,15 +242,14 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return Choice(sizes, configuration.microbatch_samples, *fixed, *degrees)
 
     def placed(self, configuration: Configuration) -> Placements:
-        """Where the stages can be; has_plans says whether they can at all."""
-        found = self._placements(self._stages(configuration))
-        if found is None:
+        """Return where the stages can be; has_plans says whether they can at all."""
+        if (placed := self._placements(self._stages(configuration))) is None:
             raise ValueError(f"no plan: {configuration}")
-        return found
+        return placed
 
     def num_positions(self, configuration: Configuration) -> int:
         """Return the number of positions of all stages, whether a stage can be there or not."""
-        return configuration.pp_size * prod(len(own) + 1 for own in pools_of(self.costs.cluster))
+        return configuration.pp_size * prod(len(pool) + 1 for pool in pools_of(self.costs.cluster))
 
     def widths_of_types(self, configuration: Configuration) -> dict[str, set[int]]:
         """Return how wide the stages of a configuration can be on each node type, where none spans types."""
@@ -266,42 +265,41 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _able(self, choice: Choice, pp_size: int, widths: Widths) -> tuple[tuple[int, ...], ...]:
-        """Stages only as wide as all types of layers can be sharded, the first's and last's with embedding and head."""
+        """Return the widths over which all types of a stage's layers can be sharded, embedding and head included."""
         known = self.layers.shardings(choice).strategies
         asked = [(width,) for width in widths] if isinstance(widths, tuple) else [choice.widths] * pp_size
         outermost = [(EMBEDDING,), *[()] * (pp_size - 2), (HEAD,)] if pp_size > 1 else [(EMBEDDING, HEAD)]
         return tuple(
-            tuple(width for width in own if width in known and all(known[width][name] for name in outer))
-            for own, outer in zip(asked, outermost, strict=True)
+            tuple(width for width in each if width in known and all(known[width][name] for name in outer))
+            for each, outer in zip(asked, outermost, strict=True)
         )
 
     @cached_method
-    def _placements(self, of: _Stages) -> Placements | None:
-        return placements(self.costs.cluster, of.widths, of.by_nodes, of.ends, self.request.span_node_types)
+    def _placements(self, stages: _Stages) -> Placements | None:
+        return placements(self.costs.cluster, *stages, self.request.span_node_types)
 
     @cached_method
-    def _widths_of_types(self, of: _Stages) -> dict[str, set[int]]:
-        return widths_of_types(self.costs.cluster, of.widths, of.by_nodes, of.ends)
+    def _widths_of_types(self, stages: _Stages) -> dict[str, set[int]]:
+        return widths_of_types(self.costs.cluster, *stages)
 
     @cached_method
-    def _can_be_placed(self, of: _Stages) -> bool:
-        spans = self.request.span_node_types
-        if of.by_nodes and not spans and all(of.widths):
-            return bool(self._widths_of_types(of))
-        return can_be_placed(self.costs.cluster, of.widths, of.by_nodes, of.ends, spans)
+    def _can_be_placed(self, stages: _Stages) -> bool:
+        if stages.by_nodes and not self.request.span_node_types:
+            return all(stages.widths) and bool(self._widths_of_types(stages))
+        return can_be_placed(self.costs.cluster, *stages, self.request.span_node_types)
 
     def handovers(self, configuration: Configuration) -> Handovers:
         """Return what is handed over at every cut between the stages."""
         return self._handovers(self._stages(configuration))
 
     @cached_method
-    def _handovers(self, of: _Stages) -> Handovers:
-        number, every = dict[Cut, int](), dict[Handover, int]()
-        if (placed := self._placements(of)) is not None:
+    def _handovers(self, stages: _Stages) -> Handovers:
+        number, different = dict[Cut, int](), dict[Handover, int]()
+        if (placed := self._placements(stages)) is not None:
             for cut in placed.cuts:
-                stages = placed.ranks_before(cut.position, cut.before), placed.ranks_behind(cut.position, cut.behind)
-                number[cut] = every.setdefault(self._handover(*stages), len(every))
-        return Handovers(tuple(every), number)
+                ranks = placed.ranks_before(cut.position, cut.before), placed.ranks_behind(cut.position, cut.behind)
+                number[cut] = different.setdefault(self._handover(*ranks), len(different))
+        return Handovers(tuple(different), number)
 
     def _handover(self, before: tuple[int, ...], behind: tuple[int, ...]) -> Handover:
         widths = len(before), len(behind)
@@ -311,5 +309,5 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
 
 def _dividing(asked: Sequence[int] | None, widths: Sequence[int]) -> tuple[int, ...] | None:
-    """The asked degrees that divide one of the widths."""
+    """Return the asked degrees that divide one of the widths."""
     return None if not asked else tuple(n for n in asked if any(width % n == 0 for width in widths))

@@ -1,6 +1,6 @@
-"""Which plans are searched: the configurations, with how many ranks their pipeline stages may have."""
+"""The configurations that are searched, with how many ranks their pipeline stages may have."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -15,14 +15,12 @@ from shardwright_search.space.placements import NodeTypes, pools_of
 from shardwright_search.space.request import Dimension, SearchRequest, Space, StageWidths, batch_sizes
 
 _PLAIN: dict[str, object] = {"data_parallel": (DataParallel.DDP,), "recompute": (Recompute.NONE,)}
-
-
 _MAX_LAYERS = 1_000
-"""On two devices 2 CPU seconds and 200 MiB."""
+"""The most layers of a model: on two devices 2 CPU seconds and 200 MiB."""
 _ENDS = 2
 """Pipeline stages that may be without a block: the first has the embedding, the last the head."""
 Widths = StageWidths | tuple[int, ...]
-"""Equal ones, any, or those of each pipeline stage."""
+"""Equal widths, any, or those of each pipeline stage."""
 
 
 class Configuration(NamedTuple):
@@ -71,7 +69,7 @@ class Configuration(NamedTuple):
 
 
 def narrowed(request: SearchRequest, cluster: Cluster, profiled: Collection[int] | None = None) -> SearchRequest:
-    """The request with its named space and its disabled dimensions told by the other options, which narrow these.
+    """Return the request with its named space and its disabled dimensions said by the other options.
 
     `profiled`: the tensor-parallel sizes that can be priced, if not all; where none are listed, these are taken.
     Raises BadInput, naming the search, where the options and these leave nothing.
@@ -107,131 +105,124 @@ def narrowed(request: SearchRequest, cluster: Cluster, profiled: Collection[int]
         for field, allowed in limit.items():
             request = _limited(request, field, allowed, name)
     if request.tp_sizes is None and (profiled is not None or request.stage_widths is not StageWidths.EQUAL):
-        pools = map(len, pools_of(cluster)) if request.stage_widths is StageWidths.ANY else ()
-        usual = usual_tp_sizes(request.stage_widths, [devices, *pools])
-        request = replace(request, tp_sizes=tuple(size for size in usual if profiled is None or size in profiled))
+        listed = request.stage_widths
+        pools = map(len, pools_of(cluster)) if listed is StageWidths.ANY else ()
+        sizes = sorted({size for number in (devices, *pools) for size in divisors(number)})
+        if isinstance(listed, tuple):
+            sizes = [size for size in sizes if any(width % size == 0 for each in listed for width in each)]
+        request = replace(request, tp_sizes=tuple(size for size in sizes if profiled is None or size in profiled))
     return replace(request, space=Space.FULL, disable=())
 
 
 def _limited(request: SearchRequest, field: str, allowed: object, name: str) -> SearchRequest:
-    """The request with what it says of a field, as far as a limit of that name allows it."""
+    """Return the request with what it says of a field, as far as a limit of that name allows it."""
     asked = getattr(request, field)
     if isinstance(allowed, tuple) and asked is not None:
         left = tuple(value for value in asked if value in allowed)
         if not left:
             listed = ", ".join(str(value) for value in asked)
-            what = f"{field}: {name} and {listed} leave nothing to choose from"
-            raise BadInput(f"search {request.name}", what, "change either")
+            problem = f"{field}: {name} and {listed} leave nothing to choose from"
+            raise BadInput(f"search {request.name}", problem, "change either")
         allowed = left
     return replace(request, **{field: allowed})
 
 
 def configurations(request: SearchRequest, model: Model, cluster: Cluster, file: Path) -> tuple[Configuration, ...]:
-    """Every configuration of a narrowed request, in ascending order.
+    """Return the configurations of a narrowed request, in ascending order.
 
-    Raises BadInput, naming the search file, for a listed number that divides nothing: it would be left out in silence.
+    Raises BadInput, naming the search file, for a listed number that no plan has: it would be left out in silence.
     """
-    devices, layers, batches = cluster.num_devices, len(model.layers), batch_sizes(request)
-    for number in request.num_microbatches or ():
-        if all(batch % number for batch in batches):
-            what = f"num_microbatches: {number} does not divide any global_batch_size"
-            raise BadInput(file, what, "list divisors only")
-    check_degrees(request, devices, layers, file)
+    devices, layers = cluster.num_devices, len(model.layers)
+    for problem, remedy in _problems(request, devices, layers):
+        raise BadInput(file, problem, remedy)
     return tuple(
-        Configuration(batch, count, pp_size, schedule, chunks, widths=own)
-        for batch in batches
+        Configuration(batch, count, pp_size, schedule, chunks, widths=widths)
+        for batch in batch_sizes(request)
         for count in sorted(set(request.num_microbatches or divisors(batch)))
         if batch % count == 0
-        for pp_size in pp_sizes(request, devices, layers)
+        for pp_size in _pp_sizes(request, devices, layers)
         for schedule in sorted(set(request.schedules))
         for chunks in _chunks(request, layers, pp_size, schedule)
-        for own in widths(request, devices, pp_size, schedule)
+        for widths in _widths(request, devices, pp_size, schedule)
     )
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Return every divisor of a positive number, ascending."""
+    """Return the divisors of a positive number, ascending."""
     small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return tuple(sorted({*small, *(number // size for size in small)}))
 
 
-def usual_tp_sizes(asked: StageWidths | Sequence[Sequence[int]], devices: Collection[int]) -> tuple[int, ...]:
-    """Tensor-parallel degrees that divide the devices, all or a node type's, and the ranks of a stage."""
-    known = set(devices) if isinstance(asked, StageWidths) else {width for each in asked for width in each}
-    every = sorted({size for number in devices for size in divisors(number)})
-    return tuple(size for size in every if any(width % size == 0 for width in known))
-
-
-def pp_sizes(request: SearchRequest, devices: int, layers: int) -> tuple[int, ...]:
-    """The pipeline degrees of a request, ascending."""
+def _pp_sizes(request: SearchRequest, devices: int, layers: int) -> list[int]:
+    """Return the pipeline degrees of a request, ascending."""
+    possible: Sequence[int]
     match request.stage_widths:
         case StageWidths.EQUAL:
-            every = divisors(devices)
+            possible = divisors(devices)
         case StageWidths.ANY:
-            every = tuple(range(1, devices + 1))
+            possible = range(1, devices + 1)
         case listed:
-            every = tuple(map(len, listed))
-    most = layers + _ENDS if request.max_pp_size is None else min(layers + _ENDS, request.max_pp_size)
-    return tuple(sorted({size for size in request.pp_sizes or every if size <= most and size in every}))
+            possible = tuple(map(len, listed))
+    most = min(layers + _ENDS, request.max_pp_size or devices)
+    return sorted({size for size in request.pp_sizes or possible if size <= most and size in possible})
 
 
-def widths(request: SearchRequest, devices: int, pp_size: int, schedule: Schedule) -> tuple[Widths, ...]:
-    """The widths of so many pipeline stages, equal ones spelled in one way.
+def _widths(request: SearchRequest, devices: int, pp_size: int, schedule: Schedule) -> tuple[Widths, ...]:
+    """Return the widths of so many pipeline stages, equal ones spelled in one way.
 
     Interleaved stages are equally wide, and so are those whose layers share one strategy, which says on how many ranks.
     """
     equal: tuple[Widths, ...] = (StageWidths.EQUAL,) if devices % pp_size == 0 else ()
-    unequal = not schedule.interleaves and request.fine_grained and pp_size > 1
+    may_differ = not schedule.interleaves and request.fine_grained and pp_size > 1
     match request.stage_widths:
         case StageWidths.EQUAL:
             return equal
         case StageWidths.ANY:
-            return (StageWidths.ANY,) if unequal else equal
+            return (StageWidths.ANY,) if may_differ else equal
         case listed:
-            own = sorted({each for each in listed if len(each) == pp_size})
-            alike = any(len(set(each)) == 1 for each in own)
-            return (*(equal if alike else ()), *(each for each in own if unequal and len(set(each)) > 1))
+            fitting = sorted({each for each in listed if len(each) == pp_size})
+            unequal = [each for each in fitting if len(set(each)) > 1]
+            return (*(equal if len(unequal) < len(fitting) else ()), *(unequal if may_differ else ()))
 
 
-def check_degrees(request: SearchRequest, devices: int, layers: int, file: Path) -> None:
-    """Raise BadInput, naming the search file, for a listed degree or width that no plan has."""
+def _problems(request: SearchRequest, devices: int, layers: int) -> Iterator[tuple[str, str]]:
+    """Yield each listed number that no plan has, in words, and what to do about it."""
+    for number in request.num_microbatches or ():
+        if all(batch % number for batch in batch_sizes(request)):
+            yield f"num_microbatches: {number} does not divide any global_batch_size", "list divisors only"
     if layers > _MAX_LAYERS:
-        what = f"a model of {layers} layers: time and memory of a search grow with their square"
-        raise BadInput(file, what, f"search for at most {_MAX_LAYERS} layers")
-    listed = request.stage_widths
-    ranks = f"the number of devices, {devices}"
-    if isinstance(listed, tuple):
-        for each in listed:
-            if sum(each) != devices:
-                what = f"stage_widths: {list(each)} are {sum(each)} ranks, the cluster has {devices} devices"
-                raise BadInput(file, what, "list widths of all devices")
-            if len(set(each)) > 1 and not request.fine_grained:
-                what = f"stage_widths: {list(each)}, but one strategy for all layers is of one width"
-                raise BadInput(file, what, "set fine_grained, or list equal widths")
-            if len(set(each)) > 1 and all(schedule.interleaves for schedule in request.schedules):
-                what = f"stage_widths: {list(each)}, but interleaved stages are equally wide"
-                raise BadInput(file, what, "allow 1f1b or gpipe, or list equal widths")
-    known = {number for each in listed for number in each} if isinstance(listed, tuple) else {devices}
-    for field, numbers in (("tp_sizes", request.tp_sizes), ("shard_sizes", request.shard_sizes)):
-        for number in numbers or ():
-            possible = number <= devices if listed is StageWidths.ANY else any(width % number == 0 for width in known)
-            if not possible:
-                where = "any of stage_widths" if isinstance(listed, tuple) else ranks
-                raise BadInput(file, f"{field}: {number} does not divide {where}", "list divisors only")
+        problem = f"a model of {layers} layers: time and memory of a search grow with their square"
+        yield problem, f"search for at most {_MAX_LAYERS} layers"
+    asked, ranks = request.stage_widths, f"the number of devices, {devices}"
+    listed = asked if isinstance(asked, tuple) else ()
+    for each in listed:
+        unequal, name = len(set(each)) > 1, f"stage_widths: {list(each)}"
+        if sum(each) != devices:
+            yield f"{name} are {sum(each)} ranks, the cluster has {devices} devices", "list widths of all devices"
+        if unequal and not request.fine_grained:
+            yield f"{name}, but one strategy for all layers is of one width", "set fine_grained, or list equal widths"
+        if unequal and all(schedule.interleaves for schedule in request.schedules):
+            yield f"{name}, but interleaved stages are equally wide", "allow 1f1b or gpipe, or list equal widths"
+    widths = {width for each in listed for width in each} or {devices}
+    for field in ("tp_sizes", "shard_sizes"):
+        for number in getattr(request, field) or ():
+            if number > devices if asked is StageWidths.ANY else all(width % number for width in widths):
+                where = "any of stage_widths" if listed else ranks
+                yield f"{field}: {number} does not divide {where}", "list divisors only"
     for number in request.pp_sizes or ():
-        if listed is StageWidths.EQUAL and devices % number:
-            raise BadInput(file, f"pp_sizes: {number} does not divide {ranks}", "list divisors only")
-        if listed is StageWidths.ANY and number > devices:
-            raise BadInput(file, f"pp_sizes: {number} is more than {ranks}", "list at most that many")
-        if isinstance(listed, tuple) and number not in map(len, listed):
-            raise BadInput(file, f"pp_sizes: no stage_widths are of {number} stages", "list such, or leave it out")
-    for number in request.pp_sizes or (map(len, listed) if isinstance(listed, tuple) else ()):
+        if asked is StageWidths.EQUAL and devices % number:
+            yield f"pp_sizes: {number} does not divide {ranks}", "list divisors only"
+        if asked is StageWidths.ANY and number > devices:
+            yield f"pp_sizes: {number} is more than {ranks}", "list at most that many"
+        if listed and number not in map(len, listed):
+            yield f"pp_sizes: no stage_widths are of {number} stages", "list such, or leave it out"
+    for number in request.pp_sizes or map(len, listed):
         if number > layers + _ENDS:
-            raise BadInput(file, f"pp_sizes: {number} pipeline stages for {layers} layers", "list at most that many")
+            yield f"pp_sizes: {number} pipeline stages for {layers} layers", "list at most that many"
 
 
 def _chunks(request: SearchRequest, layers: int, pp_size: int, schedule: Schedule) -> tuple[int, ...]:
-    """Numbers of chunks: several where the schedule is interleaved and they can be equal."""
+    """Return the numbers of chunks: several where the schedule is interleaved and they can be equal."""
     if not schedule.interleaves:
         return (1,)
     return tuple(v for v in sorted(set(request.chunks_per_stage)) if v > 1 < pp_size and layers % (v * pp_size) == 0)

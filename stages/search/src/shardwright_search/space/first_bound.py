@@ -1,4 +1,4 @@
-"""A lower bound on T of a configuration on a sub-cluster, told before it is known where its stages can be."""
+"""A lower bound on T of a configuration on a sub-cluster, known before it is known where its stages can be."""
 
 from collections import Counter
 from functools import cached_property
@@ -16,26 +16,24 @@ from shardwright_search.solver.stage_options import Weights, mean_weights
 from shardwright_search.space.choices import Choice
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
-from shardwright_search.space.placements import equal_stages, pools_of
+from shardwright_search.space.placements import pools_of
 from shardwright_search.space.request import StageWidths
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.memory import min_phases
 
-_On = tuple[StageTopology, ...]
-"""That stages may have."""
+_Topologies = tuple[StageTopology, ...]
+"""Topologies that stages may have."""
 _MAX_POSITIONS = 50_000_000
-"""Positions of stages of any widths that are still counted: some seconds, and as many bytes."""
-_Ranks = tuple[tuple[int, ...], ...]
-"""The ranks of each stage."""
+"""The most positions of stages of any widths that are counted: some seconds, and as many bytes."""
 
 
 class _Equal(NamedTuple):
     """Stages of one width on a node type."""
 
     stages: int
-    topologies: _On
+    topologies: _Topologies
     links: tuple[Link, ...]
-    """Between them, and to those on other types as if these were as fast."""
+    """Links between them, and to those on other types as if these were as fast."""
 
 
 class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
@@ -43,87 +41,90 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     instance: Instance
 
-    def of(self, configuration: Configuration) -> float | None:
-        """In picoseconds; infinity: there is no plan; None: it must be known where stages can be.
+    def bound_ps(self, configuration: Configuration) -> float | None:
+        """Return the bound; infinity: there is no plan; None: it must be known where stages can be.
 
         That is so of listed widths, of stages that span node types, of interleaved chunks, and of too many positions.
         """
-        own, widths = self.instance, configuration.widths
-        if own.request.span_node_types or isinstance(widths, tuple) or configuration.num_chunks > 1:
+        choices, widths = self.instance.choices, configuration.widths
+        if self.instance.request.span_node_types or isinstance(widths, tuple) or configuration.num_chunks > 1:
             return None
-        if widths is StageWidths.ANY and own.choices.num_positions(configuration) > _MAX_POSITIONS:
+        if widths is StageWidths.ANY and choices.num_positions(configuration) > _MAX_POSITIONS:
             return None
-        if not own.choices.has_plans(configuration):
+        if not choices.has_plans(configuration):
             return np.inf
-        return self._of_any(configuration) if widths is StageWidths.ANY else self._of_equal(configuration)
+        choice = choices.choice(configuration)
+        if widths is StageWidths.EQUAL:
+            return self._equal_ps(configuration, choice)
+        by_type = tuple((name, tuple(sorted(able))) for name, able in choices.widths_of_types(configuration).items())
+        topologies = self._anywhere(by_type, configuration.pp_size)
+        return self._relaxed_ps(
+            configuration, choice, topologies, self._mean_weights(configuration, choice, topologies)
+        )
 
-    def _of_any(self, configuration: Configuration) -> float:
-        """Return the bound of all layers over all ranks, on stages of any widths."""
-        choice = self.instance.choices.choice(configuration)
-        widths = self.instance.choices.widths_of_types(configuration)
-        able = tuple((name, tuple(sorted(own))) for name, own in widths.items())
-        on = self._anywhere(able, configuration.pp_size)
-        return self._relaxed(configuration, choice, on, self._mean_weights(configuration, choice, on))
-
-    def _of_equal(self, configuration: Configuration) -> float:
+    def _equal_ps(self, configuration: Configuration, choice: Choice) -> float:
         """Return the bound on stages of one width, which hold whole blocks."""
-        own, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
-        choice, layers = own.choices.choice(configuration), own.types_of_layers
+        instance, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
         by_type = self._equal(*choice.widths)
-        on = tuple(topology for equal in by_type for topology in equal.topologies)
-        weights = self._mean_weights(configuration, choice, on)
-        least = self._relaxed(configuration, choice, on, weights)
+        topologies = tuple(topology for equal in by_type for topology in equal.topologies)
+        weights = self._mean_weights(configuration, choice, topologies)
+        least = self._relaxed_ps(configuration, choice, topologies, weights)
         if p == 1:
             return least
         on_types = [self._on_type(choice, equal, m == 1) for equal in by_type]
         fewest = configuration.in_flight(p - 1)
-        parts = min_phases(fewest, m, any(group.keeps_sums for of in on_types for group in of.groups))
+        parts = min_phases(fewest, m, any(group.keeps_sums for on_type in on_types for group in on_type.groups))
         least += min(weights)[0] * sends_ps(on_types)
-        return max(least, own.prices.bounds.counted.least_ps(layers, on_types, parts, configuration.closed_forms[0]))
+        counted, (form, *_) = instance.prices.bounds.counted, configuration.closed_forms
+        return max(least, counted.least_ps(instance.types_of_layers, on_types, parts, form))
 
-    def _relaxed(self, configuration: Configuration, choice: Choice, on: _On, weights: tuple[Weights, ...]) -> float:
-        """Return the bound of all layers over all ranks, on stages that may be on these, with their weights."""
-        own, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
-        groups = tuple(own.prices.lean_group(choice, topology, m == 1) for topology in on)
-        mean_width = own.costs.cluster.num_devices / p
+    def _relaxed_ps(
+        self, configuration: Configuration, choice: Choice, topologies: _Topologies, weights: tuple[Weights, ...]
+    ) -> float:
+        """Return the bound of all layers over all ranks, on stages that may have these topologies and weights."""
+        instance, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
+        groups = tuple(instance.prices.lean_group(choice, topology, m == 1) for topology in topologies)
+        mean_width = instance.costs.cluster.num_devices / p
         budgets = dict.fromkeys(self._ranks, 0.0)
-        for topology, group in zip(on, groups, strict=True):
+        for topology, group in zip(topologies, groups, strict=True):
             budgets[topology.node_type] = max(budgets[topology.node_type], group.budget_bytes)
         budget = sum(count * budgets[name] for name, count in self._ranks.items()) / mean_width
         relative = tuple(group.width / mean_width for group in groups)
         fewest = configuration.in_flight(p - 1)
-        stages = Stages(own.types_of_layers, groups, relative, weights, fewest, budget)
-        return own.prices.bounds.relaxed.least_ps(stages)
+        stages = Stages(instance.types_of_layers, groups, relative, weights, fewest, budget)
+        return instance.prices.bounds.relaxed.least_ps(stages)
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
         """The number of ranks by node type."""
         return Counter(self.instance.costs.cluster.node_type_of_rank)
 
-    def _mean_weights(self, configuration: Configuration, choice: Choice, on: _On) -> tuple[Weights, ...]:
+    def _mean_weights(
+        self, configuration: Configuration, choice: Choice, topologies: _Topologies
+    ) -> tuple[Weights, ...]:
         """Return the weights of the stages' shares in the ranks, each with its type's speed."""
-        weights = self.instance.weights(choice, on)
-        speeds = {topology.node_type: weight / topology.size for topology, weight in zip(on, weights, strict=True)}
+        weights = self.instance.weights(choice, topologies)
+        speeds = {on.node_type: weight / on.size for on, weight in zip(topologies, weights, strict=True)}
         total = sum(count * speeds[name] for name, count in self._ranks.items())
         (form,), p = configuration.closed_forms, configuration.pp_size
         return tuple(mean_weights(form, p, weight * p / total) for weight in weights)
 
     @cached_method
-    def _anywhere(self, widths: tuple[tuple[str, tuple[int, ...]], ...], pp_size: int) -> _On:
+    def _anywhere(self, widths: tuple[tuple[str, tuple[int, ...]], ...], pp_size: int) -> _Topologies:
         """Return how stages may lie on each type: in one node, on whole ones, or as those of equal width."""
-        cluster, found = self.instance.costs.cluster, dict[StageTopology, None]()
+        cluster, topologies = self.instance.costs.cluster, dict[StageTopology, None]()
         equal = cluster.num_devices / pp_size
         ranks_of = {cluster.node_type_of_rank[ranks[0]]: ranks for ranks in pools_of(cluster)}
-        for name, width in ((name, width) for name, own in widths for width in own):
-            each, ranks = cluster.node_types[name].devices_per_node, ranks_of[name]
-            if width <= each:
-                found[StageTopology(name, (width,))] = None
-            if width % each == 0:
-                found[StageTopology(name, (each,) * (width // each))] = None
+        for name, width in ((name, width) for name, able in widths for width in able):
+            per_node, ranks = cluster.node_types[name].devices_per_node, ranks_of[name]
+            if width <= per_node:
+                topologies[StageTopology(name, (width,))] = None
+            if width % per_node == 0:
+                topologies[StageTopology(name, (per_node,) * (width // per_node))] = None
             if width == equal:
                 stages = (ranks[i : i + width] for i in range(0, len(ranks) - width + 1, width))
-                found |= dict.fromkeys(stage_topology(cluster, stage) for stage in stages)
-        return tuple(found)
+                topologies |= dict.fromkeys(stage_topology(cluster, stage) for stage in stages)
+        return tuple(topologies)
 
     def _on_type(self, choice: Choice, equal: _Equal, single_microbatch: bool) -> OnType:
         prices = self.instance.prices
@@ -134,26 +135,20 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_method
     def _equal(self, width: int) -> tuple[_Equal, ...]:
         """Return the stages of one width by node type."""
-        costs, every = self.instance.costs, equal_stages(self.instance.costs.cluster, width)
+        costs = self.instance.costs
+        cluster, pools = costs.cluster, pools_of(costs.cluster)
+        unbroken = [pool[-1] - pool[0] + 1 == len(pool) for pool in pools]
         # A stage of several ranks begins right behind another's first only where a type's nodes are not neighbours.
-        near = {width == 1, not all(map(_is_unbroken, every))}
-        found = []
-        for stages in every:
-            some = self._repeated(stages) if _is_unbroken(stages) else stages
-            topologies = dict.fromkeys(stage_topology(costs.cluster, ranks) for ranks in some)
+        near = {width == 1, not all(unbroken)}
+        by_type = []
+        for pool, follow in zip(pools, unbroken, strict=True):
+            stages = [pool[i : i + width] for i in range(0, len(pool), width)]
+            # Stages lie on nodes as the first does from where their ends meet: from there on they lie as before.
+            per_node = cluster.node_types[cluster.node_type_of_rank[pool[0]]].devices_per_node
+            some = stages[: lcm(per_node, width) // width + 1] if follow else stages
+            topologies = dict.fromkeys(stage_topology(cluster, ranks) for ranks in some)
             links = dict.fromkeys(costs.link(*pair) for pair in pairwise(some))
-            if len(every) > 1:  # what goes to another type takes as long as the slower end, and leaves its node
-                links |= dict.fromkeys(Link(own, True, costs.node_types_of(stages[0])) for own in near)
-            found.append(_Equal(len(stages), tuple(topologies), tuple(links)))
-        return tuple(found)
-
-    def _repeated(self, stages: _Ranks) -> _Ranks:
-        """The stages on a type up to where they lie on nodes as the first does: from there on they lie as before."""
-        cluster, width = self.instance.costs.cluster, len(stages[0])
-        each = cluster.node_types[cluster.node_type_of_rank[stages[0][0]]].devices_per_node
-        return stages[: lcm(each, width) // width + 1]
-
-
-def _is_unbroken(stages: _Ranks) -> bool:
-    """Whether the ranks of a type follow one another."""
-    return stages[-1][-1] - stages[0][0] + 1 == len(stages) * len(stages[0])
+            if len(pools) > 1:  # what goes to another type takes as long as the slower end, and leaves its node
+                links |= dict.fromkeys(Link(consecutive, True, costs.node_types_of(pool)) for consecutive in near)
+            by_type.append(_Equal(len(stages), tuple(topologies), tuple(links)))
+        return tuple(by_type)

@@ -38,12 +38,12 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @classmethod
     def made(cls, request: SearchRequest, costs: CostModel, budgets: dict[str, int]) -> "Instance":
-        """With nothing priced yet."""
+        """Return the instance with nothing priced yet."""
         layers, ties = LayerChoices(request, costs.model), Ties(costs, _stage_types(request, budgets))
         return cls(request, costs, budgets, StagePrices(costs, layers, budgets, ties))
 
     def on(self, cluster: Cluster, request: SearchRequest, budgets: dict[str, int]) -> "Instance":
-        """On some of the nodes, for a request of other degrees alone: what does not depend on these is priced once."""
+        """Return the instance of some of the nodes and of other degrees; what depends on neither is priced once."""
         return Instance(request, self.costs.on(cluster), budgets, self.prices)
 
     @cached_property
@@ -74,7 +74,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     def stage_ranks(self, configuration: Configuration, solution: Solution) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each pipeline stage of a solution."""
+        """Return the ranks of each pipeline stage of a solution."""
         return self.choices.placed(configuration).stage_ranks(solution.device_groups)
 
     def node_type(self, configuration: Configuration, group: int) -> str:
@@ -97,17 +97,17 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         times = dict[str, float]()
         for on in topologies:
             if not on.node_types:
-                own = self.prices.fastest_ps(choice, on)
-                times[on.node_type] = min(own, times.get(on.node_type, own))
+                fastest_ps = self.prices.fastest_ps(choice, on)
+                times[on.node_type] = min(fastest_ps, times.get(on.node_type, fastest_ps))
         slowest = max(times.values(), default=1.0)
         speeds = {name: round(100 * slowest / times.get(name, slowest)) for name in self.budgets}
         return tuple(sum(on.ranks_on(name) * speeds[name] for name in on.type_names) for on in topologies)
 
     def problem(self, configuration: Configuration) -> Problem:
-        """The numbers of a configuration of GPipe or 1F1B."""
+        """Return the numbers of a configuration of GPipe or 1F1B."""
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         placed, handovers = self.choices.placed(configuration), self.choices.handovers(configuration)
-        sends = [self.prices.handed_over(choice, own) for own in handovers.every]
+        sends = [self.prices.handed_over(choice, handover) for handover in handovers.different]
         return Problem(
             layers=self.types_of_layers,
             device_groups=tuple(self.prices.device_group(choice, on, m == 1) for on in placed.topologies),
@@ -122,23 +122,21 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     def interleaved_problem(self, configuration: Configuration) -> InterleavedProblem | None:
-        """None where stages have different topologies, or chunks hold different types of layers."""
+        """Return its numbers; None where stages have different topologies, or chunks different types of layers."""
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
-        layers, placed = self.costs.model.layers, self.choices.placed(configuration)
-        share = len(layers) // (p * configuration.num_chunks)
-        if len(placed.topologies) > 1 or any(
-            layers[i : i + share] != layers[:share] for i in range(0, len(layers), share)
-        ):
+        v, placed = configuration.num_chunks, self.choices.placed(configuration)
+        embedding, *layers, head = self.types_of_layers
+        positions = layers[: len(layers) // (p * v)]
+        if len(placed.topologies) > 1 or layers != positions * p * v:
             return None
-        v, schedule = configuration.num_chunks, schedule_of(configuration.schedule)
-        frees = frees_outputs(self.costs.model)
+        schedule, frees = schedule_of(configuration.schedule), frees_outputs(self.costs.model)
         held = (moments_in_flight(schedule, p, m, stage, v, frees) for stage in (0, min(1, p - 1), p - 1))
         ranks = placed.stage_ranks((0,) * p)
         around = (*pairwise(ranks), (ranks[-1], ranks[0]))
         return InterleavedProblem(
-            embedding=self.prices.types.index(EMBEDDING),
-            positions=tuple(self.prices.types.index(name) for name in layers[:share]),
-            head=self.prices.types.index(HEAD),
+            embedding=embedding,
+            positions=tuple(positions),
+            head=head,
             group=self.prices.device_group(choice, placed.topologies[0], m == 1),
             pp_size=p,
             num_chunks=v,
@@ -152,15 +150,12 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
 
     def plan(self, configuration: Configuration, solution: Solution) -> Plan:
-        """The plan that a solution of a configuration stands for."""
-        model, request = self.costs.model, self.request
-        strategies, ranks = (
-            self.choices.layers.shardings(self.choices.choice(configuration)),
-            self.stage_ranks(configuration, solution),
-        )
+        """Return the plan that a solution of a configuration stands for."""
+        model, request, ranks = self.costs.model, self.request, self.stage_ranks(configuration, solution)
+        strategies = self.choices.layers.shardings(self.choices.choice(configuration))
         widths = [len(ranks[bisect_right(solution.ends, number)]) for number in range(len(self._names))]
         chosen = zip(self._names, widths, solution.options, strict=True)
-        embedding, *layers, head = (strategies.of(name, width)[option] for name, width, option in chosen)
+        embedding, *layers, head = (strategies.of_type(name, width)[option] for name, width, option in chosen)
         return Plan(
             name=request.name,
             model=model,
@@ -182,15 +177,15 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 def _stages(
     configuration: Configuration, solution: Solution, ranks: Sequence[tuple[int, ...]], num_layers: int
 ) -> tuple[PipelineStage, ...]:
-    """The layer ranges of every pipeline stage: even chunks, or as the solution cuts."""
+    """Return the layer ranges of each pipeline stage: even chunks, or as the solution cuts."""
     cuts = [0, *(end - 1 for end in solution.ends[:-1]), num_layers]
     if configuration.num_chunks > 1:
         cuts = list(range(0, num_layers + 1, num_layers // (configuration.pp_size * configuration.num_chunks)))
-    ranges = list(pairwise(cuts))
-    p = configuration.pp_size
-    return tuple(PipelineStage(ranks=own, layers=tuple(ranges[i::p])) for i, own in enumerate(ranks))
+    ranges, p = list(pairwise(cuts)), configuration.pp_size
+    return tuple(PipelineStage(ranks=each, layers=tuple(ranges[i::p])) for i, each in enumerate(ranks))
 
 
 def _stage_types(request: SearchRequest, budgets: Collection[str]) -> tuple[NodeTypes, ...]:
+    """Return the node types that a stage may be on together: one, or several where stages may span them."""
     most = len(budgets) if request.span_node_types else 1
-    return tuple(tuple(sorted(own)) for count in range(1, most + 1) for own in combinations(budgets, count))
+    return tuple(tuple(sorted(names)) for count in range(1, most + 1) for names in combinations(budgets, count))

@@ -15,51 +15,46 @@ from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.solver.problem import Cut, Moves, Position
 
 NodeTypes = tuple[str, ...]
-"""That a stage is on, in the order of their names."""
+"""Node types that a stage is on, in the order of their names."""
+_Way = tuple[Position, Position]
+"""Ranks that a pipeline stage may take up: how many of each node type, and the position behind it."""
 
 
 class Placements(NamedTuple):
     """The kinds of pipeline stage, and in which order they can follow one another."""
 
     topologies: tuple[StageTopology, ...]
-    """By the solver's device group."""
+    """Topologies of stages by the solver's device group."""
     moves: tuple[Moves, ...]
-    """By pipeline stage; a position is the number of ranks of each node type that the stages before it take up."""
+    """Moves by pipeline stage; a position is the number of ranks of each node type that stages before it take up."""
     pools: tuple[tuple[int, ...], ...]
     """The ranks of each node type: stages take them up in their order."""
     taken: tuple[Position, ...]
-    """By device group: how many ranks of each node type."""
+    """Ranks of each node type that a stage takes up, by device group."""
 
     @property
     def cuts(self) -> Iterator[Cut]:
         """Everything that can be between two stages."""
         for moves, following in pairwise(self.moves):
-            for before, position in dict.fromkeys(move for own in moves.values() for move in own):
+            for before, position in dict.fromkeys(move for behind in moves.values() for move in behind):
                 for behind, _ in following[position]:
                     yield Cut(position, before, behind)
 
     def stage_ranks(self, groups: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The ranks of stages on these device groups."""
-        position, found = (0,) * len(self.pools), []
+        """Return the ranks of stages on these device groups."""
+        position, stages = (0,) * len(self.pools), []
         for group in groups:
+            stages.append(self.ranks_behind(position, group))
             position = _behind(position, self.taken[group])
-            found.append(self.ranks_before(position, group))
-        return tuple(found)
+        return tuple(stages)
 
     def ranks_before(self, position: Position, group: int) -> tuple[int, ...]:
-        """The ranks of the stage that ends at a position."""
+        """Return the ranks of the stage that ends at a position."""
         return _ranks_before(self.pools, position, self.taken[group])
 
     def ranks_behind(self, position: Position, group: int) -> tuple[int, ...]:
-        """The ranks of the stage that starts at a position."""
+        """Return the ranks of the stage that starts at a position."""
         return self.ranks_before(_behind(position, self.taken[group]), group)
-
-
-class _Stage(NamedTuple):
-    """Ranks that a pipeline stage may take up: how many of each node type, and the position behind it."""
-
-    taken: Position
-    behind: Position
 
 
 def placements(
@@ -69,30 +64,29 @@ def placements(
     ends: tuple[NodeTypes, NodeTypes] | None = None,
     spans: bool = False,
 ) -> Placements | None:
-    """Every way to share out all ranks among stages, of which each has one of its own widths; None: there is none.
+    """Return the ways to share out all ranks among stages, each of one of its widths; None where there is no way.
 
     A stage's ranks are of one node type, unless it `spans` several. `by_nodes`: each stage is in one node, or takes up
     whole nodes, or is where it is if all are equally wide. `ends`: the node types of the first and last stage, if these
     are given.
     """
     nodes = _Nodes(cluster, len(widths), by_nodes, spans)
-    wanted = _wanted(ends, len(widths))
+    required = _required_types(ends, len(widths))
 
-    def following(stage: int, position: Position) -> Iterator[_Stage]:
-        for taken in nodes.following(stage, position, sorted(widths[stage])):
-            if wanted[stage] <= {nodes.types_of(taken)}:
-                yield _Stage(taken, _behind(position, taken))
+    def following(stage: int, position: Position) -> list[_Way]:
+        taken = nodes.following(stage, position, sorted(widths[stage]))
+        return [(each, _behind(position, each)) for each in taken if required[stage] <= {nodes.types_of(each)}]
 
     levels: list[set[Position]] = [{(0,) * len(nodes.pools)}]
     for stage in range(len(widths)):
-        levels.append({next_.behind for position in levels[-1] for next_ in following(stage, position)})
+        levels.append({behind for position in levels[-1] for _, behind in following(stage, position)})
     alive = levels[-1] & {tuple(map(len, nodes.pools))}
-    ways: list[dict[Position, list[_Stage]]] = []
+    stages: list[dict[Position, list[_Way]]] = []
     for stage in reversed(range(len(widths))):
-        every = {at: [own for own in following(stage, at) if own.behind in alive] for at in sorted(levels[stage])}
-        ways.insert(0, {position: own for position, own in every.items() if own})
-        alive = set(ways[0])
-    return _numbered(cluster, nodes.pools, ways) if alive else None
+        ways = {at: [way for way in following(stage, at) if way[1] in alive] for at in sorted(levels[stage])}
+        stages.insert(0, {position: kept for position, kept in ways.items() if kept})
+        alive = set(stages[0])
+    return _numbered(cluster, nodes.pools, stages) if alive else None
 
 
 def can_be_placed(
@@ -102,16 +96,15 @@ def can_be_placed(
     ends: tuple[NodeTypes, NodeTypes] | None = None,
     spans: bool = False,
 ) -> bool:
-    """Whether there are placements; told without them where each stage is on one node type."""
+    """Return whether there are placements, without listing them where each stage is on one node type."""
     if not all(widths):
         return False
-    each = {width for own in widths for width in own}
     if spans:
         return placements(cluster, widths, by_nodes, ends, spans) is not None
-    if by_nodes or len(each) > 1:
+    if by_nodes or len(alike := {width for each in widths for width in each}) > 1:
         return bool(widths_of_types(cluster, widths, by_nodes, ends))
-    (width,) = each
-    pools = {cluster.node_type_of_rank[own[0]]: len(own) for own in pools_of(cluster)}
+    (width,) = alike
+    pools = {cluster.node_type_of_rank[pool[0]]: len(pool) for pool in pools_of(cluster)}
     if len(widths) * width != cluster.num_devices or any(ranks % width for ranks in pools.values()):
         return False
     if ends is None:
@@ -122,13 +115,13 @@ def can_be_placed(
     return all(pools.get(name, 0) >= stages * width for name, stages in Counter(first + last).items())
 
 
-def _wanted(ends: tuple[NodeTypes, NodeTypes] | None, pp_size: int) -> list[set[NodeTypes]]:
-    """By stage, the node types that it has to be on."""
-    wanted: list[set[NodeTypes]] = [set() for _ in range(pp_size)]
+def _required_types(ends: tuple[NodeTypes, NodeTypes] | None, pp_size: int) -> list[set[NodeTypes]]:
+    """Return the node types that each stage has to be on; an empty set where it may be on any."""
+    required: list[set[NodeTypes]] = [set() for _ in range(pp_size)]
     if ends is not None:
-        wanted[0].add(ends[0])
-        wanted[-1].add(ends[1])
-    return wanted
+        required[0].add(ends[0])
+        required[-1].add(ends[1])
+    return required
 
 
 def widths_of_types(
@@ -137,134 +130,125 @@ def widths_of_types(
     by_nodes: bool = False,
     ends: tuple[NodeTypes, NodeTypes] | None = None,
 ) -> dict[str, set[int]]:
-    """By node type, how wide the stages on it are in the placements without stages that span types; {}: there are none.
+    """Return how wide stages are on each node type in the placements in which none spans types; {}: there are none.
 
-    Told for all positions at once.
+    All positions are looked at together, as arrays [ranks of each node type].
     """
-    nodes, wanted = _Nodes(cluster, len(widths), by_nodes, False), _wanted(ends, len(widths))
-    shape = tuple(len(own) + 1 for own in nodes.pools)
+    nodes, required = _Nodes(cluster, len(widths), by_nodes, False), _required_types(ends, len(widths))
+    shape = tuple(len(pool) + 1 for pool in nodes.pools)
     moves = [
         [
             (pool, width, np.moveaxis(nodes.can_begin(stage, pool, width), pool, 0))
-            for pool, width in product(range(len(shape)), own)
-            if width < shape[pool] and wanted[stage] <= {nodes.types_of(_on_pool(shape, pool, width))}
+            for pool, width in product(range(len(shape)), allowed)
+            if width < shape[pool] and required[stage] <= {(nodes.names[pool],)}
         ]
-        for stage, own in enumerate(widths)
+        for stage, allowed in enumerate(widths)
     ]
     reached = [np.zeros(shape, bool) for _ in range(len(widths) + 1)]
     reached[0].flat[0] = True
-    for (before, behind), own in zip(pairwise(reached), moves, strict=True):
-        for pool, width, can in own:
+    for (before, behind), ways in zip(pairwise(reached), moves, strict=True):
+        for pool, width, can in ways:
             np.moveaxis(behind, pool, 0)[width:] |= np.moveaxis(before, pool, 0)[:-width] & can
-    found: dict[str, set[int]] = {}
+    by_type: dict[str, set[int]] = {}
     alive = np.zeros(shape, bool)
     alive.flat[-1] = reached[-1].flat[-1]
-    for before, own in zip(reached[-2::-1], reversed(moves), strict=True):
+    for before, ways in zip(reached[-2::-1], reversed(moves), strict=True):
         leads = np.zeros(shape, bool)
-        for pool, width, can in own:
+        for pool, width, can in ways:
             here = np.moveaxis(before, pool, 0)[:-width] & can & np.moveaxis(alive, pool, 0)[width:]
             if here.any():
-                found.setdefault(nodes.names[pool], set()).add(width)
+                by_type.setdefault(nodes.names[pool], set()).add(width)
                 np.moveaxis(leads, pool, 0)[:-width] |= here
         alive = leads
-    return found
-
-
-def _on_pool(pools: Sequence[object], pool: int, ranks: int) -> Position:
-    """So many ranks of one node type."""
-    return tuple(ranks if number == pool else 0 for number in range(len(pools)))
+    return by_type
 
 
 def most_moves(cluster: Cluster, widths: Sequence[Collection[int]], spans: bool = False) -> int:
-    """No more stages than this are looked at behind all positions together, wherever they can be."""
+    """Return a number that the stages looked at behind all positions together do not exceed, wherever they can be."""
     pools = pools_of(cluster)
-    positions = prod(len(own) + 1 for own in pools)
-    ways, last = max(len(own) * len(pools) for own in widths), len(widths) - 1
+    positions = prod(len(pool) + 1 for pool in pools)
+    ways, last = max(len(each) * len(pools) for each in widths), len(widths) - 1
     if spans:  # so many nodes of each type; positions are looked at from which the end cannot be reached
-        ways += prod(len({cluster.node_of_rank[rank] for rank in own}) + 1 for own in pools)
+        ways += prod(len({cluster.node_of_rank[rank] for rank in pool}) + 1 for pool in pools)
         return sum(ways * min(positions, ways**stage) for stage in range(len(widths)))
     return sum(ways * min(positions, ways ** min(stage, last - stage)) for stage in range(len(widths)))
 
 
-def equal_stages(cluster: Cluster, width: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """By node type the ranks of each stage, where all stages are so wide and none spans several types."""
-    return tuple(tuple(own[i : i + width] for i in range(0, len(own), width)) for own in pools_of(cluster))
-
-
 class _Nodes:
-    """What a stage may take up of a cluster's nodes."""
+    """The ranks of a cluster's nodes that a stage may take up."""
 
     def __init__(self, cluster: Cluster, pp_size: int, by_nodes: bool, spans: bool) -> None:
         self.pools, self._nodes = pools_of(cluster), cluster.node_of_rank
-        self.names = [cluster.node_type_of_rank[own[0]] for own in self.pools]
+        self.names = [cluster.node_type_of_rank[pool[0]] for pool in self.pools]
         self._equal, self._by_nodes = cluster.num_devices / pp_size, by_nodes
         self._spans = spans and len(self.pools) > 1
-        nodes = self._nodes
         self._borders = [
-            {0, len(own), *(i for i, (a, b) in enumerate(pairwise(own), 1) if nodes[a] != nodes[b])}
-            for own in self.pools
+            {0, len(pool), *(i for i, (a, b) in enumerate(pairwise(pool), 1) if self._nodes[a] != self._nodes[b])}
+            for pool in self.pools
         ]
 
     def types_of(self, taken: Position) -> NodeTypes:
-        """The node types that so many ranks of each are of."""
+        """Return the node types that so many ranks of each are of."""
         return tuple(sorted(name for name, count in zip(self.names, taken, strict=True) if count))
 
     def following(self, stage: int, position: Position, widths: Sequence[int]) -> Iterator[Position]:
-        """How many ranks of each node type a stage may take up."""
-        for pool, own in enumerate(self.pools):
+        """Yield how many ranks of each node type a stage may take up."""
+        for pool, ranks in enumerate(self.pools):
             for width in widths:
                 end = position[pool] + width
-                if end <= len(own) and (not self._by_nodes or self._is_allowed(stage, position, pool, end)):
-                    yield _on_pool(self.pools, pool, width)
+                if end <= len(ranks) and (not self._by_nodes or self._is_allowed(stage, position, pool, end)):
+                    yield tuple(width * (number == pool) for number in range(len(self.pools)))
         if self._spans:
             yield from self._spanning(stage, position, widths)
 
     def _is_allowed(self, stage: int, position: Position, pool: int, end: int) -> bool:
-        """Of ranks of one type."""
-        first, own, equal = position[pool], self.pools[pool], self._equal
+        """Return whether a stage may take up these ranks of one type."""
+        first, ranks, equal = position[pool], self.pools[pool], self._equal
         alike = sum(position) == stage * equal and (self._spans or first % equal == 0) and end == first + equal
-        return self._nodes[own[first]] == self._nodes[own[end - 1]] or {first, end} <= self._borders[pool] or alike
+        return self._nodes[ranks[first]] == self._nodes[ranks[end - 1]] or {first, end} <= self._borders[pool] or alike
 
     def can_begin(self, stage: int, pool: int, width: int) -> NDArray[Any]:
-        """As `following` of ranks of one type, of all positions that leave enough of these, or an axis of them."""
-        sizes = [len(own) + 1 for own in self.pools]
+        """Return where `following` has so many ranks of one type, at all positions that leave enough of them.
+
+        An axis is 1 where the number of ranks of its type makes no difference.
+        """
+        sizes = [len(ranks) + 1 for ranks in self.pools]
         sizes[pool] -= width
         axis = [size if number == pool else 1 for number, size in enumerate(sizes)]
         if not self._by_nodes:
             return np.ones(axis, bool)
-        own, first = np.array([self._nodes[rank] for rank in self.pools[pool]]), np.arange(sizes[pool])
-        borders = np.isin(np.arange(len(own) + 1), list(self._borders[pool]))
-        here = (own[first] == own[first + width - 1]) | (borders[first] & borders[first + width])
+        nodes, first = np.array([self._nodes[rank] for rank in self.pools[pool]]), np.arange(sizes[pool])
+        borders = np.isin(np.arange(len(nodes) + 1), list(self._borders[pool]))
+        here = (nodes[first] == nodes[first + width - 1]) | (borders[first] & borders[first + width])
         if width != self._equal:
             return np.asarray(here.reshape(axis))
         at = np.indices(sizes)
         return np.asarray(here.reshape(axis) | ((at.sum(0) == stage * width) & (at[pool] % width == 0)))
 
     def _spanning(self, stage: int, position: Position, widths: Sequence[int]) -> Iterator[Position]:
-        """Of ranks of several types: whole nodes, or all that is left of them but for one type's."""
-        left = [len(own) - first for own, first in zip(self.pools, position, strict=True)]
+        """Yield ranks of several types: whole nodes, or all that is left of them but for one type's."""
+        left = [len(ranks) - first for ranks, first in zip(self.pools, position, strict=True)]
         whole = [
             [end - first for end in sorted(borders) if end > first] if first in borders else []
             for first, borders in zip(position, self._borders, strict=True)
         ]
-        found = {taken for taken in product(*([0, *counts] for counts in whole)) if sum(taken) in widths}
-        rests = widths
+        ways = {taken for taken in product(*([0, *counts] for counts in whole)) if sum(taken) in widths}
         if self._by_nodes:
-            rests = [width for width in widths if width == self._equal and sum(position) == stage * width]
+            widths = [width for width in widths if width == self._equal and sum(position) == stage * width]
         for used in product(*({0, count} for count in left)):
-            missing = [width - sum(used) for width in rests]
-            found |= {used for more in missing if more == 0}
-            found |= {
+            missing = [width - sum(used) for width in widths]
+            ways |= {used for more in missing if more == 0}
+            ways |= {
                 (*used[:pool], more, *used[pool + 1 :])
                 for pool, count in enumerate(left)
                 for more in missing
                 if used[pool] == 0 and 0 < more < count
             }
-        yield from sorted(taken for taken in found if sum(map(bool, taken)) > 1)
+        yield from sorted(taken for taken in ways if sum(map(bool, taken)) > 1)
 
 
 def pools_of(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each node type, types in the order of their first ranks."""
+    """Return the ranks of each node type, types in the order of their first ranks."""
     pools: dict[str, list[int]] = {}
     types = cluster.node_type_of_rank
     for name, ranks in groupby(range(len(types)), key=types.__getitem__):
@@ -277,26 +261,25 @@ def _behind(position: Position, taken: Position) -> Position:
 
 
 def _ranks_before(pools: Sequence[Sequence[int]], position: Position, taken: Position) -> tuple[int, ...]:
-    """The ranks of a stage that takes up so many of each node type and ends at a position."""
-    each = zip(pools, position, taken, strict=True)
-    return tuple(sorted(rank for own, end, count in each for rank in own[end - count : end]))
+    """Return the ranks of a stage that takes up so many of each node type and ends at a position."""
+    parts = zip(pools, position, taken, strict=True)
+    return tuple(sorted(rank for pool, end, count in parts for rank in pool[end - count : end]))
 
 
 def _numbered(
-    cluster: Cluster, pools: tuple[tuple[int, ...], ...], ways: Sequence[dict[Position, list[_Stage]]]
+    cluster: Cluster, pools: tuple[tuple[int, ...], ...], stages: Sequence[dict[Position, list[_Way]]]
 ) -> Placements:
-    """Device groups in the order of the stages; `ways`: by stage and position, what the stage can be."""
-    numbers: dict[StageTopology, int] = {}
-    taken: list[Position] = []
-    moves: list[Moves] = []
-    for stage in ways:
-        found: dict[Position, tuple[tuple[int, Position], ...]] = {}
-        for position, every in stage.items():
-            kinds = [stage_topology(cluster, _ranks_before(pools, own.behind, own.taken)) for own in every]
-            for kind, own in zip(kinds, every, strict=True):
-                if kind not in numbers:
-                    numbers[kind] = len(numbers)
-                    taken.append(own.taken)
-            found[position] = tuple((numbers[kind], own.behind) for kind, own in zip(kinds, every, strict=True))
-        moves.append(found)
-    return Placements(tuple(numbers), tuple(moves), pools, tuple(taken))
+    """Return the ways of each stage, by position, with device groups numbered in the order of the stages."""
+    numbers, taken = dict[StageTopology, int](), list[Position]()
+
+    def group_of(way: _Way) -> int:
+        number = numbers.setdefault(stage_topology(cluster, _ranks_before(pools, way[1], way[0])), len(numbers))
+        if number == len(taken):
+            taken.append(way[0])
+        return number
+
+    moves = tuple(
+        {position: tuple((group_of(way), way[1]) for way in following) for position, following in ways.items()}
+        for ways in stages
+    )
+    return Placements(tuple(numbers), moves, pools, tuple(taken))

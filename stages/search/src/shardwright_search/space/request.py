@@ -1,19 +1,20 @@
-"""What to search: the batch, the memory budget, the space of plans, and what is best."""
+"""The files of searches: what to search and what is best, a grid of searches, and what nodes there are to rent."""
 
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from shardwright_formats.io import Document, Value
-from shardwright_formats.types.limits import Count, Gib, Name
+from shardwright_formats.types.limits import Count, Gib, Name, NonNegativeCount, NonNegativeNumber, Seconds, Sha256
 from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
 
 _MAX_BATCH_SIZES = 10_000
-"""Each is searched."""
+"""The most batch sizes of a range; each is searched."""
 Counts = Annotated[tuple[Count, ...], Meta(min_length=1)]
 
 
@@ -37,11 +38,11 @@ class Space(StrEnum):
     THREE_D = "3d"
     """Plain data, tensor and pipeline parallelism, one strategy for all layers."""
     FASOP = "fasop"
-    """The same with tensor parallelism up to 4 and no sequence parallelism; the command `fasop` has its own table."""
+    """The space 3d with tensor parallelism up to 4, no sequence parallelism; the command `fasop` has its own table."""
 
 
 class Dimension(StrEnum):
-    """What a search can be told to leave out."""
+    """A dimension that a search can leave out."""
 
     DATA_PARALLEL = "data_parallel"
     ZERO = "zero"
@@ -52,7 +53,7 @@ class Dimension(StrEnum):
 
 
 class Objective(StrEnum):
-    """What is best."""
+    """The number that the best plan has the most, or the least, of."""
 
     SAMPLES_PER_S = "samples_per_s"
     """The most samples a second, over all batch sizes."""
@@ -70,20 +71,20 @@ class BatchRange(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max: Count
     """The largest, if a step meets it."""
     step: Count
-    """From one to the next."""
+    """The difference between neighbouring sizes."""
 
 
 class StageWidths(StrEnum):
     """How many ranks pipeline stages may have."""
 
     EQUAL = "equal"
-    """All have as many."""
+    """The same number each."""
     ANY = "any"
     """Any number each, as long as they have all devices together; each in one node, or of whole nodes."""
 
 
 class OuterSpace(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the embedding or the head may be; null: as the layers may."""
+    """Strategies of the embedding or the head; null: as of the layers."""
 
     tp_sizes: Counts | None = None
     """Tensor-parallel degrees."""
@@ -108,17 +109,17 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     FORMAT = "shardwright.search"
 
     name: Name
-    """What the user calls it; the plan is named after it."""
+    """Name of the search; the plan is named after it."""
     objective: Objective = Objective.SAMPLES_PER_S
-    """What is best."""
+    """The number that the best plan has the most, or the least, of."""
     global_batch_size: Count | BatchRange
     """Samples of one optimizer step, or a range of sizes to choose from."""
     memory_gib: Gib | Annotated[dict[str, Gib], Meta(min_length=1)] | None = None
     """Budget of one device in GiB, or one for each node type; null: all of the device's memory."""
     reserve_gib: Annotated[float, Meta(ge=0, le=2**20)] = 0.0
-    """What of the budget is left free, in GiB. The process's own memory, as profiled, is counted anyway."""
+    """The part of the budget that is left free, in GiB. The process's own memory, as profiled, is counted anyway."""
     num_microbatches: Counts | None = None
-    """Null: every divisor of the batch."""
+    """Numbers of microbatches; null: every divisor of the batch."""
     space: Space = Space.FULL
     """A named space; the options below narrow it further."""
     disable: tuple[Dimension, ...] = ()
@@ -126,8 +127,8 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     fine_grained: bool = True
     """Whether each layer has a strategy of its own; else all share one."""
     pp_sizes: Counts | None = None
-    """Null: every divisor of the number of devices that leaves each pipeline stage a layer; with any `stage_widths`
-    every number that does, and with listed ones theirs."""
+    """Pipeline degrees; null: every divisor of the number of devices that leaves each pipeline stage a layer; with any
+    `stage_widths` every number that does, and with listed ones theirs."""
     max_pp_size: Count | None = None
     """The largest pipeline degree."""
     stage_widths: StageWidths | Annotated[tuple[Counts, ...], Meta(min_length=1)] = StageWidths.EQUAL
@@ -139,8 +140,9 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether a pipeline stage may be on nodes of several types, whose slowest rank binds: on whole nodes, or, where
     stages are equally wide or listed, on all that is left of some types and a part of the next one."""
     tp_sizes: Counts | None = None
-    """Null: every divisor of a pipeline stage's number of ranks that was profiled, on all devices of a mixed cluster;
-    where `stage_widths` may be unequal those alone that divide the number of devices, all or a node type's."""
+    """Tensor-parallel degrees; null: every divisor of a pipeline stage's number of ranks that was profiled, on all
+    devices of a mixed cluster; where `stage_widths` may be unequal those alone that divide the number of devices, all
+    or a node type's."""
     max_tp_size: Count | None = None
     """The largest tensor-parallel degree."""
     max_dp_size: Count | None = None
@@ -159,9 +161,9 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     recompute: Annotated[tuple[Recompute, ...], Meta(min_length=1)] = (Recompute.NONE, Recompute.FULL)
     """Kinds of activation recomputation."""
     embedding: OuterSpace = OuterSpace()
-    """What the embedding may be."""
+    """Strategies of the embedding."""
     head: OuterSpace = OuterSpace()
-    """What the head may be."""
+    """Strategies of the head."""
     schedules: Annotated[tuple[Schedule, ...], Meta(min_length=1)] = (Schedule.ONE_F_ONE_B,)
     """Orders of the microbatches."""
     chunks_per_stage: Counts = (2,)
@@ -179,19 +181,85 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     megatron_gather_buffer: bool = False
     """Whether a gathered input of Megatron's sequence parallelism is counted all step long, for exported plans."""
     robust: Robust | None = None
-    """Null: the plan that is best under the profile as it is."""
+    """Scenarios that the plan shall be good in; null: the plan is the best one under the profile as it is."""
 
     def __post_init__(self) -> None:
         batch = self.global_batch_size
-        if isinstance(batch, BatchRange) and batch.min > batch.max:
+        if not isinstance(batch, BatchRange):
+            return
+        if batch.min > batch.max:
             raise ValueError(f"global_batch_size: min {batch.min} is above max {batch.max}")
-        if isinstance(batch, BatchRange) and len(batch_sizes(self)) > _MAX_BATCH_SIZES:
+        if len(batch_sizes(self)) > _MAX_BATCH_SIZES:
             raise ValueError(f"global_batch_size: more than {_MAX_BATCH_SIZES} sizes: take a larger step")
-        if isinstance(batch, BatchRange) and self.objective is Objective.STEP_TIME:
+        if self.objective is Objective.STEP_TIME:
             raise ValueError("objective step_time needs one global_batch_size, not a range")
 
 
 def batch_sizes(request: SearchRequest) -> Sequence[int]:
-    """The batch sizes to choose from, ascending."""
+    """Return the batch sizes to choose from, ascending."""
     batch = request.global_batch_size
     return range(batch.min, batch.max + 1, batch.step) if isinstance(batch, BatchRange) else (batch,)
+
+
+class Grid(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A grid file: searches that share a model, a cluster and profiles."""
+
+    FORMAT = "shardwright.grid"
+
+    searches: Annotated[tuple[SearchRequest, ...], Meta(min_length=1, max_length=100_000)]
+    """The cells, each with a name of its own."""
+
+    def __post_init__(self) -> None:
+        names = [search.name for search in self.searches]
+        if len(set(names)) < len(names):
+            twice = next(name for place, name in enumerate(names) if name in names[:place])
+            raise ValueError(f"searches: two are named {twice!r}")
+
+
+class CellAnswer(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to one cell of a grid."""
+
+    name: str
+    """Name of the cell's search."""
+    key: Sha256
+    """SHA-256 of all that the answer rests on; KEY.json and KEY.prediction.json are the plan, if there is one."""
+    reason: str | None
+    """Why there is no plan; null where there is one."""
+
+
+class GridAnswers(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answers to all cells of a grid, in its order."""
+
+    FORMAT = "shardwright.grid_answers"
+
+    cells: tuple[CellAnswer, ...]
+    """The answers, one for each search."""
+
+
+class Offer(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nodes of one type that can be rented."""
+
+    usd_per_hour: NonNegativeNumber | None = None
+    """Price of one node; null: that of the cluster file."""
+    counts: Annotated[tuple[NonNegativeCount, ...], Meta(min_length=1)] | None = None
+    """How many can be had; null: any number up to the cluster file's, and none."""
+    interruptions_per_hour: NonNegativeNumber = 0.0
+    """How often one node is taken away, on average; 0: never, as on demand."""
+
+
+class Offers(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An offers file: what the cluster file does not say of the nodes that can be rented."""
+
+    FORMAT = "shardwright.offers"
+
+    node_types: dict[str, Offer] = msgspec.field(default_factory=dict)
+    """Offers by name of the cluster's node types; one that is left out is as the cluster file has it."""
+    checkpoint_s: Seconds | None = None
+    """Time that saving a checkpoint adds to the run; needed where nodes are interrupted."""
+    restart_s: Seconds | None = None
+    """Time from an interruption to the first step after it: a new node, the start, the checkpoint's load."""
+
+    def __post_init__(self) -> None:
+        risky = any(offer.interruptions_per_hour > 0 for offer in self.node_types.values())
+        if risky and (self.checkpoint_s is None or self.restart_s is None):
+            raise ValueError("interruptions_per_hour above 0 needs checkpoint_s and restart_s")

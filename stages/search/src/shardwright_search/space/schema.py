@@ -9,24 +9,20 @@ import sys
 from collections.abc import Sequence
 
 from shardwright_formats.schema.generate import json_schema, write_or_check
-from shardwright_search.space.grid import Grid, GridAnswers
-from shardwright_search.space.offers import Offers
-from shardwright_search.space.request import SearchRequest
-
-_FOLDER = "stages/search/schemas"
-_KINDS = (SearchRequest, Grid, GridAnswers, Offers)
+from shardwright_search.space.request import Grid, GridAnswers, Offers, SearchRequest
 
 
 def generated() -> dict[str, str]:
-    """The schemas' texts by path, from the repository's root."""
-    names = {kind: kind.FORMAT.removeprefix("shardwright.") for kind in _KINDS}
+    """Return the schemas' texts by path, from the repository's root."""
+    kinds = {kind.FORMAT.removeprefix("shardwright."): kind for kind in (SearchRequest, Grid, GridAnswers, Offers)}
     return {
-        f"{_FOLDER}/{name}.schema.json": json.dumps(json_schema(kind), indent=1) + "\n" for kind, name in names.items()
+        f"stages/search/schemas/{name}.schema.json": json.dumps(json_schema(kind), indent=1) + "\n"
+        for name, kind in kinds.items()
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check the schemas; returns the exit code."""
+    """Write or check the schemas; return the exit code."""
     return write_or_check("python -m shardwright_search.space.schema", generated(), arguments)
 
 

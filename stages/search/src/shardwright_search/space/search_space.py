@@ -1,4 +1,4 @@
-"""What is searched of a request: its configurations, those that are only bounded, and how each is solved."""
+"""The configurations of a request: those that are searched, those that are only bounded, and how each is solved."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
@@ -19,15 +19,14 @@ from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.min_memory import plain_plan
 from shardwright_search.solver.partition import Found, Pipeline
 from shardwright_search.solver.targets import Best, Solvable, Target
-from shardwright_search.space.budget import budgets_of
+from shardwright_search.space.budget import budgets_of, room_bytes
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
 from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest, StageWidths
-from shardwright_search.space.room import room_bytes
 
 _ROUNDING_BYTES = 16
-"""What rounding up each term of a corrected memory can add."""
+"""The most that rounding up each term of a corrected memory can add."""
 _MAX_RECENT = 6
 _MAX_PLAIN = 20
 _PLAIN_S = 5.0
@@ -38,28 +37,28 @@ class Unlisted(NamedTuple):
     """Configurations that are bounded and not searched: their stages can lie on the nodes in too many ways."""
 
     scores: tuple[tuple[float, int], ...]
-    """By configuration: no plan has a lower score; its pipeline degree."""
+    """A score that no plan of a configuration is below, and its pipeline degree, for each."""
 
     def below(self, score: float) -> "Unlisted | None":
         """Return those that may have a plan of a lower score than this; None: there are none."""
-        left = tuple(own for own in self.scores if own[0] < score)
+        left = tuple(each for each in self.scores if each[0] < score)
         return Unlisted(left) if left else None
 
     @property
     def bound(self) -> float:
-        """No plan of any has a lower score."""
+        """The score that no plan of any is below."""
         return min(self.scores)[0]
 
     @property
     def text(self) -> str:
-        """What is not searched, in words."""
+        """A clause that says how many are not searched, and why."""
         sizes = sorted({size for _, size in self.scores})
         degrees = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         return f"stage_widths any: in {len(self.scores)} cases {degrees} stages can lie on the nodes in too many ways"
 
-    def error(self, file: Path) -> BadInput:
-        """Return what to raise where nothing else has a plan."""
-        return BadInput(file, f"no plan was found, and {self.text}", "limit pp_sizes, or list stage_widths")
+    def error(self, file: Path, problem: str = "no plan was found, and") -> BadInput:
+        """Return what to raise where they had to be searched."""
+        return BadInput(file, f"{problem} {self.text}", "limit pp_sizes, or list stage_widths")
 
 
 class _Nothing:
@@ -113,30 +112,31 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def listed(self) -> tuple[Target[Configuration], ...]:
         """The configurations that are searched, each with how it is scored: seconds of a step, or of a sample."""
-        return tuple(self.instance.target(own) for each in self._configurations for own in self._split(each))
+        return tuple(self.instance.target(split) for each in self._configurations for split in self._split(each))
 
     @property
     def targets(self) -> tuple[Target[Configuration], ...]:
-        """The same; raises BadInput where none has a plan, whatever the memory."""
+        """The configurations that are searched; raises BadInput where none has a plan, whatever the memory."""
         if self.listed:
             return self.listed
         if self.unlisted is not None:
             raise self.unlisted.error(self.file)
-        raise BadInput(
-            self.file, "no strategy divides the batch, the model and the devices evenly", "allow other sizes"
-        )
+        problem = "no strategy divides the batch, the model and the devices evenly"
+        raise BadInput(self.file, problem, "allow other sizes")
 
     @cached_property
     def unlisted(self) -> Unlisted | None:
-        """The configurations that have places, if not memory, and are only bounded; None: there are none.
+        """The configurations that have placements, if not memory, and are only bounded; None: there are none.
 
         Where nothing is known before it is known where stages are, as of those that span node types, the bound is 0.
         """
-        choices, bounds = self.instance.choices, FirstBounds(self.instance)
-        targets = (self.instance.target(own) for own in self._configurations if not choices.is_listed(own))
-        scores = ((t.score(bounds.of(t.configuration) or 0.0), t.configuration) for t in targets)
-        left = tuple((s, own.pp_size) for s, own in scores if np.isfinite(s) or choices.has_plans(own))
-        return Unlisted(left) if left else None
+        choices, left = self.instance.choices, []
+        for configuration in self._configurations:
+            if not choices.is_listed(configuration):
+                bound_ps = self._first_bounds.bound_ps(configuration) or 0.0
+                if np.isfinite(bound_ps) or choices.has_plans(configuration):
+                    left.append((self.instance.target(configuration).score(bound_ps), configuration.pp_size))
+        return Unlisted(tuple(left)) if left else None
 
     def open_below(self, score: float) -> Unlisted | None:
         """Return what is only bounded and may have a plan of a lower score; None: there is nothing."""
@@ -145,11 +145,11 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
     def check_listed(self, name: str) -> None:
         """Raise BadInput where something is only bounded, for what must have all searched."""
         if self.unlisted is not None:
-            raise BadInput(self.file, f"{name}: {self.unlisted.text}", "limit pp_sizes, or list stage_widths")
+            raise self.unlisted.error(self.file, f"{name}:")
 
     @cached_property
     def solvable(self) -> Callable[[Configuration], Solvable]:
-        """A configuration, ready to be bounded and solved; the last few are kept."""
+        """The function that makes a configuration ready to be bounded and solved; it keeps the last few."""
 
         def made(configuration: Configuration) -> Solvable:
             return (self.deferred if configuration.widths is StageWidths.ANY else self.whole)(configuration)
@@ -162,7 +162,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def deferred(self, configuration: Configuration) -> Solvable:
         """Return a configuration with its first bound, where there is one."""
-        bound_ps, made = self._first_bounds.of(configuration), partial(self.whole, configuration)
+        bound_ps, made = self._first_bounds.bound_ps(configuration), partial(self.whole, configuration)
         return made() if bound_ps is None else _Deferred(bound_ps, made)
 
     def whole(self, configuration: Configuration) -> Solvable:
@@ -181,29 +181,29 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
     def plain(self, targets: Sequence[Target[Configuration]]) -> Best[Configuration] | None:
         """Return the best of some plain plans, for a search that was stopped before it knew one; None: none fits.
 
-        Of configurations with one chunk; where stages may be of any widths, the best plan of equal widths that is soon
-        found: their places are few.
+        They are of configurations with one chunk. Where stages may be of any widths, it is the best plan of equal
+        widths that is soon found: these have few placements.
         """
         single = [target for target in targets if target.configuration.num_chunks == 1]
         if self.instance.request.stage_widths is not StageWidths.ANY:
             return self._plain(single)
-        alike = ((target, own) for target in single for own in self._of_equal_width(target.configuration))
-        equal = tuple(dict.fromkeys(target._replace(configuration=own) for target, own in alike))
-        best = optimize(equal, self.solvable, deadline=monotonic() + _PLAIN_S, wide=True).best
-        return best or self._plain(equal) or self._plain(single)
+        alike = ((target, equal) for target in single for equal in self._of_equal_width(target.configuration))
+        equals = tuple(dict.fromkeys(target._replace(configuration=equal) for target, equal in alike))
+        best = optimize(equals, self.solvable, deadline=monotonic() + _PLAIN_S, wide=True).best
+        return best or self._plain(equals) or self._plain(single)
 
     def _plain(self, targets: Iterable[Target[Configuration]]) -> Best[Configuration] | None:
         deadline = monotonic() + _PLAIN_S
         soon = takewhile(lambda _: monotonic() < deadline, targets)
-        found = ((target, plain_plan(self.instance.problem(target.configuration))) for target in soon)
-        plans = (Best(target, plan, target.score(plan.objective_ps)) for target, plan in found if plan is not None)
+        solved = ((target, plain_plan(self.instance.problem(target.configuration))) for target in soon)
+        plans = (Best(target, plan, target.score(plan.objective_ps)) for target, plan in solved if plan is not None)
         return min(islice(plans, _MAX_PLAIN), key=lambda best: best.score, default=None)
 
     def _of_equal_width(self, configuration: Configuration) -> Iterator[Configuration]:
         """Yield the configuration with stages of equal width, if it has plans."""
-        own = configuration._replace(widths=StageWidths.EQUAL)
-        if self.instance.costs.cluster.num_devices % own.pp_size == 0 and self.instance.choices.has_plans(own):
-            yield own
+        equal = configuration._replace(widths=StageWidths.EQUAL)
+        if self.instance.costs.cluster.num_devices % equal.pp_size == 0 and self.instance.choices.has_plans(equal):
+            yield equal
 
     def _split(self, configuration: Configuration) -> Iterator[Configuration]:
         """Yield those with plans, one for each strategy that all layers share and size of a buffer that is counted.
@@ -212,9 +212,9 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         """
         choices, request = self.instance.choices, self.instance.request
         ways = (configuration,) if choices.is_listed(configuration) else self._of_equal_width(configuration)
-        for own in filter(choices.has_plans, chain.from_iterable(map(self._by_ends, ways))):
-            shared: Sequence[LayerStrategy | None] = [None] if request.fine_grained else choices.layer_strategies(own)
-            for split in (own._replace(layers=layers) for layers in shared):
+        for way in filter(choices.has_plans, chain.from_iterable(map(self._by_ends, ways))):
+            shared: Sequence[LayerStrategy | None] = [None] if request.fine_grained else choices.layer_strategies(way)
+            for split in (way._replace(layers=layers) for layers in shared):
                 if not request.megatron_gather_buffer:
                     yield split
                     continue
@@ -227,8 +227,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         if len(names) == 1 or configuration.num_chunks > 1 or not (model.tied or has_shared(model)):
             yield configuration
             return
-        for first, last in product(names, repeat=2):
-            yield configuration._replace(ends=(first, last))
+        yield from (configuration._replace(ends=(first, last)) for first, last in product(names, repeat=2))
 
 
 def space_of(
@@ -245,7 +244,7 @@ def space_of(
     """
     check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
     sizes = budgets_of(request, cluster, file)
-    profiled = set.intersection(*({key.tp_size for key in own.layers} for own in profiles.used(cluster)))
+    profiled = set.intersection(*({key.tp_size for key in each.layers} for each in profiles.used(cluster)))
     request = narrowed(request, cluster, profiled)
     room = room_bytes(request, model, cluster, profiles)
     budgets = {

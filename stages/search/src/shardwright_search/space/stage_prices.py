@@ -24,7 +24,7 @@ from shardwright_search.step.pareto import Ints, Numbers
 
 
 class Bounds(NamedTuple):
-    """Of pipelines."""
+    """The bounds of pipelines, with what they keep."""
 
     costs_of: CostsOf
     relaxed: Relaxed
@@ -42,7 +42,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def bounds(self) -> Bounds:
-        """What the bounds of all pipelines share."""
+        """The bounds that all pipelines share."""
         costs_of = cache(GroupCosts)
         return Bounds(costs_of, Relaxed(), Counted(costs_of))
 
@@ -53,7 +53,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def device_group(self, choice: Choice, topology: StageTopology, single_microbatch: bool) -> DeviceGroup:
-        """Costs of every strategy there."""
+        """Return the costs of every strategy on stages of this topology."""
         features = max(tensor.features for tensor in self.costs.model.boundary)
         buffer_bytes = (choice.buffer_tokens or 0) * features * self.costs.compute_bytes
         count = 1 if single_microbatch else 2
@@ -66,38 +66,38 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def lean_group(self, choice: Choice, topology: StageTopology, single_microbatch: bool) -> DeviceGroup:
-        """The same with the strategies alone that `Stages` may lean on."""
+        """Return the device group with the strategies alone that `Stages` may lean on."""
         whole = self.device_group(choice, topology, single_microbatch)
         return replace(whole, options=tuple(map(lean, whole.options)))
 
     def budget_bytes(self, topology: StageTopology) -> int:
-        """The least budget of the stage's node types less the most that a process takes there, as plans are priced."""
+        """Return the least budget of a stage's node types less the most that a process takes, as plans are priced."""
         if not topology.node_types:
             return self.budgets[topology.node_type]
         process = max(self.costs.profiles_on(name).process_bytes for name in topology.type_names)
         return min(map(self.with_process, topology.type_names)) - process
 
     def with_process(self, node_type: str) -> int:
-        """What a rank and its process may use."""
+        """Return what a rank and its process may use."""
         return self.budgets[node_type] + self.costs.profiles_on(node_type).process_bytes
 
     @cached_method
     def least_send_ps(self, choice: Choice, link: Link) -> float:
-        """Of what can be handed over between stages that are equally wide: the head's outputs are not."""
+        """Return the least that a send between stages of equal width takes: the head's outputs are not sent."""
         return float(self.sends(choice, link)[:-1].min())
 
     @cached_method
     def fastest_ps(self, choice: Choice, topology: StageTopology) -> float:
-        """A rank's time for a layer of each type, each with the strategy that takes the least."""
+        """Return all ranks' time for a layer of each type, each with the strategy that takes the least."""
         names = dict.fromkeys(self.costs.model.layers)
         times = (float(self._options(name, choice, topology, 2).time_ps.min()) for name in names)
         return topology.size * sum(times)
 
     def _options(self, name: str, choice: Choice, topology: StageTopology, num_microbatches: int) -> Options:
         shardings = self.layers.shardings(choice)
-        if not (found := shardings.of(name, topology.size)):
-            return Options.none(next(i for i, own in enumerate(shardings.layouts) if own.stage_size == topology.size))
-        priced = (self.costs.layer(name, s, topology, choice.samples, num_microbatches) for s in found)
+        if not (strategies := shardings.of_type(name, topology.size)):
+            return Options.none(_of_width(shardings, topology.size)[0])
+        priced = (self.costs.layer(name, s, topology, choice.samples, num_microbatches) for s in strategies)
         rows = [
             (
                 *(o.microbatch_ps, o.exposed_ps, o.state_bytes, o.memory.gradients, o.memory.gradient_sums),
@@ -109,62 +109,66 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _layouts(self, name: str, shardings: Shardings, topology: StageTopology) -> tuple[Ints, Ints]:
-        """Numbers of the input and output layouts of each strategy, or of the classes of ties."""
-        found = shardings.of(name, topology.size)
-        numbers = np.array([shardings.layouts.index(layout_of(strategy)) for strategy in found])
+        """Return the numbers of the input and output layouts of each strategy, or of the classes of ties."""
+        strategies = shardings.of_type(name, topology.size)
+        numbers = np.array([shardings.layouts.index(layout_of(strategy)) for strategy in strategies])
         if name not in (EMBEDDING, HEAD):
             return numbers, numbers
         known = self.ties.numbers(shardings, name)
-        classes = np.array([known[self.ties.class_of(topology.type_names, strategy)] for strategy in found])
+        classes = np.array([known[self.ties.class_of(topology.type_names, strategy)] for strategy in strategies])
         return (classes, numbers) if name == EMBEDDING else (numbers, classes)
 
     def _moves(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
-        """[layouts, layouts]: there in forward and back in backward, between layouts of the stage's width."""
-        layouts = self.layers.shardings(choice).layouts
-        own = [i for i, layout in enumerate(layouts) if layout.stage_size == topology.size]
+        """Return times [layouts, layouts], forward and back together, between layouts of the stage's width."""
+        shardings = self.layers.shardings(choice)
+        layouts = shardings.layouts
         one_way = np.zeros((len(layouts), len(layouts)))
-        for a, b in product(own, own):
-            taken = self.costs.redistribution(name, layouts[a], layouts[b], topology, choice.samples)
-            one_way[a, b] = taken.time_ps
+        for a, b in product(_of_width(shardings, topology.size), repeat=2):
+            moved = self.costs.redistribution(name, layouts[a], layouts[b], topology, choice.samples)
+            one_way[a, b] = moved.time_ps
         return one_way + one_way.T
 
     def handed_over(self, choice: Choice, handover: Handover) -> Numbers:
-        """[types, layouts given, layouts received]; infinity: it cannot be."""
+        """Return times [types, layouts given, layouts received]; infinity: it cannot be."""
         if handover.link is not None:
             return self._rank_to_rank(choice, handover.widths[0], handover.link)
         return self._to_other_width(choice, handover.nodes, handover.node_types)
 
     @cached_method
     def _rank_to_rank(self, choice: Choice, width: int, link: Link) -> Numbers:
-        """What is received is what was given."""
-        layouts, sends = self.layers.shardings(choice).layouts, self.sends(choice, link)
-        found = np.full((*sends.shape, len(layouts)), np.inf)
-        for i, layout in enumerate(layouts):
-            if layout.stage_size == width:
-                found[:, i, i] = sends[:, i]
-        return found
+        """Return times between stages of equal width: the layout that is received is the one that was given."""
+        sends, alike = self.sends(choice, link), _of_width(self.layers.shardings(choice), width)
+        times_ps = np.full((*sends.shape, sends.shape[1]), np.inf)
+        times_ps[:, alike, alike] = sends[:, alike]
+        return times_ps
 
     @cached_method
     def _to_other_width(self, choice: Choice, nodes: tuple[Nodes, ...], node_types: tuple[str, ...]) -> Numbers:
-        """From any layout to any."""
-        layouts = self.layers.shardings(choice).layouts
-        found = np.full((len(self.types), len(layouts), len(layouts)), np.inf)
-        given, taken = ([i for i, own in enumerate(layouts) if own.stage_size == len(ranks)] for ranks in nodes)
-        for (number, name), (a, b) in product(enumerate(self.types), product(given, taken)):
-            ends = layouts[a], layouts[b], nodes, node_types
-            found[number, a, b] = self.costs.handover(name, *ends, choice.samples).time_ps
-        return found
+        """Return times between stages of different widths: from any layout to any."""
+        shardings = self.layers.shardings(choice)
+        layouts = shardings.layouts
+        times_ps = np.full((len(self.types), len(layouts), len(layouts)), np.inf)
+        ends = (_of_width(shardings, len(ranks)) for ranks in nodes)
+        for (number, name), (a, b) in product(enumerate(self.types), product(*ends)):
+            sent = self.costs.handover(name, layouts[a], layouts[b], nodes, node_types, choice.samples)
+            times_ps[number, a, b] = sent.time_ps
+        return times_ps
 
     @cached_method
     def sends(self, choice: Choice, link: Link) -> Numbers:
-        """[types, layouts]: from rank to rank, one way."""
+        """Return times [types, layouts] from rank to rank, one way."""
         layouts = self.layers.shardings(choice).layouts
         sent = [[self.costs.send(n, layout, link, choice.samples).time_ps for layout in layouts] for n in self.types]
         return np.array(sent, float)
 
     @cached_method
     def boundary(self, choice: Choice) -> Numbers:
-        """[types, layouts]: what a rank holds of a microbatch between two stages."""
+        """Return the bytes [types, layouts] that a rank holds of a microbatch between two stages."""
         layouts = self.layers.shardings(choice).layouts
         held = [[self.costs.boundary_bytes(n, layout, choice.samples) for layout in layouts] for n in self.types]
         return np.array(held, float)
+
+
+def _of_width(shardings: Shardings, width: int) -> list[int]:
+    """Return the numbers of the layouts on stages of one width."""
+    return [number for number, layout in enumerate(shardings.layouts) if layout.stage_size == width]

@@ -1,4 +1,4 @@
-"""What tied parameters, and those that layers share, cost by how the first and the last stage hold them."""
+"""Costs of tied parameters, and of those that layers share, by how the first and the last stage hold them."""
 
 from itertools import product, zip_longest
 from typing import NamedTuple
@@ -36,14 +36,14 @@ class Ties(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def costs_ps(self, shardings: Shardings, pp_size: int, types: tuple[NodeTypes, NodeTypes] | None = None) -> Numbers:
-        """[classes of the embedding, of the head]: tied parameters, and those that layers share; infinity: no plan.
+        """Return the costs [classes of the embedding, of the head], shared parameters' included; infinity: no plan.
 
         `types`: of the first and the last stage, where these are given.
         """
         if not self.costs.model.tied and not has_shared(self.costs.model):
             return np.zeros((1, 1))
         first, last = (list(self._classes(shardings, name).values()) for name in (EMBEDDING, HEAD))
-        found, there = np.full((len(first), len(last)), np.inf), {*self.costs.cluster.node_type_of_rank}
+        costs_ps, there = np.full((len(first), len(last)), np.inf), {*self.costs.cluster.node_type_of_rank}
         for (i, before), (j, behind) in product(enumerate(first), enumerate(last)):
             if not there.issuperset(before.node_types + behind.node_types):
                 continue
@@ -51,17 +51,20 @@ class Ties(msgspec.Struct, frozen=True, dict=True, eq=False):
                 continue
             ranks = self._ranks(before.node_types, before.width), self._ranks(behind.node_types, behind.width, True)
             if pp_size == 1 or _apart(before, behind, *ranks):
-                found[i, j] = tie_cost_ps(self.costs, before.strategy, behind.strategy, *ranks)
-                found[i, j] += self._shared_ps(*ranks)
-        return found
+                costs_ps[i, j] = tie_cost_ps(self.costs, before.strategy, behind.strategy, *ranks)
+                costs_ps[i, j] += self._shared_ps(*ranks)
+        return costs_ps
 
     @cached_method
     def numbers(self, shardings: Shardings, name: str) -> dict[object, int]:
-        """Of the classes of the embedding or the head."""
-        return {own: number for number, own in enumerate(self._classes(shardings, name))}
+        """Return the number of each class of the embedding or the head."""
+        return {tie: number for number, tie in enumerate(self._classes(shardings, name))}
 
     def class_of(self, node_types: NodeTypes, strategy: Strategy) -> object:
-        """Parameters that layers share are sent from the first to the last stage: that depends on their widths."""
+        """Return what ties depend on: of parameters that layers share, which the first stage sends to the last, widths.
+
+        Of tied parameters how the ranks share them; None where all cost alike.
+        """
         if self.costs.model.tied:
             return node_types, tie_class(strategy)
         return (node_types, layout_of(strategy).stage_size) if has_shared(self.costs.model) else None
@@ -81,15 +84,15 @@ class Ties(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _ranks(self, node_types: NodeTypes, width: int, last: bool = False) -> tuple[int, ...]:
-        """Of the first or last stage that is so wide; of several types some of each, for all such stages tie alike."""
+        """Return the ranks of a first or last stage; of several types some of each, for all such stages tie alike."""
         types = self.costs.cluster.node_type_of_rank
-        pools = [own[::-1] if last else own for own in pools_of(self.costs.cluster) if types[own[0]] in node_types]
+        pools = [pool[::-1] if last else pool for pool in pools_of(self.costs.cluster) if types[pool[0]] in node_types]
         in_turn = [rank for turn in zip_longest(*pools) for rank in turn if rank is not None]
         return tuple(sorted(in_turn[:width]))
 
 
 def _apart(before: _End, behind: _End, first: tuple[int, ...], last: tuple[int, ...]) -> bool:
-    """Whether the first and the last stage can be two; of stages that span types the ranks are not known."""
+    """Return whether the first and the last stage can be two; of stages that span types the ranks are not known."""
     if len(before.node_types) == len(behind.node_types) == 1:
         return not set(first) & set(last)
     return first != last
