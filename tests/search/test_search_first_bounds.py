@@ -14,9 +14,8 @@ from shardwright_formats.types import GIB, NodeGroup
 from shardwright_search.solver import quick_bounds
 from shardwright_search.solver.quick_bounds import _Least
 from shardwright_search.space import first_bound
-from shardwright_search.space import placements as placing
 from shardwright_search.space.first_bound import FirstBounds
-from shardwright_search.space.placements import can_be_placed, most_moves, placements
+from shardwright_search.space.placements import StageWays
 from shardwright_search.space.request import StageWidths
 from shardwright_search.space.search_space import SearchSpace, space_of
 
@@ -32,10 +31,10 @@ def test_whether_equal_stages_can_be_placed_is_told_without_their_places(monkeyp
         ends = [None, *product([(n,) for n in "abc"], repeat=2)]
         for p, width, own in product(range(1, 5), range(1, 5), ends):
             widths = [(width,)] * (p - 1) + [() if rng.random() < 0.05 else (width,)]
-            cases.append((cluster, widths, own, placements(cluster, widths, ends=own) is not None))
-    monkeypatch.setattr(placing, "placements", None)
+            cases.append((cluster, widths, own, StageWays(cluster, widths, ends=own).placements is not None))
+    monkeypatch.delattr(StageWays, "placements")
     for cluster, widths, own, wanted in cases:
-        answers.append(can_be_placed(cluster, widths, ends=own))
+        answers.append(StageWays(cluster, widths, ends=own).exist)
         assert answers[-1] == wanted, (cluster, widths, own)
     assert 100 < sum(answers) < len(answers) - 300
 
@@ -51,11 +50,11 @@ def test_whether_stages_of_any_widths_can_be_placed_is_told_without_their_places
             widths = [(1, 2, 3), *few[1:-1], (2, 4)] if p > 2 and rng.random() < 0.3 else few
             for own in (None, (("a",), ("a",)), (("a",), ("b",)), (("b",), ("a",))):
                 if own is None or p > 1 or own[0] == own[1]:
-                    wanted = placements(cluster, widths, by_nodes, own) is not None
+                    wanted = StageWays(cluster, widths, by_nodes, own).placements is not None
                     cases.append((cluster, widths, by_nodes, own, wanted))
-    monkeypatch.setattr(placing, "placements", None)
+    monkeypatch.delattr(StageWays, "placements")
     for *case, wanted in cases:
-        answers.append(can_be_placed(*case))
+        answers.append(StageWays(*case).exist)
         assert answers[-1] == wanted, case
     assert 150 < sum(answers) < len(answers) - 150
 
@@ -67,11 +66,11 @@ def test_there_are_no_more_stages_than_are_told_without_their_places():
         cluster = make_mixed_cluster(**{n: (int(rng.integers(1, 4)), int(rng.choice([1, 2, 4])), GIB) for n in names})
         widths = [tuple(range(1, int(rng.integers(2, 7)))) for _ in range(int(rng.integers(1, 6)))]
         spans = bool(seed % 2)
-        placed = placements(cluster, widths, bool(seed % 3), None, spans)
-        if placed is not None:
-            count = sum(len(moves) for own in placed.moves for moves in own.values())
-            assert count <= most_moves(cluster, widths, spans)
-            most = max(most, count / most_moves(cluster, widths, spans))
+        ways = StageWays(cluster, widths, bool(seed % 3), None, spans)
+        if ways.placements is not None:
+            count = sum(len(moves) for own in ways.placements.moves for moves in own.values())
+            assert count <= ways.max_moves
+            most = max(most, count / ways.max_moves)
     assert most > 0.4
 
 

@@ -25,7 +25,7 @@ from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import price
 from shardwright_search.space.configurations import configurations, narrowed
-from shardwright_search.space.placements import placements
+from shardwright_search.space.placements import StageWays
 from shardwright_search.space.request import SearchRequest, StageWidths
 from shardwright_search.space.search_space import SearchSpace, space_of
 
@@ -114,7 +114,7 @@ def test_stages_can_be_wherever_they_can_by_hand(nodes, widths):
     for p in range(1, 5):
         total = cluster.num_devices
         sizes = range(1, total + 1) if widths is ANY else [total // p] if total % p == 0 else []
-        placed = placements(cluster, [sizes] * p, by_nodes=widths is ANY)
+        placed = StageWays(cluster, [sizes] * p, by_nodes=widths is ANY).placements
         every = set() if placed is None else {placed.stage_ranks(groups) for groups in walks(placed)}
         assert every == by_hand(cluster, p, widths) if sizes else not every
         seen += len(every)

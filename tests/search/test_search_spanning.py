@@ -29,7 +29,7 @@ from shardwright_search.search import Found, find_best
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.space.configurations import configurations, narrowed
-from shardwright_search.space.placements import placements
+from shardwright_search.space.placements import StageWays
 from shardwright_search.space.request import SearchRequest, StageWidths
 from shardwright_search.space.search_space import SearchSpace, space_of
 
@@ -136,7 +136,7 @@ def test_stages_can_be_wherever_they_can_by_hand(nodes, widths):
     for p in range(1, 5):
         total = cluster.num_devices
         sizes = range(1, total + 1) if widths is ANY else [total // p] if total % p == 0 else []
-        placed = placements(cluster, [sizes] * p, by_nodes=widths is ANY, spans=True)
+        placed = StageWays(cluster, [sizes] * p, by_nodes=widths is ANY, spans=True).placements
         every = set() if placed is None else {placed.stage_ranks(groups) for groups in walks(placed)}
         assert every == by_hand(cluster, p, widths) if sizes else not every
         seen += sum(len({cluster.node_type_of_rank[rank] for rank in ranks}) > 1 for own in every for ranks in own)
@@ -145,7 +145,7 @@ def test_stages_can_be_wherever_they_can_by_hand(nodes, widths):
 
 def test_listed_widths_take_what_is_left_of_a_type_and_a_part_of_the_next():
     cluster = make_mixed_cluster(a=(1, 4, GIB), b=(2, 4, GIB))
-    placed = placements(cluster, [[6], [6]], spans=True)
+    placed = StageWays(cluster, [[6], [6]], spans=True).placements
     assert placed is not None
     found = {placed.stage_ranks(groups) for groups in walks(placed)}
     assert found == {(tuple(range(6)), tuple(range(6, 12))), ((4, 5, 6, 7, 8, 9), (0, 1, 2, 3, 10, 11))}

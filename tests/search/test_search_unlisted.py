@@ -63,7 +63,7 @@ def test_widths_that_no_placement_has_are_not_priced():
     request = make_request(global_batch_size=8, num_microbatches=[1], pp_sizes=[2], stage_widths="any", tp_sizes=[1])
     instance = space_of(request, model, cluster, profiles, FILE).instance
     (target,) = SearchSpace(instance, FILE).targets
-    assert instance.choices.widths_of_types(target.configuration) == {"a": {4}, "b": {4}}
+    assert instance.choices.ways(target.configuration).widths_of_types == {"a": {4}, "b": {4}}
     assert 0 < FirstBounds(instance).bound_ps(target.configuration) < np.inf
 
 

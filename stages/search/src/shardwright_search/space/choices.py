@@ -18,15 +18,7 @@ from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
 from shardwright_search.solver.problem import Cut
 from shardwright_search.space.configurations import Configuration, Widths, divisors
-from shardwright_search.space.placements import (
-    NodeTypes,
-    Placements,
-    can_be_placed,
-    most_moves,
-    placements,
-    pools_of,
-    widths_of_types,
-)
+from shardwright_search.space.placements import NodeTypes, Placements, StageWays, pools_of
 from shardwright_search.space.request import OuterSpace, SearchRequest, StageWidths
 from shardwright_search.step.cached_method import cached_method
 
@@ -185,15 +177,6 @@ class Handovers(NamedTuple):
     number: dict[Cut, int]
 
 
-class _Stages(NamedTuple):
-    """The part of a configuration that placements depend on."""
-
-    widths: tuple[tuple[int, ...], ...]
-    """The widths that each pipeline stage may have."""
-    by_nodes: bool
-    ends: tuple[NodeTypes, NodeTypes] | None
-
-
 class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
     """The choices of a narrowed request, with all that was listed so far."""
 
@@ -203,14 +186,11 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def has_plans(self, configuration: Configuration) -> bool:
         """Return whether all layers of a configuration can be sharded, and its stages placed, in some way."""
-        return self._can_be_placed(self._stages(configuration))
+        return self.ways(configuration).exist
 
     def is_listed(self, configuration: Configuration) -> bool:
         """Return whether its stages can lie on the nodes in few enough ways to be listed; of given widths they can."""
-        if configuration.widths is not StageWidths.ANY:
-            return True
-        cluster, spans = self.costs.cluster, self.request.span_node_types
-        return most_moves(cluster, self._stages(configuration).widths, spans) <= MAX_MOVES
+        return configuration.widths is not StageWidths.ANY or self.ways(configuration).max_moves <= MAX_MOVES
 
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
         """Return what all layers can share: strategies that every type of layer has, as the first type's."""
@@ -243,7 +223,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def placed(self, configuration: Configuration) -> Placements:
         """Return where the stages can be; has_plans says whether they can at all."""
-        if (placed := self._placements(self._stages(configuration))) is None:
+        if (placed := self.ways(configuration).placements) is None:
             raise ValueError(f"no plan: {configuration}")
         return placed
 
@@ -251,17 +231,16 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         """Return the number of positions of all stages, whether a stage can be there or not."""
         return configuration.pp_size * prod(len(pool) + 1 for pool in pools_of(self.costs.cluster))
 
-    def widths_of_types(self, configuration: Configuration) -> dict[str, set[int]]:
-        """Return how wide the stages of a configuration can be on each node type, where none spans types."""
-        return self._widths_of_types(self._stages(configuration))
+    def ways(self, configuration: Configuration) -> StageWays:
+        """Return the ways in which the stages of a configuration can be."""
+        widths = self._able(alike(self.choice(configuration)), configuration.pp_size, configuration.widths)
+        return self._ways(widths, configuration.widths is StageWidths.ANY, configuration.ends)
 
-    def _stages(self, configuration: Configuration) -> _Stages:
-        choice = alike(self.choice(configuration))
-        return _Stages(
-            self._able(choice, configuration.pp_size, configuration.widths),
-            configuration.widths is StageWidths.ANY,
-            configuration.ends,
-        )
+    @cached_method
+    def _ways(
+        self, widths: tuple[tuple[int, ...], ...], by_nodes: bool, ends: tuple[NodeTypes, NodeTypes] | None
+    ) -> StageWays:
+        return StageWays(self.costs.cluster, widths, by_nodes, ends, self.request.span_node_types)
 
     @cached_method
     def _able(self, choice: Choice, pp_size: int, widths: Widths) -> tuple[tuple[int, ...], ...]:
@@ -274,28 +253,14 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
             for each, outer in zip(asked, outermost, strict=True)
         )
 
-    @cached_method
-    def _placements(self, stages: _Stages) -> Placements | None:
-        return placements(self.costs.cluster, *stages, self.request.span_node_types)
-
-    @cached_method
-    def _widths_of_types(self, stages: _Stages) -> dict[str, set[int]]:
-        return widths_of_types(self.costs.cluster, *stages)
-
-    @cached_method
-    def _can_be_placed(self, stages: _Stages) -> bool:
-        if stages.by_nodes and not self.request.span_node_types:
-            return all(stages.widths) and bool(self._widths_of_types(stages))
-        return can_be_placed(self.costs.cluster, *stages, self.request.span_node_types)
-
     def handovers(self, configuration: Configuration) -> Handovers:
         """Return what is handed over at every cut between the stages."""
-        return self._handovers(self._stages(configuration))
+        return self._handovers(self.ways(configuration))
 
     @cached_method
-    def _handovers(self, stages: _Stages) -> Handovers:
+    def _handovers(self, ways: StageWays) -> Handovers:
         number, different = dict[Cut, int](), dict[Handover, int]()
-        if (placed := self._placements(stages)) is not None:
+        if (placed := ways.placements) is not None:
             for cut in placed.cuts:
                 ranks = placed.ranks_before(cut.position, cut.before), placed.ranks_behind(cut.position, cut.behind)
                 number[cut] = different.setdefault(self._handover(*ranks), len(different))

@@ -56,7 +56,9 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         choice = choices.choice(configuration)
         if widths is StageWidths.EQUAL:
             return self._equal_ps(configuration, choice)
-        by_type = tuple((name, tuple(sorted(able))) for name, able in choices.widths_of_types(configuration).items())
+        by_type = tuple(
+            (name, tuple(sorted(able))) for name, able in choices.ways(configuration).widths_of_types.items()
+        )
         topologies = self._anywhere(by_type, configuration.pp_size)
         return self._relaxed_ps(
             configuration, choice, topologies, self._mean_weights(configuration, choice, topologies)

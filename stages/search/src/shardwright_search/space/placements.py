@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 from itertools import groupby, pairwise, product
 from math import prod
 from operator import add
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,121 +59,114 @@ class Placements(NamedTuple):
         return self.ranks_before(_behind(position, self.taken[group]), group)
 
 
-def placements(
-    cluster: Cluster,
-    widths: Sequence[Collection[int]],
-    by_nodes: bool = False,
-    ends: tuple[NodeTypes, NodeTypes] | None = None,
-    spans: bool = False,
-) -> Placements | None:
-    """Return the ways to share out all ranks among stages, each of one of its widths; None where there is no way.
+class StageWays(msgspec.Struct, frozen=True, dict=True, eq=False):
+    """The ways to share out all ranks of a cluster among pipeline stages, each of one of its widths.
 
     A stage's ranks are of one node type, unless it `spans` several. `by_nodes`: each stage is in one node, or takes up
     whole nodes, or is where it is if all are equally wide. `ends`: the node types of the first and last stage, if these
     are given.
     """
-    nodes = _Nodes(cluster, len(widths), by_nodes, spans)
-    required = _required_types(ends, len(widths))
 
-    def following(stage: int, position: Position) -> list[_Way]:
-        taken = nodes.following(stage, position, sorted(widths[stage]))
-        return [(each, _behind(position, each)) for each in taken if required[stage] <= {nodes.types_of(each)}]
+    cluster: Cluster
+    widths: Sequence[Collection[int]]
+    """The widths that each pipeline stage may have."""
+    by_nodes: bool = False
+    ends: tuple[NodeTypes, NodeTypes] | None = None
+    spans: bool = False
 
-    levels: list[set[Position]] = [{(0,) * len(nodes.pools)}]
-    for stage in range(len(widths)):
-        levels.append({behind for position in levels[-1] for _, behind in following(stage, position)})
-    alive = levels[-1] & {tuple(map(len, nodes.pools))}
-    stages: list[dict[Position, list[_Way]]] = []
-    for stage in reversed(range(len(widths))):
-        ways = {at: [way for way in following(stage, at) if way[1] in alive] for at in sorted(levels[stage])}
-        stages.insert(0, {position: kept for position, kept in ways.items() if kept})
-        alive = set(stages[0])
-    return _numbered(cluster, nodes.pools, stages) if alive else None
+    @property
+    def _required_types(self) -> list[set[NodeTypes]]:
+        """The node types that each stage has to be on; an empty set where it may be on any."""
+        required: list[set[NodeTypes]] = [set() for _ in self.widths]
+        if self.ends is not None:
+            required[0].add(self.ends[0])
+            required[-1].add(self.ends[1])
+        return required
 
+    @cached_property
+    def placements(self) -> Placements | None:
+        """All ways, listed; None where there is no way."""
+        widths, required = self.widths, self._required_types
+        nodes = _Nodes(self.cluster, len(widths), self.by_nodes, self.spans)
 
-def can_be_placed(
-    cluster: Cluster,
-    widths: Sequence[Collection[int]],
-    by_nodes: bool = False,
-    ends: tuple[NodeTypes, NodeTypes] | None = None,
-    spans: bool = False,
-) -> bool:
-    """Return whether there are placements, without listing them where each stage is on one node type."""
-    if not all(widths):
-        return False
-    if spans:
-        return placements(cluster, widths, by_nodes, ends, spans) is not None
-    if by_nodes or len(alike := {width for each in widths for width in each}) > 1:
-        return bool(widths_of_types(cluster, widths, by_nodes, ends))
-    (width,) = alike
-    pools = {cluster.node_type_of_rank[pool[0]]: len(pool) for pool in pools_of(cluster)}
-    if len(widths) * width != cluster.num_devices or any(ranks % width for ranks in pools.values()):
-        return False
-    if ends is None:
-        return True
-    first, last = ends
-    if len(widths) == 1:
-        return first == last == tuple(pools)
-    return all(pools.get(name, 0) >= stages * width for name, stages in Counter(first + last).items())
+        def following(stage: int, position: Position) -> list[_Way]:
+            taken = nodes.following(stage, position, sorted(widths[stage]))
+            return [(each, _behind(position, each)) for each in taken if required[stage] <= {nodes.types_of(each)}]
 
+        levels: list[set[Position]] = [{(0,) * len(nodes.pools)}]
+        for stage in range(len(widths)):
+            levels.append({behind for position in levels[-1] for _, behind in following(stage, position)})
+        alive = levels[-1] & {tuple(map(len, nodes.pools))}
+        stages: list[dict[Position, list[_Way]]] = []
+        for stage in reversed(range(len(widths))):
+            ways = {at: [way for way in following(stage, at) if way[1] in alive] for at in sorted(levels[stage])}
+            stages.insert(0, {position: kept for position, kept in ways.items() if kept})
+            alive = set(stages[0])
+        return _numbered(self.cluster, nodes.pools, stages) if alive else None
 
-def _required_types(ends: tuple[NodeTypes, NodeTypes] | None, pp_size: int) -> list[set[NodeTypes]]:
-    """Return the node types that each stage has to be on; an empty set where it may be on any."""
-    required: list[set[NodeTypes]] = [set() for _ in range(pp_size)]
-    if ends is not None:
-        required[0].add(ends[0])
-        required[-1].add(ends[1])
-    return required
+    @cached_property
+    def exist(self) -> bool:
+        """Whether there is a way, known without listing them where each stage is on one node type."""
+        if not all(self.widths):
+            return False
+        if self.spans:
+            return self.placements is not None
+        if self.by_nodes or len(alike := {width for each in self.widths for width in each}) > 1:
+            return bool(self.widths_of_types)
+        (width,), pools = alike, Counter(self.cluster.node_type_of_rank)
+        if len(self.widths) * width != self.cluster.num_devices or any(ranks % width for ranks in pools.values()):
+            return False
+        if self.ends is None:
+            return True
+        first, last = self.ends
+        if len(self.widths) == 1:
+            return first == last == tuple(pools)
+        return all(pools[name] >= stages * width for name, stages in Counter(first + last).items())
 
+    @cached_property
+    def widths_of_types(self) -> dict[str, set[int]]:
+        """How wide stages are on each node type in the ways in which none spans types; {}: there are none.
 
-def widths_of_types(
-    cluster: Cluster,
-    widths: Sequence[Collection[int]],
-    by_nodes: bool = False,
-    ends: tuple[NodeTypes, NodeTypes] | None = None,
-) -> dict[str, set[int]]:
-    """Return how wide stages are on each node type in the placements in which none spans types; {}: there are none.
-
-    All positions are looked at together, as arrays [ranks of each node type].
-    """
-    nodes, required = _Nodes(cluster, len(widths), by_nodes, False), _required_types(ends, len(widths))
-    shape = tuple(len(pool) + 1 for pool in nodes.pools)
-    moves = [
-        [
-            (pool, width, np.moveaxis(nodes.can_begin(stage, pool, width), pool, 0))
-            for pool, width in product(range(len(shape)), allowed)
-            if width < shape[pool] and required[stage] <= {(nodes.names[pool],)}
+        All positions are looked at together, as arrays [ranks of each node type].
+        """
+        nodes, required = _Nodes(self.cluster, len(self.widths), self.by_nodes, False), self._required_types
+        shape = tuple(len(pool) + 1 for pool in nodes.pools)
+        moves = [
+            [
+                (pool, width, np.moveaxis(nodes.can_begin(stage, pool, width), pool, 0))
+                for pool, width in product(range(len(shape)), allowed)
+                if width < shape[pool] and required[stage] <= {(nodes.names[pool],)}
+            ]
+            for stage, allowed in enumerate(self.widths)
         ]
-        for stage, allowed in enumerate(widths)
-    ]
-    reached = [np.zeros(shape, bool) for _ in range(len(widths) + 1)]
-    reached[0].flat[0] = True
-    for (before, behind), ways in zip(pairwise(reached), moves, strict=True):
-        for pool, width, can in ways:
-            np.moveaxis(behind, pool, 0)[width:] |= np.moveaxis(before, pool, 0)[:-width] & can
-    by_type: dict[str, set[int]] = {}
-    alive = np.zeros(shape, bool)
-    alive.flat[-1] = reached[-1].flat[-1]
-    for before, ways in zip(reached[-2::-1], reversed(moves), strict=True):
-        leads = np.zeros(shape, bool)
-        for pool, width, can in ways:
-            here = np.moveaxis(before, pool, 0)[:-width] & can & np.moveaxis(alive, pool, 0)[width:]
-            if here.any():
-                by_type.setdefault(nodes.names[pool], set()).add(width)
-                np.moveaxis(leads, pool, 0)[:-width] |= here
-        alive = leads
-    return by_type
+        reached = [np.zeros(shape, bool) for _ in range(len(self.widths) + 1)]
+        reached[0].flat[0] = True
+        for (before, behind), ways in zip(pairwise(reached), moves, strict=True):
+            for pool, width, can in ways:
+                np.moveaxis(behind, pool, 0)[width:] |= np.moveaxis(before, pool, 0)[:-width] & can
+        by_type: dict[str, set[int]] = {}
+        alive = np.zeros(shape, bool)
+        alive.flat[-1] = reached[-1].flat[-1]
+        for before, ways in zip(reached[-2::-1], reversed(moves), strict=True):
+            leads = np.zeros(shape, bool)
+            for pool, width, can in ways:
+                here = np.moveaxis(before, pool, 0)[:-width] & can & np.moveaxis(alive, pool, 0)[width:]
+                if here.any():
+                    by_type.setdefault(nodes.names[pool], set()).add(width)
+                    np.moveaxis(leads, pool, 0)[:-width] |= here
+            alive = leads
+        return by_type
 
-
-def most_moves(cluster: Cluster, widths: Sequence[Collection[int]], spans: bool = False) -> int:
-    """Return a number that the stages looked at behind all positions together do not exceed, wherever they can be."""
-    pools = pools_of(cluster)
-    positions = prod(len(pool) + 1 for pool in pools)
-    ways, last = max(len(each) * len(pools) for each in widths), len(widths) - 1
-    if spans:  # so many nodes of each type; positions are looked at from which the end cannot be reached
-        ways += prod(len({cluster.node_of_rank[rank] for rank in pool}) + 1 for pool in pools)
-        return sum(ways * min(positions, ways**stage) for stage in range(len(widths)))
-    return sum(ways * min(positions, ways ** min(stage, last - stage)) for stage in range(len(widths)))
+    @property
+    def max_moves(self) -> int:
+        """A number that the stages looked at behind all positions together do not exceed, wherever they can be."""
+        pools, last = pools_of(self.cluster), len(self.widths) - 1
+        positions = prod(len(pool) + 1 for pool in pools)
+        ways = max(len(each) * len(pools) for each in self.widths)
+        if self.spans:  # so many nodes of each type; positions are looked at from which the end cannot be reached
+            ways += prod(len({self.cluster.node_of_rank[rank] for rank in pool}) + 1 for pool in pools)
+            return sum(ways * min(positions, ways**stage) for stage in range(last + 1))
+        return sum(ways * min(positions, ways ** min(stage, last - stage)) for stage in range(last + 1))
 
 
 class _Nodes:
