@@ -120,7 +120,7 @@ def _times(instance: Instance, configuration: Configuration, plans: Enumerated) 
             name = names[problem.layers[number]]
             own = [
                 instance.costs.layer(name, s, topology, configuration.microbatch_samples, count)
-                for s in shardings.of(name, topology.size)
+                for s in shardings.of_type(name, topology.size)
             ]
             rows = chosen[number]
             found.forward[stage] += np.array([o.forward_ps + o.gather_forward_ps for o in own])[rows]

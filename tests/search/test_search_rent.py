@@ -79,7 +79,7 @@ def test_random_fronts_are_those_of_all_plans():
 def test_a_front_that_takes_every_limit_for_that_of_the_fastest_is_caught(monkeypatch):
     """Points that are slower and cheaper matter."""
     monkeypatch.setattr(
-        Prices, "_limit", lambda self, _: min((p.step_s for p in self.front.values()), default=inf) * 1e12
+        Prices, "limit_of", lambda self, _: min((p.step_s for p in self.front.values()), default=inf) * 1e12
     )
     assert front_mistakes(range(6), kinds=12)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from simulated_optimum import WITHIN, excesses, hostile_world, simulated_steps
 
-from shardwright_search import least_simulated, search
+from shardwright_search import alternatives, search
 from shardwright_search.cost_model.plan import simulated_step_ps
 
 SEEDS = (0, 67, 103, 177)
@@ -33,15 +33,15 @@ def test_plans_that_are_not_changed_are_seen(monkeypatch):
 
 @pytest.mark.parametrize("forgotten", ["cut", "option"])
 def test_a_kind_of_change_that_is_forgotten_is_seen(monkeypatch, forgotten):
-    moves = least_simulated._moves
+    moves = alternatives._moves
 
     def fewer(problem, solution):
         return (one for one in moves(problem, solution) if (one.ends == solution.ends) == (forgotten == "cut"))
 
-    monkeypatch.setattr(least_simulated, "_moves", fewer)
+    monkeypatch.setattr(alternatives, "_moves", fewer)
     assert max(excesses(SEEDS).values()) > WITHIN
 
 
 def test_changes_that_forget_the_budget_are_seen(monkeypatch):
-    monkeypatch.setattr(least_simulated, "_fitting", lambda problem, solution: 0.0)
+    monkeypatch.setattr(alternatives, "_fitting", lambda problem, solution: 0.0)
     assert min(excesses(range(12), tight=True).values()) < -WITHIN

@@ -5,7 +5,7 @@ regret is what Kouvelis and Yu (Robust Discrete Optimization, 1997) call the rel
 best and near plans of all scenarios.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,79 +26,96 @@ from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Robust
 from shardwright_search.step.pareto import Numbers
 
-Flags = NDArray[np.bool_]
-Points = Callable[[HardwareProfile], Flags]
-"""Some of a profile's points [points]."""
 NOMINAL = "the profile as it is"
 _NORMAL_95 = 1.96
 """Standard deviations of a normal distribution in half of its central 95 %."""
+_LINKS = (
+    ("sends inside a node", True, False),
+    ("sends across nodes", True, True),
+    ("collectives across nodes", False, True),
+)
+"""The kinds of link by name: whether their messages are sends, and whether they go across nodes."""
 
 
 class Scenario(NamedTuple):
-    """What may be true instead of the profiles."""
+    """Profiles that may be true instead of those that were measured."""
 
     name: str
     profiles: Profiles
 
 
 class Regrets(msgspec.Struct, frozen=True, eq=False):
-    """Plans, and how much longer than the best of them each takes in every scenario."""
+    """Plans, and how much longer than the best of them each takes in all scenarios."""
 
     names: tuple[str, ...]
-    """Of the scenarios, the profile as it is first."""
+    """The scenarios' names, the profile as it is first."""
     plans: tuple[Best[Configuration], ...]
-    """As they score with the profile as it is."""
+    """The plans as they score with the profile as it is."""
     shares: Numbers
-    """[scenarios, plans]."""
+    """The regrets [scenarios, plans]."""
 
     def least(self, near: float) -> tuple[Best[Configuration], ...]:
-        """The plans whose largest regret is within a share of the least one, by score."""
+        """Return the plans whose largest regret is within a share of the least one, by score."""
         worst = 1 + self.shares.max(0)
         kept = [self.plans[i] for i in np.flatnonzero(worst <= worst.min() * (1 + near))]
         return tuple(sorted(kept, key=lambda best: best.score))
 
     def reported(self, chosen: Best[Configuration], nominal: Best[Configuration]) -> tuple[ScenarioRegret, ...]:
-        """The regrets of two of the plans."""
+        """Return the regrets of two of the plans."""
         known = [_identity(best) for best in self.plans]
-        columns = self.shares[:, [known.index(_identity(best)) for best in (chosen, nominal)]]
+        columns = self.shares[:, [known.index(_identity(best)) for best in (chosen, nominal)]].tolist()
         return tuple(
-            ScenarioRegret(scenario=name, regret=float(own), nominal_regret=float(other))
-            for name, (own, other) in zip(self.names, columns, strict=True)
+            ScenarioRegret(scenario=name, regret=regret, nominal_regret=nominal_regret)
+            for name, (regret, nominal_regret) in zip(self.names, columns, strict=True)
         )
 
 
 def scenarios(profiles: Profiles, cluster: Cluster, robust: Robust) -> tuple[Scenario, ...]:
-    """The profile as it is; everything longer by its spread; each kind of link slow. What changes nothing is left out.
+    """Return the profile as it is; all longer by their spread; each kind of link slow; without what changes nothing.
 
     Times inside a layer hold the messages of tensor and sequence parallelism: a slow link leaves them as they are.
     """
-    found = [Scenario(NOMINAL, profiles)]
-    if robust.spreads > 0 and _has_spread(profiles):
+    listed = [Scenario(NOMINAL, profiles)]
+    if robust.spreads > 0 and any(map(_has_spread, profiles.per_device)):
         name = f"layers {robust.spreads:g} standard errors longer, messages likewise"
-        found.append(Scenario(name, longer(profiles, robust.spreads)))
-    if robust.slow_link > 1:
-        for link, points_of in _links(profiles, cluster):
-            slower = profiles.each(partial(_slower, points_of=points_of, factor=robust.slow_link))
-            found.append(Scenario(f"{link} {robust.slow_link:g} times as slow", slower))
-    return tuple(found)
+        listed.append(Scenario(name, longer(profiles, robust.spreads)))
+    inside = any(node.devices_per_node > 1 for node in cluster.node_types.values())
+    several = sum(group.count for group in cluster.nodes) > 1
+    for name, *link in _LINKS if robust.slow_link > 1 else ():
+        there = several if link[1] else inside
+        if there and any(_is_on(each.hardware, *link).any() for each in profiles.per_device):
+            slower = profiles.each(partial(_slower, factor=robust.slow_link, link=link))
+            listed.append(Scenario(f"{name} {robust.slow_link:g} times as slow", slower))
+    return tuple(listed)
 
 
-def _slower(profiles: Profiles, points_of: Points, factor: float) -> Profiles:
-    return scaled(profiles, Scaling(collectives=np.where(points_of(profiles.hardware), factor, 1.0)))
+def _is_on(hardware: HardwareProfile, is_send: bool, is_across: bool) -> NDArray[np.bool_]:
+    """Return which of a profile's points [points] were measured on a kind of link."""
+    points = hardware.points
+    sends, across = points["collective"] == Collective.P2P.encode(), points["ranks_per_node"] < points["group_size"]
+    return np.asarray((sends == is_send) & (across == is_across))
+
+
+def _slower(profiles: Profiles, factor: float, link: Sequence[bool]) -> Profiles:
+    return scaled(profiles, Scaling(collectives=np.where(_is_on(profiles.hardware, *link), factor, 1.0)))
+
+
+def _has_spread(profiles: Profiles) -> bool:
+    layers = profiles.layers.values()
+    return bool(profiles.hardware.points["interval"].any()) or any(points.errors.any() for points in layers)
 
 
 def longer(profiles: Profiles, standard_errors: float) -> Profiles:
-    """Every layer's times and every collective longer by so many standard errors.
+    """Return profiles with the times of all layers and all collectives longer by so many standard errors.
 
     Half of a collective's 95 % interval is 1.96 standard errors.
     """
-    errors = standard_errors / _NORMAL_95
-    return profiles.each(
-        lambda own: scaled(
-            own,
-            Scaling(standard_errors=standard_errors, collectives=1 + errors * own.hardware.points["interval"]),
-        )
-    )
+
+    def changed(profile: Profiles) -> Profiles:
+        collectives = 1 + standard_errors / _NORMAL_95 * profile.hardware.points["interval"]
+        return scaled(profile, Scaling(standard_errors=standard_errors, collectives=collectives))
+
+    return profiles.each(changed)
 
 
 def regrets_of(
@@ -107,29 +124,27 @@ def regrets_of(
     robust: Robust,
     search: Callable[[str, Instance], Sequence[Best[Configuration]]],
 ) -> Regrets:
-    """The near plans of every scenario, each priced in all of them; `near` are those of the profile as it is.
+    """Return the near plans of all scenarios, each priced in all; `near` are those of the profile as it is.
 
     `search` finds those of another scenario. Its best plan is one of them, if its search was done; else the best one
     known stands in for it.
     """
-    costs, found = instance.costs, list(near)
-    every = scenarios(costs.profiles, costs.cluster, robust)
-    prices = [instance, *(_repriced(instance, scenario.profiles) for scenario in every[1:])]
-    for scenario, other in zip(every[1:], prices[1:], strict=True):
-        found += search(scenario.name, other)
-    plans = {_identity(best): best for best in found}
-    scores = np.array([[_score(other, best) for best in plans.values()] for other in prices])
-    retold = tuple(_retold(instance, best, score) for best, score in zip(plans.values(), scores[0], strict=True))
-    return Regrets(tuple(scenario.name for scenario in every), retold, scores / scores.min(1, keepdims=True) - 1)
+    costs, best_plans = instance.costs, list(near)
+    nominal, *others = scenarios(costs.profiles, costs.cluster, robust)
+    instances = [instance]
+    for scenario in others:  # the same request with other profiles, which say the same of memory
+        repriced = Instance.made(instance.request, replace(costs, profiles=scenario.profiles), instance.budgets)
+        best_plans += search(scenario.name, repriced)
+        instances.append(repriced)
+    plans = {_identity(best): best for best in best_plans}.values()
+    scores = np.array([[_score(each, best) for best in plans] for each in instances])
+    rescored = tuple(_rescored(instance, best, score) for best, score in zip(plans, scores[0], strict=True))
+    names = tuple(scenario.name for scenario in (nominal, *others))
+    return Regrets(names, rescored, scores / scores.min(1, keepdims=True) - 1)
 
 
-def _repriced(instance: Instance, profiles: Profiles) -> Instance:
-    """The same request with other profiles; they say the same of memory."""
-    return Instance.made(instance.request, replace(instance.costs, profiles=profiles), instance.budgets)
-
-
-def _retold(instance: Instance, best: Best[Configuration], score: float) -> Best[Configuration]:
-    """A plan of any scenario as its score with the profile as it is."""
+def _rescored(instance: Instance, best: Best[Configuration], score: float) -> Best[Configuration]:
+    """Return a plan of any scenario with its score under the profile as it is."""
     target = best.target._replace(offset_ps=float(picoseconds(instance.costs.step_overhead_s)))
     return Best(target, best.found._replace(objective_ps=target.time_ps(score)), score)
 
@@ -142,30 +157,3 @@ def _score(instance: Instance, best: Best[Configuration]) -> float:
     plan = instance.plan(best.target.configuration, best.found.solution)
     evaluation = evaluate(plan, instance.costs.profiles, instance.costs, timeline=False)
     return evaluation.objective_ps * best.target.scale
-
-
-def _links(profiles: Profiles, cluster: Cluster) -> Iterator[tuple[str, Points]]:
-    """The kinds of link that a cluster has and a profile knows, with what tells the points measured on each."""
-    inside = any(node.devices_per_node > 1 for node in cluster.node_types.values())
-    several = sum(group.count for group in cluster.nodes) > 1
-    kinds: tuple[tuple[str, bool, Points], ...] = (
-        ("sends inside a node", inside, lambda of: _is_send(of) & ~_is_across(of)),
-        ("sends across nodes", several, lambda of: _is_send(of) & _is_across(of)),
-        ("collectives across nodes", several, lambda of: ~_is_send(of) & _is_across(of)),
-    )
-    for name, there, points_of in kinds:
-        if there and any(points_of(own.hardware).any() for own in profiles.per_device):
-            yield name, points_of
-
-
-def _is_send(hardware: HardwareProfile) -> Flags:
-    return np.asarray(hardware.points["collective"] == Collective.P2P.encode())
-
-
-def _is_across(hardware: HardwareProfile) -> Flags:
-    return np.asarray(hardware.points["ranks_per_node"] < hardware.points["group_size"])
-
-
-def _has_spread(profiles: Profiles) -> bool:
-    errors = any(points.errors.any() for own in profiles.per_device for points in own.layers.values())
-    return errors or any(own.hardware.points["interval"].any() for own in profiles.per_device)

@@ -1,4 +1,4 @@
-"""The best plan of the asked space: every configuration bounded, the promising ones solved and compared."""
+"""The best plan of the asked space: all configurations bounded, the promising ones solved and compared."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB, Cluster, Model, Plan, ScenarioRegret
-from shardwright_search.alternatives import MAX_NEAR, NEAR, further, other_configurations
+from shardwright_search.alternatives import MAX_NEAR, NEAR, changed, further, other_configurations, simulated
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.least_simulated import changed, simulated
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.targets import Best, Optimum
 from shardwright_search.space.budget import Infeasible, beyond_room, budgets_of, infeasible, min_room_bytes, room_bytes
@@ -24,7 +24,7 @@ from shardwright_search.space.request import Objective, SearchRequest
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
 _MAX_NEAR_ELSEWHERE = 16
-"""Plans of each other scenario of a robust search."""
+"""The most plans of each other scenario of a robust search."""
 _MAX_RUNNERS_UP = 5
 
 Report = Callable[[str], None]
@@ -47,26 +47,26 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     chosen: Candidate
     optimum_s: float
-    """The least closed form found, as a step of the chosen batch size."""
+    """The least closed form that is known, as a step of the chosen batch size."""
     bound_s: float
-    """A closed form that no plan of the space is below, likewise."""
+    """A closed form that no plan of the space is below, as a step of the chosen batch size."""
     runners_up: tuple[Candidate, ...]
     examined: int
     solved: int
     near: int
-    """Plans within `NEAR` of the optimum that were found; of a robust search, of the least largest regret."""
+    """Number of known plans within `NEAR` of the optimum; of a robust search, of the least largest regret."""
     simulated: int
-    """The number of them that were simulated."""
+    """Number of them that were simulated."""
     stopped: bool
     """Whether the search ended before it was done."""
     best: Best[Configuration]
     """The plan of the least closed form."""
     regrets: tuple[ScenarioRegret, ...]
-    """Of the chosen plan and that plan's like for the profile as it is, where the search was a robust one."""
+    """Regrets of the chosen plan, and of the best one for the profile as it is, where the search was a robust one."""
     unlisted: Unlisted | None = None
     """Configurations that were bounded alone and may have a better plan."""
     reserve_gib: float = 0.0
-    """What was left free in the end: more than the request says where plans make more communicators than expected."""
+    """The memory left free in the end: more than the request says where plans make more communicators than expected."""
 
 
 def find_best(
@@ -78,7 +78,7 @@ def find_best(
     report: Report,
     time_limit_s: float | None = None,
 ) -> Found | Infeasible:
-    """The best plan of a request; `report` hears of the progress, `file` names the request in errors.
+    """Return the best plan of a request; `report` hears of the progress, `file` names the request in errors.
 
     Communicators are counted once plans are known. Where those of all near ones leave the rest too little, the search
     begins again with as much in reserve as the best one's take beyond the room that was left for them; a runner-up that
@@ -91,13 +91,13 @@ def find_best(
     given = model, cluster, profiles
     once = partial(_once, given=given, file=file, report=report, deadline=deadline, budgets=budgets)
     while not isinstance(found := once(asked), Infeasible):
-        fitting = tuple(one for one in found.runners_up if not beyond_room(*one, budgets, asked, profiles))
-        found = msgspec.structs.replace(found, runners_up=fitting, reserve_gib=asked.reserve_gib)
         if (more := beyond_room(*found.chosen, budgets, asked, profiles)) == 0:
-            return spare if spare is not None and found.stopped and _sample_s(spare) < _sample_s(found) else found
-        spare = _with_runner_up(found) if fitting else spare
+            if spare is not None and found.stopped and _sample_s(spare.chosen) < _sample_s(found.chosen):
+                return spare
+            return found
+        spare = _with_runner_up(found) if found.runners_up else spare
         report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
-        asked = msgspec.structs.replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
+        asked = replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
     if spare is None and request is asked:
         spare = _with_least_room(once, request, given, budgets)
     return found if spare is None else spare
@@ -109,34 +109,32 @@ def _with_least_room(
     given: _Given,
     budgets: Mapping[str, int],
 ) -> Found | None:
-    """The fastest plan that fits of those that are found where room is left for the fewest communicators alone."""
+    """Return the fastest plan that fits of those that are found with room for the fewest communicators alone."""
     _, cluster, profiles = given
     narrow = narrowed(request, cluster)
     spared_gib = (room_bytes(narrow, *given) - min_room_bytes(narrow, *given)) / GIB
-    asked = msgspec.structs.replace(request, reserve_gib=request.reserve_gib - spared_gib)
+    asked = replace(request, reserve_gib=request.reserve_gib - spared_gib)
     if spared_gib == 0 or isinstance(found := once(asked), Infeasible):
         return None
-    every = (found.chosen, *found.runners_up)
-    fitting = tuple(one for one in every if not beyond_room(*one, budgets, asked, profiles))
-    found = msgspec.structs.replace(found, runners_up=fitting, reserve_gib=asked.reserve_gib)
-    return _with_runner_up(found) if fitting else None
+    if not beyond_room(*found.chosen, budgets, asked, profiles):
+        found = replace(found, runners_up=(found.chosen, *found.runners_up))
+    return _with_runner_up(found) if found.runners_up else None
 
 
-def _sample_s(found: Found) -> float:
-    plan, evaluation = found.chosen
-    return evaluation.estimate.simulated_step_time_s / plan.global_batch_size
+def _sample_s(candidate: Candidate) -> float:
+    return candidate.evaluation.estimate.simulated_step_time_s / candidate.plan.global_batch_size
 
 
 def _with_runner_up(found: Found) -> Found:
-    """The fastest runner-up in place of the chosen plan."""
-    every = [msgspec.structs.replace(found, chosen=one) for one in found.runners_up]
-    best = min(every, key=_sample_s)
-    samples = best.chosen.plan.global_batch_size / found.chosen.plan.global_batch_size
-    return msgspec.structs.replace(
-        best,
-        optimum_s=best.chosen.evaluation.estimate.objective_s,
+    """Return the answer with its fastest runner-up in place of the chosen plan."""
+    best = min(found.runners_up, key=_sample_s)
+    samples = best.plan.global_batch_size / found.chosen.plan.global_batch_size
+    return replace(
+        found,
+        chosen=best,
+        optimum_s=best.evaluation.estimate.objective_s,
         bound_s=found.bound_s * samples,
-        runners_up=tuple(one for one in found.runners_up if one is not best.chosen),
+        runners_up=tuple(each for each in found.runners_up if each is not best),
     )
 
 
@@ -149,13 +147,6 @@ def _once(
     budgets: Mapping[str, int],
 ) -> Found | Infeasible:
     space = space_of(request, *given, file)
-    instance, profiles = space.instance, space.instance.costs.profiles
-
-    def fits(one: Best[Configuration]) -> bool:
-        plan = instance.plan(one.target.configuration, one.found.solution)
-        candidate = Candidate(plan, evaluate(plan, profiles, instance.costs, timeline=False))
-        return not beyond_room(*candidate, budgets, request, profiles)
-
     if request.robust is not None:
         space.check_listed("robust")
     # What is only bounded is so within the time limit, too.
@@ -169,21 +160,22 @@ def _once(
         if left is not None and np.isfinite(left.bound):
             raise left.error(file)
         name = "even the leanest" if left is None else "the leanest of equal widths"
-        return infeasible(instance, [target.configuration for target in space.targets], file, name)
-    left = space.open_below(optimum.best.score)
+        return infeasible(space.instance, [target.configuration for target in space.targets], file, name)
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
-    close = optimum.near
-    ranked = simulated(instance, close[:MAX_NEAR])
-    num_simulated = len(ranked)
+    instance, near = space.instance, optimum.near
+
+    def fits(candidate: Candidate) -> bool:
+        return not beyond_room(*candidate, budgets, request, instance.costs.profiles)
+
+    ranked = simulated(instance, near[:MAX_NEAR])
+    num_simulated, regrets = len(ranked), tuple[ScenarioRegret, ...]()
     others = () if optimum.stopped else tuple(other_configurations(space, optimum, ranked[0].best, deadline))
-    regrets: tuple[ScenarioRegret, ...] = ()
     if request.robust is None:
         more = (*others, *further(space, optimum, ranked, deadline))
-        ranked = tuple(sorted((*ranked, *simulated(instance, more)), key=lambda one: one.score))
-        chosen = changed(instance, ranked, deadline)
-        near = (one.best for one in ranked if any(one.best is each for each in close))
-        fitting = (one for one in (chosen, *near) if fits(one))
-        chosen = next(fitting, chosen)
+        ranked = tuple(sorted((*ranked, *simulated(instance, more)), key=lambda each: each.score))
+        close = (each.best for each in ranked if any(each.best is other for other in near))
+        best, *rest = changed(instance, ranked, deadline), *close
+        chosen = next((each for each in (best, *rest) if fits(_candidate(instance, each))), best)
     else:
         from shardwright_search.robust import regrets_of
 
@@ -191,27 +183,34 @@ def _once(
             report(f"scenario: {scenario}")
             return _optimum(SearchSpace(other, file), deadline, report).near[:_MAX_NEAR_ELSEWHERE]
 
-        every = regrets_of(instance, close[:MAX_NEAR], request.robust, search)
-        nominal, close = ranked[0].best, every.least(NEAR)
-        ranked = simulated(instance, close[:MAX_NEAR])
+        all_regrets = regrets_of(instance, near[:MAX_NEAR], request.robust, search)
+        nominal, near = ranked[0].best, all_regrets.least(NEAR)
+        ranked = simulated(instance, near[:MAX_NEAR])
         num_simulated, chosen = len(ranked), ranked[0].best
-        regrets = every.reported(chosen, nominal)
-    plan = instance.plan(chosen.target.configuration, chosen.found.solution)
-    scale = chosen.target.scale * 1e12
+        regrets = all_regrets.reported(chosen, nominal)
+    left, scale = space.open_below(optimum.best.score), chosen.target.scale * 1e12
+    candidate = _candidate(instance, chosen, timeline=True)
+    known = (*others, *(each.best for each in ranked))
     return Found(
-        chosen=Candidate(plan, evaluate(plan, profiles, instance.costs)),
+        chosen=candidate,
         optimum_s=optimum.best.score / scale,
         bound_s=min(optimum.bound, np.inf if left is None else left.bound) / scale,
-        runners_up=_runners_up(instance, plan, (*others, *(one.best for one in ranked))),
+        runners_up=tuple(filter(fits, _runners_up(instance, candidate.plan, known))),
         examined=optimum.looked_at,
         solved=optimum.solved,
-        near=len(close),
+        near=len(near),
         simulated=num_simulated,
         stopped=optimum.stopped,
         best=optimum.best,
         regrets=regrets,
         unlisted=left,
+        reserve_gib=request.reserve_gib,
     )
+
+
+def _candidate(instance: Instance, best: Best[Configuration], timeline: bool = False) -> Candidate:
+    plan = instance.plan(best.target.configuration, best.found.solution)
+    return Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs, timeline=timeline))
 
 
 def _optimum(space: SearchSpace, deadline: float | None, report: Report) -> Optimum[Configuration]:
@@ -234,14 +233,14 @@ def _optimum(space: SearchSpace, deadline: float | None, report: Report) -> Opti
 
 
 def _runners_up(instance: Instance, chosen: Plan, others: Sequence[Best[Configuration]]) -> tuple[Candidate, ...]:
-    """A few plans that do something else than the chosen one and one another, by ascending closed form."""
-    known = {_decision(chosen)}
+    """Return a few plans that do something else than the chosen one and one another, by ascending closed form."""
+    decisions = {_decision(chosen)}
     taken: list[Candidate] = []
     for other in others:
         plan = instance.plan(other.target.configuration, other.found.solution)
-        if len(taken) < _MAX_RUNNERS_UP and (what := _decision(plan)) not in known:
-            known.add(what)
-            taken.append(Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs, timeline=False)))
+        if len(taken) < _MAX_RUNNERS_UP and (decision := _decision(plan)) not in decisions:
+            decisions.add(decision)
+            taken.append(_candidate(instance, other))
     return tuple(sorted(taken, key=lambda c: c.evaluation.objective_ps / c.plan.global_batch_size))
 
 

@@ -16,14 +16,14 @@ from shardwright_search.cost_model.profiles import Profiles
 
 
 class Duration(NamedTuple):
-    """A time and what is doubtful about it."""
+    """A time, and a warning where it leans on numbers that nobody measured."""
 
     time_s: float
     warning: str | None = None
 
 
 class Slowdowns(NamedTuple):
-    """Time beside the other over time alone."""
+    """The times of a computation and a collective that overlap over their times alone."""
 
     compute: float
     collective: float
@@ -32,20 +32,17 @@ class Slowdowns(NamedTuple):
 def collective_time(
     profiles: Profiles, collective: Collective, kinds: Iterable[GroupKind], num_bytes: float
 ) -> Duration:
-    """Time of a collective that groups of these kinds do at once: that of the slowest kind.
+    """Return the time of a collective that groups of these kinds do at once: that of the slowest kind.
 
     `num_bytes` is the full tensor, as defined by `Collective`. A group of one rank, or no bytes, takes no time.
     Raises BadInput when the hardware profile has neither such groups nor larger ones.
     """
-    taken = Duration(0.0)
-    for kind in kinds:
-        if num_bytes > 0 and kind.size > 1:
-            taken = max(taken, _on_curve(profiles, CollectiveKey(collective, *kind), num_bytes), key=_time)
-    return taken
+    keys = (CollectiveKey(collective, *kind) for kind in kinds if num_bytes > 0 and kind.size > 1)
+    return longest([Duration(0.0), *(_on_curve(profiles, key, num_bytes) for key in keys)])
 
 
 def send_kind_time(profiles: Profiles, consecutive: bool, across_nodes: bool, num_bytes: float) -> Duration:
-    """Time of a message from one rank to another; neighbours or not makes no difference to two ranks."""
+    """Return the time of a message from one rank to another; neighbours or not makes no difference to two ranks."""
     key = CollectiveKey(Collective.P2P, 2, 1 if across_nodes else 2, consecutive)
     if key not in profiles.hardware.curves:
         other = CollectiveKey.from_fields(key, consecutive=not consecutive)
@@ -53,21 +50,28 @@ def send_kind_time(profiles: Profiles, consecutive: bool, across_nodes: bool, nu
     return _on_curve(profiles, key, num_bytes)
 
 
-def longest(found: Iterable[Duration]) -> Duration:
-    """The longest of several that must all be over."""
-    return max(found, key=_time)
+def longest(durations: Iterable[Duration]) -> Duration:
+    """Return the longest of several that must all be over."""
+    return max(durations, key=lambda duration: duration.time_s)
+
+
+def in_turn(durations: Iterable[Duration]) -> Duration:
+    """Return the time of several that follow one another, with the first warning."""
+    listed = list(durations)
+    warning = next((each.warning for each in listed if each.warning), None)
+    return Duration(sum((each.time_s for each in listed), start=0.0), warning)
 
 
 def slowdowns_of(
     profiles: Profiles, collective: Collective, kinds: Iterable[GroupKind], num_bytes: float
 ) -> Slowdowns | None:
-    """The largest of the slowdowns that groups of these kinds have, with a message of this size.
+    """Return the largest of the slowdowns that groups of these kinds have, with a message of this size.
 
     Linear in the logarithm of the bytes between measured sizes, the nearest size's beyond. None where nothing was
     measured: then nothing overlaps.
     """
-    found = (_slowdown_curve(profiles.hardware, collective, kind.size, kind.across_nodes) for kind in kinds)
-    return largest_slowdowns(None if curve is None else _slowdowns_at(curve, num_bytes) for curve in found)
+    curves = (_slowdown_curve(profiles.hardware, collective, kind.size, kind.across_nodes) for kind in kinds)
+    return largest_slowdowns(None if curve is None else _slowdowns_at(curve, num_bytes) for curve in curves)
 
 
 class _SlowdownCurve(NamedTuple):
@@ -88,10 +92,10 @@ def _slowdowns_at(curve: _SlowdownCurve, num_bytes: float) -> Slowdowns:
 def _slowdown_curve(
     hardware: HardwareProfile, collective: Collective, size: int, across: bool
 ) -> _SlowdownCurve | None:
-    """Medians by message size over the computations that were timed beside it.
+    """Return the medians by message size over the computations that were timed beside the collective.
 
-    Of the rows of this link, inside a node or across nodes, this collective and this group size, in that order of
-    importance: what no row agrees in is passed over. Sizes that are not known count only where no other is.
+    They are of the rows of this link, inside a node or across nodes, this collective and this group size, in that order
+    of importance: what no row agrees in is passed over. Sizes that are not known count only where no other is.
     """
     table = hardware.overlap
     if not len(table):
@@ -104,25 +108,24 @@ def _slowdown_curve(
         table["collective_bytes"] > 0,
     ):
         rows = rows & alike if (rows & alike).any() else rows
-    found = np.unique(table["collective_bytes"][rows])
+    sizes = np.unique(table["collective_bytes"][rows])
     medians = (
-        [max(1.0, median(table[name][rows & (table["collective_bytes"] == of)])) for of in found]
+        [max(1.0, median(table[name][rows & (table["collective_bytes"] == size)])) for size in sizes]
         for name in ("compute_slowdown", "collective_slowdown")
     )
-    return _SlowdownCurve(np.log(np.maximum(1, found)), *map(np.array, medians))
+    return _SlowdownCurve(np.log(np.maximum(1, sizes)), *map(np.array, medians))
 
 
-def largest_slowdowns(found: Iterable[Slowdowns | None]) -> Slowdowns | None:
-    """Of messages of several kinds the largest slowdowns; None where any of them is not known, or there are none."""
-    every = list(found)
-    known = [slowdowns for slowdowns in every if slowdowns is not None]
-    if not known or len(known) < len(every):
+def largest_slowdowns(slowdowns: Iterable[Slowdowns | None]) -> Slowdowns | None:
+    """Return the largest slowdowns of several messages; None where any of them is not known, or there are none."""
+    known = list(slowdowns)
+    if not known or None in known:
         return None
-    return Slowdowns(*(max(column) for column in zip(*known, strict=True)))
+    return Slowdowns(*map(max, zip(*filter(None, known), strict=True)))
 
 
 def overlapped_time(compute_s: float, collective: Duration, slowdowns: Slowdowns | None) -> float:
-    """How much longer a computation and a collective take than the computation alone when both start at once.
+    """Return how much longer a computation and a collective take than the computation alone, started together.
 
     Each runs slowed down until the shorter is over, the other then goes on alone. Without slowdowns they do not
     overlap.
@@ -136,22 +139,21 @@ def overlapped_time(compute_s: float, collective: Duration, slowdowns: Slowdowns
     return compute_s * slow_compute + collective_s - compute_s * slow_compute / slow_collective - compute_s
 
 
-def _time(duration: Duration) -> float:
-    return duration.time_s
-
-
 def _on_curve(profiles: Profiles, key: CollectiveKey, num_bytes: float) -> Duration:
-    """Of the kind itself, or of what stands for it; then a warning says so, as it does beyond the measured sizes."""
+    """Return the time of the kind itself, or of what stands for it.
+
+    A warning says where another stands for it, and where the size is beyond the measured ones.
+    """
     hardware = profiles.hardware
-    if (found := nearest_measured(hardware, key)) is None:
-        what = f"no {key.collective} among {key.group}, nor among more"
-        raise BadInput(profiles.hardware_file, what, "measure the hardware of this cluster")
+    if (nearest := nearest_measured(hardware, key)) is None:
+        problem = f"no {key.collective} among {key.group}, nor among more"
+        raise BadInput(profiles.hardware_file, problem, "measure the hardware of this cluster")
     warnings = []
-    if found != key:
-        warnings.append(f"rounded up: {key.collective} among {key.group}: as measured among {found.group}")
-    if num_bytes > (largest := hardware.curves[found][0][-1]):
+    if nearest != key:
+        warnings.append(f"rounded up: {key.collective} among {key.group}: as measured among {nearest.group}")
+    if num_bytes > (largest := hardware.curves[nearest][0][-1]):
         warnings.append(
             f"extrapolated: {key.collective} among {key.group_size} ranks of {num_bytes:.0f} bytes, "
             f"measured up to {largest}"
         )
-    return Duration(seconds_on(hardware, found, num_bytes), "; ".join(warnings) or None)
+    return Duration(seconds_on(hardware, nearest, num_bytes), "; ".join(warnings) or None)

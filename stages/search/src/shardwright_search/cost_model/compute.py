@@ -43,6 +43,9 @@ def probed_tp_size(profiled: Iterable[int], degree: int, node_devices: int) -> i
     return max((size for size in known if size < degree), default=degree)
 
 
+_AGAIN = "add it to the profile settings and measure the probes again"
+
+
 def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_model: TimeModel) -> ComputeCost:
     """Return the cost of a layer at a micro-batch of that many samples per tensor-parallel group.
 
@@ -55,19 +58,14 @@ def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_mo
         return _on_fits(profiles, key, micro_batch_size, time_model)
     points, strategy = profiles.layers.get(key), key.without("sequence_length")
     if points is None:
-        raise BadInput(
-            profiles.model_file,
-            f"no point for {strategy} at sequence_length {key.sequence_length}",
-            "add it to the profile settings and measure the probes again, or take time_model sequence",
-        )
+        problem = f"no point for {strategy} at sequence_length {key.sequence_length}"
+        raise BadInput(profiles.model_file, problem, f"{_AGAIN}, or take time_model sequence")
     figures, beyond = _at(points, micro_batch_size), _beyond(key, points, micro_batch_size)
     if figures is None or (beyond is not None and min(figures.forward_s, figures.backward_s) <= 0):
-        raise BadInput(
-            profiles.model_file,
-            f"{strategy}: micro_batch_size {micro_batch_size} cannot be extrapolated from "
-            f"{points.micro_batch_sizes.tolist()}",
-            "add it to micro_batch_sizes of the profile settings and measure the probes again",
-        )
+        sizes = points.micro_batch_sizes.tolist()
+        problem = f"{strategy}: micro_batch_size {micro_batch_size} cannot be extrapolated from {sizes}"
+        remedy = "add it to micro_batch_sizes of the profile settings and measure the probes again"
+        raise BadInput(profiles.model_file, problem, remedy)
     return ComputeCost(figures, beyond)
 
 
@@ -75,11 +73,8 @@ def states_of(profiles: Profiles, type_name: str, tp_size: int) -> StateRow:
     """Return what one layer's parameters cost a step; BadInput when the profile has none of that type and tp_size."""
     states = profiles.states.get(key := LayerKey(type=type_name, tp_size=tp_size))
     if states is None:
-        raise BadInput(
-            profiles.model_file,
-            f"no states for {key}",
-            "add that tp_size to the profile settings and measure the probes again",
-        )
+        remedy = "add that tp_size to the profile settings and measure the probes again"
+        raise BadInput(profiles.model_file, f"no states for {key}", remedy)
     return states
 
 
@@ -130,10 +125,8 @@ def _on_fits(profiles: Profiles, key: LayerKey, size: int, time_model: TimeModel
         problem = f"{strategy}: the {time_model} curve is negative at micro_batch_size {size}"
         raise BadInput(profiles.model_file, problem, "take another time_model or measure more sizes")
     if nearest != key:
-        measured = nearest.sequence_length
-        warnings.append(
-            f"extrapolated: {strategy} at sequence_length {key.sequence_length}, nearest measured {measured}"
-        )
+        lengths = f"sequence_length {key.sequence_length}, nearest measured {nearest.sequence_length}"
+        warnings.append(f"extrapolated: {strategy} at {lengths}")
     return ComputeCost(figures, _joined(warnings))
 
 
@@ -143,15 +136,15 @@ def _on_curve(profiles: Profiles, key: LayerKey, quantity: str, size: int, time_
     for curve in profiles.fits.get(key.without("sequence_length"), ()):
         if curve.quantity != quantity:
             continue
-        one, linear, quadratic = curve.constant, curve.linear, curve.quadratic
+        constant, linear, quadratic = curve.constant, curve.linear, curve.quadratic
         if time_model is TimeModel.SEQUENCE and curve.mode is FitMode.JOINT:
-            return one + linear * size * length + quadratic * size * length**2
+            return constant + linear * size * length + quadratic * size * length**2
         if curve.mode.value != time_model.value:
             continue
         if time_model is TimeModel.SEQUENCE:
-            return (one + linear * length + quadratic * length**2) * size / curve.micro_batch_size
+            return (constant + linear * length + quadratic * length**2) * size / curve.micro_batch_size
         if curve.sequence_length == length:
-            return one + linear * size
+            return constant + linear * size
     return None
 
 
@@ -159,6 +152,5 @@ def _nearest_length(profiles: Profiles, key: LayerKey) -> LayerKey:
     """Return the key of the points whose length is nearest."""
     alike = profiles.of_any_length(key)
     if not alike:
-        problem = f"no point for {key.without('sequence_length')}"
-        raise BadInput(profiles.model_file, problem, "add it to the profile settings and measure the probes again")
+        raise BadInput(profiles.model_file, f"no point for {key.without('sequence_length')}", _AGAIN)
     return min(alike, key=lambda other: abs(other.sequence_length - key.sequence_length))

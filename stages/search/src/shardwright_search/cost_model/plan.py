@@ -20,33 +20,35 @@ _PER_SECOND = 1e12
 
 
 class Evaluation(NamedTuple):
-    """An estimate, its closed form as the exact integer that plans are compared by, and what is doubtful about it."""
+    """An estimate, its closed form as the exact integer that plans are compared by, and warnings."""
 
     estimate: Estimate
     objective_ps: int
     warnings: tuple[str, ...]
     reference_s: float
-    """Of the reference workload on the machine as it was profiled; 0 where none was run, or on several machines."""
+    """Time of the reference workload on the machine as profiled; 0 where none was run, or on several machines."""
 
 
 def cost_model_of(plan: Plan, profiles: Profiles, time_model: TimeModel = TimeModel.INTERPOLATE) -> CostModel:
-    """What prices a plan."""
+    """Return the cost model that prices a plan."""
     return CostModel(plan.model, plan.cluster, profiles, plan.precision, plan.gradient_reduction, time_model)
 
 
 def offset_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
-    """What every step takes whatever its strategies: the step's overhead, and parameters that layers share."""
+    """Return the time of a step whatever its strategies: the step's overhead, and parameters that layers share."""
     return picoseconds(costs.step_overhead_s) + shared_cost_ps(costs, stages)
 
 
 def simulated_step_ps(plan: Plan, costs: CostModel) -> int:
-    """A plan's simulated step alone, with what every step takes."""
-    ranks, times = [stage.ranks for stage in plan.stages], [own.times for own in range_costs(plan, costs)]
+    """Return a plan's simulated step alone, with what each step takes whatever its schedule."""
+    times = [costs_of_range.times for costs_of_range in range_costs(plan, costs)]
     simulated_ps = step_time_ps(times, plan.schedule, plan.num_microbatches, len(plan.stages[0].layers))
-    return simulated_ps + _always_ps(plan, costs, ranks)
+    return simulated_ps + _always_ps(plan, costs)
 
 
-def _always_ps(plan: Plan, costs: CostModel, ranks: Sequence[Sequence[int]]) -> int:
+def _always_ps(plan: Plan, costs: CostModel) -> int:
+    """Return the time of a step whatever its schedule."""
+    ranks = [stage.ranks for stage in plan.stages]
     return offset_ps(costs, ranks) + tie_cost_ps(costs, plan.embedding, plan.head, ranks[0], ranks[-1])
 
 
@@ -57,7 +59,7 @@ def evaluate(
     timeline: bool = True,
     sends: Sends = Sends.ASYNCHRONOUS,
 ) -> Evaluation:
-    """Price a plan; `costs` is its cost model, if it is known already. Without `timeline` no events are told.
+    """Return the price of a plan; `costs` is its cost model, if it is known already. Without `timeline` no events are.
 
     `sends` are those of the timeline; it raises ValueError where they let stages wait for one another for ever.
 
@@ -67,10 +69,9 @@ def evaluate(
     costs = cost_model_of(plan, profiles) if costs is None else costs
     ranges = range_costs(plan, costs)
     stages = [stage_costs(plan, index, ranges) for index in range(len(plan.stages))]
-    ranks = [stage.ranks for stage in plan.stages]
-    profiles_of = [[costs.profiles_on(name) for name in costs.node_types_of(own)] for own in ranks]
-    always_ps = _always_ps(plan, costs, ranks)
-    times, num_chunks = [own.times for own in ranges], len(plan.stages[0].layers)
+    profiles_of = [[costs.profiles_on(name) for name in costs.node_types_of(stage.ranks)] for stage in plan.stages]
+    always_ps = _always_ps(plan, costs)
+    times, num_chunks = [each.times for each in ranges], len(plan.stages[0].layers)
     shape = plan.schedule, plan.num_microbatches, num_chunks
     simulation = simulate(times, *shape, sends) if timeline else Simulation((), step_time_ps(times, *shape))
     objective_ps = always_ps + _closed_form_ps(plan, stages)
@@ -85,10 +86,9 @@ def evaluate(
         stages=tuple(map(_stage_prediction, stages, profiles_of, _communicators(plan, profiles_of))),
         timeline=_timeline(simulation),
     )
-    warnings = {warning for own in ranges for warning in own.warnings}
-    told = (*provenance_warnings(plan, profiles), *sorted(warnings))
-    used = profiles.used(plan.cluster)
-    return Evaluation(estimate, objective_ps, told, used[0].reference_s if len(used) == 1 else 0.0)
+    priced = {warning for each in ranges for warning in each.warnings}
+    warnings, used = (*provenance_warnings(plan, profiles), *sorted(priced)), profiles.used(plan.cluster)
+    return Evaluation(estimate, objective_ps, warnings, used[0].reference_s if len(used) == 1 else 0.0)
 
 
 def _closed_form_ps(plan: Plan, stages: Sequence[StageCosts]) -> int:
@@ -100,19 +100,16 @@ def _closed_form_ps(plan: Plan, stages: Sequence[StageCosts]) -> int:
 
 
 def _communicators(plan: Plan, profiles_of: Sequence[Sequence[Profiles]]) -> Sequence[int | None]:
-    """Of each stage the most that the communicators of one of its ranks hold; None where nothing holds any."""
-    of_each = [max(own.communicator_bytes for own in profiles) for profiles in profiles_of]
-    if plan.world_size == 1 or not any(of_each):
+    """Return the most that the communicators of a rank of each stage hold; None where nothing holds any."""
+    sizes = [max(each.communicator_bytes for each in profiles) for profiles in profiles_of]
+    if plan.world_size == 1 or not any(sizes):
         return [None] * len(plan.stages)
-    counted = communicators(plan)
-    return [
-        max(communicator_bytes(counted[rank], size) for rank in stage.ranks)
-        for stage, size in zip(plan.stages, of_each, strict=True)
-    ]
+    counted, stages = communicators(plan), zip(plan.stages, sizes, strict=True)
+    return [max(communicator_bytes(counted[rank], size) for rank in stage.ranks) for stage, size in stages]
 
 
 def _stage_prediction(stage: StageCosts, profiles: Sequence[Profiles], held: int | None) -> StagePrediction:
-    """`profiles`: of each node type that the stage is on; `held`: by communicators."""
+    """Return the terms of a stage; `profiles`: of each node type that it is on; `held`: by communicators."""
     times_ps = {
         "forward": stage.sum_of("forward_ps"),
         "backward": stage.sum_of("backward_ps"),
@@ -126,17 +123,17 @@ def _stage_prediction(stage: StageCosts, profiles: Sequence[Profiles], held: int
     states = {name: stage.sum_of(f"memory.{name}") for name in ("parameters", "gathered_parameters", "optimizer")}
     # At the peak some gradients may not be there yet, and some activations no longer.
     activations = min(stage.activation_bytes, stage.working_bytes)
-    gradients = min(sum(own.gradient_bytes for own in stage.ranges), stage.working_bytes - activations)
+    gradients = min(sum(each.gradient_bytes for each in stage.ranges), stage.working_bytes - activations)
     workspace = stage.working_bytes - activations - gradients
     memory_terms = states | {
         "gradients": gradients,
         "activations": activations,
         "workspace": workspace,
-        "process": max(own.process_bytes for own in profiles),
+        "process": max(each.process_bytes for each in profiles),
     }
     if held is not None:
         memory_terms["communicators"] = held
-    factor = max(own.memory_factor for own in profiles)
+    factor = max(each.memory_factor for each in profiles)
     memory_terms = {name: ceil(resident * factor) for name, resident in memory_terms.items()}
     return StagePrediction(
         time_s=stage.microbatch_ps / _PER_SECOND,
@@ -161,13 +158,10 @@ def _timeline(simulation: Simulation) -> tuple[TimelineEvent, ...]:
 
 
 def _usd_per_step(plan: Plan, step_s: float) -> float | None:
-    """Price of all nodes for one step; None where one has no price."""
-    prices: Sequence[float | None] = [
-        plan.cluster.node_types[group.node_type].usd_per_hour for group in plan.cluster.nodes
-    ]
+    """Return the price of all nodes for one step; None where one has no price."""
     usd_per_hour = 0.0
-    for price, group in zip(prices, plan.cluster.nodes, strict=True):
-        if price is None:
+    for group in plan.cluster.nodes:
+        if (price := plan.cluster.node_types[group.node_type].usd_per_hour) is None:
             return None
         usd_per_hour += price * group.count
     return usd_per_hour * step_s / 3600

@@ -6,7 +6,7 @@ the time from which on some point of the front is as fast and as cheap; most are
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -17,12 +17,11 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.types import Cluster, Model
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.rent.interruptions import Interruptions
-from shardwright_search.rent.sub_clusters import SubCluster
+from shardwright_search.rent.sub_clusters import SubCluster, node_types_of
 from shardwright_search.search import Report
 from shardwright_search.solver.exhaust import exhaust
 from shardwright_search.solver.targets import Best, Solvable, Target
 from shardwright_search.space.configurations import Configuration
-from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import BatchRange, Objective, SearchRequest, StageWidths
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
@@ -46,7 +45,7 @@ class Price(NamedTuple):
     checkpoint_steps: int | None
 
     def dominates(self, other: "Price") -> bool:
-        """Whether it is no worse, and better in one."""
+        """Return whether it is no worse, and better in one."""
         return self.step_s <= other.step_s and self.usd <= other.usd and self[:2] != other[:2]
 
 
@@ -79,14 +78,14 @@ class Front(NamedTuple):
     @property
     def points(self) -> list[int]:
         """Numbers of the sub-clusters on the front, the fastest first."""
-        every = [number for number, answer in enumerate(self.answers) if answer.on_front]
-        return sorted(every, key=lambda number: self.answers[number].price)
+        numbers = (number for number, answer in enumerate(self.answers) if answer.on_front)
+        return sorted(numbers, key=lambda number: self.answers[number].price)
 
     def dominating(self, number: int) -> int | None:
-        """A point of the front that is as fast and as cheap as a sub-cluster's price, the nearest in time."""
-        own = self.answers[number].price
-        found = [point for point in self.points if self.answers[point].price.dominates(own)]
-        return max(found, key=lambda point: self.answers[point].price, default=None)
+        """Return the point of the front that is as fast and as cheap as a sub-cluster, the nearest in time."""
+        price = self.answers[number].price
+        better = (point for point in self.points if self.answers[point].price.dominates(price))
+        return max(better, key=lambda point: self.answers[point].price, default=None)
 
 
 def check_rentable(request: SearchRequest, file: Path) -> None:
@@ -109,37 +108,32 @@ def find_front(
     report: Report,
     time_limit_s: float | None = None,
 ) -> Front:
-    """The fastest plan of every sub-cluster that may be on the front; `interruptions`: of each."""
+    """Return the fastest plan of each sub-cluster that may be on the front; `interruptions` are by sub-cluster."""
     deadline = None if time_limit_s is None else monotonic() + time_limit_s
-    request = replace(request, objective=Objective.STEP_TIME)
-    spaces = _spaces(request, model, offered, profiles, file)
+    spaces = _spaces(replace(request, objective=Objective.STEP_TIME), model, offered, profiles, file)
     targets = [_rented(number, target) for number, space in spaces.items() for target in space.listed]
-    search = Prices([own.usd_per_hour for own in offered], interruptions)
+    prices = Prices([sub_cluster.usd_per_hour for sub_cluster in offered], interruptions)
     report(f"bounding {len(targets)} configurations of {len(spaces)} sub-clusters")
 
     def progress(bound: float, left: int) -> None:
-        report(f"{left} configurations left, {len(search.front)} points: above {bound * 1e-9:.6g} ms a step")
+        report(f"{left} configurations left, {len(prices.front)} points: above {bound * 1e-9:.6g} ms a step")
 
-    done = exhaust(targets, _solvable_of(spaces), search.limit, search.take, deadline, progress)
-    bounds: dict[int, float] = {}
+    done = exhaust(targets, _solvable_of(spaces), prices.limit, prices.take, deadline, progress)
+    if done.stopped and not prices.front:
+        for number, space in reversed(spaces.items()):
+            if (best := space.plain(space.listed)) is not None:
+                prices.take(Best(_rented(number, best.target), best.found, best.score))
+                break
+    bounds, unlisted = [inf] * len(offered), dict[int, Unlisted]()
     for target, bound in zip(targets, done.bounds, strict=True):
         number = target.configuration.sub_cluster
-        bounds[number] = min(bounds.get(number, float("inf")), bound)
-    if done.stopped and not search.front:
-        plain = ((number, space.plain(space.listed)) for number, space in reversed(spaces.items()))
-        for number, best in islice(((number, best) for number, best in plain if best is not None), 1):
-            search.take(Best(_rented(number, best.target), best.found, best.score))
-    open_ = {targets[number].configuration.sub_cluster for number in done.open}
-    unlisted = {number: space.open_below(search.limit_of(number)) for number, space in spaces.items()}
-    left = {number: own for number, own in unlisted.items() if own is not None}
-    for number, own in left.items():
-        bounds[number] = min(bounds.get(number, float("inf")), own.bound)
-    open_ |= left.keys()
-    answers = tuple(
-        search.answer(number, sub_cluster, bounds.get(number, float("inf")), number in open_)
-        for number, sub_cluster in enumerate(offered)
-    )
-    return Front(answers, spaces, left, done.looked_at, done.solved, done.stopped)
+        bounds[number] = min(bounds[number], bound)
+    for number, space in spaces.items():
+        if (left := space.open_below(prices.limit_of(number))) is not None:
+            bounds[number], unlisted[number] = min(bounds[number], left.bound), left
+    open_ = {targets[number].configuration.sub_cluster for number in done.open} | unlisted.keys()
+    answers = (prices.answer(number, each, bounds[number], number in open_) for number, each in enumerate(offered))
+    return Front(tuple(answers), spaces, unlisted, done.looked_at, done.solved, done.stopped)
 
 
 def _rented(number: int, target: Target[Configuration]) -> Target[Rented]:
@@ -147,7 +141,7 @@ def _rented(number: int, target: Target[Configuration]) -> Target[Rented]:
 
 
 class Prices:
-    """The points found so far, and what they leave to be found; prices and interruptions are by sub-cluster."""
+    """The points known so far, and what they leave to be found; prices and interruptions are by sub-cluster."""
 
     def __init__(self, usd_per_hour: Sequence[float], interruptions: Sequence[Interruptions]) -> None:
         self._usd_per_hour, self._interruptions = usd_per_hour, interruptions
@@ -162,60 +156,51 @@ class Prices:
         return Price(expected.step_s, usd, expected.checkpoint_steps)
 
     def limit(self, target: Target[Rented]) -> float:
-        """From this score on a plan is dominated, or no better than what is known of its sub-cluster."""
+        """Return the limit of a target's sub-cluster."""
         return self.limit_of(target.configuration.sub_cluster)
 
     def limit_of(self, number: int) -> float:
-        """Return that score for a sub-cluster."""
+        """Return the score from which on a plan is dominated, or no better than what is known of its sub-cluster."""
         if number not in self._limits:
-            self._limits[number] = self._limit(number)
+            usd_per_s, within = self._usd_per_hour[number] / _HOUR_S, inf
+            for price in self.front.values():
+                as_dear = price.usd / usd_per_s if usd_per_s else (0.0 if price.usd == 0 else inf)
+                within = min(within, max(price.step_s, as_dear))
+            limit = self._interruptions[number].longest_within(within) / _PS
+            self._limits[number] = min(limit, self._best[number].score) if number in self._best else limit
         return self._limits[number]
-
-    def _limit(self, number: int) -> float:
-        usd_per_s = self._usd_per_hour[number] / _HOUR_S
-        within = float("inf")
-        for price in self.front.values():
-            as_dear = price.usd / usd_per_s if usd_per_s else (0.0 if price.usd == 0 else float("inf"))
-            within = min(within, max(price.step_s, as_dear))
-        limit = self._interruptions[number].longest_within(within) / _PS
-        return min(limit, self._best[number].score) if number in self._best else limit
 
     def take(self, best: Best[Rented]) -> None:
         """Put a plan on the front, and what it dominates off it."""
         number = best.target.configuration.sub_cluster
-        self._best[number] = best
-        own = self.price(number, best.score)
+        self._best[number], self._limits = best, {}
+        new = self.price(number, best.score)
         others = {other: price for other, price in self.front.items() if other != number}
-        if not any(price.dominates(own) or price[:2] == own[:2] for price in others.values()):
-            self.front = {other: price for other, price in others.items() if not own.dominates(price)} | {number: own}
-        self._limits = {}
+        if not any(price.dominates(new) or price[:2] == new[:2] for price in others.values()):
+            self.front = {other: price for other, price in others.items() if not new.dominates(price)} | {number: new}
 
-    def answer(self, number: int, own: SubCluster, bound_ps: float, is_open: bool) -> Answer:
+    def answer(self, number: int, sub_cluster: SubCluster, bound_ps: float, is_open: bool) -> Answer:
         """Return the answer for a sub-cluster in the end."""
         best = self._best.get(number)
         price = self.price(number, bound_ps if best is None else best.score)
-        return Answer(own, bound_ps * _PS, best, price, number in self.front, is_open)
+        return Answer(sub_cluster, bound_ps * _PS, best, price, number in self.front, is_open)
 
 
 def _spaces(
     request: SearchRequest, model: Model, offered: Sequence[SubCluster], profiles: Profiles, file: Path
 ) -> dict[int, SearchSpace]:
     """Return what is searched on each sub-cluster that has something; what is alike is priced once."""
-    found: dict[int, SearchSpace] = {}
-    for number, own in reversed(list(enumerate(offered))):
-        if (asked := _asked_of(request, own.cluster)) is not None:
-            instances = (space.instance for space in found.values())
-            known = next((known for known in instances if _has_types(known, own.cluster)), None)
-            found[number] = space_of(asked, model, own.cluster, profiles, file, known)
-    return dict(sorted(found.items()))
-
-
-def _has_types(known: Instance, cluster: Cluster) -> bool:
-    return {own.node_type for own in cluster.nodes} <= {own.node_type for own in known.costs.cluster.nodes}
+    spaces: dict[int, SearchSpace] = {}
+    for number, (cluster, *_) in reversed(list(enumerate(offered))):
+        if (asked := _asked_of(request, cluster)) is not None:
+            types, instances = set(node_types_of(cluster)), (space.instance for space in spaces.values())
+            known = next((known for known in instances if types.issubset(node_types_of(known.costs.cluster))), None)
+            spaces[number] = space_of(asked, model, cluster, profiles, file, known)
+    return dict(sorted(spaces.items()))
 
 
 def _asked_of(request: SearchRequest, cluster: Cluster) -> SearchRequest | None:
-    """The request without numbers that do not divide a sub-cluster's devices; None: nothing is left."""
+    """Return the request without numbers that do not divide a sub-cluster's devices; None: nothing is left."""
     devices, equal = cluster.num_devices, request.stage_widths is StageWidths.EQUAL
 
     def fitting(numbers: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -228,8 +213,7 @@ def _asked_of(request: SearchRequest, cluster: Cluster) -> SearchRequest | None:
         return None
     memory = request.memory_gib
     if isinstance(memory, Mapping):
-        used = {group.node_type for group in cluster.nodes}
-        memory = {name: gib for name, gib in memory.items() if name in used} or None
+        memory = {name: gib for name, gib in memory.items() if name in node_types_of(cluster)} or None
     return replace(request, **lists | {"shard_sizes": lists["shard_sizes"] or None, "memory_gib": memory})
 
 

@@ -1,4 +1,4 @@
-"""What a step takes on average on nodes that may be taken away, with a checkpoint after every k steps.
+"""The mean time of a step on nodes that may be taken away, with a checkpoint after every k steps.
 
 Interruptions are a Poisson process of the nodes' rate L, each node's added up; whatever was done since the last
 checkpoint is lost, and the run goes on `restart_s` later unless it is interrupted again meanwhile. Work of length w
@@ -17,7 +17,7 @@ _MAX_STEPS = 2**53
 
 
 class Expected(NamedTuple):
-    """Of one step, its share of checkpoints, lost work and restarts among it."""
+    """The mean time of one step, with its share of checkpoints, lost work and restarts."""
 
     step_s: float
     """Infinity: interruptions come so often that none is ever done."""
@@ -26,14 +26,14 @@ class Expected(NamedTuple):
 
 
 class Interruptions(NamedTuple):
-    """How often all nodes together are interrupted, and what that costs."""
+    """The rate at which nodes are interrupted, all together, and what that costs."""
 
     per_hour: float
     checkpoint_s: float
     restart_s: float
 
     def step_s(self, step_s: float, steps: int) -> float:
-        """Average time of a step that takes so long by itself, with a checkpoint after so many."""
+        """Return the mean time of a step that takes so long by itself, with a checkpoint after so many."""
         rate = self.per_hour / _HOUR_S
         work = rate * (steps * step_s + self.checkpoint_s)
         if work + rate * self.restart_s > _MAX_EXPONENT:
@@ -41,7 +41,7 @@ class Interruptions(NamedTuple):
         return exp(rate * self.restart_s) * expm1(work) / (rate * steps)
 
     def expected(self, step_s: float) -> Expected:
-        """With the best number of steps between checkpoints."""
+        """Return the mean time with the best number of steps between checkpoints."""
         if self.per_hour == 0:
             return Expected(step_s, None)
         low, high = 1, 2
@@ -54,7 +54,7 @@ class Interruptions(NamedTuple):
         return Expected(self.step_s(step_s, steps), steps)
 
     def longest_within(self, expected_s: float) -> float:
-        """The least time of a step that takes no less than so long on average: shorter ones take less."""
+        """Return the least time of a step that takes no less than so long on average: shorter ones take less."""
         if self.per_hour == 0 or expected_s == inf:
             return expected_s
         low, high = 0.0, expected_s  # interruptions only add
@@ -63,7 +63,7 @@ class Interruptions(NamedTuple):
         return nextafter(high, inf)
 
     def _falls(self, step_s: float, steps: int) -> bool:
-        """Whether more steps between checkpoints than so many would be better, if they need not be whole."""
+        """Return whether more steps between checkpoints than so many would be better, if they need not be whole."""
         rate = self.per_hour / _HOUR_S
         done, work = rate * steps * step_s, rate * (steps * step_s + self.checkpoint_s)
         # With exp(-work) on both sides: done - 1 + exp(-work) < 0.

@@ -26,7 +26,7 @@ _CHARACTER, _LINE = 7.0, 12.0
 
 
 class Status(StrEnum):
-    """What became of a sub-cluster."""
+    """The outcome for a sub-cluster."""
 
     FRONT = "front"
     """No other is as fast and as cheap."""
@@ -52,19 +52,19 @@ class SubClusterRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step_s: Annotated[NonNegativeNumber, _S]
     """Closed form of the fastest plan; where it was not looked for, what no plan is below; 0: there is no plan."""
     is_bound: bool
-    """Whether the time and the prices are only that."""
+    """Whether the time and the prices are only a bound."""
     expected_step_s: Annotated[NonNegativeNumber, _S]
-    """With checkpoints, lost work and restarts, on average."""
+    """Mean time with checkpoints, lost work and restarts."""
     simulated_step_s: Annotated[NonNegativeNumber, _S]
-    """Of the plan of a point of the front, without interruptions; 0: not simulated."""
+    """Simulated time of the plan of a point of the front, without interruptions; 0: not simulated."""
     usd_per_step: Annotated[NonNegativeNumber, _USD]
     usd_per_hour: Annotated[NonNegativeNumber, _USD]
     checkpoint_steps: NonNegativeCount
     """Steps between checkpoints that are best; 0: nothing is interrupted."""
     hours: Annotated[NonNegativeNumber, Meta(extra={"unit": "h"})]
-    """Of the whole training; 0: its length is not given."""
+    """Duration of the whole training; 0: its length is not given."""
     usd: Annotated[NonNegativeNumber, _USD]
-    """Likewise."""
+    """Price of the whole training; 0: its length is not given."""
     dominated_by: _Text
     """A point that is as fast and as cheap, the nearest in time."""
     plan: _Text
@@ -82,18 +82,21 @@ class FrontFile(Profile):
 
 
 def rows_of(front: Front, steps: int | None, simulated_s: dict[int, float]) -> tuple[SubClusterRow, ...]:
-    """Of every sub-cluster: the front by step time, then all others; `simulated_s`: by number of a point."""
+    """Return the rows of all sub-clusters: the front by step time, then all others.
+
+    `simulated_s`: by number of a point.
+    """
     rest = [number for number, answer in enumerate(front.answers) if not answer.on_front]
     return tuple(_row(front, number, steps, simulated_s.get(number, 0.0)) for number in (*front.points, *rest))
 
 
 def plan_name(answer: Answer) -> str:
-    """The file of its plan."""
+    """Return the name of its plan's file."""
     return f"{answer.sub_cluster.name}.json"
 
 
 def status_of(answer: Answer) -> Status:
-    """What became of it."""
+    """Return the outcome."""
     if answer.on_front:
         return Status.FRONT
     if answer.is_open:
@@ -123,70 +126,54 @@ def _row(front: Front, number: int, steps: int | None, simulated_s: float) -> Su
 
 
 def csv_of(rows: tuple[SubClusterRow, ...]) -> bytes:
-    """With a line of names."""
+    """Return the rows as CSV, after a line of names."""
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(SubClusterRow.__struct_fields__)
-    writer.writerows([_cell(value) for value in msgspec.structs.astuple(row)] for row in rows)
+    values = map(msgspec.structs.astuple, rows)
+    writer.writerows([int(value) if isinstance(value, bool) else value for value in row] for row in values)
     return out.getvalue().encode()
 
 
-def _cell(value: object) -> object:
-    match value:
-        case bool():
-            return int(value)
-        case Status():
-            return value.value
-        case _:
-            return value
-
-
 def front_file(rows: tuple[SubClusterRow, ...], notes: str) -> FrontFile:
-    """As HDF5; `notes`: what is proven."""
-    date = datetime.now(UTC).date().isoformat()
+    """Return the rows as an HDF5 file; `notes`: what is proven."""
     versions = f"shardwright-search {version('shardwright-search')}"
-    provenance = Provenance(date=date, versions=versions, notes=notes)
+    provenance = Provenance(date=datetime.now(UTC).date().isoformat(), versions=versions, notes=notes)
     return FrontFile(provenance=provenance, sub_clusters=Table.of(SubClusterRow, rows))
 
 
 def picture_of(rows: tuple[SubClusterRow, ...], chosen: frozenset[str]) -> str:
-    """Price against time of every sub-cluster that has a plan, the front joined, chosen points named in bold."""
-    (width, height), drawn = _PLOT, [row for row in rows if row.status in (Status.FRONT, Status.DOMINATED)]
-    front = [row for row in rows if row.status is Status.FRONT]
+    """Return price against time of all sub-clusters that have a plan, the front joined, chosen points named in bold."""
+    (width, height), front = _PLOT, [row for row in rows if row.status is Status.FRONT]
     most_s = 1.5 * max(row.expected_step_s for row in front)
-    drawn = [row for row in drawn if row.expected_step_s <= most_s]
+    with_plan = (row for row in rows if row.status in (Status.FRONT, Status.DOMINATED))
+    drawn = [row for row in with_plan if row.expected_step_s <= most_s]
     x = linear_axis(0, max(row.expected_step_s for row in drawn), 60, width - 150)
     y = linear_axis(0, max(row.usd_per_step for row in drawn), height - 40, 20)
-    return document(picture("".join(_drawing(drawn, front, x, y, chosen)), width, height, "price and time of a step"))
+    drawing = element("g", "".join(_drawing(drawn, front, x, y, chosen)))
+    return document(picture(drawing, width, height, "price and time of a step"))
 
 
 def _drawing(
     drawn: list[SubClusterRow], front: list[SubClusterRow], x: Axis, y: Axis, chosen: frozenset[str]
-) -> list[str]:
-    found = [line(x.start, y.start, x.end, y.start), line(x.start, y.start, x.start, y.end)]
-    found += [text(x.at(v), y.start + 16, label, text_anchor="middle") for v, label in x.marks]
-    found += [text(x.start - 6, y.at(v) + 4, label, text_anchor="end") for v, label in y.marks]
-    found += [text(x.end, y.start + 32, "seconds a step", text_anchor="end"), text(8, 12, "USD a step")]
-    places = [(x.at(row.expected_step_s), y.at(row.usd_per_step)) for row in front]
-    for (x1, y1), (x2, y2) in pairwise(places):
-        found.append(line(x1, y1, x2, y1, PALETTE[0]) + line(x2, y1, x2, y2, PALETTE[0]))
+) -> Iterator[str]:
+    yield line(x.start, y.start, x.end, y.start) + line(x.start, y.start, x.start, y.end)
+    yield from (text(x.at(v), y.start + 16, label, text_anchor="middle") for v, label in x.marks)
+    yield from (text(x.start - 6, y.at(v) + 4, label, text_anchor="end") for v, label in y.marks)
+    yield text(x.end, y.start + 32, "seconds a step", text_anchor="end") + text(8, 12, "USD a step")
+    places = {row.nodes: (x.at(row.expected_step_s), y.at(row.usd_per_step)) for row in front}
+    for (x1, y1), (x2, y2) in pairwise(places.values()):
+        yield line(x1, y1, x2, y1, PALETTE[0]) + line(x2, y1, x2, y2, PALETTE[0])
     for row in drawn:
         is_bound = " (a bound)" if row.is_bound else ""
         title = f"{row.nodes}: {row.expected_step_s:.6g} s, {row.usd_per_step:.6g} USD a step{is_bound}"
-        size = 4.0 if row.status is Status.FRONT else 2.0
-        found.append(
-            marker(int(row.status is not Status.FRONT), x.at(row.expected_step_s), y.at(row.usd_per_step), size, title)
-        )
-    return [
-        element(
-            "g",
-            "".join([*found, *_names({row.nodes: place for row, place in zip(front, places, strict=True)}, chosen)]),
-        )
-    ]
+        shape, size = (0, 4.0) if row.status is Status.FRONT else (1, 2.0)
+        yield marker(shape, x.at(row.expected_step_s), y.at(row.usd_per_step), size, title)
+    yield from _names(places, chosen)
 
 
 def _names(places: dict[str, tuple[float, float]], chosen: frozenset[str]) -> Iterator[str]:
-    """Beside their points, chosen ones first; one that would lie over another is left to the point's hover text."""
+    """Yield names beside their points, chosen ones first; one that would lie over another is left to the hover text."""
     drawn: list[tuple[float, float, float]] = []
     for nodes in sorted(places, key=lambda nodes: nodes not in chosen):
         x, y = places[nodes][0] + 6, places[nodes][1] - 4
