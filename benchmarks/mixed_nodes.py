@@ -26,7 +26,7 @@ from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types import Measurement, Plan, Plans
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import read_profiles
-from shardwright_search.cost_model.time_model import TimeModel
+from shardwright_search.cost_model.profiles import TimeModel
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH, BATCH, MICROBATCHES = 128, 32, [4, 8]

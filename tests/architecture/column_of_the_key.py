@@ -19,9 +19,7 @@ from shardwright_formats.types.model_profile import (
 )
 from shardwright_profile.importers.rows import profile_of, state_row
 from shardwright_search.cost_model.layer import CostModel
-from shardwright_search.cost_model.profiles import index_profiles
-from shardwright_search.cost_model.scaling import Scaling, scaled
-from shardwright_search.cost_model.time_model import TimeModel
+from shardwright_search.cost_model.profiles import Scaling, TimeModel, index_profiles, scaled
 from shardwright_search.cost_model.topology import stage_topology
 
 MODEL, CLUSTER = make_model(), make_cluster(2)

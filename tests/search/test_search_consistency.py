@@ -11,7 +11,7 @@ from shardwright_formats.types import Schedule
 from shardwright_search.cost_model import plan as evaluation
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.time_model import TimeModel
+from shardwright_search.cost_model.profiles import TimeModel
 from shardwright_search.search import NEAR
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.problem import Solution, price

@@ -13,8 +13,7 @@ from shardwright_formats.key import LayerKey
 from shardwright_formats.types import Strategy
 from shardwright_formats.types.model_profile import FitMode, FitRow, Quantity
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost, states_of
-from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.cost_model.time_model import TimeModel
+from shardwright_search.cost_model.profiles import Profiles, TimeModel
 
 BLOCK = LayerKey.from_strategy("block", Strategy(tp_size=1, dp_size=1), sequence_length=32)
 

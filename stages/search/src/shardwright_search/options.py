@@ -1,4 +1,4 @@
-"""What the commands of shardwright-search are asked: every option, said once."""
+"""The options of the commands of shardwright-search, each said once."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -10,21 +10,21 @@ from shardwright_formats.command import POSITIONAL, Off, Options
 from shardwright_formats.types.limits import Count, Gib, NonNegativeNumber, Samples, Seconds, Tokens
 from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.cost_model.time_model import TimeModel
+from shardwright_search.cost_model.profiles import TimeModel
 from shardwright_search.simulation.simulator import Sends
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class ProfileOptions(Options, frozen=True, kw_only=True):
-    """What plans are priced with."""
+    """The files that plans are priced with."""
 
     hardware: tuple[Path, ...]
     """Hardware profile of the cluster (HDF5); of a mixed one also several, one for each device."""
     profile: tuple[Path, ...]
     """Model profile on the cluster's device (HDF5); of a mixed cluster one for each device."""
     correction: Path | None = None
-    """What measured plans taught (shardwright.correction, JSON), to be applied; of one device only."""
+    """Factors that measured plans taught (shardwright.correction, JSON), to be applied; of one device only."""
 
 
 class ModelOptions(ProfileOptions, frozen=True, kw_only=True):
@@ -134,11 +134,11 @@ class AdviseOptions(Options, frozen=True, kw_only=True):
     uniform: bool = False
     """Only plans with one strategy for all layers, as Megatron-LM and torchtitan run them."""
     budget_gib: Gib | None = None
-    """What a plan may use of a GPU, in GiB; by default 95 % of its memory."""
+    """The most that a plan may use of a GPU, in GiB; by default 95 % of its memory."""
     price_per_gpu_hour: NonNegativeNumber | None = None
     """USD; by default what one provider asks."""
     inter_node_gbit_s: str | None = None
-    """What one node sends to others, all GPUs together, in Gbit/s; by default that of NVIDIA's own nodes.
+    """The bandwidth of one node to others, all GPUs together, in Gbit/s; by default that of NVIDIA's own nodes.
 
     As 2:400,4:300 by the number of nodes that a group of ranks spans at most, where wide groups get less.
     """
@@ -235,7 +235,7 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     pp_size: Count = field(default=1, name="pp")
     """pp_size: pipeline stages."""
     data_parallel: DataParallel = DataParallel.DDP
-    """What data-parallel ranks share."""
+    """How data-parallel ranks share the states."""
     shard_size: Count | None = None
     """Ranks that ZeRO shares states out among; by default all."""
     sequence_parallel: SequenceParallel = SequenceParallel.NONE
@@ -314,7 +314,7 @@ class ExportOptions(Options, frozen=True, kw_only=True):
 
 
 class GalvatronRun(Options, frozen=True, kw_only=True):
-    """What a plan needs and Galvatron's strategy file leaves to the options of a run."""
+    """Options of a run that a plan needs and Galvatron's strategy file does not hold."""
 
     sequence_parallel: Literal["none", "megatron"] | None = None
     """Whether the run has Galvatron's --sequence-parallel; needed where tp is above 1."""

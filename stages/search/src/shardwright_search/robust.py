@@ -18,8 +18,7 @@ from shardwright_formats.types import Cluster, ScenarioRegret
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile
 from shardwright_search.cost_model.layer import picoseconds
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.cost_model.scaling import Scaling, scaled
+from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 from shardwright_search.solver.targets import Best
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance

@@ -16,7 +16,7 @@ from shardwright_formats.types import Estimate, Plan, Prediction
 from shardwright_search.commands.prediction import Inputs, prediction_path, progress, read_inputs, read_prediction
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
-from shardwright_search.cost_model.time_model import TimeModel
+from shardwright_search.cost_model.profiles import TimeModel
 from shardwright_search.explain.binding import Change, LayerAlternatives, binding_lines, faster_changes
 from shardwright_search.explain.tables import answers_shown, difference, explanation, node_types_table, show_rich, table
 from shardwright_search.explain.what_if import WhatIf, WhatIfAnswer, answer, neighbours, outlook

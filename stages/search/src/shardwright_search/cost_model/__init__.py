@@ -1,1 +1,1 @@
-"""What a plan costs: one pure function per term of time and memory."""
+"""The cost of a plan: one pure function per term of time and memory."""

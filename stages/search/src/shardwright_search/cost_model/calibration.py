@@ -1,4 +1,4 @@
-"""What measured plans teach about predictions, and profiles with it applied."""
+"""Factors of predictions that measured plans teach, and profiles with these applied."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,8 +13,7 @@ from shardwright_formats.types.measurement import PlanMeasurement, RankMeasureme
 from shardwright_formats.types.plan import GradientReduction
 from shardwright_formats.types.prediction import StagePrediction
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.cost_model.scaling import Scaling, scaled
+from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 
 _FEWEST_PLANS = 3
 """The median of fewer is an extreme or a mean."""
@@ -31,9 +30,9 @@ class Evidence(NamedTuple):
 
 
 def evidence_of(measured: PlanMeasurement, profiles: Profiles) -> tuple[Evidence, ...]:
-    """Everything that a measured plan tells apart; nothing where nothing was predicted.
+    """Return all terms that a measured plan tells apart and that were predicted.
 
-    With one microbatch backward and reduction are one, and so neither is told; nor is a reduction that every microbatch
+    With one microbatch backward and reduction are one, and so neither is there; nor is a reduction that each microbatch
     does, whose predicted time is subtracted from backward. Times are as long as they would have been on the machine as
     fast as it was profiled. Raises BadInput as `evaluate` does.
     """
@@ -48,42 +47,36 @@ def evidence_of(measured: PlanMeasurement, profiles: Profiles) -> tuple[Evidence
 
 
 def learned(evidence: Iterable[Evidence]) -> tuple[dict[Term, CorrectionFactor], tuple[str, ...]]:
-    """The factor of each term, and where the evidence for it is thin or plans contradict one another."""
-    every = tuple(evidence)
+    """Return the factor of each term, and where the evidence for it is thin or plans contradict one another."""
+    by_term: dict[Term, dict[str, list[float]]] = {term: {} for term in Term}
+    for each in evidence:
+        by_term[each.term].setdefault(each.plan_sha256, []).append(each.measured / each.predicted)
     factors: dict[Term, CorrectionFactor] = {}
     warnings: list[str] = []
-    for term in Term:
-        ratios: dict[str, list[float]] = {}
-        for one in every:
-            if one.term is term:
-                ratios.setdefault(one.plan_sha256, []).append(one.measured / one.predicted)
+    for term, ratios in by_term.items():
         if not ratios:
             warnings.append(f"{term}: no measured plan tells it apart, so that it stays as predicted")
             continue
         # At the end of a step every rank waits for the slowest: the one that waited least tells the time itself.
-        one_of = min if term is Term.STEP_END else median
-        plans = [one_of(of_ranks) for of_ranks in ratios.values()]
+        plans = [min(ranks) if term is Term.STEP_END else median(ranks) for ranks in ratios.values()]
         if (factor := median(plans)) <= 0:
             warnings.append(f"{term}: noise outweighs it in the measured plans, so that it stays as predicted")
             continue
         if len(plans) < _FEWEST_PLANS:
             warnings.append(f"{term}: thin: {len(plans)} plan(s)")
-        if min(plans) < 1 < max(plans):
-            warnings.append(
-                f"{term}: plans contradict one another: from {min(plans):.2f} to {max(plans):.2f} of what is predicted"
-            )
+        lowest, highest = min(plans), max(plans)
+        if lowest < 1 < highest:
+            share = f"from {lowest:.2f} to {highest:.2f} of what is predicted"
+            warnings.append(f"{term}: plans contradict one another: {share}")
+        num_ranks = sum(map(len, ratios.values()))
         factors[term] = CorrectionFactor(
-            factor=factor,
-            lowest=min(plans),
-            highest=max(plans),
-            num_plans=len(plans),
-            num_ranks=sum(map(len, ratios.values())),
+            factor=factor, lowest=lowest, highest=highest, num_plans=len(plans), num_ranks=num_ranks
         )
     return factors, tuple(warnings)
 
 
 def factor_of(correction: Correction, term: Term) -> float:
-    """What a term is multiplied by: 1 where nothing was learned of it."""
+    """Return the factor of a term: 1 where nothing was learned of it."""
     known = correction.factors.get(term)
     return 1.0 if known is None else known.factor
 
@@ -97,32 +90,27 @@ def check_learned_from(correction: Correction, file: Path, hardware: Path, profi
 
 
 def corrected(profiles: Profiles, correction: Correction) -> Profiles:
-    """The profiles with every time multiplied by its term's factor.
+    """Return the profiles with each time multiplied by its term's factor.
 
     Reductions are corrected in their collectives, too. Memory's factor is of a sum, which `memory_factor` keeps for it.
     """
-    forward, backward, sync, end, memory = (
-        factor_of(correction, term)
-        for term in (Term.FORWARD, Term.BACKWARD, Term.GRADIENT_SYNC, Term.STEP_END, Term.MEMORY)
+    sync, end = factor_of(correction, Term.GRADIENT_SYNC), factor_of(correction, Term.STEP_END)
+    scaling = Scaling(
+        forward=factor_of(correction, Term.FORWARD),
+        backward=factor_of(correction, Term.BACKWARD),
+        reduction=sync,
+        optimizer=end,
+        step_overhead=end,
+        memory=factor_of(correction, Term.MEMORY),
+        collectives=[sync if point.collective in _REDUCTIONS else 1.0 for point in profiles.hardware.points.rows],
     )
-    return scaled(
-        profiles,
-        Scaling(
-            forward=forward,
-            backward=backward,
-            reduction=sync,
-            optimizer=end,
-            step_overhead=end,
-            memory=memory,
-            collectives=[sync if point.collective in _REDUCTIONS else 1.0 for point in profiles.hardware.points.rows],
-        ),
-    )
+    return scaled(profiles, scaling)
 
 
 def _terms(
     measured: PlanMeasurement, rank: RankMeasurement, stage: StagePrediction, overhead_s: float
 ) -> Iterator[tuple[Term, float, float]]:
-    """Each term that this rank tells apart: measured, and predicted of its pipeline stage."""
+    """Yield each term that this rank tells apart: measured, and predicted of its pipeline stage."""
     terms = stage.time_terms_s
     # Half of what is gathered and moved comes in forward, half in backward; neither is corrected here.
     overlapped_s = (terms["gathers"] + terms["redistribution"]) / 2
@@ -140,7 +128,9 @@ def _terms(
 
 
 def _step_end_s(rank: RankMeasurement, repeat: int) -> float:
-    """The optimizer's step and all that is neither a pass nor waiting for messages or reductions, in one repeat.
+    """Return the time of all that is neither a pass nor waiting for messages or reductions, in one repeat.
+
+    That is the optimizer's step and what is around it.
 
     A profile keeps the optimizer's fixed part in the step's overhead, so that the two are only known together.
     """

@@ -8,8 +8,7 @@ import numpy as np
 from shardwright_formats.io import BadInput
 from shardwright_formats.key import LayerKey
 from shardwright_formats.types.model_profile import FitMode, LayerFigures, Quantity, StateRow
-from shardwright_search.cost_model.profiles import LayerPoints, Profiles
-from shardwright_search.cost_model.time_model import TimeModel
+from shardwright_search.cost_model.profiles import LayerPoints, Profiles, TimeModel
 
 
 class ComputeCost(NamedTuple):

@@ -23,8 +23,7 @@ from shardwright_search.cost_model.communication import Nodes, handover_time, re
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost, probed_tp_size, slowest_compute, states_of
 from shardwright_search.cost_model.memory import ParameterMemory, itemsize
 from shardwright_search.cost_model.parameters import Overlapped, ParameterCosts, parameter_costs, slowest_parameters
-from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.cost_model.time_model import TimeModel
+from shardwright_search.cost_model.profiles import Profiles, TimeModel
 from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 from shardwright_search.step.cached_method import cached_method
 

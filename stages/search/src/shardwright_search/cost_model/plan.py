@@ -9,11 +9,10 @@ from shardwright_formats.semantics.schedules.closed_form import step_time
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import Estimate, Plan, StagePrediction, TimelineEvent
 from shardwright_search.cost_model.layer import CostModel, picoseconds
-from shardwright_search.cost_model.profiles import Profiles, check_profiles
+from shardwright_search.cost_model.profiles import Profiles, TimeModel, check_profiles
 from shardwright_search.cost_model.provenance import provenance_warnings
 from shardwright_search.cost_model.stage_costs import StageCosts, range_costs, stage_costs
 from shardwright_search.cost_model.tied_weights import shared_cost_ps, tie_cost_ps
-from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.simulation.simulator import Sends, Simulation, lower_bound_ps, simulate, step_time_ps
 
 _PER_SECOND = 1e12

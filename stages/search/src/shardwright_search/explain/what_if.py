@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Cluster, Model, Plan, Recompute
-from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.cost_model.scaling import Scaling, scaled
+from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 from shardwright_search.search import Found, find_best
 from shardwright_search.space.budget import Infeasible, min_need
 from shardwright_search.space.configurations import configurations, divisors, narrowed

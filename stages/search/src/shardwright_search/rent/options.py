@@ -1,4 +1,4 @@
-"""What `shardwright-search rent` is asked."""
+"""The options of `shardwright-search rent`."""
 
 from pathlib import Path
 

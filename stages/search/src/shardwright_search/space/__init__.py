@@ -1,1 +1,1 @@
-"""What may be chosen, and a configuration as numbers for the solver."""
+"""The space of plans, and a configuration as numbers for the solver."""

@@ -1,4 +1,4 @@
-"""From a configuration of the search to the solver's numbers, and from the solver's answer to a plan."""
+"""A configuration of the search as the solver's numbers, and the solver's answer as a plan."""
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence

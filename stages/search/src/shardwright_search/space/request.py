@@ -11,7 +11,7 @@ from shardwright_formats.io import Document, Value
 from shardwright_formats.types.limits import Count, Gib, Name, NonNegativeCount, NonNegativeNumber, Seconds, Sha256
 from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.cost_model.time_model import TimeModel
+from shardwright_search.cost_model.profiles import TimeModel
 
 _MAX_BATCH_SIZES = 10_000
 """The most batch sizes of a range; each is searched."""
@@ -78,7 +78,7 @@ class StageWidths(StrEnum):
     """How many ranks pipeline stages may have."""
 
     EQUAL = "equal"
-    """The same number each."""
+    """An equal number each."""
     ANY = "any"
     """Any number each, as long as they have all devices together; each in one node, or of whole nodes."""
 
