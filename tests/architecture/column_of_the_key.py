@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
     for factor, known in ((1, profiles), (2, scaled(profiles, Scaling(forward=2.0)))):
         for time_model in (TimeModel.INTERPOLATE, TimeModel.STATIC, TimeModel.BATCH):
             costs = CostModel(MODEL, CLUSTER, known, Precision(), time_model=time_model)
-            layers = [costs.layer("block", each, stage_topology(CLUSTER, range(2)), 4, 2) for each in STRATEGIES]
+            layers = [costs.layer("block", each, stage_topology(CLUSTER, range(2)), 4, False) for each in STRATEGIES]
             times_s = [round(layer.forward_ps * 1e-12, 9) for layer in layers]
             assert times_s == [factor * 6e-3, factor * 2e-3], (time_model, layers)
             assert [layer.activation_bytes // 8 for layer in layers] == [3, 1], (time_model, layers)

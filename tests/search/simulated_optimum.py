@@ -111,7 +111,7 @@ def _times(instance: Instance, configuration: Configuration, plans: Enumerated) 
     """Added up layer by layer, from what each takes."""
     problem, choice = instance.problem(configuration), instance.choices.choice(configuration)
     topologies, shardings = instance.choices.placed(configuration).topologies, instance.choices.layers.shardings(choice)
-    names, count = instance.prices.types, 1 if configuration.num_microbatches == 1 else 2
+    names, single_microbatch = instance.prices.types, configuration.num_microbatches == 1
     chosen = [index.ravel() for index in np.indices(plans.shape)]
     found = _Times(*np.zeros((5, configuration.pp_size, len(chosen[0]))))
     for stage, (first, end) in enumerate(pairwise((0, *plans.ends))):
@@ -119,7 +119,7 @@ def _times(instance: Instance, configuration: Configuration, plans: Enumerated) 
         for number in range(first, end):
             name = names[problem.layers[number]]
             own = [
-                instance.costs.layer(name, s, topology, configuration.microbatch_samples, count)
+                instance.costs.layer(name, s, topology, configuration.microbatch_samples, single_microbatch)
                 for s in shardings.of_type(name, topology.size)
             ]
             rows = chosen[number]

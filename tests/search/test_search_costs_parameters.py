@@ -56,7 +56,7 @@ def cost(make):
         costs = CostModel(model, cluster, profiles, Precision(), reduction)
         size = strategy.tp_size * strategy.dp_size
         return costs.layer(
-            "block", strategy, StageTopology("n", (size // nodes,) * nodes), strategy.dp_size, microbatches
+            "block", strategy, StageTopology("n", (size // nodes,) * nodes), strategy.dp_size, microbatches == 1
         )
 
     return of

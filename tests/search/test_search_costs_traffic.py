@@ -104,7 +104,7 @@ def test_tensor_parallel_groups_that_lie_apart_take_longer_than_those_that_were_
 
     def passes(consecutive: bool, **changes: object) -> int:
         strategy = LayerStrategy(type="block", tp_size=2, dp_size=2, tp_consecutive=consecutive, **changes)
-        found = costs.layer("block", strategy, StageTopology("n", (2, 2)), 2, 2)
+        found = costs.layer("block", strategy, StageTopology("n", (2, 2)), 2, False)
         return found.forward_ps + found.backward_ps
 
     assert passes(False) - passes(True) == 4 * 20_000_000
@@ -121,7 +121,7 @@ def test_tensor_parallelism_over_two_nodes_takes_longer_than_where_the_node_had_
     def passes(devices: int, nodes: int) -> int:
         cluster, strategy = make.cluster(devices, nodes), LayerStrategy(type="block", tp_size=4, dp_size=1)
         costs = CostModel(model, cluster, make.profiles(model, cluster), Precision())
-        found = costs.layer("block", strategy, stage_topology(cluster, range(4)), 2, 2)
+        found = costs.layer("block", strategy, stage_topology(cluster, range(4)), 2, False)
         return found.forward_ps + found.backward_ps
 
     of_a_message = 20_000_000 + 500 * 2 * LENGTH * HIDDEN * 4
@@ -139,7 +139,7 @@ def test_tensor_parallelism_that_no_node_can_measure_is_rounded_up_to_what_it_ca
     profile = make.profile(model, tp_sizes=measured)
     costs = CostModel(model, cluster, make.index(make.hardware(cluster), profile), Precision())
     strategy = LayerStrategy(type="block", tp_size=6, dp_size=1)
-    found = costs.layer("block", strategy, stage_topology(cluster, range(6)), 2, 2)
+    found = costs.layer("block", strategy, stage_topology(cluster, range(6)), 2, False)
     t = measured[-1]
     key = LayerKey.from_strategy("block", Strategy(tp_size=t, dp_size=1), micro_batch_size=2, sequence_length=LENGTH)
     (row,) = (row for row in profile.layers.rows if row.key == key)
@@ -157,7 +157,7 @@ def test_tensor_parallelism_that_no_node_can_measure_is_rounded_up_to_what_it_ca
 def test_traffic_of_groups_that_lie_apart_is_marked_where_the_model_does_not_tell_it(make):
     costs = model_of(make, 4, 2)
     strategy = LayerStrategy(type="block", tp_size=2, dp_size=2, tp_consecutive=False)
-    (warning,) = costs.layer("block", strategy, StageTopology("n", (2, 2)), 2, 2).warnings
+    (warning,) = costs.layer("block", strategy, StageTopology("n", (2, 2)), 2, False).warnings
     assert warning == "absent: what block sends among ranks that lie apart: counted as among neighbours"
 
 

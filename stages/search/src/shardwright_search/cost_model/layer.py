@@ -44,7 +44,7 @@ class Gather(NamedTuple):
     overhead_ps: int = 0
 
     def added_ps(self, compute_ps: int) -> int:
-        """What it adds to a computation that it starts with."""
+        """Return what it adds to a computation that it starts with."""
         return round(overlapped_time(compute_ps, Duration(self.alone_ps), self.slowdowns)) + self.overhead_ps
 
 
@@ -55,24 +55,24 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
     """One microbatch, tensor and sequence parallel traffic included; so is backward."""
     backward_ps: int
     gather_forward_ps: int
-    """What a ZeRO-3 gather adds to the forward pass of each microbatch, beside it; the backward pass likewise."""
+    """Time that a ZeRO-3 gather beside it adds to the forward pass of each microbatch; likewise the backward pass."""
     gather_backward_ps: int
     gather: Gather
     """The gather by itself: the runtime starts it a layer ahead, beside another layer than its own."""
     sync_every_ps: int
-    """What reducing the gradients adds to every microbatch's backward pass; 0 when they are reduced once a step."""
+    """Time that reducing the gradients adds to each microbatch's backward pass; 0 when they are reduced once a step."""
     reduction_ps: int
     """The messages of the reduction alone, unless every microbatch reduces."""
     slowdowns: Slowdowns | None
-    """Of the reduction and the backward pass where they overlap; None where that was not measured."""
+    """Slowdowns of the backward pass and the reduction where they overlap; None where that was not measured."""
     overlapped_ps: int
-    """What they add to the last backward pass by the measured slowdowns; inside `sync_ps`, beside their overhead."""
+    """Time that they add to the last backward pass by the measured slowdowns; inside `sync_ps`, beside overheads."""
     sync_ps: int
     """Once a step: what reducing the gradients adds, ZeRO-2's gather, and sums of replicated parameters' gradients."""
     optimizer_ps: int
     memory: ParameterMemory
     activation_bytes: int
-    """Of one microbatch in flight."""
+    """Activations of one microbatch in flight."""
     workspace_bytes: int
     """Held for a moment, in the layer's own forward or backward pass."""
     warnings: tuple[str, ...]
@@ -85,12 +85,12 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exposed_ps(self) -> int:
-        """What comes once a step."""
+        """Time of what comes once a step."""
         return self.sync_ps + self.optimizer_ps
 
     @property
     def state_bytes(self) -> int:
-        """What is held all step long; gradients come with the first backward pass."""
+        """Bytes that are held all step long; gradients come with the first backward pass."""
         return self.memory.parameters + self.memory.gathered_parameters + self.memory.optimizer
 
 
@@ -99,14 +99,14 @@ def _gather(overlapped: Overlapped) -> Gather:
 
 
 def picoseconds(time_s: float) -> int:
-    """Seconds as whole picoseconds."""
+    """Return seconds as whole picoseconds."""
     return round(time_s * 1e12)
 
 
 def _slower(ends: Iterable[Duration]) -> Cost:
-    """A message as long as its slower end takes."""
-    taken = longest(ends)
-    return Cost(picoseconds(taken.time_s), taken.warning)
+    """Return the cost of a message, which takes as long as its slower end."""
+    slower = longest(ends)
+    return Cost(picoseconds(slower.time_s), slower.warning)
 
 
 class Link(NamedTuple):
@@ -116,11 +116,11 @@ class Link(NamedTuple):
     """Whether their ranks are neighbours."""
     across_nodes: bool
     node_types: tuple[str, ...]
-    """Of both; the slower end binds."""
+    """Node types of both; the slower end binds."""
 
 
 class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """What is the same for every layer of a plan, with everything priced so far."""
+    """The prices of a plan's layers and messages, with all that was priced so far."""
 
     model: Model
     cluster: Cluster
@@ -130,29 +130,15 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     time_model: TimeModel = TimeModel.INTERPOLATE
 
     def on(self, cluster: Cluster) -> "CostModel":
-        """The same on some of its nodes; layers, whose costs are those of their node type, are priced once for both."""
+        """Return the cost model on some of the nodes; layers, which cost what their node types do, are priced once."""
         other = msgspec.structs.replace(self, cluster=cluster)
-        vars(other)["_layer"] = self._layer
+        vars(other)["layer"] = self.layer
         return other
-
-    def layer(
-        self,
-        type_name: str,
-        strategy: Strategy,
-        topology: StageTopology,
-        samples: int,
-        num_microbatches: int,
-    ) -> LayerCost:
-        """Every cost of a layer of that type on the ranks of a pipeline stage; `samples` are those of a microbatch.
-
-        Raises BadInput when a profile lacks a point.
-        """
-        return self._layer(type_name, strategy, topology, samples, num_microbatches == 1)
 
     def redistribution(
         self, type_name: str, source: Layout, target: Layout, topology: StageTopology, samples: int
     ) -> Cost:
-        """Bringing the outputs of a layer of that type from one layout to another, one way.
+        """Return the cost of bringing the outputs of a layer of that type from one layout to another, one way.
 
         Forward goes from the layer's layout to the next one's, backward the other way round.
         """
@@ -160,32 +146,33 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return _slower(redistribution_time(self.profiles_on(on.node_type), on, *moved) for on in topology.each_type)
 
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> Link:
-        """How two pipeline stages lie to each other: neighbouring ranks or not, across nodes where any pair is.
+        """Return how two pipeline stages lie to each other: neighbouring ranks or not, across nodes where any pair is.
 
         Ranks of stages of equal width are pairs in their order, of others each with each. A single rank that sends
         across nodes does so as neighbours do: no other shares its node's network. A stage that spans node types sends
         across nodes, all ranks of a node at once.
         """
-        nodes, equal, types = self.nodes, len(senders) == len(receivers), self.node_types_of(senders, receivers)
+        nodes, types = self.cluster.node_of_rank, self.node_types_of(senders, receivers)
         if len(types) > 1 and any(len(self.node_types_of(ranks)) > 1 for ranks in (senders, receivers)):
             return Link(False, True, types)
-        pairs = zip(senders, receivers, strict=True) if equal else product(senders, receivers)
+        alike = len(senders) == len(receivers)
+        pairs = zip(senders, receivers, strict=True) if alike else product(senders, receivers)
         across = any(nodes[a] != nodes[b] for a, b in pairs)
         consecutive = receivers[0] == senders[0] + 1 or (across and len(senders) == 1)
         return Link(consecutive, across, types)
 
     def nodes_of(self, *stages: Sequence[int]) -> tuple[Nodes, ...]:
-        """The nodes of several pipeline stages' ranks, counted from the first rank's."""
-        first = self.nodes[stages[0][0]]
-        return tuple(tuple(self.nodes[rank] - first for rank in ranks) for ranks in stages)
+        """Return the nodes of several pipeline stages' ranks, counted from the first rank's."""
+        nodes = self.cluster.node_of_rank
+        return tuple(tuple(nodes[rank] - nodes[stages[0][0]] for rank in ranks) for ranks in stages)
 
     def node_types_of(self, *stages: Sequence[int]) -> tuple[str, ...]:
-        """The node types of several pipeline stages, each once, in the order of their names."""
+        """Return the node types of several pipeline stages, each once, in the order of their names."""
         types = self.cluster.node_type_of_rank
         return tuple(sorted({types[rank] for ranks in stages for rank in ranks}))
 
     def profiles_on(self, node_type: str) -> Profiles:
-        """What a node type's layers and messages are priced with."""
+        """Return the profiles that a node type's layers and messages are priced with."""
         return self._profiles_by_type[node_type]
 
     @cached_property
@@ -195,11 +182,11 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def step_overhead_s(self) -> float:
-        """What is there once a step, on the ranks where it is longest."""
+        """Time beside the layers that comes once a step, on the ranks where it is longest."""
         return max(profiles.step_overhead_s for profiles in self._profiles_by_type.values())
 
     def send(self, type_name: str, layout: Layout, link: Link, samples: int) -> Cost:
-        """Handing the outputs of a layer of that type to the next pipeline stage, one way."""
+        """Return the cost of handing the outputs of a layer of that type to the next pipeline stage, one way."""
         outputs, shape = self.model.types[type_name].outputs, (link.consecutive, link.across_nodes)
         ends = map(self.profiles_on, link.node_types)
         return _slower(send_time(profiles, *shape, layout, samples, outputs, self.compute_bytes) for profiles in ends)
@@ -213,7 +200,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         node_types: tuple[str, ...],
         samples: int,
     ) -> Cost:
-        """Handing the outputs of a layer of that type to a pipeline stage of another width, one way.
+        """Return the cost of handing outputs of that type of layer to a pipeline stage of another width, one way.
 
         `nodes` are those of both stages' ranks, as `nodes_of` counts them, and `node_types` those of both stages.
         """
@@ -222,25 +209,24 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return _slower(handover_time(profiles, nodes, *layouts, outputs, self.compute_bytes) for profiles in ends)
 
     def boundary_bytes(self, type_name: str, layout: Layout, samples: int) -> int:
-        """What one rank holds of the outputs of a layer of that type for one microbatch."""
+        """Return the bytes that one rank holds of the outputs of a layer of that type for one microbatch."""
         outputs = self.model.types[type_name].outputs
         tokens = (layout.activation_shard(0, samples, t.sequence_length).tokens * t.features for t in outputs)
         return sum(tokens) * self.compute_bytes
 
     @property
     def compute_bytes(self) -> int:
-        """Of one number of an activation."""
+        """Bytes of one number of an activation."""
         return itemsize(self.precision.compute)
 
-    @cached_property
-    def nodes(self) -> tuple[int, ...]:
-        """The node of each rank."""
-        return self.cluster.node_of_rank
-
     @cached_method
-    def _layer(
+    def layer(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, single_microbatch: bool
     ) -> LayerCost:
+        """Return all costs of a layer of that type on a pipeline stage; `samples` are those of a microbatch.
+
+        Raises BadInput when a profile lacks a point.
+        """
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         views = topology.each_type
         compute = slowest_compute(
@@ -255,15 +241,9 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         zero3 = strategy.data_parallel is DataParallel.ZERO3
         gather_forward, gather_backward = (picoseconds(costs.gather.added_s(t)) for t in (forward_s, backward_s))
         added = picoseconds(costs.reduction.added_s(backward_s))
-        once, alone, beside = (
-            (0, 0, 0)
-            if reduces_every
-            else (
-                added,
-                picoseconds(costs.reduction.alone.time_s),
-                picoseconds(costs.reduction.beside_s(backward_s)),
-            )
-        )
+        once, alone, beside = added, costs.reduction.alone.time_s, costs.reduction.beside_s(backward_s)
+        if reduces_every:
+            once, alone, beside = 0, 0.0, 0.0
         warnings = [compute.warning, *(d.warning for d in (*further, costs.gather.alone, costs.reduction.alone))]
         return LayerCost(
             forward_ps=picoseconds(forward_s),
@@ -272,9 +252,9 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             gather_backward_ps=gather_backward if zero3 else 0,
             gather=_gather(costs.gather) if zero3 else Gather(),
             sync_every_ps=added - once,
-            reduction_ps=alone,
+            reduction_ps=picoseconds(alone),
             slowdowns=costs.reduction.slowdowns,
-            overlapped_ps=beside,
+            overlapped_ps=picoseconds(beside),
             sync_ps=picoseconds(costs.partial_sum_s) + (0 if zero3 else gather_forward) + once,
             optimizer_ps=picoseconds(costs.optimizer_s),
             memory=costs.memory,
@@ -287,13 +267,13 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _parameters(
         self, type_name: str, strategy: Strategy, topology: StageTopology, single_microbatch: bool
     ) -> ParameterCosts:
-        """The same whatever is recomputed."""
+        """Return the costs of a layer's parameters, which are the same whatever is recomputed."""
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         profiles = self.profiles_on(topology.node_type)
         tp_size = self._probed(type_name, axes_of(strategy).dense.tensor.size, topology)
         states = states_of(profiles, type_name, tp_size)
-        of = profiles, self.model, self.precision
-        return parameter_costs(*of, reduces_every, type_name, strategy, topology, states, single_microbatch)
+        given = profiles, self.model, self.precision, reduces_every
+        return parameter_costs(*given, type_name, strategy, topology, states, single_microbatch)
 
     def _compute(
         self, type_name: str, strategy: Strategy, topology: StageTopology, micro_batch_size: int
@@ -310,7 +290,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _probed(self, type_name: str, tp_size: int, topology: StageTopology) -> int:
-        """The tensor-parallel degree whose numbers serve."""
+        """Return the tensor-parallel degree whose numbers serve."""
         profiled = (key.tp_size for key in self.profiles_on(topology.node_type).states if key.type == type_name)
         return probed_tp_size(profiled, tp_size, self._node_devices(topology))
 
@@ -324,7 +304,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _further_traffic(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int
     ) -> tuple[Duration, Duration]:
-        """What tensor and sequence parallelism take longer forward and backward than where they were profiled.
+        """Return the time that tensor and sequence parallelism take beyond the profiled one, forward and backward.
 
         They were profiled, and are inside the layer's times, among neighbours inside one node: of more ranks than a
         node has, which an estimate alone can be of, as many as it has stand for them.

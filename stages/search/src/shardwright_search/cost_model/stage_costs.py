@@ -155,7 +155,7 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
     found = []
     for index, (own, own_ranks) in enumerate(zip(ranges, ranks, strict=True)):
         topology = stage_topology(plan.cluster, own_ranks)
-        priced = tuple(costs.layer(name, s, topology, samples, plan.num_microbatches) for name, s in own)
+        priced = tuple(costs.layer(name, s, topology, samples, plan.num_microbatches == 1) for name, s in own)
         before = ranges[index - 1][-1:] if cuts[index].redistributed else []
         forward, backward = _moves(costs, [*before, *own], topology, samples)
         sent, sends = cuts[index].send, cuts[index + 1].send

@@ -56,9 +56,8 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         """Return the costs of every strategy on stages of this topology."""
         features = max(tensor.features for tensor in self.costs.model.boundary)
         buffer_bytes = (choice.buffer_tokens or 0) * features * self.costs.compute_bytes
-        count = 1 if single_microbatch else 2
         return DeviceGroup(
-            options=tuple(self._options(name, choice, topology, count) for name in self.types),
+            options=tuple(self._options(name, choice, topology, single_microbatch) for name in self.types),
             redistribution_ps=np.array([self._moves(name, choice, topology) for name in self.types]),
             budget_bytes=self.budget_bytes(topology) - buffer_bytes,
             width=topology.size,
@@ -90,14 +89,14 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
     def fastest_ps(self, choice: Choice, topology: StageTopology) -> float:
         """Return all ranks' time for a layer of each type, each with the strategy that takes the least."""
         names = dict.fromkeys(self.costs.model.layers)
-        times = (float(self._options(name, choice, topology, 2).time_ps.min()) for name in names)
+        times = (float(self._options(name, choice, topology, False).time_ps.min()) for name in names)
         return topology.size * sum(times)
 
-    def _options(self, name: str, choice: Choice, topology: StageTopology, num_microbatches: int) -> Options:
+    def _options(self, name: str, choice: Choice, topology: StageTopology, single_microbatch: bool) -> Options:
         shardings = self.layers.shardings(choice)
         if not (strategies := shardings.of_type(name, topology.size)):
             return Options.none(_of_width(shardings, topology.size)[0])
-        priced = (self.costs.layer(name, s, topology, choice.samples, num_microbatches) for s in strategies)
+        priced = (self.costs.layer(name, s, topology, choice.samples, single_microbatch) for s in strategies)
         rows = [
             (
                 *(o.microbatch_ps, o.exposed_ps, o.state_bytes, o.memory.gradients, o.memory.gradient_sums),
