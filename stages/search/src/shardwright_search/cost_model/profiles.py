@@ -199,17 +199,13 @@ def _check_origin(profiles: Profiles, model: Model, precision: Precision, attent
     """Raise BadInput where a profile was made for another model, precision or kernels."""
     origin = profiles.origin
     if origin.architecture_sha256 != model.architecture_sha256:
-        raise BadInput(
-            profiles.model_file,
-            f"profiled layers of {origin.model!r} that are not those of model {model.name!r}",
-            "profile this model",
-        )
+        problem = f"profiled layers of {origin.model!r} that are not those of model {model.name!r}"
+        raise BadInput(profiles.model_file, problem, "profile this model")
     if origin.precision != (wanted := profiled_as(precision, compile)):
         raise BadInput(profiles.model_file, f"profiled in {origin.precision}, not {wanted}", "profile that precision")
     if attention is not Attention.AUTO and origin.attention not in (attention, Attention.AUTO):
-        raise BadInput(
-            profiles.model_file, f"profiled with attention {origin.attention}, not {attention}", "profile that kernel"
-        )
+        problem = f"profiled with attention {origin.attention}, not {attention}"
+        raise BadInput(profiles.model_file, problem, "profile that kernel")
 
 
 def _points(rows: Sequence[LayerRow]) -> LayerPoints:
@@ -250,22 +246,17 @@ def scaled(profiles: Profiles, by: Scaling) -> Profiles:
     errors: dict[LayerKey, list[NDArray[Any]]] = {}
     for key, points in profiles.layers.items():
         errors.setdefault(key.without("sequence_length"), []).append(points.errors)
+    repeats = profiles.hardware.repeats
+    by_point = np.broadcast_to(by.collectives, len(profiles.hardware.points))
+    repeats = repeats.replace(time_s=repeats["time_s"] * by_point[repeats["point"]])
     return profiles._replace(
-        hardware=_scaled_collectives(profiles.hardware, by.collectives),
+        hardware=replace(profiles.hardware, repeats=repeats),
         layers={key: _scaled_points(points, by) for key, points in profiles.layers.items()},
         fits={
             key: tuple(_scaled_curve(curve, errors.get(key, []), by) for curve in curves)
             for key, curves in profiles.fits.items()
         },
-        states={
-            key: msgspec.structs.replace(
-                states,
-                optimizer_s=states.optimizer_s * by.optimizer,
-                reduction_s=states.reduction_s * by.reduction,
-                scatter_s=states.scatter_s * by.reduction,
-            )
-            for key, states in profiles.states.items()
-        },
+        states={key: _scaled_states(states, by) for key, states in profiles.states.items()},
         step_overhead_s=profiles.step_overhead_s * by.step_overhead,
         memory_factor=profiles.memory_factor * by.memory,
     )
@@ -276,6 +267,12 @@ def _scaled_points(points: LayerPoints, by: Scaling) -> LayerPoints:
     values = points.values.copy()
     values[:, :2] *= np.array([by.forward, by.backward]) * (1 + by.standard_errors * points.errors)
     return points._replace(values=values)
+
+
+def _scaled_states(states: StateRow, by: Scaling) -> StateRow:
+    """Return the times of parameters multiplied."""
+    reductions = {name: getattr(states, name) * by.reduction for name in ("reduction_s", "scatter_s")}
+    return msgspec.structs.replace(states, optimizer_s=states.optimizer_s * by.optimizer, **reductions)
 
 
 def _scaled_curve(curve: FitRow, errors: Sequence[NDArray[Any]], by: Scaling) -> FitRow:
@@ -289,10 +286,3 @@ def _scaled_curve(curve: FitRow, errors: Sequence[NDArray[Any]], by: Scaling) ->
         factor *= 1 + by.standard_errors * float(np.median(np.concatenate(errors)[:, column]))
     terms = {name: getattr(curve, name) * factor for name in ("constant", "linear", "quadratic")}
     return msgspec.structs.replace(curve, **terms)
-
-
-def _scaled_collectives(hardware: HardwareProfile, factors: ArrayLike) -> HardwareProfile:
-    """Return the profile with every repeat of a point multiplied by the point's factor."""
-    repeats = hardware.repeats
-    by_point = np.broadcast_to(factors, len(hardware.points))
-    return replace(hardware, repeats=repeats.replace(time_s=repeats["time_s"] * by_point[repeats["point"]]))

@@ -62,7 +62,7 @@ class Unlisted(NamedTuple):
 
 
 class _Nothing:
-    """A configuration without any plan: some layer cannot be sharded evenly."""
+    """An interleaved configuration without any plan: its stages or its chunks differ."""
 
     relaxed_bound_ps = lower_ps = np.inf
 
@@ -168,8 +168,6 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
     def whole(self, configuration: Configuration) -> Solvable:
         """Return a configuration with all its numbers."""
         instance = self.instance
-        if not instance.choices.has_plans(configuration):
-            return _Nothing()
         if configuration.num_chunks > 1:
             from shardwright_search.solver.interleaved import Interleaved
 
