@@ -15,12 +15,13 @@ from shardwright_formats.types import GIB, Cluster, Model, Plan, ScenarioRegret
 from shardwright_search.alternatives import MAX_NEAR, NEAR, changed, further, other_configurations, simulated
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.robust import Regrets, regrets_of
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.targets import Best, Optimum
 from shardwright_search.space.budget import Infeasible, beyond_room, budgets_of, infeasible, min_room_bytes, room_bytes
 from shardwright_search.space.configurations import Configuration, narrowed
 from shardwright_search.space.instance import Instance
-from shardwright_search.space.request import Objective, SearchRequest
+from shardwright_search.space.request import Objective, Robust, SearchRequest
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
 _MAX_NEAR_ELSEWHERE = 16
@@ -90,17 +91,17 @@ def find_best(
     budgets, asked, spare = budgets_of(request, cluster, file), request, None
     given = model, cluster, profiles
     once = partial(_once, given=given, file=file, report=report, deadline=deadline, budgets=budgets)
-    while not isinstance(found := once(asked), Infeasible):
-        if (more := beyond_room(*found.chosen, budgets, asked, profiles)) == 0:
-            if spare is not None and found.stopped and _sample_s(spare.chosen) < _sample_s(found.chosen):
+    while not isinstance(answer := once(asked), Infeasible):
+        if (more := beyond_room(*answer.chosen, budgets, asked, profiles)) == 0:
+            if spare is not None and answer.stopped and _sample_s(spare.chosen) < _sample_s(answer.chosen):
                 return spare
-            return found
-        spare = _with_runner_up(found) if found.runners_up else spare
+            return answer
+        spare = _with_runner_up(answer) if answer.runners_up else spare
         report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
         asked = replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
     if spare is None and request is asked:
         spare = _with_least_room(once, request, given, budgets)
-    return found if spare is None else spare
+    return answer if spare is None else spare
 
 
 def _with_least_room(
@@ -114,27 +115,27 @@ def _with_least_room(
     narrow = narrowed(request, cluster)
     spared_gib = (room_bytes(narrow, *given) - min_room_bytes(narrow, *given)) / GIB
     asked = replace(request, reserve_gib=request.reserve_gib - spared_gib)
-    if spared_gib == 0 or isinstance(found := once(asked), Infeasible):
+    if spared_gib == 0 or isinstance(answer := once(asked), Infeasible):
         return None
-    if not beyond_room(*found.chosen, budgets, asked, profiles):
-        found = replace(found, runners_up=(found.chosen, *found.runners_up))
-    return _with_runner_up(found) if found.runners_up else None
+    if not beyond_room(*answer.chosen, budgets, asked, profiles):
+        answer = replace(answer, runners_up=(answer.chosen, *answer.runners_up))
+    return _with_runner_up(answer) if answer.runners_up else None
 
 
 def _sample_s(candidate: Candidate) -> float:
     return candidate.evaluation.estimate.simulated_step_time_s / candidate.plan.global_batch_size
 
 
-def _with_runner_up(found: Found) -> Found:
+def _with_runner_up(answer: Found) -> Found:
     """Return the answer with its fastest runner-up in place of the chosen plan."""
-    best = min(found.runners_up, key=_sample_s)
-    samples = best.plan.global_batch_size / found.chosen.plan.global_batch_size
+    best = min(answer.runners_up, key=_sample_s)
+    samples = best.plan.global_batch_size / answer.chosen.plan.global_batch_size
     return replace(
-        found,
+        answer,
         chosen=best,
         optimum_s=best.evaluation.estimate.objective_s,
-        bound_s=found.bound_s * samples,
-        runners_up=tuple(each for each in found.runners_up if each is not best),
+        bound_s=answer.bound_s * samples,
+        runners_up=tuple(each for each in answer.runners_up if each is not best),
     )
 
 
@@ -150,17 +151,9 @@ def _once(
     if request.robust is not None:
         space.check_listed("robust")
     # What is only bounded is so within the time limit, too.
-    left, optimum = space.unlisted, _optimum(space, deadline, report)
-    if optimum.best is None and optimum.stopped:
-        promising = [target for _, target in optimum.bounds]
-        if (plain := space.plain(promising or space.targets)) is None:
-            raise StoppedEarly(file, "no plan was found before the search was stopped", "give it more time")
-        optimum = optimum._replace(best=plain, near=(plain,), bound=min(optimum.bound, plain.score))
+    unlisted, optimum = space.unlisted, _optimum_or_plain(space, deadline, report)
     if optimum.best is None:
-        if left is not None and np.isfinite(left.bound):
-            raise left.error(file)
-        name = "even the leanest" if left is None else "the leanest of equal widths"
-        return infeasible(space.instance, [target.configuration for target in space.targets], file, name)
+        return _no_plan(space, unlisted)
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
     instance, near = space.instance, optimum.near
 
@@ -177,13 +170,7 @@ def _once(
         best, *rest = changed(instance, ranked, deadline), *close
         chosen = next((each for each in (best, *rest) if fits(_candidate(instance, each))), best)
     else:
-        from shardwright_search.robust import regrets_of
-
-        def search(scenario: str, other: Instance) -> tuple[Best[Configuration], ...]:
-            report(f"scenario: {scenario}")
-            return _optimum(SearchSpace(other, file), deadline, report).near[:_MAX_NEAR_ELSEWHERE]
-
-        all_regrets = regrets_of(instance, near[:MAX_NEAR], request.robust, search)
+        all_regrets = _all_regrets(space, near[:MAX_NEAR], request.robust, deadline, report)
         nominal, near = ranked[0].best, all_regrets.least(NEAR)
         ranked = simulated(instance, near[:MAX_NEAR])
         num_simulated, chosen = len(ranked), ranked[0].best
@@ -208,9 +195,40 @@ def _once(
     )
 
 
+def _no_plan(space: SearchSpace, unlisted: Unlisted | None) -> Infeasible:
+    """Return what is lacking; raises BadInput where something that was only bounded may have a plan."""
+    if unlisted is not None and np.isfinite(unlisted.bound):
+        raise unlisted.error(space.file)
+    name = "even the leanest" if unlisted is None else "the leanest of equal widths"
+    return infeasible(space.instance, [target.configuration for target in space.targets], space.file, name)
+
+
+def _all_regrets(
+    space: SearchSpace, near: Sequence[Best[Configuration]], robust: Robust, deadline: float | None, report: Report
+) -> Regrets:
+    """Return the regrets of the near plans of all scenarios; `near` are those of the profile as it is."""
+
+    def search(scenario: str, other: Instance) -> tuple[Best[Configuration], ...]:
+        report(f"scenario: {scenario}")
+        return _optimum(SearchSpace(other, space.file), deadline, report).near[:_MAX_NEAR_ELSEWHERE]
+
+    return regrets_of(space.instance, near, robust, search)
+
+
 def _candidate(instance: Instance, best: Best[Configuration], timeline: bool = False) -> Candidate:
     plan = instance.plan(best.target.configuration, best.found.solution)
     return Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs, timeline=timeline))
+
+
+def _optimum_or_plain(space: SearchSpace, deadline: float | None, report: Report) -> Optimum[Configuration]:
+    """Return the optimum; where the search was stopped before it knew a plan, the best of some plain ones."""
+    optimum = _optimum(space, deadline, report)
+    if optimum.best is not None or not optimum.stopped:
+        return optimum
+    promising = [target for _, target in optimum.bounds]
+    if (plain := space.plain(promising or space.targets)) is None:
+        raise StoppedEarly(space.file, "no plan was found before the search was stopped", "give it more time")
+    return optimum._replace(best=plain, near=(plain,), bound=min(optimum.bound, plain.score))
 
 
 def _optimum(space: SearchSpace, deadline: float | None, report: Report) -> Optimum[Configuration]:
