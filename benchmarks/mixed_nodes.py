@@ -25,8 +25,7 @@ from shardwright_formats.io import read_document, write_document
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types import Measurement, Plan, Plans
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.cost_model.profiles import read_profiles
-from shardwright_search.cost_model.profiles import TimeModel
+from shardwright_search.cost_model.profiles import TimeModel, read_profiles
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH, BATCH, MICROBATCHES = 128, 32, [4, 8]

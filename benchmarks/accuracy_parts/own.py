@@ -23,8 +23,7 @@ from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.types import Cluster, Estimate, Measurement, Model, Plan, PlanMeasurement, Plans
 from shardwright_formats.types.model_profile import read_model_profile
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.cost_model.profiles import Profiles, read_profiles
-from shardwright_search.cost_model.profiles import TimeModel
+from shardwright_search.cost_model.profiles import Profiles, TimeModel, read_profiles
 from shardwright_train.models.support import check_supported
 
 __all__ = ["Inputs", "Round", "compared", "prepare", "rounds", "verdict"]

@@ -24,7 +24,7 @@ from accuracy_parts.figures import Compared
 
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import LayerType, Parameter, Precision, Schedule, Strategy
-from shardwright_search.cost_model.memory import parameter_memory
+from shardwright_search.cost_model.parameters import parameter_memory
 from shardwright_search.simulation.simulator import StageTimes, simulate
 
 __all__ = ["OUTLIERS", "SMALLEST_BYTES", "ZONE", "bytes_per_s_together", "compared"]

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from shardwright_formats.types import GIB, DataParallel, LayerStrategy, LayerType, Precision, SequenceParallel, Strategy
 from shardwright_search.cost_model.layer import CostModel
-from shardwright_search.cost_model.memory import ParameterMemory, parameter_memory
+from shardwright_search.cost_model.parameters import ParameterMemory, parameter_memory
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.search import Found, Infeasible, find_best

@@ -6,7 +6,7 @@ import pytest
 from shardwright_formats.types import DataParallel, Schedule
 from shardwright_search.cost_model.collectives import Slowdowns
 from shardwright_search.cost_model.layer import Gather, LayerCost
-from shardwright_search.cost_model.memory import ParameterMemory
+from shardwright_search.cost_model.parameters import ParameterMemory
 from shardwright_search.cost_model.plan import cost_model_of
 from shardwright_search.cost_model.stage_costs import RangeCosts, range_costs
 from shardwright_search.interop.uniform import uniform_plan

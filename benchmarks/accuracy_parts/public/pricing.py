@@ -26,8 +26,7 @@ from shardwright_formats.types.plan import PipelineStage, Plan, Precision
 from shardwright_formats.types.prediction import StagePrediction
 from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.cost_model.profiles import Profiles, index_profiles
-from shardwright_search.cost_model.profiles import Scaling, scaled
+from shardwright_search.cost_model.profiles import Profiles, Scaling, index_profiles, scaled
 from shardwright_search.interop.uniform import uniform_plan
 from shardwright_search.options import UniformRequest
 

@@ -10,7 +10,7 @@ from shardwright_formats.semantics.axes import Layout, common_block, common_samp
 from shardwright_formats.semantics.layout import closed_groups, redistribution_plan, sent_numel
 from shardwright_formats.types import BoundaryTensor
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
-from shardwright_search.cost_model.collectives import Duration, collective_time, send_kind_time
+from shardwright_search.cost_model.collectives import Duration, collective_time, in_turn, longest, send_kind_time
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import StageTopology, kinds_of
 
@@ -23,7 +23,7 @@ class _Exchange(NamedTuple):
 
     kind: GroupKind
     elements_per_sample: float
-    """Of the microbatch, one way."""
+    """Elements of one sample that a rank sends at most, one way."""
 
 
 def redistribution_time(
@@ -35,23 +35,20 @@ def redistribution_time(
     outputs: Sequence[BoundaryTensor],
     itemsize: int,
 ) -> Duration:
-    """Time to bring a microbatch's tensors from one layout to another, one way, all closed groups at once.
+    """Return the time to bring a microbatch's tensors from one layout to another, one way, all closed groups at once.
 
     A pass is one all_to_all per tensor on each closed group. A full all_to_all of n ranks sends (n-1)/n of its bytes
     to others; so a rank that sends x bytes waits as for a message of x n/(n-1) bytes.
     """
-    total, warning = 0.0, None
-    if source == target:
-        return Duration(0.0)
-    for tensor in outputs:
-        slowest = Duration(0.0)
+
+    def moved(tensor: BoundaryTensor) -> Duration:
+        taken = [Duration(0.0)]
         for kind, per_sample in _exchanges(topology, source, target, tensor.sequence_length, tensor.features):
             num_bytes = ceil(per_sample * samples * itemsize * kind.size / (kind.size - 1))
-            taken = collective_time(profiles, Collective.ALL_TO_ALL, [kind], num_bytes)
-            slowest = max(slowest, taken, key=lambda d: d.time_s)
-        total += slowest.time_s
-        warning = warning or slowest.warning
-    return Duration(total, warning)
+            taken.append(collective_time(profiles, Collective.ALL_TO_ALL, [kind], num_bytes))
+        return longest(taken)
+
+    return Duration(0.0) if source == target else in_turn(map(moved, outputs))
 
 
 def send_time(
@@ -63,14 +60,13 @@ def send_time(
     outputs: Sequence[BoundaryTensor],
     itemsize: int,
 ) -> Duration:
-    """Time to hand a microbatch to the next pipeline stage, one way: a rank sends its activation shard to another."""
-    total, warning = 0.0, None
-    for tensor in outputs:
+    """Return the time to hand a microbatch on, one way: a rank sends its activation shard to one of the next stage."""
+
+    def sent(tensor: BoundaryTensor) -> Duration:
         tokens = layout.activation_shard(0, samples, tensor.sequence_length).tokens
-        taken = send_kind_time(profiles, consecutive, across_nodes, tokens * tensor.features * itemsize)
-        total += taken.time_s
-        warning = warning or taken.warning
-    return Duration(total, warning)
+        return send_kind_time(profiles, consecutive, across_nodes, tokens * tensor.features * itemsize)
+
+    return in_turn(map(sent, outputs))
 
 
 def handover_time(
@@ -82,30 +78,28 @@ def handover_time(
     outputs: Sequence[BoundaryTensor],
     itemsize: int,
 ) -> Duration:
-    """Time to hand a microbatch to a pipeline stage of another width, one way: forward or backward, the longer.
+    """Return the time to hand a microbatch to a stage of another width, one way: forward or backward, the longer.
 
     Each rank sends pieces to several others at once. The busiest one counts: all that it sends, or gets, as one
     message, which goes across nodes if a part of it does. `nodes` are those of both stages.
     """
-    total, warning = 0.0, None
     times = samples // common_samples(source, target)
-    for tensor in outputs:
-        slowest = Duration(0.0)
-        for across, tokens in _busiest(nodes, source, target, tensor.sequence_length):
-            taken = send_kind_time(profiles, False, across, times * tokens * tensor.features * itemsize)
-            slowest = max(slowest, taken, key=lambda d: d.time_s)
-        total += slowest.time_s
-        warning = warning or slowest.warning
-    return Duration(total, warning)
+
+    def sent(tensor: BoundaryTensor) -> Duration:
+        busiest = _busiest(nodes, source, target, tensor.sequence_length)
+        sizes = ((across, times * tokens * tensor.features * itemsize) for across, tokens in busiest)
+        return longest([Duration(0.0), *(send_kind_time(profiles, False, across, size) for across, size in sizes)])
+
+    return in_turn(map(sent, outputs))
 
 
 @lru_cache(maxsize=8192)
 def _busiest(
     nodes: tuple[Nodes, ...], source: Layout, target: Layout, sequence_length: int
 ) -> tuple[tuple[bool, int], ...]:
-    """The most positions that a rank sends or gets, forward or backward, inside a node and across nodes.
+    """Return the most positions that a rank sends or gets, forward or backward, inside a node and across nodes.
 
-    Of as many samples as both layouts can share out; shares are exact, so all scales with the samples.
+    They are of as many samples as both layouts can share out; shares are exact, so all scales with the samples.
     """
     samples = common_samples(source, target)
     most: dict[bool, int] = {}
@@ -125,7 +119,7 @@ def _busiest(
 def _exchanges(
     topology: StageTopology, source: Layout, target: Layout, sequence_length: int, features: int
 ) -> tuple[_Exchange, ...]:
-    """What a change of layout moves, for one sample.
+    """Return what a change of layout moves, for one sample.
 
     Shares are exact, so all scales with the samples. Where the groups of both layouts are neighbours, ranks only
     exchange inside blocks of lcm(tp, tp') of them, all alike.

@@ -16,13 +16,18 @@ from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.axes import Layout, axes_of, layout_of
 from shardwright_formats.semantics.communication import region_messages
 from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import Cluster, DataParallel, GradientReduction, Model, Precision, Strategy
+from shardwright_formats.types import ITEMSIZE, Cluster, DataParallel, GradientReduction, Model, Precision, Strategy
 from shardwright_formats.types.hardware_profile import GroupKind
 from shardwright_search.cost_model.collectives import Duration, Slowdowns, collective_time, longest, overlapped_time
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost, probed_tp_size, slowest_compute, states_of
-from shardwright_search.cost_model.memory import ParameterMemory, itemsize
-from shardwright_search.cost_model.parameters import Overlapped, ParameterCosts, parameter_costs, slowest_parameters
+from shardwright_search.cost_model.parameters import (
+    Overlapped,
+    ParameterCosts,
+    ParameterMemory,
+    parameter_costs,
+    slowest_parameters,
+)
 from shardwright_search.cost_model.profiles import Profiles, TimeModel
 from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 from shardwright_search.step.cached_method import cached_method
@@ -217,7 +222,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     @property
     def compute_bytes(self) -> int:
         """Bytes of one number of an activation."""
-        return itemsize(self.precision.compute)
+        return ITEMSIZE[self.precision.compute]
 
     @cached_method
     def layer(

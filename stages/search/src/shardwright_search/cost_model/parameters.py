@@ -1,4 +1,11 @@
-"""What the parameters of a layer cost, whatever the microbatch: their memory, and data parallelism's collectives."""
+"""Costs of the parameters of a layer, whatever the microbatch: their memory, and data parallelism's collectives.
+
+Memory is as this project's runtime holds it, which leaves most to FSDP2.
+
+P: parameters of a rank's share of a layer before ZeRO (under Ulysses the whole layer); w: the ranks that share them by
+data parallelism (of a shard group); s, c, r: bytes of a number as stored, computed with and reduced. P/w is rounded up
+to FSDP2's shards.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,21 +13,24 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright_formats.io.table import Source
-from shardwright_formats.semantics.axes import axes_of
+from shardwright_formats.semantics.axes import ParameterAxes, axes_of
+from shardwright_formats.semantics.buckets import copied_bucket_bytes
 from shardwright_formats.semantics.communication import Cause, Message, parameter_messages, partial_gradient_bytes
-from shardwright_formats.types import EMBEDDING, Model, Precision, Strategy
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
+from shardwright_formats.types.model import EMBEDDING, LayerType, Model, Parameter
 from shardwright_formats.types.model_profile import StateRow
+from shardwright_formats.types.plan import ITEMSIZE, Precision
+from shardwright_formats.types.strategy import DataParallel, Strategy
 from shardwright_search.cost_model.collectives import (
     Duration,
     Slowdowns,
     collective_time,
+    in_turn,
     largest_slowdowns,
     longest,
     overlapped_time,
     slowdowns_of,
 )
-from shardwright_search.cost_model.memory import ParameterMemory, itemsize, parameter_memory
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import (
     DataGroupKinds,
@@ -30,30 +40,130 @@ from shardwright_search.cost_model.topology import (
 )
 
 
+class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one layer's parameters on one rank."""
+
+    parameters: int
+    """Parameters as stored: sP under DDP, sP/w when sharded."""
+    gathered_parameters: int
+    """Copies for compute that stay all step long: cP under ZeRO-2 and DDP, but not where what is stored serves.
+
+    Under ZeRO-3 that is the gather buffer of the model's first layer, which FSDP2 keeps until the next gather.
+    """
+    gradients: int
+    """Gradients of a backward pass: rP under DDP and while several microbatches are summed up; sP/w when sharded.
+
+    In the last backward pass reduced gradients take the place of unreduced ones layer by layer. Of a sharded first
+    layer that reduces every microbatch the reduction's buffer, rP, is kept until the next microbatch's first reduction.
+    Replicas of shards keep what they have summed, rP/w, until the backward pass is over, which is the gradient itself
+    where both formats are one.
+    """
+    gradient_sums: int
+    """sP of replicas that reduce every microbatch: of the microbatches before, beside what a backward pass makes anew.
+
+    What that one makes is on its way until the next backward pass of the stage begins.
+    """
+    optimizer: int
+    """Adam's two moments in the parameters' type."""
+    buffers: int
+    """Buffers of FSDP2 for a layer's collectives while the layer works: of gathers under ZeRO-3 2cP, of reductions rP.
+
+    Beside the parameters it works with lie those of the layer that comes next, on their way. The reduction buffer of
+    the layer before it, here taken to be as large, is kept until its own is ready; where the reduction is deferred that
+    one has taken the place of gradients that are counted, and only its outcome, sP/w, comes on top.
+    """
+    unreduced_gradients: int
+    """rP that a sharded layer makes and has reduced when its backward pass is over, unless that is deferred.
+
+    They grow while what the pass itself holds for a moment goes: the larger of both counts. Of a replicated layer, the
+    largest bucket that its gradients are copied to.
+    """
+
+
+def parameter_memory(
+    kind: LayerType,
+    strategy: Strategy,
+    precision: Precision,
+    *,
+    deferred: bool,
+    reduce_every_microbatch: bool = False,
+    is_first_layer: bool = False,
+) -> ParameterMemory:
+    """Return the memory of one layer's parameters on one rank.
+
+    `deferred`: several microbatches are summed up before the reduction; `reduce_every_microbatch`: they are reduced one
+    by one. With a single microbatch neither holds.
+    """
+    axes, ddp = axes_of(strategy).dense, strategy.data_parallel is DataParallel.DDP
+    numel, shard = kind.parameter_count(axes.tensor.size), _shard_numel(kind, axes)
+    whole, computed = ITEMSIZE[precision.reduce] * numel, ITEMSIZE[precision.compute] * numel
+    stored = ITEMSIZE[precision.parameters] * shard
+    one_format = precision.parameters == precision.compute == precision.reduce
+    as_stored = (ddp or axes.states.size == 1) and one_format  # without FSDP2
+    replicated = ddp and axes.states.size > 1
+    zero3, fsdp = strategy.data_parallel is DataParallel.ZERO3, not (replicated or as_stored)
+    summed = (
+        ITEMSIZE[precision.reduce] * shard * bool(axes.replicates_shards and precision.reduce != precision.parameters)
+    )
+    gradients = stored + summed + whole * (reduce_every_microbatch and is_first_layer)
+    if replicated or deferred or as_stored:
+        gradients = whole
+    return ParameterMemory(
+        parameters=stored,
+        gathered_parameters=0 if as_stored or (zero3 and not is_first_layer) else computed,
+        gradients=gradients,
+        gradient_sums=stored * (replicated and reduce_every_microbatch),
+        optimizer=2 * stored,
+        buffers=fsdp * (2 * computed * zero3 + (stored if deferred else whole)),
+        unreduced_gradients=_bucket_bytes(kind, axes.tensor.size, precision)
+        if replicated
+        else whole * (fsdp and not deferred),
+    )
+
+
+def _bucket_bytes(kind: LayerType, parts: int, precision: Precision) -> int:
+    return copied_bucket_bytes([ITEMSIZE[precision.reduce] * p.numel(parts) for p in kind.parameters])
+
+
+def _shard_numel(kind: LayerType, axes: ParameterAxes) -> int:
+    """Return the numbers in a layer's largest shard: FSDP2 cuts the first dim of each parameter evenly, rounded up."""
+    return sum(_rows_numel(parameter, axes.tensor.size, axes.shards) for parameter in kind.parameters)
+
+
+def _rows_numel(parameter: Parameter, parts: int, shards: int) -> int:
+    numel = parameter.numel(parts)
+    if not parameter.shape:
+        return numel
+    rows = parameter.shape[0]
+    if parameter.tp_dim == 0:
+        rows = -(-rows // parts)
+    return numel // rows * -(-rows // shards)
+
+
 class Overlapped(NamedTuple):
     """A collective of data parallelism that overlaps with a pass."""
 
     alone: Duration
     slowdowns: Slowdowns | None = None
-    """None where the two do not overlap."""
+    """Slowdowns of the pass and the collective; None where the two do not overlap."""
     overhead_s: float = 0.0
-    """What it took more in a probe than its messages alone, such as copies and waiting; it overlaps with nothing."""
+    """Time in a probe beyond that of its messages, such as copies and waiting; it overlaps with nothing."""
 
     def beside_s(self, compute_s: float) -> float:
-        """What its messages add to a pass that takes so long."""
+        """Return what its messages add to a pass that takes so long."""
         return overlapped_time(compute_s, self.alone, self.slowdowns)
 
     def added_s(self, compute_s: float) -> float:
-        """What it adds to a pass that takes so long, overhead included."""
+        """Return what it adds to a pass that takes so long, overhead included."""
         return self.beside_s(compute_s) + self.overhead_s
 
 
 class ParameterCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one layer on one rank; times in seconds."""
+    """Costs of the parameters of one layer on one rank; times in seconds."""
 
     memory: ParameterMemory
     gather: Overlapped
-    """Of ZeRO's parameters: ZeRO-3's in every pass, ZeRO-2's once a step."""
+    """Gather of ZeRO's parameters: ZeRO-3's in each pass, ZeRO-2's once a step."""
     reduction: Overlapped
     partial_sum_s: float
     """Once a step: summing gradients of replicated parameters over the tensor-parallel group."""
@@ -71,15 +181,15 @@ def parameter_costs(
     states: StateRow,
     single_microbatch: bool,
 ) -> ParameterCosts:
-    """Of one layer of a type on one rank; `states` are those of its parameters that were profiled."""
+    """Return the costs on one rank of a layer of a type; `states` are those of its parameters that were profiled."""
     kind, axes = model.types[type_name], axes_of(strategy).dense
-    sizes, count = (itemsize(precision.compute), itemsize(precision.reduce)), 1 if single_microbatch else 2
+    sizes, count = (ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce]), 1 if single_microbatch else 2
     groups = data_group_kinds(topology, axes)
     messages = list(parameter_messages(kind, strategy, *sizes, count, reduces_every))
-    of = profiles, states, axes.shards, groups
+    given = profiles, states, axes.shards, groups
     # One gather stands for those of all passes.
-    gather = _overlapped(*of, [m for m in messages if m.cause is Cause.PARAMETERS][:1])
-    reduction = _overlapped(*of, [m for m in messages if m.cause is Cause.GRADIENTS])
+    gather = _overlapped(*given, [m for m in messages if m.cause is Cause.PARAMETERS][:1])
+    reduction = _overlapped(*given, [m for m in messages if m.cause is Cause.GRADIENTS])
     return ParameterCosts(
         memory=parameter_memory(
             kind,
@@ -96,40 +206,46 @@ def parameter_costs(
     )
 
 
-def slowest_parameters(found: Sequence[ParameterCosts]) -> ParameterCosts:
-    """Of ranks of several node types that all do the same, and hold the same: the most of each."""
-    if len(found) == 1:
-        return found[0]
+def slowest_parameters(costs: Sequence[ParameterCosts]) -> ParameterCosts:
+    """Return the most of each cost, of ranks of several node types that all do and hold the same."""
+    if len(costs) == 1:
+        return costs[0]
     return ParameterCosts(
-        memory=found[0].memory,
-        gather=_slowest([own.gather for own in found]),
-        reduction=_slowest([own.reduction for own in found]),
-        partial_sum_s=max(own.partial_sum_s for own in found),
-        optimizer_s=max(own.optimizer_s for own in found),
+        memory=costs[0].memory,
+        gather=_slowest([each.gather for each in costs]),
+        reduction=_slowest([each.reduction for each in costs]),
+        partial_sum_s=max(each.partial_sum_s for each in costs),
+        optimizer_s=max(each.optimizer_s for each in costs),
     )
 
 
-def _slowest(found: Sequence[Overlapped]) -> Overlapped:
-    slowdowns = largest_slowdowns(own.slowdowns for own in found)
-    return Overlapped(longest(own.alone for own in found), slowdowns, max(own.overhead_s for own in found))
+def _slowest(overlapped: Sequence[Overlapped]) -> Overlapped:
+    alone, slowdowns, overheads_s = zip(*overlapped, strict=True)
+    return Overlapped(longest(alone), largest_slowdowns(slowdowns), max(overheads_s))
 
 
 def _overlapped(
     profiles: Profiles, states: StateRow, shards: int, groups: DataGroupKinds, messages: Sequence[Message]
 ) -> Overlapped:
-    """Messages that follow one another: all ranks' share, or a shard group's and then its replicas'.
+    """Return messages that follow one another: all ranks' share, or a shard group's and then its replicas'.
 
     Their time is the hardware profile's. What a probe's took more comes on top.
     """
-    if not messages:
-        return Overlapped(Duration(0.0))
-    alone, slowdowns = _one_by_one(profiles, groups, messages)
-    return Overlapped(alone, slowdowns, sum(_overhead_s(profiles, states, shards, message) for message in messages))
+    sent = [
+        (m.collective, groups.replicas if m.collective is Collective.ALL_REDUCE else groups.shards, m.bytes)
+        for m in messages
+    ]
+    return Overlapped(
+        in_turn(collective_time(profiles, *each) for each in sent),
+        largest_slowdowns(slowdowns_of(profiles, *each) for each in sent),
+        sum(_overhead_s(profiles, states, shards, message) for message in messages),
+    )
 
 
 def _overhead_s(profiles: Profiles, states: StateRow, shards: int, message: Message) -> float:
-    """What a probe's collective of this kind took more than its message alone, in the same format; 0 if not probed.
+    """Return the time that a probe's collective of this kind took beyond its message alone; 0 if not probed.
 
+    Both are in the same format.
     Replicas of shards sum a part of what the probe summed, and have that part of its overhead.
     """
     sums = message.collective is Collective.ALL_REDUCE
@@ -150,26 +266,11 @@ def _overhead_s(profiles: Profiles, states: StateRow, shards: int, message: Mess
     return max(0.0, probed_s[message.collective] - alone.time_s) / parts
 
 
-def _one_by_one(
-    profiles: Profiles, groups: DataGroupKinds, messages: Sequence[Message]
-) -> tuple[Duration, Slowdowns | None]:
-    """What they take without a computation, and of several slowdowns the largest; None where one does not overlap."""
-    taken, slowdowns = [], []
-    for message in messages:
-        kinds = groups.replicas if message.collective is Collective.ALL_REDUCE else groups.shards
-        taken.append(collective_time(profiles, message.collective, kinds, message.bytes))
-        slowdowns.append(slowdowns_of(profiles, message.collective, kinds, message.bytes))
-    alone = Duration(sum(own.time_s for own in taken), next((own.warning for own in taken if own.warning), None))
-    return alone, largest_slowdowns(slowdowns)
-
-
 def _partial_sum_s(
     profiles: Profiles, model: Model, precision: Precision, type_name: str, strategy: Strategy, topology: StageTopology
 ) -> float:
-    """One collective for all layers alike, shared out among them."""
-    stored = itemsize(precision.parameters)
-    size = partial_gradient_bytes(model.types[type_name], strategy, 0, stored)
-    if not size:
+    """Return a layer's share of one collective for all layers of its type."""
+    if not (size := partial_gradient_bytes(model.types[type_name], strategy, 0, ITEMSIZE[precision.parameters])):
         return 0.0
     layers = max(1, model.layers.count(type_name))
     groups = axis_group_kinds(topology, axes_of(strategy).dense.tensor)

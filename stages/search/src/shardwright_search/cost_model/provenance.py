@@ -1,4 +1,4 @@
-"""What a prediction must say of numbers that nobody measured: one line for each kind of them and each profile."""
+"""Warnings of a prediction about numbers that nobody measured: one line for each kind of them and each profile."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ _QUOTED = ("analytic", "assumed")
 
 
 def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
-    """Lines headed `analytic`, `assumed`, `absent` or `uncertain` about the numbers that a plan's prediction leans on.
+    """Return lines headed `analytic`, `assumed`, `absent` or `uncertain` about the numbers of a plan's prediction.
 
     Before them `plan_only` says why this project's runtime cannot run the plan. The first two repeat what the profile's
     own notes say of such numbers, such as the error that was seen.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache, reduce
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter, mul
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
     send_before_ps: int
     send_after_ps: int
     before_bytes: int
-    """What a rank receives of one microbatch from the range before, and gives a gradient of the same size back."""
+    """Bytes of one microbatch that a rank receives from the range before; it gives back a gradient of this size."""
     after_bytes: int
     gathered_first: tuple[float, float]
     """The share of microbatches for which a forward, or a backward, pass gathers the layer that it begins with."""
@@ -57,10 +57,10 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def times(self) -> StageTimes:
-        """What the simulator plays."""
+        """The times that the simulator plays."""
         forward = sum(self._gathered("forward_ps", 1, self.gathered_first[0])) + self.redistribution_forward_ps
         reductions = self._reductions()
-        once = forward, sum(own.backward_ps for own in reductions), self.send_after_ps
+        once = forward, sum(reduction.backward_ps for reduction in reductions), self.send_after_ps
         sync, optimizer = self.sum_of("sync_ps"), self.sum_of("optimizer_ps")
         if self.overlap is None or not any(layer.reduction_ps for layer in self.layers):
             return StageTimes(*once, sync, optimizer)
@@ -69,12 +69,12 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def microbatch_ps(self) -> int:
-        """Forward and backward with the sends at both ends."""
+        """Time of forward and backward with the sends at both ends."""
         redistribution = self.redistribution_forward_ps + self.redistribution_backward_ps
         return self.sum_of("microbatch_ps") + redistribution + self.send_before_ps + self.send_after_ps
 
     def sum_of(self, field: str) -> int:
-        """Sum of one number over the layers."""
+        """Return the sum of one number over the layers."""
         return sum(map(attrgetter(field), self.layers))
 
     @property
@@ -107,25 +107,25 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         return list(map(int, reduce(StageMemory.then, layers, StageMemory(received, received)).peak))
 
     def _gathered(self, during: str, way: int, share: float) -> list[int]:
-        """The layers of a pass in its order (`way` 1 or -1), each with the gather of the next one beside it.
+        """Return the layers' times in a pass (`way` 1 or -1), each with the gather of the next layer beside it.
 
-        What the pass itself begins with is gathered beside the last layer of the pass before, which is taken to be this
-        pass's, where ZeRO-3 shards that; else beside nothing, and in a `share` of the microbatches.
+        The layer that the pass begins with is gathered beside the last layer of the pass before, which is taken to be
+        this pass's, where ZeRO-3 shards that; else beside nothing, and in a `share` of the microbatches.
         """
         layers = self.layers[::way]
         following = (*(layer.gather for layer in layers[1:]), Gather())
-        own = [getattr(layer, during) for layer in layers]
-        found = [time + gather.added_ps(time) for time, gather in zip(own, following, strict=True)]
-        beside_ps = own[-1] if layers[-1].gather.alone_ps else 0
-        found[0] += round(share * layers[0].gather.added_ps(beside_ps))
-        return found
+        plain = [getattr(layer, during) for layer in layers]
+        times = [time + gather.added_ps(time) for time, gather in zip(plain, following, strict=True)]
+        beside_ps = plain[-1] if layers[-1].gather.alone_ps else 0
+        times[0] += round(share * layers[0].gather.added_ps(beside_ps))
+        return times
 
     def _reductions(self) -> tuple[Reduction, ...]:
-        """The layers' backward passes and reductions; redistribution goes to the first layer, the last to run."""
-        passes = self._gathered("backward_ps", -1, self.gathered_first[1])[::-1]
-        own = [time + o.sync_every_ps for time, o in zip(passes, self.layers, strict=True)]
-        own[0] += self.redistribution_backward_ps
-        return tuple(Reduction(time, o.reduction_ps) for time, o in zip(own, self.layers, strict=True))
+        """Return the layers' backward passes and reductions; redistribution goes to the first layer, which runs last."""
+        times = self._gathered("backward_ps", -1, self.gathered_first[1])[::-1]
+        times[0] += self.redistribution_backward_ps
+        layers = zip(times, self.layers, strict=True)
+        return tuple(Reduction(time + layer.sync_every_ps, layer.reduction_ps) for time, layer in layers)
 
 
 class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,33 +139,29 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def microbatch_ps(self) -> int:
-        """A': forward and backward with the sends at both ends of every range."""
-        return sum(own.microbatch_ps for own in self.ranges)
+        """A': time of forward and backward with the sends at both ends of each range."""
+        return sum(each.microbatch_ps for each in self.ranges)
 
     def sum_of(self, field: str) -> int:
-        """Sum of one number over the layers of all ranges."""
-        return sum(own.sum_of(field) for own in self.ranges)
+        """Return the sum of one number over the layers of all ranges."""
+        return sum(each.sum_of(field) for each in self.ranges)
 
 
 def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
-    """Every layer range, in the order a microbatch goes through them."""
+    """Return the costs of the layer ranges, in the order a microbatch goes through them."""
     ranks = [stage.ranks for _ in plan.stages[0].layers for stage in plan.stages]
     ranges, samples = _layers(plan), plan.microbatch_samples
     cuts = [_NO_CUT, *(_cut(costs, *pair, samples) for pair in pairwise(zip(ranges, ranks, strict=True))), _NO_CUT]
-    found = []
-    for index, (own, own_ranks) in enumerate(zip(ranges, ranks, strict=True)):
-        topology = stage_topology(plan.cluster, own_ranks)
-        priced = tuple(costs.layer(name, s, topology, samples, plan.num_microbatches == 1) for name, s in own)
+    priced_ranges = []
+    for index, layers in enumerate(ranges):
+        topology = stage_topology(plan.cluster, ranks[index])
+        priced = tuple(costs.layer(name, s, topology, samples, plan.num_microbatches == 1) for name, s in layers)
         before = ranges[index - 1][-1:] if cuts[index].redistributed else []
-        forward, backward = _moves(costs, [*before, *own], topology, samples)
+        forward, backward = _moves(costs, [*before, *layers], topology, samples)
         sent, sends = cuts[index].send, cuts[index + 1].send
-        traffic = (
-            *(cost for there_and_back in zip(forward, backward, strict=True) for cost in there_and_back),
-            sent,
-            sends,
-        )
+        traffic = chain(*zip(forward, backward, strict=True), (sent, sends))
         warnings = [warning for layer in priced for warning in layer.warnings]
-        found.append(
+        priced_ranges.append(
             RangeCosts(
                 layers=priced,
                 redistribution_forward_ps=sum(cost.time_ps for cost in forward),
@@ -179,25 +175,25 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
                 warnings=(*warnings, *(cost.warning for cost in traffic if cost.warning is not None)),
             )
         )
-    return found
+    return priced_ranges
 
 
 def _gathered_first(plan: Plan, index: int, layers: Sequence[LayerCost]) -> tuple[float, float]:
-    """Of all microbatches those without the gathers that `gathers_spared` counts."""
+    """Return the shares of microbatches that gather the first layer: without those that `gathers_spared` counts."""
     if not (layers and (layers[0].gather.alone_ps or layers[-1].gather.alone_ps)):
         return 1.0, 1.0
     chunk, stage = divmod(index, len(plan.stages))
     spared = gathers_spared(plan, stage, chunk)
-    forward, backward = (sum(n for (_, of), n in spared.items() if of is during) for during in Pass)
+    forward, backward = (sum(n for (_, kind), n in spared.items() if kind is during) for during in Pass)
     return 1 - forward / plan.num_microbatches, 1 - backward / plan.num_microbatches
 
 
 class _Cut(NamedTuple):
-    """What passes from one layer range to the next."""
+    """The transfer from one layer range to the next."""
 
     send: Cost
     given_bytes: int
-    """What a rank holds of one microbatch as it is given out."""
+    """Bytes that a rank holds of one microbatch as it is given out."""
     received_bytes: int
     redistributed: bool
     """Whether it is received as it was given out, and then changed to the first layer's layout."""
@@ -207,7 +203,7 @@ _NO_CUT = _Cut(_NOTHING, 0, 0, False)
 
 
 def _cut(costs: CostModel, here: _Range, there: _Range, samples: int) -> _Cut:
-    """Between two ranges, each with its stage's ranks."""
+    """Return what passes between two ranges, each with its stage's ranks."""
     (kind, last), (_, first), senders, receivers = here[0][-1], there[0][0], here[1], there[1]
     layout, wanted = layout_of(last), layout_of(first)
     given = costs.boundary_bytes(kind, layout, samples)
@@ -221,7 +217,7 @@ def _cut(costs: CostModel, here: _Range, there: _Range, samples: int) -> _Cut:
 
 
 def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCosts:
-    """A pipeline stage's ranges, and the most that it holds at once beside its states.
+    """Return a pipeline stage's ranges, and the most that it holds at once beside its states.
 
     While a microbatch is on its way through a range, that range's own peak comes on top of what others hold. One range
     alone has the phases of the solver; of several, each range's gradients are made by its first backward pass.
@@ -249,35 +245,35 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
 
 @lru_cache(maxsize=4096)
 def _held(parts: tuple[Phase, ...], gradients: int, sums: int, activation: int, workspace: int) -> LayerMemory:
-    """What a layer holds beside its states."""
+    """Return what a layer holds beside its states."""
     return layer_memory(parts, 0, gradients, sums, activation, workspace)
 
 
 def _moves(
     costs: CostModel, chain: Sequence[Layer], topology: StageTopology, samples: int
 ) -> tuple[list[Cost], list[Cost]]:
-    """The redistributions between neighbouring layers, forward and backward."""
+    """Return the redistributions between neighbouring layers, forward and backward."""
     pairs = [(name, layout_of(here), layout_of(there)) for (name, here), (_, there) in pairwise(chain)]
     forward = [costs.redistribution(name, here, there, topology, samples) for name, here, there in pairs]
     return forward, [costs.redistribution(name, there, here, topology, samples) for name, here, there in pairs]
 
 
 def _layers(plan: Plan) -> list[list[Layer]]:
-    """Type and strategy of what each layer range holds, in order; the embedding and the head are at the ends."""
+    """Return type and strategy of each range's layers, in order; the embedding and the head are at the ends."""
     bounds = [stage.layers[chunk] for chunk in range(len(plan.stages[0].layers)) for stage in plan.stages]
-    found: list[list[Layer]] = [[(layer.type, _plain(layer)) for layer in plan.layers[a:b]] for a, b in bounds]
-    found[0].insert(0, (EMBEDDING, _plain(plan.embedding)))
-    found[-1].append((HEAD, _plain(plan.head)))
-    return found
+    ranges: list[list[Layer]] = [[(layer.type, _plain(layer)) for layer in plan.layers[a:b]] for a, b in bounds]
+    ranges[0].insert(0, (EMBEDDING, _plain(plan.embedding)))
+    ranges[-1].append((HEAD, _plain(plan.head)))
+    return ranges
 
 
 def _plain(strategy: Strategy) -> Strategy:
-    """The same strategy without the choices that do nothing at its sizes."""
+    """Return a strategy without the choices that do nothing at its sizes."""
     spelled = effective(strategy)
     return replace(strategy, **{name: getattr(spelled, name) for name in Strategy.__struct_fields__})
 
 
 def _overlap(layers: Sequence[LayerCost]) -> Overlap | None:
-    """The slowdowns of the range's reductions; of several the largest."""
-    found = largest_slowdowns(layer.slowdowns for layer in layers if layer.reduction_ps)
-    return None if found is None else Overlap(*found)
+    """Return the largest slowdowns of a range's reductions; None where one is not known, or there are none."""
+    slowdowns = largest_slowdowns(layer.slowdowns for layer in layers if layer.reduction_ps)
+    return None if slowdowns is None else Overlap(*slowdowns)

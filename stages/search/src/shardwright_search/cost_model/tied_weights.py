@@ -5,18 +5,17 @@ from math import prod
 
 from shardwright_formats.semantics.axes import ParameterAxes, axes_of
 from shardwright_formats.semantics.layout import parameter_box
-from shardwright_formats.types import EMBEDDING, HEAD, Model, Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, ITEMSIZE, Model, Strategy
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_search.cost_model.collectives import collective_time, longest, send_kind_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
-from shardwright_search.cost_model.memory import itemsize
 from shardwright_search.cost_model.topology import kinds_of, stage_topology
 
 
 def tie_cost_ps(
     costs: CostModel, embedding: Strategy, head: Strategy, first: Sequence[int], last: Sequence[int]
 ) -> int:
-    """The embedding's and the head's replicas of each tied parameter: one's gradient to the other, the sum back.
+    """Return the time of both replicas of each tied parameter: one's gradient to the other, the sum back.
 
     `first` and `last` are the ranks of their pipeline stages. Every rank of the receiving side gets its own part,
     which the ranks of the other side send in even shares; ranks that hold the same part of both send nothing.
@@ -36,32 +35,32 @@ def tie_cost_ps(
 
 
 def shared_cost_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
-    """Parameters that all layers of a type hold replicas of: at most what one rank that owns them all would send."""
+    """Return the time of parameters that all layers of a type share: as if one rank sent those of all layers."""
     total = 0
     for name in dict.fromkeys(costs.model.layers):
         replicas = costs.model.layers.count(name) - 1
         shared = sum(prod(p.shape) for p in costs.model.types[name].parameters if p.shared)
-        if sent := replicas * shared * itemsize(costs.precision.parameters):
+        if sent := replicas * shared * ITEMSIZE[costs.precision.parameters]:
             total += 2 * _sent_ps(costs, stages[0], stages[-1], sent)
     return total
 
 
 def has_shared(model: Model) -> bool:
-    """Whether several layers hold replicas of a parameter."""
+    """Return whether several layers hold replicas of a parameter."""
     return any(p.shared for name in set(model.layers) for p in model.types[name].parameters)
 
 
 def tie_class(strategy: Strategy) -> ParameterAxes:
-    """What a strategy's tie costs depend on: how the ranks share its parameters."""
+    """Return how the ranks of a strategy share its parameters: what its ties cost depends on that."""
     return axes_of(strategy).dense
 
 
 def _sent_ps(costs: CostModel, first: Sequence[int], last: Sequence[int], sent: float) -> int:
-    """So many bytes a rank, among the ranks of one stage or from the ranks of one stage to those of another."""
+    """Return the time of so many bytes a rank, among the ranks of one stage or from one stage's to another's."""
     if first != last:
         consecutive, across, node_types = costs.link(first, last)
         ends = map(costs.profiles_on, node_types)
-        return picoseconds(max(send_kind_time(own, consecutive, across, sent).time_s for own in ends))
+        return picoseconds(longest(send_kind_time(each, consecutive, across, sent) for each in ends).time_s)
     times = (
         collective_time(costs.profiles_on(on.node_type), Collective.ALL_TO_ALL, kinds_of(on, [range(on.size)]), sent)
         for on in stage_topology(costs.cluster, first).each_type
@@ -70,7 +69,7 @@ def _sent_ps(costs: CostModel, first: Sequence[int], last: Sequence[int], sent: 
 
 
 def _part_bytes(costs: CostModel, layer: str, name: str, strategy: Strategy) -> int:
-    """What one rank stores of a parameter."""
+    """Return the bytes that one rank stores of a parameter."""
     parameter = next(p for p in costs.model.types[layer].parameters if p.name == name)
     box = parameter_box(parameter, strategy, 0)
-    return prod(high - low for low, high in box) * itemsize(costs.precision.parameters)
+    return prod(high - low for low, high in box) * ITEMSIZE[costs.precision.parameters]

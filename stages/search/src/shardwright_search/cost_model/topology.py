@@ -17,10 +17,10 @@ class StageTopology(NamedTuple):
     """How many neighbouring ranks of a stage share each node: stages that lie alike cost alike."""
 
     node_type: str
-    """Of its ranks; where it spans several, of those whose costs are asked for."""
+    """Node type of its ranks; where it spans several, of those whose costs are asked for."""
     on_each_node: tuple[int, ...]
     node_types: tuple[str, ...] = ()
-    """Of each node, where it spans several types."""
+    """Node type of each node, where it spans several types."""
 
     @property
     def size(self) -> int:
@@ -29,7 +29,7 @@ class StageTopology(NamedTuple):
 
     @property
     def each_type(self) -> tuple["StageTopology", ...]:
-        """The same as the ranks of each of its node types have it: what all of them do takes as long as the slowest."""
+        """The topology as the ranks of each node type have it: what all of them do takes as long as the slowest."""
         names = dict.fromkeys(self.node_types or (self.node_type,))
         return tuple(self._replace(node_type=name) for name in names)
 
@@ -39,13 +39,13 @@ class StageTopology(NamedTuple):
         return tuple(sorted({*self.node_types} or {self.node_type}))
 
     def ranks_on(self, node_type: str) -> int:
-        """How many of its ranks are of a node type."""
+        """Return how many of its ranks are of a node type."""
         types = self.node_types or (self.node_type,) * len(self.on_each_node)
-        return sum(own for name, own in zip(types, self.on_each_node, strict=True) if name == node_type)
+        return sum(ranks for name, ranks in zip(types, self.on_each_node, strict=True) if name == node_type)
 
 
 def stage_topology(cluster: Cluster, ranks: Sequence[int]) -> StageTopology:
-    """Of a stage's ranks."""
+    """Return the topology of a stage's ranks."""
     nodes, types = cluster.node_of_rank, cluster.node_type_of_rank
     runs = [tuple(run) for _, run in groupby(ranks, key=nodes.__getitem__)]
     names = tuple(types[run[0]] for run in runs)
@@ -62,9 +62,9 @@ class DataGroupKinds(NamedTuple):
     """The kinds of a stage's data-parallel groups, of ranks of equal tensor-parallel index."""
 
     shards: tuple[GroupKind, ...]
-    """Of neighbours among them that share a layer's states out."""
+    """Kinds of the groups of neighbours among them that share a layer's states out."""
     replicas: tuple[GroupKind, ...]
-    """Of those that hold the same part."""
+    """Kinds of the groups that hold the same part."""
 
 
 @lru_cache(maxsize=4096)
@@ -73,15 +73,15 @@ def data_group_kinds(topology: StageTopology, axes: ParameterAxes) -> DataGroupK
     states = np.array(axes.states.groups(range(topology.size)))
     groups = states.reshape(len(states), axes.replicas, axes.shards)
     replicas = groups.swapaxes(1, 2)
-    return DataGroupKinds(*(kinds_of(topology, own.reshape(-1, own.shape[2])) for own in (groups, replicas)))
+    return DataGroupKinds(*(kinds_of(topology, each.reshape(-1, each.shape[2])) for each in (groups, replicas)))
 
 
 def kinds_of(topology: StageTopology, groups: Iterable[Sequence[int]] | np.ndarray) -> tuple[GroupKind, ...]:
-    """The kinds of equally large groups of ranks, counted inside the stage: those with a rank of the node type."""
+    """Return the kinds of equally large groups of ranks, counted inside the stage, with a rank of the node type."""
     nodes = np.repeat(np.arange(len(topology.on_each_node)), topology.on_each_node)
-    every = groups if isinstance(groups, np.ndarray) else list(groups)
+    members = groups if isinstance(groups, np.ndarray) else list(groups)
     if topology.node_types:
-        members = np.asarray(every)
+        ranks = np.asarray(members)
         on_type = np.array([name == topology.node_type for name in topology.node_types])[nodes]
-        every = members[on_type[members].any(1)]
-    return tuple(sorted(groups_by_kind(every, nodes))) if len(every) else ()
+        members = ranks[on_type[ranks].any(1)]
+    return tuple(sorted(groups_by_kind(members, nodes))) if len(members) else ()
