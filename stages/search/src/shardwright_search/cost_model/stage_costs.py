@@ -121,7 +121,7 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         return times
 
     def _reductions(self) -> tuple[Reduction, ...]:
-        """Return the layers' backward passes and reductions; redistribution goes to the first layer, which runs last."""
+        """Return the layers' backward passes and reductions; redistribution goes to the first, which runs last."""
         times = self._gathered("backward_ps", -1, self.gathered_first[1])[::-1]
         times[0] += self.redistribution_backward_ps
         layers = zip(times, self.layers, strict=True)

@@ -19,8 +19,7 @@ from shardwright_search.space.choices import Choice, Choices, LayerChoices
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.placements import NodeTypes
 from shardwright_search.space.request import Objective, SearchRequest
-from shardwright_search.space.stage_prices import StagePrices
-from shardwright_search.space.ties import Ties
+from shardwright_search.space.stage_prices import StagePrices, Ties
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.memory import frees_outputs
 
