@@ -73,7 +73,7 @@ def test_rows_and_columns_say_the_same() -> None:
     (row,) = table.rows
     assert row == SomeRow(time_s=1.0, ranks=2, name="a", near=True, source=Source.MEASURED)
     assert row.near is True and row.source is Source.MEASURED
-    again = Table.of(SomeRow, [row])
+    again = Table.from_rows(SomeRow, [row])
     assert {name: values.tolist() for name, values in again.columns.items()} == {
         name: values.tolist() for name, values in table.columns.items()
     }
@@ -81,18 +81,18 @@ def test_rows_and_columns_say_the_same() -> None:
 
 def test_a_table_without_rows_is_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "p.h5"
-    write_profile(path, SomeProfile(some=Table.of(SomeRow, ())))
+    write_profile(path, SomeProfile(some=Table.from_rows(SomeRow, ())))
     assert read_profile(path, SomeProfile).some["time_s"].shape == (0,)
 
 
 def test_a_profile_that_contradicts_itself_is_not_written(tmp_path: Path) -> None:
     example = read_hardware_profile(EXAMPLES / "hardware_profile.h5")
     with pytest.raises(BadInput, match="points without repeats"):
-        write_profile(tmp_path / "p.h5", replace(example, repeats=Table.of(RepeatRow, ())))
+        write_profile(tmp_path / "p.h5", replace(example, repeats=Table.from_rows(RepeatRow, ())))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_row_without_a_unit_or_length_has_no_column() -> None:
     with pytest.raises(TypeError, match="no column for StrType"):
-        Table.of(TextRow, ())
-    assert Table.of(RateRow, ()).columns["name"].dtype == "S32"
+        Table.from_rows(TextRow, ())
+    assert Table.from_rows(RateRow, ()).columns["name"].dtype == "S32"

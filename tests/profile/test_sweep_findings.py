@@ -114,7 +114,7 @@ def test_a_thousand_bad_links_are_told_in_twenty_sentences_and_all_notes_are_in_
     assert "rank 62 to rank 63" in sentences[0]
     assert sentences[20] == "and 3 more like these"
     assert profile.provenance.notes.splitlines() == list(sentences)
-    assert findings(replace(profile, pairs=Table.of(PairRow, [])), cluster) == sentences[-1:]
+    assert findings(replace(profile, pairs=Table.from_rows(PairRow, [])), cluster) == sentences[-1:]
 
 
 def test_every_entry_has_its_row_and_outliers_are_kept_and_marked(made):

@@ -39,7 +39,7 @@ def mistake(problem: Problem, answer: Optimum[int]) -> str | None:
     if any(bound > best for bound, _ in answer.bounds):
         return f"bounded by {answer.bounds[0][0]}, the best of all plans takes {best}"
     for one in answer.near:
-        counted, device_groups = price(problem, one.found.solution), one.found.solution.device_groups
+        counted, device_groups = price(problem, one.priced.solution), one.priced.solution.device_groups
         if counted.objective_ps != one.score or one.score > best * (1 + NEAR):
             return f"{one} takes {counted.objective_ps}"
         if any(

@@ -103,7 +103,7 @@ def mistake(problem: InterleavedProblem) -> str | None:
     times = {plan.options: plan.time_ps for plan in fitting}
     share = len(problem.positions)
     for one in answer.near:
-        embedding, *layers, head = one.found.solution.options
+        embedding, *layers, head = one.priced.solution.options
         chunk = tuple(layers[:share])
         if tuple(layers) != chunk * (problem.pp_size * problem.num_chunks):
             return f"{one} has chunks of several kinds"

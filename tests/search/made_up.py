@@ -114,7 +114,7 @@ def make_hardware(
             },
         ),
         repeats=Table(RepeatRow, {"point": range(len(rows)), "time_s": times, "outlier": [0] * len(rows)}),
-        overlap=Table.of(OverlapRow, [_overlap_row(*row) for row in overlap]),
+        overlap=Table.from_rows(OverlapRow, [_overlap_row(*row) for row in overlap]),
     )
 
 
@@ -228,7 +228,7 @@ def make_profile(
                 },
             },
         ),
-        fits=Table.of(FitRow, ()),
+        fits=Table.from_rows(FitRow, ()),
     )
 
 

@@ -8,7 +8,7 @@ from stage_moves import counted, handed_as_given
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.min_memory import min_memory
-from shardwright_search.solver.partition import Found
+from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem, price
 from shardwright_search.solver.targets import Target
 
@@ -56,8 +56,8 @@ def middle_problem(seed: int) -> Problem:
     return with_budgets(problem, [int(least + rng.uniform(0.05, 0.7) * (most - least))])
 
 
-def solved(problem: Problem) -> Found:
+def solved(problem: Problem) -> PricedSolution:
     """The best plan by the solver."""
     best = optimize([Target(0, 0.0, 1.0)], lambda _: pipeline_of(problem)).best
     assert best is not None
-    return best.found
+    return best.priced

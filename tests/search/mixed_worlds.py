@@ -13,7 +13,7 @@ from random_requests import random_model
 from shardwright_formats.types import GIB, Cluster, LayerStrategy, Model, PipelineStage, Plan, Schedule, Strategy
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
-from shardwright_search.search import Found, Infeasible, find_best
+from shardwright_search.search import Infeasible, SearchAnswer, find_best
 from shardwright_search.solver.problem import Position
 from shardwright_search.space.placements import Placements
 from shardwright_search.space.request import SearchRequest
@@ -114,6 +114,6 @@ def check_best(
     if not fitting:
         assert isinstance(searched, Infeasible)
         return
-    assert isinstance(searched, Found)
+    assert isinstance(searched, SearchAnswer)
     assert searched.optimum_s * 1e12 == pytest.approx(min(fitting), rel=1e-12)
     assert searched.bound_s == searched.optimum_s and not searched.stopped

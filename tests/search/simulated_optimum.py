@@ -17,7 +17,7 @@ from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import GIB
 from shardwright_formats.types.model_profile import LayerRow
 from shardwright_search.cost_model.profiles import index_profiles
-from shardwright_search.search import Found, find_best
+from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 
@@ -66,7 +66,7 @@ class _Times(NamedTuple):
 def excess(world: World) -> float:
     """By which share the chosen plan's simulated score is above the least of all plans that fit."""
     found = find_best(world.request, world.model, world.cluster, world.profiles, FILE, lambda line: None)
-    assert isinstance(found, Found)
+    assert isinstance(found, SearchAnswer)
     instance = world.instance
     best = min(
         float(times[fits].min()) * target.scale

@@ -124,7 +124,7 @@ def test_plans_near_the_best_are_within_a_hundredth_and_differ():
     several = 0
     for seed in range(400):
         near = solved(random_problem(seed)).near
-        solutions = [one.found.solution for one in near]
+        solutions = [one.priced.solution for one in near]
         assert len(set(solutions)) == len(solutions), seed
         assert all(one.score <= near[0].score * 1.01 for one in near), seed
         assert [one.score for one in near] == sorted(one.score for one in near), seed

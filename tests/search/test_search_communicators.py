@@ -13,13 +13,13 @@ from shardwright_formats.semantics.process_groups import Purpose, communicator_b
 from shardwright_search import search
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.search import Found, find_best
+from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.budget import GIB, Infeasible, budgets_of, budgets_of_stages, room_bytes
 
 MIB = 1 << 20
 
 
-def searched(world: World) -> Found | Infeasible:
+def searched(world: World) -> SearchAnswer | Infeasible:
     return find_best(world.request, world.model, world.cluster, world.profiles, FILE, lambda line: None)
 
 
@@ -32,7 +32,7 @@ def test_a_middle_rank_of_three_kinds_of_parallelism_has_seven_communicators() -
     )  # fmt: skip
     profiles = make_profiles(model, cluster)._replace(communicator_bytes=4 * MIB)
     found = searched(World(request, model, cluster, profiles))
-    assert isinstance(found, Found)
+    assert isinstance(found, SearchAnswer)
     plan = found.chosen.plan
     counted = communicators(plan)
     grid = {Purpose.WORLD: 1, Purpose.TENSOR_PARALLEL: 1, Purpose.DATA_PARALLEL: 1}
@@ -70,17 +70,19 @@ def _tight(seed: int) -> World | None:
 
 
 @pytest.fixture(scope="module")
-def tight() -> list[tuple[World, Found]]:
+def tight() -> list[tuple[World, SearchAnswer]]:
     """Worlds that have a plan."""
     some = []
     for world in filter(None, map(_tight, range(8, 16))):
         found = searched(world)
-        if isinstance(found, Found):
+        if isinstance(found, SearchAnswer):
             some.append((world, found))
     return some
 
 
-def test_every_plan_that_is_found_fits_with_the_communicators_that_it_makes(tight: list[tuple[World, Found]]) -> None:
+def test_every_plan_that_is_found_fits_with_the_communicators_that_it_makes(
+    tight: list[tuple[World, SearchAnswer]],
+) -> None:
     for world, found in tight:
         for plan, evaluation in (found.chosen, *found.runners_up):
             held = communicators(plan)
@@ -93,7 +95,7 @@ def test_every_plan_that_is_found_fits_with_the_communicators_that_it_makes(tigh
 
 
 def test_where_plans_make_more_communicators_than_expected_more_is_left_free_and_that_is_said(
-    tight: list[tuple[World, Found]], tmp_path: Path
+    tight: list[tuple[World, SearchAnswer]], tmp_path: Path
 ) -> None:
     again = [(world, found) for world, found in tight if found.reserve_gib > world.request.reserve_gib]
     assert again
@@ -103,27 +105,27 @@ def test_where_plans_make_more_communicators_than_expected_more_is_left_free_and
     assert any("more than reserve_gib were left free" in warning for warning in prediction.warnings)
     asked = replace(world.request, reserve_gib=found.reserve_gib)
     same = searched(world._replace(request=asked))
-    assert isinstance(same, Found)
+    assert isinstance(same, SearchAnswer)
     assert (same.chosen.plan, same.reserve_gib) == (found.chosen.plan, found.reserve_gib), "as if it had been asked for"
 
 
 def test_where_nothing_is_found_with_more_left_free_a_runner_up_that_fits_is_the_answer(
-    tight: list[tuple[World, Found]], monkeypatch: pytest.MonkeyPatch
+    tight: list[tuple[World, SearchAnswer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = Infeasible("nothing", 1, 1, True)
-    answers: list[Found | Infeasible] = []
+    answers: list[SearchAnswer | Infeasible] = []
     for world, found in tight:
         if found.reserve_gib > world.request.reserve_gib:
             once, calls = search._once, iter((search._once, lambda *_, **__: nothing))
             monkeypatch.setattr(search, "_once", lambda *given, calls=calls, **named: next(calls)(*given, **named))
             answers.append(searched(world))
             monkeypatch.setattr(search, "_once", once)
-            if isinstance(own := answers[-1], Found):
+            if isinstance(own := answers[-1], SearchAnswer):
                 budgets = budgets_of_stages(own.chosen.plan, budgets_of(world.request, world.cluster, FILE))
                 stages = own.chosen.evaluation.estimate.stages
                 assert all(stage.memory_bytes <= most for stage, most in zip(stages, budgets, strict=True))
                 assert own.optimum_s >= own.bound_s
-    assert any(isinstance(own, Found) for own in answers)
+    assert any(isinstance(own, SearchAnswer) for own in answers)
 
 
 def test_a_plan_of_few_communicators_is_found_where_there_is_no_room_for_more() -> None:
@@ -132,7 +134,7 @@ def test_a_plan_of_few_communicators_is_found_where_there_is_no_room_for_more() 
     profiles = make_profiles(model, cluster)._replace(communicator_bytes=64 * MIB)
     request = make_request(global_batch_size=4, pp_sizes=[1], memory_gib=0.16)
     found = searched(World(request, model, cluster, profiles))
-    assert isinstance(found, Found)
+    assert isinstance(found, SearchAnswer)
     (stage,) = found.chosen.evaluation.estimate.stages
     assert stage.memory_terms_bytes["communicators"] == 2 * 64 * MIB and stage.memory_bytes <= 0.16 * GIB
     too_little = searched(World(replace(request, memory_gib=0.12), model, cluster, profiles))

@@ -105,9 +105,9 @@ def test_the_best_and_near_plans_of_a_request_are_evaluated_as_they_were_solved(
         answer = optimize(world.targets(instance), SearchSpace(instance, FILE).solvable, NEAR, 4)
         assert answer.best is not None and answer.bound == answer.best.score
         for one in answer.near:
-            plan = instance.plan(one.target.configuration, one.found.solution)
+            plan = instance.plan(one.target.configuration, one.priced.solution)
             found = evaluate(plan, world.profiles, instance.costs)
-            assert found.objective_ps == one.found.objective_ps + one.target.offset_ps, seed
+            assert found.objective_ps == one.priced.objective_ps + one.target.offset_ps, seed
             budget = instance.budgets["n"] + world.profiles.process_bytes
             assert found.estimate.memory_bytes <= budget, seed
 
@@ -168,7 +168,7 @@ def test_a_batch_that_is_floored_is_caught(monkeypatch):
     (target, *_) = world.targets(instance)
     answer = optimize([target], SearchSpace(instance, FILE).solvable)
     with pytest.raises(ValueError, match="does not divide the 7 samples of a microbatch"):
-        instance.plan(target.configuration, answer.best.found.solution)
+        instance.plan(target.configuration, answer.best.priced.solution)
 
 
 def test_a_time_model_prices_a_plan_as_it_prices_its_case():

@@ -33,7 +33,7 @@ def fitted(make):
 
     def with_curves(*rows: FitRow) -> Profiles:
         model, cluster = make.model(), make.cluster()
-        profile = replace(make.profile(model), fits=Table.of(FitRow, rows))
+        profile = replace(make.profile(model), fits=Table.from_rows(FitRow, rows))
         return make.index(make.hardware(cluster), profile)
 
     return with_curves

@@ -11,7 +11,7 @@ from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.parameters import ParameterMemory, parameter_memory
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.topology import StageTopology
-from shardwright_search.search import Found, Infeasible, find_best
+from shardwright_search.search import Infeasible, SearchAnswer, find_best
 from shardwright_search.step.memory import Phase, StageMemory, layer_memory, no_layers, phases
 
 MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
@@ -206,14 +206,14 @@ def test_megatrons_gather_buffer_is_counted_all_step_long(make):
         recompute=["none"],
     )  # fmt: skip
 
-    def answer(memory_bytes: int, buffer: bool) -> Found | Infeasible:
+    def answer(memory_bytes: int, buffer: bool) -> SearchAnswer | Infeasible:
         request = replace(plain, memory_gib=memory_bytes / GIB, megatron_gather_buffer=buffer)
         return find_best(request, model, cluster, profiles, Path("s.json"), lambda line: None)
 
     best = find_best(plain, model, cluster, profiles, Path("s.json"), lambda line: None)
     need = evaluate(best.chosen.plan, profiles).estimate.memory_bytes
-    assert isinstance(answer(need, False), Found)
-    assert isinstance(answer(need + 16384, True), Found)
+    assert isinstance(answer(need, False), SearchAnswer)
+    assert isinstance(answer(need + 16384, True), SearchAnswer)
     short = answer(need + 16383, True)
     assert isinstance(short, Infeasible) and short.missing_bytes == 1
 

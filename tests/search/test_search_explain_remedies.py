@@ -9,7 +9,7 @@ from random_requests import FILE, World, random_world
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB
 from shardwright_search.explain.what_if import further_remedies, remedies
-from shardwright_search.search import Found, find_best
+from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.budget import Infeasible, budgets_of
 from shardwright_search.space.configurations import divisors
 from shardwright_search.space.request import BatchRange, batch_sizes
@@ -55,18 +55,18 @@ def test_the_line_names_stage_bytes_and_every_remedy(lacking):
     )
     missing, gib, batch, nodes = re.fullmatch(pattern, line).groups()
     assert (int(batch), int(nodes)) == found
-    assert found.nodes == 2 and isinstance(answer(with_nodes(lacking, 2)), Found)
+    assert found.nodes == 2 and isinstance(answer(with_nodes(lacking, 2)), SearchAnswer)
     budget = budgets_of(lacking.request, lacking.cluster, FILE)["n"]
-    assert isinstance(answer(changed(lacking, memory_gib=(budget + int(missing)) / GIB)), Found)
+    assert isinstance(answer(changed(lacking, memory_gib=(budget + int(missing)) / GIB)), SearchAnswer)
     assert isinstance(answer(changed(lacking, memory_gib=(budget + int(missing) - 1) / GIB)), Infeasible)
-    assert isinstance(answer(changed(lacking, memory_gib=float(gib))), Found)
+    assert isinstance(answer(changed(lacking, memory_gib=float(gib))), SearchAnswer)
     assert isinstance(answer(changed(lacking, memory_gib=float(gib) - 2e-6)), Infeasible)
 
 
 def test_a_batch_that_is_promised_fits_and_the_next_divisor_does_not(lacking):
     size = remedies(*lacking[:4], FILE).global_batch_size
     sizes = divisors(8)
-    assert isinstance(answer(changed(lacking, global_batch_size=size)), Found)
+    assert isinstance(answer(changed(lacking, global_batch_size=size)), SearchAnswer)
     assert isinstance(answer(changed(lacking, global_batch_size=sizes[sizes.index(size) + 1])), Infeasible)
 
 
@@ -77,9 +77,9 @@ def test_nodes_that_are_promised_are_enough_and_one_less_is_not(make):
     world = World(make.request(tp_sizes=[1], pp_sizes=[1], memory_gib=1.9 / 1024), model, cluster, profiles)
     nodes = remedies(*world[:4], FILE).nodes
     assert nodes is not None and nodes > 2
-    assert isinstance(answer(with_nodes(world, nodes)), Found)
+    assert isinstance(answer(with_nodes(world, nodes)), SearchAnswer)
     for fewer in range(2, nodes):
-        assert not isinstance(answer(with_nodes(world, fewer)), Found)
+        assert not isinstance(answer(with_nodes(world, fewer)), SearchAnswer)
 
 
 def test_what_does_not_help_is_not_promised(lacking, make):
@@ -105,7 +105,7 @@ def test_more_memory_than_a_device_has_is_told_as_larger_devices(make):
     world = World(make.request(), model, cluster, make.profiles(model, cluster))
     line = promised(world)
     gib = float(re.search(r"take devices of at least (\S+) GiB", line).group(1).rstrip(","))
-    for size, kind in ((gib, Found), (gib - 2e-6, Infeasible)):
+    for size, kind in ((gib, SearchAnswer), (gib - 2e-6, Infeasible)):
         machines = make.cluster(2, memory_bytes=int(size * GIB))
         assert isinstance(answer(world._replace(cluster=machines)), kind)
 
@@ -118,7 +118,7 @@ def test_what_is_left_free_and_corrected_memory_are_counted(lacking):
     ):
         found = answer(world)
         gib = float(re.search(r"raise memory_gib to at least (\S+)", found.reason).group(1))
-        assert isinstance(answer(changed(world, memory_gib=gib)), Found)
+        assert isinstance(answer(changed(world, memory_gib=gib)), SearchAnswer)
         assert isinstance(answer(changed(world, memory_gib=gib - 2e-6)), Infeasible)
 
 
@@ -132,11 +132,11 @@ def test_of_chunks_a_bound_is_told_and_only_what_a_search_finds_is_promised(make
     assert not found.exact and "lacks more than" in found.reason and "raise memory_gib to more than" in found.reason
     bound = changed(world, memory_gib=found.min_bytes / GIB)
     assert isinstance(answer(bound), Infeasible)
-    assert isinstance(answer(changed(world, memory_gib=1.2 * found.min_bytes / GIB)), Found)
+    assert isinstance(answer(changed(world, memory_gib=1.2 * found.min_bytes / GIB)), SearchAnswer)
     batch, nodes = remedies(*bound[:4], FILE)
-    smaller = [size for size in (1, 2, 4) if isinstance(answer(changed(bound, global_batch_size=size)), Found)]
+    smaller = [size for size in (1, 2, 4) if isinstance(answer(changed(bound, global_batch_size=size)), SearchAnswer)]
     assert batch == max(smaller, default=None)
-    assert nodes is not None and isinstance(answer(with_nodes(bound, nodes)), Found)
+    assert nodes is not None and isinstance(answer(with_nodes(bound, nodes)), SearchAnswer)
 
 
 @pytest.mark.parametrize("block", range(3))
@@ -153,9 +153,9 @@ def test_promises_hold_for_random_requests(block):
             batch, nodes = remedies(*tight[:4], FILE)
             if batch is not None:
                 sizes = divisors(min(batch_sizes(tight.request)))
-                assert isinstance(answer(changed(tight, global_batch_size=batch)), Found), seed
+                assert isinstance(answer(changed(tight, global_batch_size=batch)), SearchAnswer), seed
                 following = sizes[sizes.index(batch) + 1]
-                assert not isinstance(answer(changed(tight, global_batch_size=following)), Found), seed
+                assert not isinstance(answer(changed(tight, global_batch_size=following)), SearchAnswer), seed
                 kept += 1
             assert nodes is None  # the made-up hardware profile covers the cluster as it is
     assert kept > 0

@@ -13,7 +13,7 @@ from shardwright_formats.semantics.sweep_plan import collective_kinds
 from shardwright_formats.types.hardware_profile import Collective, GroupKind, HardwareProfile, PointRow, RepeatRow
 from shardwright_search.cost_model.collectives import collective_time
 from shardwright_search.cost_model.topology import axis_group_kinds, data_group_kinds, stage_topology
-from shardwright_search.search import Found, find_best
+from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.search_space import space_of
 
 MIB, NETWORK, LINK = 1 << 20, 1e9, 16e9
@@ -29,7 +29,7 @@ def profiles_of(make, *kinds: GroupKind):
         device="cpu",
         backend="gloo",
         provenance=Provenance(date="2026-01-31", versions="torch 0"),
-        points=Table.of(
+        points=Table.from_rows(
             PointRow,
             (
                 PointRow(
@@ -44,7 +44,7 @@ def profiles_of(make, *kinds: GroupKind):
                 for kind, size in points
             ),
         ),
-        repeats=Table.of(
+        repeats=Table.from_rows(
             RepeatRow,
             (RepeatRow(point=i, time_s=seconds(*point), outlier=False) for i, point in enumerate(points)),
         ),
@@ -134,10 +134,10 @@ def test_a_search_over_all_tensor_parallel_sizes_takes_those_that_were_profiled(
     profiles = make.index(hardware, make.profile(model, tp_sizes=(1, 2, 4)))
     request = make.request(tp_consecutive=consecutive, data_parallel=["ddp"], schedules=["gpipe"], recompute=["none"])
     found = find_best(request, model, cluster, profiles, Path("s.json"), lambda line: None)
-    assert isinstance(found, Found)
+    assert isinstance(found, SearchAnswer)
     assert space_of(request, model, cluster, profiles, Path("s.json")).instance.request.tp_sizes == (1, 2, 4)
     wide = find_best(replace(request, tp_sizes=(8,)), model, cluster, profiles, Path("s.json"), lambda line: None)
-    assert isinstance(wide, Found) and wide.chosen.plan.layers[0].tp_size == 8
+    assert isinstance(wide, SearchAnswer) and wide.chosen.plan.layers[0].tp_size == 8
     told = wide.chosen.evaluation.warnings
     assert "rounded up: block tp_size 8: as profiled with tp_size 4" in told
     assert not any("rounded" in line for line in found.chosen.evaluation.warnings)

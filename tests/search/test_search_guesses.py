@@ -9,7 +9,7 @@ from random_problems import random_mixed, random_problem
 
 from shardwright_search.solver import partition
 from shardwright_search.solver.branch_and_bound import optimize
-from shardwright_search.solver.partition import Found
+from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.problem import Solution, price
 from shardwright_search.solver.targets import Target
 
@@ -26,17 +26,17 @@ class Made:
     def __init__(self, guesses: tuple[float, ...], labels: int = 0, plans: tuple[float, ...] = PLANS) -> None:
         self.guesses, self.labels, self.plans, self.limits = guesses, labels, plans, list[float]()
 
-    def guess(self, below_ps: float) -> Found | None:
+    def guess(self, below_ps: float) -> PricedSolution | None:
         return next((_found(plan) for plan in self.guesses if plan < below_ps), None)
 
-    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
+    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[PricedSolution, ...]:
         self.limits.append(below_ps)
         tick(self.labels)
         return tuple(_found(plan) for plan in self.plans if plan < below_ps)[:most]
 
 
-def _found(time_ps: float) -> Found:
-    return Found(time_ps, Solution((), (), ()))
+def _found(time_ps: float) -> PricedSolution:
+    return PricedSolution(time_ps, Solution((), (), ()))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_runs_that_are_paired_one_by_one_give_the_same_plans(monkeypatch, made):
     monkeypatch.setattr(partition, "_TOGETHER", 1)
     for problem, answer in zip(problems, together, strict=True):
         one_by_one = solved(problem)
-        assert [best.found for best in one_by_one.near] == [best.found for best in answer.near]
+        assert [best.priced for best in one_by_one.near] == [best.priced for best in answer.near]
         assert one_by_one.bound == answer.bound
 
 

@@ -48,7 +48,7 @@ def test_labels_that_are_swept_give_the_same_plans(monkeypatch):
     monkeypatch.setattr(pareto, "_beaten_of_three", sweep)
     for seed, answer in enumerate(compared):
         swept = solved(random_problem(seed))
-        assert [best.found for best in swept.near] == [best.found for best in answer.near]
+        assert [best.priced for best in swept.near] == [best.priced for best in answer.near]
         assert swept.bound == answer.bound
     assert sweep.call_count > 50
     assert mistakes(range(100), random_problem) == {}

@@ -14,7 +14,7 @@ from shardwright_formats.types import GIB, Cluster, DataParallel, Model, Plan, R
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.search import NEAR, Found, Infeasible, find_best
+from shardwright_search.search import NEAR, Infeasible, SearchAnswer, find_best
 from shardwright_search.solver.branch_and_bound import guess
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest
@@ -24,18 +24,18 @@ from shardwright_search.space.uniform import even_cuts
 FILE = Path("s.json")
 
 
-def ask(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> Found | Infeasible:
+def ask(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> SearchAnswer | Infeasible:
     return find_best(request, model, cluster, profiles, FILE, lambda line: None)
 
 
-def search(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> Found:
+def search(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> SearchAnswer:
     """The answer to a request that some plan fits."""
     found = ask(request, model, cluster, profiles)
-    assert isinstance(found, Found)
+    assert isinstance(found, SearchAnswer)
     return found
 
 
-def optimum_ps(found: Found) -> float:
+def optimum_ps(found: SearchAnswer) -> float:
     """The least closed form, as a step of the chosen batch size."""
     return found.optimum_s * 1e12
 
@@ -78,7 +78,7 @@ def test_closed_form_of_two_stages_by_hand(make):
     found = search(request, model, cluster, profiles)
     assert round(optimum_ps(found)) == 420_096_000 + 636_096_000 * 2 + 98_304_000 + 50_000_000
     instance, best = space_of(request, model, cluster, profiles, FILE).instance, found.best
-    estimate = evaluate(instance.plan(best.target.configuration, best.found.solution), profiles).estimate
+    estimate = evaluate(instance.plan(best.target.configuration, best.priced.solution), profiles).estimate
     first, last = estimate.stages
     assert (first.time_s, last.time_s) == (420.096e-6, 636.096e-6)
     assert first.time_terms_s["sends"] == last.time_terms_s["sends"] == 24.096e-6
@@ -235,10 +235,10 @@ def test_a_search_that_is_stopped_names_a_plan_and_its_gap(make):
     model, cluster, lines = make.model(3), make.cluster(), list[str]()
     profiles = make.profiles(model, cluster)
     ample = find_best(make.request(), model, cluster, profiles, FILE, lines.append, time_limit_s=600.0)
-    assert isinstance(ample, Found) and not ample.stopped
+    assert isinstance(ample, SearchAnswer) and not ample.stopped
     assert any("configurations left" in line for line in lines)
     hasty = find_best(make.request(), model, cluster, profiles, FILE, lines.append, time_limit_s=-1.0)
-    assert isinstance(hasty, Found) and hasty.stopped
+    assert isinstance(hasty, SearchAnswer) and hasty.stopped
     batch = hasty.chosen.plan.global_batch_size / ample.chosen.plan.global_batch_size
     assert hasty.bound_s <= ample.optimum_s * batch <= hasty.optimum_s * (1 + 1e-12)
     assert hasty.chosen.evaluation == evaluate(hasty.chosen.plan, profiles)

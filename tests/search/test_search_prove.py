@@ -119,7 +119,7 @@ def ask(searched, best: Best[Configuration] | None = None, seconds: float = SECO
 def test_the_certificate_tells_what_was_compared(searched):
     _, targets, best = searched
     interleaved = sum(target.configuration.num_chunks > 1 for target in targets)
-    step_ms = (best.found.objective_ps + best.target.offset_ps) * 1e-9
+    step_ms = (best.priced.objective_ps + best.target.offset_ps) * 1e-9
     said = ask(searched)
     assert said.startswith("HiGHS 1.") and f"{step_ms:.6f} ms, equal" in said
     others = len(targets) - 1
@@ -165,8 +165,8 @@ def test_a_case_that_needs_more_than_its_share_is_asked_again(searched, monkeypa
 @pytest.mark.parametrize("factor", [0.999, 1.001])
 def test_a_best_plan_that_is_said_to_take_another_time_is_noticed(searched, factor):
     _, _, best = searched
-    claimed = best.found.objective_ps * factor
-    wrong = best._replace(found=best.found._replace(objective_ps=claimed), score=best.target.score(claimed))
+    claimed = best.priced.objective_ps * factor
+    wrong = best._replace(priced=best.priced._replace(objective_ps=claimed), score=best.target.score(claimed))
     with pytest.raises(RunFailed, match="HiGHS disagrees: batch 4"):
         ask(searched, wrong)
 

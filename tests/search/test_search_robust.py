@@ -19,7 +19,7 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles
 from shardwright_search.robust import NOMINAL, longer, scenarios
 from shardwright_search.search import find_best
-from shardwright_search.solver.partition import Found
+from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.problem import Solution
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.configurations import Configuration
@@ -32,9 +32,9 @@ TWO_NODES = make_cluster(2, nodes=2)
 
 def search(
     request: SearchRequest, cluster: Cluster, profiles: Profiles, report: Callable[[str], None] = lambda line: None
-) -> optimal.Found:
+) -> optimal.PricedSolution:
     found = find_best(request, MODEL, cluster, profiles, FILE, report)
-    assert isinstance(found, optimal.Found)
+    assert isinstance(found, optimal.PricedSolution)
     return found
 
 
@@ -108,7 +108,7 @@ def test_the_largest_regret_decides_and_what_is_near_it_is_kept_by_score():
     shares = np.array([[0.0, 0.205, 0.1], [0.0, 0.2, 0.2], [0.4, 0.0, 0.2]])
     target = Target(Configuration(8, 1, 1, Schedule.ONE_F_ONE_B), 0.0, 1.0)
     plans = tuple(
-        Best(target, Found(score, Solution((3,), (0, i, 0), (0,))), score) for i, score in enumerate((1, 3, 2))
+        Best(target, PricedSolution(score, Solution((3,), (0, i, 0), (0,))), score) for i, score in enumerate((1, 3, 2))
     )
     regrets = module.Regrets(("a", "b", "c"), plans, shares)
     assert regrets.least(0.0) == (plans[2],) and regrets.least(0.01) == (plans[2], plans[1])

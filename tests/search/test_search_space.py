@@ -14,7 +14,7 @@ from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.search import Found, Infeasible, find_best
+from shardwright_search.search import Infeasible, SearchAnswer, find_best
 from shardwright_search.space.budget import budgets_of
 from shardwright_search.space.choices import shardings
 from shardwright_search.space.configurations import configurations, narrowed
@@ -27,7 +27,7 @@ FILE = Path("s.json")
 def searched(make):
     """The answer to a request with these options for four layers on four devices."""
 
-    def answer(devices: int = 4, **options: object) -> Found | Infeasible:
+    def answer(devices: int = 4, **options: object) -> SearchAnswer | Infeasible:
         model, cluster = make.model(4), make.cluster(devices)
         profiles = make.profiles(model, cluster)
         return find_best(make.request(**options), model, cluster, profiles, FILE, lambda line: None)
@@ -41,7 +41,7 @@ def planned(searched):
 
     def plan(devices: int = 4, **options: object) -> Plan:
         found = searched(devices, **options)
-        assert isinstance(found, Found), found
+        assert isinstance(found, SearchAnswer), found
         return found.chosen.plan
 
     return plan
@@ -275,7 +275,7 @@ def test_a_reserve_is_left_free(searched):
     whole = searched(memory_gib=2**20 / GIB)
     assert isinstance(whole, Infeasible)
     budget = whole.min_bytes / GIB
-    assert isinstance(searched(memory_gib=budget + 0.25, reserve_gib=0.25), Found)
+    assert isinstance(searched(memory_gib=budget + 0.25, reserve_gib=0.25), SearchAnswer)
     short = searched(memory_gib=budget + 0.25, reserve_gib=0.25 + 2**10 / GIB)
     assert isinstance(short, Infeasible) and short.missing_bytes == 2**10
 
@@ -344,7 +344,7 @@ def test_a_thousand_layers_are_searched_and_more_are_refused(make):
         profiles = make.profiles(model := make.model(layers), cluster)
         if layers == 1000:
             found = find_best(request, model, cluster, profiles, FILE, lambda line: None)
-            assert isinstance(found, Found | Infeasible)
+            assert isinstance(found, SearchAnswer | Infeasible)
             continue
         with pytest.raises(BadInput, match=r"s\.json: a model of 1001 layers: time and memory of a search grow"):
             find_best(request, model, cluster, profiles, FILE, lambda line: None)

@@ -25,7 +25,7 @@ from shardwright_search.certificate.make import certified
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.topology import axis_group_kinds, stage_topology
-from shardwright_search.search import Found, find_best
+from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.space.configurations import configurations, narrowed
@@ -245,7 +245,7 @@ def test_a_search_that_may_span_is_never_worse_and_its_proof_says_so(make):
         find_best(replace(request, span_node_types=spans), model, cluster, profiles, FILE, lambda _: None)
         for spans in (False, True)
     ]
-    apart, spanning = (own for own in found if isinstance(own, Found))
+    apart, spanning = (own for own in found if isinstance(own, SearchAnswer))
     assert [len(own.chosen.plan.stages) for own in (apart, spanning)] == [2, 1]
     assert spanning.optimum_s < 0.85 * apart.optimum_s
     scopes = [
@@ -264,5 +264,5 @@ def test_equal_widths_that_no_types_ranks_divide_into_need_stages_that_span(make
     with pytest.raises(BadInput, match="no strategy divides"):
         find_best(request, model, cluster, profiles, FILE, lambda _: None)
     found = find_best(replace(request, span_node_types=True), model, cluster, profiles, FILE, lambda _: None)
-    assert isinstance(found, Found)
+    assert isinstance(found, SearchAnswer)
     assert {stage.ranks for stage in found.chosen.plan.stages} in ({(0, 1), (2, 3)}, {(1, 2), (0, 3)})

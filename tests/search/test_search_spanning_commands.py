@@ -19,7 +19,7 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.rent.front import find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
-from shardwright_search.search import Found, Infeasible, find_best
+from shardwright_search.search import Infeasible, SearchAnswer, find_best
 from shardwright_search.space.request import Offers
 
 FILE = Path("s.json")
@@ -53,7 +53,7 @@ def test_the_front_over_sub_clusters_has_plans_that_span(make):
     spanning = 0
     for number in front.points:
         chosen, instance = front.answers[number].best, front.spaces[number].instance
-        ranks = instance.stage_ranks(chosen.target.configuration.configuration, chosen.found.solution)
+        ranks = instance.stage_ranks(chosen.target.configuration.configuration, chosen.priced.solution)
         spanning += any(len({instance.costs.cluster.node_type_of_rank[r] for r in own}) > 1 for own in ranks)
     assert spanning
 
@@ -104,7 +104,7 @@ def test_the_least_memory_of_a_stage_that_spans_is_of_the_type_that_has_least(ma
     profiles = profiles.each(lambda own: own._replace(process_bytes=MIB * (1 + 3 * (own.origin.device == "c"))))
     request = make_request(num_microbatches=[1], pp_sizes=[1], recompute=["none"], span_node_types=True)
 
-    def search(bytes_of_a: int) -> Found | Infeasible:
+    def search(bytes_of_a: int) -> SearchAnswer | Infeasible:
         budgets = {"a": bytes_of_a / GIB, "c": 0.5}
         return find_best(replace(request, memory_gib=budgets), model, cluster, profiles, FILE, lambda _: None)
 
@@ -112,4 +112,4 @@ def test_the_least_memory_of_a_stage_that_spans_is_of_the_type_that_has_least(ma
     assert isinstance(lacking, Infeasible) and lacking.exact and lacking.missing_bytes == lacking.min_bytes - 5 * MIB
     assert isinstance(search(lacking.min_bytes - 1), Infeasible)
     found = search(lacking.min_bytes)
-    assert isinstance(found, Found) and found.chosen.evaluation.estimate.memory_bytes == lacking.min_bytes
+    assert isinstance(found, SearchAnswer) and found.chosen.evaluation.estimate.memory_bytes == lacking.min_bytes

@@ -23,7 +23,7 @@ from shardwright_search.cost_model.collectives import send_kind_time
 from shardwright_search.cost_model.communication import handover_time
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import plan_differences
-from shardwright_search.search import Found, Infeasible, find_best
+from shardwright_search.search import Infeasible, SearchAnswer, find_best
 from shardwright_search.solver import partition
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
@@ -100,7 +100,7 @@ def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterat
             yield from plans_on(ranks, configuration, request, model, cluster)
 
 
-def searched(request: SearchRequest, model: Model, cluster: Cluster, profiles) -> Found | Infeasible:
+def searched(request: SearchRequest, model: Model, cluster: Cluster, profiles) -> SearchAnswer | Infeasible:
     return find_best(request, model, cluster, profiles, FILE, lambda line: None)
 
 
@@ -129,7 +129,7 @@ def test_the_searched_plan_is_the_best_of_all_plans_of_any_widths(make, seed):
     needs = sorted(need for _, need in prices)
     budget = needs[int(len(needs) * rng.choice([0, 0.1, 0.5, 0.99]))]
     found = searched(replace(request, memory_gib=budget / GIB), model, cluster, profiles)
-    assert isinstance(found, Found)
+    assert isinstance(found, SearchAnswer)
     best = min(time for time, need in prices if need <= budget)
     assert found.optimum_s * 1e12 == pytest.approx(best, rel=1e-12)
     assert found.bound_s == found.optimum_s and not found.stopped
@@ -206,7 +206,7 @@ def test_the_difference_of_two_plans_names_the_ranks_of_their_stages(make):
     plans = []
     for widths in ([3, 1], [2, 2]):
         found = searched(make.request(global_batch_size=6, stage_widths=[widths]), model, cluster, profiles)
-        assert isinstance(found, Found)
+        assert isinstance(found, SearchAnswer)
         plans.append(found.chosen.plan)
     assert "ranks of the pipeline stages: 3 + 1 → 2 + 2" in plan_differences(*plans)
 
@@ -217,7 +217,7 @@ def test_any_widths_are_never_worse_than_equal_or_listed_ones(make):
 
     def best(widths: object) -> float:
         found = searched(make.request(global_batch_size=12, stage_widths=widths), model, cluster, profiles)
-        assert isinstance(found, Found)
+        assert isinstance(found, SearchAnswer)
         return found.optimum_s / found.chosen.plan.global_batch_size
 
     assert best("any") <= min(best("equal"), best([[3, 1], [2, 1, 1]]), best([[1, 3], [1, 2, 1]]))

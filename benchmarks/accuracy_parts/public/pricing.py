@@ -136,7 +136,7 @@ def _with_loss(profile: ModelProfile, model: Model, runtime: str) -> ModelProfil
         replace(row, workspace_bytes=more * row.micro_batch_size // row.tp_size) if row.type == HEAD else row
         for row in profile.layers.rows
     ]
-    return dataclasses.replace(profile, layers=Table.of(LayerRow, rows))
+    return dataclasses.replace(profile, layers=Table.from_rows(LayerRow, rows))
 
 
 def _held_bytes(stage: StagePrediction, run: Run) -> float:

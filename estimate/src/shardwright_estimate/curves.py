@@ -74,7 +74,7 @@ def fit_curve(design: NDArray[Any], values: NDArray[Any]) -> Fit | None:
 
 def fits_table(layers: Iterable[LayerRow]) -> Table[FitRow]:
     """Return the table of all curves that the points determine."""
-    return Table.of(FitRow, _rows(layers))
+    return Table.from_rows(FitRow, _rows(layers))
 
 
 def _rows(layers: Iterable[LayerRow]) -> Iterator[FitRow]:

@@ -98,12 +98,12 @@ def analytic_hardware(
         device=" + ".join(devices),
         backend="analytic",
         provenance=provenance,
-        points=Table.of(PointRow, (row for row, _ in points)),
-        repeats=Table.of(
+        points=Table.from_rows(PointRow, (row for row, _ in points)),
+        repeats=Table.from_rows(
             RepeatRow, (RepeatRow(point=i, time_s=time_s, outlier=False) for i, (_, time_s) in enumerate(points))
         ),
-        overlap=Table.of(OverlapRow, () if network.overlap is None else overlap_rows(keys, network.overlap)),
-        rates=Table.of(
+        overlap=Table.from_rows(OverlapRow, () if network.overlap is None else overlap_rows(keys, network.overlap)),
+        rates=Table.from_rows(
             RateRow, (RateRow(name=name, value=value, source=Source.ANALYTIC) for name, value in rates.items())
         ),
     )

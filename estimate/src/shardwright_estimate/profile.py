@@ -86,9 +86,9 @@ def model_profile(
             provenance=_provenance(
                 revised, package, model_notes(rates, efficiencies, precision.compute, fused, process)
             ),
-            layers=Table.of(LayerRow, layers),
-            states=Table.of(StateRow, _state_rows(model, tp_sizes, precision, machine)),
-            process=Table.of(ProcessRow, [_process_row(process)]),
+            layers=Table.from_rows(LayerRow, layers),
+            states=Table.from_rows(StateRow, _state_rows(model, tp_sizes, precision, machine)),
+            process=Table.from_rows(ProcessRow, [_process_row(process)]),
             fits=fits_table(layers),
         ),
         left_out,

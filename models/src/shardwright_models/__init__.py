@@ -1,1 +1,1 @@
-"""What each family of Transformers is, without torch: everything else that must know reads it here."""
+"""Facts of each family of Transformers, without torch; all other packages read them here."""

@@ -107,8 +107,8 @@ def _length(family: Family, config: Config, key: str, file: object) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_LENGTH:
         named = family.aliases.get(key, key)
-        what = f"{named} is missing" if value is None else f"{named} {value!r} is no length"
-        raise BadInput(file, what, "correct the configuration")
+        problem = f"{named} is missing" if value is None else f"{named} {value!r} is no length"
+        raise BadInput(file, problem, "correct the configuration")
     return value
 
 
@@ -142,17 +142,17 @@ def _is_matrix(parameter: Parameter) -> bool:
 
 
 def _regions(family: Family, config: Config, layer: str, is_cut: bool) -> Iterator[Region]:
-    own = family.attended(layer)[0]
+    stream = family.attended(layer)[0]
     if layer == EMBEDDING:
         yield from (Region(name="lookup", leaves=name) for name in family.states if is_cut)
         return
     if layer == HEAD:
-        yield Region(name="logits", enters=(own,))
+        yield Region(name="logits", enters=(stream,))
         return
     replays = family.replays_sum(config)
     heads, kv_heads, head_features = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     for keys in family.attended(layer):
-        attention = Heads(queries=own, keys=keys, heads=heads, kv_heads=kv_heads, head_features=head_features)
-        enters = tuple(dict.fromkeys((own, keys)))
-        yield Region(name="attention", enters=enters, leaves=own, attention=attention, replays_sum=replays)
-    yield Region(name="mlp", enters=(own,), leaves=own, replays_sum=replays)
+        attention = Heads(queries=stream, keys=keys, heads=heads, kv_heads=kv_heads, head_features=head_features)
+        enters = tuple(dict.fromkeys((stream, keys)))
+        yield Region(name="attention", enters=enters, leaves=stream, attention=attention, replays_sum=replays)
+    yield Region(name="mlp", enters=(stream,), leaves=stream, replays_sum=replays)

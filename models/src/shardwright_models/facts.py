@@ -18,13 +18,13 @@ BLOCK = "block"
 
 
 class Mask(StrEnum):
-    """Which positions a block's attention leaves out."""
+    """Positions that a block's attention leaves out."""
 
     NONE = "none"
     CAUSAL = "causal"
     PADDING = "padding"
     BIAS = "bias"
-    """What the block itself adds to its scores."""
+    """A bias that the block itself adds to its scores."""
 
 
 class Norm(NamedTuple):
@@ -77,7 +77,7 @@ class Dropouts(NamedTuple):
 
     attention: str
     hidden: str | None
-    """Of what a block adds to the hidden states."""
+    """The rate for the sums that a block adds to the hidden states."""
     embedding: str | None = None
     ends: tuple[Recomputation, ...] = ()
     """The kinds of recomputation whose end is a dropout of hidden states, which keeps its mask."""
@@ -96,7 +96,7 @@ class Only(NamedTuple):
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family is. Whatever an estimate or an export reads of every family has no default and must be given.
+    """The facts of a family. Those that an estimate or an export reads of every family have no default.
 
     Keys are those of its config.json.
     """
@@ -110,7 +110,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     parameters: Layers
     stacks: tuple[Stack, ...]
     defaults: Config
-    """What a key that is absent means to transformers, for those that published files leave out."""
+    """Values that transformers gives to absent keys, for those that published files leave out."""
     lengths: tuple[str, ...]
     """Further keys that parameters take their shapes from, each 1 or more."""
     divided: tuple[str, ...]
@@ -120,7 +120,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     mask: Mask
     norm: Norm
     positions: Literal["learned_absolute", "relative", "rope"]
-    """What tells attention where a token stands, in Megatron-LM's words."""
+    """The encoding of positions, in Megatron-LM's words."""
     feed_forward: Callable[[Config], FeedForward]
     dropouts: Dropouts
     ends_in_norm: tuple[Recomputation, ...]
@@ -136,9 +136,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     implied: Callable[[Config], Config] = lambda _: {}
     """Further keys that follow from others."""
     undivided: Mapping[str, str] = {}
-    """What tensor parallelism cannot divide, by layer type: one rank has all of it."""
+    """Names, by layer type, of something that tensor parallelism cannot divide: one rank has all of it."""
     undivided_by_ulysses: Mapping[str, str] = {}
-    """What the Ulysses degree cannot divide, by layer type."""
+    """Names, by layer type, of something that the Ulysses degree cannot divide."""
     positions_without_input: int = 0
     """Positions that the embedding multiplies nothing for: a class of an image has no patch."""
     labels: int | None = None
@@ -146,7 +146,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     megatron: bool = False
     """Whether Megatron-LM's GPT runs its blocks exactly."""
     torchtitan: str | None = None
-    """What torchtitan calls it; None: it does not run its blocks."""
+    """The name of its blocks in torchtitan; None: it does not run them."""
     ignored: tuple[str, ...] = ()
     """Keys of a config.json that mean something here, or nothing, and that transformers does not list."""
     only: Mapping[str, Only] = {}

@@ -20,6 +20,6 @@ def facts_of(model: Model) -> Family:
     Raises BadInput for a family that nothing is known of, such as that of a description made from others' profiles.
     """
     if model.family not in FAMILIES:
-        what = f"nothing is known of the family {model.family!r}"
-        raise BadInput(f"model {model.name}", what, f"use a model of {', '.join(FAMILIES)}")
+        problem = f"nothing is known of the family {model.family!r}"
+        raise BadInput(f"model {model.name}", problem, f"use a model of {', '.join(FAMILIES)}")
     return FAMILIES[model.family]

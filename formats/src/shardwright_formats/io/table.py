@@ -113,7 +113,7 @@ class Table(Generic[RowType]):
             raise ValueError(problem)
 
     @classmethod
-    def of(cls, row_type: type[RowType], rows: Iterable[RowType]) -> "Table[RowType]":
+    def from_rows(cls, row_type: type[RowType], rows: Iterable[RowType]) -> "Table[RowType]":
         """Return the table of these rows."""
         listed = list(rows)
         return cls(row_type, {name: [getattr(row, name) for row in listed] for name in columns_of(row_type)})

@@ -95,7 +95,7 @@ class SweepPlan(NamedTuple):
     overlapped: tuple[CollectiveKind, ...]
 
     @classmethod
-    def of(cls, cluster: Cluster, sizes: SizeRange, device_type: str) -> "SweepPlan":
+    def for_cluster(cls, cluster: Cluster, sizes: SizeRange, device_type: str) -> "SweepPlan":
         """Return the plan for a cluster, the same on all ranks."""
         kinds = collective_kinds(cluster)
         return cls(kinds, pair_rounds(cluster, sizes.of_pairs(device_type)), overlap_kinds(kinds))

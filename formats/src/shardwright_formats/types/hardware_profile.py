@@ -205,10 +205,10 @@ class HardwareProfile(Profile):
     provenance: Provenance
     points: Table[PointRow]
     repeats: Table[RepeatRow]
-    pairs: Table[PairRow] = field(default_factory=lambda: Table.of(PairRow, ()))
-    overlap: Table[OverlapRow] = field(default_factory=lambda: Table.of(OverlapRow, ()))
-    ranks: Table[RankRow] = field(default_factory=lambda: Table.of(RankRow, ()))
-    rates: Table[RateRow] = field(default_factory=lambda: Table.of(RateRow, ()))
+    pairs: Table[PairRow] = field(default_factory=lambda: Table.from_rows(PairRow, ()))
+    overlap: Table[OverlapRow] = field(default_factory=lambda: Table.from_rows(OverlapRow, ()))
+    ranks: Table[RankRow] = field(default_factory=lambda: Table.from_rows(RankRow, ()))
+    rates: Table[RateRow] = field(default_factory=lambda: Table.from_rows(RateRow, ()))
 
     @property
     def problem(self) -> str | None:

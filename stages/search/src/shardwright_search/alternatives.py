@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shardwright_search.cost_model.plan import simulated_step_ps
 from shardwright_search.solver.branch_and_bound import guess, optimize, plans_below
-from shardwright_search.solver.partition import Found
+from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.problem import Problem, Solution, price
 from shardwright_search.solver.targets import Best, Optimum, Target
 from shardwright_search.space.configurations import Configuration
@@ -57,7 +57,7 @@ def simulated(instance: Instance, plans: Sequence[Best[Configuration]]) -> tuple
         left -= _actions(best.target.configuration)
         if ranked and left < 0:
             break
-        ranked.append(Simulated(_score(instance, best.target, best.found.solution), best))
+        ranked.append(Simulated(_score(instance, best.target, best.priced.solution), best))
     return tuple(sorted(ranked, key=_by_score))
 
 
@@ -89,15 +89,15 @@ def _improved(instance: Instance, here: Simulated) -> Iterator[tuple[Simulated, 
         return
     problem = instance.problem(target.configuration)
     work = _actions(target.configuration) + _ACTIONS_OF_LAYER * len(problem.layers)
-    known = {here.best.found.solution}
-    moves = _within_two(problem, here.best.found.solution)
+    known = {here.best.priced.solution}
+    moves = _within_two(problem, here.best.priced.solution)
     while (solution := next(moves, None)) is not None:
         if solution in known:
             continue
         known.add(solution)
         score = _score(instance, target, solution)
         if score < here.score and (objective_ps := _fitting(problem, solution)) is not None:
-            here = Simulated(score, Best(target, Found(objective_ps, solution), target.score(objective_ps)))
+            here = Simulated(score, Best(target, PricedSolution(objective_ps, solution), target.score(objective_ps)))
             moves = _within_two(problem, solution)
         yield here, work
 

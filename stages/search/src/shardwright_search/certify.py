@@ -9,7 +9,7 @@ import numpy as np
 from shardwright_formats.io import RunFailed
 from shardwright_formats.types import Cluster, Model
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.search import Found
+from shardwright_search.search import SearchAnswer
 from shardwright_search.solver.milp import Answer, highs_version, solve
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.solver.targets import Best, Target
@@ -23,7 +23,7 @@ TOLERANCE = 1e-6
 
 
 def prove(
-    answer: Found,
+    answer: SearchAnswer,
     request: SearchRequest,
     model: Model,
     cluster: Cluster,
@@ -64,9 +64,9 @@ def _own_configuration(instance: Instance, best: Best[Configuration], deadline: 
     problem = instance.problem(best.target.configuration)
     answer = solve(problem, deadline - monotonic())
     offset_ps = best.target.offset_ps
-    ours_ps, theirs_ps = best.found.objective_ps + offset_ps, answer.objective_ps + offset_ps
+    ours_ps, theirs_ps = best.priced.objective_ps + offset_ps, answer.objective_ps + offset_ps
     worse = answer.done and theirs_ps > ours_ps * (1 + TOLERANCE)
-    if worse or _is_better(problem, answer, best.found.objective_ps, offset_ps):
+    if worse or _is_better(problem, answer, best.priced.objective_ps, offset_ps):
         raise RunFailed(_difference(best.target.configuration, ours_ps, theirs_ps))
     if not answer.done:
         return "the best plan's configuration was not decided in time"

@@ -96,7 +96,7 @@ class FasopOptions(ModelOptions, frozen=True, kw_only=True):
     exhaustive_partition: bool = False
     """Try every partition of candidates that have up to 500000, and end with an error where a better one is found."""
     steps: Count = 12_500_000
-    """Of the training whose cost the table has; FASOP's own number by default."""
+    """Steps of the training whose cost the table has; FASOP's own number by default."""
 
 
 class VerifyOptions(ProfileOptions, frozen=True, kw_only=True):

@@ -145,14 +145,14 @@ def regrets_of(
 def _rescored(instance: Instance, best: Best[Configuration], score: float) -> Best[Configuration]:
     """Return a plan of any scenario with its score under the profile as it is."""
     target = best.target._replace(offset_ps=float(picoseconds(instance.costs.step_overhead_s)))
-    return Best(target, best.found._replace(objective_ps=target.time_ps(score)), score)
+    return Best(target, best.priced._replace(objective_ps=target.time_ps(score)), score)
 
 
 def _identity(best: Best[Configuration]) -> tuple[object, ...]:
-    return best.target.configuration, best.found.solution
+    return best.target.configuration, best.priced.solution
 
 
 def _score(instance: Instance, best: Best[Configuration]) -> float:
-    plan = instance.plan(best.target.configuration, best.found.solution)
+    plan = instance.plan(best.target.configuration, best.priced.solution)
     evaluation = evaluate(plan, instance.costs.profiles, instance.costs, timeline=False)
     return evaluation.objective_ps * best.target.scale

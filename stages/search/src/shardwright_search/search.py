@@ -43,7 +43,7 @@ class Candidate(NamedTuple):
     evaluation: Evaluation
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The chosen plan, what is proven, and plans that differ from it."""
 
     chosen: Candidate
@@ -78,7 +78,7 @@ def find_best(
     file: Path,
     report: Report,
     time_limit_s: float | None = None,
-) -> Found | Infeasible:
+) -> SearchAnswer | Infeasible:
     """Return the best plan of a request; `report` hears of the progress, `file` names the request in errors.
 
     Communicators are counted once plans are known. Where those of all near ones leave the rest too little, the search
@@ -105,11 +105,11 @@ def find_best(
 
 
 def _with_least_room(
-    once: Callable[[SearchRequest], Found | Infeasible],
+    once: Callable[[SearchRequest], SearchAnswer | Infeasible],
     request: SearchRequest,
     given: _Given,
     budgets: Mapping[str, int],
-) -> Found | None:
+) -> SearchAnswer | None:
     """Return the fastest plan that fits of those that are found with room for the fewest communicators alone."""
     _, cluster, profiles = given
     narrow = narrowed(request, cluster)
@@ -126,7 +126,7 @@ def _sample_s(candidate: Candidate) -> float:
     return candidate.evaluation.estimate.simulated_step_time_s / candidate.plan.global_batch_size
 
 
-def _with_runner_up(answer: Found) -> Found:
+def _with_runner_up(answer: SearchAnswer) -> SearchAnswer:
     """Return the answer with its fastest runner-up in place of the chosen plan."""
     best = min(answer.runners_up, key=_sample_s)
     samples = best.plan.global_batch_size / answer.chosen.plan.global_batch_size
@@ -146,7 +146,7 @@ def _once(
     report: Report,
     deadline: float | None,
     budgets: Mapping[str, int],
-) -> Found | Infeasible:
+) -> SearchAnswer | Infeasible:
     space = space_of(request, *given, file)
     if request.robust is not None:
         space.check_listed("robust")
@@ -178,7 +178,7 @@ def _once(
     left, scale = space.open_below(optimum.best.score), chosen.target.scale * 1e12
     candidate = _candidate(instance, chosen, timeline=True)
     known = (*others, *(each.best for each in ranked))
-    return Found(
+    return SearchAnswer(
         chosen=candidate,
         optimum_s=optimum.best.score / scale,
         bound_s=min(optimum.bound, np.inf if left is None else left.bound) / scale,
@@ -216,7 +216,7 @@ def _all_regrets(
 
 
 def _candidate(instance: Instance, best: Best[Configuration], timeline: bool = False) -> Candidate:
-    plan = instance.plan(best.target.configuration, best.found.solution)
+    plan = instance.plan(best.target.configuration, best.priced.solution)
     return Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs, timeline=timeline))
 
 
@@ -255,7 +255,7 @@ def _runners_up(instance: Instance, chosen: Plan, others: Sequence[Best[Configur
     decisions = {_decision(chosen)}
     taken: list[Candidate] = []
     for other in others:
-        plan = instance.plan(other.target.configuration, other.found.solution)
+        plan = instance.plan(other.target.configuration, other.priced.solution)
         if len(taken) < _MAX_RUNNERS_UP and (decision := _decision(plan)) not in decisions:
             decisions.add(decision)
             taken.append(_candidate(instance, other))

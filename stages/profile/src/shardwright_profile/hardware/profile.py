@@ -199,12 +199,14 @@ def profile_of(identity: SweepIdentity, entries: Sequence[Entry], date: str) -> 
         device=" + ".join(sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})),
         backend=identity.backend,
         provenance=Provenance(date=date, versions=identity.versions),
-        points=Table.of(PointRow, map(_point, points)),
-        repeats=Table.of(RepeatRow, (row for number, entry in enumerate(points) for row in _repeats(number, entry))),
-        pairs=Table.of(PairRow, (entry for entry in entries if isinstance(entry, PairEntry))),
-        overlap=Table.of(OverlapRow, (entry for entry in entries if isinstance(entry, OverlapEntry))),
-        ranks=Table.of(RankRow, (row for entry in rates for row in _of_ranks(entry))),
-        rates=Table.of(RateRow, (RateRow(name=n, value=value, source=Source.MEASURED) for n, value in once)),
+        points=Table.from_rows(PointRow, map(_point, points)),
+        repeats=Table.from_rows(
+            RepeatRow, (row for number, entry in enumerate(points) for row in _repeats(number, entry))
+        ),
+        pairs=Table.from_rows(PairRow, (entry for entry in entries if isinstance(entry, PairEntry))),
+        overlap=Table.from_rows(OverlapRow, (entry for entry in entries if isinstance(entry, OverlapEntry))),
+        ranks=Table.from_rows(RankRow, (row for entry in rates for row in _of_ranks(entry))),
+        rates=Table.from_rows(RateRow, (RateRow(name=n, value=value, source=Source.MEASURED) for n, value in once)),
     )
     notes = "\n".join(findings(profile, cluster))
     return replace(profile, provenance=msgspec.structs.replace(profile.provenance, notes=notes))

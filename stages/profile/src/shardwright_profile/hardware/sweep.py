@@ -28,7 +28,7 @@ def sweep(session: Session, time_budget_s: float, say: Say) -> list[Entry]:
 
     Each entry is in the journal before the next is measured; what is there already is not measured again.
     """
-    plan = SweepPlan.of(session.identity.cluster, session.identity.sizes, session.device.type)
+    plan = SweepPlan.for_cluster(session.identity.cluster, session.identity.sizes, session.device.type)
     found: list[Entry] = []
     step, budget = 0, session.stopwatch.budget(time_budget_s)
     for series, share in _parts(session, plan, budget, say):

@@ -64,14 +64,14 @@ def hardware_profile(
         device=device,
         backend="nccl",
         provenance=Provenance(date="unknown", versions="nccl, driver unknown", notes=noted(notes)),
-        points=Table.of(
+        points=Table.from_rows(
             PointRow,
             (PointRow(**p.key.columns, message_bytes=p.message_bytes, interval=0.0, source=p.source) for p in ordered),
         ),
-        repeats=Table.of(
+        repeats=Table.from_rows(
             RepeatRow, (RepeatRow(point=i, time_s=p.time_s, outlier=False) for i, p in enumerate(ordered))
         ),
-        overlap=Table.of(OverlapRow, [] if overlap is None else [_slowdown(*overlap)]),
+        overlap=Table.from_rows(OverlapRow, [] if overlap is None else [_slowdown(*overlap)]),
     )
 
 

@@ -74,8 +74,8 @@ def profile_of(
     return ModelProfile(
         origin=origin,
         provenance=provenance,
-        layers=Table.of(LayerRow, ordered),
-        states=Table.of(StateRow, sorted(states, key=lambda row: (row.type, row.tp_size))),
-        process=Table.of(ProcessRow, [process]),
+        layers=Table.from_rows(LayerRow, ordered),
+        states=Table.from_rows(StateRow, sorted(states, key=lambda row: (row.type, row.tp_size))),
+        process=Table.from_rows(ProcessRow, [process]),
         fits=fits_table(row for row in ordered if row.forward_source is Source.MEASURED),
     )

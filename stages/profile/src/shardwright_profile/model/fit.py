@@ -38,9 +38,9 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
         provenance=msgspec.structs.replace(
             provenance, notes="\n".join((*uncertain_times(all_probes, layers), *falling_times(layers)))
         ),
-        layers=Table.of(LayerRow, layers),
-        states=Table.of(StateRow, states),
-        process=Table.of(ProcessRow, [_process(probes, line)]),
+        layers=Table.from_rows(LayerRow, layers),
+        states=Table.from_rows(StateRow, states),
+        process=Table.from_rows(ProcessRow, [_process(probes, line)]),
         fits=fits_table(layers),
     )
 

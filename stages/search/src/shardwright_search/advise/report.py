@@ -11,7 +11,7 @@ from shardwright_formats.display.plan_words import layer_runs, strategy_words
 from shardwright_formats.types import EMBEDDING, GIB, HEAD, Estimate, Plan
 from shardwright_search.advise.question import Question
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, table, time_changes
-from shardwright_search.search import Found
+from shardwright_search.search import SearchAnswer
 
 _LESS_BY = {
     "parameters": "zero3, a larger tp_size, or more pipeline stages",
@@ -37,7 +37,7 @@ class PricedChoice(NamedTuple):
 
 
 def report(
-    question: Question, answer: Found, rules: Sequence[PricedChoice], choices: Sequence[PricedChoice]
+    question: Question, answer: SearchAnswer, rules: Sequence[PricedChoice], choices: Sequence[PricedChoice]
 ) -> RenderableType:
     """Return the whole report; `rules` are rows of the table of plans, `choices` have a paragraph each."""
     plan, evaluation = answer.chosen
@@ -81,7 +81,7 @@ def plan_words(plan: Plan) -> str:
     return ", ".join([shape, strategy_words(plan.layers[0])] if len(runs) == 1 else [shape, *runs])
 
 
-def _answer(question: Question, plan: Plan, estimate: Estimate, answer: Found) -> Iterator[str]:
+def _answer(question: Question, plan: Plan, estimate: Estimate, answer: SearchAnswer) -> Iterator[str]:
     """Yield the lines of the answer: the plan, what it yields, and what is proven."""
     model, tokens_per_s = question.model, estimate.samples_per_s * question.model.sequence_length
     yield (
@@ -99,7 +99,7 @@ def _answer(question: Question, plan: Plan, estimate: Estimate, answer: Found) -
     yield f"  {_proven(answer)}"
 
 
-def _proven(answer: Found) -> str:
+def _proven(answer: SearchAnswer) -> str:
     if not answer.bound_s:
         return "stopped by the time limit before there was a bound: how much faster other plans are is not known"
     gap = answer.optimum_s / answer.bound_s - 1

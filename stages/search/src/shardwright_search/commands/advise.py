@@ -13,7 +13,7 @@ from shardwright_search.advise.report import PricedChoice, report
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import show_rich
 from shardwright_search.options import AdviseOptions
-from shardwright_search.search import Candidate, Found, find_best
+from shardwright_search.search import Candidate, SearchAnswer, find_best
 from shardwright_search.space.budget import Infeasible
 
 _RULE = "rule:"
@@ -55,7 +55,7 @@ def _rule_of_thumb(name: str, question: Question) -> PricedChoice | None:
         return None
 
 
-def _never_worse(answer: Found, choices: Sequence[PricedChoice], question: Question) -> Found:
+def _never_worse(answer: SearchAnswer, choices: Sequence[PricedChoice], question: Question) -> SearchAnswer:
     """Return a choice that fits and takes less time as the answer, where the search was stopped."""
     best = answer.chosen
     for choice in choices if answer.stopped else ():

@@ -26,7 +26,7 @@ from shardwright_search.commands.prediction import (
     written,
 )
 from shardwright_search.options import GridOptions
-from shardwright_search.search import Found, StoppedEarly, find_best
+from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
 from shardwright_search.space.request import CellAnswer, Grid, GridAnswers, SearchRequest
 
@@ -66,14 +66,14 @@ class _Cells(NamedTuple):
         key, file, time_limit_s = self.key(search), self.options.grid, self.options.time_limit
         given = search, self.model, self.cluster, self.inputs.profiles, file
         try:
-            answer: Found | Infeasible | None = find_best(*given, lambda _: None, time_limit_s)
+            answer: SearchAnswer | Infeasible | None = find_best(*given, lambda _: None, time_limit_s)
             reason = answer.reason if isinstance(answer, Infeasible) else None
-            is_stopped = isinstance(answer, Found) and answer.stopped
+            is_stopped = isinstance(answer, SearchAnswer) and answer.stopped
         except BadInput as error:
             answer, reason, is_stopped = None, ": ".join(map(str, error.args[1:])), isinstance(error, StoppedEarly)
         if is_stopped and time_limit_s is None:
             raise KeyboardInterrupt  # the search took it for the wish to have its best plan so far
-        if isinstance(answer, Found):
+        if isinstance(answer, SearchAnswer):
             plan, files = answer.chosen.plan, self.inputs.files | {"search": file}
             budgets_bytes = budgets_of_stages(plan, budgets_of(search, self.cluster, file))
             prediction = prediction_of_searched(answer, search, budgets_bytes, files, self.inputs.warnings)

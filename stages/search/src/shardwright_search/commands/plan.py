@@ -32,7 +32,7 @@ from shardwright_search.commands.prediction import (
 )
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import PlanOptions, VerifyOptions
-from shardwright_search.search import Found, find_best
+from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.request import Objective, SearchRequest
@@ -142,7 +142,7 @@ def _check_certifiable(request: SearchRequest, file: Path) -> None:
 
 
 def _certificate(
-    answer: Found, space: SearchSpace, files: Mapping[str, Path], report: Callable[[str], None]
+    answer: SearchAnswer, space: SearchSpace, files: Mapping[str, Path], report: Callable[[str], None]
 ) -> Certificate:
     """Return the certificate of a search's answer.
 

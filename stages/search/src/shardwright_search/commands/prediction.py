@@ -15,7 +15,7 @@ from shardwright_search.alternatives import NEAR
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
 from shardwright_search.options import ProfileOptions
-from shardwright_search.search import Found
+from shardwright_search.search import SearchAnswer
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
 
 
@@ -109,7 +109,7 @@ def prediction_of_evaluated(
 
 
 def prediction_of_searched(
-    answer: Found,
+    answer: SearchAnswer,
     request: SearchRequest,
     budgets_bytes: Sequence[int],
     files: Mapping[str, Path],
@@ -142,14 +142,14 @@ def prediction_of_searched(
     )
 
 
-def _unlisted(answer: Found) -> Iterator[str]:
+def _unlisted(answer: SearchAnswer) -> Iterator[str]:
     """Yield a warning where a part of the space was not searched."""
     if answer.unlisted is not None:
         remedy = "of these equal widths alone were searched: limit pp_sizes, or list stage_widths"
         yield f"{answer.unlisted.text}, which leaves the gap; {remedy}"
 
 
-def _communicators(answer: Found, request: SearchRequest, budgets_bytes: Sequence[int]) -> Iterator[str]:
+def _communicators(answer: SearchAnswer, request: SearchRequest, budgets_bytes: Sequence[int]) -> Iterator[str]:
     """Yield warnings where the reserve for communicators had to grow, or is too small for the plan."""
     if answer.reserve_gib > request.reserve_gib:
         more = answer.reserve_gib - request.reserve_gib
@@ -181,7 +181,7 @@ def _spanning(request: SearchRequest) -> str:
     return f"whole nodes of each or, of {alike} width, all that is left of them but for one type's"
 
 
-def _scope(request: SearchRequest, answer: Found) -> str:
+def _scope(request: SearchRequest, answer: SearchAnswer) -> str:
     """Return the space that the proof covers, in words."""
 
     def names(field: str) -> str:
@@ -214,7 +214,7 @@ def _scope(request: SearchRequest, answer: Found) -> str:
     )
 
 
-def _chosen_by(answer: Found, request: SearchRequest) -> str:
+def _chosen_by(answer: SearchAnswer, request: SearchRequest) -> str:
     """Return how the plan was chosen among those near the optimum, in words."""
     if not answer.simulated:
         return "plans were compared by their closed form alone"

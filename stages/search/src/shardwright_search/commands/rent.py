@@ -24,7 +24,7 @@ from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.options import RentOptions
 from shardwright_search.rent.sub_clusters import sub_clusters
 from shardwright_search.rent.table import Status, SubClusterRow, csv_of, front_file, picture_of, plan_name, rows_of
-from shardwright_search.search import Candidate, Found
+from shardwright_search.search import Candidate, SearchAnswer
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.budget import budgets_of, budgets_of_stages
 from shardwright_search.space.request import Offers, SearchRequest
@@ -113,14 +113,14 @@ def _write_plans(front: Front, request: SearchRequest, inputs: Inputs, options: 
     return simulated_s
 
 
-def _answer(front: Front, number: int) -> Found:
+def _answer(front: Front, number: int) -> SearchAnswer:
     """Return a point as the answer of a search that compared plans by their closed form alone."""
     answer, instance = front.answers[number], front.spaces[number].instance
     assert answer.best is not None
     target, plan_found, score = answer.best
     configuration = target.configuration.configuration
     plan = instance.plan(configuration, plan_found.solution)
-    return Found(
+    return SearchAnswer(
         chosen=Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs)),
         optimum_s=score * 1e-12,
         bound_s=min(answer.bound_s, score * 1e-12),

@@ -222,25 +222,25 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     While a microbatch is on its way through a range, that range's own peak comes on top of what others hold. One range
     alone has the phases of the solver; of several, each range's gradients are made by its first backward pass.
     """
-    own = tuple(ranges[stage :: len(plan.stages)])
-    kept = [here.sum_of("activation_bytes") + here.before_bytes for here in own]
-    if len(own) == 1:
+    mine = tuple(ranges[stage :: len(plan.stages)])
+    kept = [here.sum_of("activation_bytes") + here.before_bytes for here in mine]
+    if len(mine) == 1:
         count = schedule_of(plan.schedule).in_flight(len(plan.stages), plan.num_microbatches, stage)
-        keeps_sums = own[0].sum_of("memory.gradient_sums") > 0
-        peak = own[0].peak_bytes(phases(count, plan.num_microbatches, keeps_sums)) + own[0].after_bytes
-        return StageCosts(ranges=own, activation_bytes=count * kept[0], working_bytes=peak)
+        keeps_sums = mine[0].sum_of("memory.gradient_sums") > 0
+        peak = mine[0].peak_bytes(phases(count, plan.num_microbatches, keeps_sums)) + mine[0].after_bytes
+        return StageCosts(ranges=mine, activation_bytes=count * kept[0], working_bytes=peak)
     # The gradient that comes in, the one that goes out, and what comes for the next pass.
-    before, after = max(here.before_bytes for here in own), max(here.after_bytes for here in own)
-    frees, last = frees_outputs(plan.model), own[-1] is ranges[-1]
-    passes = [here.pass_bytes(-2 if last and here is own[-1] else -1, frees * after) for here in own]
-    freed, gradients = [frees * here.after_bytes for here in own], [here.gradient_bytes for here in own]
+    before, after = max(here.before_bytes for here in mine), max(here.after_bytes for here in mine)
+    frees, last = frees_outputs(plan.model), mine[-1] is ranges[-1]
+    passes = [here.pass_bytes(-2 if last and here is mine[-1] else -1, frees * after) for here in mine]
+    freed, gradients = [frees * here.after_bytes for here in mine], [here.gradient_bytes for here in mine]
     max_held = most = 0
-    for moment in moments(schedule_of(plan.schedule), len(plan.stages), plan.num_microbatches, stage, len(own)):
+    for moment in moments(schedule_of(plan.schedule), len(plan.stages), plan.num_microbatches, stage, len(mine)):
         held = sum(map(mul, moment.in_flight, kept)) - sum(map(mul, moment.freed, freed))
         max_held = max(max_held, held + kept[moment.chunk])
         most = max(most, held + sum(map(mul, moment.made, gradients)) + passes[moment.chunk][moment.makes])
     most += before + after + max(before, after)
-    return StageCosts(ranges=own, activation_bytes=max_held, working_bytes=most)
+    return StageCosts(ranges=mine, activation_bytes=max_held, working_bytes=most)
 
 
 @lru_cache(maxsize=4096)

@@ -17,7 +17,7 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import effective
 from shardwright_formats.types import MIB, Estimate, LayerStrategy, Plan, RunnerUp, Strategy
 from shardwright_search.explain.what_if import WhatIfAnswer
-from shardwright_search.search import Found
+from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import Infeasible
 
 
@@ -161,9 +161,9 @@ def _runner_up(other: RunnerUp, estimate: Estimate) -> tuple[str, ...]:
     )
 
 
-def _answer_figures(result: Found | Infeasible | BadInput, plan: Plan, estimate: Estimate) -> Sequence[str]:
+def _answer_figures(result: SearchAnswer | Infeasible | BadInput, plan: Plan, estimate: Estimate) -> Sequence[str]:
     """Return time and memory, absolute and against the plan's; dashes where there is no plan."""
-    if not isinstance(result, Found):
+    if not isinstance(result, SearchAnswer):
         return ["-"] * 5
     other = result.chosen.evaluation.estimate
     return (
@@ -178,7 +178,7 @@ def _memory_figures(other: Estimate, estimate: Estimate) -> tuple[str, str]:
     return f"{other.memory_bytes / MIB:.1f}", f"{other.memory_bytes / estimate.memory_bytes - 1:+.1%}"
 
 
-def _words(result: Found | Infeasible | BadInput, plan: Plan) -> str:
+def _words(result: SearchAnswer | Infeasible | BadInput, plan: Plan) -> str:
     """Return a result in one line."""
     if isinstance(result, BadInput):
         return f"no plan: {result}"

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Cluster, Model, Plan, Recompute
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
-from shardwright_search.search import Found, find_best
+from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.budget import Infeasible, min_need
 from shardwright_search.space.configurations import configurations, divisors, narrowed
 from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes
@@ -38,7 +38,7 @@ class WhatIfAnswer(NamedTuple):
     """The best plan; or how much each plan lacks; or why there is no such plan, or nothing to price it with."""
 
     difference: str
-    result: Found | Infeasible | BadInput
+    result: SearchAnswer | Infeasible | BadInput
 
 
 def answer(question: WhatIf, time_limit_s: float | None = None) -> WhatIfAnswer:

@@ -122,7 +122,7 @@ def find_front(
     if done.stopped and not prices.front:
         for number, space in reversed(spaces.items()):
             if (best := space.plain(space.listed)) is not None:
-                prices.take(Best(_rented(number, best.target), best.found, best.score))
+                prices.take(Best(_rented(number, best.target), best.priced, best.score))
                 break
     bounds, unlisted = [inf] * len(offered), dict[int, Unlisted]()
     for target, bound in zip(targets, done.bounds, strict=True):

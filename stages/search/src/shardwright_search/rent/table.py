@@ -139,7 +139,7 @@ def front_file(rows: tuple[SubClusterRow, ...], notes: str) -> FrontFile:
     """Return the rows as an HDF5 file; `notes`: what is proven."""
     versions = f"shardwright-search {version('shardwright-search')}"
     provenance = Provenance(date=datetime.now(UTC).date().isoformat(), versions=versions, notes=notes)
-    return FrontFile(provenance=provenance, sub_clusters=Table.of(SubClusterRow, rows))
+    return FrontFile(provenance=provenance, sub_clusters=Table.from_rows(SubClusterRow, rows))
 
 
 def picture_of(rows: tuple[SubClusterRow, ...], chosen: frozenset[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.partition import Found
+from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.targets import Best, C, Optimum, Solvable, Target
 
 _RELAXED = -1
@@ -87,7 +87,7 @@ def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) ->
     return None if plan is None else Best(target, plan, target.score(plan.objective_ps))
 
 
-def _guessed(asked: Solvable, below_ps: float, enough_ps: float = -np.inf) -> Found | None:
+def _guessed(asked: Solvable, below_ps: float, enough_ps: float = -np.inf) -> PricedSolution | None:
     """Return the best of guesses that are made until none is better, or one is good enough."""
     better = best = asked.guess(below_ps)
     # Below a nearer limit other labels are the promising ones.
@@ -273,7 +273,7 @@ class Search(Generic[C]):
                 known = [plans[0].target], self._solvable, above, self._most, self._deadline, _MAX_WIDER_LABELS
                 self.plans[number] = plans_below(*known) or plans
 
-    def _guess(self, here: "_Open", target: Target[C], limit: float) -> Found | None:
+    def _guess(self, here: "_Open", target: Target[C], limit: float) -> PricedSolution | None:
         """Return the best guess; where bounds are loose or no plan is known, guess ever further above until some is."""
         solvable, enough = self._solvable(target.configuration), target.time_ps(here.bound * (1 + _AT_ONCE))
         further = [above for above in _WIDE if self._wide or above >= _GUESSED]

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwright_formats.semantics.schedules.closed_form import step_time
 from shardwright_search.solver.interleaved_problem import InFlight, InterleavedBounds, InterleavedProblem
-from shardwright_search.solver.partition import Found
+from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.problem import Options, Solution
 from shardwright_search.step.memory import LayerMemory, StageMemory, layer_passes
 from shardwright_search.step.pareto import Ints, Numbers, non_dominated, pairs
@@ -83,11 +83,11 @@ class Interleaved:
         """Lower bound on T, which takes layouts into account."""
         return self._bounds.lower_ps
 
-    def guess(self, below_ps: float) -> Found | None:
+    def guess(self, below_ps: float) -> PricedSolution | None:
         """Return a plan with T < below_ps that the most promising labels lead to; None: they lead to none."""
         return next(iter(self._best_plans(self._levels(below_ps, lambda made: None, _GUESSED), below_ps, 1)), None)
 
-    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
+    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[PricedSolution, ...]:
         """Return plans with T < below_ps: the best one first and up to `most`; none: there is none in the space."""
         return self._best_plans(self._levels(below_ps, tick), below_ps, most)
 
@@ -101,16 +101,18 @@ class Interleaved:
         tick(len(levels[-1].time_ps))
         return levels
 
-    def _best_plans(self, levels: Sequence[_Labels], below_ps: float, most: int) -> tuple[Found, ...]:
+    def _best_plans(self, levels: Sequence[_Labels], below_ps: float, most: int) -> tuple[PricedSolution, ...]:
         """Return the best plans that labels lead to."""
-        plans: list[Found] = []
+        plans: list[PricedSolution] = []
         count, outer = len(levels[-1].time_ps), len(self._embedding.time_ps) * len(self._head.time_ps)
         block = max(1, _MAX_AT_ONCE // outer)
         for start in range(0, count, block):
             whole = self._whole(levels[-1], np.arange(start, min(start + block, count)))
             rows = np.flatnonzero(whole.objective_ps < below_ps)
             best = rows[np.argsort(whole.objective_ps[rows], kind="stable")][:most]
-            plans += [Found(float(whole.objective_ps[row]), self._decoded(levels, whole, int(row))) for row in best]
+            plans += [
+                PricedSolution(float(whole.objective_ps[row]), self._decoded(levels, whole, int(row))) for row in best
+            ]
         return tuple(sorted(plans, key=lambda plan: plan.objective_ps)[:most])
 
     def _next(self, before: _Labels, position: int, below_ps: float, extended: int | None) -> _Labels:

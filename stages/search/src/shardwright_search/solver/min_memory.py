@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.partition import Found
+from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.problem import Options, Position, Problem, Solution, Start, price
 from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.step.cached_method import cached_method
@@ -15,7 +15,7 @@ from shardwright_search.step.memory import StageMemory, no_layers
 from shardwright_search.step.pareto import Ints, Numbers, non_dominated, pairs
 
 
-def plain_plan(problem: Problem) -> Found | None:
+def plain_plan(problem: Problem) -> PricedSolution | None:
     """Return the best plan of those that cut layers evenly and treat all of a type alike, in one layout of each width.
 
     For each layout every type takes its fastest option, or its leanest. None: none fits.
@@ -31,7 +31,7 @@ def plain_plan(problem: Problem) -> Found | None:
         solution = Solution(ends, chosen, groups)
         cost = price(problem, solution)
         if all(need <= budget for need, budget in zip(cost.memory_bytes, budgets, strict=True)):
-            plans.append(Found(float(cost.objective_ps), solution))
+            plans.append(PricedSolution(float(cost.objective_ps), solution))
     return min(plans, key=lambda plan: plan.objective_ps, default=None)
 
 

@@ -241,7 +241,7 @@ _FEW_LABELS = 24
 """Labels kept of each run, in a guess."""
 
 
-class Found(NamedTuple):
+class PricedSolution(NamedTuple):
     """A plan of a configuration and its T."""
 
     objective_ps: float
@@ -264,13 +264,13 @@ class Pipeline:
         """Lower bound on T."""
         return ConfigurationBounds(self._problem, self._costs_of, rough=True).lower_ps
 
-    def guess(self, below_ps: float) -> Found | None:
+    def guess(self, below_ps: float) -> PricedSolution | None:
         """Return the best plan with T < below_ps among a few labels of each step; None: there is none among them."""
         return next(iter(self.solve_below(below_ps, 1, lambda made: None, _FEW_LABELS)), None)
 
     def solve_below(
         self, below_ps: float, most: int, tick: Callable[[int], None], max_labels: int | None = None
-    ) -> tuple[Found, ...]:
+    ) -> tuple[PricedSolution, ...]:
         """Return plans with T < below_ps, non-dominated: the best first, and up to `most`; none: there is none.
 
         With `max_labels` only so many of a run are extended, the most promising ones, and some thousands in all behind
@@ -294,7 +294,7 @@ class Pipeline:
         return ConfigurationBounds(self._problem, self._costs_of)
 
 
-def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> tuple[Found, ...]:
+def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> tuple[PricedSolution, ...]:
     plans: list[tuple[float, At, int]] = []
     for at, labels in levels[-1].labels.items():
         objective = problem.closed_form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
@@ -303,7 +303,7 @@ def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> 
         best = rows[np.argsort(objective[rows], kind="stable")][:most]
         plans += [(float(objective[row]), at, int(row)) for row in best]
     plans.sort(key=lambda plan: plan[0])
-    return tuple(Found(objective, _decoded(levels, at, row)) for objective, at, row in plans[:most])
+    return tuple(PricedSolution(objective, _decoded(levels, at, row)) for objective, at, row in plans[:most])
 
 
 def _decoded(levels: list[Level], at: At, label: int) -> Solution:

@@ -88,7 +88,7 @@ class StageLabels:
         self._max_added = [float((o.static + np.maximum(o.activation, o.late)).max()) for o in costs.memory]
         self._max_moment = max(float((o.activation + o.workspace).max()) for o in costs.memory)
         self._max_sent = float(problem.boundary_bytes.max()) if problem.pp_size > 1 else 0.0
-        self.found: dict[int, Labels] = {}
+        self.reached: dict[int, Labels] = {}
 
     def reaching(self, targets: Sequence[Target]) -> dict[int, Labels]:
         """Return, by run, the labels of every target worth being a whole stage, where memory no longer matters."""
@@ -96,7 +96,7 @@ class StageLabels:
         reachable = sorted(((runs[target.run], target) for target in targets), key=lambda pair: pair[0])
         for before, group in groupby(reachable, key=lambda pair: pair[0].before):
             self.extend(self.start(before), 0, list(group))
-        return self.found
+        return self.reached
 
     def start(self, before: int) -> Labels:
         """Return one label for each layout in which the outputs of a layer of type `before` can be received."""
@@ -118,7 +118,7 @@ class StageLabels:
         onward = []
         for run, target in reachable:
             if len(run.layers) == depth:
-                self.found[target.run] = self.whole(labels, run, target)
+                self.reached[target.run] = self.whole(labels, run, target)
             else:
                 onward.append((run, target))
         if not onward:

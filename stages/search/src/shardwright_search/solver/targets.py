@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from shardwright_search.solver.partition import Found
+from shardwright_search.solver.partition import PricedSolution
 
 
 class Solvable(Protocol):
@@ -17,10 +17,10 @@ class Solvable(Protocol):
     def lower_ps(self) -> float:
         """Lower bound on T."""
 
-    def guess(self, below_ps: float) -> Found | None:
+    def guess(self, below_ps: float) -> PricedSolution | None:
         """Return a good plan with T < below_ps, found with little work; None: none was found."""
 
-    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
+    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[PricedSolution, ...]:
         """Return plans with T < below_ps, the best one first and up to `most`, as `Pipeline.solve_below` does."""
 
 
@@ -47,7 +47,7 @@ class Best(NamedTuple, Generic[C]):
     """A plan of a configuration, and its score."""
 
     target: Target[C]
-    found: Found
+    priced: PricedSolution
     score: float
 
 

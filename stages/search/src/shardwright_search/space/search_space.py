@@ -17,7 +17,7 @@ from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.tied_weights import has_shared
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.min_memory import plain_plan
-from shardwright_search.solver.partition import Found, Pipeline
+from shardwright_search.solver.partition import Pipeline, PricedSolution
 from shardwright_search.solver.targets import Best, Solvable, Target
 from shardwright_search.space.budget import budgets_of, room_bytes
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
@@ -89,11 +89,11 @@ class _Deferred:
         """A lower bound on T."""
         return max(self._whole.relaxed_bound_ps, self._whole.lower_ps)
 
-    def guess(self, below_ps: float) -> Found | None:
+    def guess(self, below_ps: float) -> PricedSolution | None:
         """Guess a plan of the whole."""
         return self._whole.guess(below_ps)
 
-    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[Found, ...]:
+    def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[PricedSolution, ...]:
         """Solve the whole."""
         return self._whole.solve_below(below_ps, most, tick)
 
