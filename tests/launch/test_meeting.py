@@ -11,11 +11,10 @@ from launchers import SEVERAL, free_port, met
 from strangers import listeners
 
 from shardwright_formats.io import BadInput
-from shardwright_launch import interfaces
 from shardwright_launch.exchange import exchange
 from shardwright_launch.heartbeat import RankFiles
 from shardwright_launch.meeting import Place, Refused, call, meeting_of, place_of
-from shardwright_launch.nodes import Address, Meeting, Nodes
+from shardwright_launch.nodes import Address, Meeting, Nodes, interface_of, means_loopback, name_for_others
 from shardwright_launch.store import note_meeting, rank_store
 
 
@@ -125,16 +124,16 @@ def test_a_name_that_means_loopback_here_is_not_the_one_for_others(monkeypatch: 
     """Debian writes 127.0.1.1 beside a machine's name into /etc/hosts."""
     known = {"debian": ["127.0.1.1"], "cluster": ["127.0.1.1", "10.0.0.3"], "localhost": ["127.0.0.1", "::1"]}
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(0, 0, 0, "", (at, 0)) for at in known[host]])
-    assert [interfaces.means_loopback(name) for name in known] == [True, False, False]
+    assert [means_loopback(name) for name in known] == [True, False, False]
     monkeypatch.setattr(socket, "gethostname", lambda: "cluster")
-    assert interfaces.name_for_others() == "cluster"
+    assert name_for_others() == "cluster"
     monkeypatch.setattr(socket, "gethostname", lambda: "debian")
-    assert not interfaces.name_for_others().startswith("127.")
+    assert not name_for_others().startswith("127.")
 
 
 def test_the_interface_is_that_of_the_address() -> None:
-    assert [interfaces.interface_of(address) for address in ("127.0.0.1", "127.0.1.1", "::1")] == ["lo"] * 3
-    assert interfaces.interface_of("203.0.113.77") is None
+    assert [interface_of(address) for address in ("127.0.0.1", "127.0.1.1", "::1")] == ["lo"] * 3
+    assert interface_of("203.0.113.77") is None
 
 
 class _Base:

@@ -88,14 +88,14 @@ def collectives_of(trace: bytes) -> RankCollectives:
     lanes: dict[tuple[str, str, bool], list[_Entry]] = {}
     for entry in entries:
         lanes.setdefault(entry.lane, []).append(entry)
-    groups = tuple(Entered(*lane, max(e.number for e in own), _waiting(own)) for lane, own in lanes.items())
+    groups = tuple(_entered(lane, recorded) for lane, recorded in lanes.items())
     return RankCollectives(groups, whole=min((entry.record_id for entry in entries), default=0) == 0)
 
 
-def _waiting(entries: Sequence[_Entry]) -> tuple[Waiting, ...]:
-    open_ones = [e for e in entries if not e.retired and e.state != "completed"]
-    found = [Waiting(e.number, e.profiling_name.rpartition(":")[2], e.time_created_ns) for e in open_ones]
-    return tuple(found[:_MAX_WAITING])
+def _entered(lane: tuple[str, str, bool], entries: Sequence[_Entry]) -> Entered:
+    unfinished = [e for e in entries if not e.retired and e.state != "completed"][:_MAX_WAITING]
+    waiting = tuple(Waiting(e.number, e.profiling_name.rpartition(":")[2], e.time_created_ns) for e in unfinished)
+    return Entered(*lane, max(e.number for e in entries), waiting)
 
 
 def first_missing(known: Mapping[int, RankCollectives]) -> Missing | None:
@@ -103,31 +103,27 @@ def first_missing(known: Mapping[int, RankCollectives]) -> Missing | None:
 
     Collectives that wait for one another were entered one after the other: the earliest is what the others wait for.
     """
-    found = sorted(_missing(known), key=lambda one: one[0])
-    return found[0][1] if found else None
+    _, earliest = min(_missing(known), key=lambda entered: entered[0], default=(0, None))
+    return earliest
 
 
 def _missing(known: Mapping[int, RankCollectives]) -> Iterator[tuple[int, Missing]]:
     """Yield each collective that a rank has not entered, after the time when a rank first entered it."""
     lanes: dict[tuple[str, str, bool], dict[int, Entered]] = {}
-    for rank, own in known.items():
-        for entered in own.groups:
+    for rank, progress in known.items():
+        for entered in progress.groups:
             lanes.setdefault((entered.group, entered.description, entered.p2p), {})[rank] = entered
-    for (_, description, _), of in lanes.items():
-        last = {rank: of[rank].last if rank in of else 0 for rank in _members(description, known) if rank in known}
-        seen = [rank for rank in last if rank in of or known[rank].whole]
-        numbers = {waiting.number: waiting for entered in of.values() for waiting in entered.waiting}
+    for (_, description, _), members in lanes.items():
+        group = sorted(known if description == _WORLD else described_ranks(description))  # empty where no plan made it
+        last = {rank: members[rank].last if rank in members else 0 for rank in group if rank in known}
+        seen = [rank for rank in last if rank in members or known[rank].whole]
+        numbers = {waiting.number: waiting for entered in members.values() for waiting in entered.waiting}
         for number, waiting in numbers.items():
             if behind := [rank for rank in seen if last[rank] < number]:
-                there = [(w.entered_ns, rank) for rank, e in of.items() for w in e.waiting if w.number == number]
+                there = [(w.entered_ns, rank) for rank, e in members.items() for w in e.waiting if w.number == number]
                 which = f"{waiting.name} {number} of {'all ranks' if description == _WORLD else description}"
                 text = f"{_named(behind)} not entered {which}, where {_waits(sorted(rank for _, rank in there))}"
                 yield min(there)[0], Missing(behind[0], text)
-
-
-def _members(description: str, known: Mapping[int, RankCollectives]) -> tuple[int, ...]:
-    """Return the ranks of a group in ascending order; empty for groups that no plan has made."""
-    return tuple(sorted(known if description == _WORLD else described_ranks(description)))
 
 
 def _named(ranks: Sequence[int]) -> str:

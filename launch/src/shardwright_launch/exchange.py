@@ -65,10 +65,10 @@ class Exchange:
         """Send a report to all other launchers, now or once the connection to them is up."""
         with self._changed:
             run, start, launch = self._own.run, self._own.start, self._own.launch
-            told = msgspec.structs.replace(report, run=run, start=start, launch=launch, now_s=time.monotonic())
-            self._own = told
+            stamped = msgspec.structs.replace(report, run=run, start=start, launch=launch, now_s=time.monotonic())
+            self._own = stamped
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(lambda: self._send(told, self._peers))
+            self._loop.call_soon_threadsafe(lambda: self._send(stamped, self._peers))
 
     @property
     def start(self) -> int:
@@ -81,18 +81,18 @@ class Exchange:
         with self._changed:
             return tuple(self._heard.values())
 
-    def gather(self, own: NodeReport, wait_s: float) -> tuple[NodeReport, ...]:
+    def gather(self, last: NodeReport, wait_s: float) -> tuple[NodeReport, ...]:
         """Return the last reports of all nodes by node number, after `wait_s` at most or once all have ended.
 
         The report of a node that sent none is empty; `gone` is set where the connection to its launcher broke. The wait
         is short where some launcher was not reached at all.
         """
-        self.tell(own)
+        self.tell(last)
         with self._changed:
             reached = len(self._heard) == self._nodes.count - 1
             wait_s = wait_s if reached else min(wait_s, _UNREACHED_S)
             self._changed.wait_for(lambda: self._closed or self._all_ended(), wait_s)
-            heard = self._heard | {own.node: self._own}
+            heard = self._heard | {last.node: self._own}
             return tuple(heard.get(node, NodeReport(node=node)) for node in range(self._nodes.count))
 
     def _all_ended(self) -> bool:
@@ -101,9 +101,7 @@ class Exchange:
     async def listen(self, server: socket.socket, place: Place) -> None:
         """Answer callers at node 0 until the exchange is closed."""
         self.place, self.address_here = place, server.getsockname()[0]
-        self._server = await asyncio.start_server(
-            lambda reader, writer: self._answer((reader, writer)), sock=server.dup()
-        )
+        self._server = await asyncio.start_server(lambda *line: self._answer(line), sock=server.dup())
 
     async def _answer(self, line: Line) -> None:
         reader, writer = line
@@ -190,8 +188,8 @@ class Exchange:
         finally:
             self._peers.remove(writer)
             if node is not None and not self._closed and not self._heard.get(node, self._own).ended:
-                own = self._own
-                self._note(NodeReport(node=node, run=own.run, start=own.start, gone=True), writer)
+                gone = NodeReport(node=node, run=self._own.run, start=self._own.start, gone=True)
+                self._note(gone, writer)
 
     def _catch_up(self, report: NodeReport) -> None:
         """Adopt a higher number of restarts that a node reports: this launcher is new, its node came back."""
@@ -206,9 +204,8 @@ class Exchange:
         if report.node == self._nodes.rank or not 0 <= report.node < self._nodes.count:
             return
         with self._changed:
-            known = self._heard.get(report.node)
-            gone = report.gone and known is not None  # what it told before counts still
-            noted = msgspec.structs.replace(known, gone=True) if gone and known else report
+            known = self._heard.get(report.node) if report.gone else None  # its earlier reports count still
+            noted = msgspec.structs.replace(known, gone=True) if known else report
             self._heard[report.node] = noted
             self._changed.notify_all()
         if self._nodes.rank == 0:

@@ -1,7 +1,7 @@
 """The report of a failed launch: which rank of which node is named, and the message."""
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -30,12 +30,12 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """Whether the rank ended with an error, or noted the error that it is about to end with."""
+        """Return whether the rank ended with an error, or noted the error that it is about to end with."""
         return self.error is not None or bool(self.status)
 
     @property
     def orderly(self) -> bool:
-        """Whether the rank ends with an error that all ranks may have agreed on."""
+        """Return whether the rank ends with an error that all ranks may have agreed on."""
         return self.error is not None and self.error.exit_code is not None
 
     @property
@@ -74,7 +74,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
     @property
     def failed(self) -> bool:
-        """Whether a rank of the node failed or hangs."""
+        """Return whether a rank of the node failed or hangs."""
         return self.hang is not None or any(rank.failed for rank in self.ranks)
 
 
@@ -112,11 +112,11 @@ def shifted(report: NodeReport, now_s: float) -> NodeReport:
 
 def failure_report(reports: Sequence[NodeReport]) -> FailureReport:
     """Return what failed first, whether a restart may help, and which nodes are gone."""
-    found = _first_failure(reports)
+    first = _first_failure(reports)
     ordered = any(rank.orderly for report in reports for rank in report.ranks)
     stopped = any(report.signalled for report in reports)
     gone = tuple(report.node for report in reports if report.gone)
-    return replace(found, lost=not stopped and (bool(gone) or not ordered), gone=gone)
+    return replace(first, lost=not stopped and (bool(gone) or not ordered), gone=gone)
 
 
 def _first_failure(reports: Sequence[NodeReport]) -> FailureReport:
@@ -134,8 +134,8 @@ def _first_failure(reports: Sequence[NodeReport]) -> FailureReport:
         if hanging := [report for report in reports if report.hang]:
             return _hang(hanging, [rank for report in reports for rank in report.ranks])
     assert first is not None
-    found = _failure(first, reports)
-    return replace(found, failed=first.rank) if found.exit_code == RunFailed.exit_code else found
+    failure = _failure(first, reports)
+    return replace(failure, failed=first.rank) if failure.exit_code == RunFailed.exit_code else failure
 
 
 def _hang(hanging: Sequence[NodeReport], ranks: Sequence[RankState]) -> FailureReport:
@@ -166,7 +166,10 @@ def _failure(first: RankState, reports: Sequence[NodeReport]) -> FailureReport:
             return FailureReport(error.text, error.exit_code, first.rank, agreed)
         if error.lost_connection:
             lost = f"rank {first.rank}: lost its connection first, {first.where}"
-            return FailureReport(f"{lost}: {_where_to_look(reports) or error.text}")
+            silent = sorted(report.node for report in reports if not report.ended)
+            nodes = ", ".join(map(str, silent))
+            where_to_look = f"nothing was heard of node {nodes}: a rank there may have ended: look there"
+            return FailureReport(f"{lost}: {where_to_look if silent else error.text}")
         return FailureReport(f"rank {first.rank}: failed {first.where}: {error.text}", rank=first.rank)
     assert status is not None
     if status == _SIGTERM_STATUS and any(report.signalled for report in reports):
@@ -175,13 +178,6 @@ def _failure(first: RankState, reports: Sequence[NodeReport]) -> FailureReport:
         words = f"rank {first.rank}: was killed by {signal.Signals(-status).name} {first.where}"
         return FailureReport(f"{words}: the other ranks were ended")
     return FailureReport(f"rank {first.rank}: ended with status {status} {first.where}: its last words stand above")
-
-
-def _where_to_look(reports: Iterable[NodeReport]) -> str:
-    silent = sorted(report.node for report in reports if not report.ended)
-    if not silent:
-        return ""
-    return f"nothing was heard of node {', '.join(map(str, silent))}: a rank there may have ended: look there"
 
 
 def _killed(rank: RankState) -> bool:

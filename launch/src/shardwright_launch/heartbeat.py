@@ -126,20 +126,15 @@ class RankFiles:
 
     def step(self) -> Step | None:
         """Return the step the rank is in; None before it has joined the others."""
-        record = self._record()
-        while (again := self._record()) != record:  # read while it was written over
+        record = _text(self.step_file)
+        while (again := _text(self.step_file)) != record:  # read while it was written over
             record = again
-        if not record:
-            return None
         began_s, _, where = record.partition(" ")
-        return Step(float(began_s), where)
-
-    def _record(self) -> str:
-        return self.step_file.read_text(errors="replace").rstrip() if self.step_file.exists() else ""
+        return Step(float(began_s), where) if record else None
 
     def stacks(self) -> str:
         """Return the stacks that the rank has shown; empty where it has shown none."""
-        return self.stacks_file.read_text(errors="replace").strip() if self.stacks_file.exists() else ""
+        return _text(self.stacks_file)
 
     def collectives(self) -> RankCollectives | None:
         """Return the rank's progress in its process groups; None where it has shown nothing that can be read."""
@@ -155,6 +150,11 @@ class RankFiles:
         if not self.error_file.exists():
             return None
         return msgspec.json.decode(self.error_file.read_bytes(), type=RankError)
+
+
+def _text(file: Path) -> str:
+    """Return the text of a rank's file without spaces around it; empty where there is none."""
+    return file.read_text(errors="replace").strip() if file.exists() else ""
 
 
 class Heartbeat:
@@ -215,7 +215,7 @@ def _is_lost_connection(error: Exception) -> bool:
 
 
 def _is_fault(error: BaseException) -> TypeGuard[OSError]:
-    """Whether the system refused something, such as a file on a full disk; a lost peer is no such fault."""
+    """Return whether the system refused something, such as a file on a full disk; a lost peer is no such fault."""
     return isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError)
 
 
@@ -229,12 +229,8 @@ def end_quietly() -> Iterator[None]:
         yield
     except ShardwrightError as error:
         raise SystemExit(error.exit_code) from None
-    except RuntimeError as error:
-        if not _is_lost_connection(error):
-            raise
-        raise SystemExit(RunFailed.exit_code) from None
-    except OSError as error:
-        if not _is_fault(error):
+    except (RuntimeError, OSError) as error:
+        if not (_is_fault(error) if isinstance(error, OSError) else _is_lost_connection(error)):
             raise
         raise SystemExit(RunFailed.exit_code) from None
 

@@ -31,8 +31,8 @@ class HeldLock(Value, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise BadInput where the file was removed or replaced: another run may have taken the name since."""
         if not _is_still(Path(self.file), (self.device, self.inode)):
-            what = "was removed or replaced while this run held it, so another may be at work here"
-            raise BadInput(self.file, what, "let one run end, then start this one again")
+            problem = "was removed or replaced while this run held it, so another may be at work here"
+            raise BadInput(self.file, problem, "let one run end, then start this one again")
 
 
 @contextmanager
@@ -78,8 +78,8 @@ def _say_who(descriptor: int) -> None:
 
 def _refusal(file: Path, descriptor: int, error: OSError) -> BadInput:
     if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):  # such as ENOLCK: a file system that has no locks
-        what = f"cannot be locked ({error.strerror})"
-        return BadInput(file, what, "choose a folder on a file system with flock(2), such as NFS with its locks on")
+        problem = f"cannot be locked ({error.strerror})"
+        return BadInput(file, problem, "choose a folder on a file system with flock(2), such as NFS with its locks on")
     holder = os.pread(descriptor, _MAX_WHO_BYTES, 0).decode(errors="replace").strip()
     return BadInput(file, f"another run is using it{holder and f' ({holder})'}", "wait for it or stop it")
 

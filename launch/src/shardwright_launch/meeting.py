@@ -20,8 +20,7 @@ from pathlib import Path
 import msgspec
 
 from shardwright_formats.io import BadInput
-from shardwright_launch.interfaces import means_loopback
-from shardwright_launch.nodes import Address, Meeting, Nodes
+from shardwright_launch.nodes import Address, Meeting, Nodes, means_loopback
 
 SECRET_VARIABLE = "SHARDWRIGHT_SECRET"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -89,8 +88,8 @@ def _checked(environment: Mapping[str, str]) -> bytes | None:
     if given is None:
         return None
     if not _MIN_SECRET_CHARACTERS <= len(given) <= _MAX_SECRET_CHARACTERS:
-        what = f"has {len(given)} characters"
-        raise BadInput(SECRET_VARIABLE, what, f"take {_MIN_SECRET_CHARACTERS} or more random ones")
+        remedy = f"take {_MIN_SECRET_CHARACTERS} or more random ones"
+        raise BadInput(SECRET_VARIABLE, f"has {len(given)} characters", remedy)
     return os.fsencode(given)
 
 
@@ -127,15 +126,15 @@ def _read_secret(file: Path) -> bytes:
 def _listening(address: Address) -> Iterator[socket.socket]:
     """Listen at this address of this machine and no other until the run ends, also while ranks are restarted."""
     if means_loopback(address.host):
-        what = f"{address.host} is this machine's loopback interface here, where no other node can call"
-        raise BadInput("--rendezvous", what, "give an address of node 0 that all nodes reach")
+        problem = f"{address.host} is this machine's loopback interface here, where no other node can call"
+        raise BadInput("--rendezvous", problem, "give an address of node 0 that all nodes reach")
     try:
         family, _, _, _, here = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         server = socket.create_server(here[:2], family=family)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        what = f"{address.host}, port {address.port} cannot be listened at ({why})"
-        raise BadInput("--rendezvous", what, "choose an address of node 0 and a free port") from None
+        problem = f"{address.host}, port {address.port} cannot be listened at ({why})"
+        raise BadInput("--rendezvous", problem, "choose an address of node 0 and a free port") from None
     with server:
         yield server
 

@@ -1,5 +1,6 @@
-"""The number of nodes, this node's number and their rendezvous, from options or from the variables that srun sets."""
+"""The nodes of a run: their number and rendezvous, from options or srun's variables, and this machine's addresses."""
 
+import fcntl
 import itertools
 import re
 import shlex
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -16,8 +18,12 @@ from msgspec import Meta
 from shardwright_formats.command import Options
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Cluster, Count
-from shardwright_launch.interfaces import name_for_others
 
+LOOPBACK = "lo"
+_SIOCGIFADDR = 0x8915
+_NAME_BYTES, _REQUEST_BYTES, _ADDRESS_BYTES = 15, 256, slice(20, 24)
+_ELSEWHERE = ("198.51.100.1", 9)
+"""An address and port of no machine (RFC 5737)."""
 _MAX_PORT = 65535
 _USUAL_PORT = 29500
 """Port that PyTorch uses by default."""
@@ -85,10 +91,10 @@ class Nodes:
             return None
         if self.step:
             return Address(self.rendezvous, 0)
-        found = _ADDRESS.fullmatch(self.rendezvous)
-        if found is None or not 1 <= int(found["port"]) <= _MAX_PORT:
+        match = _ADDRESS.fullmatch(self.rendezvous)
+        if match is None or not 1 <= int(match["port"]) <= _MAX_PORT:
             raise BadInput("--rendezvous", f"{self.rendezvous!r} is no HOST:PORT", f"give a port of 1 to {_MAX_PORT}")
-        return Address(found["host"].strip("[]"), int(found["port"]))
+        return Address(match["host"].strip("[]"), int(match["port"]))
 
 
 def nodes_of(count: int | None, rank: int | None, rendezvous: str | None, environment: Mapping[str, str]) -> Nodes:
@@ -133,28 +139,59 @@ def lines_of_nodes(cluster: Cluster, command: Sequence[str]) -> list[str]:
     program = shlex.join([Path(command[0]).name, *command[1:]])
     types = [group.node_type for group in cluster.nodes for _ in range(group.count)]
     meeting = f"--nnodes {len(types)} --rendezvous {name_for_others()}:{_USUAL_PORT}"
-    return [f"{program} {meeting} --node-rank {node}  # a node of {of}" for node, of in enumerate(types)]
+    return [f"{program} {meeting} --node-rank {node}  # a node of {name}" for node, name in enumerate(types)]
+
+
+def interface_of(address: str) -> str | None:
+    """Return the interface that has an IPv4 address, or an address of the loopback network (netdevice(7)).
+
+    Returns None where no interface has it, and for IPv6 addresses other than ::1.
+    """
+    if _is_loopback(address):
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no IPv4 address
+                request = name.encode()[:_NAME_BYTES].ljust(_REQUEST_BYTES, b"\0")
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[_ADDRESS_BYTES]) == address:
+                    return name
+    return None
+
+
+def means_loopback(host: str) -> bool:
+    """Return whether a host name, not `localhost`, resolves to loopback here, as a machine's name does on Debian."""
+    with suppress(OSError):
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        return all(map(_is_loopback, addresses)) and host != "localhost" and host not in addresses
+    return False
+
+
+def name_for_others() -> str:
+    """Return this machine's name or, where that resolves to loopback here, the address by which it reaches others."""
+    name = socket.gethostname()
+    if means_loopback(name):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(_ELSEWHERE)  # which sends nothing
+            return str(probe.getsockname()[0])
+    return name
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
 
 
 def _host_of_step(environment: Mapping[str, str]) -> str:
     """Return the address of the step's first node as Slurm itself reaches it: its name may be known to Slurm alone."""
     listed = environment["SLURM_STEP_NODELIST"]
-    first = _first_host(environment)
+    hosts = _hosts(listed)
+    # Slurm's list of the step is sorted by name across a job's components: the first task is on the first component's.
+    components = (f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in itertools.count())
+    firsts = (_hosts(environment[name])[0] for name in itertools.takewhile(environment.__contains__, components))
+    first = next((host for host in firsts if host in hosts), hosts[0])
     address = _NODE_ADDRESS.search(_scontrol(listed, "node", first))
     if address is None:
         raise _unresolved(listed, f"it tells no NodeAddr of {first}")
     return address[1]
-
-
-def _first_host(environment: Mapping[str, str]) -> str:
-    """Return the node of the step's first task; Slurm's list is sorted by name across a job's components."""
-    hosts = _hosts(environment["SLURM_STEP_NODELIST"])
-    components = (f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in itertools.count())
-    for component in itertools.takewhile(environment.__contains__, components):
-        first = _hosts(environment[component])[0]
-        if first in hosts:
-            return first
-    return hosts[0]
 
 
 def _hosts(listed: str) -> list[str]:
@@ -179,13 +216,14 @@ def _unresolved(listed: str, why: str) -> BadInput:
 
 def _number(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
     """Return the value of the first of these variables that is set."""
-    found = next((name for name in names if name in environment), None)
-    if found is None and default is not None:
+    name = next((name for name in names if name in environment), names[0])
+    value = environment.get(name)
+    if value is None and default is not None:
         return default
-    if found is None or not environment[found].isdecimal():
-        value = "is not set" if found is None else f"is {environment[found]!r}, no number"
-        raise BadInput(found or names[0], value, "pass --nnodes, --node-rank and --rendezvous")
-    return int(environment[found])
+    if value is None or not value.isdecimal():
+        problem = "is not set" if value is None else f"is {value!r}, no number"
+        raise BadInput(name, problem, "pass --nnodes, --node-rank and --rendezvous")
+    return int(value)
 
 
 class NodeOptions(Options, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -104,8 +104,8 @@ class RankOutput:
     def show_last_lines(self, rank: int) -> None:
         """Show a rank's last lines on standard error, if it has a log here and printed anything."""
         if rank in self._logs and (lines := self._logs[rank].last_lines()):
-            told = "".join(f"    {line}\n" for line in lines)
-            print(f"the last lines of rank {rank}, of {self._logs[rank].path}:\n{told}", end="", file=sys.stderr)
+            indented = "".join(f"    {line}\n" for line in lines)
+            print(f"the last lines of rank {rank}, of {self._logs[rank].path}:\n{indented}", end="", file=sys.stderr)
 
     def close(self) -> None:
         """Close the logs, unless a thread is still writing to them."""
@@ -132,11 +132,8 @@ def rank_output(
         for rank in ranks:
             heading = f"start {start} at {now}: rank {rank} of {world_size}"
             logs[rank] = RankLog(folder / f"rank-{rank}.log", heading)
-    output = RankOutput(logs, on_line)
-    try:
+    with closing(RankOutput(logs, on_line)) as output:
         yield output
-    finally:
-        output.close()
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:

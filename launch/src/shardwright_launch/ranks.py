@@ -18,9 +18,8 @@ from shardwright_formats.io import RanksLost, RunFailed
 from shardwright_launch.exchange import Exchange, exchange
 from shardwright_launch.failure_report import NodeReport, RankState, failure_report
 from shardwright_launch.heartbeat import COLLECTIVES_SIGNAL, STACKS_SIGNAL, START_UP_S, RankFiles
-from shardwright_launch.interfaces import LOOPBACK, interface_of
 from shardwright_launch.meeting import SECRET_VARIABLE
-from shardwright_launch.nodes import Nodes
+from shardwright_launch.nodes import LOOPBACK, Nodes, interface_of
 from shardwright_launch.rank_output import OnLine, RankOutput, rank_output
 from shardwright_launch.scratch import scratch_folder
 from shardwright_launch.signals import relayed_signals
@@ -177,14 +176,9 @@ def _start(
     command: Sequence[str], number: int, files: RankFiles, environment: dict[str, str], output: RankOutput
 ) -> _Rank:
     pipes = [subprocess.PIPE if taken else None for taken in output.takes(number)]
+    # In a session of its own: a terminal's Ctrl-C reaches the launcher alone, which relays it in order.
     process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=pipes[0],
-        stderr=pipes[1],
-        # In a session of its own: a terminal's Ctrl-C reaches the launcher alone, which relays it in order.
-        start_new_session=True,
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=pipes[0], stderr=pipes[1], start_new_session=True
     )
     output.follow(number, process.stdout, process.stderr)
     return _Rank(number, files, process)
@@ -194,20 +188,19 @@ def _watch(ranks: Sequence[_Rank], nodes: Nodes, others: Exchange, hang_timeout_
     """Return None once this node's ranks all ended well, or its report once any node's failed and time is up."""
     began_s, reported, gone_s = time.monotonic(), False, math.inf
     while None in [rank.look() for rank in ranks]:
-        own = _report(ranks, nodes, began_s, hang_timeout_s)
-        if own.failed and not reported:
-            others.tell(own)
+        here = _report(ranks, nodes, began_s, hang_timeout_s)
+        if here.failed and not reported:
+            others.tell(here)
             reported = True
-        reports = (own, *others.heard())
+        reports = (here, *others.heard())
         if any(report.hang for report in reports):
             _print_stacks(ranks)
-            return own
-        if _time_is_up([state for report in reports for state in report.ranks if state.failed]):
-            return own
+            return here
         if any(report.gone for report in reports):  # its peers may wait for it for ever
             gone_s = min(gone_s, time.monotonic())
-        if time.monotonic() - gone_s > _OTHER_END_S:
-            return own
+        failed = [state for report in reports for state in report.ranks if state.failed]
+        if _time_is_up(failed) or time.monotonic() - gone_s > _OTHER_END_S:
+            return here
         time.sleep(_POLL_S)
     return _report(ranks, nodes, began_s, None) if any(rank.status for rank in ranks) else None
 
@@ -217,9 +210,8 @@ def _report(ranks: Sequence[_Rank], nodes: Nodes, began_s: float, hang_timeout_s
     hang = None
     if hang_timeout_s is not None and not any(state.failed for state in states):
         hang = _hang([state for state in states if state.status is None], began_s, hang_timeout_s)
-        hang = hang and hang + "".join(
-            f", rank {each.number} is stopped (SIGSTOP)" for each in ranks if _is_stopped(each)
-        )
+        stopped = (f", rank {rank.number} is stopped (SIGSTOP)" for rank in ranks if _is_stopped(rank))
+        hang = hang and hang + "".join(stopped)
     return NodeReport(node=nodes.rank, ranks=states, hang=hang)
 
 
@@ -278,25 +270,25 @@ def _process_state(rank: _Rank) -> str:
     return Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def _fail(ranks: Sequence[_Rank], own: NodeReport, others: Exchange, output: RankOutput, signalled: bool) -> NoReturn:
+def _fail(ranks: Sequence[_Rank], here: NodeReport, others: Exchange, output: RankOutput, signalled: bool) -> NoReturn:
     states = tuple(rank.state() for rank in ranks)
-    last = msgspec.structs.replace(own, ranks=states, signalled=signalled, ended=True)
-    found = failure_report(others.gather(last, _GATHER_S))
-    if found.out_of_memory is not None:
-        output.show_last_lines(found.out_of_memory.rank)
-        raise found.out_of_memory
-    if found.exit_code != RunFailed.exit_code:
-        if own.node == 0 or not found.agreed:  # what all ranks agreed on is said once, by node 0
-            print(f"error: {found.text}", file=sys.stderr)
-        raise SystemExit(found.exit_code)
+    last = msgspec.structs.replace(here, ranks=states, signalled=signalled, ended=True)
+    failure = failure_report(others.gather(last, _GATHER_S))
+    if failure.out_of_memory is not None:
+        output.show_last_lines(failure.out_of_memory.rank)
+        raise failure.out_of_memory
+    if failure.exit_code != RunFailed.exit_code:
+        if here.node == 0 or not failure.agreed:  # what all ranks agreed on is said once, by node 0
+            print(f"error: {failure.text}", file=sys.stderr)
+        raise SystemExit(failure.exit_code)
     # A rank that was ended before it could print its traceback itself.
-    for state in (state for state in states if state.rank == found.rank and state.status is None):
+    for state in (state for state in states if state.rank == failure.rank and state.status is None):
         output.show(state.rank, state.error.trace if state.error else "")
-    if found.failed is not None:
-        output.show_last_lines(found.failed)
-    if found.lost:
-        raise RanksLost(found.text, nodes=found.gone, start=others.start)
-    raise RunFailed(found.text)
+    if failure.failed is not None:
+        output.show_last_lines(failure.failed)
+    if failure.lost:
+        raise RanksLost(failure.text, nodes=failure.gone, start=others.start)
+    raise RunFailed(failure.text)
 
 
 def _ask_to_stop(ranks: Sequence[_Rank]) -> None:

@@ -16,7 +16,6 @@ import msgspec
 
 from shardwright_launch.heartbeat import RankFiles
 from shardwright_launch.meeting import ANSWER_S, Place, call, framed, read_frame, receive_frame
-from shardwright_launch.nodes import Address
 
 
 class RankCall(msgspec.Struct, frozen=True, tag="rank"):
@@ -136,9 +135,7 @@ class Values:
 class MeetingNote(msgspec.Struct, frozen=True):
     """The address, secret and launch that a launcher of several nodes leaves for its ranks in a private file."""
 
-    host: str
-    port: int
-    secret: bytes
+    place: Place
     launch: str
 
 
@@ -161,7 +158,7 @@ class StoreCalls:
         super().__init__()
         self._note, self._lock, self._clones = note, threading.Lock(), list[StoreCalls]()
         self.set_timeout(timeout)
-        self._line: socket.socket = call(Place(Address(note.host, note.port), note.secret), _CALL_S)
+        self._line: socket.socket = call(note.place, _CALL_S)
         self._line.sendall(framed(RankCall(note.launch)))
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -174,13 +171,11 @@ class StoreCalls:
             self._line.sendall(framed(request))
             return _ANSWERS.decode(receive_frame(self._line))
 
-    def _read(self, keys: list[str], wait_s: float) -> tuple[bytes, ...] | None:
-        return self._ask(ReadValues(tuple(keys), wait_s), wait_s).values
-
     def _awaited(self, keys: list[str], wait: timedelta) -> tuple[bytes, ...]:
-        values = self._read(keys, wait.total_seconds())
+        wait_s = wait.total_seconds()
+        values = self._ask(ReadValues(tuple(keys), wait_s), wait_s).values
         if values is None:
-            raise TimeoutError(f"no rank has set {', '.join(keys)} within {wait.total_seconds():g} s")
+            raise TimeoutError(f"no rank has set {', '.join(keys)} within {wait_s:g} s")
         return values
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -206,7 +201,7 @@ class StoreCalls:
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all values are set."""
-        return self._read(keys, 0.0) is not None
+        return self._ask(ReadValues(tuple(keys), 0.0)).values is not None
 
     def delete_key(self, key: str) -> bool:
         """Delete a value, and return whether there was one."""
@@ -247,6 +242,5 @@ def rank_store(file_store: Callable[[str, int], S], base: type[S], world_size: i
 
 def note_meeting(file: "os.PathLike[str]", place: Place, launch: str) -> None:
     """Write the address where the ranks of this node meet the others into a file for them."""
-    note = MeetingNote(place.address.host, place.address.port, place.secret, launch)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
-        opened.write(msgspec.json.encode(note))
+        opened.write(msgspec.json.encode(MeetingNote(place, launch)))
