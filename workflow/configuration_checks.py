@@ -5,7 +5,7 @@ import difflib
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
@@ -14,6 +14,7 @@ import msgspec
 from configuration_files import read_yaml
 from configuration_types import DECIDED, RANDOM, Configuration, ModelChoice, Name, Search, Validate, components
 from shardwright_formats.io import BadInput
+from shardwright_train.data.corpora import Source
 
 Section = Mapping[str, Any]
 _Type = TypeVar("_Type")
@@ -34,12 +35,12 @@ def typed(config: Section, file: str) -> Configuration:
     """Return the configuration as its types; raise BadInput naming the place, such as `searches.tight.memory_gib`."""
     checked: dict[str, object] = dict(config)
     for field in msgspec.structs.fields(Configuration):
-        found = config.get(field.name)
-        if field.type is Validate and found is not None:
-            checked[field.name] = converted(found, Validate, field.name, file)
-        elif isinstance(found, Mapping):
+        section = config.get(field.name)
+        if field.type is Validate and section is not None:
+            checked[field.name] = converted(section, Validate, field.name, file)
+        elif isinstance(section, Mapping):
             _, kind = get_args(field.type)
-            checked[field.name] = dict(_entry(field.name, name, of, kind, file) for name, of in found.items())
+            checked[field.name] = dict(_entry(field.name, name, entry, kind, file) for name, entry in section.items())
     return converted(checked, Configuration, "", file)
 
 
@@ -56,24 +57,24 @@ def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
         # The only type of the stages' own that a configuration spells is a path.
         return msgspec.convert(value, kind, dec_hook=lambda path, text: path(text))
     except msgspec.ValidationError as error:
-        what, _, inside = str(error).partition(" - at `")
+        problem, _, inside = str(error).partition(" - at `")
         inside = inside.removeprefix("$").rstrip("`")
     place = (where + re.sub(r"\[(\d+)\]", r".\1", inside)).strip(".")
     keys, values = _words(kind)
-    if odd := re.fullmatch(r"Object contains unknown field `(.*)`", what):
+    if odd := re.fullmatch(r"Object contains unknown field `(.*)`", problem):
         known = keys if inside else kind.__struct_fields__  # type: ignore[attr-defined]
         _refuse_key(f"{place}.{odd[1]}".strip("."), odd[1], known, file)
-    odd = re.fullmatch(r"Invalid enum value '(.*)'", what)
+    odd = re.fullmatch(r"Invalid enum value '(.*)'", problem)
     close = difflib.get_close_matches(odd[1], values, n=1) if odd else ()
     remedy = f"did you mean {close[0]}?" if close else "config/config.yaml shows every key with what it may be"
-    raise BadInput(file, f"{place}: {what}" if place else what, remedy)
+    raise BadInput(file, f"{place}: {problem}" if place else problem, remedy)
 
 
 def _words(kind: type) -> tuple[list[str], list[str]]:
     """Return all keys, and all values of enumerations, of a type and of those it is made of."""
-    found = components(kind).values()
-    words = {word: [each for of in found for each in of.get(word, ())] for word in ("properties", "enum")}
-    return words["properties"], words["enum"]
+    schemas = components(kind).values()
+    keys, values = ([each for schema in schemas for each in schema.get(word, ())] for word in ("properties", "enum"))
+    return keys, values
 
 
 def check_references(config: Configuration, file: str) -> None:
@@ -88,11 +89,11 @@ def check_references(config: Configuration, file: str) -> None:
 
 
 def _references(config: Configuration) -> Iterator[tuple[str, str, str]]:
-    for section, key, of in _REFERENCES:
+    for section, key, target in _REFERENCES:
         for name, entry in getattr(config, section).items():
             referred = getattr(entry, key)
-            if referred is not None and not (of == "data" and referred == RANDOM):
-                yield f"{section}.{name}.{key}", referred, of
+            if referred is not None and not (target == "data" and referred == RANDOM):
+                yield f"{section}.{name}.{key}", referred, target
     for name, data in config.data.items():
         yield from ((f"data.{name}.blend", part, "data") for part in data.blend or ())
     for name, cluster in config.clusters.items():
@@ -102,25 +103,50 @@ def _references(config: Configuration) -> Iterator[tuple[str, str, str]]:
 
 def _check_correction(name: str, search: Search, searches: Mapping[str, Search], file: str) -> None:
     """Raise BadInput where a correction is of other profiles, or is learned from a search that needs this one."""
-    where, of = f"searches.{name}.correction", searches[str(search.correction)]
+    where, source = f"searches.{name}.correction", searches[str(search.correction)]
     for key in ("model", "cluster"):
-        if getattr(of, key) != getattr(search, key):
-            what = f"{where}: {search.correction} has another {key}, and so other profiles"
-            raise BadInput(file, what, f"take a search of {getattr(search, key)}")
+        if getattr(source, key) != getattr(search, key):
+            problem = f"{where}: {search.correction} has another {key}, and so other profiles"
+            raise BadInput(file, problem, f"take a search of {getattr(search, key)}")
     passed = [name]
     while (following := searches[passed[-1]].correction) is not None:
         if following in passed:
-            what = f"{where}: {' needs '.join([*passed, following])}"
-            raise BadInput(file, what, "learn from a search without a correction")
+            problem = f"{where}: {' needs '.join([*passed, following])}"
+            raise BadInput(file, problem, "learn from a search without a correction")
         passed.append(following)
+
+
+def check_data(settings: Configuration, config: Section, file: str) -> None:
+    """Raise BadInput for entries of `data`, and runs on them, that contradict themselves."""
+    if RANDOM in settings.data:
+        raise BadInput(file, f"data.{RANDOM}: the name stands for random samples", "choose another")
+    for name, data in settings.data.items():
+        if (data.blend is None) == (not data.text):
+            raise BadInput(file, f"data.{name} holds either text or blend", "say one of them")
+        if data.blend is not None:
+            _check_blend(name, data.blend, settings, config["data"][name].keys(), file)
+    for name, run in settings.runs.items():
+        if run.valid_data == RANDOM:
+            raise BadInput(file, f"runs.{name}.valid_data: random samples are none to evaluate on", "name some data")
+        if run.export == "best" and not run.keep_best:
+            raise BadInput(file, f"runs.{name}.export: there is no best checkpoint", "say keep_best: true, too")
+
+
+def _check_blend(name: str, blend: Mapping[str, float], settings: Configuration, keys: Set[str], file: str) -> None:
+    for key in keys - {"blend"}:
+        raise BadInput(file, f"data.{name}.{key}: a blend has none", "say it of its parts")
+    if not blend:
+        raise BadInput(file, f"data.{name}.blend names no data", "give each part its weight")
+    for part in blend:
+        if settings.data[part].blend is not None or settings.data[part].source is Source.IMAGES:
+            raise BadInput(file, f"data.{name}.blend: {part} is no text", "blend entries that have a text")
 
 
 def read_preset(preset: str, model: str, file: str, root: Path) -> Section:
     """Return the preset of a model; raise BadInput where it is missing or malformed."""
-    folder = root / "config" / "models"
-    path = folder / f"{preset}.yaml"
+    path = root / "config" / "models" / f"{preset}.yaml"
     if not path.is_file():
-        known = sorted(found.stem for found in folder.glob("*.yaml"))
+        known = sorted(each.stem for each in path.parent.glob("*.yaml"))
         raise BadInput(file, f"models.{model}.preset: there is no config/models/{preset}.yaml", _hint(preset, known))
     content = read_yaml(path)
     if set(content) != {"sequence_length", "config"} or "model_type" not in content["config"]:
@@ -130,25 +156,23 @@ def read_preset(preset: str, model: str, file: str, root: Path) -> Section:
 
 def check_model_keys(name: str, model: Section, preset: Section, file: str) -> None:
     """Raise BadInput for keys that neither the preset nor its family's configuration class knows."""
-    own = ModelChoice.__struct_fields__
     try:
         json.dumps(model, allow_nan=False)
     except (TypeError, ValueError):
-        what = f"models.{name} holds a value that JSON has not"
-        raise BadInput(file, what, "write finite numbers, texts, lists and mappings") from None
+        problem = f"models.{name} holds a value that JSON has not"
+        raise BadInput(file, problem, "write finite numbers, texts, lists and mappings") from None
     for key in sorted(model.keys() & preset.keys()):
         if not _is_alike(model[key], preset[key]):
-            what = f"models.{name}.{key} is {str(model[key])[:40]!r}, where the preset has {preset[key]!r}"
-            raise BadInput(file, what, "write a value of that kind")
-    unknown = [key for key in model if key not in own and key not in preset]
-    if not unknown:
-        return
-    fields, aliases = _config_class_keys(preset["model_type"])
-    known = sorted({*preset, *fields, *own})
+            problem = f"models.{name}.{key} is {str(model[key])[:40]!r}, where the preset has {preset[key]!r}"
+            raise BadInput(file, problem, "write a value of that kind")
+    usual = {*preset, *ModelChoice.__struct_fields__}
+    unknown = [key for key in model if key not in usual]
+    fields, aliases = _config_class_keys(preset["model_type"]) if unknown else (set(), {})
+    known = sorted(usual | fields)
     for key in unknown:
         if key in aliases:
-            what = f"models.{name}.{key} is called {aliases[key]} in a {preset['model_type']} configuration"
-            raise BadInput(file, what, f"write {aliases[key]}")
+            problem = f"models.{name}.{key} is called {aliases[key]} in a {preset['model_type']} configuration"
+            raise BadInput(file, problem, f"write {aliases[key]}")
         if key not in known:
             _refuse_key(f"models.{name}.{key}", key, known, file)
 

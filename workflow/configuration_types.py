@@ -268,20 +268,19 @@ DECIDED: dict[str, dict[str, str]] = {
 
 def components(kind: type) -> dict[str, dict[str, Any]]:
     """Return the JSON Schemas of a type and of those it is made of, by name."""
-    _, found = msgspec.json.schema_components(
-        [kind], schema_hook=lambda _path: {"type": "string"}, ref_template="#/$defs/{name}"
-    )
-    return found
+    as_text = {"type": "string"}
+    _, schemas = msgspec.json.schema_components([kind], schema_hook=lambda _: as_text, ref_template="#/$defs/{name}")
+    return schemas
 
 
 def generated() -> str:
     """Return the JSON Schema of a configuration, for editors; references between its entries are not in it."""
-    found = components(Configuration)
+    schemas = components(Configuration)
     for section, kind in {"searches": Search, "data": Data, "runs": Run}.items():
         for key in DECIDED[section]:
-            del found[kind.__name__]["properties"][key]
+            del schemas[kind.__name__]["properties"][key]
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$ref": "#/$defs/Configuration"}
-    return json.dumps(head | {"$defs": found}, indent=1) + "\n"
+    return json.dumps(head | {"$defs": schemas}, indent=1) + "\n"
 
 
 def main() -> int:

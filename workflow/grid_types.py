@@ -3,14 +3,14 @@
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from configuration_types import Name, Text
 from shardwright_formats.io import Value
 from shardwright_formats.types import MAX_DEVICES, Count, Gib, NonNegativeNumber
 from shardwright_search.space.request import Counts, Space
 
+Devices = Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
 Gibs = Annotated[tuple[Gib, ...], Meta(min_length=1)]
 
 
@@ -27,8 +27,8 @@ class GridCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cluster whose hardware tables are published."""
 
     device: Text
-    nodes: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
-    devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
+    nodes: Devices
+    devices_per_node: Devices
     memory_gib: Gib
     """GiB of one device; budgets are at most that."""
     usd_per_hour: NonNegativeNumber | None = None
@@ -38,7 +38,7 @@ class GridCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class MixedCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cluster of nodes of several of the grid's other clusters."""
 
-    nodes_of: Annotated[dict[Name, Annotated[int, Meta(ge=1, le=MAX_DEVICES)]], Meta(min_length=2)]
+    nodes_of: Annotated[dict[Name, Devices], Meta(min_length=2)]
     """Number of nodes of each cluster, in this order; links and profiles are those of these clusters."""
 
 
@@ -86,7 +86,7 @@ class GridModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Name of the model file, or of the configuration's model for own profiles; by default the model's name."""
     memory_gib: Gibs | None = None
     global_batch_size: Counts | None = None
-    search: dict[str, Any] = msgspec.field(default_factory=dict)
+    search: dict[str, Any] = field(default_factory=dict)
     published: tuple[Published, ...] = ()
     even: Even | None = None
     """Even plan to compare with the searched ones."""
@@ -104,16 +104,16 @@ class GridSettings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     profiles: Profiles
     models: Annotated[dict[Name, GridModel], Meta(min_length=1)]
-    clusters: dict[Name, GridCluster] = msgspec.field(default_factory=dict)
+    clusters: dict[Name, GridCluster] = field(default_factory=dict)
     """Clusters of a grid with reference profiles."""
-    mixed_clusters: dict[Name, MixedCluster] = msgspec.field(default_factory=dict)
+    mixed_clusters: dict[Name, MixedCluster] = field(default_factory=dict)
     """Clusters of several devices of a grid with reference profiles."""
     memory_gib: Gibs
     global_batch_size: Counts
     spaces: Annotated[tuple[str, ...], Meta(min_length=1)]
     """Search spaces, with `full` among them."""
-    search: dict[str, Any] = msgspec.field(default_factory=dict)
+    search: dict[str, Any] = field(default_factory=dict)
     """Further keys of every search."""
-    fronts: dict[Name, Front] = msgspec.field(default_factory=dict)
+    fronts: dict[Name, Front] = field(default_factory=dict)
     measure: Measured | None = None
     """Run every plan for some steps."""

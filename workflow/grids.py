@@ -1,8 +1,7 @@
 """Grids: models x clusters x memory budgets x batch sizes x search spaces, as config/grids/*.yaml ask for them."""
 
 import json
-import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -10,17 +9,15 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
-from configuration import Workflow, spelled_options
+from configuration import Workflow, command_line, document_text, spelled_options
 from configuration_checks import converted
 from configuration_files import read_yaml
 from grid_types import GridCluster, GridSettings, Profiles, Published
-from shardwright_formats.io import BadInput
+from shardwright_formats.io import BadInput, Document
 from shardwright_formats.types import GIB, Cluster
 from shardwright_search.space.request import Grid, SearchRequest, Space
 
 _REFERENCE = "results/reference"
-_FOLDER = "results/grids"
-_PUBLISHED = f"{_REFERENCE}/hetu-galvatron/galvatron/models"
 
 
 class Inputs(NamedTuple):
@@ -36,38 +33,34 @@ class Inputs(NamedTuple):
     @property
     def profiles(self) -> list[str]:
         """Return the options that name both kinds of profile."""
-        named = {"--hardware": self.hardware, "--profile": self.profile}
-        return [word for option, paths in named.items() for path in paths for word in (option, path)]
+        return spelled_options({"hardware": list(self.hardware), "profile": list(self.profile)})
 
 
 class GridFile:
     """A grid, with the documents and the paths of everything that is made for it."""
 
     def __init__(self, name: str, root: Path, workflow: Workflow) -> None:
-        self.name, self._workflow = name, workflow
+        self._workflow = workflow
         self.file = root / "config" / "grids" / f"{name}.yaml"
-        self.of = converted(read_yaml(self.file), GridSettings, "", str(self.file))
-        self._own = self.of.profiles is Profiles.OWN
+        self.folder = f"results/grids/{name}"
+        """Folder of the grid's parts."""
+        self.settings = converted(read_yaml(self.file), GridSettings, "", str(self.file))
+        self._is_local = self.settings.profiles is Profiles.OWN
         if self.is_of_configuration:
             self._check()
 
     @property
     def is_of_configuration(self) -> bool:
-        """Return whether the configuration has the models and clusters of a grid of own ones; True for other grids."""
-        of = self._workflow.of
-        clusters = {cluster for _, cluster in self.pairs} | {front.cluster for front in self.of.fronts.values()}
-        models = {self._described(model) for model in self.of.models}
-        return not self._own or (models <= of.models.keys() and clusters <= of.clusters.keys())
-
-    @property
-    def folder(self) -> str:
-        """Return the folder of the grid's parts."""
-        return f"{_FOLDER}/{self.name}"
+        """Return whether the configuration has the models and clusters that a grid takes from it, if it takes any."""
+        known = self._workflow.settings
+        clusters = {cluster for _, cluster in self.pairs} | {front.cluster for front in self.settings.fronts.values()}
+        models = {self._described(model) for model in self.settings.models}
+        return not self._is_local or (models <= known.models.keys() and clusters <= known.clusters.keys())
 
     @cached_property
     def pairs(self) -> tuple[tuple[str, str], ...]:
         """Return every model with each of its clusters."""
-        return tuple((model, cluster) for model, of in self.of.models.items() for cluster in of.clusters)
+        return tuple((name, cluster) for name, model in self.settings.models.items() for cluster in model.clusters)
 
     def parts(self, folder: str) -> list[str]:
         """Return the path of a file of every pair in one of the grid's folders."""
@@ -76,173 +69,178 @@ class GridFile:
     @property
     def measurements(self) -> list[str]:
         """Return the paths of the grid's measurements; empty where its plans are not run."""
-        return self.parts("measured") if self.of.measure else []
+        return self.parts("measured") if self.settings.measure else []
 
     def cells_json(self, model: str, cluster: str) -> str:
         """Return the grid document of a model on a cluster."""
-        of = self.of.models[model]
-        budgets = set(product(of.memory_gib or self.of.memory_gib, of.global_batch_size or self.of.global_batch_size))
-        budgets |= {(each.memory_gib, each.global_batch_size) for each in of.published if each.cluster == cluster}
+        entry, usual = self.settings.models[model], self.settings
+        sizes = set(product(entry.memory_gib or usual.memory_gib, entry.global_batch_size or usual.global_batch_size))
+        sizes |= {(each.memory_gib, each.global_batch_size) for each in entry.published if each.cluster == cluster}
         searches = [
             self._search(model, f"{_size_name(*size)}-{space.replace('+', '.')}", *size, space)
-            for size, space in product(sorted(budgets), self.of.spaces)
+            for size, space in product(sorted(sizes), self.settings.spaces)
         ]
-        return _document(Grid, {"searches": searches}, str(self.file))
+        return self._document(Grid, {"searches": searches})
 
     def front_json(self, name: str) -> str:
         """Return the search document of a front."""
-        of = self.of.fronts[name]
-        asked = self._search(of.model, name, of.memory_gib, of.global_batch_size, of.space)
-        return _document(SearchRequest, asked, str(self.file))
+        front = self.settings.fronts[name]
+        search = self._search(front.model, name, front.memory_gib, front.global_batch_size, front.space)
+        return self._document(SearchRequest, search)
 
     def front_inputs(self, name: str) -> Inputs:
         """Return the files that the search of a front reads."""
-        return self.inputs(self.of.fronts[name].model, self.of.fronts[name].cluster)
+        return self.inputs(self.settings.fronts[name].model, self.settings.fronts[name].cluster)
 
     @property
     def fronts(self) -> list[str]:
         """Return the paths of the tables of the grid's fronts."""
-        return [f"{self.folder}/fronts/{name}/front.csv" for name in self.of.fronts]
+        return [f"{self.folder}/fronts/{name}/front.csv" for name in self.settings.fronts]
 
     def cluster_json(self, name: str) -> str:
         """Return the document of a cluster that published tables are of."""
-        parts = self._nodes_of(name)
-        nodes = [{"node_type": self._node_type(part), "count": count} for part, count in parts.items()]
-        node_types = {self._node_type(part): _node_of(self.of.clusters[part]) for part in parts}
-        return _document(Cluster, {"name": name, "nodes": nodes, "node_types": node_types}, str(self.file))
+        clusters, parts = self.settings.clusters, self._nodes_of(name)
+        types = {part: clusters[part].device.lower() for part in parts}
+        nodes = [{"node_type": types[part], "count": count} for part, count in parts.items()]
+        node_types = {types[part]: _node_type(clusters[part]) for part in parts}
+        return self._document(Cluster, {"name": name, "nodes": nodes, "node_types": node_types})
 
     def _nodes_of(self, cluster: str) -> Mapping[str, int]:
         """Return the number of nodes by cluster of a single device."""
-        mixed = self.of.mixed_clusters.get(cluster)
-        return mixed.nodes_of if mixed else {cluster: self.of.clusters[cluster].nodes}
-
-    def _node_type(self, cluster: str) -> str:
-        return self.of.clusters[cluster].device.lower()
+        mixed = self.settings.mixed_clusters.get(cluster)
+        return mixed.nodes_of if mixed else {cluster: self.settings.clusters[cluster].nodes}
 
     def inputs(self, model: str, cluster: str) -> Inputs:
         """Return the files that a search of a pair reads."""
-        if self._own:
-            own, node_types = self._described(model), self._workflow.of.clusters[cluster].node_types
+        described = self._described(model)
+        if self._is_local:
+            node_types = self._workflow.settings.clusters[cluster].node_types
             return Inputs(
                 cluster=f"results/clusters/{cluster}.json",
-                model=f"results/models/{own}.json",
+                model=f"results/models/{described}.json",
                 hardware=(f"results/hardware/{cluster}.h5",),
-                profile=tuple(f"results/profiles/{own}@{node_type}.h5" for node_type in node_types),
+                profile=tuple(f"results/profiles/{described}@{node_type}.h5" for node_type in node_types),
             )
-        of, parts = self.of.models[model], self._nodes_of(cluster)
-        profiles = [(of.profile or model).replace("{device}", self.of.clusters[part].device) for part in parts]
+        profile, parts = self.settings.models[model].profile or model, self._nodes_of(cluster)
+        profiles = [profile.replace("{device}", self.settings.clusters[part].device) for part in parts]
         return Inputs(
             cluster=f"{self.folder}/clusters/{cluster}.json",
-            model=f"{_REFERENCE}/models/{self._described(model)}.json",
+            model=f"{_REFERENCE}/models/{described}.json",
             hardware=tuple(f"{_REFERENCE}/hardware/{part}.h5" for part in parts),
-            profile=tuple(f"{_REFERENCE}/profiles/{profile}.h5" for profile in profiles),
+            profile=tuple(f"{_REFERENCE}/profiles/{name}.h5" for name in profiles),
         )
 
     def published(self, model: str, cluster: str) -> list[tuple[str, Published]]:
         """Return the published plans of a pair, each with the path of its plan as it is imported."""
         folder = f"{self.folder}/published/{model}@{cluster}"
-        return [
-            (f"{folder}/{_size_name(each.memory_gib, each.global_batch_size)}.json", each)
-            for each in self.of.models[model].published
-            if each.cluster == cluster
-        ]
+        plans = (plan for plan in self.settings.models[model].published if plan.cluster == cluster)
+        return [(f"{folder}/{_size_name(plan.memory_gib, plan.global_batch_size)}.json", plan) for plan in plans]
+
+    @property
+    def published_folders(self) -> list[str]:
+        """Return the folders of published plans, one for each pair that has any."""
+        return [f"{self.folder}/published/{'@'.join(pair)}" for pair in self.pairs if self.published(*pair)]
 
     def published_lines(self, model: str, cluster: str) -> Iterator[str]:
         """Yield the commands that import and evaluate the published plans of a pair, for `shardwright-search batch`."""
         files = self.inputs(model, cluster)
-        for path, each in self.published(model, cluster):
-            further = [] if each.num_microbatches is None else ["--num-microbatches", str(each.num_microbatches)]
-            yield shlex.join([
-                "import", "galvatron", f"{_PUBLISHED}/{each.file}", "--cluster", files.cluster,
-                "--model", files.model, "--sequence-parallel", each.sequence_parallel,
-                "--precision-reduce", "float32", *further, "--out", path,
-            ])  # fmt: skip
-            prediction = path.removesuffix(".json") + ".prediction.json"
-            yield shlex.join(["evaluate", path, *files.profiles, "--out", prediction])
+        for path, plan in self.published(model, cluster):
+            yield command_line(
+                "import", "galvatron", f"{_REFERENCE}/hetu-galvatron/galvatron/models/{plan.file}",
+                cluster=files.cluster, model=files.model, sequence_parallel=plan.sequence_parallel,
+                precision_reduce="float32", num_microbatches=plan.num_microbatches, out=path,
+            )  # fmt: skip
+            yield _evaluation(path, files)
 
     def _described(self, model: str) -> str:
         """Return the name of the model's file, or of the configuration's model."""
-        return self.of.models[model].description or model
+        return self.settings.models[model].description or model
 
-    def even_folder(self, model: str, cluster: str) -> str | None:
-        """Return the folder of the even plans of a pair, or None where it has none."""
-        return f"{self.folder}/even/{model}@{cluster}" if self.of.models[model].even else None
+    def even_folders(self, model: str, cluster: str) -> list[str]:
+        """Return the folder of a pair's even plans, in a list that is empty where it has none."""
+        return [f"{self.folder}/even/{model}@{cluster}"] if self.settings.models[model].even else []
 
     def even_lines(self, model: str, cluster: str) -> Iterator[str]:
         """Yield the commands that make and evaluate each batch size's even plan, for `shardwright-search batch`."""
-        of, files = self.of.models[model], self.inputs(model, cluster)
-        batches = of.global_batch_size or self.of.global_batch_size
-        for batch, path in ((batch, f"{self.even_folder(model, cluster)}/b{batch}.json") for batch in batches):
-            if of.even is not None:
-                options = spelled_options(asdict(of.even) | self._computed(model) | {"global_batch_size": batch})
-                plan = ["--cluster", files.cluster, "--model", files.model, *options, "--name", "even", "--out", path]
-                yield shlex.join(["uniform", *plan])
-                prediction = path.removesuffix(".json") + ".prediction.json"
-                yield shlex.join(["evaluate", path, *files.profiles, "--out", prediction])
+        entry, files = self.settings.models[model], self.inputs(model, cluster)
+        if entry.even is None:
+            return
+        for batch in entry.global_batch_size or self.settings.global_batch_size:
+            path = f"{self.folder}/even/{model}@{cluster}/b{batch}.json"
+            yield command_line(
+                "uniform", cluster=files.cluster, model=files.model, **asdict(entry.even), **self._computed(model),
+                global_batch_size=batch, name="even", out=path,
+            )  # fmt: skip
+            yield _evaluation(path, files)
 
     def _computed(self, model: str) -> dict[str, Any]:
         """Return the number formats and kernels of a model's searches, as options of a plan."""
-        asked = self._search(model, "even", None, 1, Space.FULL)
-        request = converted(asked, SearchRequest, "", str(self.file))
-        formats = {
-            f"precision_{name}": getattr(request.precision, name) for name in ("parameters", "compute", "reduce")
-        }
+        search = self._search(model, "even", None, 1, Space.FULL)
+        request = converted(search, SearchRequest, "", str(self.file))
+        numbers = ("parameters", "compute", "reduce")
+        formats = {f"precision_{name}": getattr(request.precision, name) for name in numbers}
         return formats | {"attention": str(request.attention), "compile": request.compile}
 
     def _search(self, model: str, name: str, memory_gib: float | None, batch: int, space: str) -> Mapping[str, Any]:
-        own = self._workflow.computed_as(self._described(model)) if self._own else {}
-        asked = {"name": name, "memory_gib": memory_gib, "global_batch_size": batch, "space": space}
-        return own | self.of.search | self.of.models[model].search | asked
+        profiled = self._workflow.computed_as(self._described(model)) if self._is_local else {}
+        cell = {"name": name, "memory_gib": memory_gib, "global_batch_size": batch, "space": space}
+        return {**profiled, **self.settings.search, **self.settings.models[model].search, **cell}
+
+    def _document(self, kind: type[Document], content: Mapping[str, Any]) -> str:
+        converted(content, kind, "", str(self.file))
+        return document_text(kind, content)
 
     def _check(self) -> None:
-        if Space.FULL not in self.of.spaces:
+        settings = self.settings
+        if Space.FULL not in settings.spaces:
             raise BadInput(self.file, f"spaces: {Space.FULL} is missing, beside which the others stand", "add it")
-        for name, mixed in self.of.mixed_clusters.items():
-            for cluster in mixed.nodes_of.keys() - self.of.clusters.keys():
-                raise BadInput(
-                    self.file, f"mixed_clusters.{name}: there is no cluster {cluster!r}", "add it to clusters"
-                )
-            for model, of in self.of.models.items():
-                if any(each.cluster == name for each in of.published):
+        for name, mixed in settings.mixed_clusters.items():
+            self._check_cluster(f"mixed_clusters.{name}", mixed.nodes_of, settings.clusters)
+            for model, entry in settings.models.items():
+                if any(each.cluster == name for each in entry.published):
                     raise BadInput(self.file, f"models.{model}: published plans are of one device", "name its cluster")
-        reference = self.of.clusters.keys() | self.of.mixed_clusters.keys()
-        known = self._workflow.of.clusters.keys() if self._own else reference
-        for model, of in self.of.models.items():
-            for cluster in (*of.clusters, *(each.cluster for each in of.published)):
-                if cluster not in known:
-                    raise BadInput(self.file, f"models.{model}: there is no cluster {cluster!r}", "add it to clusters")
+        reference = settings.clusters.keys() | settings.mixed_clusters.keys()
+        known = self._workflow.settings.clusters.keys() if self._is_local else reference
+        for model, entry in settings.models.items():
+            self._check_cluster(
+                f"models.{model}", (*entry.clusters, *(each.cluster for each in entry.published)), known
+            )
         for model, cluster in self.pairs:
             self.cells_json(model, cluster)
-        for name in self.of.fronts:
+        for name in settings.fronts:
             self._check_front(name, known)
 
+    def _check_cluster(self, where: str, clusters: Iterable[str], known: Collection[str]) -> None:
+        for cluster in clusters:
+            if cluster not in known:
+                raise BadInput(self.file, f"{where}: there is no cluster {cluster!r}", "add it to clusters")
+
     def _check_front(self, name: str, clusters: Collection[str]) -> None:
-        of, where = self.of.fronts[name], f"fronts.{name}"
-        if of.model not in self.of.models:
-            raise BadInput(self.file, f"{where}: there is no model {of.model!r}", "add it to models")
-        if of.cluster not in clusters:
-            raise BadInput(self.file, f"{where}: there is no cluster {of.cluster!r}", "add it to clusters")
+        front, where = self.settings.fronts[name], f"fronts.{name}"
+        if front.model not in self.settings.models:
+            raise BadInput(self.file, f"{where}: there is no model {front.model!r}", "add it to models")
+        self._check_cluster(where, (front.cluster,), clusters)
         self.front_json(name)
-        cluster = self._workflow.cluster(of.cluster) if self._own else json.loads(self.cluster_json(of.cluster))
+        local = self._is_local
+        cluster = self._workflow.cluster(front.cluster) if local else json.loads(self.cluster_json(front.cluster))
         for node_type, node in cluster["node_types"].items():
             if node["usd_per_hour"] is None:
                 raise BadInput(self.file, f"{where}: nodes of {node_type} have no price", "give them usd_per_hour")
 
 
-def _node_of(cluster: GridCluster) -> dict[str, Any]:
-    memory_bytes = int(cluster.memory_gib * GIB)
-    found = {"device": cluster.device, "devices_per_node": cluster.devices_per_node, "memory_bytes": memory_bytes}
-    return found | {"usd_per_hour": cluster.usd_per_hour}
+def _node_type(cluster: GridCluster) -> dict[str, Any]:
+    return {
+        "device": cluster.device,
+        "devices_per_node": cluster.devices_per_node,
+        "memory_bytes": int(cluster.memory_gib * GIB),
+        "usd_per_hour": cluster.usd_per_hour,
+    }
 
 
-def read_grids(root: Path, workflow: Workflow) -> dict[str, GridFile]:
-    """Return the grids by name; those of own models are left out where the configuration has not all of them.
-
-    Raises BadInput.
-    """
-    files = sorted((root / "config" / "grids").glob("*.yaml"))
-    every = {path.stem: GridFile(path.stem, root, workflow) for path in files}
-    return {name: grid for name, grid in every.items() if grid.is_of_configuration}
+def _evaluation(plan: str, files: Inputs) -> str:
+    """Return the command that evaluates a plan."""
+    prediction = plan.removesuffix(".json") + ".prediction.json"
+    return command_line("evaluate", plan, *files.profiles, out=prediction)
 
 
 def _size_name(memory_gib: float, batch: int) -> str:
@@ -250,6 +248,11 @@ def _size_name(memory_gib: float, batch: int) -> str:
     return f"m{memory_gib:g}-b{batch}"
 
 
-def _document(kind: type[Cluster | Grid | SearchRequest], content: Mapping[str, Any], file: str) -> str:
-    converted(content, kind, "", file)
-    return json.dumps({"format": kind.FORMAT, "version": kind.VERSION, **content}, sort_keys=True, allow_nan=False)
+def read_grids(root: Path, workflow: Workflow) -> dict[str, GridFile]:
+    """Return the grids by name, except those of models and clusters that the configuration does not have.
+
+    Raises BadInput.
+    """
+    files = sorted((root / "config" / "grids").glob("*.yaml"))
+    grids = {path.stem: GridFile(path.stem, root, workflow) for path in files}
+    return {name: grid for name, grid in grids.items() if grid.is_of_configuration}

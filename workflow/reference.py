@@ -3,10 +3,11 @@
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+from configuration import command_line
 from configuration_files import read_yaml
 
 _FOLDER = "results/reference"
@@ -24,37 +25,35 @@ class Reference:
         self._ratio: float = content["backward_ratio"]
         self.galvatron: Mapping[str, Any] = content["galvatron"]
         self._fasop: Mapping[str, Any] = content["fasop"]
-        described = {name: of for name, of in self.galvatron["profiles"].items() if "preset" in of}
+        self._constants = root / "config/reference/fasop-constants.json"
+        presets = {name: model for name, model in self.galvatron["profiles"].items() if "preset" in model}
         fasop = {
-            f"fasop-{name}": {**of, "sequence_lengths": [of["sequence_length"]]}
-            for name, of in self._fasop["models"].items()
+            f"fasop-{name}": {**model, "sequence_lengths": [model["sequence_length"]]}
+            for name, model in self._fasop["models"].items()
         }
-        self._described: Mapping[str, Any] = described | fasop
+        self._described: Mapping[str, Any] = presets | fasop
 
     def configs(self) -> Mapping[str, str]:
         """Return the Hugging Face configuration of each model, its preset's with what differs, by path."""
-        return {f"{_FOLDER}/models/{name}/config.json": self._config(of) for name, of in self._described.items()}
+        return {f"{_FOLDER}/models/{name}/config.json": self._config(model) for name, model in self._described.items()}
 
     def describe_lines(self) -> list[str]:
         """Return the commands that describe every model at every length, for `shardwright-train batch`."""
+        lengths = ((name, length) for name, model in self._described.items() for length in model["sequence_lengths"])
         return [
-            _line("describe", f"{_FOLDER}/models/{name}", name=name, sequence_length=length, out=_model(name, length))
-            for name, of in self._described.items()
-            for length in of["sequence_lengths"]
+            command_line(
+                "describe", f"{_FOLDER}/models/{name}", name=name, sequence_length=length, out=_model(name, length)
+            )
+            for name, length in lengths
         ]
 
     def import_lines(self) -> list[str]:
         """Return the commands that import every profile, for `shardwright-profile batch`; hardware comes first."""
-        fasop = (
-            self._fasop_profile(f"fasop-{model}@{gpu}", model, gpu)
-            for model in self._fasop["models"]
-            for gpu in self._fasop["gpus"]
-        )
         return [
-            *(self._hardware(name, of) for name, of in self.galvatron["hardware"].items()),
-            *(self._fasop_hardware(name, of) for name, of in self._fasop["hardware"].items()),
-            *(self._profile(name, of) for name, of in self.galvatron["profiles"].items()),
-            *fasop,
+            *(self._hardware(name, tables) for name, tables in self.galvatron["hardware"].items()),
+            *(self._fasop_hardware(name, figures) for name, figures in self._fasop["hardware"].items()),
+            *(self._profile(name, model) for name, model in self.galvatron["profiles"].items()),
+            *(self._fasop_profile(*pair) for pair in product(self._fasop["models"], self._fasop["gpus"])),
         ]
 
     def _config(self, model: Mapping[str, Any]) -> str:
@@ -67,41 +66,42 @@ class Reference:
             option: [f"{folder}/{table}_{size}_per_node.json" for size in tables[option]]
             for option, table in _TABLES.items()
         }
-        return _line(
+        return command_line(
             "import", "galvatron-hardware", cluster=name, device=self.galvatron["device"], **files,
-            overlap=f"{folder}/overlap_coefficient.json", out=_hardware(name),
+            overlap=f"{folder}/overlap_coefficient.json", out=f"{_FOLDER}/hardware/{name}.h5",
         )  # fmt: skip
 
-    def _profile(self, name: str, of: Mapping[str, Any]) -> str:
-        folder = f"{_SDIST}/galvatron/models/{of['folder']}/configs"
-        own = {"type": of["types"], "name": name, "model_out": f"{_FOLDER}/models/{name}.json"} if "types" in of else {}
-        return _line(
-            "import", "galvatron", *(["--repair"] if of.get("repair") else []),
-            computation=f"{folder}/computation_profiling_bf16_{of['files']}.json",
-            memory=f"{folder}/memory_profiling_bf16_{of['files']}.json",
-            model=[_model(name, length) for length in of.get("sequence_lengths", ())], **own,
-            hardware=_hardware(self.galvatron["traffic_of"]), device=self.galvatron["device"],
-            backward_ratio=self._ratio, tp_sizes=self.galvatron["tp_sizes"],
-            micro_batch_sizes=of.get("micro_batch_sizes", self.galvatron["micro_batch_sizes"]), out=_profile(name),
+    def _profile(self, name: str, model: Mapping[str, Any]) -> str:
+        folder, usual = f"{_SDIST}/galvatron/models/{model['folder']}/configs", self.galvatron
+        layers = (
+            {"type": model["types"], "name": name, "model_out": f"{_FOLDER}/models/{name}.json"}
+            if "types" in model
+            else {}
+        )
+        return command_line(
+            "import", "galvatron", *(["--repair"] if model.get("repair") else []),
+            computation=f"{folder}/computation_profiling_bf16_{model['files']}.json",
+            memory=f"{folder}/memory_profiling_bf16_{model['files']}.json",
+            model=[_model(name, length) for length in model.get("sequence_lengths", ())],
+            **layers,
+            hardware=f"{_FOLDER}/hardware/{usual['traffic_of']}.h5", device=usual["device"],
+            backward_ratio=self._ratio, tp_sizes=usual["tp_sizes"],
+            micro_batch_sizes=model.get("micro_batch_sizes", usual["micro_batch_sizes"]), out=_profile(name),
         )  # fmt: skip
 
-    def _fasop_hardware(self, name: str, of: Mapping[str, Any]) -> str:
-        return _line(
-            "import", "fasop-hardware", constants=self._constants, **of, device=of["gpu"], cluster=name,
-            out=_hardware(name),
+    def _fasop_hardware(self, name: str, figures: Mapping[str, Any]) -> str:
+        return command_line(
+            "import", "fasop-hardware", constants=self._constants, **figures, device=figures["gpu"], cluster=name,
+            out=f"{_FOLDER}/hardware/{name}.h5",
         )  # fmt: skip
 
-    def _fasop_profile(self, name: str, model: str, gpu: str) -> str:
-        described = _model(f"fasop-{model}", self._fasop["models"][model]["sequence_length"])
-        return _line(
+    def _fasop_profile(self, model: str, gpu: str) -> str:
+        description = _model(f"fasop-{model}", self._fasop["models"][model]["sequence_length"])
+        return command_line(
             "import", "fasop", times=self._root / "config/reference/fasop-layer-times.csv", constants=self._constants,
-            model_name=model, gpu=gpu, device=gpu, model=described, backward_ratio=self._ratio,
-            micro_batch_sizes=self._fasop["micro_batch_sizes"], out=_profile(name),
+            model_name=model, gpu=gpu, device=gpu, model=description, backward_ratio=self._ratio,
+            micro_batch_sizes=self._fasop["micro_batch_sizes"], out=_profile(f"fasop-{model}@{gpu}"),
         )  # fmt: skip
-
-    @property
-    def _constants(self) -> Path:
-        return self._root / "config/reference/fasop-constants.json"
 
 
 def outputs(lines: Iterable[str]) -> Iterator[str]:
@@ -114,18 +114,5 @@ def _model(name: str, length: int) -> str:
     return f"{_FOLDER}/models/{name}-{length}.json"
 
 
-def _hardware(name: str) -> str:
-    return f"{_FOLDER}/hardware/{name}.h5"
-
-
 def _profile(name: str) -> str:
     return f"{_FOLDER}/profiles/{name}.h5"
-
-
-def _line(*words: str, **options: object) -> str:
-    """Return a command as a line of a batch; a list repeats its option."""
-    spelled = list(words)
-    for name, value in options.items():
-        for each in value if isinstance(value, list) else [value]:
-            spelled += [f"--{name.replace('_', '-')}", str(each)]
-    return shlex.join(spelled)

@@ -1,12 +1,31 @@
-"""Slurm resources of a job that starts ranks: nodes of several types are the components of one heterogeneous job."""
+"""Jobs of Slurm that start ranks: their resources, the signal before their time limit, and their state.
 
+Nodes of several types are the components of one heterogeneous job.
+"""
+
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from math import ceil
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from configuration_types import ClusterNodes, NodeKind, Slurm
+from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.types import Plan, Prediction
 
+START_S = 30.0
+"""Seconds for the signal's way to the ranks and their end, besides steps and saves: an assumption."""
+SAVE_BYTES_PER_S = 200e6
+"""Bytes per second that a shared file system takes in: a low assumption; a run's `grace_s` overrides it."""
+_STATE_BYTES = 12
+"""Bytes of a parameter in a checkpoint: itself and AdamW's two moments, in 32 bits."""
+_SAVES = 2
+"""Number of saves to allow for: one may be under way when the signal comes."""
+_STEPS = 2
+"""Number of steps to allow for: the one that the signal comes in, and one in case steps are slower than predicted."""
 _NAMED = {"slurm_partition": "-p", "slurm_account": "-A", "constraint": "-C"}
 """Resources that are left to the profile where no node type sets them, and the options of sbatch they become."""
 
@@ -19,9 +38,9 @@ class Component(NamedTuple):
 
     def named(self, defaults: Mapping[str, str]) -> dict[str, str]:
         """Return the resources of `_NAMED` that the node type sets, or else these defaults."""
-        said = zip(_NAMED, (self.slurm.partition, self.slurm.account, self.slurm.constraint), strict=True)
-        found = ((name, defaults.get(name) if own is None else own) for name, own in said)
-        return {name: value for name, value in found if value is not None}
+        set_here = zip(_NAMED, (self.slurm.partition, self.slurm.account, self.slurm.constraint), strict=True)
+        values = ((name, defaults.get(name) if value is None else value) for name, value in set_here)
+        return {name: value for name, value in values if value is not None}
 
 
 def components_of(cluster: ClusterNodes, node_types: Mapping[str, NodeKind]) -> tuple[Component, ...]:
@@ -87,3 +106,43 @@ def _options(component: Component, minutes: int, defaults: Mapping[str, str], ea
     said = " ".join(f"{_NAMED[name]}{shlex.quote(value)}''" for name, value in named)
     sizes = rf"-N{nodes} -n{nodes} -c{slurm.cpus_per_node} -t{minutes} --mem\={slurm.mem_mb}"
     return " ".join(filter(None, (_extra(component, each), said, sizes)))
+
+
+def signal_lead_s(plan: Path, prediction: Path, grace_s: float | None, runtime_min: int) -> int:
+    """Return the seconds before a job's end at which Slurm is to signal it: `grace_s`, else the time of a stop.
+
+    A stop takes two predicted steps, two saves and a start. Raises FileNotFoundError while the files are not there yet,
+    BadInput where half of the job would be spent so.
+    """
+    lead_s = grace_s
+    if lead_s is None:
+        for file in (plan, prediction):
+            os.stat(str(file))
+        planned = read_document(plan, Plan)
+        save_s = _STATE_BYTES * planned.model.parameter_count / SAVE_BYTES_PER_S
+        lead_s = START_S + _STEPS * _predicted_step_s(planned, read_document(prediction, Prediction)) + _SAVES * save_s
+    if lead_s > 30 * runtime_min:
+        problem = f"a stop in order takes up to {ceil(lead_s)} s of a job of {runtime_min} min"
+        raise BadInput(plan, problem, "raise node_types.<name>.slurm.runtime_min")
+    return ceil(lead_s)
+
+
+def _predicted_step_s(plan: Plan, prediction: Prediction) -> float:
+    """Return the predicted step time of the plan: the chosen one or, if the measured winner was selected, that one."""
+    estimates = {prediction.plan_sha256: prediction.estimate}
+    estimates |= {runner_up.plan.sha256: runner_up.estimate for runner_up in prediction.runners_up}
+    return estimates[plan.sha256].simulated_step_time_s
+
+
+def know_heterogeneous_jobs(plugin: ModuleType) -> None:
+    """Let Snakemake's plugin for Slurm (2.8.0) find the state of a job 7 whose first component squeue calls 7+0.
+
+    A heterogeneous job ends with its first component; without this, the plugin waits on after the job's end.
+    """
+    query = plugin.query_job_status
+
+    async def by_number(*arguments: object) -> tuple[dict[str, str] | None, float | None]:
+        states, took_s = await query(*arguments)
+        return states and {name.removesuffix("+0"): state for name, state in states.items()}, took_s
+
+    plugin.query_job_status = by_number  # type: ignore[attr-defined]

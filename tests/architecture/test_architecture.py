@@ -217,7 +217,7 @@ def test_every_rule_names_its_outputs_log_benchmark_and_resources():
         for block in re.split(r"^rule ", path.read_text(), flags=re.MULTILINE)[1:]:
             name = block.partition(":")[0]
             if "shell:" in block and not name.startswith("write_"):
-                for part in ("output:", "log:", "benchmark:", "message:", "threads:", "resources:"):
+                for part in ("output:", "log:", "benchmark:", "message:", "resources:"):
                     assert part in block, f"{path.name}: {name} has no {part}"
             assert not re.search(r"^    (run|script):", block, re.MULTILINE), f"{name}: shell starts fastest"
 

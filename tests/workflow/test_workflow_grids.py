@@ -14,7 +14,7 @@ import yaml
 from sample_results import a_plan, write_sample_results
 
 from configuration import load_workflow
-from front_table import front_markdown
+from grid_page import front_markdown
 from grids import GridFile, read_grids
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.types import Cluster, Plans, Prediction
@@ -39,8 +39,8 @@ def test_every_pair_has_each_space_once_at_each_size(name):
         raw = json.loads(grid.cells_json(*pair))
         cells = msgspec.convert({"searches": raw["searches"]}, Grid).searches
         sizes = {(cell.memory_gib, cell.global_batch_size) for cell in cells}
-        assert len(cells) == len(sizes) * len(grid.of.spaces)
-        assert {str(cell.space) for cell in cells} == set(grid.of.spaces)
+        assert len(cells) == len(sizes) * len(grid.settings.spaces)
+        assert {str(cell.space) for cell in cells} == set(grid.settings.spaces)
         for path, each in grid.published(*pair):
             assert (each.memory_gib, each.global_batch_size) in sizes
             assert f"{Path(path).stem}-full" in {cell.name for cell in cells}
@@ -91,7 +91,7 @@ def test_even_plans_are_made_by_commands_that_exist():
     assert (asked.pp_size, asked.num_microbatches, asked.global_batch_size) == (2, 8, 32)
     assert str(asked.out) == "results/grids/laptop/even/demo-mixed@laptop-mixed/b32.json" == evaluate[1]
     assert len(APP.commands["evaluate"].parse("evaluate", evaluate[1:]).profile) == 2
-    assert list(GRIDS["laptop"].even_lines("demo", "laptop")) == [] and not GRIDS["laptop"].even_folder(
+    assert list(GRIDS["laptop"].even_lines("demo", "laptop")) == [] and not GRIDS["laptop"].even_folders(
         "demo", "laptop"
     )
 
@@ -121,11 +121,11 @@ def _written(folder, name, change):
 
 def test_a_front_is_searched_over_nodes_with_prices():
     grid = GRIDS["fasop"]
-    assert list(grid.of.fronts) == ["gpt2XL", "bert", "T5"]
+    assert list(grid.settings.fronts) == ["gpt2XL", "bert", "T5"]
     raw = json.loads(grid.front_json("bert"))
     request = msgspec.convert({k: v for k, v in raw.items() if k not in ("format", "version")}, SearchRequest)
     assert (request.space, request.global_batch_size, request.memory_gib, request.max_tp_size) == ("full", 128, None, 4)
-    cluster = json.loads(grid.cluster_json(grid.of.fronts["bert"].cluster))
+    cluster = json.loads(grid.cluster_json(grid.settings.fronts["bert"].cluster))
     assert {name: of["usd_per_hour"] for name, of in cluster["node_types"].items()} == {"a100": 32.7726, "a10": 9.773}
     assert Path(grid.front_inputs("T5").profile[1]).stem == "fasop-T5@A10"
 

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-from slurm_states import know_heterogeneous_jobs
+from slurm_jobs import know_heterogeneous_jobs
 
 ROOT = Path(__file__).parents[2]
 

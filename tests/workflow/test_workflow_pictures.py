@@ -7,8 +7,7 @@ import msgspec
 import pytest
 from sample_results import a_plan, an_estimate
 
-from memory_picture import draw_memory
-from plan_picture import StrategyColours, draw_plan
+from pictures import StrategyColours, draw_memory, draw_plan
 from shardwright_formats.display.svg import WIDTH, document, ticks
 from shardwright_formats.display.timeline import draw_timeline
 from shardwright_formats.display.units import bytes_text, seconds_text

@@ -13,17 +13,14 @@ import msgspec
 import pytest
 from sample_results import a_plan, write_sample_results
 
-import grid
 import report
-import summary
-from given_picture import read_picture
-from loss_picture import draw_loss, draw_step_times
-from report_numbers import numbers
-from results import evaluation_text, read_profile, read_run, read_search
+from pictures import draw_loss, draw_step_times
+from results import evaluation_text, read_picture, read_profile, read_run, read_search
 from shardwright_formats.display.plan_words import layers_summary
 from shardwright_formats.display.svg import bar, document, picture
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Cluster, NodeGroup, NodeType, Recompute
+from summaries import numbers, search_table, summary
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 1024 * 1024
@@ -85,7 +82,7 @@ def test_every_rank_that_was_measured_is_held_against_its_pipeline_stage(results
 def test_a_machine_that_has_changed_is_told_and_ratios_are_also_at_equal_speed(results):
     """The reference workload took 12 ms when the machine was profiled, 15 ms beside the plans: 1.25 times as long."""
     usual = report.page([read_search(results, "roomy")], [])
-    assert "has changed" not in usual and "has changed" not in summary.summary([read_search(results, "roomy")], [])
+    assert "has changed" not in usual and "has changed" not in summary([read_search(results, "roomy")], [])
     path = results / "plans" / "roomy.prediction.json"
     path.write_text(path.read_text().replace('"reference_s": 0.0145', '"reference_s": 0.012'))
     search = read_search(results, "roomy")
@@ -95,7 +92,7 @@ def test_a_machine_that_has_changed_is_told_and_ratios_are_also_at_equal_speed(r
         "machine has changed since it was profiled: while these plans were measured its reference workload took 1.25 "
         "times as long"
     )
-    assert f"<strong>The {told}" in page and told in summary.summary([search], [])
+    assert f"<strong>The {told}" in page and told in summary([search], [])
 
 
 def test_the_measured_winner_is_marked_where_runs_take_it(results):
@@ -104,7 +101,7 @@ def test_the_measured_winner_is_marked_where_runs_take_it(results):
         "chosen", "runner-up 1, selected", "runner-up 2",
     ]  # fmt: skip
     assert "selected" not in report.page([usual], [])
-    assert re.search(r"runner-up 1, selected +220 ms +250 ms", summary.summary([selected], []))
+    assert re.search(r"runner-up 1, selected +220 ms +250 ms", summary([selected], []))
 
 
 def test_what_was_learned_is_shown_with_its_evidence(results):
@@ -278,14 +275,14 @@ def test_evaluations_and_the_predicted_step_time_are_drawn_beside_what_was_measu
 
 
 def test_the_summary_names_plan_ratio_and_losses(results):
-    said = summary.summary([read_search(results, "roomy")], [read_run(results, "demo")])
+    said = summary([read_search(results, "roomy")], [read_run(results, "demo")])
     assert "plan roomy within 64 MiB a device: pp2, 4 microbatch(es), 1f1b" in said
     assert re.search(r"chosen +200 ms +210 ms +1\.05", said)
     assert "run demo: 100 steps, loss 7.600 -> 1.702 (-78%)" in said
 
 
 def test_the_grid_has_a_row_per_search(results):
-    (row,) = csv.DictReader(io.StringIO(grid.table([read_search(results, "roomy")])))
+    (row,) = csv.DictReader(io.StringIO(search_table([read_search(results, "roomy")])))
     assert (row["search"], row["predicted_step_time_s"], row["pp_size"]) == ("roomy", "0.2", "2")
     assert row["memory_budget_bytes"] == str(64 * MIB)
 

@@ -154,7 +154,17 @@ def hostile(tmp_path_factory, workspace_in):
 def test_every_rule_is_asked_for_of_a_hostile_configuration(hostile):
     _, called, _ = hostile
     rules = {name for path in RULES for name in re.findall(r"^rule (\w+):", path.read_text(), re.M)}
-    rules |= {f"write_{kind}" for kind in ("cluster", "unpriced_cluster", "model_config", "profile_settings", "search")}
+    rules |= set(re.findall(r"^use rule \w+ as (\w+) with:", "".join(path.read_text() for path in RULES), re.M))
+    documents = (
+        "cluster",
+        "unpriced_cluster",
+        "model_config",
+        "profile_settings",
+        "search",
+        "grid_cells",
+        "grid_cluster",
+    )
+    rules |= {f"write_{kind}" for kind in (*documents, "grid_front")} | {"grid_published_plans", "grid_even_plans"}
     assert rules - called.jobs.keys() == {"plans", "profiles", "runs"}
 
 

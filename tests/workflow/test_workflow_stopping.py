@@ -8,7 +8,7 @@ from sample_results import write_sample_results
 
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.types import Plan, Prediction
-from stopping import SAVE_BYTES_PER_S, START_S, signal_lead_s
+from slurm_jobs import SAVE_BYTES_PER_S, START_S, signal_lead_s
 
 
 @pytest.fixture

@@ -7,17 +7,13 @@ from pathlib import Path
 # From this file: the workflow is called by the Snakefile of the clone or by workflow/Snakefile.
 ROOT = Path(str(workflow.current_basedir)).parents[1]
 CONFIG_FILE = (
-    os.path.relpath(workflow.overwrite_configfiles[-1])
-    if workflow.overwrite_configfiles
-    else "config/config.yaml"
+    os.path.relpath(workflow.overwrite_configfiles[-1]) if workflow.overwrite_configfiles else "config/config.yaml"
 )
 
 sys.path.insert(0, str(ROOT / "workflow"))
 from configuration import load_workflow, spelled_options  # noqa: E402
 from configuration_files import check_configurations  # noqa: E402
-from slurm_jobs import job_resources  # noqa: E402
-from slurm_states import know_heterogeneous_jobs  # noqa: E402
-from stopping import signal_lead_s  # noqa: E402
+from slurm_jobs import job_resources, know_heterogeneous_jobs, signal_lead_s  # noqa: E402
 from shardwright_formats.io import one_line_errors  # noqa: E402
 
 if not workflow.overwrite_configfiles:
@@ -35,7 +31,7 @@ if "snakemake_executor_plugin_slurm" in sys.modules:
 
 
 # Of --sdm apptainer; none is published, so that a site names its own.
-container: CONFIG.of.container
+container: CONFIG.settings.container
 
 
 # Where rules find on_nodes.sh and resume.sh: in no rule's own text, so that a clone that is moved reruns nothing.
@@ -67,95 +63,82 @@ LIGHT = {"mem_mb": 2000, "runtime": 10}
 
 
 def all_cores(_wildcards):
-    """What is timed runs alone on this machine; on a cluster the job has its nodes to itself anyway."""
+    """Return the threads of a timed job: alone on this machine; on a cluster it has its nodes to itself anyway."""
     # workflow.cores refuses to answer where no --cores was given, as with Slurm and in dry runs.
     return workflow.resource_settings.cores or 1
 
 
 def profile_resources():
-    """The resources that Snakemake's profile gives every job, by name, without quotes."""
+    """Return the resources that Snakemake's profile gives every job, by name, without quotes."""
     defaults = workflow.resource_settings.default_resources or {}
-    return {name: str(of.raw).strip("'\"") for name, of in defaults.items()}
+    return {name: str(default.raw).strip("'\"") for name, default in defaults.items()}
 
 
 def on_nodes(components, runtime_min):
-    """Resources of a job that starts ranks, from a function of the wildcards: what the job consists of."""
+    """Return the resources of a job that starts ranks; `components` gives the job's components for the wildcards."""
 
-    def asked(name):
-        return lambda wildcards: job_resources(
-            components(wildcards), runtime_min, profile_resources()
-        ).get(name)
+    def resource(name):
+        return lambda wildcards: job_resources(components(wildcards), runtime_min, profile_resources()).get(name)
 
-    return {name: asked(name) for name in CONFIG.resource_names()}
+    return {name: resource(name) for name in CONFIG.resource_names()}
 
 
 def on_cluster(cluster_of, runtime_min):
-    """Resources of a job that runs on all of a cluster."""
-    return on_nodes(
-        lambda wildcards: CONFIG.components(cluster_of(wildcards)), runtime_min
-    )
+    """Return the resources of a job that runs on all of a cluster."""
+    return on_nodes(lambda wildcards: CONFIG.components(cluster_of(wildcards)), runtime_min)
 
 
 def nodes_options(cluster_of):
-    """What a command that starts ranks on all of a cluster is told of its nodes."""
-
-    def said(wildcards):
-        here = CONFIG.of.clusters[cluster_of(wildcards)].all_nodes_here
-        return ["--all-nodes-here"] if here else []
-
-    return said
+    """Return a function to the options on nodes of a command that starts ranks on all of a cluster."""
+    clusters = CONFIG.settings.clusters
+    return lambda wildcards: ["--all-nodes-here"] if clusters[cluster_of(wildcards)].all_nodes_here else []
 
 
-def cluster_of_search(wildcards):
-    return CONFIG.of.searches[wildcards.search].cluster
-
-
-def profiles_of_search(wildcards):
-    model = CONFIG.of.searches[wildcards.search].model
-    node_types = CONFIG.of.clusters[cluster_of_search(wildcards)].node_types
-    return [f"results/profiles/{model}@{node_type}.h5" for node_type in node_types]
+def search_of_run(wildcards):
+    return CONFIG.settings.searches[CONFIG.settings.runs[wildcards.run].search]
 
 
 def cluster_of_run(wildcards):
-    return CONFIG.of.searches[CONFIG.of.runs[wildcards.run].search].cluster
+    return search_of_run(wildcards).cluster
+
+
+def cluster_of_search(wildcards):
+    return CONFIG.settings.searches[wildcards.search].cluster
+
+
+def profiles_of_search(wildcards):
+    return CONFIG.profiles_of(CONFIG.settings.searches[wildcards.search])
 
 
 def with_signal(runtime_min):
-    """`slurm_extra` of a run: also the signal at which it is to stop in order, while there is time for it."""
+    """Return a function to `slurm_extra` of a run, with the signal that stops it in order while there is time."""
 
-    def asked(wildcards, input):
+    def slurm_extra(wildcards, input):
         components = CONFIG.components(cluster_of_run(wildcards))
-        grace_s = CONFIG.of.runs[wildcards.run].grace_s
-        files = Path(input.plan), Path(input.prediction)
         runtime = job_resources(components, runtime_min)["runtime"]
-        signal = f"--signal=TERM@{signal_lead_s(*files, grace_s, runtime)}"
-        asked_for = job_resources(components, runtime_min, profile_resources(), signal)
-        return asked_for["slurm_extra"]
+        grace_s = CONFIG.settings.runs[wildcards.run].grace_s
+        lead_s = signal_lead_s(Path(input.plan), Path(input.prediction), grace_s, runtime)
+        return job_resources(components, runtime_min, profile_resources(), f"--signal=TERM@{lead_s}")["slurm_extra"]
 
-    return asked
+    return slurm_extra
 
 
 def outliving_options(wildcards):
-    """What srun is told besides where a run starts lost nodes anew: not to end the others."""
-    several = CONFIG.of.clusters[cluster_of_run(wildcards)].num_machines > 1
-    restarts = CONFIG.of.runs[wildcards.run].max_restarts
+    """Return the options of srun by which other nodes outlive a lost one, for a run that starts lost nodes anew."""
+    several = CONFIG.settings.clusters[cluster_of_run(wildcards)].num_machines > 1
+    restarts = CONFIG.settings.runs[wildcards.run].max_restarts
     return ["--no-kill", "--kill-on-bad-exit=0"] if several and restarts else []
 
 
 def replan_options(wildcards):
-    """What a run whose nodes may be lost searches another plan with: the files its own was searched with."""
-    run = CONFIG.of.runs[wildcards.run]
+    """Return the files that the plan of a run was searched with, for a run that replans when nodes are lost."""
+    run, search = CONFIG.settings.runs[wildcards.run], search_of_run(wildcards)
     if run.on_node_loss != "replan":
         return []
-    search = CONFIG.of.searches[run.search]
-    profiles = [
-        f"results/profiles/{search.model}@{node_type}.h5"
-        for node_type in CONFIG.of.clusters[search.cluster].node_types
-    ]
     return spelled_options(
         {
             "replan_hardware": f"results/hardware/{search.cluster}.h5",
             "replan_search": f"results/searches/{run.search}.json",
-            "replan_profile": profiles,
+            "replan_profile": CONFIG.profiles_of(search),
         }
     )

@@ -1,5 +1,5 @@
 # Grids of searches, of config/grids: `snakemake --cores all results/grids/galvatron.md`, or `grids` for all of them.
-from grids import read_grids  # noqa: E402
+from grids import GridFile, read_grids  # noqa: E402
 
 with one_line_errors():
     GRIDS = read_grids(ROOT, CONFIG)
@@ -19,52 +19,10 @@ rule grids:
         expand("results/grids/{grid}.md", grid=GRIDS),
 
 
-rule write_grid_cells:
-    output:
-        "results/grids/{grid}/asked/{model}@{cluster}.json",
-    log:
-        "results/logs/grids/{grid}/asked/{model}@{cluster}.log",
-    localrule: True
-    params:
-        text=lambda wildcards: GRIDS[wildcards.grid].cells_json(
-            wildcards.model, wildcards.cluster
-        ),
-    shell:
-        "printf '%s\\n' {params.text:q} > {output:q} 2> {log:q}"
-
-
-rule write_grid_cluster:
-    output:
-        "results/grids/{grid}/clusters/{cluster}.json",
-    log:
-        "results/logs/grids/{grid}/clusters/{cluster}.log",
-    localrule: True
-    params:
-        text=lambda wildcards: GRIDS[wildcards.grid].cluster_json(wildcards.cluster),
-    shell:
-        "printf '%s\\n' {params.text:q} > {output:q} 2> {log:q}"
-
-
-rule write_grid_front:
-    output:
-        "results/grids/{grid}/fronts/{front}.search.json",
-    log:
-        "results/logs/grids/{grid}/fronts/{front}.search.log",
-    localrule: True
-    params:
-        text=lambda wildcards: GRIDS[wildcards.grid].front_json(wildcards.front),
-    shell:
-        "printf '%s\\n' {params.text:q} > {output:q} 2> {log:q}"
-
-
 # All cells of a model on a cluster are one job. Answers are kept by what they rest on, beyond what Snakemake deletes.
 rule grid_searches:
     input:
-        unpack(
-            lambda wildcards: GRIDS[wildcards.grid]
-            .inputs(wildcards.model, wildcards.cluster)
-            ._asdict()
-        ),
+        unpack(lambda wildcards: GRIDS[wildcards.grid].inputs(wildcards.model, wildcards.cluster)._asdict()),
         cells="results/grids/{grid}/asked/{model}@{cluster}.json",
     output:
         answers="results/grids/{grid}/answers/{model}@{cluster}.json",
@@ -72,14 +30,11 @@ rule grid_searches:
         "results/logs/grids/{grid}/{model}@{cluster}.log",
     benchmark:
         "results/benchmarks/grids/{grid}/{model}@{cluster}.tsv"
-    threads: 1
     resources:
         mem_mb=4000,
         runtime=240,
     params:
-        profiles=lambda wildcards: GRIDS[wildcards.grid]
-        .inputs(wildcards.model, wildcards.cluster)
-        .profiles,
+        profiles=lambda wildcards: GRIDS[wildcards.grid].inputs(wildcards.model, wildcards.cluster).profiles,
     message:
         "search the cells of {wildcards.model} on {wildcards.cluster}: progress and time left are in {log}"
     shell:
@@ -88,43 +43,41 @@ rule grid_searches:
         " --out {output.answers:q} > {log:q} 2>&1"
 
 
-rule grid_published_plans:
-    input:
-        unpack(
-            lambda wildcards: GRIDS[wildcards.grid]
-            .inputs(wildcards.model, wildcards.cluster)
-            ._asdict()
-        ),
-        "results/reference/hetu-galvatron",
-    output:
-        batch="results/grids/{grid}/published/{model}@{cluster}.txt",
-        plans=directory("results/grids/{grid}/published/{model}@{cluster}"),
-    log:
-        "results/logs/grids/{grid}/published/{model}@{cluster}.log",
-    benchmark:
-        "results/benchmarks/grids/{grid}/published/{model}@{cluster}.tsv"
-    threads: 1
-    resources:
-        **LIGHT,
-    params:
-        lines=lambda wildcards: list(
-            GRIDS[wildcards.grid].published_lines(wildcards.model, wildcards.cluster)
-        ),
-    message:
-        "price the published plans of {wildcards.model} on {wildcards.cluster}"
-    shell:
-        "mkdir -p {output.plans:q}; printf '%s\\n' {params.lines:q} > {output.batch:q};"
-        " shardwright-search batch {output.batch:q} > {log:q} 2>&1"
+for kind, lines_of, further in (
+    ("published", GridFile.published_lines, ["results/reference/hetu-galvatron"]),
+    ("even", GridFile.even_lines, []),
+):
+
+    rule:
+        name:
+            f"grid_{kind}_plans"
+        input:
+            unpack(lambda wildcards: GRIDS[wildcards.grid].inputs(wildcards.model, wildcards.cluster)._asdict()),
+            *further,
+        output:
+            batch=f"results/grids/{{grid}}/{kind}/{{model}}@{{cluster}}.txt",
+            plans=directory(f"results/grids/{{grid}}/{kind}/{{model}}@{{cluster}}"),
+        log:
+            f"results/logs/grids/{{grid}}/{kind}/{{model}}@{{cluster}}.log",
+        benchmark:
+            f"results/benchmarks/grids/{{grid}}/{kind}/{{model}}@{{cluster}}.tsv"
+        resources:
+            **LIGHT,
+        params:
+            lines=lambda wildcards, lines_of=lines_of: list(
+                lines_of(GRIDS[wildcards.grid], wildcards.model, wildcards.cluster)
+            ),
+        message:
+            f"price the {kind} plans of {{wildcards.model}} on {{wildcards.cluster}}"
+        shell:
+            "mkdir -p {output.plans:q}; printf '%s\\n' {params.lines:q} > {output.batch:q};"
+            " shardwright-search batch {output.batch:q} > {log:q} 2>&1"
 
 
 # The folder has plans beside the tables, which would be taken for points of the next front.
 rule grid_front:
     input:
-        unpack(
-            lambda wildcards: GRIDS[wildcards.grid]
-            .front_inputs(wildcards.front)
-            ._asdict()
-        ),
+        unpack(lambda wildcards: GRIDS[wildcards.grid].front_inputs(wildcards.front)._asdict()),
         search="results/grids/{grid}/fronts/{front}.search.json",
     output:
         multiext("results/grids/{grid}/fronts/{front}/front", ".csv", ".h5", ".svg"),
@@ -132,15 +85,12 @@ rule grid_front:
         "results/logs/grids/{grid}/fronts/{front}.log",
     benchmark:
         "results/benchmarks/grids/{grid}/fronts/{front}.tsv"
-    threads: 1
     resources:
         mem_mb=4000,
         runtime=240,
     params:
         folder=lambda wildcards, output: Path(output[0]).parent,
-        profiles=lambda wildcards: GRIDS[wildcards.grid]
-        .front_inputs(wildcards.front)
-        .profiles,
+        profiles=lambda wildcards: GRIDS[wildcards.grid].front_inputs(wildcards.front).profiles,
     message:
         "search the front {wildcards.front}, step time against price: progress is in {log}"
     shell:
@@ -148,40 +98,9 @@ rule grid_front:
         " {params.profiles:q} --search {input.search:q} --out {params.folder:q} > {log:q} 2>&1"
 
 
-rule grid_even_plans:
-    input:
-        unpack(
-            lambda wildcards: GRIDS[wildcards.grid]
-            .inputs(wildcards.model, wildcards.cluster)
-            ._asdict()
-        ),
-    output:
-        batch="results/grids/{grid}/even/{model}@{cluster}.txt",
-        plans=directory("results/grids/{grid}/even/{model}@{cluster}"),
-    log:
-        "results/logs/grids/{grid}/even/{model}@{cluster}.log",
-    benchmark:
-        "results/benchmarks/grids/{grid}/even/{model}@{cluster}.tsv"
-    threads: 1
-    resources:
-        **LIGHT,
-    params:
-        lines=lambda wildcards: list(
-            GRIDS[wildcards.grid].even_lines(wildcards.model, wildcards.cluster)
-        ),
-    message:
-        "price the even plans of {wildcards.model} on {wildcards.cluster}"
-    shell:
-        "mkdir -p {output.plans:q}; printf '%s\\n' {params.lines:q} > {output.batch:q};"
-        " shardwright-search batch {output.batch:q} > {log:q} 2>&1"
-
-
 rule grid_measure:
     input:
-        even=lambda wildcards: GRIDS[wildcards.grid].even_folder(
-            wildcards.model, wildcards.cluster
-        )
-        or [],
+        even=lambda wildcards: GRIDS[wildcards.grid].even_folders(wildcards.model, wildcards.cluster),
         answers="results/grids/{grid}/answers/{model}@{cluster}.json",
         script=ROOT / "workflow/scripts/grid_tables.py",
     output:
@@ -196,32 +115,24 @@ rule grid_measure:
         **on_cluster(lambda wildcards: wildcards.cluster, 240),
     params:
         nodes=nodes_options(lambda wildcards: wildcards.cluster),
-        even=lambda wildcards, input: spelled_options(
-            {"even": [*filter(None, [input.even])]}
-        ),
-        of=lambda wildcards: GRIDS[wildcards.grid].of.measure,
+        even=lambda wildcards, input: spelled_options({"even": list(input.even)}),
+        measure=lambda wildcards: GRIDS[wildcards.grid].settings.measure,
     message:
         "measure the plans of {wildcards.model} on {wildcards.cluster}"
     shell:
         "( python {input.script:q} plans {input.answers:q} --folder results/cells {params.even:q} --out {output.plans:q} &&"
         " on_nodes.sh {resources.node_groups:q}"
-        " shardwright-train measure {output.plans:q} {params.nodes:q} --steps {params.of.steps:q}"
-        " --warmup-steps {params.of.warmup_steps:q} --out {output.measurement:q} ) 2> {log:q}"
+        " shardwright-train measure {output.plans:q} {params.nodes:q} --steps {params.measure.steps:q}"
+        " --warmup-steps {params.measure.warmup_steps:q} --out {output.measurement:q} ) 2> {log:q}"
 
 
 rule grid_table:
     input:
         cells=lambda wildcards: GRIDS[wildcards.grid].parts("asked"),
         answers=lambda wildcards: GRIDS[wildcards.grid].parts("answers"),
-        published=lambda wildcards: [
-            f"results/grids/{wildcards.grid}/published/{model}@{cluster}"
-            for model, cluster in GRIDS[wildcards.grid].pairs
-            if GRIDS[wildcards.grid].published(model, cluster)
-        ],
+        published=lambda wildcards: GRIDS[wildcards.grid].published_folders,
         even=lambda wildcards: [
-            folder
-            for pair in GRIDS[wildcards.grid].pairs
-            if (folder := GRIDS[wildcards.grid].even_folder(*pair))
+            folder for pair in GRIDS[wildcards.grid].pairs for folder in GRIDS[wildcards.grid].even_folders(*pair)
         ],
         measured=lambda wildcards: GRIDS[wildcards.grid].measurements,
         fronts=lambda wildcards: GRIDS[wildcards.grid].fronts,
@@ -232,14 +143,11 @@ rule grid_table:
         "results/logs/grids/{grid}.log",
     benchmark:
         "results/benchmarks/grids/{grid}.tsv"
-    threads: 1
     resources:
         **LIGHT,
     params:
         script=ROOT / "workflow/scripts/grid_tables.py",
-        measured=lambda wildcards, input: spelled_options(
-            {"measured": list(input.measured)}
-        ),
+        measured=lambda wildcards, input: spelled_options({"measured": list(input.measured)}),
         fronts=lambda wildcards, input: spelled_options({"front": list(input.fronts)}),
     message:
         "write the tables of the grid {wildcards.grid}"

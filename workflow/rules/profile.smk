@@ -5,14 +5,8 @@ ruleorder: analytic_profile > fit
 
 rule profiles:
     input:
-        [
-            f"results/hardware/{search.cluster}.h5"
-            for search in CONFIG.of.searches.values()
-        ],
-        [
-            f"results/profiles/{model}@{node_type}.h5"
-            for model, node_type in CONFIG.profiled_pairs()
-        ],
+        [f"results/hardware/{search.cluster}.h5" for search in CONFIG.settings.searches.values()],
+        [f"results/profiles/{model}@{node_type}.h5" for model, node_type in CONFIG.profiled_pairs()],
 
 
 # A model, or as MODEL@LENGTH the same at another sequence length, for its profile.
@@ -25,7 +19,6 @@ rule describe:
         "results/logs/describe/{described}.log",
     benchmark:
         "results/benchmarks/describe/{described}.tsv"
-    threads: 1
     resources:
         mem_mb=4000,
     params:
@@ -51,9 +44,7 @@ rule hardware:
         **on_cluster(lambda wildcards: wildcards.cluster, runtime_min=60),
     params:
         nodes=nodes_options(lambda wildcards: wildcards.cluster),
-        time_budget_s=lambda wildcards: CONFIG.sections["clusters"][wildcards.cluster][
-            "hardware_time_budget_s"
-        ],
+        time_budget_s=lambda wildcards: CONFIG.sections["clusters"][wildcards.cluster]["hardware_time_budget_s"],
     message:
         "measure collectives and device rates on {wildcards.cluster}, for {params.time_budget_s} s"
     shell:
@@ -74,15 +65,10 @@ rule analytic_hardware:
     wildcard_constraints:
         cluster=CONFIG.analytic_clusters(),
     priority: 1  # seconds; what is measured may take minutes
-    threads: 1
     resources:
         **LIGHT,
     params:
-        network=lambda wildcards: CONFIG.options(
-            "clusters",
-            wildcards.cluster,
-            without=("nodes", "hardware", "hardware_time_budget_s", "all_nodes_here"),
-        ),
+        network=lambda wildcards: CONFIG.network_options(wildcards.cluster),
     message:
         "estimate collectives and device rates on {wildcards.cluster}: analytic, not measured"
     shell:
@@ -94,7 +80,7 @@ rule analytic_profile:
     input:
         models=lambda wildcards: CONFIG.described(wildcards.model),
         cluster="results/clusters/1x{node_type}.json",
-        settings=lambda wildcards: f"results/settings/{CONFIG.of.models[wildcards.model].profile}.json",
+        settings=lambda wildcards: f"results/settings/{CONFIG.settings.models[wildcards.model].profile}.json",
     output:
         profile="results/profiles/{model}@{node_type}.h5",
     log:
@@ -104,31 +90,29 @@ rule analytic_profile:
     wildcard_constraints:
         model=CONFIG.analytic_models(),
     priority: 1  # seconds; what is measured may take minutes
-    threads: 1
     resources:
         **LIGHT,
     params:
         models=lambda wildcards, input: spelled_options({"model": list(input.models)}),
-        told=lambda wildcards: CONFIG.estimate_options(wildcards.model),
+        estimate=lambda wildcards: CONFIG.estimate_options(wildcards.model),
     message:
         "estimate the profile of {wildcards.model} on {wildcards.node_type}: analytic, not measured"
     shell:
         "shardwright-profile analytic {params.models:q} --settings {input.settings:q} --cluster {input.cluster:q}"
-        " --node-type {wildcards.node_type:q} {params.told:q} --out {output.profile:q} 2> {log:q}"
+        " --node-type {wildcards.node_type:q} {params.estimate:q} --out {output.profile:q} 2> {log:q}"
 
 
 rule probes:
     input:
         models=lambda wildcards: CONFIG.described(wildcards.model),
         cluster="results/clusters/1x{node_type}.json",
-        settings=lambda wildcards: f"results/settings/{CONFIG.of.models[wildcards.model].profile}.json",
+        settings=lambda wildcards: f"results/settings/{CONFIG.settings.models[wildcards.model].profile}.json",
     output:
         probes="results/probes/{model}@{node_type}.json",
     log:
         "results/logs/probes/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/probes/{model}@{node_type}.tsv"
-    threads: 1
     resources:
         **LIGHT,
     params:
@@ -151,10 +135,7 @@ rule measure:
         "results/benchmarks/measure/{model}@{node_type}.tsv"
     threads: all_cores
     resources:
-        **on_nodes(
-            lambda wildcards: CONFIG.one_node(wildcards.node_type),
-            runtime_min=60,
-        ),
+        **on_nodes(lambda wildcards: CONFIG.one_node(wildcards.node_type), runtime_min=60),
     params:
         options=lambda wildcards: CONFIG.measure_options(wildcards.model),
     message:
@@ -174,7 +155,6 @@ rule fit:
         "results/logs/fit/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/fit/{model}@{node_type}.tsv"
-    threads: 1
     resources:
         **LIGHT,
     message:
@@ -192,7 +172,6 @@ rule picture:
         "results/logs/picture/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/picture/{model}@{node_type}.tsv"
-    threads: 1
     resources:
         **LIGHT,
     message:

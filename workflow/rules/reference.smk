@@ -21,7 +21,6 @@ rule reference_sdist:
         "results/logs/reference/sdist.log",
     benchmark:
         "results/benchmarks/reference/sdist.tsv"
-    threads: 1
     resources:
         **LIGHT,
     params:
@@ -48,7 +47,6 @@ rule reference_models:
         "results/logs/reference/describe.log",
     benchmark:
         "results/benchmarks/reference/describe.tsv"
-    threads: 1
     resources:
         mem_mb=4000,
     params:
@@ -76,7 +74,6 @@ rule reference_imports:
         "results/logs/reference/import.log",
     benchmark:
         "results/benchmarks/reference/import.tsv"
-    threads: 1
     resources:
         **LIGHT,
     params:

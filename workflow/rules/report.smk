@@ -1,33 +1,22 @@
 # One page that says what was planned, what was predicted and what came of it.
 rule report:
     input:
-        scripts=sorted((ROOT / "workflow/scripts").glob("*.py"))
-        + sorted((ROOT / "workflow/scripts").glob("*.css")),
-        plans=expand("results/plans/{search}.json", search=CONFIG.of.searches),
-        predictions=expand(
-            "results/plans/{search}.prediction.json", search=CONFIG.of.searches
-        ),
+        scripts=sorted((ROOT / "workflow/scripts").glob("*.py")) + sorted((ROOT / "workflow/scripts").glob("*.css")),
+        plans=expand("results/plans/{search}.json", search=CONFIG.settings.searches),
+        predictions=expand("results/plans/{search}.prediction.json", search=CONFIG.settings.searches),
         measurements=expand(
             "results/{folder}/{search}.json",
             folder=["measurements/plans", "corrections"],
             search=CONFIG.measured_searches(),
         ),
-        selected=[
-            CONFIG.plan_of(search)
-            for search in CONFIG.of.searches
-            if CONFIG.selects(search)
-        ],
-        runs=expand(
-            "results/runs/{run}/{file}",
-            run=CONFIG.of.runs,
-            file=["metrics.jsonl", "DONE.json"],
-        ),
+        selected=[CONFIG.plan_of(search) for search in CONFIG.settings.searches if CONFIG.selects(search)],
+        runs=expand("results/runs/{run}/{file}", run=CONFIG.settings.runs, file=["metrics.jsonl", "DONE.json"]),
         profiles=[
             f"results/{folder}/{model}@{node_type}.{kind}"
             for model, node_type in CONFIG.profiled_pairs()
             for folder, kind in (("profiles", "h5"), ("pictures", "svg"))
         ],
-        pictures=list(CONFIG.of.pictures),
+        pictures=list(CONFIG.settings.pictures),
     output:
         page="results/report.html",
         numbers="results/report.json",
@@ -36,24 +25,20 @@ rule report:
         "results/logs/report.log",
     benchmark:
         "results/benchmarks/report.tsv"
-    threads: 1
     resources:
         **LIGHT,
     params:
         script=ROOT / "workflow/scripts/show.py",
-        of=[
+        names=[
             "--results=results",
-            *(f"--search={search}" for search in CONFIG.of.searches),
-            *(
-                f"--selected={search}"
-                for search in filter(CONFIG.selects, CONFIG.of.searches)
-            ),
-            *(f"--run={run}" for run in CONFIG.of.runs),
+            *(f"--search={search}" for search in CONFIG.settings.searches),
+            *(f"--selected={search}" for search in filter(CONFIG.selects, CONFIG.settings.searches)),
+            *(f"--run={run}" for run in CONFIG.settings.runs),
         ],
         profiles=[f"--profile={'@'.join(pair)}" for pair in CONFIG.profiled_pairs()],
-        pictures=[f"--picture={path}" for path in CONFIG.of.pictures],
+        pictures=[f"--picture={path}" for path in CONFIG.settings.pictures],
     message:
         "write the report"
     shell:
-        "( python {params.script:q} page {params.of:q} {params.profiles:q} {params.pictures:q} --out {output.page:q}"
-        " && python {params.script:q} summary {params.of:q} > {output.summary:q} ) 2> {log:q}"
+        "( python {params.script:q} page {params.names:q} {params.profiles:q} {params.pictures:q} --out {output.page:q}"
+        " && python {params.script:q} summary {params.names:q} > {output.summary:q} ) 2> {log:q}"

@@ -1,17 +1,17 @@
 # From profiles to plans.
 rule plans:
     input:
-        expand("results/plans/{search}.json", search=CONFIG.of.searches),
+        expand("results/plans/{search}.json", search=CONFIG.settings.searches),
 
 
 rule search:
     input:
         cluster=lambda wildcards: f"results/clusters/{cluster_of_search(wildcards)}.json",
-        model=lambda wildcards: f"results/models/{CONFIG.of.searches[wildcards.search].model}.json",
+        model=lambda wildcards: f"results/models/{CONFIG.settings.searches[wildcards.search].model}.json",
         hardware=lambda wildcards: f"results/hardware/{cluster_of_search(wildcards)}.h5",
         profiles=profiles_of_search,
         search="results/searches/{search}.json",
-        correction=lambda wildcards: CONFIG.correction_of(wildcards.search) or [],
+        correction=lambda wildcards: CONFIG.corrections_of(wildcards.search),
     output:
         plan="results/plans/{search}.json",
         prediction="results/plans/{search}.prediction.json",
@@ -20,17 +20,12 @@ rule search:
     benchmark:
         "results/benchmarks/search/{search}.tsv"
     priority: 1
-    threads: 1
     resources:
         mem_mb=4000,
         runtime=60,
     params:
-        profiles=lambda wildcards, input: spelled_options(
-            {"profile": list(input.profiles)}
-        ),
-        correction=lambda wildcards: spelled_options(
-            {"correction": [*filter(None, [CONFIG.correction_of(wildcards.search)])]}
-        ),
+        profiles=lambda wildcards, input: spelled_options({"profile": list(input.profiles)}),
+        correction=lambda wildcards, input: spelled_options({"correction": list(input.correction)}),
     message:
         "search the plan {wildcards.search}"
     shell:
@@ -41,21 +36,18 @@ rule search:
 rule grid:
     input:
         script=ROOT / "workflow/scripts/show.py",
-        plans=expand("results/plans/{search}.json", search=CONFIG.of.searches),
-        predictions=expand(
-            "results/plans/{search}.prediction.json", search=CONFIG.of.searches
-        ),
+        plans=expand("results/plans/{search}.json", search=CONFIG.settings.searches),
+        predictions=expand("results/plans/{search}.prediction.json", search=CONFIG.settings.searches),
     output:
         table="results/grid.csv",
     log:
         "results/logs/grid.log",
     benchmark:
         "results/benchmarks/grid.tsv"
-    threads: 1
     resources:
         **LIGHT,
     params:
-        searches=[f"--search={search}" for search in CONFIG.of.searches],
+        searches=[f"--search={search}" for search in CONFIG.settings.searches],
     message:
         "write the table of all plans"
     shell:

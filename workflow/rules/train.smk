@@ -1,7 +1,7 @@
 # From plans to trained models, and the check of what was predicted.
 rule runs:
     input:
-        expand("results/runs/{run}/DONE.json", run=CONFIG.of.runs),
+        expand("results/runs/{run}/DONE.json", run=CONFIG.settings.runs),
         expand("results/runs/{run}/model", run=CONFIG.exported_runs()),
 
 
@@ -16,23 +16,21 @@ rule prepare:
     benchmark:
         "results/benchmarks/prepare/{data}.tsv"
     wildcard_constraints:
-        data=CONFIG.text_data(),
-    threads: lambda wildcards: CONFIG.of.data[wildcards.data].workers or 1
+        data=CONFIG.data_pattern(images=False),
+    threads: lambda wildcards: CONFIG.settings.data[wildcards.data].workers or 1
     resources:
         mem_mb=4000,
         runtime=60,
     params:
-        folder=lambda wildcards, output: Path(output.data).parent,
-        options=lambda wildcards: CONFIG.options(
-            "data", wildcards.data, without=("workers",)
-        ),
+        folder=lambda wildcards, output: Path(output[0]).parent,
+        options=lambda wildcards: CONFIG.options("data", wildcards.data, without=("workers",)),
     message:
         "tokenize the text {wildcards.data}"
     shell:
         "shardwright-train prepare {params.options:q} --workers {threads:q} --out {params.folder:q} 2> {log:q}"
 
 
-rule prepare_images:
+use rule prepare as prepare_images with:
     output:
         images="results/data/{data}/images.npy",
         labels="results/data/{data}/labels.npy",
@@ -42,31 +40,20 @@ rule prepare_images:
     benchmark:
         "results/benchmarks/prepare_images/{data}.tsv"
     wildcard_constraints:
-        data=CONFIG.image_data(),
-    threads: lambda wildcards: CONFIG.of.data[wildcards.data].workers or 1
-    resources:
-        mem_mb=4000,
-        runtime=60,
-    params:
-        folder=lambda wildcards, output: Path(output.images).parent,
-        options=lambda wildcards: CONFIG.options(
-            "data", wildcards.data, without=("workers",)
-        ),
+        data=CONFIG.data_pattern(images=True),
     message:
         "decode the images {wildcards.data}"
-    shell:
-        "shardwright-train prepare {params.options:q} --workers {threads:q} --out {params.folder:q} 2> {log:q}"
 
 
 # Checkpoints are no outputs: Snakemake would delete them before a run goes on. They lie under the plan's identity, so
 # that another plan starts afresh. A run that stops in order (75) is resumed, ten times at most.
 rule run:
     input:
-        plan=lambda wildcards: CONFIG.plan_of(CONFIG.of.runs[wildcards.run].search),
-        data=lambda wildcards: CONFIG.data_files.of_run(CONFIG.of.runs[wildcards.run]),
+        plan=lambda wildcards: CONFIG.plan_of(CONFIG.settings.runs[wildcards.run].search),
+        data=lambda wildcards: CONFIG.data_files(wildcards.run),
         # It says how long a step may take, and is no reason to train again.
         prediction=lambda wildcards: ancient(
-            f"results/plans/{CONFIG.of.runs[wildcards.run].search}.prediction.json"
+            f"results/plans/{CONFIG.settings.runs[wildcards.run].search}.prediction.json"
         ),
     output:
         metrics="results/runs/{run}/metrics.jsonl",
@@ -77,22 +64,17 @@ rule run:
         "results/benchmarks/run/{run}.tsv"
     threads: all_cores
     resources:
-        **(
-            on_cluster(cluster_of_run, runtime_min=1440)
-            | {"slurm_extra": with_signal(runtime_min=1440)}
-        ),
+        **(on_cluster(cluster_of_run, runtime_min=1440) | {"slurm_extra": with_signal(runtime_min=1440)}),
     params:
         folder=lambda wildcards, output: Path(output.done).parent,
-        data=lambda wildcards: CONFIG.data_files.folder(
-            CONFIG.of.runs[wildcards.run].data
-        ),
+        data=lambda wildcards: CONFIG.data_folder(CONFIG.settings.runs[wildcards.run].data),
         checkpoints=lambda wildcards: f"results/checkpoints/{wildcards.run}",
         logs=lambda wildcards: f"results/logs/ranks/{wildcards.run}",
         options=lambda wildcards: CONFIG.run_options(wildcards.run),
         nodes=nodes_options(cluster_of_run),
         replan=replan_options,
         outliving=outliving_options,
-        steps=lambda wildcards: CONFIG.of.runs[wildcards.run].steps,
+        steps=lambda wildcards: CONFIG.settings.runs[wildcards.run].steps,
     message:
         "train {wildcards.run}: {params.steps} steps"
     shell:
@@ -105,7 +87,7 @@ rule run:
 
 rule convert:
     input:
-        plan=lambda wildcards: CONFIG.plan_of(CONFIG.of.runs[wildcards.run].search),
+        plan=lambda wildcards: CONFIG.plan_of(CONFIG.settings.runs[wildcards.run].search),
         done="results/runs/{run}/DONE.json",
     output:
         model=directory("results/runs/{run}/model"),
@@ -113,7 +95,6 @@ rule convert:
         "results/logs/convert/{run}.log",
     benchmark:
         "results/benchmarks/convert/{run}.tsv"
-    threads: 1
     resources:
         mem_mb=16000,
         runtime=240,
@@ -141,8 +122,8 @@ rule validate:
         **on_cluster(cluster_of_search, runtime_min=60),
     params:
         nodes=nodes_options(cluster_of_search),
-        steps=CONFIG.of.validate.steps,
-        warmup_steps=CONFIG.of.validate.warmup_steps,
+        steps=CONFIG.settings.validate.steps,
+        warmup_steps=CONFIG.settings.validate.warmup_steps,
     message:
         "measure the plan {wildcards.search} and its runners-up"
     shell:
@@ -163,7 +144,6 @@ rule select:
         "results/logs/select/{search}.log",
     benchmark:
         "results/benchmarks/select/{search}.tsv"
-    threads: 1
     resources:
         **LIGHT,
     message:
@@ -184,13 +164,10 @@ rule correct:
         "results/logs/correct/{search}.log",
     benchmark:
         "results/benchmarks/correct/{search}.tsv"
-    threads: 1
     resources:
         **LIGHT,
     params:
-        profiles=lambda wildcards, input: spelled_options(
-            {"profile": list(input.profiles)}
-        ),
+        profiles=lambda wildcards, input: spelled_options({"profile": list(input.profiles)}),
     message:
         "learn a correction from the measured plans of {wildcards.search}"
     shell:

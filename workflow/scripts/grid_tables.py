@@ -13,18 +13,15 @@ import h5py
 import msgspec
 import pandas as pd
 
-from front_table import front_markdown, markdown_line
-from grid_picture import draw_grid
+from grid_page import OURS, SIZE, draw_grid, front_markdown, grid_markdown
 from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run
 from shardwright_formats.display.plan_words import layers_summary
 from shardwright_formats.display.svg import document
 from shardwright_formats.io import BadInput, atomic_path, read_document, write_bytes, write_document
 from shardwright_formats.types import GIB, Measurement, Plan, Plans, Prediction
-from shardwright_search.space.request import Grid, GridAnswers, Space
+from shardwright_search.space.request import Grid, GridAnswers
 
-_OURS = str(Space.FULL)
 _TEXTS = ["model", "cluster", "space", "layers", "plan_sha256", "reason"]
-_SIZE = ["model", "cluster", "memory_gib", "global_batch_size"]
 
 
 class TablesOptions(Options, frozen=True, kw_only=True):
@@ -64,22 +61,22 @@ def write_tables(options: TablesOptions) -> None:
     out = {end: options.name.with_name(f"{options.name.name}.{end}") for end in ("csv", "h5", "md", "svg")}
     write_bytes(out["csv"], cells.to_csv(index=False).encode())
     _write_hdf5(out["h5"], cells)
-    write_bytes(out["md"], "\n".join([_markdown(cells), *map(front_markdown, options.front)]).encode())
-    write_bytes(out["svg"], document(draw_grid(cells, _SIZE, _OURS)).encode())
+    write_bytes(out["md"], "\n".join([grid_markdown(cells), *map(front_markdown, options.front)]).encode())
+    write_bytes(out["svg"], document(draw_grid(cells)).encode())
 
 
 def write_plans(options: PlansOptions) -> None:
     """Write the different plans of a list of answers, one for each decision."""
     cells = read_document(options.answers, GridAnswers).cells
-    found = [read_document(options.folder / f"{cell.key}.json", Plan) for cell in cells if cell.reason is None]
+    searched = [read_document(options.folder / f"{cell.key}.json", Plan) for cell in cells if cell.reason is None]
     even = [read_document(path, Plan) for path in sorted(options.even.glob("b*[0-9].json"))] if options.even else []
-    if not found and not even:
+    if not searched and not even:
         raise BadInput(options.answers, "no cell has a plan", "allow more memory")
     plans: dict[str, Plan] = {}
-    for plan in (*found, *even):
+    for plan in (*searched, *even):
         plans.setdefault(_decision(plan), plan)
     places = {decision: place for place, decision in enumerate(plans)}
-    ours = {plan.global_batch_size: plan for plan in found if plan.name.endswith(f"-{_OURS}")}
+    ours = {plan.global_batch_size: plan for plan in searched if plan.name.endswith(f"-{OURS}")}
     pairs = ((ours[plan.global_batch_size], plan) for plan in even if plan.global_batch_size in ours)
     turns = ((places[_decision(one)], places[_decision(other)]) for one, other in pairs)
     in_turns = tuple(pair for pair in turns if pair[0] != pair[1])
@@ -100,15 +97,15 @@ def _rows(name: Path, folder: Path, times: dict[str, float]) -> Iterator[dict[st
             size, _, _ = search.name.rpartition("-")
             published = name / "published" / pair / f"{size}.json"
             even = name / "even" / pair / f"b{search.global_batch_size}.json"
-            of = dict(zip(_SIZE, (model, cluster, search.memory_gib, search.global_batch_size), strict=True))
+            place = dict(zip(SIZE, (model, cluster, search.memory_gib, search.global_batch_size), strict=True))
             yield {
-                **of, "space": str(search.space),
-                **_found(folder / f"{answer.key}.json", answer.reason, times),
-                **_published(published if search.space == _OURS else None),
+                **place, "space": str(search.space),
+                **_figures(folder / f"{answer.key}.json", answer.reason, times),
+                **_published(published if search.space == OURS else None),
             }  # fmt: skip
-            if search.space == _OURS and even.exists():
+            if search.space == OURS and even.exists():
                 reason = _lack(even, search.memory_gib)
-                yield {**of, "space": "even", **_found(even, reason, times), **_published(None)}
+                yield {**place, "space": "even", **_figures(even, reason, times), **_published(None)}
 
 
 def _lack(path: Path, memory_gib: object) -> str | None:
@@ -118,7 +115,7 @@ def _lack(path: Path, memory_gib: object) -> str | None:
     return f"does not fit: it lacks {over:.0f} bytes" if over > 0 else None
 
 
-def _found(path: Path, reason: str | None, times: dict[str, float]) -> dict[str, Any]:
+def _figures(path: Path, reason: str | None, times: dict[str, float]) -> dict[str, Any]:
     """Return the figures of the plan of a cell; without a plan, the reason why there is none."""
     names = (
         "predicted_step_s", "samples_per_s", "predicted_memory_bytes", "gap", "measured_step_s", "pp_size",
@@ -158,54 +155,6 @@ def _write_hdf5(path: Path, cells: pd.DataFrame) -> None:
                 file.create_dataset(str(column), data=texts, dtype=h5py.string_dtype())
             else:
                 file.create_dataset(str(column), data=cells[column].to_numpy())
-
-
-def _markdown(cells: pd.DataFrame) -> str:
-    """Return a table of samples per second by space, with the full space's gain over the best other and published."""
-    is_measured = cells["measured_step_s"].notna().any()
-    cells = cells.assign(speed=_speed(cells, measured=is_measured))
-    spaces = list(dict.fromkeys(cells["space"]))
-    speeds = cells.pivot_table(index=_SIZE, columns="space", values="speed", sort=False, dropna=False)
-    published = cells[cells["space"] == _OURS].set_index(_SIZE)
-    head = ["model", "cluster", "GiB", "batch", *spaces, "full / best other", "full / published"]
-    if is_measured:
-        head[-1] = "full, predicted"
-    lines = [markdown_line(head), markdown_line(["---", "---", *["---:"] * (len(head) - 2)])]
-    wins = []
-    for size in dict.fromkeys(map(tuple, cells[_SIZE].to_numpy().tolist())):
-        found = {space: speeds.loc[size].get(space) for space in spaces} if size in speeds.index else {}
-        others = [speed for space, speed in found.items() if space != _OURS and pd.notna(speed)]
-        ours = found.get(_OURS)
-        gain = ours / max(others) if others and pd.notna(ours) else None
-        wins += [gain] if gain is not None else []
-        row = published.loc[size]
-        beside = row["published_step_s"] / row["predicted_step_s"]
-        last = f"{row['samples_per_s']:.4g}" if is_measured else _ratio(beside) + _too_large(row, size[2])
-        model, cluster, memory_gib, batch = size
-        texts = ["–" if pd.isna(found.get(space)) else f"{found[space]:.4g}" for space in spaces]
-        lines.append(markdown_line([model, cluster, f"{memory_gib:g}", str(batch), *texts, _ratio(gain), last]))
-    what = "as measured" if is_measured else "as predicted (simulated)"
-    words = [
-        f"Samples a second, {what}; – where no plan fits. {len(cells)} cells,"
-        f" {int(cells['reason'].notna().sum())} without a plan."
-    ]
-    if wins:
-        words.append(f"The full space's plan is {median(wins):.2f} times as fast as the best other in the median.")
-    return "\n".join([" ".join(words), "", *lines, ""])
-
-
-def _speed(cells: pd.DataFrame, *, measured: bool) -> "pd.Series[float]":
-    return cells["global_batch_size"] / cells["measured_step_s" if measured else "predicted_step_s"]
-
-
-def _too_large(row: "pd.Series[Any]", memory_gib: float) -> str:
-    """Return a note where the published plan needs more than the budget by the same count, else an empty text."""
-    over = row["published_memory_bytes"] / GIB - memory_gib
-    return f" (it lacks {over:.1f} GiB)" if over > 0 else ""
-
-
-def _ratio(value: float | None) -> str:
-    return "–" if value is None or pd.isna(value) else f"{value:.2f}"
 
 
 APP = CommandLine(

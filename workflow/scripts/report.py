@@ -1,36 +1,42 @@
 """The report: one HTML page about searches, runs and profiles that opens offline, with the answer first."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
 
-from answer import answer, provenance
-from given_picture import GivenPicture
-from loss_picture import draw_loss, draw_step_times
-from memory_picture import draw_memory
-from plan_picture import StrategyColours, draw_plan
+from pictures import StrategyColours, draw_loss, draw_memory, draw_plan, draw_step_times
 from results import (
+    Comparison,
+    GivenPicture,
     ProfileOutcome,
     RunOutcome,
     SearchOutcome,
     evaluation_text,
+    or_dash,
     plan_text,
+    ratio_text,
     speed_text,
 )
 from shardwright_formats.display.svg import STYLE
 from shardwright_formats.display.timeline import draw_timeline
 from shardwright_formats.display.units import bytes_text, seconds_text, usd_text
-from tables import correction_table, fits_table, html_list, plans_table, ranks_table
+from shardwright_formats.types import Correction
+from shardwright_formats.types.model_profile import ModelProfile
+from summaries import answer, provenance
 
+_COMPARED = ("step, predicted", "measured", "ratio", "at equal speed", "memory, predicted", "measured", "ratio")
+_MODES = {
+    "batch": "line in the micro-batch size",
+    "sequence": "parabola in the sequence length",
+    "joint": "both together",
+}
+_QUANTITIES = {"forward_s": "forward", "backward_s": "backward", "activation_bytes": "activations"}
 
-class Section(NamedTuple):
-    """A part of the page."""
-
-    title: str
-    content: str
-    """HTML without the heading."""
+_Row = tuple[Sequence[str], Sequence[str], bool]
+"""Words and numbers of a row, and whether it stands out."""
 
 
 def page(
@@ -45,42 +51,30 @@ def page(
     answers[1:1] = ['<p class="soft">Pictures grow when they are clicked.</p>']
     css = STYLE + (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     sections = [
-        *(Section(f"Plan: {search.name}", _search_section(search)) for search in searches),
-        *(Section(f"Run: {run.name}", _run_section(run)) for run in runs),
-        *(Section(f"Picture: {given.name}", _drawing(given.drawing)) for given in pictures),
-        *(Section(f"Profile: {profile.name}", _profile_section(profile)) for profile in profiles),
+        *((f"Plan: {search.name}", _search_section(search)) for search in searches),
+        *((f"Run: {run.name}", _run_section(run)) for run in runs),
+        *((f"Picture: {given.name}", _drawing(given.drawing)) for given in pictures),
+        *((f"Profile: {profile.name}", _profile_section(profile)) for profile in profiles),
     ]
-    parts = "".join(_part(number, *section) for number, section in enumerate(sections, start=1))
+    parts, listed = "", ""
+    for number, (title, content) in enumerate(sections, start=1):
+        parts += f'<section id="part-{number}"><h2>{escape(title)}</h2>{content}</section>'
+        listed += f'<li><a href="#part-{number}">{escape(title)}</a></li>'
+    numbers = "All numbers of this page are in the file of its name that ends in .json, beside it."
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Shardwright report</title><style>{css}</style></head><body><main>"
-        f"<h1>Shardwright report</h1>{''.join(answers)}{_losses(runs)}{_contents(sections)}{parts}"
+        f"<h1>Shardwright report</h1>{''.join(answers)}{_losses(runs)}"
+        f'<nav><ol>{listed}</ol><p class="soft">{numbers}</p></nav>{parts}'
         "</main></body></html>\n"
     )
 
 
-def _part(number: int, title: str, content: str) -> str:
-    return f'<section id="part-{number}"><h2>{escape(title)}</h2>{content}</section>'
-
-
-def _contents(sections: Sequence[Section]) -> str:
-    listed = "".join(
-        f'<li><a href="#part-{number}">{escape(section.title)}</a></li>'
-        for number, section in enumerate(sections, start=1)
-    )
-    numbers = "All numbers of this page are in the file of its name that ends in .json, beside it."
-    return f'<nav><ol>{listed}</ol><p class="soft">{numbers}</p></nav>'
-
-
 def _losses(runs: Sequence[RunOutcome]) -> str:
-    tiles = [
-        _tile(
-            f"{of.result.first_loss:.2f} → {of.result.final_loss:.2f}", f"{of.name}: loss over {of.result.steps} steps"
-        )
-        for of in runs
-    ]
-    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
+    losses = (f"{run.result.first_loss:.2f} → {run.result.final_loss:.2f}" for run in runs)
+    words = (f"{run.name}: loss over {run.result.steps} steps" for run in runs)
+    return _tiles(zip(losses, words, strict=True)) if runs else ""
 
 
 def _search_section(search: SearchOutcome) -> str:
@@ -106,7 +100,7 @@ def _search_section(search: SearchOutcome) -> str:
             f"<p class='soft'>{escape(facts)}</p>",
             f"<p>{escape(plan_text(plan))}</p>",
             "".join(f"<p><strong>{kind}</strong>{escape(words)}</p>" for kind, words in provenance(search).items()),
-            '<div class="tiles">' + "".join(_tile(*tile) for tile in tiles) + "</div>",
+            _tiles(tiles),
             _figure("Predicted memory of a rank, by pipeline stage", draw_memory(estimate, budget)),
             _figure(f"Simulated step ({escape(plan.schedule)})", draw_timeline(plan, estimate)),
             _measured(search),
@@ -140,46 +134,46 @@ def _run_section(run: RunOutcome) -> str:
 def _proof_and_warnings(search: SearchOutcome) -> str:
     proof, drawn = search.prediction.proof, ""
     if proof is not None:
-        found = proof.nearness
+        nearness = proof.nearness
         objective = f"{seconds_text(proof.objective_s)} against a bound of {seconds_text(proof.objective_bound_s)}"
         drawn += (
-            f"<h3>Proof</h3><p>{found[0].upper()}{found[1:]} for {escape(proof.objective)} ({objective}), "
+            f"<h3>Proof</h3><p>{nearness[0].upper()}{nearness[1:]} for {escape(proof.objective)} ({objective}), "
             f"in this space: {escape(proof.scope)}. "
             f"{proof.examined:,} configurations examined, {proof.solved:,} solved.</p>"
         )
     if search.prediction.warnings:
-        drawn += f"<h3>Warnings</h3>{html_list(search.prediction.warnings)}"
+        drawn += f"<h3>Warnings</h3>{_html_list(search.prediction.warnings)}"
     return drawn + f"<p><code>plan {search.plan.sha256}</code></p>"
 
 
 def _measured(search: SearchOutcome) -> str:
     """Return the section of plans predicted and measured, their ranks, and the factors learned from them."""
-    drawn = f"<h3>Predicted against measured (ratio: measured over predicted)</h3>{plans_table(search.comparisons)}"
+    drawn = f"<h3>Predicted against measured (ratio: measured over predicted)</h3>{_plans_table(search.comparisons)}"
     if changed := speed_text(search.comparisons):
         drawn += f"<p><strong>{changed[0].upper()}{changed[1:]}.</strong></p>"
-    if ranks := ranks_table(search.comparisons):
+    if ranks := _ranks_table(search.comparisons):
         drawn += f"<details><summary>Every rank of these plans</summary>{ranks}</details>"
     if (learned := search.correction) is not None:
         drawn += "<h3>What was learned (a search uses it only where its <code>correction</code> says so)</h3>"
-        drawn += correction_table(learned) + html_list(learned.warnings)
+        drawn += _correction_table(learned) + _html_list(learned.warnings)
     return drawn
 
 
-def _profile_section(found: ProfileOutcome) -> str:
+def _profile_section(outcome: ProfileOutcome) -> str:
     """Return the section of a profile: sources of its numbers, errors of its curves, notes and picture."""
-    origin, provenance, layers = found.profile.origin, found.profile.provenance, found.profile.layers
-    numbers = ("forward_source", "backward_source", "activation_source", "workspace_source")
-    sources = sorted({getattr(row, name) for row in layers.rows for name in numbers})
+    origin, provenance, layers = outcome.profile.origin, outcome.profile.provenance, outcome.profile.layers
+    columns = ("forward_source", "backward_source", "activation_source", "workspace_source")
+    sources = sorted({getattr(row, name) for row in layers.rows for name in columns})
     facts = (
         f"{origin.model} on {origin.device} ({origin.backend}), {origin.precision}, attention {origin.attention}; "
         f"{len(layers)} points, {', '.join(sources)}; {provenance.date}, {provenance.versions}"
     )
-    fits, encoded = fits_table(found.profile), base64.b64encode(found.picture).decode()
+    fits, encoded = _fits_table(outcome.profile), base64.b64encode(outcome.picture).decode()
     explained = "How well curves explain the points (relative errors; medians over the curves)"
     return "".join(
         (
             f"<p class='soft'>{escape(facts)}</p>",
-            html_list(provenance.notes.splitlines()),
+            _html_list(provenance.notes.splitlines()),
             f"<h3>{explained}</h3>{fits}" if fits else "",
             _drawing(f'<img alt="points and curves" src="data:image/svg+xml;base64,{encoded}"/>'),
         )
@@ -195,5 +189,96 @@ def _drawing(drawing: str) -> str:
     return f'<label class="wide"><input type="checkbox" aria-label="larger"/>{drawing}</label>'
 
 
-def _tile(value: str, words: str) -> str:
-    return f'<div class="tile"><b>{escape(value)}</b><span>{escape(words)}</span></div>'
+def _tiles(tiles: Iterable[tuple[str, str]]) -> str:
+    """Return numbers, each with words below it, as tiles in a row."""
+    drawn = (f'<div class="tile"><b>{escape(value)}</b><span>{escape(words)}</span></div>' for value, words in tiles)
+    return f'<div class="tiles">{"".join(drawn)}</div>'
+
+
+def _plans_table(comparisons: Iterable[Comparison]) -> str:
+    """Return a table of every plan as predicted and as measured."""
+    rows = [
+        (
+            (each.name, plan_text(each.plan)),
+            _compared(each, each.estimate.memory_bytes, each.measured_time_s, each.measured_bytes),
+            each.role == "chosen",
+        )
+        for each in comparisons
+    ]
+    return _table(("", "plan"), _COMPARED, rows)
+
+
+def _ranks_table(comparisons: Iterable[Comparison]) -> str:
+    """Return a table of every measured rank; predicted memory is its pipeline stage's, both include the process."""
+    rows = []
+    for each in comparisons:
+        for rank in () if each.measured is None else each.measured.ranks:
+            predicted, held = each.estimate.stages[rank.stage], rank.memory.peak_bytes + rank.memory.process_bytes
+            numbers = _compared(each, predicted.memory_bytes, median(rank.step_s), held)
+            rows.append(((each.role,), (str(rank.rank), str(rank.stage), *numbers), False))
+    return _table(("plan",), ("rank", "pipeline stage", *_COMPARED), rows)
+
+
+def _correction_table(correction: Correction) -> str:
+    """Return a table of the learned factors, with their evidence."""
+    rows = [
+        (
+            (str(term).replace("_", " "),),
+            (f"{row.factor:.3f}", f"{row.lowest:.3f} to {row.highest:.3f}", str(row.num_plans), str(row.num_ranks)),
+            False,
+        )
+        for term, row in correction.factors.items()
+    ]
+    return _table(("term",), ("measured over predicted", "of single plans", "plans", "ranks"), rows)
+
+
+def _fits_table(profile: ModelProfile) -> str:
+    """Return a table of the relative errors of the curves through a profile's points; medians over the curves."""
+    rows = []
+    for (mode, words), (quantity, name) in product(_MODES.items(), _QUANTITIES.items()):
+        if fits := [fit for fit in profile.fits.rows if (fit.mode, fit.quantity) == (mode, quantity)]:
+            left_out = [fit.left_out_error for fit in fits if fit.left_out_points]
+            numbers = (
+                str(len(fits)),
+                f"{median(fit.typical_residual for fit in fits):.1%}",
+                f"{max(fit.worst_residual for fit in fits):.1%}",
+                f"{median(left_out):.1%}" if left_out else "–",
+            )
+            rows.append(((name, words), numbers, False))
+    return _table(("", "curve"), ("curves", "typical residual", "worst", "left out and predicted"), rows)
+
+
+def _html_list(sentences: Iterable[str]) -> str:
+    """Return sentences as an HTML list; empty where there are none."""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _compared(compared: Comparison, size: int, measured_s: float | None, measured_bytes: int | None) -> Sequence[str]:
+    time_s = compared.estimate.simulated_step_time_s
+    return (
+        seconds_text(time_s),
+        or_dash(seconds_text, measured_s),
+        ratio_text(time_s, measured_s),
+        ratio_text(time_s * compared.slowdown, measured_s),
+        bytes_text(size),
+        or_dash(bytes_text, measured_bytes),
+        ratio_text(size, measured_bytes),
+    )
+
+
+def _table(words: Sequence[str], numbers: Sequence[str], rows: Sequence[_Row]) -> str:
+    """Return a table whose last columns are `numbers`; empty where it has no row."""
+    if not rows:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in words)
+    head += "".join(f'<th class="number">{name}</th>' for name in numbers)
+    body = "".join(_row(*row) for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _row(words: Sequence[str], numbers: Sequence[str], stands_out: bool) -> str:
+    cells = "".join(f"<td>{escape(word)}</td>" for word in words)
+    cells += "".join(f'<td class="number">{escape(number)}</td>' for number in numbers)
+    style = ' class="chosen"' if stands_out else ""
+    return f"<tr{style}>{cells}</tr>"

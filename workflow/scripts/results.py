@@ -1,22 +1,22 @@
 """The results of searches, runs and profiles: read, matched with one another, and formatted for pages and tables."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import msgspec
 
 from shardwright_formats.display.plan_words import layers_summary, shape_words
 from shardwright_formats.io import BadInput, read_bytes, read_document
-from shardwright_formats.types.correction import Correction
-from shardwright_formats.types.measurement import Measurement, PlanMeasurement
+from shardwright_formats.types import Correction, Estimate, Measurement, Plan, PlanMeasurement, Prediction
 from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate, Prediction
 from shardwright_formats.types.run import RunResult, StepMetrics
 
 _SAME_SPEED = 0.05
+_SVG = "http://www.w3.org/2000/svg"
+_DRAWN = {"svg", "g", "defs", "pattern", "title", "rect", "line", "polyline", "polygon", "circle", "path", "text"}
 
 
 class Comparison(NamedTuple):
@@ -65,7 +65,7 @@ class SearchOutcome(NamedTuple):
     @property
     def in_use(self) -> Comparison:
         """Return the plan that runs take: the fastest measured one that fits, if selected, or the predicted best."""
-        return next((of for of in self.comparisons if of.taken), self.comparisons[0])
+        return next((each for each in self.comparisons if each.taken), self.comparisons[0])
 
 
 class RunOutcome(NamedTuple):
@@ -83,6 +83,14 @@ class ProfileOutcome(NamedTuple):
     profile: ModelProfile
     picture: bytes
     """Picture of the profile as SVG."""
+
+
+class GivenPicture(NamedTuple):
+    """A picture and its name."""
+
+    name: str
+    drawing: str
+    """SVG, as wide as there is room, without a style of its own."""
 
 
 def read_profile(results: Path, name: str) -> ProfileOutcome:
@@ -107,11 +115,9 @@ def read_search(results: Path, name: str, *, selected: bool = False) -> SearchOu
     if measurement_path.exists():
         measured = {each.plan.sha256: each for each in read_document(measurement_path, Measurement).plans}
     taken = read_document(results / "selected" / f"{name}.json", Plan).sha256 if selected else None
+    others = enumerate(prediction.runners_up, start=1)
     believed = [("chosen", plan, prediction.estimate)]
-    believed += [
-        (f"runner-up {number}", other.plan, other.estimate)
-        for number, other in enumerate(prediction.runners_up, start=1)
-    ]
+    believed += [(f"runner-up {number}", other.plan, other.estimate) for number, other in others]
     comparisons = tuple(
         Comparison(role, each, estimate, measured.get(each.sha256), each.sha256 == taken, prediction.reference_s)
         for role, each, estimate in believed
@@ -122,8 +128,8 @@ def read_search(results: Path, name: str, *, selected: bool = False) -> SearchOu
 def _correction(results: Path, name: str, measured: Set[str]) -> Correction | None:
     """Return the correction learned from a search's plans; None where the file is about others, measured before."""
     path = results / "corrections" / f"{name}.json"
-    found = read_document(path, Correction) if path.exists() else None
-    return found if found is not None and measured >= set(found.plans_sha256) else None
+    learned = read_document(path, Correction) if path.exists() else None
+    return learned if learned is not None and measured >= set(learned.plans_sha256) else None
 
 
 def read_run(results: Path, name: str) -> RunOutcome:
@@ -142,12 +148,36 @@ def read_run(results: Path, name: str) -> RunOutcome:
     return RunOutcome(name, result, tuple(steps))
 
 
+def read_picture(path: Path) -> GivenPicture:
+    """Return a picture that `shardwright_formats.display.svg.document` wrote.
+
+    Raises BadInput where it is another kind of file, or holds what could do more than be looked at.
+    """
+    content = read_bytes(path)
+    try:
+        root = ElementTree.fromstring(content)
+    except ElementTree.ParseError as error:
+        raise BadInput(path, f"is no SVG ({error})", "name a picture of a grid or a front") from None
+    for style in root.findall(f"{{{_SVG}}}style"):
+        root.remove(style)
+    odd = {part.tag.removeprefix(f"{{{_SVG}}}") for part in root.iter()} - _DRAWN
+    odd |= {name for part in root.iter() for name in part.attrib if name.startswith("on") or "href" in name}
+    if odd or root.tag != f"{{{_SVG}}}svg" or "viewBox" not in root.attrib:
+        problem = f"is no picture of this project's ({', '.join(sorted(odd)) or 'no viewBox'})"
+        raise BadInput(path, problem, "name a picture of a grid or a front")
+    root.attrib.pop("height", None)
+    root.set("width", "100%")
+    ElementTree.register_namespace("", _SVG)
+    name = path.parent.name if path.stem == "front" else path.stem
+    return GivenPicture(name, ElementTree.tostring(root, encoding="unicode"))
+
+
 def speed_text(comparisons: Sequence[Comparison]) -> str | None:
     """Return a sentence if the machine's speed since it was profiled differs by more than 5 % for any measured plan."""
-    found = [of.slowdown for of in comparisons if of.measured is not None]
-    if not any(abs(slowdown - 1) > _SAME_SPEED for slowdown in found):
+    slowdowns = [each.slowdown for each in comparisons if each.measured is not None]
+    if not any(abs(slowdown - 1) > _SAME_SPEED for slowdown in slowdowns):
         return None
-    low, high = f"{min(found):.2f}", f"{max(found):.2f}"
+    low, high = f"{min(slowdowns):.2f}", f"{max(slowdowns):.2f}"
     return (
         "the machine has changed since it was profiled: while these plans were measured its reference workload took "
         f"{low if low == high else f'{low} to {high}'} times as long; ratios at equal speed are without that"
@@ -156,11 +186,16 @@ def speed_text(comparisons: Sequence[Comparison]) -> str | None:
 
 def evaluation_text(run: RunOutcome) -> str:
     """Return a sentence on the last evaluation of a run, and on the best, where that was kept."""
-    step, found = next((s.step, s.evaluation) for s in reversed(run.steps) if s.evaluation is not None)
-    perplexity = "" if found.perplexity is None else f" (perplexity {found.perplexity:.6g})"
-    words = f"Validation loss {found.loss:.4f}{perplexity} after step {step}, over {found.labels:,} labels"
+    step, last = next((s.step, s.evaluation) for s in reversed(run.steps) if s.evaluation is not None)
+    perplexity = "" if last.perplexity is None else f" (perplexity {last.perplexity:.6g})"
+    words = f"Validation loss {last.loss:.4f}{perplexity} after step {step}, over {last.labels:,} labels"
     best = run.result.best
     return words + (f"; the least {best.loss:.4f} after step {best.step}: {best.checkpoint}." if best else ".")
+
+
+def or_dash(text: Callable[[float], str], value: float | None) -> str:
+    """Return a value as text, or a dash where there is none."""
+    return "–" if value is None else text(value)
 
 
 def ratio_text(predicted: float, measured: float | None) -> str:

@@ -7,17 +7,14 @@ python workflow/scripts/show.py picture results/plans/tight.json --out docs/imag
 from pathlib import Path
 from typing import Annotated
 
-from given_picture import read_picture
-from grid import table
-from plan_picture import StrategyColours, draw_plan
+from pictures import StrategyColours, draw_plan
 from report import page
-from report_numbers import numbers
-from results import RunOutcome, SearchOutcome, read_profile, read_run, read_search
+from results import RunOutcome, SearchOutcome, read_picture, read_profile, read_run, read_search
 from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run, show
 from shardwright_formats.display.svg import document
 from shardwright_formats.io import read_document, write_bytes
 from shardwright_formats.types import Plan
-from summary import summary
+from summaries import numbers, search_table, summary
 
 
 class ResultsOptions(Options, frozen=True, kw_only=True):
@@ -84,7 +81,7 @@ def print_summary(options: ResultsOptions) -> None:
 
 def write_grid(options: GridOptions) -> None:
     """Write the table of searches."""
-    write_bytes(options.out, table(options.searches()).encode())
+    write_bytes(options.out, search_table(options.searches()).encode())
 
 
 def write_picture(options: PictureOptions) -> None:

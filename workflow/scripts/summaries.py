@@ -1,0 +1,252 @@
+"""Searches and runs in short: the cards that open the report, its numbers, and the summary and table of all."""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+import msgspec
+
+from results import (
+    Comparison,
+    ProfileOutcome,
+    RunOutcome,
+    SearchOutcome,
+    or_dash,
+    plan_text,
+    ratio_text,
+    speed_text,
+)
+from shardwright_formats.display.node_types import NodeTypeUse, binding, node_type_uses
+from shardwright_formats.display.plan_words import layers_summary, shape_words
+from shardwright_formats.display.units import bytes_text, seconds_text, usd_text
+from shardwright_formats.types import Plan, Schedule
+from shardwright_search.explain.binding import step_parts
+
+_KINDS = ("analytic", "assumed", "absent")
+_COLUMNS = (
+    "search", "model", "cluster", "ranks", "global_batch_size", "memory_budget_bytes", "pp_size", "num_microbatches",
+    "schedule", "layers", "predicted_step_time_s", "samples_per_s", "usd_per_step", "predicted_memory_bytes", "gap",
+    "plan_sha256",
+)  # fmt: skip
+
+
+def answer(search: SearchOutcome) -> str:
+    """Return a card with a search's answer in a few lines."""
+    lines = "".join(f"<dt>{name}</dt><dd>{escape(words)}</dd>" for name, words in _lines(search, search.in_use))
+    return f'<div class="answer"><b>{escape(search.name)}</b><dl>{lines}</dl></div>'
+
+
+def provenance(search: SearchOutcome) -> dict[str, str]:
+    """Return the first warning on each kind of number that was not measured, by kind; it says how far off it may be."""
+    warnings: dict[str, str] = {}
+    for warning in search.prediction.warnings:
+        for kind in _KINDS:
+            if warning.startswith(f"{kind}: "):
+                warnings.setdefault(kind, warning.removeprefix(kind))
+    return warnings
+
+
+def fits_by(search: SearchOutcome, chosen: Comparison) -> int | None:
+    """Return the bytes left of the budget on the search's fullest device, as measured or else as predicted.
+
+    The result is negative where the plan does not fit; None where no budget was set.
+    """
+    budget = search.prediction.memory_budget_bytes
+    return None if budget is None else budget - _held_bytes(chosen)
+
+
+def _held_bytes(chosen: Comparison) -> int:
+    return chosen.estimate.memory_bytes if chosen.measured_bytes is None else chosen.measured_bytes
+
+
+def _lines(search: SearchOutcome, chosen: Comparison) -> Iterator[tuple[str, str]]:
+    model, cluster = chosen.plan.model, chosen.plan.cluster
+    yield "Plan", f"{model.name} on {cluster.name}, {chosen.plan.world_size} ranks: {plan_text(chosen.plan)}"
+    yield "Time", _time(chosen)
+    yield "Memory", _memory(search, chosen)
+    yield "Price", _price(chosen)
+    if uses := node_type_uses(chosen.plan, chosen.estimate):
+        yield "Node types", "; ".join(_node_type(use, use is binding(uses)) for use in uses)
+    yield "How sure", "; ".join(_sure(search, chosen))
+    yield "Why", "; ".join(_why(search, chosen))
+
+
+def _time(chosen: Comparison) -> str:
+    predicted_s, measured_s = chosen.estimate.simulated_step_time_s, chosen.measured_time_s
+    if measured_s is None:
+        return f"{seconds_text(predicted_s)} a step, predicted: {chosen.estimate.samples_per_s:.3g} samples/s"
+    samples_per_s = chosen.plan.global_batch_size / measured_s
+    return f"{seconds_text(measured_s)} a step, measured: {samples_per_s:.3g} samples/s"
+
+
+def _memory(search: SearchOutcome, chosen: Comparison) -> str:
+    origin = "predicted" if chosen.measured_bytes is None else "measured"
+    words = f"{bytes_text(_held_bytes(chosen))} on the fullest device, {origin}"
+    left, budget = fits_by(search, chosen), search.prediction.memory_budget_bytes
+    if left is None or budget is None:
+        return f"{words}; no budget was set"
+    if left < 0:
+        return f"{words}: does not fit {bytes_text(budget)}, by {bytes_text(-left)}"
+    return f"{words}: fits {bytes_text(budget)}, {bytes_text(left)} to spare"
+
+
+def _price(chosen: Comparison) -> str:
+    usd = chosen.estimate.usd_per_step
+    return "none is known of these nodes" if usd is None else f"{usd_text(1000 * usd)} for a thousand steps, predicted"
+
+
+def _node_type(use: NodeTypeUse, binds: bool) -> str:
+    idle = f"{use.ranks} ranks in {use.stages} stage{'s' if use.stages > 1 else ''}, idle {use.idle_share:.1%}"
+    cost = "" if use.idle_usd is None else f", which costs {usd_text(1000 * use.idle_usd)} in a thousand steps"
+    return f"{use.name}{' (binds)' if binds else ''}: {idle}{cost}"
+
+
+def _sure(search: SearchOutcome, chosen: Comparison) -> Iterator[str]:
+    if chosen.taken:
+        yield "taken for its measured time"
+    elif (proof := search.prediction.proof) is None:
+        yield "not searched, so that nothing is proven"
+    else:
+        yield f"{proof.nearness} in the space that was searched, by the cost model"
+    if chosen.measured_time_s is None:
+        yield "it was not run"
+    else:
+        ratio = ratio_text(chosen.estimate.simulated_step_time_s, chosen.measured_time_s)
+        yield f"it was run, and took {ratio} × as long as predicted"
+    if kinds := provenance(search):
+        yield f"not all was measured that it is predicted from: {', '.join(kinds)}"
+    if warnings := len(search.prediction.warnings):
+        yield f"{warnings} warning{'s' if warnings > 1 else ''} below"
+
+
+def _why(search: SearchOutcome, chosen: Comparison) -> Iterator[str]:
+    """Yield the shares of a step, the fullest stage, and the time of the best plan of another configuration."""
+    yield ", ".join(_shares(chosen))
+    held = [stage.memory_bytes for stage in chosen.estimate.stages]
+    if len(held) > 1:
+        left = bytes_text(max(held) - min(held))
+        yield f"stage {held.index(max(held))} is the fullest, stage {held.index(min(held))} needs {left} less"
+    if others := [other for other in search.comparisons if _shape(other.plan) != _shape(chosen.plan)]:
+        best = min(others, key=_sample_s)
+        more = _sample_s(best) / _sample_s(chosen) - 1
+        words = f"{abs(more):.1%} {'less' if more < 0 else 'more'} time for a sample, predicted"
+        yield f"the best plan of another configuration ({shape_words(best.plan)}) takes {words}"
+
+
+def _shares(chosen: Comparison) -> Iterator[str]:
+    """Yield the shares of a step by its closed form."""
+    parts, step_s = step_parts(chosen.plan, chosen.estimate), chosen.estimate.objective_s or 1.0
+    slowest = f" of stage {parts.slowest}, the slowest" if len(chosen.plan.stages) > 1 else ""
+    yield f"{parts.bottleneck_s / step_s:.1%} of a step are forward and backward passes{slowest}"
+    rest = {
+        "filling and draining the pipeline": parts.fill_s,
+        "reducing gradients and the optimizer": parts.end_s,
+        "what every step needs": parts.always_s,
+    }
+    yield from (f"{time_s / step_s:.1%} {purpose}" for purpose, time_s in rest.items() if time_s > 0)
+
+
+def _shape(plan: Plan) -> tuple[int, int, Schedule]:
+    return len(plan.stages), plan.num_microbatches, plan.schedule
+
+
+def _sample_s(chosen: Comparison) -> float:
+    return chosen.estimate.simulated_step_time_s / chosen.plan.global_batch_size
+
+
+def numbers(
+    searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome], profiles: Sequence[ProfileOutcome] = ()
+) -> bytes:
+    """Return JSON by name: predictions and measurements of searches, runs and profiles; times in s, sizes in bytes."""
+    content = {
+        "searches": {search.name: _search_numbers(search) for search in searches},
+        "runs": {run.name: {"result": run.result, "steps": run.steps} for run in runs},
+        "profiles": {each.name: {"origin": each.profile.origin, "fits": each.profile.fits.rows} for each in profiles},
+    }
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+
+
+def _search_numbers(search: SearchOutcome) -> dict[str, Any]:
+    prediction = search.prediction
+    return {
+        "plan_sha256": prediction.plan_sha256,
+        "memory_budget_bytes": prediction.memory_budget_bytes,
+        "proof": prediction.proof,
+        "warnings": prediction.warnings,
+        "not_measured": list(provenance(search)),
+        "plans": {each.role: _plan_numbers(search, each) for each in search.comparisons},
+        "correction": None if search.correction is None else search.correction.factors,
+    }
+
+
+def _plan_numbers(search: SearchOutcome, compared: Comparison) -> dict[str, Any]:
+    return {
+        "plan_sha256": compared.plan.sha256,
+        "selected": compared.taken,
+        "global_batch_size": compared.plan.global_batch_size,
+        "num_microbatches": compared.plan.num_microbatches,
+        "pp_size": len(compared.plan.stages),
+        "layers": layers_summary(compared.plan),
+        "predicted": compared.estimate,
+        "predicted_memory_bytes": compared.estimate.memory_bytes,
+        "measured": compared.measured,
+        "measured_step_time_s": compared.measured_time_s,
+        "measured_memory_bytes": compared.measured_bytes,
+        "slowdown": compared.slowdown,
+        "fits_by_bytes": fits_by(search, compared),
+        "node_types": [use._asdict() for use in node_type_uses(compared.plan, compared.estimate)],
+    }
+
+
+def summary(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> str:
+    """Return plans with predicted and measured step times, and the losses, as lines."""
+    lines: list[str] = []
+    for search in searches:
+        budget = search.prediction.memory_budget_bytes
+        within = f" within {bytes_text(budget)} a device" if budget else ""
+        lines += ["", f"plan {search.name}{within}: {plan_text(search.plan)}"]
+        width = max(12, *(len(comparison.name) for comparison in search.comparisons))
+        times = f"{'predicted':>10} {'measured':>10} {'ratio':>6} {'at equal speed':>14}"
+        lines += [f"  {'':<{width}} {times}   {'memory':>10} {'measured':>10}"]
+        lines += [_comparison(comparison, width) for comparison in search.comparisons]
+        if changed := speed_text(search.comparisons):
+            lines.append(f"  {changed}")
+    for run in runs:
+        result = run.result
+        change = result.final_loss / result.first_loss - 1
+        losses = f"{result.first_loss:.3f} -> {result.final_loss:.3f} ({change:+.0%})"
+        lines += ["", f"run {run.name}: {result.steps} steps, loss {losses}"]
+    return "\n".join(lines)
+
+
+def _comparison(comparison: Comparison, width: int) -> str:
+    estimate = comparison.estimate
+    time_s, measured_s = estimate.simulated_step_time_s, comparison.measured_time_s
+    measured, size = or_dash(seconds_text, measured_s), or_dash(bytes_text, comparison.measured_bytes)
+    return (
+        f"  {comparison.name:<{width}} {seconds_text(time_s):>10} {measured:>10} {ratio_text(time_s, measured_s):>6}"
+        f" {ratio_text(time_s * comparison.slowdown, measured_s):>14}"
+        f"   {bytes_text(estimate.memory_bytes):>10} {size:>10}"
+    )
+
+
+def search_table(searches: Sequence[SearchOutcome]) -> str:
+    """Return the rows as CSV, with a header."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    writer.writerows(_row(search) for search in searches)
+    return out.getvalue()
+
+
+def _row(search: SearchOutcome) -> tuple[object, ...]:
+    plan, prediction = search.plan, search.prediction
+    estimate = prediction.estimate
+    return (
+        search.name, plan.model.name, plan.cluster.name, plan.world_size, plan.global_batch_size,
+        prediction.memory_budget_bytes, len(plan.stages), plan.num_microbatches, str(plan.schedule),
+        layers_summary(plan), estimate.simulated_step_time_s, estimate.samples_per_s, estimate.usd_per_step,
+        estimate.memory_bytes, None if prediction.proof is None else prediction.proof.gap, plan.sha256,
+    )  # fmt: skip
