@@ -45,7 +45,7 @@ class Exchange:
         self._nodes = nodes
         self.launch = "" if nodes.rank else secrets.token_hex()
         """The random name of node 0's launch; another node has it once it has joined."""
-        self._own = NodeReport(node=nodes.rank, run=run, start=start, launch=self.launch)
+        self._last_report = NodeReport(node=nodes.rank, run=run, start=start, launch=self.launch)
         self._heard: dict[int, NodeReport] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -64,9 +64,9 @@ class Exchange:
     def tell(self, report: NodeReport) -> None:
         """Send a report to all other launchers, now or once the connection to them is up."""
         with self._changed:
-            run, start, launch = self._own.run, self._own.start, self._own.launch
+            run, start, launch = self._last_report.run, self._last_report.start, self._last_report.launch
             stamped = msgspec.structs.replace(report, run=run, start=start, launch=launch, now_s=time.monotonic())
-            self._own = stamped
+            self._last_report = stamped
         if self._loop is not None:
             self._loop.call_soon_threadsafe(lambda: self._send(stamped, self._peers))
 
@@ -74,7 +74,7 @@ class Exchange:
     def start(self) -> int:
         """Return the number of times that the ranks of all nodes were restarted, the highest that any node reported."""
         with self._changed:
-            return self._own.start
+            return self._last_report.start
 
     def heard(self) -> tuple[NodeReport, ...]:
         """Return the last report of each other node that has sent one."""
@@ -92,7 +92,7 @@ class Exchange:
             reached = len(self._heard) == self._nodes.count - 1
             wait_s = wait_s if reached else min(wait_s, _UNREACHED_S)
             self._changed.wait_for(lambda: self._closed or self._all_ended(), wait_s)
-            heard = self._heard | {last.node: self._own}
+            heard = self._heard | {last.node: self._last_report}
             return tuple(heard.get(node, NodeReport(node=node)) for node in range(self._nodes.count))
 
     def _all_ended(self) -> bool:
@@ -176,29 +176,29 @@ class Exchange:
         node: int | None = None
         writer.transport.set_write_buffer_limits(0)  # so that to drain it is to send all
         self._peers.append(writer)
-        self._send(self._own, [writer])
+        self._send(self._last_report, [writer])
         try:
             while True:
                 report = first or _REPORTS.decode(await read_frame(reader))
                 first = None
                 self._catch_up(report)
-                if (report.run, report.start) == (self._own.run, self._own.start):
+                if (report.run, report.start) == (self._last_report.run, self._last_report.start):
                     node = report.node if node is None else node
                     self._note(shifted(report, time.monotonic()), writer)
         finally:
             self._peers.remove(writer)
-            if node is not None and not self._closed and not self._heard.get(node, self._own).ended:
-                gone = NodeReport(node=node, run=self._own.run, start=self._own.start, gone=True)
+            if node is not None and not self._closed and not self._heard.get(node, self._last_report).ended:
+                gone = NodeReport(node=node, run=self._last_report.run, start=self._last_report.start, gone=True)
                 self._note(gone, writer)
 
     def _catch_up(self, report: NodeReport) -> None:
         """Adopt a higher number of restarts that a node reports: this launcher is new, its node came back."""
         with self._changed:
-            behind = report.run == self._own.run and report.start > self._own.start
-            if not behind or self._own.failed or self._own.ended:
+            behind = report.run == self._last_report.run and report.start > self._last_report.start
+            if not behind or self._last_report.failed or self._last_report.ended:
                 return
-            self._own, self._heard = msgspec.structs.replace(self._own, start=report.start), {}
-        self._send(self._own, self._peers)
+            self._last_report, self._heard = msgspec.structs.replace(self._last_report, start=report.start), {}
+        self._send(self._last_report, self._peers)
 
     def _note(self, report: NodeReport, sender: asyncio.StreamWriter) -> None:
         if report.node == self._nodes.rank or not 0 <= report.node < self._nodes.count:
