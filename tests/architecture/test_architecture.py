@@ -239,27 +239,28 @@ def _texts(path):
             yield node.name.replace("_", " ")
 
 
-def _homes(family):
-    """The files that may name a family: its facts, the registry of all, and its runtime file."""
-    runtime, _, _ = FAMILIES[family].runtime.partition(":")
+def _homes():
+    """The files that may name families: their facts, the registry of all, and runtime files, which build on another."""
     models, train = PACKAGES["shardwright-models"], PACKAGES["shardwright-train"]
-    facts = models / "src/shardwright_models"
-    return {facts / "registry.py", *facts.glob("families/*.py"), train / f"src/shardwright_train/models/{runtime}.py"}
+    facts, runtimes = models / "src/shardwright_models", train / "src/shardwright_train/models"
+    files = {facts.runtime.partition(":")[0] for facts in FAMILIES.values()}
+    return {facts / "registry.py", *facts.glob("families/*.py"), *(runtimes / f"{file}.py" for file in files)}
 
 
 def test_no_code_but_its_facts_and_its_runtime_names_a_family():
     files = [path for package in PACKAGES for path in _sources(package)]
     files += _tracked("workflow/**/*.py")
+    homes = _homes()
     named = {
         (str(path.relative_to(ROOT)), family)
         for path in files
         for text in _texts(path)
         for family in map(str.lower, _FAMILY.findall(text))
-        if path not in _homes(family)
+        if path not in homes
     }
     assert named == set()
     # What is looked for is found where it may stand.
-    assert "bert" in {name for path in _homes("bert") for text in _texts(path) for name in _FAMILY.findall(text)}
+    assert "bert" in {name for path in _homes() for text in _texts(path) for name in _FAMILY.findall(text)}
 
 
 SCHEDULES = ROOT / "formats/src/shardwright_formats/semantics/schedules"
