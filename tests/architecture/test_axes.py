@@ -20,7 +20,6 @@ EXCEPTIONS = {
     "stages/search/src/shardwright_search/advise/": "choices as other systems' configurations spell them",
     "stages/search/src/shardwright_search/fasop/": "FASOP's own estimates of its own degrees",
     "stages/search/src/shardwright_search/cost_model/parameters.py": "a profile's column: how the probed ranks lay",
-    "workflow/scripts/results.py": "words for kinds of sequence parallelism",
 }
 
 
