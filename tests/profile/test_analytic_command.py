@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from command_calls import call
+from forked_command import forked_command
 
 from shardwright_estimate.hardware import node_rates
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S
@@ -32,8 +33,9 @@ MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
 
 
 def train(*arguments):
-    command = [sys.executable, "-c", "from shardwright_train.cli import main; main()", *map(str, arguments)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    command = forked_command(arguments)
+    _, errors = command.communicate(timeout=120)
+    assert command.returncode == 0, errors
 
 
 @pytest.fixture(scope="module")
@@ -320,6 +322,7 @@ def test_the_error_that_profiles_state_is_that_of_the_benchmark():
         assert sentence.endswith(figures) and f"against {found['points']} measured" in sentence
 
 
+@pytest.mark.long
 def test_the_benchmark_still_finds_what_its_results_say(tmp_path):
     reference = ROOT.parent / "shared" / "reference"
     if not all((reference / name).is_dir() for name in ("fasop", "sailor", "vtrain")):

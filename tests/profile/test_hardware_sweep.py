@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from forked_command import PROFILE, Command, forked_command
 from launchers import by_address, by_slurm
+from rest_long import rest_long
 
 from shardwright_formats.io import write_document
 from shardwright_formats.io.table import Row, Table
@@ -127,7 +128,7 @@ dist.destroy_process_group()
     assert min(json.loads(times)) >= 0.05
 
 
-@pytest.mark.parametrize("place", [by_address, by_slurm])
+@pytest.mark.parametrize("place", rest_long(1, (by_address, by_slurm)))
 def test_two_launchers_of_one_rank_each_measure_across_nodes(make_cluster, tmp_path, place):
     write_document(tmp_path / "cluster.json", make_cluster((2, 1)))
     launchers = []

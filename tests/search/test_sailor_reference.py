@@ -37,6 +37,7 @@ def planned(tmp_path_factory):
     return folder, row
 
 
+@pytest.mark.long
 def test_profiles_are_its_own_figures(planned):
     folder, _ = planned
     times, sizes = (
@@ -51,6 +52,7 @@ def test_profiles_are_its_own_figures(planned):
     assert head.forward_s == times["V100-16"]["1"]["4"]["25"][0]
 
 
+@pytest.mark.long
 def test_messages_share_what_a_node_sends(planned):
     """At 1 MB its curves are their last coefficient, in GB/s of all GPUs that send at once."""
     folder, _ = planned
@@ -65,6 +67,7 @@ def test_messages_share_what_a_node_sends(planned):
     assert times_s[list(sizes).index(8 * 1024**2)] == pytest.approx(14 * at_1_mib)
 
 
+@pytest.mark.long
 def test_the_plan_is_proven(planned):
     folder, row = planned
     assert row["found"].startswith("gap 0.00%")

@@ -5,6 +5,7 @@ import pytest
 from interleaved_problems import every_interleaved
 from msgspec.structs import replace
 from random_requests import FILE, World, random_solution, random_world
+from rest_long import rest_long
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Schedule
@@ -49,13 +50,13 @@ def differences(world: World, seed: int) -> list[str]:
     return [what for what in found if what is not None]
 
 
-@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("block", rest_long(2, range(5)))
 def test_any_plan_costs_the_same_to_the_solver_and_to_evaluate(block):
     for seed in range(BLOCK * block, BLOCK * (block + 1)):
         assert differences(random_world(seed), seed) == [], seed
 
 
-@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize("block", rest_long(1, range(3)))
 def test_plans_of_interleaved_schedules_cost_the_same_to_the_solver_and_to_evaluate(block):
     """Every plan is enumerated by walking through the action list; evaluate is asked for some of them."""
     compared = 0
@@ -97,7 +98,7 @@ def interleaved_world(seed: int) -> World:
     )
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", rest_long(1, range(4)))
 def test_the_best_and_near_plans_of_a_request_are_evaluated_as_they_were_solved(block):
     for seed in range(2000 + BLOCK * block, 2000 + BLOCK * (block + 1)):
         world = random_world(seed, most_layers=4)

@@ -9,6 +9,7 @@ import pytest
 from made_up import make_mixed_cluster, make_request
 from mixed_worlds import mixed_world, profiles_of
 from msgspec.structs import replace
+from rest_long import rest_long
 
 from shardwright_formats.types import GIB, NodeGroup
 from shardwright_search.solver import quick_bounds
@@ -94,10 +95,11 @@ def bounds_and_bests(seeds: Iterable[int], slow_links: bool, **changes: object) 
 ANY = {"stage_widths": StageWidths.ANY, "global_batch_size": 8, "num_microbatches": (4, 8), "max_pp_size": 3}
 
 
-def test_no_plan_of_any_widths_is_below_the_first_bound():
-    pairs = list(bounds_and_bests(range(24), slow_links=False, **ANY))
+@pytest.mark.parametrize(("count", "at_least"), rest_long(1, ((8, 30), (24, 100))))
+def test_no_plan_of_any_widths_is_below_the_first_bound(count, at_least):
+    pairs = list(bounds_and_bests(range(count), slow_links=False, **ANY))
     assert all(0 < bound <= best for bound, best in pairs)
-    assert len(pairs) > 100 and sum(bound > 0.6 * best for bound, best in pairs) > len(pairs) / 10
+    assert len(pairs) > at_least and sum(bound > 0.6 * best for bound, best in pairs) > len(pairs) / 10
 
 
 def test_a_first_bound_of_any_widths_that_counts_too_much_is_caught(monkeypatch):
@@ -108,12 +110,13 @@ def test_a_first_bound_of_any_widths_that_counts_too_much_is_caught(monkeypatch)
     assert any(bound > best for bound, best in pairs)
 
 
+@pytest.mark.parametrize(("count", "at_least"), rest_long(1, ((10, 30), (30, 100))))
 @pytest.mark.parametrize("slow_links", [False, True])
-def test_no_plan_is_below_the_first_bound_and_many_are_near_it(slow_links):
+def test_no_plan_is_below_the_first_bound_and_many_are_near_it(slow_links, count, at_least):
     """Where links are slow it matters at how many ends a stage sends."""
-    pairs = list(bounds_and_bests(range(30), slow_links))
+    pairs = list(bounds_and_bests(range(count), slow_links))
     assert all(0 < bound <= best for bound, best in pairs)
-    assert len(pairs) > 100 and sum(bound > 0.7 * best for bound, best in pairs) > len(pairs) / 10
+    assert len(pairs) > at_least and sum(bound > 0.7 * best for bound, best in pairs) > len(pairs) / 10
 
 
 @pytest.mark.parametrize(

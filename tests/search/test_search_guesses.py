@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from brute_force import mistakes, pipeline_of, solved
 from random_problems import random_mixed, random_problem
+from rest_long import rest_long
 
 from shardwright_search.solver import partition
 from shardwright_search.solver.branch_and_bound import optimize
@@ -103,8 +104,9 @@ def test_runs_that_are_paired_one_by_one_give_the_same_plans(monkeypatch, made):
         assert one_by_one.bound == answer.bound
 
 
+@pytest.mark.parametrize("count", rest_long(1, (20, 60)))
 @pytest.mark.parametrize("made", [random_problem, random_mixed])
-def test_a_guess_of_few_labels_is_a_plan_and_the_best_is_found_all_the_same(monkeypatch, made):
+def test_a_guess_of_few_labels_is_a_plan_and_the_best_is_found_all_the_same(monkeypatch, made, count):
     whole = [pipeline_of(made(seed)).guess(np.inf) for seed in range(60)]
     monkeypatch.setattr(partition, "_FEW_IN_ALL", 1)
     missed = 0
@@ -115,4 +117,4 @@ def test_a_guess_of_few_labels_is_a_plan_and_the_best_is_found_all_the_same(monk
         )
         missed += best is not None and (found is None or found.objective_ps > best.objective_ps)
     assert missed > 5
-    assert mistakes(range(60), made) == {}
+    assert mistakes(range(count), made) == {}

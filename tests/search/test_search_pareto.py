@@ -8,6 +8,7 @@ from brute_force import mistakes, solved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import random_problem
+from rest_long import rest_long
 
 from shardwright_search.solver import stage_labels
 from shardwright_search.step import pareto
@@ -40,7 +41,8 @@ def test_rows_are_beaten_by_those_of_their_key_that_are_no_larger():
     holds()
 
 
-def test_labels_that_are_swept_give_the_same_plans(monkeypatch):
+@pytest.mark.parametrize("count", rest_long(1, (40, 100)))
+def test_labels_that_are_swept_give_the_same_plans(monkeypatch, count):
     monkeypatch.setattr(stage_labels, "_FEW", 0)
     compared = [solved(random_problem(seed)) for seed in range(200)]
     monkeypatch.setattr(pareto, "_SWEPT", 0)
@@ -51,4 +53,4 @@ def test_labels_that_are_swept_give_the_same_plans(monkeypatch):
         assert [best.priced for best in swept.near] == [best.priced for best in answer.near]
         assert swept.bound == answer.bound
     assert sweep.call_count > 50
-    assert mistakes(range(100), random_problem) == {}
+    assert mistakes(range(count), random_problem) == {}

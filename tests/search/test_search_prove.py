@@ -9,6 +9,7 @@ from middle_problems import middle_problem, solved
 from msgspec.structs import replace
 from random_problems import best_of, random_problem
 from random_requests import FILE, World, random_world
+from rest_long import rest_long
 
 from shardwright_formats.io import BadInput, RunFailed, read_document
 from shardwright_formats.types import Prediction, Recompute, Schedule
@@ -41,7 +42,7 @@ def costlier(problem: Problem, solution_options: tuple[int, ...], element: int) 
     return replace(problem, device_groups=(replace(place, options=tuple(options)),))
 
 
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", rest_long(1, range(2)))
 def test_the_solver_and_highs_find_equally_good_plans_of_middle_sized_problems(block):
     for seed in range(5 * block, 5 * block + 5):
         problem = middle_problem(seed)
@@ -63,10 +64,11 @@ def test_memory_binds_in_middle_sized_problems():
     assert binding >= 8
 
 
-def test_highs_finds_the_best_of_all_plans_of_tiny_problems_and_nothing_below_it():
+@pytest.mark.parametrize("count", rest_long(1, (50, 120)))
+def test_highs_finds_the_best_of_all_plans_of_tiny_problems_and_nothing_below_it(count):
     """Several places, places of which there are too few, ties, and cases that nothing fits in."""
     nothing = 0
-    for seed in range(120):
+    for seed in range(count):
         problem = random_problem(seed)
         best, answer = best_of(problem), solve(problem, SECONDS)
         assert answer.done, seed
@@ -127,7 +129,7 @@ def test_the_certificate_tells_what_was_compared(searched):
     assert interleaved and said.endswith(f"{interleaved} interleaved ones not asked")
 
 
-@pytest.mark.parametrize("seed", range(300, 308))
+@pytest.mark.parametrize("seed", rest_long(3, range(300, 308)))
 def test_highs_knows_no_better_plan_in_any_case_of_random_requests(seed):
     given = random_world(seed, most_layers=5)
     instance = given.instance

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from made_up import make_cluster, make_curve, make_hardware, make_model, make_profiles, make_request
+from rest_long import rest_long
 
 from shardwright_formats.key import LayerKey, rows_by_key
 from shardwright_formats.types import Cluster, Schedule, Strategy
@@ -119,7 +120,7 @@ def test_the_largest_regret_decides_and_what_is_near_it_is_kept_by_score():
     ]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", rest_long(2, range(4)))
 def test_without_spread_and_slow_links_the_robust_plan_is_the_nominal_one(seed):
     rng = np.random.default_rng(seed)
     cluster = make_cluster(4, nodes=int(rng.choice([1, 2])))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from rest_long import rest_long
 from simulated_optimum import WITHIN, excesses, hostile_world, simulated_steps
 
 from shardwright_search import alternatives, search
@@ -10,13 +11,15 @@ from shardwright_search.cost_model.plan import simulated_step_ps
 SEEDS = (0, 67, 103, 177)
 
 
-def test_the_chosen_plan_is_near_the_best_simulated_one():
-    assert {seed: more for seed, more in excesses((*range(10), *SEEDS)).items() if more > WITHIN} == {}
+@pytest.mark.parametrize("seeds", rest_long(1, ((*range(4), *SEEDS[1:]), range(4, 10))))
+def test_the_chosen_plan_is_near_the_best_simulated_one(seeds):
+    assert {seed: more for seed, more in excesses(seeds).items() if more > WITHIN} == {}
 
 
-def test_plans_simulated_together_take_what_each_takes_alone():
+@pytest.mark.parametrize("seeds", rest_long(1, (range(3), range(3, 8))))
+def test_plans_simulated_together_take_what_each_takes_alone(seeds):
     rng = np.random.default_rng(0)
-    for seed in range(8):
+    for seed in seeds:
         world = hostile_world(seed)
         instance = world.instance
         for target in world.targets(instance):
@@ -28,7 +31,7 @@ def test_plans_simulated_together_take_what_each_takes_alone():
 
 def test_plans_that_are_not_changed_are_seen(monkeypatch):
     monkeypatch.setattr(search, "changed", lambda instance, ranked, deadline: ranked[0].best)
-    assert max(excesses(SEEDS).values()) > WITHIN
+    assert any(more > WITHIN for seed in SEEDS for more in excesses([seed]).values())
 
 
 @pytest.mark.parametrize("forgotten", ["cut", "option"])
@@ -39,9 +42,9 @@ def test_a_kind_of_change_that_is_forgotten_is_seen(monkeypatch, forgotten):
         return (one for one in moves(problem, solution) if (one.ends == solution.ends) == (forgotten == "cut"))
 
     monkeypatch.setattr(alternatives, "_moves", fewer)
-    assert max(excesses(SEEDS).values()) > WITHIN
+    assert any(more > WITHIN for seed in SEEDS for more in excesses([seed]).values())
 
 
 def test_changes_that_forget_the_budget_are_seen(monkeypatch):
     monkeypatch.setattr(alternatives, "_fitting", lambda problem, solution: 0.0)
-    assert min(excesses(range(12), tight=True).values()) < -WITHIN
+    assert any(more < -WITHIN for seed in range(12) for more in excesses([seed], tight=True).values())

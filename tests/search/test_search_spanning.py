@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from plans_by_hand import plans_on
 from random_problems import best_of, random_spanning
 from random_requests import random_solution
+from rest_long import rest_long
 from stage_axes import stage_axes
 from test_search_certificate import some_proof
 
@@ -36,7 +37,7 @@ from shardwright_search.space.search_space import SearchSpace, space_of
 FILE, ANY = Path("s.json"), StageWidths.ANY
 
 
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", rest_long(1, range(2)))
 def test_plans_that_span_node_types_cost_the_same_to_the_solver_and_to_evaluate(block):
     spanning = crossings = 0
     for seed in range(10 * block, 10 * (block + 1)):
@@ -159,7 +160,7 @@ def every_plan(request: SearchRequest, model: Model, cluster: Cluster) -> Iterat
             yield from plans_on(ranks, configuration, request, model, cluster)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", rest_long(3, range(6)))
 def test_the_searched_plan_is_the_best_of_all_plans_that_may_span_node_types(make, seed):
     rng = np.random.default_rng(seed)
     nodes = [{"a": (1, 2), "b": (1, 1)}, {"a": (1, 1), "b": (2, 1)}, {"c": (1, 1), "a": (1, 1), "b": (1, 1)}][seed % 3]
@@ -183,8 +184,9 @@ def test_the_searched_plan_is_the_best_of_all_plans_that_may_span_node_types(mak
     check_best(every_plan(request, model, cluster), request, model, cluster, profiles, rng)
 
 
-def test_the_solver_equals_brute_force_over_stages_that_span_node_types():
-    assert mistakes(range(100), random_spanning) == {}
+@pytest.mark.parametrize("seeds", rest_long(1, (range(33), range(33, 100))))
+def test_the_solver_equals_brute_force_over_stages_that_span_node_types(seeds):
+    assert mistakes(seeds, random_spanning) == {}
 
 
 def test_weights_that_do_not_add_up_over_the_types_of_a_stage_are_caught(monkeypatch):
@@ -202,9 +204,10 @@ def test_weights_that_do_not_add_up_over_the_types_of_a_stage_are_caught(monkeyp
     assert any(mistakes(range(seed, seed + 1), random_spanning) for seed in range(60))
 
 
-def test_highs_finds_the_best_plan_of_stages_that_span_node_types():
+@pytest.mark.parametrize("seeds", rest_long(1, (range(6), range(6, 15))))
+def test_highs_finds_the_best_plan_of_stages_that_span_node_types(seeds):
     pytest.importorskip("highspy")
-    for seed in range(15):
+    for seed in seeds:
         problem = random_spanning(seed)
         answer, best = solve(problem, 60.0), best_of(problem)
         assert answer.done and answer.objective_ps == pytest.approx(best, rel=1e-6), seed

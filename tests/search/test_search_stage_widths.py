@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from plans_by_hand import plans_on
 from random_problems import best_of, random_unequal
 from random_requests import World, random_solution, random_world
+from rest_long import rest_long
 
 from shardwright_formats.io import read_document
 from shardwright_formats.semantics.axes import Layout
@@ -36,14 +37,15 @@ PROFILES = make_profiles(make_model(), make_cluster(8))
 ANY = StageWidths.ANY
 
 
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", rest_long(1, range(2)))
 def test_the_solver_equals_brute_force_over_stages_of_unequal_width(block):
     assert mistakes(range(100 * block, 100 * (block + 1)), random_unequal) == {}
 
 
-def test_highs_finds_the_best_plan_over_stages_of_unequal_width():
+@pytest.mark.parametrize("seeds", rest_long(1, (range(20), range(20, 60))))
+def test_highs_finds_the_best_plan_over_stages_of_unequal_width(seeds):
     pytest.importorskip("highspy")
-    for seed in range(60):
+    for seed in seeds:
         problem = random_unequal(seed)
         answer, best = solve(problem, 60.0), best_of(problem)
         assert answer.done and answer.objective_ps == pytest.approx(best, rel=1e-6), seed
@@ -55,7 +57,7 @@ def any_widths(world: World) -> World:
     return world._replace(request=replace(world.request, stage_widths=ANY))
 
 
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", rest_long(1, range(2)))
 def test_plans_of_any_widths_cost_the_same_to_the_solver_and_to_evaluate(block):
     """On one node and on several, tied or with shared parameters, wherever the stages are cut."""
     unequal = 0
@@ -104,7 +106,7 @@ def searched(request: SearchRequest, model: Model, cluster: Cluster, profiles) -
     return find_best(request, model, cluster, profiles, FILE, lambda line: None)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", rest_long(4, range(8)))
 def test_the_searched_plan_is_the_best_of_all_plans_of_any_widths(make, seed):
     rng = np.random.default_rng(seed)
     devices, nodes = (3, 1) if seed % 2 else (4, 2)

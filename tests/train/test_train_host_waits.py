@@ -1,6 +1,6 @@
 """No pass of a step makes the host wait for the device: seen without one, by tensors of no data in its place."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from random_plans import random_plan
-from test_train_traffic import kinds_of_strategy
+from rest_long import rest_long
+from test_train_traffic import first_kinds, kinds_of_strategy
 from tiny_models import batch_of, tiny
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -146,12 +147,13 @@ def test_the_host_waits_once_a_step_whatever_the_number_of_microbatches() -> Non
     assert [waits_of_a_step(longer(plan, times), 0) for times in (1, 2, 5)] == [ONCE] * 3
 
 
-def test_the_host_waits_once_a_step_whatever_the_strategy() -> None:
-    found = {plan.name: waits_of_a_step(plan, 0) for plan in kinds_of_strategy()}
+@pytest.mark.parametrize("plans", rest_long(1, (first_kinds, kinds_of_strategy)))
+def test_the_host_waits_once_a_step_whatever_the_strategy(plans: Callable[[], Iterable[Plan]]) -> None:
+    found = {plan.name: waits_of_a_step(plan, 0) for plan in plans()}
     assert found == dict.fromkeys(found, ONCE)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "bert", "t5", "vit"])
+@pytest.mark.parametrize("family", rest_long(3, ("llama", "t5", "vit", "qwen3", "gpt2", "bert")))
 def test_the_host_waits_once_a_step_on_every_stage_of_each_family(family: str) -> None:
     plan = longer(random_plan(tiny(family), 3, 4, "bfloat16", stages=2), 2)
     ends = plan.stages[0].ranks[0], plan.stages[-1].ranks[-1]

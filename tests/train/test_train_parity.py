@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from random_plans import bare_plan, random_plan, uneven_plan
+from rest_long import rest_long
 from run_parity import TOLERANCE
 from tiny_models import CONFIGS, tiny
 
@@ -23,6 +24,8 @@ COMPILED = ("llama", "t5")
 pytestmark = pytest.mark.timeout(900)
 
 NUMBERS = {2: range(2), 4: range(3)}
+ON_TWO = "two_ranks", "two_ranks_again"
+"""Two halves of the plans: `make test` has every family in one number and one lower precision, `make test-long` all."""
 ON_EIGHT = ("llama", "t5", "vit")
 """`make parity` has 45 plans of each family, 5 of them on 8 ranks."""
 LOW_PRECISION = (("float32", 1e-5), ("bfloat16", 0.1))
@@ -59,6 +62,19 @@ def _bare_plans() -> list[Plan]:
 
 def _compiled(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, name=f"compiled {plan.name}", compile=True)
+
+
+def _half_on_two(half: int) -> list[Plan]:
+    """Half of the plans on two ranks; of packed ones the first half is a third."""
+    exact, grouped, packed = _plans(2), _grouped_plans(2), _packed_plans(2)
+    families = len(FAMILIES)
+    drawn = [exact[(i + half) % 2 * families + i] for i in range(families)]
+    low_precision = [
+        random_plan(tiny(family), 1, 2, LOW_PRECISION[(i + half) % 2][0]) for i, family in enumerate(FAMILIES)
+    ]
+    compiled = _compiled(random_plan(tiny(COMPILED[half]), 0, 2))
+    packed = packed[:: len(PACKED) + 1] if half == 0 else [packed[i] for i in (1, 2, 3, 5, 6, 7)]
+    return [*low_precision, *drawn, compiled, *grouped[half::2], *packed]
 
 
 def _grouped_plans(world_size: int) -> list[Plan]:
@@ -145,10 +161,12 @@ def _replicas_behind_a_cut() -> Plan:
 
 @pytest.fixture(scope="module")
 def two_ranks(compare: Compare) -> Errors:
-    low_precision = [random_plan(tiny(family), 1, 2, dtype) for family in FAMILIES for dtype, _ in LOW_PRECISION]
-    compiled = [_compiled(random_plan(tiny(family), 0, 2)) for family in COMPILED]
-    exact = [*_plans(2), *compiled, *_grouped_plans(2), *_packed_plans(2)]
-    return compare([*low_precision, *exact, _reduced_in_float32(), _mixed_plan()], MUTATIONS)
+    return compare([*_half_on_two(0), _reduced_in_float32(), _mixed_plan()], MUTATIONS)
+
+
+@pytest.fixture(scope="module")
+def two_ranks_again(compare: Compare) -> Errors:
+    return compare(_half_on_two(1))
 
 
 @pytest.fixture(scope="module")
@@ -158,35 +176,42 @@ def more_ranks(compare: Compare) -> Errors:
     return four | compare([*_plans(8), *_in_groups(8)])
 
 
+@pytest.mark.parametrize("ranks", rest_long(1, ON_TWO))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plans_on_two_ranks_train_exactly_as_one_process(two_ranks: Errors, family: str) -> None:
-    exact = {name: errors for name, errors in two_ranks.items() if name.startswith(family) and "float64" in name}
-    assert len(exact) == len(NUMBERS[2])
-    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
-
-
-@pytest.mark.parametrize("family", COMPILED)
-def test_compiled_plans_train_exactly_as_one_process(two_ranks: Errors, family: str) -> None:
-    exact = {name: errors for name, errors in two_ranks.items() if name.startswith(f"compiled {family}")}
+def test_plans_on_two_ranks_train_exactly_as_one_process(
+    request: pytest.FixtureRequest, ranks: str, family: str
+) -> None:
+    found: Errors = request.getfixturevalue(ranks)
+    exact = {name: errors for name, errors in found.items() if name.startswith(family) and "float64" in name}
     assert len(exact) == 1
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_parameters_that_decay_and_learn_otherwise_train_as_in_one_process(
-    request: pytest.FixtureRequest, world_size: int
-) -> None:
-    found: Errors = request.getfixturevalue("two_ranks" if world_size == 2 else "more_ranks")
-    exact = {name: errors for name, errors in found.items() if name.startswith("grouped")}
-    assert len(exact) == len(FAMILIES) + 1
+@pytest.mark.parametrize(("ranks", "family"), rest_long(1, zip(ON_TWO, COMPILED, strict=True)))
+def test_compiled_plans_train_exactly_as_one_process(request: pytest.FixtureRequest, ranks: str, family: str) -> None:
+    found: Errors = request.getfixturevalue(ranks)
+    exact = {name: errors for name, errors in found.items() if name.startswith(f"compiled {family}")}
+    assert len(exact) == 1
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_documents_of_one_sample_train_as_if_each_were_alone(request: pytest.FixtureRequest, world_size: int) -> None:
-    found: Errors = request.getfixturevalue("two_ranks" if world_size == 2 else "more_ranks")
+@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip((*ON_TWO, "more_ranks"), (4, 3, 7), strict=True)))
+def test_parameters_that_decay_and_learn_otherwise_train_as_in_one_process(
+    request: pytest.FixtureRequest, ranks: str, count: int
+) -> None:
+    found: Errors = request.getfixturevalue(ranks)
+    exact = {name: errors for name, errors in found.items() if name.startswith("grouped")}
+    assert len(exact) == count
+    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip((*ON_TWO, "more_ranks"), (3, 6, 6), strict=True)))
+def test_documents_of_one_sample_train_as_if_each_were_alone(
+    request: pytest.FixtureRequest, ranks: str, count: int
+) -> None:
+    found: Errors = request.getfixturevalue(ranks)
     exact = {name: errors for name, errors in found.items() if name.startswith("packed")}
-    assert len(exact) == len(_packed_plans(world_size))
+    assert len(exact) == count
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
@@ -237,10 +262,14 @@ def test_replicas_of_shards_train_exactly_as_one_process(more_ranks: Errors, wor
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
+@pytest.mark.parametrize("ranks", rest_long(1, ON_TWO))
 @pytest.mark.parametrize(("dtype", "tolerance"), LOW_PRECISION)
-def test_lower_precision_stays_near_one_process(two_ranks: Errors, dtype: str, tolerance: float) -> None:
-    near = {name: errors["loss"] for name, errors in two_ranks.items() if name.endswith(dtype)}
-    assert len(near) == len(FAMILIES)
+def test_lower_precision_stays_near_one_process(
+    request: pytest.FixtureRequest, ranks: str, dtype: str, tolerance: float
+) -> None:
+    found: Errors = request.getfixturevalue(ranks)
+    near = {name: errors["loss"] for name, errors in found.items() if name.endswith(dtype)}
+    assert len(near) == len(FAMILIES) // 2
     assert {name: error for name, error in near.items() if error > tolerance} == {}
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from random_plans import cluster_of, precision_of
+from rest_long import rest_long
 from tiny_models import LAYERS, SEQUENCE_LENGTH, tiny
 from torch import Tensor
 
@@ -59,7 +60,7 @@ def gathered_for_good(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Ite
     yield [gather_sequence(x, group) for x in inputs]
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
+@pytest.mark.parametrize("family", rest_long(1, ("llama", "bert", "gpt2")))
 def test_megatron_keeps_its_own_positions_of_what_it_gathers(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     plan = plan_of(family, sequence_parallel=SequenceParallel.MEGATRON)
     kept = kept_bytes(plan)

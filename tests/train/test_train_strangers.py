@@ -12,6 +12,7 @@ from forked_ranks import forking
 from launchers import Place, by_address
 from msgspec.structs import replace
 from random_plans import random_plan
+from rest_long import rest_long
 from strangers import LOOPBACK, listeners, molest
 from tiny_models import tiny
 
@@ -26,7 +27,7 @@ def _one_node(_nodes: int, _folder: Path) -> list[Place]:
     return [((), {})]
 
 
-@pytest.mark.parametrize("place", [_one_node, by_address])
+@pytest.mark.parametrize("place", rest_long(1, (by_address, _one_node)))
 def test_a_stranger_changes_nothing_of_a_run(tmp_path: Path, place: Callable[[int, Path], list[Place]]) -> None:
     """Of two ranks on one node, or of two launchers, by what they say and by what the launchers are said to hear."""
     places = place(2, tmp_path)

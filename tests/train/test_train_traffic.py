@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from command_calls import call
 from random_plans import bare_plan, cluster_of, precision_of, random_plan, uneven_plan
+from rest_long import rest_long
 from tiny_models import tiny
 
 from shardwright_formats.io import write_document
@@ -68,6 +69,17 @@ def kinds_of_strategy() -> Iterator[Plan]:
     yield uniform(model, "ulysses of 8", False, Recompute.NONE, **sharding)
 
 
+def first_kinds() -> list[Plan]:
+    """A part of them: of each sequence parallelism with each recomputation, every third; all else."""
+    pairs = [f"{split} {recompute}" for split in SequenceParallel for recompute in Recompute]
+    return [plan for plan in kinds_of_strategy() if plan.name not in pairs or pairs.index(plan.name) % 3 == 0]
+
+
+def _marked(plan: Plan) -> object:
+    first = plan.name in {own.name for own in first_kinds()}
+    return pytest.param(plan, id=plan.name, marks=() if first else pytest.mark.long)
+
+
 def by_formula(plan: Plan, rank: int) -> Counter[tuple[str, int]]:
     found: Counter[tuple[str, int]] = Counter()
     for message in step_messages(plan, rank):
@@ -82,7 +94,7 @@ def counted(plan: Plan, rank: int) -> Counter[tuple[str, int]]:
     return Counter({(kind.collective, kind.group_size): size for kind, size in step.message_bytes.items()})
 
 
-@pytest.mark.parametrize("plan", list(kinds_of_strategy()), ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [_marked(plan) for plan in kinds_of_strategy()])
 def test_every_kind_of_strategy_moves_the_bytes_of_its_formula(plan: Plan) -> None:
     assert counted(plan, 5) == by_formula(plan, 5)
 
@@ -119,7 +131,8 @@ def test_mixed_plans_with_pipelines_and_ties_move_the_bytes_of_the_formulas(fami
 
 
 @pytest.mark.parametrize(
-    ("family", "number"), [("llama", 0), ("gpt2", 1), ("qwen3", 2), ("bert", 3), ("olmo2", 4), ("gemma2", 5)]
+    ("family", "number"),
+    rest_long(2, (("gemma2", 5), ("llama", 0), ("gpt2", 1), ("qwen3", 2), ("bert", 3), ("olmo2", 4))),
 )
 def test_plans_with_stages_of_unequal_width_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
     plan = uneven_plan(tiny(family), number, WORLD)
@@ -127,7 +140,7 @@ def test_plans_with_stages_of_unequal_width_move_the_bytes_of_the_formulas(famil
         assert counted(plan, stage.ranks[-1]) == by_formula(plan, stage.ranks[-1])
 
 
-@pytest.mark.parametrize(("family", "number"), [("llama", 0), ("gpt2", 1), ("t5", 2), ("vit", 3)])
+@pytest.mark.parametrize(("family", "number"), rest_long(2, (("gpt2", 1), ("t5", 2), ("llama", 0), ("vit", 3))))
 def test_stages_and_chunks_without_blocks_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
     plan = bare_plan(tiny(family), number, WORLD)
     for rank in (0, WORLD - 1):
@@ -140,7 +153,7 @@ def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted(plan, 0) != by_formula(plan, 0)
 
 
-@pytest.mark.parametrize("widths", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("widths", [pytest.param((4, 4), marks=pytest.mark.long), (6, 2)])
 def test_the_check_of_a_plan_shows_every_role(tmp_path: Path, widths: tuple[int, int]) -> None:
     plan = random_plan(tiny("llama"), 4, WORLD, "bfloat16", widths=widths)
     write_document(tmp_path / "plan.json", plan)
