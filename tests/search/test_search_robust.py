@@ -33,9 +33,9 @@ TWO_NODES = make_cluster(2, nodes=2)
 
 def search(
     request: SearchRequest, cluster: Cluster, profiles: Profiles, report: Callable[[str], None] = lambda line: None
-) -> optimal.PricedSolution:
+) -> optimal.SearchAnswer:
     found = find_best(request, MODEL, cluster, profiles, FILE, report)
-    assert isinstance(found, optimal.PricedSolution)
+    assert isinstance(found, optimal.SearchAnswer)
     return found
 
 
