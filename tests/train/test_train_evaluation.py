@@ -32,7 +32,7 @@ def plans_on(world_size: int) -> list[Plan]:
     The last on two ranks has dropout.
     """
     if world_size == 2:
-        return [*_numbered(MODELS, 40, 2), *_numbered(MODELS[:3], 50, 2), random_plan(MODELS[2], 60, 2)]
+        return [*_numbered(MODELS, 40, 2), *_numbered(MODELS[:1], 50, 2), random_plan(MODELS[2], 60, 2)]
     uneven = [uneven_plan(model, number, 4) for number, model in enumerate(MODELS[2:5])]
     bare = [bare_plan(model, number, 4) for number, model in enumerate(MODELS[:2])]
     return [*_numbered(MODELS[:5], 70, 4), *uneven, *bare]
