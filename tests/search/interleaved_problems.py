@@ -16,7 +16,15 @@ from shardwright_search.solver.interleaved_problem import InterleavedProblem, mo
 from shardwright_search.solver.problem import DeviceGroup, Options
 from shardwright_search.solver.targets import Target
 
-__all__ = ["Priced", "every_interleaved", "mistake", "mistakes", "random_interleaved", "with_budget"]
+__all__ = [
+    "Priced",
+    "bare_interleaved",
+    "every_interleaved",
+    "mistake",
+    "mistakes",
+    "random_interleaved",
+    "with_budget",
+]
 
 Element = tuple[int, int]
 """Type and option."""
@@ -55,9 +63,6 @@ def random_interleaved(seed: int) -> InterleavedProblem:
     shape = classes, classes
     schedule = schedule_of(Schedule.INTERLEAVED_1F1B)
     frees_outputs = seed % 4 > 0
-    held = (
-        moments_in_flight(schedule, pp_size, count, stage, num_chunks, frees_outputs) for stage in (0, 1, pp_size - 1)
-    )
     problem = InterleavedProblem(
         embedding=0,
         positions=tuple(int(kind) for kind in rng.integers(1, 3, rng.integers(1, 4))),
@@ -69,12 +74,35 @@ def random_interleaved(seed: int) -> InterleavedProblem:
         closed_forms=schedule.closed_forms(count, num_chunks),
         sends_ps=rng.integers(0, 1 + sharding // 4, (pp_size, 4, layouts)).astype(float),
         boundary_bytes=rng.integers(0, 1 + sharding // 8, (4, layouts)).astype(float),
-        moments_in_flight=tuple(held),
+        moments_in_flight=moments_in_flight(schedule, pp_size, count, num_chunks, frees_outputs),
         tie_ps=np.where(rng.random(shape) < 0.1, np.inf, rng.integers(0, 1 + sharding // 2, shape)),
         frees_outputs=frees_outputs,
     )
     needs = sorted(plan.memory_bytes for plan in every_interleaved(problem))
     return with_budget(problem, needs[int(len(needs) * rng.choice([0, 0.1, 0.5, 0.999]))] - int(rng.random() < 0.05))
+
+
+def bare_interleaved(pp_size: int, num_chunks: int, num_microbatches: int, gradient_bytes: int) -> InterleavedProblem:
+    """The case of one plan, whose embedding and head hold nothing, and of which messages are a large part."""
+    schedule, one = schedule_of(Schedule.INTERLEAVED_1F1B), np.ones(1)
+    held = moments_in_flight(schedule, pp_size, num_microbatches, num_chunks, True)
+    layout = np.zeros(1, np.int64)
+    end = Options(one, *np.zeros((6, 1)), layout, layout)
+    block = end._replace(late_bytes=gradient_bytes * one, activation_bytes=12 * one, workspace_bytes=7 * one)
+    return InterleavedProblem(
+        embedding=0,
+        positions=(1,),
+        head=2,
+        group=DeviceGroup((end, block, end), np.zeros((3, 1, 1)), 1 << 40),
+        pp_size=pp_size,
+        num_chunks=num_chunks,
+        num_microbatches=num_microbatches,
+        closed_forms=schedule.closed_forms(num_microbatches, num_chunks),
+        sends_ps=np.zeros((pp_size, 3, 1)),
+        boundary_bytes=np.full((3, 1), 7.0),
+        moments_in_flight=held,
+        tie_ps=np.zeros((1, 1)),
+    )
 
 
 def with_budget(problem: InterleavedProblem, budget_bytes: int) -> InterleavedProblem:

@@ -28,6 +28,15 @@ def test_solver_equals_brute_force_on_every_tiny_case(block):
     assert mistakes(range(BLOCK * block, BLOCK * (block + 1))) == {}
 
 
+@pytest.mark.parametrize("sizes", [(4, 2, 3, 36), (5, 2, 3, 36), (5, 2, 5, 62), (6, 2, 7, 85)])
+def test_a_middle_stage_of_an_interleaved_plan_that_holds_the_most_has_to_fit(sizes):
+    """In a step of few microbatches a later stage has as many in flight as the second, and less of them is freed."""
+    problem = interleaved_problems.bare_interleaved(*sizes)
+    (plan,) = interleaved_problems.every_interleaved(problem)
+    for budget_bytes in (plan.memory_bytes, plan.memory_bytes - 1):
+        assert interleaved_problems.mistake(interleaved_problems.with_budget(problem, budget_bytes)) is None
+
+
 @pytest.mark.parametrize("block", rest_long(1, range(2)))
 def test_interleaved_solver_equals_brute_force_of_its_space(block):
     assert interleaved_problems.mistakes(range(BLOCK * block, BLOCK * (block + 1))) == {}

@@ -10,7 +10,7 @@ what lies between them: their least is a shortest path over positions and layout
 """
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class InFlight(NamedTuple):
     chunks: int
     """Activations held, each of one microbatch in one chunk."""
     outer: int
-    """Activations held of the chunk that the embedding or the head is with."""
+    """Activations held of the chunk that the embedding or the head is with; a stage in the middle has no such chunk."""
     freed: int
     """Outputs, each of one of these activations, whose memory is free because they were received."""
     at_outer: bool
@@ -50,26 +50,38 @@ class InFlight(NamedTuple):
 
 
 def moments_in_flight(
-    schedule: PipelineSchedule, pp_size: int, num_microbatches: int, stage: int, num_chunks: int, frees_outputs: bool
-) -> tuple[InFlight, ...]:
-    """Return the moments of a stage's actions that no other exceeds in all counts.
+    schedule: PipelineSchedule, pp_size: int, num_microbatches: int, num_chunks: int, frees_outputs: bool
+) -> tuple[tuple[InFlight, ...], ...]:
+    """Return the moments of the first stage, of the stages in the middle, and of the last that no other exceeds.
 
-    `frees_outputs` is that of the problem.
+    `frees_outputs` is that of the problem. Of fewer than three stages the last stands for the middle. Stages further on
+    have no more in flight, but in a short step as much as the second, of which they may have freed less.
     """
-    outer = 0 if stage == 0 else num_chunks - 1
-    walked = moments(schedule, pp_size, num_microbatches, stage, num_chunks)
-    counted = {_counted(moment, outer, frees_outputs) for moment in walked}
+    is_short = frees_outputs and num_microbatches < 2 * (pp_size - 1)
+    middle = range(1, pp_size - 1) if is_short else (min(1, pp_size - 1),)
+    walk = partial(moments, schedule, pp_size, num_microbatches, num_chunks=num_chunks)
+    first, last = (
+        _largest({_counted(moment, outer, frees_outputs) for moment in walk(stage=stage)})
+        for stage, outer in ((0, 0), (pp_size - 1, num_chunks - 1))
+    )
+    between: tuple[InFlight, ...] = ()
+    for stage in middle:
+        between = _largest({*between, *(_counted(moment, None, frees_outputs) for moment in walk(stage=stage))})
+    return first, between, last
+
+
+def _largest(counted: set[InFlight]) -> tuple[InFlight, ...]:
     return tuple(sorted(one for one in counted if not any(_beaten(one, other) for other in counted)))
 
 
-def _counted(moment: Moment, outer: int, frees_outputs: bool) -> InFlight:
+def _counted(moment: Moment, outer: int | None, frees_outputs: bool) -> InFlight:
     return InFlight(
         chunks=sum(moment.in_flight),
-        outer=moment.in_flight[outer],
+        outer=0 if outer is None else moment.in_flight[outer],
         freed=sum(moment.freed) * frees_outputs,
         at_outer=moment.chunk == outer,
         made=sum(moment.made),
-        outer_made=moment.made[outer],
+        outer_made=outer is not None and moment.made[outer],
         makes=moment.makes,
     )
 
@@ -110,7 +122,7 @@ class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):
     sends_ps: Numbers
     """[cuts, types, layouts]: over the cut after each stage, one way; the last from the last stage to the first."""
     moments_in_flight: tuple[tuple[InFlight, ...], ...]
-    """Moments of the first stage, of one in the middle (the last if there is none), and of the last."""
+    """Moments of the first stage, of those in the middle (the last if there are none), and of the last."""
     boundary_bytes: Numbers
     """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
     tie_ps: Numbers

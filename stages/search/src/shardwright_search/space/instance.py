@@ -129,7 +129,6 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         if len(placed.topologies) > 1 or layers != positions * p * v:
             return None
         schedule, frees = schedule_of(configuration.schedule), frees_outputs(self.costs.model)
-        held = (moments_in_flight(schedule, p, m, stage, v, frees) for stage in (0, min(1, p - 1), p - 1))
         ranks = placed.stage_ranks((0,) * p)
         around = (*pairwise(ranks), (ranks[-1], ranks[0]))
         return InterleavedProblem(
@@ -142,7 +141,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             num_microbatches=m,
             closed_forms=configuration.closed_forms,
             sends_ps=np.array([self.prices.sends(choice, self.costs.link(*pair)) for pair in around]),
-            moments_in_flight=tuple(held),
+            moments_in_flight=moments_in_flight(schedule, p, m, v, frees),
             boundary_bytes=self.prices.boundary(choice),
             tie_ps=self._ties.costs_ps(self.choices.layers.shardings(choice), p),
             frees_outputs=frees,
