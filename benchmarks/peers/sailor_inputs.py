@@ -23,8 +23,14 @@ from shardwright_formats.semantics.sweep_plan import SIZE_STEP, collective_kinds
 from shardwright_formats.types import EMBEDDING, HEAD, Cluster, Model, Strategy
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, write_hardware_profile
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ProfileOrigin, write_model_profile
-from shardwright_profile.importers.hardware_points import HardwarePoint, hardware_profile
-from shardwright_profile.importers.rows import ABSENT, noted, profile_of, state_row
+from shardwright_profile.importers.documents import (
+    ABSENT,
+    HardwarePoint,
+    hardware_profile,
+    noted,
+    profile_of,
+    state_row,
+)
 
 __all__ = ["OPT_350M", "PRECISION", "write_hardware", "write_profile"]
 

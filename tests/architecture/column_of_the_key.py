@@ -17,7 +17,7 @@ from shardwright_formats.types.model_profile import (
     read_model_profile,
     write_model_profile,
 )
-from shardwright_profile.importers.rows import profile_of, state_row
+from shardwright_profile.importers.documents import profile_of, state_row
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.profiles import Scaling, TimeModel, index_profiles, scaled
 from shardwright_search.cost_model.topology import stage_topology

@@ -108,7 +108,7 @@ def _columns(table: Table[Row], count: int) -> list[np.ndarray]:
 def test_a_repeat_takes_as_long_as_on_the_slowest_rank_and_all_ranks_agree(tmp_path):
     code = """
 import sys, time, os, torch, torch.distributed as dist
-from shardwright_profile.hardware.timing import Stopwatch
+from shardwright_profile.hardware.session import Stopwatch
 from datetime import timedelta
 from shardwright_launch.store import rank_store
 store = rank_store(dist.FileStore, dist.Store, 2, timedelta(seconds=60))

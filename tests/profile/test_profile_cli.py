@@ -39,7 +39,7 @@ def test_help_comes_at_once(command):
 
 
 def test_only_the_ranks_of_a_sweep_import_torch():
-    parts = {"": "analytic, cli, show", ".hardware": "start, profile, progress", ".model": "probes, fit"}
+    parts = {"": "analytic, cli, show", ".hardware": "start, profile", ".model": "probes, fit"}
     imports = "".join(f"from shardwright_profile{part} import {modules}\n" for part, modules in parts.items())
     code = f"import sys\n{imports}assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,7 +18,7 @@ from shardwright_formats.types import Measurement, Plans, Recompute, SequencePar
 from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
-from shardwright_profile.show.tables import draw_profile
+from shardwright_profile.show import draw_profile
 
 FAMILIES = ("llama", "gpt2", "bert", "t5", "vit")
 SETTINGS = ProfileSettings(

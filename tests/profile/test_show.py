@@ -17,7 +17,7 @@ from shardwright_formats.types.hardware_profile import (
     write_hardware_profile,
 )
 from shardwright_formats.types.model_profile import read_model_profile
-from shardwright_profile.show.tables import draw_profile, show_profile
+from shardwright_profile.show import draw_profile, show_profile
 
 
 def _profile() -> HardwareProfile:

@@ -7,7 +7,6 @@ import pytest
 from shardwright_formats.io.hdf5 import tables_of
 from shardwright_formats.io.table import Table, columns_of
 from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, PairRow, write_hardware_profile
-from shardwright_profile.hardware.findings import bad_links, findings, slow_ranks, unsettled_points
 from shardwright_profile.hardware.profile import (
     OverlapEntry,
     PairEntry,
@@ -17,7 +16,8 @@ from shardwright_profile.hardware.profile import (
     SweepIdentity,
     profile_of,
 )
-from shardwright_profile.show.tables import show_profile
+from shardwright_profile.hardware.statistics import bad_links, findings, slow_ranks, unsettled_points
+from shardwright_profile.show import show_profile
 
 _MIB = 2**20
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright_profile.hardware.overlap import overlap_clock
-from shardwright_profile.hardware.progress import Line, Workload, line_through
-from shardwright_profile.hardware.timing import Stopwatch
+from shardwright_profile.hardware.session import Stopwatch
+from shardwright_profile.hardware.sweep import Line, Workload, line_through
 
 _CPU = torch.device("cpu")
 _WORK = Workload(points=[1000, 2000], pairs=[1000], overlap=[1000], case_messages=8.0, min_repeats=6, warm_up_repeats=3)

@@ -55,15 +55,20 @@ def overlap_slowdowns(text: str) -> Overlap:
 def overlap_rows(keys: Iterable[CollectiveKey], overlap: Overlap) -> Iterator[OverlapRow]:
     """A row for each kind of collective that a sweep times beside a computation, of no known size."""
     for key in overlap_keys(keys):
-        told = overlap.across if key.group.across_nodes else overlap.inside
-        yield OverlapRow(
-            collective=key.collective,
-            group_size=key.group_size,
-            ranks_per_node=key.ranks_per_node,
-            collective_bytes=0,
-            compute_s=0.0,
-            collective_s=0.0,
-            compute_slowdown=told.compute,
-            collective_slowdown=told.collective,
-            source=Source.ASSUMED,
-        )
+        slowdowns = overlap.across if key.group.across_nodes else overlap.inside
+        yield unsized_overlap(key, slowdowns, Source.ASSUMED)
+
+
+def unsized_overlap(key: CollectiveKey, slowdowns: Slowdowns, source: Source) -> OverlapRow:
+    """Return the row of a collective overlapped with a computation, both of unknown size."""
+    return OverlapRow(
+        collective=key.collective,
+        group_size=key.group_size,
+        ranks_per_node=key.ranks_per_node,
+        collective_bytes=0,
+        compute_s=0.0,
+        collective_s=0.0,
+        compute_slowdown=slowdowns.compute,
+        collective_slowdown=slowdowns.collective,
+        source=source,
+    )

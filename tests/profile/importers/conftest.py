@@ -7,11 +7,9 @@ import pytest
 
 from shardwright_formats.io.table import Source
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, write_hardware_profile
-from shardwright_profile.importers.flat_model import FlatType, flat_model
+from shardwright_profile.importers.documents import FlatType, flat_model, hardware_profile, link_points
 from shardwright_profile.importers.galvatron.keys import read_computation, read_memory
-from shardwright_profile.importers.galvatron.model_profile import GalvatronRequest
-from shardwright_profile.importers.hardware_points import hardware_profile, link_points
-from shardwright_profile.importers.traffic import Hardware
+from shardwright_profile.importers.galvatron.model import GalvatronRequest, Hardware
 from shardwright_profile.options import GalvatronOptions
 
 MIB = 1024**2

@@ -5,8 +5,8 @@ import pytest
 from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.types import Model, SequenceParallel
 from shardwright_formats.types.model_profile import read_model_profile
-from shardwright_profile.importers.flat_model import FlatType
-from shardwright_profile.importers.galvatron.model_profile import import_galvatron
+from shardwright_profile.importers.documents import FlatType
+from shardwright_profile.importers.galvatron.model import import_galvatron
 
 MIB = 1024**2
 NONE, MEGATRON = SequenceParallel.NONE, SequenceParallel.MEGATRON

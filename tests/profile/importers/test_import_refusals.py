@@ -6,9 +6,9 @@ import pytest
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.types import Model
 from shardwright_formats.types.model_profile import read_model_profile
-from shardwright_profile.importers.flat_model import FlatType, parse_type
+from shardwright_profile.importers.documents import FlatType, parse_type
 from shardwright_profile.importers.galvatron.keys import read_computation
-from shardwright_profile.importers.galvatron.model_profile import import_galvatron
+from shardwright_profile.importers.galvatron.model import import_galvatron
 
 MIB = 1024**2
 TIMES = {

@@ -6,7 +6,7 @@ from shardwright_formats.command import Command, CommandLine, run
 from shardwright_profile import options
 
 _ROOM = "shardwright_profile"
-_IMPORTS = f"{_ROOM}.importers.commands"
+_IMPORTERS = f"{_ROOM}.importers"
 
 APP = CommandLine(
     name="shardwright-profile",
@@ -17,10 +17,12 @@ APP = CommandLine(
         "model": Command(options.ModelOptions, f"{_ROOM}.model.profile_all:profile_model"),
         "fit": Command(options.FitOptions, f"{_ROOM}.commands:fit"),
         "show": Command(options.ShowOptions, f"{_ROOM}.commands:show"),
-        "import galvatron": Command(options.GalvatronOptions, f"{_IMPORTS}:galvatron"),
-        "import galvatron-hardware": Command(options.GalvatronHardwareOptions, f"{_IMPORTS}:galvatron_hardware"),
-        "import fasop": Command(options.FasopOptions, f"{_IMPORTS}:fasop"),
-        "import fasop-hardware": Command(options.FasopHardwareOptions, f"{_IMPORTS}:fasop_hardware"),
+        "import galvatron": Command(options.GalvatronOptions, f"{_IMPORTERS}.galvatron.model:write_galvatron"),
+        "import galvatron-hardware": Command(
+            options.GalvatronHardwareOptions, f"{_IMPORTERS}.galvatron.hardware:write_galvatron_hardware"
+        ),
+        "import fasop": Command(options.FasopOptions, f"{_IMPORTERS}.fasop:write_fasop"),
+        "import fasop-hardware": Command(options.FasopHardwareOptions, f"{_IMPORTERS}.fasop:write_fasop_hardware"),
         "devices": Command(options.DevicesOptions, f"{_ROOM}.commands:list_devices"),
         "analytic": Command(options.AnalyticOptions, f"{_ROOM}.analytic:write_analytic"),
     },

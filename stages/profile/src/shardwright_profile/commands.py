@@ -37,7 +37,7 @@ def fit(options: FitOptions) -> None:
 
 def show(options: ShowOptions) -> None:
     """Print a profile, and draw it."""
-    from shardwright_profile.show.tables import draw_profile, show_profile
+    from shardwright_profile.show import draw_profile, show_profile
 
     if options.tables:
         show_profile(options.file)

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from shardwright_formats.semantics.sweep_plan import COMPUTE_RATIOS, CollectiveKind
-from shardwright_profile.hardware.collectives import collective_call
+from shardwright_profile.hardware.measurements import collective_call
 from shardwright_profile.hardware.profile import OverlapEntry, PointEntry, overlap_key
-from shardwright_profile.hardware.session import Session, Task
-from shardwright_profile.hardware.timing import WARM_UP_REPEATS
+from shardwright_profile.hardware.session import WARM_UP_REPEATS, Session, Task
 
 CASE_MESSAGES = sum(ratio + 1 + max(1.0, ratio) for ratio in COMPUTE_RATIOS)
 """Time of one repeat of all ratios without slowdown, in times of the collective: each side alone, and both at once."""
@@ -65,28 +64,28 @@ def overlap_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Ite
 def _overlaps(session: Session, timer: "_Timer", kind: CollectiveKind) -> Iterator[Task]:
     always = session.identity.sizes.always(kind.key.group_size)
     for size in session.identity.sizes.overlapped(kind.key.group_size):
-        point = session.find("point", kind.key, size)
+        point = session.journal.find("point", kind.key, size)
         if not isinstance(point, PointEntry):
             return
-        what = f"overlapped with a computation, {kind}"
+        subject = f"overlapped with a computation, {kind}"
         keys = [overlap_key(kind.key, size, ratio) for ratio in COMPUTE_RATIOS]
         needs_s = CASE_MESSAGES * (WARM_UP_REPEATS + session.min_repeats) * float(np.median(point.times_s))
         # Half: the sizes that follow take more.
-        yield Task(what, keys, partial(timer.entries, kind, point), 1 / 2, None if size in always else needs_s)
+        yield Task(subject, keys, partial(timer.entries, kind, point), 1 / 2, None if size in always else needs_s)
 
 
 class _Timer:
     """A timer of collectives overlapped with computations."""
 
     def __init__(self, session: Session) -> None:
-        self._session, self._clock = session, overlap_clock(session.device)
+        self._session, self._clock = session, overlap_clock(session.stopwatch.device)
 
     def entries(self, kind: CollectiveKind, point: PointEntry, share_s: float) -> list[OverlapEntry]:
         """Return the measurements of a collective overlapped with a computation of each length."""
         session = self._session
         session.stopwatch.doing = f"timing {point.message_bytes} bytes overlapped, {kind}"
         group = session.process_groups.mine(kind.groups)
-        start = collective_call(kind, point.message_bytes, group, session.device, wait=False)
+        start = collective_call(kind, point.message_bytes, group, session.stopwatch.device, wait=False)
         point_s = float(np.median(point.times_s))
         fitting = [c for c in self._computations if c.time_s * _PRODUCTS_IN_MESSAGE <= point_s]
         computation = fitting[-1] if fitting else self._computations[0]
@@ -97,7 +96,7 @@ class _Timer:
             turns = ((None, computation, products), (start, computation, 0), (start, computation, products))
             measure = partial(self._turns_s, turns)
             measure(WARM_UP_REPEATS)
-            times_s = session.stopwatch.repeated(measure, share_s / len(COMPUTE_RATIOS), session.max_repeats)
+            times_s = session.stopwatch.repeated(measure, share_s / len(COMPUTE_RATIOS), session.identity.max_repeats)
             compute_s, alone_s, slowed_compute_s, slowed_s = np.median(times_s, axis=1).tolist()
             entries.append(
                 OverlapEntry(
@@ -133,7 +132,7 @@ class _Timer:
     @cached_property
     def _computations(self) -> list[_Computation]:
         """Return products of growing matrices, of which a computation uses the largest that divides it finely."""
-        made, device = [], self._session.device
+        made, device = [], self._session.stopwatch.device
         for side in _SIDES[device.type]:
             factor = torch.ones(side, side, dtype=_DTYPES[device.type], device=device)
             untimed = _Computation(factor, torch.empty_like(factor), 0.0)

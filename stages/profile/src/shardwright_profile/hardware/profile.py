@@ -26,8 +26,7 @@ from shardwright_formats.types.hardware_profile import (
     RepeatRow,
 )
 from shardwright_launch.journal import JournalKind
-from shardwright_profile.hardware.findings import findings
-from shardwright_profile.hardware.statistics import median_interval, outliers
+from shardwright_profile.hardware.statistics import findings, median_interval, outliers
 
 _Positive = Annotated[float, Meta(gt=0)]
 _Count = Annotated[int, Meta(ge=1)]
@@ -178,11 +177,7 @@ class OverlapEntry(OverlapRow, frozen=True, kw_only=True, forbid_unknown_fields=
 Entry = StartEntry | RateEntry | PointEntry | PairEntry | OverlapEntry
 
 JOURNAL: JournalKind[SweepIdentity, Entry] = JournalKind(
-    format="shardwright.sweep_journal",
-    run="sweep",
-    identity=SweepIdentity,
-    entry=Entry,
-    key=lambda entry: entry.key,
+    format="shardwright.sweep_journal", run="sweep", identity=SweepIdentity, entry=Entry, key=lambda entry: entry.key
 )
 """The journal of a sweep, from which a killed one continues."""
 

@@ -1,19 +1,117 @@
-"""The session of one rank in a sweep (only the ranks of a sweep import this)."""
+"""The state of one rank in a sweep: its stopwatch, process groups and tasks (only the ranks of a sweep import this)."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from time import perf_counter
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from shardwright_formats.semantics.process_groups import EDGE_CHANNELS
 from shardwright_formats.semantics.sweep_plan import CollectiveKind, Groups
 from shardwright_formats.types.hardware_profile import Collective
+from shardwright_launch.heartbeat import Heartbeat
 from shardwright_launch.journal import Journal
 from shardwright_profile.hardware.profile import Entry, EntryKey, SweepIdentity
-from shardwright_profile.hardware.statistics import MIN_REPEATS
-from shardwright_profile.hardware.timing import Stopwatch
+from shardwright_profile.hardware.statistics import MIN_REPEATS, more_repeats, settled
+
+T = TypeVar("T")
+WARM_UP_REPEATS = 3
+
+
+class Stopwatch:
+    """A stopwatch for calls that every rank of the world makes; what it returns is the same on every rank."""
+
+    def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None) -> None:
+        self.device, self._heartbeat = device, heartbeat
+        self.doing = "before the first measurement"
+        """Current activity of this rank, which the launcher learns at each repeat."""
+
+    def rank_times_s(self, call: Callable[[], object], repeats: int) -> NDArray[Any]:
+        """Return the seconds of each repeat of `call` on each rank: [ranks, repeats] float64.
+
+        A barrier aligns the ranks before each repeat; on CUDA the device is synchronised on either side.
+        """
+        times_s = torch.zeros(repeats, dtype=torch.float64)
+        for i in range(repeats):
+            self.align()
+            start = perf_counter()
+            call()
+            self._synchronise()
+            times_s[i] = perf_counter() - start
+        return self.gathered(times_s)
+
+    def slowest_s(self, call: Callable[[], object], repeats: int) -> NDArray[Any]:
+        """Return the seconds of each repeat of `call` on the slowest rank: [repeats] float64."""
+        return np.asarray(self.rank_times_s(call, repeats).max(axis=0))
+
+    def repeated(self, measure: Callable[[int], NDArray[Any]], share_s: float, max_repeats: int) -> NDArray[Any]:
+        """Repeat in rounds until every series' median is settled, the share is spent, or there are `max_repeats`.
+
+        `measure` makes a number of repeats and returns their seconds, the same on every rank: [series, repeats]
+        float64. The first round has 6 repeats, or `max_repeats` if that is less, however short the share is.
+        """
+        budget = self.budget(share_s)
+        times_s = measure(min(MIN_REPEATS, max_repeats))
+        one_s = (share_s - budget.left_s()) / times_s.shape[1]
+        while not all(map(settled, times_s)):
+            more = more_repeats(times_s.shape[1], max_repeats, budget.left_s(), one_s)
+            if not more:
+                break
+            times_s = np.concatenate([times_s, measure(more)], axis=1)
+        return times_s
+
+    def budget(self, time_s: float) -> "Budget":
+        """Return a budget of `time_s` seconds from now."""
+        return Budget(self, perf_counter(), time_s)
+
+    def agreed(self, value: float) -> float:
+        """Return the largest of the ranks' values, so that all ranks decide alike."""
+        shared = torch.tensor([value], dtype=torch.float64).to(self.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return float(shared.cpu()[0])
+
+    def gathered(self, mine: torch.Tensor) -> NDArray[Any]:
+        """Return every rank's numbers, stacked in rank order: [ranks, *mine.shape]."""
+        parts = [torch.zeros_like(mine, device=self.device) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, mine.to(self.device))
+        return np.stack([part.cpu().numpy() for part in parts])
+
+    def of_first(self, value: T, kind: type[T]) -> T:
+        """Return on every rank the value of rank 0, which is sent as JSON."""
+        content = msgspec.json.encode(value)
+        size = torch.tensor(len(content), device=self.device)
+        dist.broadcast(size, src=0)
+        data = torch.frombuffer(bytearray(content.ljust(int(size))[: int(size)]), dtype=torch.uint8).to(self.device)
+        dist.broadcast(data, src=0)
+        return msgspec.json.decode(data.cpu().numpy().tobytes(), type=kind)
+
+    def align(self) -> None:
+        """Wait until every rank is here with nothing left to do."""
+        if self._heartbeat is not None:
+            self._heartbeat.begin(self.doing)
+        dist.barrier()
+        self._synchronise()
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Budget(NamedTuple):
+    """A time limit that all ranks agree on."""
+
+    stopwatch: Stopwatch
+    started: float
+    time_s: float
+
+    def left_s(self) -> float:
+        """Return the seconds left of the budget on the slowest rank."""
+        return self.time_s - self.stopwatch.agreed(perf_counter() - self.started)
 
 
 class ProcessGroups:
@@ -23,7 +121,7 @@ class ProcessGroups:
         self._device = device
         self.mine, self.pair = cache(self._made), cache(self._warmed_up)
 
-    def of(self, kind: CollectiveKind) -> dist.ProcessGroup | None:
+    def group_for(self, kind: CollectiveKind) -> dist.ProcessGroup | None:
         """Return the one of a kind's groups that this rank is in, or None."""
         return (self.pair if kind.key.collective is Collective.P2P else self.mine)(kind.groups)
 
@@ -62,29 +160,15 @@ class Session(NamedTuple):
     process_groups: ProcessGroups
 
     @property
-    def device(self) -> torch.device:
-        """Return the device that this rank computes on."""
-        return self.stopwatch.device
-
-    @property
-    def max_repeats(self) -> int:
-        """Return the maximum number of repeats of a point."""
-        return self.identity.max_repeats
-
-    @property
     def min_repeats(self) -> int:
         """Return the minimum number of repeats of a point."""
-        return min(MIN_REPEATS, self.max_repeats)
-
-    def find(self, *key: Hashable) -> Entry | None:
-        """Return the entry of this key, or None where it is not known."""
-        return self.journal.find(*key)
+        return min(MIN_REPEATS, self.identity.max_repeats)
 
 
 class Task(NamedTuple):
     """A measurement to make: a message of one size, or several that are timed at once."""
 
-    what: object
+    subject: object
     """Object whose text names the task to the user."""
     keys: Sequence[EntryKey]
     """Keys of the entries that the task gives."""
@@ -105,11 +189,11 @@ def timed(session: Session, series: Sequence[Iterable[Task]], time_s: float) -> 
     """
     budget = session.stopwatch.budget(time_s)
     for number, tasks in enumerate(series):
-        own = session.stopwatch.budget(budget.left_s() / (len(series) - number))
+        series_budget = session.stopwatch.budget(budget.left_s() / (len(series) - number))
         for task in tasks:
-            entries = [entry for key in task.keys if (entry := session.find(*key)) is not None]
+            entries = [entry for key in task.keys if (entry := session.journal.find(*key)) is not None]
             if len(entries) < len(task.keys):
-                left_s = own.left_s()
+                left_s = series_budget.left_s()
                 if task.needs_s is not None and task.needs_s > left_s:
                     break
                 entries = list(task.measure(task.share * left_s))

@@ -4,6 +4,13 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.io.versions import versions_text
@@ -15,8 +22,7 @@ from shardwright_launch.meeting import meeting_of
 from shardwright_launch.nodes import Nodes, check_all_nodes
 from shardwright_launch.ranks import launch
 from shardwright_launch.scratch import scratch_folder
-from shardwright_profile.hardware.profile import JOURNAL, SweepIdentity, SweepJob
-from shardwright_profile.hardware.progress import shown_progress
+from shardwright_profile.hardware.profile import JOURNAL, Progress, Remark, SweepIdentity, SweepJob
 from shardwright_profile.options import HardwareOptions
 
 _WORKER = "shardwright_profile.hardware.worker"
@@ -83,3 +89,33 @@ def _check(options: HardwareOptions, cluster: Cluster, nodes: Nodes) -> None:
     check_accelerator(cluster, nodes.rank, options.cluster)
     if importlib.util.find_spec("torch") is None:
         raise BadInput("hardware", "torch is not installed here", "install shardwright-profile[hardware]")
+
+
+@contextmanager
+def shown_progress() -> Iterator[Callable[[bytes], None]]:
+    """Yield a function that takes rank 0's lines of JSON and shows them on standard error."""
+    if not sys.stderr.isatty():
+        yield _print_line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("starting the ranks", total=None)
+
+        def update(line: bytes) -> None:
+            match _said(line):
+                case Progress(step=step, steps=steps, text=text):
+                    bar.update(task, description=text, total=steps, completed=step)
+                case Remark(text=text):
+                    bar.console.print(text, markup=False, highlight=False)
+
+        yield update
+
+
+def _print_line(line: bytes) -> None:
+    said = _said(line)
+    counted = f"{said.step + 1}/{said.steps} " if isinstance(said, Progress) else ""
+    print(f"{counted}{said.text}", file=sys.stderr, flush=True)
+
+
+def _said(line: bytes) -> Progress | Remark:
+    return msgspec.json.decode(line, type=Progress | Remark)

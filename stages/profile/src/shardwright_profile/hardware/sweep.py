@@ -1,19 +1,16 @@
 """The sweep: rates, collectives, links and overlap within a time budget (only the ranks of a sweep import this)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from shardwright_formats.semantics.sweep_plan import CollectiveKind, SweepPlan
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_profile.hardware.collectives import collective_call
-from shardwright_profile.hardware.device_rates import rate_tasks
-from shardwright_profile.hardware.messages import pair_tasks, point_tasks
+from shardwright_profile.hardware.measurements import collective_call, pair_tasks, point_tasks, rate_tasks
 from shardwright_profile.hardware.overlap import CASE_MESSAGES, overlap_tasks
 from shardwright_profile.hardware.profile import Entry, OverlapEntry, PairEntry, Progress, Remark, overlap_key
-from shardwright_profile.hardware.progress import Line, Workload, line_through
-from shardwright_profile.hardware.session import Session, Task, timed
-from shardwright_profile.hardware.timing import WARM_UP_REPEATS, Budget
+from shardwright_profile.hardware.session import WARM_UP_REPEATS, Budget, Session, Task, timed
 
 _POINTS_SHARE = 0.7
 """Share of the time left after the rates; the larger messages take most of it."""
@@ -23,22 +20,68 @@ _PAIRS_SHARE = 1 / 3
 Say = Callable[[Progress | Remark], None]
 
 
+class Line(NamedTuple):
+    """A collective's time as a constant and a time per byte."""
+
+    constant_s: float
+    s_per_byte: float
+
+    def sum_s(self, sizes: Sequence[int]) -> float:
+        """Return the seconds of one collective of each size in bytes."""
+        return sum(self.constant_s + self.s_per_byte * size for size in sizes)
+
+
+def line_through(small: tuple[int, float], large: tuple[int, float]) -> Line:
+    """Return the line through two sizes in bytes and their times in seconds, flat where the larger was no slower."""
+    (small_bytes, small_s), (large_bytes, large_s) = small, large
+    slope = max(0.0, large_s - small_s) / (large_bytes - small_bytes) if large_bytes > small_bytes else 0.0
+    return Line(small_s - slope * small_bytes, slope)
+
+
+class Workload(NamedTuple):
+    """The sizes in bytes of messages that are timed whatever the budget, and are not in the journal yet."""
+
+    points: Sequence[int]
+    pairs: Sequence[int]
+    """Message size of each round in bytes: the pairs of a round are timed at once."""
+    overlap: Sequence[int]
+    case_messages: float
+    """Time of one overlap of all ratios, in times of its collective."""
+    min_repeats: int
+    warm_up_repeats: int
+
+    def min_s(self, line: Line) -> float:
+        """Return the seconds of the fewest repeats of everything, if every collective took the line's time."""
+        once_s = line.sum_s(self.points) + line.sum_s(self.pairs) + self.case_messages * line.sum_s(self.overlap)
+        return (self.warm_up_repeats + self.min_repeats) * once_s
+
+    def estimate(self, kept: int, needed_s: float, given_s: float) -> str:
+        """Return the message before the sweep; `kept` is the number of measurements that are known."""
+        counts = f"{len(self.points)} points, {len(self.pairs)} rounds of pairs, {len(self.overlap)} overlaps"
+        resumed = f"; {kept} measurements of a killed sweep are kept" if kept else ""
+        longer = ": the small sizes are timed all the same" if needed_s > given_s else ""
+        return (
+            f"hardware: {counts}, at least {self.min_repeats} repeats each: about {needed_s:.2g} s needed, "
+            f"{given_s:.4g} s given{longer}{resumed}"
+        )
+
+
 def sweep(session: Session, time_budget_s: float, say: Say) -> list[Entry]:
     """Measure everything; all ranks of the world call this and get the same entries, in the same order.
 
     Each entry is in the journal before the next is measured; what is there already is not measured again.
     """
-    plan = SweepPlan.for_cluster(session.identity.cluster, session.identity.sizes, session.device.type)
-    found: list[Entry] = []
+    plan = SweepPlan.for_cluster(session.identity.cluster, session.identity.sizes, session.stopwatch.device.type)
+    measured: list[Entry] = []
     step, budget = 0, session.stopwatch.budget(time_budget_s)
     for series, share in _parts(session, plan, budget, say):
         for number, task, entries in timed(session, series, share * budget.left_s()):
             if session.journal.add(entries):
-                text = f"{task.what}: {max(entries, key=_slowness)}"
+                text = f"{task.subject}: {max(entries, key=_slowness)}"
                 say(Progress(step=step + number, steps=plan.steps, text=text))
-            found.extend(entries)
+            measured.extend(entries)
         step += len(series)
-    return found
+    return measured
 
 
 def _parts(
@@ -57,7 +100,7 @@ def _parts(
 
 def _workload(session: Session, plan: SweepPlan) -> Workload:
     """Return the messages that are timed however short the budget is, except those in the journal."""
-    sizes, find = session.identity.sizes, session.find
+    sizes, find = session.identity.sizes, session.journal.find
 
     def always(kind: CollectiveKind) -> tuple[int, ...]:
         return sizes.always(kind.key.group_size)
@@ -81,12 +124,12 @@ def _calibrated(session: Session, plan: SweepPlan) -> Line:
     """Return the time of a collective by size: an all_reduce of the largest group at the smallest size and 1 MiB."""
     kind = next(kind for kind in plan.overlapped if kind.key.collective is Collective.ALL_REDUCE)
     sizes = session.identity.sizes.always(kind.key.group_size)
-    found = []
+    points = []
     for size in (sizes[0], sizes[-1]):
-        call = collective_call(kind, size, session.process_groups.of(kind), session.device)
+        call = collective_call(kind, size, session.process_groups.group_for(kind), session.stopwatch.device)
         session.stopwatch.slowest_s(call, WARM_UP_REPEATS)
-        found.append((size, float(np.median(session.stopwatch.slowest_s(call, WARM_UP_REPEATS)))))
-    return line_through(*found)
+        points.append((size, float(np.median(session.stopwatch.slowest_s(call, WARM_UP_REPEATS)))))
+    return line_through(*points)
 
 
 def _slowness(entry: Entry) -> float:

@@ -27,9 +27,8 @@ from shardwright_profile.hardware.profile import (
     SweepJob,
     profile_of,
 )
-from shardwright_profile.hardware.session import ProcessGroups, Session
+from shardwright_profile.hardware.session import ProcessGroups, Session, Stopwatch
 from shardwright_profile.hardware.sweep import sweep
-from shardwright_profile.hardware.timing import Stopwatch
 
 
 def main(job_file: str) -> None:
@@ -61,7 +60,7 @@ def _measure(job: SweepJob, stopwatch: Stopwatch) -> None:
     started = journal.find("start") or StartEntry(time_s=startup_s)
     journal.add([started])
     session = Session(job.identity, stopwatch, journal, ProcessGroups(stopwatch.device))
-    entries = [started, *sweep(session, job.time_budget_s, _say if rank == 0 else _say_nothing)]
+    entries = [started, *sweep(session, job.time_budget_s, _say if rank == 0 else lambda _: None)]
     # What is left takes a moment: no rank may be stopped once rank 0 writes, for then the profile is there.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     stopwatch.align()
@@ -92,22 +91,18 @@ def _device(identity: SweepIdentity) -> torch.device:
     if wanted.on_cpu:
         return torch.device(CPU)
     name = wanted.device
-    if (found := torch.cuda.device_count()) <= local_rank:
-        what = f"it has a device {local_rank} ({name}), this node {found} CUDA devices"
-        raise BadInput("--cluster", what, "correct it")
+    if (device_count := torch.cuda.device_count()) <= local_rank:
+        problem = f"it has a device {local_rank} ({name}), this node {device_count} CUDA devices"
+        raise BadInput("--cluster", problem, "correct it")
     if (here := torch.cuda.get_device_name(local_rank)) != name:
-        what = f"device {local_rank} of this node is {here!r}, not {name!r}"
-        raise BadInput("--cluster", what, "correct the device name")
+        problem = f"device {local_rank} of this node is {here!r}, not {name!r}"
+        raise BadInput("--cluster", problem, "correct the device name")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def _say(said: Progress | Remark) -> None:
     print(canonical_json(said).decode(), flush=True)
-
-
-def _say_nothing(_: Progress | Remark) -> None:
-    pass
 
 
 if __name__ == "__main__":

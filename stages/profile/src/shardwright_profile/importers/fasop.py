@@ -10,15 +10,26 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.io import BadInput, Value, read_bytes, read_object, sha256_of_file
+from shardwright_estimate.settings import block_types
+from shardwright_formats.io import BadInput, Value, read_bytes, read_document, read_object
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Sourced
 from shardwright_formats.key import LayerKey
 from shardwright_formats.types import EMBEDDING, HEAD, LayerStrategy, Model, Recompute
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProfileOrigin
-from shardwright_profile.importers.hardware_points import HardwarePoint, hardware_profile, link_points
-from shardwright_profile.importers.rows import ABSENT, noted, profile_of, state_row
+from shardwright_profile.importers.documents import (
+    ABSENT,
+    HardwarePoint,
+    assumed_backward,
+    hardware_profile,
+    link_points,
+    made_from,
+    noted,
+    profile_of,
+    state_row,
+    write_imported,
+)
 from shardwright_profile.options import FasopHardwareOptions, FasopOptions
 
 _COLUMNS = ["model", "gpu", "tp_size", "kind", "layers", "forward_s"]
@@ -142,7 +153,7 @@ def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[st
             raise BadInput(options.times, problem, "add that row")
         return table[(tp_size, kind)]
 
-    types = tuple(dict.fromkeys(request.model.layers))
+    types = block_types(request.model)
     if (1, "transformer") in table:
         kinds, embedding = ["transformer"], Sourced(time_of("embedding"), Source.MEASURED)
         head = Sourced(time_of("post_process"), Source.MEASURED)
@@ -174,14 +185,10 @@ def _rows(request: FasopRequest, tp_size: int, times: Mapping[str, Sourced]) -> 
 
 def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) -> Iterator[str]:
     options = request.options
-    for file in (options.times, options.constants):
-        yield f"Made from {file.name}, SHA-256 {sha256_of_file(file)}."
+    yield from made_from(options.times, options.constants)
     yield f"Figures of {request.constants.citation}."
     yield "One forward time a kind of layer at micro-batch 1, tensor-parallel traffic inside; no spread is published."
-    yield (
-        f"Backward is assumed to take {options.backward_ratio:g} times forward, and with full recomputation"
-        " one forward more."
-    )
+    yield assumed_backward(options)
     if options.micro_batches:
         yield "Times at larger micro-batches are assumed to grow in proportion."
     yield "Memory, optimizer, reduction, process and step overhead are not published: absent."
@@ -204,20 +211,30 @@ def read_fasop_constants(file: Path) -> FasopConstants:
         raise BadInput(file, str(error), "correct the file") from None
 
 
+def write_fasop(options: FasopOptions) -> None:
+    """Write the model profile from FASOP's layer times."""
+    times, constants = read_fasop_times(options.times), read_fasop_constants(options.constants)
+    request = FasopRequest(options, times, constants, read_document(options.model, Model))
+    write_imported(options.out, import_fasop(request))
+
+
+def write_fasop_hardware(options: FasopHardwareOptions) -> None:
+    """Write the hardware profile from FASOP's bandwidths."""
+    write_imported(options.out, fasop_hardware(read_fasop_constants(options.constants), options))
+
+
 def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> HardwareProfile:
     """Return a hardware profile by bandwidth alone, all derived; raise BadInput without constants of GPU or setting."""
     file, setting, gpu = options.constants, options.setting, options.gpu
     links = constants.bandwidth_bits_per_s.get(setting, {}).get(gpu)
     if links is None:
-        known = ", ".join(
-            sorted(f"{name} {of}" for name, gpus in constants.bandwidth_bits_per_s.items() for of in gpus)
-        )
+        known = ", ".join(sorted(f"{s} {g}" for s, gpus in constants.bandwidth_bits_per_s.items() for g in gpus))
         raise BadInput(file, f"no bandwidth of {setting} {gpu}, only of {known}", "ask for one of these")
     a_node, by = constants.gpus_per_node[setting], constants.bandwidth_divisors
     if options.nodes * a_node > _MAX_RANKS:
         raise BadInput("--nodes", f"more than {_MAX_RANKS} GPUs", "ask for fewer nodes")
     notes = [
-        f"Made from {file.name}, SHA-256 {sha256_of_file(file)}.",
+        *made_from(file),
         f"Figures of {constants.citation}.",
         f"Bandwidths of setting {setting!r} over FASOP's divisors; nothing here was timed, and latency is left out.",
         "That between nodes is a node's: all groups that leave it share it.",
@@ -226,7 +243,7 @@ def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> 
         *_inside(a_node, links.intra_node / _BITS / by.intra_node),
         *_between(options.nodes, a_node, links.inter_node / _BITS / by.inter_node),
     ]
-    return hardware_profile(options.cluster, options.device, notes, points, None)
+    return hardware_profile(options.cluster, options.device, notes, points)
 
 
 def _inside(a_node: int, bytes_per_s: float) -> Iterator[HardwarePoint]:

@@ -6,25 +6,27 @@ own definition. Galvatron's cost model divides MiB by it instead, which is 4.6 %
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from shardwright_formats.io import BadInput, sha256_of_file
+from shardwright_estimate.overlap import Slowdowns, unsized_overlap
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
-from shardwright_profile.importers.galvatron.keys import read_numbers
-from shardwright_profile.importers.hardware_points import (
+from shardwright_profile.importers.documents import (
     MIB,
     HardwarePoint,
     halves,
     hardware_profile,
     link_points,
+    made_from,
+    write_imported,
 )
+from shardwright_profile.importers.galvatron.keys import read_numbers
 from shardwright_profile.options import GalvatronHardwareOptions
 
-_Found = TypeVar("_Found")
-
+_Figure = TypeVar("_Figure")
 
 _CLUSTER = re.compile(r".*_(?P<nodes>[1-9]\d{0,4})nodes_(?P<gpus>[1-9]\d{0,2})gpus_per_node\.json")
 _BANDWIDTH = re.compile(r"allreduce_size_(?P<ranks>[1-9]\d{0,5})_consec_(?P<consecutive>[01])")
@@ -53,52 +55,57 @@ def import_galvatron_hardware(options: GalvatronHardwareOptions) -> HardwareProf
     a scatter are half of an all-reduce (ring, derived). Where no all-to-all was timed, the bus bandwidth of the
     all-reduce is assumed for it. Raises BadInput where a table says something impossible, or nothing.
     """
-    files = [*options.allreduce, *options.p2p, *options.sp_time, *([options.overlap] if options.overlap else [])]
     if not (options.allreduce or options.sp_time):
         raise BadInput("--allreduce", "no table of collectives", "pass --allreduce or --sp-time")
-    notes = [f"Made from {file.name}, SHA-256 {sha256_of_file(file)}." for file in files]
+    notes = [*made_from(*options.allreduce, *options.p2p, *options.sp_time, options.overlap)]
     notes.append("Times by bandwidth are without latency; errors are not known.")
     timed = _first(item for file in options.sp_time for item in _timed(file, notes))
     bandwidths = _first(item for file in options.allreduce for item in _bandwidths(file, notes))
     notes += _disagreements(timed, bandwidths)
     reduces = {key: list(link_points(key, rate, Source.DERIVED)) for key, rate in bandwidths.items()}
-    reduces |= {key: found for key, found in timed.items() if key.collective is Collective.ALL_REDUCE}
+    reduces |= {key: points for key, points in timed.items() if key.collective is Collective.ALL_REDUCE}
     to_all = Collective.ALL_TO_ALL
     exchanges = {CollectiveKey.from_fields(key, collective=to_all): rate for key, rate in bandwidths.items()}
     assumed = {key: list(link_points(key, rate, Source.ASSUMED)) for key, rate in exchanges.items() if key not in timed}
     if assumed:
         notes.append("Where no all-to-all was timed, the all-reduce's bus bandwidth is assumed for it.")
     notes.append("All-gather and reduce-scatter are half of the all-reduce, as on a ring (derived).")
-    points = [point for found in (*reduces.values(), *assumed.values()) for point in found]
-    points += [point for key, found in timed.items() if key not in reduces for point in found]
-    points += [half for found in reduces.values() for point in found for half in halves(point)]
+    points = list(chain(*reduces.values(), *assumed.values()))
+    points += [point for key, measured in timed.items() if key not in reduces for point in measured]
+    points += [half for point in chain(*reduces.values()) for half in halves(point)]
     for key, rate in _sends(options.p2p, notes).items():
         points += link_points(key, rate, Source.DERIVED)
     overlap = None
     if options.overlap is not None:
         cluster = _cluster((*options.allreduce, *options.sp_time)[0])
         reduce = cluster.key(Collective.ALL_REDUCE, cluster.nodes * cluster.gpus_per_node, True)
-        overlap = reduce, _overlap(options.overlap, notes)
+        slowdown = _overlap(options.overlap, notes)
+        overlap = unsized_overlap(reduce, Slowdowns(slowdown, slowdown), Source.MEASURED)
     return hardware_profile(options.cluster, options.device, notes, points, overlap)
 
 
-def _first(items: Iterable[tuple[CollectiveKey, _Found]]) -> dict[CollectiveKey, _Found]:
+def write_galvatron_hardware(options: GalvatronHardwareOptions) -> None:
+    """Write the profile of a cluster that Galvatron measured."""
+    write_imported(options.out, import_galvatron_hardware(options))
+
+
+def _first(items: Iterable[tuple[CollectiveKey, _Figure]]) -> dict[CollectiveKey, _Figure]:
     """Return one figure for each kind of collective: that of the file that was named first."""
-    found: dict[CollectiveKey, _Found] = {}
-    for key, value in items:
-        found.setdefault(key, value)
-    return found
+    figures: dict[CollectiveKey, _Figure] = {}
+    for key, figure in items:
+        figures.setdefault(key, figure)
+    return figures
 
 
 def _timed(file: Path, notes: list[str]) -> Iterator[tuple[CollectiveKey, list[HardwarePoint]]]:
     """Yield the times of whole collectives among neighbours, given in ms for messages in MiB."""
-    cluster, found = _cluster(file), dict[CollectiveKey, list[HardwarePoint]]()
+    cluster, by_key = _cluster(file), dict[CollectiveKey, list[HardwarePoint]]()
     for match, time_ms in _matches(file, _TIME, notes):
         collective = Collective.ALL_REDUCE if match["kind"] == "allreduce" else Collective.ALL_TO_ALL
         key = cluster.key(collective, int(match["ranks"]), True)
         point = HardwarePoint(key, int(match["mib"]) * MIB, time_ms / 1000, Source.MEASURED)
-        found.setdefault(key, []).append(point)
-    for key, points in found.items():
+        by_key.setdefault(key, []).append(point)
+    for key, points in by_key.items():
         points.sort()
         for small, large in pairwise(points):
             if large.time_s < small.time_s:
@@ -118,22 +125,22 @@ def _bandwidths(file: Path, notes: list[str]) -> Iterator[tuple[CollectiveKey, f
 
 def _sends(files: Iterable[Path], notes: list[str]) -> dict[CollectiveKey, float]:
     """Return the bandwidth of sends by layout; among several strides the slowest is taken and noted."""
-    found: dict[CollectiveKey, list[float]] = {}
+    known: dict[CollectiveKey, list[float]] = {}
     for file in files:
         cluster = _cluster(file)
         world = cluster.nodes * cluster.gpus_per_node
-        of_file: dict[CollectiveKey, list[float]] = {}
+        in_file: dict[CollectiveKey, list[float]] = {}
         for match, giga in _matches(file, _SEND, notes):
             stride = world // int(match["ranks"])
             on_a_node = 1 if cluster.nodes > 1 else 2
-            of_file.setdefault(CollectiveKey(Collective.P2P, 2, on_a_node, stride == 1), []).append(giga * _GIGA)
-        found = of_file | found
-    for key, rates in found.items():
+            in_file.setdefault(CollectiveKey(Collective.P2P, 2, on_a_node, stride == 1), []).append(giga * _GIGA)
+        known = in_file | known
+    for key, rates in known.items():
         if len(rates) > 1:
             figures = ", ".join(f"{rate / _GIGA:.4g}" for rate in rates)
             where = "across nodes" if key.group.across_nodes else "inside a node"
             notes.append(f"Of sends {where} over several distances ({figures} GB/s) the slowest is taken.")
-    return {key: min(rates) for key, rates in found.items()}
+    return {key: min(rates) for key, rates in known.items()}
 
 
 def _overlap(file: Path, notes: list[str]) -> float:
@@ -163,8 +170,8 @@ def _matches(file: Path, grammar: re.Pattern[str], notes: list[str]) -> Iterator
     for key, value in read_numbers(file).items():
         if value <= 0:
             raise BadInput(file, f"{key!r} is {value:g}, not positive", "measure it again")
-        if found := grammar.fullmatch(key):
-            yield found, value
+        if match := grammar.fullmatch(key):
+            yield match, value
         else:
             unknown.append(key)
     if unknown:
@@ -172,7 +179,7 @@ def _matches(file: Path, grammar: re.Pattern[str], notes: list[str]) -> Iterator
 
 
 def _cluster(file: Path) -> _Cluster:
-    if (found := _CLUSTER.fullmatch(file.name)) is None:
-        what = "its name does not say of how many nodes and GPUs it is"
-        raise BadInput(file, what, "name it ..._1nodes_8gpus_per_node.json, as Galvatron does")
-    return _Cluster(int(found["nodes"]), int(found["gpus"]))
+    if (match := _CLUSTER.fullmatch(file.name)) is None:
+        problem = "its name does not say of how many nodes and GPUs it is"
+        raise BadInput(file, problem, "name it ..._1nodes_8gpus_per_node.json, as Galvatron does")
+    return _Cluster(int(match["nodes"]), int(match["gpus"]))

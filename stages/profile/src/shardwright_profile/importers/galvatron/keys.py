@@ -112,12 +112,12 @@ def read_computation(file: Path) -> Computation:
     others: dict[tuple[int, Lengths], float] = {}
     unknown = []
     for key, value in read_numbers(file).items():
-        if found := _FORWARD.fullmatch(key):
-            forwards[_forward(file, found)] = _positive(file, key, value)
-        elif found := _LAYER.fullmatch(key):
-            layers[(_count(file, found["type"]), _batch(file, found), _lengths(file, found))] = value
-        elif found := _OTHER.fullmatch(key):
-            others[(_batch(file, found), _lengths(file, found))] = value
+        if match := _FORWARD.fullmatch(key):
+            forwards[_forward(file, match)] = _positive(file, key, value)
+        elif match := _LAYER.fullmatch(key):
+            layers[(_count(file, match["type"]), _batch(file, match), _lengths(file, match))] = value
+        elif match := _OTHER.fullmatch(key):
+            others[(_batch(file, match), _lengths(file, match))] = value
         else:
             unknown.append(key)
     if not forwards and not layers:
@@ -132,15 +132,15 @@ def read_memory(file: Path) -> Memory:
     ends: dict[tuple[bool, Lengths], Figures] = {}
     unknown = []
     for key, value in read_object(file, _MAX_BYTES).items():
-        if found := _SHARDING.fullmatch(key):
-            ranks[_sharding(file, found)] = _rank_memories(file, key, value)
-        elif found := _LAYER_TABLE.fullmatch(key):
+        if match := _SHARDING.fullmatch(key):
+            ranks[_sharding(file, match)] = _rank_memories(file, key, value)
+        elif match := _LAYER_TABLE.fullmatch(key):
             for lengths, figures in _tables(file, key, value, _OF_LAYER):
-                layers[(_count(file, found["type"]), bool(found["sequence"]), lengths)] = figures
-        elif found := _ENDS_TABLE.fullmatch(key):
+                layers[(_count(file, match["type"]), bool(match["sequence"]), lengths)] = figures
+        elif match := _ENDS_TABLE.fullmatch(key):
             tables = _tables(file, key, value, _OF_ENDS)
-            if found["part"] == "pp_off":
-                ends |= {(bool(found["sequence"]), lengths): figures for lengths, figures in tables}
+            if match["part"] == "pp_off":
+                ends |= {(bool(match["sequence"]), lengths): figures for lengths, figures in tables}
         else:
             unknown.append(key)
     if not ranks and not layers:
@@ -158,9 +158,9 @@ def _number(file: Path, key: str, value: object) -> float:
 
 
 def _positive(file: Path, key: str, value: object) -> float:
-    if (found := _number(file, key, value)) <= 0:
-        raise BadInput(file, f"{key!r} is {found:g}, not positive", "measure that point again")
-    return found
+    if (number := _number(file, key, value)) <= 0:
+        raise BadInput(file, f"{key!r} is {number:g}, not positive", "measure that point again")
+    return number
 
 
 def _count(file: Path, text: str) -> int:
@@ -177,34 +177,34 @@ def _counts(file: Path, text: str) -> tuple[int, ...]:
     return tuple(_count(file, part) for part in parts)
 
 
-def _batch(file: Path, found: re.Match[str]) -> int:
-    return _count(file, found["batch"] or "0")
+def _batch(file: Path, match: re.Match[str]) -> int:
+    return _count(file, match["batch"] or "0")
 
 
-def _lengths(file: Path, found: re.Match[str]) -> Lengths:
-    text = found["lengths"] or found["length"]
+def _lengths(file: Path, match: re.Match[str]) -> Lengths:
+    text = match["lengths"] or match["length"]
     return _counts(file, text) if text else ()
 
 
-def _forward(file: Path, found: re.Match[str]) -> Forward:
-    made = Forward(_counts(file, found["layers"]), _batch(file, found), _lengths(file, found))
+def _forward(file: Path, match: re.Match[str]) -> Forward:
+    made = Forward(_counts(file, match["layers"]), _batch(file, match), _lengths(file, match))
     if made.batch == 0:
-        raise BadInput(file, f"{found.group()!r} is of a batch of 0", "pass a file as Galvatron writes it")
+        raise BadInput(file, f"{match.group()!r} is of a batch of 0", "pass a file as Galvatron writes it")
     return made
 
 
-def _sharding(file: Path, found: re.Match[str]) -> Sharding:
-    pp_size, tp_size, dp_size = (_count(file, found[name]) for name in ("pp", "tp", "dp"))
-    flags = (bool(found[name]) for name in ("recompute", "vocabulary", "sequence"))
+def _sharding(file: Path, match: re.Match[str]) -> Sharding:
+    pp_size, tp_size, dp_size = (_count(file, match[name]) for name in ("pp", "tp", "dp"))
+    flags = (bool(match[name]) for name in ("recompute", "vocabulary", "sequence"))
     return Sharding(pp_size, tp_size, dp_size, *flags)
 
 
 def _rank_memories(file: Path, key: str, value: object) -> dict[RankMemory, float]:
     made = {}
     for inner, size in _object(file, key, value).items():
-        if (found := _RANK_MEMORY.fullmatch(inner)) is None:
+        if (match := _RANK_MEMORY.fullmatch(inner)) is None:
             raise BadInput(file, f"{inner!r} of {key!r} is unknown", "pass a file as Galvatron writes it")
-        where = RankMemory(_forward(file, found), _count(file, found["rank"]), found["kind"])
+        where = RankMemory(_forward(file, match), _count(file, match["rank"]), match["kind"])
         made[where] = _not_negative(file, inner, size)
     return made
 
@@ -241,9 +241,9 @@ def _figures(file: Path, key: str, entry: Mapping[str, Any], names: Set[str]) ->
 
 
 def _not_negative(file: Path, key: str, value: object) -> float:
-    if (found := _number(file, key, value)) < 0:
-        raise BadInput(file, f"{key!r} is {found:g}, below 0", "measure that point again")
-    return found
+    if (number := _number(file, key, value)) < 0:
+        raise BadInput(file, f"{key!r} is {number:g}, below 0", "measure that point again")
+    return number
 
 
 def _object(file: Path, key: str, value: object) -> Mapping[str, Any]:

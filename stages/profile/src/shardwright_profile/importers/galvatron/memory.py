@@ -6,6 +6,7 @@ from typing import NamedTuple
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source, Sourced
 from shardwright_formats.types import EMBEDDING, HEAD, SequenceParallel
+from shardwright_profile.importers.documents import ABSENT
 from shardwright_profile.importers.galvatron.keys import (
     ACTIVATION,
     CHECKPOINT,
@@ -17,7 +18,6 @@ from shardwright_profile.importers.galvatron.keys import (
     Memory,
     RankMemory,
 )
-from shardwright_profile.importers.rows import ABSENT
 
 _MIB = 1024**2
 _STALE = 0.01
@@ -27,7 +27,7 @@ class ModelMemory(NamedTuple):
     """The memory figures of one length, all from one kind of a file's tables; what the file does not say is absent."""
 
     sequence: bool
-    """Whether the figures are of the tables with sequence parallelism."""
+    """Truth of the statement that the figures are of the tables with sequence parallelism."""
     layers: Mapping[str, Figures]
     """Figures of a layer, by type."""
     ends: Figures
@@ -72,8 +72,8 @@ def tables_of(memory: Memory, asked: SequenceParallel | None) -> bool:
     if asked is None:
         return max(tables or rows)
     if (asked is SequenceParallel.MEGATRON) not in tables | rows:
-        what = f"has no memory with sequence_parallel {asked.value}"
-        raise BadInput(memory.file, what, "leave out --sequence-parallel, or pass the other")
+        problem = f"has no memory with sequence_parallel {asked.value}"
+        raise BadInput(memory.file, problem, "leave out --sequence-parallel, or pass the other")
     return asked is SequenceParallel.MEGATRON
 
 
@@ -119,15 +119,15 @@ def _given_and_raw(memory: Memory, lengths: Lengths, index: int, sequence: bool)
     return given, figures_of_rows(memory, lengths, index, sequence)
 
 
-def _differing(what: str, own: Figures, other: Figures) -> Iterator[str]:
+def _differing(subject: str, used: Figures, other: Figures) -> Iterator[str]:
     """Yield the figures of a single rank in which two tables differ; nothing where one of them is empty."""
-    if not (own and other):
+    if not (used and other):
         return
     names = (PARAMETER_SIZE, MODEL_STATES, ACTIVATION, CHECKPOINT)
-    for key in ((name, 1) for name in names if (name, 1) in {**own, **other}):
-        here, there = (f"{table[key]:.5g} MiB" if key in table else "nothing" for table in (own, other))
+    for key in ((name, 1) for name in names if (name, 1) in {**used, **other}):
+        here, there = (f"{table[key]:.5g} MiB" if key in table else "nothing" for table in (used, other))
         if here != there:
-            yield f"{key[0]} {what} {there}, not {here}"
+            yield f"{key[0]} {subject} {there}, not {here}"
 
 
 def _disagreements(index: int, given: Figures, raw: Figures) -> Iterator[str]:
@@ -145,7 +145,7 @@ def _disagreements(index: int, given: Figures, raw: Figures) -> Iterator[str]:
 
 def figures_of_rows(memory: Memory, lengths: Lengths, index: int, sequence: bool) -> Figures:
     """Return figures by Galvatron's arithmetic on raw rows without pipeline under ZeRO-3; empty if rows are missing."""
-    found: dict[tuple[str, int], float] = {}
+    figures: dict[tuple[str, int], float] = {}
     for sharding, rows in memory.ranks.items():
         if sharding.pp_size > 1 or sharding.vocabulary or sharding.sequence != sequence:
             continue
@@ -157,25 +157,25 @@ def figures_of_rows(memory: Memory, lengths: Lengths, index: int, sequence: bool
         key = (CHECKPOINT, 1) if sharding.recompute else (ACTIVATION, sharding.tp_size)
         # A GPU has batch/dp samples.
         a_sample = resident_mib * sharding.dp_size / forward.batch
-        found[key] = max(found.get(key, a_sample), a_sample) if sharding.recompute else a_sample
+        figures[key] = max(figures.get(key, a_sample), a_sample) if sharding.recompute else a_sample
         if not sharding.recompute:
             whole = states[1] / 4 * sharding.world
-            found[PARAMETER_SIZE, 1] = max(found.get((PARAMETER_SIZE, 1), whole), whole)
-    return found if (PARAMETER_SIZE, 1) in found else {}
+            figures[PARAMETER_SIZE, 1] = max(figures.get((PARAMETER_SIZE, 1), whole), whole)
+    return figures if (PARAMETER_SIZE, 1) in figures else {}
 
 
 def _per_layer(
     rows: Mapping[RankMemory, float], kind: str, lengths: Lengths, index: int
 ) -> tuple[Forward, float] | None:
     """Return the MiB of one layer of a type on rank 0: the fewest layers against the fewest more of that type alone."""
-    found = {
+    by_forward = {
         w.forward: mib for w, mib in rows.items() if w.rank == 0 and w.kind == kind and w.forward.lengths == lengths
     }
-    if not found:
+    if not by_forward:
         return None
-    base = min(found)
-    for forward in sorted(found):
+    base = min(by_forward)
+    for forward in sorted(by_forward):
         step = [more - fewer for more, fewer in zip(forward.layers, base.layers, strict=False)]
         if forward.batch == base.batch and any(step) and step[index] == sum(map(abs, step)):
-            return base, (found[forward] - found[base]) / step[index]
+            return base, (by_forward[forward] - by_forward[base]) / step[index]
     return None

@@ -47,10 +47,12 @@ class _Defects:
     def __init__(self, file: Path, repair: bool) -> None:
         self.file, self._repair, self.notes = file, repair, list[str]()
 
-    def found(self, what: str, done: str) -> None:
+    def report(self, problem: str, remedy: str) -> None:
         if not self._repair:
-            raise BadInput(self.file, what, "measure it again, or pass --repair to leave out or level what cannot be")
-        self.notes.append(f"{what}: {done}.")
+            raise BadInput(
+                self.file, problem, "measure it again, or pass --repair to leave out or level what cannot be"
+            )
+        self.notes.append(f"{problem}: {remedy}.")
 
 
 class _Difference(NamedTuple):
@@ -63,15 +65,15 @@ class _Difference(NamedTuple):
 
 def lengths_of(computation: Computation, sequence_length: int) -> Lengths:
     """Return the file's key for a length: the list that starts with it, or none in a file without lengths."""
-    found = sorted({forward.lengths for forward in computation.forwards})
-    for lengths in found:
+    timed = sorted({forward.lengths for forward in computation.forwards})
+    for lengths in timed:
         if lengths[:1] == (sequence_length,):
             return lengths
-    if found == [()]:
+    if timed == [()]:
         return ()
-    known = ", ".join(str(lengths[0]) for lengths in found if lengths) or "none"
-    what = f"no times at sequence_length {sequence_length}, only at {known}"
-    raise BadInput(computation.file, what, "describe the model at one of these")
+    known = ", ".join(str(lengths[0]) for lengths in timed if lengths) or "none"
+    problem = f"no times at sequence_length {sequence_length}, only at {known}"
+    raise BadInput(computation.file, problem, "describe the model at one of these")
 
 
 def layer_times(computation: Computation, lengths: Lengths, repair: bool) -> LayerTimes:
@@ -107,7 +109,7 @@ def _without_falls(rows: Mapping[Row, float], defects: _Defects) -> dict[Row, fl
         values = [rows[(layers, batch)] for batch in batches]
         if (fall := first_fall(values)) is not None:
             run = longest_rise(values)
-            defects.found(
+            defects.report(
                 f"{_name(layers)} takes {values[fall - 1]:.4g} ms at batch {batches[fall - 1]} and"
                 f" {values[fall]:.4g} ms at {batches[fall]}",
                 f"only its batches {batches[run.start]} to {batches[run.stop - 1]} are used",
@@ -121,8 +123,8 @@ def _check_lone_rows(rows: Mapping[Row, float], defects: _Defects) -> None:
     for layers, batch in sorted(rows):
         others = (other for other, same in rows if same == batch and other != layers)
         if not any(_differing_type(layers, other) is not None for other in others):
-            what = f"{_name(layers)} at batch {batch} has no row of another number of layers beside it"
-            defects.found(what, "it is left out")
+            problem = f"{_name(layers)} at batch {batch} has no row of another number of layers beside it"
+            defects.report(problem, "it is left out")
 
 
 def _layer_points(rows: Mapping[Row, float], index: int, batches: Sequence[int], defects: _Defects) -> Iterator[Point]:
@@ -132,17 +134,17 @@ def _layer_points(rows: Mapping[Row, float], index: int, batches: Sequence[int],
             yield Point(batch, best.layer_ms / 1000, Source.MEASURED)
         elif best is not None:
             takes = f"a layer of type {index} takes {best.layer_ms:.4g} ms at batch {batch}"
-            defects.found(f"{takes}, by the difference of its rows", "that point is left out")
+            defects.report(f"{takes}, by the difference of its rows", "that point is left out")
 
 
 def _rest_points(rows: Mapping[Row, float], types: int, batches: Sequence[int], notes: list[str]) -> Iterator[Point]:
     """Yield the time of the fewest layers less that of these layers; where that is not positive it is absent."""
     for batch in batches:
-        found = [
+        smallest = [
             min(_differences(rows, i, batch), key=lambda difference: (difference.fewer, difference.more), default=None)
             for i in range(types)
         ]
-        known = [difference for difference in found if difference is not None]
+        known = [difference for difference in smallest if difference is not None]
         if len(known) < types or len({difference.fewer for difference in known}) > 1:
             continue
         fewer = known[0].fewer
@@ -158,7 +160,7 @@ def _without_dips(index: int, points: tuple[Point, ...], defects: _Defects) -> t
     if (fall := first_fall([point.time_s for point in points])) is None:
         return points
     before, after = points[fall - 1], points[fall]
-    defects.found(
+    defects.report(
         f"a layer of type {index} takes {before.time_s * 1000:.4g} ms at batch {before.micro_batch_size} and"
         f" {after.time_s * 1000:.4g} ms at {after.micro_batch_size}",
         "times that fall are levelled",
@@ -173,11 +175,11 @@ def _stale(computation: Computation, rows: Mapping[Row, float], lengths: Lengths
         if index >= types or length != lengths[index : index + 1]:
             continue
         at = f" at batch {batch}" if batch else ""
-        found = [(d, b) for b in batches if batch in (0, b) for d in _differences(rows, index, b)]
+        raw = [(d, b) for b in batches if batch in (0, b) for d in _differences(rows, index, b)]
         if given_ms <= 0:
             yield f"The file's layertype_{index}{at} is {given_ms:.4g} ms a sample, which cannot be: it is not used."
-        elif found and all(abs(given_ms - d.layer_ms / b) > _STALE * abs(d.layer_ms / b) for d, b in found):
-            best, b = max(found, key=lambda item: _by_layers(item[0]))
+        elif raw and all(abs(given_ms - d.layer_ms / b) > _STALE * abs(d.layer_ms / b) for d, b in raw):
+            best, b = max(raw, key=lambda item: _by_layers(item[0]))
             yield (
                 f"The file's layertype_{index}{at} is {given_ms:.4g} ms a sample, {_name(best.fewer)} and"
                 f" {_name(best.more)} at batch {b} give {best.layer_ms / b:.4g} ms: the raw rows are taken."
@@ -186,8 +188,7 @@ def _stale(computation: Computation, rows: Mapping[Row, float], lengths: Lengths
 
 def _differences(rows: Mapping[Row, float], index: int, batch: int) -> Iterator[_Difference]:
     """Yield every pair of rows of a batch that differ in the layers of one type alone."""
-    found = sorted(layers for layers, other in rows if other == batch)
-    for fewer, more in combinations(found, 2):
+    for fewer, more in combinations(sorted(layers for layers, other in rows if other == batch), 2):
         if _differing_type(fewer, more) == index:
             step_ms = rows[(more, batch)] - rows[(fewer, batch)]
             yield _Difference(step_ms / (more[index] - fewer[index]), fewer, more)
@@ -249,13 +250,13 @@ def completed(points: Sequence[Point], micro_batch_sizes: Iterable[int]) -> tupl
         return tuple(points)
     sizes = np.array([point.micro_batch_size for point in points])
     times_s = np.array([point.time_s for point in points])
-    found: dict[int, float] = {}
+    on_line: dict[int, float] = {}
     for mode in (FitMode.STATIC, FitMode.BATCH):
         fit = fit_curve(design_of(mode, sizes, np.ones_like(sizes)), times_s)
         if fit is not None:
             line_s = design_of(mode, np.array(wanted), np.ones(len(wanted))) @ fit.coefficients
-            found |= {size: float(time_s) for size, time_s in zip(wanted, line_s, strict=True) if time_s > 0}
-    return tuple(sorted([*points, *(Point(size, time_s, Source.DERIVED) for size, time_s in found.items())]))
+            on_line |= {size: float(time_s) for size, time_s in zip(wanted, line_s, strict=True) if time_s > 0}
+    return tuple(sorted([*points, *(Point(size, time_s, Source.DERIVED) for size, time_s in on_line.items())]))
 
 
 def _mean_s(pool: Sequence[Point]) -> float:

@@ -1,18 +1,179 @@
-"""Pictures of profiles: measured points, the curves through them, and their residuals."""
+"""Profiles shown to people: printed tables and pictures."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from io import StringIO
+from itertools import chain, groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table as Printed
 
 from shardwright_estimate.curves import design_of
+from shardwright_formats.command import show
 from shardwright_formats.display.chart import Axis, Panel, bytes_axis, linear_axis, logarithmic_axis
-from shardwright_formats.display.svg import legend, line, marker, picture, text
-from shardwright_formats.display.units import bytes_text, seconds_text
+from shardwright_formats.display.svg import document, legend, line, marker, picture, text, without_variables
+from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
+from shardwright_formats.io import BadInput, write_bytes
+from shardwright_formats.io.hdf5 import format_of
+from shardwright_formats.io.table import Row, Source, Table, columns_of
 from shardwright_formats.key import LayerKey
-from shardwright_formats.types.hardware_profile import CollectiveKey, HardwareProfile
-from shardwright_formats.types.model_profile import FitMode, ModelProfile
+from shardwright_formats.types.hardware_profile import CollectiveKey, HardwareProfile, read_hardware_profile
+from shardwright_formats.types.model_profile import FitMode, ModelProfile, read_model_profile
+
+_PIPED_WIDTH = 140
+"""Columns of the output where no terminal says how many it has."""
+
+
+def show_profile(path: Path) -> None:
+    """Print a hardware or a model profile on standard output; raise BadInput where the file is neither."""
+    profile = _read(path)
+    title, tables = _hardware_tables(profile) if isinstance(profile, HardwareProfile) else _model_tables(profile)
+    printed, is_terminal = StringIO(), sys.stdout.isatty()
+    width = None if is_terminal else _PIPED_WIDTH
+    console = Console(file=printed, force_terminal=is_terminal, width=width, highlight=False, markup=False)
+    for each in (title, *tables):
+        console.print(each)
+    show(printed.getvalue().removesuffix("\n"))
+
+
+def draw_profile(path: Path, picture: Path) -> None:
+    """Draw a profile's points, curves and residuals into a picture file; raise BadInput where that cannot be."""
+    if picture.suffix not in (".svg", ".png", ".pdf"):
+        raise BadInput(picture, "is no kind of picture", "name it .svg, .png or .pdf")
+    profile = _read(path)
+    drawing = hardware_picture(profile) if isinstance(profile, HardwareProfile) else model_picture(profile)
+    write_bytes(picture, _converted(document(drawing), picture.suffix))
+
+
+def _read(path: Path) -> HardwareProfile | ModelProfile:
+    match format_of(path):
+        case HardwareProfile.FORMAT:
+            return read_hardware_profile(path)
+        case ModelProfile.FORMAT:
+            return read_model_profile(path)
+        case other:
+            raise BadInput(path, f"format is {other!r}, no profile's", "pass a hardware or a model profile")
+
+
+def _converted(svg: str, suffix: str) -> bytes:
+    if suffix == ".svg":
+        return svg.encode()
+    try:
+        import cairosvg
+    except (ImportError, OSError) as error:
+        remedy = "name it .svg, or install shardwright-profile[pictures] and libcairo2"
+        raise BadInput("--picture", f"a {suffix} needs CairoSVG ({error})", remedy) from None
+    convert = {".png": cairosvg.svg2png, ".pdf": cairosvg.svg2pdf}[suffix]
+    converted: bytes = convert(bytestring=without_variables(svg).encode(), scale=2)
+    return converted
+
+
+def _hardware_tables(profile: HardwareProfile) -> tuple[str, Iterator[Printed]]:
+    title = f"hardware profile of cluster {profile.cluster}: device {profile.device}, backend {profile.backend}"
+    notes = [f"note: {sentence}" for sentence in profile.provenance.notes.splitlines()]
+    titles = {
+        "pairs": "messages between neighbours in a pipeline",
+        "overlap": "a computation and a message at once, over each alone",
+        "ranks": "rates of every rank's device",
+    }
+    filled = ((title, getattr(profile, name)) for name, title in titles.items() if len(getattr(profile, name)))
+    others = (_columns(title, table) for title, table in filled)
+    return "\n".join([title, *notes]), chain([_messages(profile), _rates(profile)], others)
+
+
+def _messages(profile: HardwareProfile) -> Printed:
+    """Return a table of median and interquartile range of every point; bandwidth is message bytes over the median."""
+    table = _printed(
+        "messages",
+        ["kind", "ranks", "layout", "place"],
+        ["message", "repeats", "median", "spread (q3 - q1)", "bandwidth"],
+    )
+    timed = list(zip(profile.points.rows, profile.times_s, strict=True))
+    timed.sort(key=lambda timed: (timed[0].key, timed[0].message_bytes))
+    for key, points in groupby(timed, key=lambda timed: timed[0].key):
+        layout = "consecutive" if key.consecutive else "strided"
+        place = f"{key.ranks_per_node} on a node" if key.group.across_nodes else "in a node"
+        for point, times_s in points:
+            low_s, median_s, high_s = (float(value) for value in np.quantile(times_s, [0.25, 0.5, 0.75]))
+            table.add_row(
+                key.collective,
+                str(key.group_size),
+                layout,
+                place,
+                bytes_text(point.message_bytes),
+                str(len(times_s)),
+                seconds_text(median_s),
+                f"{seconds_text(high_s - low_s)} ({(high_s - low_s) / median_s:.0%})",
+                rate_text(point.message_bytes / median_s),
+            )
+        table.add_section()
+    return table
+
+
+def _rates(profile: HardwareProfile) -> Printed:
+    table = _printed("device rates, every rank working", ["rate", "source"], ["value"])
+    for rate in profile.rates.rows:
+        table.add_row(rate.name, rate.source, f"{rate.value:.4g}")
+    return table
+
+
+def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[Printed]]:
+    origin = profile.origin
+    title = (
+        f"model profile of {origin.model}: device {origin.device}, backend {origin.backend}, "
+        f"precision {origin.precision}, attention {origin.attention}"
+    )
+    titles = {
+        "layers": "one layer, one microbatch",
+        "states": "one layer's parameters under plain ddp",
+        "process": "once a process or a step",
+        "fits": "curves through the points",
+    }
+    return title, (_columns(words, getattr(profile, name)) for name, words in titles.items())
+
+
+def _columns(title: str, table: Table[Row]) -> Printed:
+    """Return a table of values, with standard errors where known, and with sources where not measured."""
+    printed = Printed(title=title, title_justify="left")
+    columns = columns_of(table.row_type)
+    shown = [name for name in columns if not name.endswith(("_source", "_error_s"))]
+    for name in shown:
+        # Spaces let the head of a narrow column break between its words.
+        printed.add_column(name.replace("_", " "), justify="left" if columns[name].dtype.kind == "S" else "right")
+    for row in table.rows:
+        printed.add_row(*(_cell(row, name, columns[name].source) for name in shown))
+    return printed
+
+
+def _cell(row: Row, name: str, sourced_by: str) -> str:
+    source = getattr(row, sourced_by) if sourced_by else Source.MEASURED
+    if source is Source.ABSENT:
+        return "absent"
+    text = _value(name, getattr(row, name))
+    error_s = getattr(row, f"{name.removesuffix('_s')}_error_s", 0.0)
+    if error_s > 0:
+        text += f" ± {seconds_text(error_s)}"
+    return text if source is Source.MEASURED else f"{text} {source}"
+
+
+def _value(name: str, value: object) -> str:
+    if isinstance(value, float):
+        return seconds_text(value) if name.endswith("_s") else f"{value:.3g}"
+    return bytes_text(value) if isinstance(value, int) and name.endswith("_bytes") else str(value)
+
+
+def _printed(title: str, labels: Sequence[str], numbers: Sequence[str]) -> Printed:
+    table = Printed(title=title, title_justify="left")
+    for label in labels:
+        table.add_column(label, overflow="fold")
+    for number in numbers:
+        table.add_column(number, justify="right", overflow="fold")
+    return table
+
 
 _COLUMN, _LEFT, _RIGHT, _TOP = 340.0, 64.0, 16.0, 64.0
 """Width of a column of panels and its margins, and where the first panel starts, in px."""
@@ -72,7 +233,7 @@ def hardware_picture(profile: HardwareProfile) -> str:
             (numbers[_ranks(key)], _ranks(key), _quartiles(profile, key)) for key in keys if key.collective == name
         ]
         left, top = place % _IN_A_ROW * _COLUMN, _TOP + place // _IN_A_ROW * (_HEIGHT + 76)
-        drawn.append(_messages(curves, name, left, top))
+        drawn.append(_collective_panel(curves, name, left, top))
     title = f"{profile.cluster}: {profile.device}, {profile.backend}, {profile.provenance.date}"
     rows = -(-len(names) // _IN_A_ROW)
     return _page(drawn, title, numbers, min(len(names), _IN_A_ROW), _TOP + rows * (_HEIGHT + 76))
@@ -124,7 +285,7 @@ def _points(series: _Series, number: int, above: Panel, below: Panel, words: Cal
     return "".join(drawn)
 
 
-def _messages(curves: Sequence[tuple[int, str, NDArray[Any]]], name: str, left: float, top: float) -> str:
+def _collective_panel(curves: Sequence[tuple[int, str, NDArray[Any]]], name: str, left: float, top: float) -> str:
     """Draw the times of one collective by message bytes: an array of (bytes, low, median, high) rows for each curve."""
     values = np.concatenate([quartiles for _, _, quartiles in curves])
     across = logarithmic_axis(

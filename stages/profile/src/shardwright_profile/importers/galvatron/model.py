@@ -1,31 +1,47 @@
 """Model profiles from the computation and memory files of hetu-galvatron."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_formats.io import BadInput, sha256_of_file
+from shardwright_estimate.settings import block_types
+from shardwright_formats.io import BadInput, read_document, sha256_of_file, write_document
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Sourced
 from shardwright_formats.key import LayerKey
+from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
+from shardwright_formats.semantics.groups import seconds_on
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import EMBEDDING, HEAD, ITEMSIZE, LayerStrategy, Model, Recompute, SequenceParallel
+from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProfileOrigin, StateRow
-from shardwright_profile.importers.flat_model import FlatType, flat_model
-from shardwright_profile.importers.galvatron.keys import Computation, Memory
-from shardwright_profile.importers.galvatron.memory import ModelMemory, model_memory, tables_of
-from shardwright_profile.importers.galvatron.times import LayerTimes, Point, completed, layer_times, lengths_of
-from shardwright_profile.importers.rows import (
+from shardwright_profile.importers.documents import (
     ABSENT,
+    FlatType,
+    assumed_backward,
+    flat_model,
+    made_from,
     noted,
+    parse_type,
     profile_of,
     state_row,
     weaker,
+    write_imported,
 )
-from shardwright_profile.importers.traffic import Hardware, layer_traffic
+from shardwright_profile.importers.galvatron.keys import Computation, Memory, read_computation, read_memory
+from shardwright_profile.importers.galvatron.memory import ModelMemory, model_memory, tables_of
+from shardwright_profile.importers.galvatron.times import LayerTimes, Point, completed, layer_times, lengths_of
 from shardwright_profile.options import GalvatronOptions
 
 FLAT_FAMILY = "galvatron"
 """The family of a model that these files alone describe."""
+
+
+class Hardware(NamedTuple):
+    """A hardware profile and the file it is from."""
+
+    file: Path
+    profile: HardwareProfile
 
 
 class GalvatronRequest(NamedTuple):
@@ -51,6 +67,27 @@ class _Length(NamedTuple):
     model: Model
     times: LayerTimes
     memory: ModelMemory
+
+
+def write_galvatron(options: GalvatronOptions) -> None:
+    """Write the profile of a model that Galvatron measured and, for a model given by its types, its description."""
+    times = read_computation(options.computation)
+    sizes = None if options.memory is None else read_memory(options.memory)
+    if options.sequence_parallel and sizes is None:
+        raise BadInput("--sequence-parallel", "chooses among memory tables, and there are none", "pass --memory")
+    models = [read_document(path, Model) for path in options.model]
+    if bool(options.model) == bool(options.type) or bool(options.type) != bool(options.model_out):
+        raise BadInput("--model", "either --model, or --type with --model-out, is needed", "pass one of the two")
+    if options.type:
+        if sizes is None:
+            raise BadInput("--type", "sizes of the layers are needed", "pass --memory")
+        types = [parse_type(text) for text in options.type]
+        models = [flat_galvatron_model(options.name, times, sizes, types, options.tables)]
+    hardware = Hardware(options.hardware, read_hardware_profile(options.hardware)) if options.hardware else None
+    profile = import_galvatron(GalvatronRequest(options, times, sizes, tuple(models), hardware))
+    if options.model_out:
+        write_document(options.model_out, models[0])
+    write_imported(options.out, profile)
 
 
 def import_galvatron(request: GalvatronRequest) -> ModelProfile:
@@ -114,7 +151,7 @@ def flat_galvatron_model(
 def _length(request: GalvatronRequest, model: Model) -> _Length:
     lengths = lengths_of(request.computation, model.sequence_length)
     times = layer_times(request.computation, lengths, request.options.repair)
-    types = _block_types(model)
+    types = block_types(model)
     if len(times.layers) != len(types):
         problem = f"times of {len(times.layers)} types of layers, where model {model.name!r} has {len(types)}"
         raise BadInput(request.computation.file, problem, "pass the description of that file's model")
@@ -128,19 +165,10 @@ def _length(request: GalvatronRequest, model: Model) -> _Length:
     return _Length(request, model, times, memory)
 
 
-def _block_types(model: Model) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(model.layers))
-
-
 def _heading(request: GalvatronRequest) -> Iterator[str]:
-    files = [request.computation.file] + ([request.memory.file] if request.memory else [])
-    for file in files:
-        yield f"Made from {file.name}, SHA-256 {sha256_of_file(file)}."
+    yield from made_from(request.computation.file, request.memory and request.memory.file)
     yield "Forward times are differences of times of whole models, a layer and microbatch; their errors are not known."
-    yield (
-        f"Backward is assumed to take {request.options.backward_ratio:g} times forward, and with full recomputation"
-        " one forward more."
-    )
+    yield assumed_backward(request.options)
     yield "Embedding and head were measured together, by subtraction: each is given half (derived)."
     yield "Optimizer, reduction, process and step overhead are not in the files: absent."
     yield "A recomputed layer holds for a moment what it holds without recomputation (workspace, derived)."
@@ -171,7 +199,7 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
     rest = completed(times.rest, sizes) or tuple(Point(size, 0.0, Source.ABSENT) for size in sizes)
     half = [point._replace(time_s=point.time_s / 2) for point in rest]
     missing: _Missing = {}
-    for name, points in zip((*_block_types(length.model), EMBEDDING, HEAD), (*layers, half, half), strict=True):
+    for name, points in zip((*block_types(length.model), EMBEDDING, HEAD), (*layers, half, half), strict=True):
         for strategy in _strategies(length, name, notes):
             tp_size, recomputes = strategy.tp_size, strategy.recompute is Recompute.FULL
             resident = length.memory.activation(name, tp_size, recompute=recomputes)
@@ -189,7 +217,7 @@ def _row(length: _Length, strategy: LayerStrategy, point: Point, activation: Sou
     traffic: Mapping[Pass | None, float] = dict.fromkeys(Pass, 0.0)
     if strategy.tp_size > 1 and request.hardware is not None:
         itemsize = ITEMSIZE[request.options.precision.split("/")[1]]
-        traffic = layer_traffic(request.hardware, length.model, strategy, size, itemsize)
+        traffic = _traffic_s(request.hardware, length.model, strategy, size, itemsize)
     alone_s = point.time_s / strategy.tp_size
     passes = request.options.backward_ratio + (strategy.recompute is Recompute.FULL)
     forward_source, backward_source = point.source, weaker(Source.ASSUMED, point.source)
@@ -238,5 +266,32 @@ def _left_out(missing: _Missing) -> Iterator[str]:
 def _states(length: _Length) -> Iterator[StateRow]:
     """Yield rows of the float32 bytes of each type's parameters on a rank."""
     for tp_size in length.request.options.sizes:
-        for name in (*_block_types(length.model), EMBEDDING, HEAD):
+        for name in (*block_types(length.model), EMBEDDING, HEAD):
             yield state_row(name, tp_size, length.memory.parameters(name, tp_size))
+
+
+def _traffic_s(
+    hardware: Hardware, model: Model, strategy: LayerStrategy, samples: int, itemsize: int
+) -> dict[Pass | None, float]:
+    """Return the seconds that one layer spends on collectives for a microbatch of `samples` samples, by pass.
+
+    The collectives, all inside the layer's tensor-parallel group, follow one another.
+    """
+    messages = list(region_messages(model, strategy.type, strategy, samples, itemsize, 1))
+    if strategy.type == HEAD:
+        messages += loss_messages(model.types[HEAD], strategy, samples, itemsize, 1)
+    times_s: dict[Pass | None, float] = dict.fromkeys(Pass, 0.0)
+    for message in messages:
+        times_s[message.during] += _time_s(hardware, message) * message.times
+    return times_s
+
+
+def _time_s(hardware: Hardware, message: Message) -> float:
+    """Return the time of a message on neighbouring ranks, inside a node where one holds them all."""
+    neighbours = (message.collective, message.group_size, True)
+    curves = hardware.profile.curves
+    alike = (key for key in curves if (key.collective, key.group_size, key.consecutive) == neighbours)
+    if (key := max(alike, key=lambda key: key.ranks_per_node, default=None)) is None:
+        problem = f"no {message.collective} among {message.group_size} neighbouring ranks"
+        raise BadInput(hardware.file, problem, "leave that size out of --tp-sizes, or give another profile")
+    return seconds_on(hardware.profile, key, message.bytes)

@@ -1,0 +1,188 @@
+"""Tasks that measure device rates, collectives at growing sizes and links (only the ranks of a sweep import this)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from shardwright_formats.semantics.sweep_plan import SIZE_STEP, CollectiveKind, Groups, PairRound
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_profile.hardware.profile import EntryKey, PairEntry, PointEntry, RateEntry
+from shardwright_profile.hardware.session import WARM_UP_REPEATS, Session, Stopwatch, Task
+
+
+def collective_call(
+    kind: CollectiveKind,
+    message_bytes: int,
+    process_group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    wait: bool = True,
+) -> Callable[[], dist.Work | None]:
+    """Return a call for this rank's part of one collective of `message_bytes`, as `Collective` defines that size.
+
+    The numbers are float32 zeros: sums of them stay zeros however often they are repeated. A rank outside all groups
+    does nothing. These are the calls that FSDP2 and the tensor-parallel layers make. They are complete, or queued on
+    the current stream, when they return; without `wait`, the collective goes on and its work handle is returned.
+    """
+    if kind.key.collective is Collective.P2P:
+        return p2p_call(kind.groups, message_bytes, process_group, device)
+    if process_group is None:
+        return lambda: None
+    whole = torch.zeros(message_bytes // 4, dtype=torch.float32, device=device)
+    match kind.key.collective:
+        case Collective.ALL_REDUCE:
+            return lambda: dist.all_reduce(whole, group=process_group, async_op=not wait)
+        case Collective.ALL_GATHER:
+            part = torch.zeros(whole.numel() // kind.key.group_size, dtype=whole.dtype, device=device)
+            return lambda: dist.all_gather_into_tensor(whole, part, group=process_group, async_op=not wait)
+        case Collective.REDUCE_SCATTER:
+            part = torch.zeros(whole.numel() // kind.key.group_size, dtype=whole.dtype, device=device)
+            return lambda: dist.reduce_scatter_tensor(part, whole, group=process_group, async_op=not wait)
+        case Collective.ALL_TO_ALL:
+            other = torch.zeros_like(whole)
+            return lambda: dist.all_to_all_single(other, whole, group=process_group, async_op=not wait)
+
+
+def p2p_call(
+    pairs: Groups, message_bytes: int, process_group: dist.ProcessGroup | None, device: torch.device
+) -> Callable[[], None]:
+    """Return a call for this rank's part of a message of `message_bytes` from the first to the second of each pair.
+
+    `process_group` is that of this rank's pair; None where it has none.
+    """
+    if process_group is None:
+        return lambda: None
+    rank = dist.get_rank()
+    targets = {source: target for source, target in pairs}
+    sources = {target: source for source, target in pairs}
+    message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=device)
+    if rank in targets:
+        return lambda: _done(dist.send(message, targets[rank], process_group))
+    return lambda: _done(dist.recv(message, sources[rank], process_group))
+
+
+def _done(_: object) -> None:
+    """Drop what torch returns: these calls are complete, or queued on the current stream, when they return."""
+
+
+_REPEATS = 9
+
+
+def rate_tasks(session: Session) -> list[Task]:
+    """Return tasks that measure each device's rates while all ranks work: medians, named with their SI units.
+
+    `matrix_flops_per_s`: product of two square float32 matrices (a multiply-add counts 2); on CUDA also
+    `matrix_bfloat16_flops_per_s`. `memory_bytes_per_s`: a copy, which reads and writes each byte once.
+    """
+    on_gpu = session.stopwatch.device.type == "cuda"
+    side, copied_bytes = (8192, 2**30) if on_gpu else (1024, 2**26)
+    measured: dict[str, Callable[[Stopwatch], tuple[float, ...]]] = {
+        "matrix_flops_per_s": lambda stopwatch: _matrix_flops_per_s(side, torch.float32, stopwatch),
+        "memory_bytes_per_s": lambda stopwatch: _memory_bytes_per_s(copied_bytes, stopwatch),
+    }
+    if on_gpu:
+        measured["matrix_bfloat16_flops_per_s"] = lambda stopwatch: _matrix_flops_per_s(side, torch.bfloat16, stopwatch)
+
+    def entry(name: str, _: float) -> list[RateEntry]:
+        session.stopwatch.doing = f"measuring {name}"
+        return [RateEntry(name=name, values=measured[name](session.stopwatch))]
+
+    return [Task("devices", [("rate", name)], partial(entry, name)) for name in sorted(measured)]
+
+
+def _matrix_flops_per_s(side: int, dtype: torch.dtype, stopwatch: Stopwatch) -> tuple[float, ...]:
+    factor = torch.ones(side, side, dtype=dtype, device=stopwatch.device)
+    product = torch.empty_like(factor)
+    return _rates(2 * side**3, lambda: torch.mm(factor, factor, out=product), stopwatch)
+
+
+def _memory_bytes_per_s(size: int, stopwatch: Stopwatch) -> tuple[float, ...]:
+    source = torch.zeros(size, dtype=torch.uint8, device=stopwatch.device)
+    target = torch.zeros_like(source)
+    return _rates(2 * size, lambda: target.copy_(source), stopwatch)
+
+
+def _rates(amount: int, call: Callable[[], object], stopwatch: Stopwatch) -> tuple[float, ...]:
+    """Return an amount over the median time of each rank, in rank order."""
+    stopwatch.rank_times_s(call, WARM_UP_REPEATS)
+    return tuple(amount / time_s for time_s in np.median(stopwatch.rank_times_s(call, _REPEATS), axis=1).tolist())
+
+
+def point_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Iterator[Task]]:
+    """Return tasks for every kind of collective at growing sizes, always to 1 MiB, then while the next fits its time.
+
+    A kind that a killed sweep was done with grows no further.
+    """
+    done = _done_before(session, kinds)
+    return [_points(session, kind, number >= done) for number, kind in enumerate(kinds)]
+
+
+def _done_before(session: Session, kinds: Sequence[CollectiveKind]) -> int:
+    """Return the number of kinds that a killed sweep was done with: those before the last one that it had begun."""
+    if any(isinstance(key, tuple) and key[0] in ("pair", "overlap") for key in session.journal.entries):
+        return len(kinds)
+    sizes = session.identity.sizes
+    begun = [
+        number
+        for number, kind in enumerate(kinds)
+        for size in sizes.all(kind.key.group_size)
+        if session.journal.find("point", kind.key, size)
+    ]
+    return max(begun, default=0)
+
+
+def _points(session: Session, kind: CollectiveKind, grows: bool) -> Iterator[Task]:
+    sizes = session.identity.sizes.all(kind.key.group_size)
+    always = session.identity.sizes.always(kind.key.group_size)
+    needs_s = 0.0
+    for number, size in enumerate(sizes):
+        key = ("point", kind.key, size)
+        limit_s = None if size in always else needs_s if grows else inf
+        yield Task(kind, [key], partial(_timed_point, session, kind, size), 1 / (len(sizes) - number), limit_s)
+        entry = session.journal.find(*key)
+        assert isinstance(entry, PointEntry)
+        needs_s = SIZE_STEP * float(np.median(entry.times_s)) * (WARM_UP_REPEATS + session.min_repeats)
+
+
+def _timed_point(session: Session, kind: CollectiveKind, message_bytes: int, share_s: float) -> list[PointEntry]:
+    stopwatch = session.stopwatch
+    stopwatch.doing = f"timing {message_bytes} bytes, {kind}"
+    call = collective_call(kind, message_bytes, session.process_groups.group_for(kind), session.stopwatch.device)
+    stopwatch.slowest_s(call, WARM_UP_REPEATS)
+    times_s = stopwatch.repeated(lambda n: stopwatch.slowest_s(call, n)[None], share_s, session.identity.max_repeats)
+    return [PointEntry(**kind.key.columns, message_bytes=message_bytes, times_s=tuple(times_s[0].tolist()))]
+
+
+def pair_tasks(session: Session, rounds: Sequence[PairRound]) -> list[list[Task]]:
+    """Return the tasks of each round, which times all of its pairs at once."""
+
+    def task(timed: PairRound) -> Task:
+        keys: list[EntryKey] = [("pair", source, target, timed.message_bytes) for source, target in timed.pairs]
+        return Task(timed, keys, partial(_timed_pairs, session, timed))
+
+    return [[task(timed)] for timed in rounds]
+
+
+def _timed_pairs(session: Session, timed: PairRound, share_s: float) -> list[PairEntry]:
+    stopwatch = session.stopwatch
+    stopwatch.doing = f"timing {timed.message_bytes} bytes, {timed}"
+    pair = session.process_groups.pair(timed.pairs)
+    call = p2p_call(timed.pairs, timed.message_bytes, pair, session.stopwatch.device)
+
+    def measure(repeats: int) -> NDArray[Any]:
+        """Return the seconds of each pair's message, which arrives when both its ranks are done: [pairs, repeats]."""
+        times_s = stopwatch.rank_times_s(call, repeats)
+        return np.stack([times_s[list(pair)].max(axis=0) for pair in timed.pairs])
+
+    measure(WARM_UP_REPEATS)
+    medians_s = np.median(stopwatch.repeated(measure, share_s, session.identity.max_repeats), axis=1)
+    return [
+        PairEntry(source_rank=source, target_rank=target, message_bytes=timed.message_bytes, time_s=float(median_s))
+        for (source, target), median_s in zip(timed.pairs, medians_s, strict=True)
+    ]

@@ -1,0 +1,272 @@
+"""The models and profiles that importers write: numbers with their sources, everything else absent."""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwright_estimate.curves import fits_table
+from shardwright_formats.io import BadInput, sha256_of_file
+from shardwright_formats.io.hdf5 import Provenance, write_profile
+from shardwright_formats.io.table import Source, Sourced, Table
+from shardwright_formats.types import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright_formats.types.hardware_profile import (
+    Collective,
+    CollectiveKey,
+    HardwareProfile,
+    OverlapRow,
+    PointRow,
+    RepeatRow,
+)
+from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, ProfileOrigin, StateRow
+from shardwright_profile.options import ImportModelOptions
+
+ABSENT = Sourced(0.0, Source.ABSENT)
+
+_MAX_NOTES = 150
+_MAX_CHARACTERS = 400
+"""Maximum characters of a note: with _MAX_NOTES, notes stay within what a profile's reader accepts."""
+
+_WEAKNESS = (Source.MEASURED, Source.DERIVED, Source.ASSUMED, Source.ABSENT)
+
+
+def state_row(type_name: str, tp_size: int, parameter_bytes: Sourced) -> StateRow:
+    """Return a row whose gradients are as large as the parameters and Adam's moments twice that; times are absent."""
+    size = round(parameter_bytes.value)
+    return StateRow(
+        type=type_name,
+        tp_size=tp_size,
+        parameter_bytes=size,
+        gradient_bytes=size,
+        optimizer_bytes=2 * size,
+        bytes_source=parameter_bytes.source,
+        optimizer_s=0.0,
+        optimizer_source=Source.ABSENT,
+        reduction_s=0.0,
+        reduction_ranks=1,
+        reduction_source=Source.ABSENT,
+        scatter_s=0.0,
+        gather_s=0.0,
+        zero_ranks=1,
+        zero_source=Source.ABSENT,
+    )
+
+
+def noted(notes: Iterable[str]) -> str:
+    """Return the notes as a profile keeps them, one sentence a line; a file of defects is not repeated whole."""
+    lines = [" ".join(note.split()) for note in notes]
+    cut = [line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}..." for line in lines[:_MAX_NOTES]]
+    left = len(lines) - len(cut)
+    return "\n".join([*cut, f"{left} further notes are left out."] if left else cut)
+
+
+def made_from(*files: Path | None) -> Iterator[str]:
+    """Yield a sentence for each file that a profile is made from."""
+    yield from (f"Made from {file.name}, SHA-256 {sha256_of_file(file)}." for file in files if file is not None)
+
+
+def assumed_backward(options: ImportModelOptions) -> str:
+    """Return the sentence on backward times, of which there are none."""
+    return (
+        f"Backward is assumed to take {options.backward_ratio:g} times forward, and with full recomputation"
+        " one forward more."
+    )
+
+
+def write_imported(out: Path, profile: HardwareProfile | ModelProfile) -> None:
+    """Write a profile; print its notes, a line each, and its path on standard error."""
+    write_profile(out, profile)
+    for line in profile.provenance.notes.splitlines():
+        print(f"note: {line}", file=sys.stderr)
+    print(f"{out} is written", file=sys.stderr)
+
+
+def weaker(first: Source, second: Source) -> Source:
+    """Return the one of two sources that promises less."""
+    return max(first, second, key=_WEAKNESS.index)
+
+
+def profile_of(
+    origin: ProfileOrigin, provenance: Provenance, layers: Iterable[LayerRow], states: Iterable[StateRow]
+) -> ModelProfile:
+    """Return the profile of these rows; process and overhead are absent.
+
+    Curves go through what was measured only: points off a line would make it look better than it is.
+    """
+    ordered = sorted(layers, key=lambda row: row.key)
+    process = ProcessRow(
+        process_bytes=0,
+        process_source=Source.ABSENT,
+        communicator_bytes=0,
+        communicator_source=Source.ABSENT,
+        resident_bytes=0,
+        resident_source=Source.ABSENT,
+        step_overhead_s=0.0,
+        step_overhead_source=Source.ABSENT,
+        reference_s=0.0,
+        reference_source=Source.ABSENT,
+    )
+    return ModelProfile(
+        origin=origin,
+        provenance=provenance,
+        layers=Table.from_rows(LayerRow, ordered),
+        states=Table.from_rows(StateRow, sorted(states, key=lambda row: (row.type, row.tp_size))),
+        process=Table.from_rows(ProcessRow, [process]),
+        fits=fits_table(row for row in ordered if row.forward_source is Source.MEASURED),
+    )
+
+
+MIB = 1024**2
+
+_SIZES = (1024, MIB, 1024 * MIB)
+"""Message sizes in bytes at which a bandwidth is turned into times; between them the line is straight."""
+
+
+class HardwarePoint(NamedTuple):
+    """The time of one kind of collective at one size."""
+
+    key: CollectiveKey
+    message_bytes: int
+    time_s: float
+    source: Source
+
+
+def link_points(
+    key: CollectiveKey, bytes_per_s: float, source: Source, sizes: Sequence[int] = _SIZES
+) -> Iterator[HardwarePoint]:
+    """Yield times by bandwidth without latency: the link's for p2p, the bus bandwidth of nccl-tests for collectives.
+
+    Among n ranks an all-reduce moves 2(n-1)/n of its message, the others (n-1)/n.
+    """
+    n = key.group_size
+    shares = {Collective.ALL_REDUCE: 2 * (n - 1) / n, Collective.P2P: 1.0}
+    for size in sizes:
+        yield HardwarePoint(key, size, shares.get(key.collective, (n - 1) / n) * size / bytes_per_s, source)
+
+
+def halves(reduce: HardwarePoint) -> Iterator[HardwarePoint]:
+    """Yield the gather and the scatter that an all-reduce consists of on a ring (Patarasuk & Yuan 2009)."""
+    for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+        key = CollectiveKey.from_fields(reduce.key, collective=collective)
+        yield HardwarePoint(key, reduce.message_bytes, reduce.time_s / 2, Source.DERIVED)
+
+
+def hardware_profile(
+    cluster: str, device: str, notes: Sequence[str], points: Sequence[HardwarePoint], overlap: OverlapRow | None = None
+) -> HardwareProfile:
+    """Return the profile of these points, one time each, and of one overlap."""
+    ordered = sorted(points)
+    return HardwareProfile(
+        cluster=cluster,
+        device=device,
+        backend="nccl",
+        provenance=Provenance(date="unknown", versions="nccl, driver unknown", notes=noted(notes)),
+        points=Table.from_rows(
+            PointRow,
+            (PointRow(**p.key.columns, message_bytes=p.message_bytes, interval=0.0, source=p.source) for p in ordered),
+        ),
+        repeats=Table.from_rows(
+            RepeatRow, (RepeatRow(point=i, time_s=p.time_s, outlier=False) for i, p in enumerate(ordered))
+        ),
+        overlap=Table.from_rows(OverlapRow, [] if overlap is None else [overlap]),
+    )
+
+
+_STATES = "hidden_states"
+_ELEMENT_BYTES = 4
+
+
+class FlatType(NamedTuple):
+    """A type of layer as it is given on the command line."""
+
+    name: str
+    layers: int
+    positions: int
+    """Number of positions of a sample."""
+    features: int
+    """Number of features of a position."""
+    heads: int
+    """Number of heads, which tp_size must divide."""
+
+
+def parse_type(text: str) -> FlatType:
+    """Return the type described by NAME,LAYERS,POSITIONS,FEATURES,HEADS; raise BadInput where the text is none."""
+    name, *numbers = text.split(",")
+    good = len(numbers) == 4 and all(len(n) < 9 and n.isascii() and n.isdigit() and int(n) for n in numbers)
+    if not good or not name.isidentifier() or name in (EMBEDDING, HEAD):
+        raise BadInput("--type", f"{text!r} is no type", "write NAME,LAYERS,POSITIONS,FEATURES,HEADS")
+    return FlatType(name, *map(int, numbers))
+
+
+def flat_model(
+    name: str,
+    family: str,
+    types: Sequence[FlatType],
+    parameters_bytes: Mapping[str, float],
+    config: Mapping[str, object],
+) -> Model:
+    """Return the model of these types, in order, each with one parameter of as many elements as its float32 bytes say.
+
+    `parameters_bytes` holds those of one layer of each type, of the embedding and of the head. Operations are counted
+    as 2 a parameter and position, attention's own left out. Each layer communicates as Megatron's attention and MLP do
+    (Shoeybi et al. 2019); embedding and head share their vocabulary.
+    """
+    if len({kind.name for kind in types}) < len(types):
+        raise BadInput("--type", "two types have one name", "name them apart")
+    first, last = types[0], types[-1]
+    made = {EMBEDDING: _end(parameters_bytes[EMBEDDING], EMBEDDING, first)}
+    made |= {kind.name: _block(parameters_bytes[kind.name], kind) for kind in types}
+    made[HEAD] = _end(parameters_bytes[HEAD], HEAD, last)
+    return Model(
+        name=name,
+        family=family,
+        config=dict(config),
+        sequence_length=first.positions,
+        layers=tuple(kind.name for kind in types for _ in range(kind.layers)),
+        types=made,
+    )
+
+
+def _block(parameters_bytes: float, kind: FlatType) -> LayerType:
+    heads = Heads(
+        queries=_STATES,
+        keys=_STATES,
+        heads=kind.heads,
+        kv_heads=kind.heads,
+        head_features=max(1, kind.features // kind.heads),
+    )
+    numel = _numel(parameters_bytes)
+    return LayerType(
+        parameters=(_parameter(numel),),
+        forward_flops_per_sample=2 * numel * kind.positions,
+        tp_must_divide={"heads": kind.heads},
+        ulysses_must_divide={"heads": kind.heads},
+        outputs=(_states(kind),),
+        regions=(
+            Region(name="attention", enters=(_STATES,), leaves=_STATES, attention=heads),
+            Region(name="mlp", enters=(_STATES,), leaves=_STATES),
+        ),
+    )
+
+
+def _end(parameters_bytes: float, name: str, neighbour: FlatType) -> LayerType:
+    numel = _numel(parameters_bytes)
+    inner = {EMBEDDING: Region(name="lookup", leaves=_STATES), HEAD: Region(name="logits", enters=(_STATES,))}
+    return LayerType(
+        parameters=(_parameter(numel, f"{name}.flat"),),
+        forward_flops_per_sample=2 * numel,
+        outputs=(_states(neighbour),) if name == EMBEDDING else (),
+        regions=(inner[name],),
+    )
+
+
+def _states(kind: FlatType) -> BoundaryTensor:
+    return BoundaryTensor(name=_STATES, sequence_length=kind.positions, features=kind.features)
+
+
+def _parameter(numel: int, name: str = "flat") -> Parameter:
+    return Parameter(name=name, shape=(numel,), tp_dim=0)
+
+
+def _numel(parameters_bytes: float) -> int:
+    return max(1, round(parameters_bytes / _ELEMENT_BYTES))
