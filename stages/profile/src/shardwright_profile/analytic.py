@@ -44,8 +44,8 @@ def _model_profile(options: AnalyticOptions, table: DeviceTable, cluster: Cluste
     rates = _rates(options, table, _device(options, cluster))
     given = options.context_mib, options.communicator_mib, options.allocator_slack_mib
     process = Process(*(None if mib is None else mib * _MIB for mib in given))
-    of = settings, rates, _efficiencies(options), table.revised
-    made = model_profile(models, *of, fused=options.fused, process=process)
+    efficiencies = _efficiencies(options)
+    made = model_profile(models, settings, rates, efficiencies, table.revised, fused=options.fused, process=process)
     for sentence in made.left_out:
         print(f"left out: {sentence}", file=sys.stderr)
     return made.profile

@@ -14,7 +14,7 @@ APP = CommandLine(
     commands={
         "hardware": Command(options.HardwareOptions, f"{_ROOM}.hardware.start:start_sweep"),
         "probes": Command(options.ProbesOptions, f"{_ROOM}.commands:write_probes"),
-        "model": Command(options.ModelOptions, f"{_ROOM}.model.profile_all:profile_model"),
+        "model": Command(options.ModelOptions, f"{_ROOM}.commands:profile_model"),
         "fit": Command(options.FitOptions, f"{_ROOM}.commands:fit"),
         "show": Command(options.ShowOptions, f"{_ROOM}.commands:show"),
         "import galvatron": Command(options.GalvatronOptions, f"{_IMPORTERS}.galvatron.model:write_galvatron"),

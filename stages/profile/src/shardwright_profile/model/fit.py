@@ -1,24 +1,48 @@
-"""The fit of a model profile to measured probes."""
+"""The fit of a model profile to measured probes: layers, parameters, ZeRO and process, and notes on doubtful times."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from math import hypot
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, mean, median
+from typing import NamedTuple
 
 import msgspec
 
 from shardwright_estimate.curves import fits_table
+from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source, Sourced, Table
 from shardwright_formats.key import LayerKey, rows_by_key
-from shardwright_formats.semantics.differences import Duration
-from shardwright_formats.types import EMBEDDING, HEAD, DataParallel, Measurement, Recompute
+from shardwright_formats.semantics.axes import axes_of
+from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR, Duration
+from shardwright_formats.types import EMBEDDING, HEAD, DataParallel, Measurement, Model, Recompute
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProcessRow, StateRow
-from shardwright_profile.model.differences import LayerPair, bytes_per_layer, layer_pairs, seconds_per_layer
-from shardwright_profile.model.fit_states import OptimizerLine, fit_optimizer_line, fit_states
-from shardwright_profile.model.fit_zero import zero_rates
-from shardwright_profile.model.monotonicity import falling_times
-from shardwright_profile.model.probe_results import LAYERS, ProbeResult, read_probes
-from shardwright_profile.model.uncertainty import uncertain_times
+from shardwright_profile.model.probe_results import (
+    LAYERS,
+    LayerPair,
+    ProbeResult,
+    bytes_per_layer,
+    layer_pairs,
+    read_probes,
+    seconds_per_layer,
+)
+
+
+class OptimizerLine(NamedTuple):
+    """The time of the optimizer's step: `constant_s + s_per_parameter * parameters of a rank`."""
+
+    constant_s: float
+    s_per_parameter: float
+
+
+class ZeroRates(NamedTuple):
+    """The times that ZeRO adds, in seconds for each parameter that the ranks share out."""
+
+    ranks: int
+    scatter_s: float
+    """Seconds that reducing gradients adds to a step."""
+    gather_s: float
+    """Seconds that gathering parameters adds to a pass of a microbatch."""
 
 
 def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfile:
@@ -103,3 +127,205 @@ def _process(probes: Sequence[ProbeResult], line: OptimizerLine) -> ProcessRow:
 
 def _unexplained_s(probe: ProbeResult) -> float:
     return probe.step_s - probe.plan.num_microbatches * probe.microbatch_s - probe.reduction_s - probe.optimizer_s
+
+
+_STATE_BYTES: tuple[tuple[str, Callable[[ProbeResult], int]], ...] = (
+    ("parameters_bytes", lambda probe: probe.parameter_bytes),
+    ("gradients_bytes", lambda probe: probe.gradient_bytes),
+    ("optimizer_bytes", lambda probe: probe.optimizer_bytes),
+)
+
+
+def parameter_parts(probe: ProbeResult) -> int:
+    """Return the number of ranks among which tensor parallelism splits the parameters."""
+    return axes_of(probe.plan.layers[0]).dense.tensor.size
+
+
+def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
+    """Return the least-squares line through the optimizer times of all probes whose coefficients are not negative.
+
+    Where the free line has a negative coefficient, the best line with that one at zero is taken, which is the optimum
+    under the constraint (Lawson & Hanson 1974), so that no layer's optimizer time is ever negative.
+    """
+    sizes = [float(_rank_parameters(probe)) for probe in probes]
+    times_s = [probe.optimizer_s for probe in probes]
+    mean_size, mean_s = sum(sizes) / len(sizes), sum(times_s) / len(times_s)
+    deviations = sum((size - mean_size) ** 2 for size in sizes)
+    together = sum((size - mean_size) * (time_s - mean_s) for size, time_s in zip(sizes, times_s, strict=True))
+    slope = together / deviations if deviations else 0.0
+    if slope <= 0:
+        return OptimizerLine(mean_s, 0.0)
+    if mean_s >= slope * mean_size:
+        return OptimizerLine(mean_s - slope * mean_size, slope)
+    through_zero = sum(size * time_s for size, time_s in zip(sizes, times_s, strict=True)) / sum(s * s for s in sizes)
+    return OptimizerLine(0.0, through_zero)
+
+
+def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates | None = None) -> tuple[StateRow, ...]:
+    """Return one row per tp_size and layer type.
+
+    A block's bytes are the difference of its probes, the most over strategies and micro-batch sizes. What the layers
+    leave over is split between embedding and head by their numbers of parameters. Time of the gradient reduction is
+    shared out by gradient bytes. Probes under Ulysses are left out: their parameters are not split by tp_size.
+    """
+    usable = [pair for pair in pairs if not axes_of(pair.few.plan.layers[0]).exchanges_heads]
+    if not usable:
+        raise BadInput(pairs[0].few.file, "every probe is under ulysses", "measure also sequence_parallel 'none'")
+    return tuple(
+        row
+        for parts in sorted({parameter_parts(pair.few) for pair in usable})
+        for row in _state_rows(parts, [pair for pair in usable if parameter_parts(pair.few) == parts], line, zero)
+    )
+
+
+def _state_rows(
+    tp_size: int, pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates | None
+) -> Iterator[StateRow]:
+    model = pairs[0].few.model
+    columns = [_state_bytes(tp_size, pairs, quantity, bytes_of) for quantity, bytes_of in _STATE_BYTES]
+    probes = [probe for pair in pairs for probe in (pair.few, pair.many)]
+    ranks, rate = _reduction_ranks(probes), _reduction_s_per_byte(probes)
+    for name in (EMBEDDING, *pairs[0].few.counts, HEAD):
+        parameters, gradients, optimizer = (column[name] for column in columns)
+        count = model.types[name].parameter_count(tp_size)
+        # All derived: times come off a line, and the bytes of embedding and head from a split.
+        yield StateRow(
+            type=name,
+            tp_size=tp_size,
+            parameter_bytes=parameters,
+            gradient_bytes=gradients,
+            optimizer_bytes=optimizer,
+            bytes_source=Source.DERIVED,
+            optimizer_s=line.s_per_parameter * count,
+            optimizer_source=Source.DERIVED,
+            reduction_s=rate * gradients,
+            reduction_ranks=ranks,
+            reduction_source=Source.DERIVED,
+            scatter_s=zero.scatter_s * count if zero else 0.0,
+            gather_s=zero.gather_s * count if zero else 0.0,
+            zero_ranks=zero.ranks if zero else 1,
+            zero_source=Source.DERIVED if zero else Source.ABSENT,
+        )
+
+
+def _reduction_ranks(probes: Sequence[ProbeResult]) -> int:
+    ranks = {axes_of(probe.plan.layers[0]).dense.states.size for probe in probes}
+    if len(ranks) > 1:
+        problem = f"probes of tp_size {probes[0].key.tp_size} reduce gradients over {sorted(ranks)} ranks"
+        raise BadInput(probes[0].file, problem, "fit the probes of one kind of node at a time")
+    return ranks.pop()
+
+
+def _reduction_s_per_byte(probes: Sequence[ProbeResult]) -> float:
+    """Return the slope of the least-squares line through zero of the probes' reduction times, at least zero.
+
+    A time is the difference of two backward passes, so single ones may be negative from noise.
+    """
+    together = sum(probe.gradient_bytes * probe.reduction_s for probe in probes)
+    squares = sum(probe.gradient_bytes**2 for probe in probes)
+    return max(0.0, together / squares) if squares else 0.0
+
+
+def _state_bytes(
+    tp_size: int, pairs: Sequence[LayerPair], quantity: str, bytes_of: Callable[[ProbeResult], int]
+) -> dict[str, int]:
+    """Return the bytes of one kind of state by layer type."""
+    by_type: dict[str, int] = {}
+    for pair in pairs:
+        by_type[pair.type] = max(by_type.get(pair.type, 0), bytes_per_layer(pair, quantity, bytes_of))
+    few = pairs[0].few
+    rest = bytes_of(few) - sum(count * by_type[name] for name, count in few.counts.items())
+    if rest < 0:
+        raise BadInput(
+            few.file,
+            f"{quantity} of {few.plan.name!r} are {-rest} bytes fewer than its layers have by their difference",
+            "measure it again",
+        )
+    types = few.model.types
+    embedding, head = (types[name].parameter_count(tp_size) for name in (EMBEDDING, HEAD))
+    by_type[EMBEDDING] = rest * embedding // max(1, embedding + head)
+    by_type[HEAD] = rest - by_type[EMBEDDING]
+    return by_type
+
+
+def _rank_parameters(probe: ProbeResult) -> int:
+    """Return the number of parameters that the optimizer of one rank updates; tied ones count once."""
+    model = probe.model
+    split = parameter_parts(probe)
+    all_parameters = sum(model.types[name].parameter_count(split) for name in (EMBEDDING, *model.layers, HEAD))
+    return all_parameters - _tied_parameters(model, split)
+
+
+def _tied_parameters(model: Model, parts: int) -> int:
+    ends = {p.name: p.numel(parts) for name in (EMBEDDING, HEAD) for p in model.types[name].parameters}
+    return sum(ends[second] for _, second in model.tied)
+
+
+def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
+    """Return the rates, or None where a probe is missing; gathers are relative to the otherwise equal DDP probe.
+
+    The first gather of each pass is spared, for the pass before ended with that layer (`gathers_spared`).
+    """
+    by_kind = {probe.data_parallel: probe for probe in probes}
+    zero2, zero3 = by_kind.get(DataParallel.ZERO2), by_kind.get(DataParallel.ZERO3)
+    plain_s = None if zero3 is None else _plain_microbatch_s(zero3, probes)
+    if zero2 is None or zero3 is None or plain_s is None:
+        return None
+    parts, types = parameter_parts(zero3), zero3.model.types
+    layers, ends = (
+        sum(types[name].parameter_count(parts) for name in names) for names in (zero3.model.layers, (EMBEDDING, HEAD))
+    )
+    reduction_s = fmean((zero2.reduction_s, zero3.reduction_s))
+    return ZeroRates(
+        ranks=axes_of(zero3.plan.embedding).dense.states.size,
+        scatter_s=max(0.0, reduction_s) / (layers + ends),
+        gather_s=max(0.0, zero3.microbatch_s - plain_s) / (2 * layers + ends),
+    )
+
+
+def _plain_microbatch_s(zero3: ProbeResult, probes: Sequence[ProbeResult]) -> float | None:
+    """Return the probe's microbatch time under DDP: the shortest probe's, and what each longer one takes more."""
+    alike = [probe for probe in probes if probe.data_parallel is DataParallel.DDP and probe.key == zero3.key]
+    if not alike:
+        return None
+    few = min(alike, key=lambda probe: sum(probe.counts.values()))
+    return few.microbatch_s + sum(probe.microbatch_s - few.microbatch_s for probe in alike)
+
+
+_LIKELY = 3.0
+"""Number of standard errors beyond which a difference is hardly chance."""
+
+
+def falling_times(layers: Iterable[LayerRow]) -> Iterator[str]:
+    """Yield a sentence for each time shorter than that of a smaller micro-batch, by more than three standard errors.
+
+    The rows ascend in micro-batch size.
+    """
+    for key, points in rows_by_key(layers, "micro_batch_size").items():
+        for small, large in pairwise(points):
+            for way in ("forward", "backward"):
+                times_s = [getattr(row, f"{way}_s") for row in (small, large)]
+                error_s = hypot(*(getattr(row, f"{way}_error_s") for row in (small, large)))
+                if times_s[0] - times_s[1] > _LIKELY * error_s:
+                    yield (
+                        f"not monotone: {way} time of {key} falls from {times_s[0]:.4g} s to "
+                        f"{times_s[1]:.4g} s as micro_batch_size grows from {small.micro_batch_size} to "
+                        f"{large.micro_batch_size}"
+                    )
+
+
+def uncertain_times(probes: Sequence[ProbeResult], layers: Iterable[LayerRow]) -> Iterator[str]:
+    """Yield a sentence on what was measured again, if anything, and one for each time with an error over a fifth."""
+    again = {probe.in_turns: probe.measured_again for probe in probes if probe.in_turns}
+    if any(again.values()):
+        times = f"up to {max(again.values())} times" if max(again.values()) > 1 else "once"
+        yield f"measured again: {sum(map(bool, again.values()))} of {len(again)} groups of probes in turns, {times}"
+    for row in (row for row in layers if row.type not in (EMBEDDING, HEAD)):
+        for way in ("forward", "backward"):
+            time = Duration(getattr(row, f"{way}_s"), getattr(row, f"{way}_error_s"))
+            if time.relative_error > MAX_RELATIVE_ERROR:
+                yield (
+                    f"uncertain: {way} time of {row.type} (tp_size {row.tp_size}, sequence_parallel "
+                    f"{row.sequence_parallel}, recompute {row.recompute}, micro_batch_size {row.micro_batch_size}, "
+                    f"sequence_length {row.sequence_length}) has a standard error of {time.relative_error:.0%}"
+                )

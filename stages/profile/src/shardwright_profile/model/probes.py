@@ -10,10 +10,19 @@ from shardwright_estimate.settings import ProfileSettings, block_types, formatte
 from shardwright_formats.io import BadInput
 from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.axes import axes_of, layout_of, strategy_on
-from shardwright_formats.types.cluster import Cluster, NodeGroup
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Schedule
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright_formats.types import (
+    Cluster,
+    DataParallel,
+    LayerStrategy,
+    Model,
+    NodeGroup,
+    PipelineStage,
+    Plan,
+    Plans,
+    Recompute,
+    Schedule,
+    Strategy,
+)
 
 NUM_MICROBATCHES = 3
 """Minimum number of microbatches with a middle one, which gathers no parameters and only adds to existing gradients."""
