@@ -170,11 +170,11 @@ def test_further_lengths_are_measured_with_the_smallest_micro_batch_alone_or_wit
 def test_of_a_range_no_more_is_measured_than_a_curve_needs_and_one_point_to_judge_it_by():
     every = Range(min=1, max=32, step=1)
     settings = _settings(micro_batch_sizes=every, sequence_lengths=Range(min=64, max=512, step=64))
-    assert settings.sizes(256, own=256) == (1, 17, 32)
-    assert settings.lengths(own=256) == (256, 64, 192, 384, 512)
+    assert settings.sizes(256, model_length=256) == (1, 17, 32)
+    assert settings.lengths(model_length=256) == (256, 64, 192, 384, 512)
     full = _settings(micro_batch_sizes=every, sequence_lengths=Range(min=64, max=512, step=64), grid=Grid.FULL)
-    assert full.sizes(512, own=256) == tuple(range(1, 33))
-    assert full.lengths(own=256) == (256, 64, 128, 192, 320, 384, 448, 512)
+    assert full.sizes(512, model_length=256) == tuple(range(1, 33))
+    assert full.lengths(model_length=256) == (256, 64, 128, 192, 320, 384, 448, 512)
 
 
 def test_descriptions_at_other_lengths_or_of_other_models_are_refused(make_model, make_cluster):

@@ -1,1 +1,1 @@
-"""What models, devices and clusters are and take by their shapes and published figures, with nothing measured."""
+"""Estimates of time and memory of models on devices and clusters, from shapes and published figures alone."""

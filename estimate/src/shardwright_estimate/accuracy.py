@@ -1,4 +1,4 @@
-"""How far estimates were off on runs that others published: said here alone, with the figures of docs/accuracy.md."""
+"""The errors of estimates of runs that others published: only here, with the figures of docs/accuracy.md."""
 
 SEEN = (
     "Such estimates were off on published runs: layer times by 17 % in the median and 73 % at worst, all-reduce times "

@@ -30,30 +30,30 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A kind of device. A figure that nobody confirmed is absent, and each that is there has a source."""
 
     names: Annotated[tuple[_Text, ...], Meta(min_length=1)]
-    """As its driver gives them."""
+    """Names of the device as its driver gives them."""
     peaks: dict[Literal["float32", "tf32", "float16", "bfloat16"], Rate] = {}  # noqa: RUF012 (msgspec copies it)
     """Dense matrix products by number format, in FLOP/s."""
     peaks_source: _Text | None = None
     best_product: _Share | None = None
-    """What the best matrix product in 16 bit was measured to reach of the peak."""
+    """Share of the peak that the best matrix product in 16 bit was measured to reach."""
     best_product_source: _Text | None = None
     flash_attention: _Share | None = None
-    """What flash attention was measured to reach of the peak."""
+    """Share of the peak that flash attention was measured to reach."""
     flash_attention_source: _Text | None = None
     memory_bytes: PositiveBytes | None = None
     memory_bytes_source: _Text | None = None
     memory_bytes_per_s: Rate | None = None
     memory_bytes_per_s_source: _Text | None = None
     link: Literal["nvlink", "xgmi", "pcie"] = "pcie"
-    """What joins the devices of a node."""
+    """Kind of link between the devices of a node."""
     link_bytes_per_s: Rate | None = None
-    """In one direction."""
+    """Bandwidth of that link in one direction."""
     link_bytes_per_s_source: _Text | None = None
     pcie_bytes_per_s: Rate | None = None
-    """In one direction."""
+    """Bandwidth of PCIe in one direction."""
     pcie_bytes_per_s_source: _Text | None = None
     usd_per_hour: NonNegativeNumber | None = None
-    """What one provider asks for one device; indicative."""
+    """Price that one provider asks for one device; indicative."""
     usd_per_hour_source: _Text | None = None
 
     def __post_init__(self) -> None:
@@ -82,8 +82,8 @@ class DeviceTable(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def read_devices(path: Path | None = None) -> DeviceTable:
     """Read a table of devices, by default the one of this package; BadInput says what is wrong with it."""
     if path is None:
-        with as_file(files("shardwright_estimate") / "devices.toml") as own:
-            return read_devices(own)
+        with as_file(files("shardwright_estimate") / "devices.toml") as shipped:
+            return read_devices(shipped)
     content = read_bytes(path, _MAX_BYTES)
     try:
         raw = tomllib.loads(content.decode())
@@ -97,7 +97,7 @@ def read_devices(path: Path | None = None) -> DeviceTable:
 
 
 def device_named(table: DeviceTable, name: str) -> tuple[str, Device]:
-    """A device by its key or a driver's name, with the name that profiles of it carry: the driver's.
+    """Return a device by its key or a driver's name, with the name that profiles of it carry: the driver's.
 
     Raises BadInput when the table has none of that name.
     """
@@ -111,7 +111,7 @@ def device_named(table: DeviceTable, name: str) -> tuple[str, Device]:
 
 
 def device_lines(table: DeviceTable) -> Iterator[str]:
-    """Each device in lines: its key and names, and each figure with its source."""
+    """Yield the lines of each device: its key and names, and each figure with its source."""
     for key, device in table.devices.items():
         yield f"{key} ({', '.join(device.names)})"
         peaks = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in device.peaks.items())
@@ -129,8 +129,8 @@ def device_lines(table: DeviceTable) -> Iterator[str]:
             ("PCIe one way, GB/s", _scaled(device.pcie_bytes_per_s, 1e9), device.pcie_bytes_per_s_source),
             ("USD an hour, indicative", _scaled(device.usd_per_hour, 1), device.usd_per_hour_source),
         )
-        for what, figure, source in figures:
-            yield f"  {what}: absent" if figure is None else f"  {what}: {figure} [{source}]"
+        for label, figure, source in figures:
+            yield f"  {label}: absent" if figure is None else f"  {label}: {figure} [{source}]"
 
 
 def _scaled(value: float | None, unit: float) -> str | None:

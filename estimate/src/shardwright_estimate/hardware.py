@@ -33,29 +33,29 @@ _MAX_BYTES = 1024**3
 
 
 class NodeRates(NamedTuple):
-    """What one node sends to others, in one direction and bytes/s, by the number of nodes that a group spans."""
+    """Rates at which a node sends to others, in one direction and bytes/s, by the number of nodes of a group."""
 
     up_to: tuple[tuple[int, float], ...]
     """Numbers of nodes, ascending, and the rate of groups that span no more."""
 
-    def of(self, nodes: int) -> float:
-        """The rate of groups over so many nodes: that of the next larger number that is told.
+    def spanning(self, nodes: int) -> float:
+        """Return the rate of groups over so many nodes: that of the next larger number that is given.
 
         Raises BadInput where none is.
         """
         for number, rate in self.up_to:
             if nodes <= number:
                 return rate
-        what = f"says what up to {self.up_to[-1][0]} nodes send, groups of the cluster span {nodes}"
-        raise BadInput(_OPTION, what, "give the rate of so many nodes, too")
+        problem = f"says what up to {self.up_to[-1][0]} nodes send, groups of the cluster span {nodes}"
+        raise BadInput(_OPTION, problem, "give the rate of so many nodes, too")
 
     def scaled(self, factor: float) -> "NodeRates":
-        """All rates multiplied."""
+        """Return all rates multiplied by a factor."""
         return NodeRates(tuple((nodes, rate * factor) for nodes, rate in self.up_to))
 
 
 def node_rates(text: str) -> NodeRates:
-    """Of `400`, in Gbit/s, or of `2:400,4:300,16:150`: what groups that span up to 2, 4 and 16 nodes get of each.
+    """Return the rates of `400`, in Gbit/s, or of `2:400,4:300,16:150`, for groups that span up to 2, 4 and 16 nodes.
 
     Raises BadInput, naming the option, where the text says something else.
     """
@@ -70,20 +70,20 @@ def node_rates(text: str) -> NodeRates:
 
 
 class Network(NamedTuple):
-    """What the nodes of a cluster are joined by, inside and between them, as reached."""
+    """The links of a cluster as reached, inside its nodes and between them."""
 
     link: Link
-    """Of each device, inside a node; the slowest node's."""
+    """Link of each device inside a node; the slowest node's."""
     between: NodeRates | None
-    """None where there is one node."""
+    """Rates between nodes; None where there is one node."""
     overlap: Overlap | None
-    """None: not known, nothing overlaps."""
+    """Slowdowns of overlap; None: not known, nothing overlaps."""
 
 
 def analytic_hardware(
     cluster: Cluster, network: Network, rates: Mapping[str, float], provenance: Provenance
 ) -> HardwareProfile:
-    """Every kind of message that a sweep would time, at growing sizes, each point with one time.
+    """Return the profile of every kind of message that a sweep would time, at growing sizes, each with one time.
 
     `rates` are the device's by name, as a sweep has them. Raises BadInput where the cluster has several nodes and
     nothing says how fast they are joined.
@@ -110,7 +110,7 @@ def analytic_hardware(
 
 
 def message_times_s(key: CollectiveKey, leaving: float, network: Network, message_bytes: NDArray[Any]) -> NDArray[Any]:
-    """A message that all its groups exchange at once: the slower of a device's link and a node's network.
+    """Return times of messages that all groups exchange at once: the slower of a device's link and a node's network.
 
     A ring crosses the border of a node once each way, and an all_to_all sends from each rank to all ranks of other
     nodes; groups that leave one node share its network, `leaving` being what they send out of it over a message.
@@ -120,12 +120,12 @@ def message_times_s(key: CollectiveKey, leaving: float, network: Network, messag
     moved = moved_bytes(collective, size, 1) / network.link.bytes_per_s
     if across and network.between is not None:
         spanned = -(-size // key.ranks_per_node)
-        moved = max(moved, leaving / network.between.of(spanned))
+        moved = max(moved, leaving / network.between.spanning(spanned))
     return START_S + steps(collective, size) * step_s + moved * message_bytes
 
 
 def _leaving_shares(collectives: Iterable[Collective], groups: NDArray[Any], nodes: NDArray[Any]) -> Iterator[float]:
-    """Bytes that all groups send out of the node that sends most, over those of a message, by collective."""
+    """Yield the bytes that all groups send out of the node that sends most, over those of a message, by collective."""
     size = groups.shape[1]
     _, node, ranks = ranks_on_nodes(groups, nodes)
     for collective in collectives:

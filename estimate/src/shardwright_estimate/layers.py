@@ -16,33 +16,31 @@ from shardwright_estimate.parts import Part, layer_parts
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
 from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types.model import HEAD, LayerType, Model
+from shardwright_formats.types import HEAD, ITEMSIZE, Attention, LayerType, Model, Precision, Recompute, Strategy
 from shardwright_formats.types.model_profile import LayerFigures
-from shardwright_formats.types.plan import ITEMSIZE, Attention, Precision
-from shardwright_formats.types.strategy import Recompute, Strategy
 
 KERNEL_START_S = 5e-6
-"""What every kernel adds on the device: filling and draining it."""
+"""Time that every kernel adds on the device: filling and draining it."""
 OPERATOR_S = 15e-6
-"""What the host takes to start a kernel: 5 to 25 us of Python, autograd, dispatch and driver."""
+"""Time that the host takes to start a kernel: 5 to 25 us of Python, autograd, dispatch and driver."""
 ATTENTION_BACKWARD = 2.5
 """Five products in a flash kernel's backward pass, for two in the forward one (Dao 2023)."""
 
 
 class Machine(NamedTuple):
-    """What a device and its links are taken to reach."""
+    """The rates that a device and its links are taken to reach."""
 
     flops_per_s: float
     memory_bytes_per_s: float
     link: Link
     attention_flops_per_s: float | None = None
-    """Of flash kernels; None: as other products."""
+    """Rate of flash kernels; None: as other products."""
     operator_s: float = OPERATOR_S
-    """Of the host, for each kernel."""
+    """Time of the host for each kernel."""
 
 
 class _Share(NamedTuple):
-    """What one rank has of a layer."""
+    """The part of a layer that one rank has."""
 
     samples: int
     itemsize: int
@@ -64,14 +62,14 @@ class _Share(NamedTuple):
         return self.samples * part.products * self.itemsize * self.inside
 
     def selected_bytes(self, part: Part, ends: bool) -> float:
-        """What selective recomputation keeps: also the sum over ranks, unless nothing needs it that ends the layer."""
+        """Return what selective recomputation keeps: also the sum over ranks, unless it ends the layer unused."""
         return self.product_bytes(part) + (0 if ends and not part.outside_bytes else self.result_bytes(part))
 
     def result_bytes(self, part: Part) -> float:
         return self.samples * part.result * self.itemsize * self.outside
 
     def widest_bytes(self, part: Part) -> float:
-        """The largest tensor of a part and its gradient."""
+        """Return the bytes of the largest tensor of a part and its gradient."""
         inside = (part.widest * self.itemsize + part.widest_bytes) * self.inside
         return 2 * self.samples * max(inside, part.result * self.itemsize * self.entering)
 
@@ -127,7 +125,7 @@ def _accumulated_bytes(kind: LayerType, strategy: Strategy, precision: Precision
 
 
 def optimizer_time_s(kind: LayerType, parts: int, precision: Precision, machine: Machine) -> float:
-    """AdamW over one layer's parameters, bound by memory, clipping included.
+    """Return the seconds of AdamW over one layer's parameters, bound by memory, clipping included.
 
     AdamW reads and writes the parameter and two moments and reads the gradient; clipping reads the gradient twice and
     writes it once.
@@ -151,7 +149,7 @@ def _share(strategy: Strategy, samples: int, precision: Precision, attention: At
 
 
 def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
-    """Forward, without messages."""
+    """Return the seconds of the forward pass, without messages."""
     kept = share.kept_bytes(part) + share.samples * part.passing_bytes * share.inside
     product_bytes = part.weights * share.itemsize * share.weights + kept if part.weights else 0.0
     operations = part.flops * share.samples * share.inside
@@ -160,13 +158,13 @@ def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
 
 
 def _part_backward_s(part: Part, share: _Share, machine: Machine) -> float:
-    """Backward, without messages: two products for each, and a flash kernel that computes its scores again."""
+    """Return the seconds of the backward pass, without messages: two products for each, and flash scores again."""
     more = 0.0 if share.scores_kept else ATTENTION_BACKWARD - 2
     return 2 * _part_time_s(part, share, machine) + more * _attention_s(part, share, machine)
 
 
 def _attention_s(part: Part, share: _Share, machine: Machine) -> float:
-    """Scores and what they weigh; a flash kernel leaves out what a causal mask does."""
+    """Return the seconds of scores and what they weigh; a flash kernel leaves out what a causal mask does."""
     operations = part.attention_flops * share.samples * share.inside
     if share.scores_kept:
         return operations / machine.flops_per_s
@@ -174,7 +172,7 @@ def _attention_s(part: Part, share: _Share, machine: Machine) -> float:
 
 
 def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:
-    """What of that lies between the products."""
+    """Return the seconds of the forward pass between its products."""
     moved = share.kept_bytes(part) + share.samples * part.passing_bytes * share.inside
     return 2 * moved / machine.memory_bytes_per_s + part.kernels * KERNEL_START_S
 

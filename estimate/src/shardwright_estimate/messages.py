@@ -12,7 +12,7 @@ from shardwright_formats.semantics.communication import Message
 from shardwright_formats.types.hardware_profile import Collective
 
 START_S = 10e-6
-"""What any message takes before its first byte."""
+"""Time that any message takes before its first byte."""
 STEP_S = {"nvlink": 3e-6, "xgmi": 3e-6, "pcie": 6e-6}
 """Latency of one step between two devices of a node, by what joins them."""
 NETWORK_STEP_S = 15e-6
@@ -20,15 +20,15 @@ NETWORK_STEP_S = 15e-6
 
 
 class Link(NamedTuple):
-    """What joins the ranks of a group."""
+    """The link between the ranks of a group."""
 
     bytes_per_s: float
-    """In one direction, as reached."""
+    """Bandwidth in one direction, as reached."""
     step_s: float
 
 
 def steps(collective: Collective, group_size: int) -> int:
-    """Messages that follow one another in a ring."""
+    """Return the number of messages that follow one another in a ring."""
     match collective:
         case Collective.ALL_REDUCE:
             return 2 * (group_size - 1)
@@ -39,18 +39,18 @@ def steps(collective: Collective, group_size: int) -> int:
 
 
 def moved_bytes(collective: Collective, group_size: int, message_bytes: float) -> float:
-    """Bytes that each rank sends, for a message as `Collective` counts it."""
+    """Return the bytes that each rank sends, for a message as `Collective` counts it."""
     if collective is Collective.P2P:
         return message_bytes
     return steps(collective, group_size) / group_size * message_bytes
 
 
 def message_time_s(collective: Collective, group_size: int, message_bytes: float, link: Link) -> float:
-    """Start, a latency for each step, and the bytes that a rank sends over the link's bandwidth."""
+    """Return the start, a latency for each step, and the bytes that a rank sends over the link's bandwidth."""
     moved = moved_bytes(collective, group_size, message_bytes)
     return START_S + steps(collective, group_size) * link.step_s + moved / link.bytes_per_s
 
 
 def messages_time_s(messages: Iterable[Message], link: Link) -> float:
-    """Time of messages one after another."""
+    """Return the time of messages one after another."""
     return sum(m.times * message_time_s(m.collective, m.group_size, m.bytes, link) for m in messages)

@@ -1,4 +1,4 @@
-"""What an analytic profile says about itself: assumptions, sources, and the error that was seen."""
+"""Notes of an analytic profile: its assumptions, its sources, and the error that was seen."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ SEEN_ERROR = (
 SEEN_LINK_ERROR = (
     "seen against 154 measured all_reduce times of vTrain (A100, V100, one node): median error 23 %, worst 80 %"
 )
-"""With the default efficiencies; `benchmarks/analytic.py` computes both."""
+"""Errors with the default efficiencies; `benchmarks/analytic.py` computes both."""
 
 _MIB = 2**20
 
@@ -28,26 +28,26 @@ class Process(NamedTuple):
 
     context_bytes: int | None = None
     communicator_bytes: int | None = None
-    """Of each NCCL communicator."""
+    """Buffers of each NCCL communicator."""
     slack_bytes: int | None = None
-    """What the allocator has taken and keeps unused."""
+    """Memory that the allocator has taken and keeps unused."""
 
     @property
     def bytes(self) -> int:
-        """What any plan takes, with what is assumed of what is not known."""
+        """Return the bytes that any plan takes; assumptions stand in for what is not known."""
         context, slack, _ = self._sizes
         return context + slack
 
     @property
     def of_each_communicator(self) -> int:
-        """What a plan takes for each NCCL communicator, as given or assumed."""
+        """Return the bytes that a plan takes for each NCCL communicator, as given or assumed."""
         return self._sizes[2]
 
     @property
     def text(self) -> str:
-        """What it consists of, and what of that was given."""
-        told = (f"{own} {what}" if given is None else f"{given} {what} (given)" for what, given, own in self._parts)
-        return f"{self.bytes} bytes a process: {', '.join(told)}"
+        """Return a sentence on the parts of the memory, and which of them were given."""
+        parts = (f"{size} {use}" if given is None else f"{given} {use} (given)" for use, given, size in self._parts)
+        return f"{self.bytes} bytes a process: {', '.join(parts)}"
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class Process(NamedTuple):
 
     @property
     def _parts(self) -> tuple[tuple[str, int | None, int], ...]:
-        """In words, what is given of each, and what is assumed: a context with the kernels of PyTorch and cuBLAS."""
+        """Return each part's use, given and assumed size: a context has the kernels of PyTorch and cuBLAS."""
         return (
             ("for CUDA's context", self.context_bytes, 512 * _MIB),
             ("that the allocator keeps unused", self.slack_bytes, 0),
@@ -68,7 +68,7 @@ class Process(NamedTuple):
 
 
 def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str, fused: bool, process: Process) -> str:
-    """Of a model profile, one sentence a line; the first says that nothing was measured."""
+    """Return the notes of a model profile, one sentence a line; the first says that nothing was measured."""
     device, kernels = rates.device, "fused kernels" if fused else "single operators, as in transformers"
     matrix = matrix_efficiency(rates, efficiencies)
     return "\n".join(
@@ -100,14 +100,14 @@ def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str, fused: b
 def hardware_notes(
     rates: Sequence[Rates], efficiencies: Efficiencies, between: NodeRates | None, overlap: Overlap | None
 ) -> str:
-    """Of a hardware profile, one sentence a line; the first says that nothing was measured."""
+    """Return the notes of a hardware profile, one sentence a line; the first says that nothing was measured."""
     across = "one node, so nothing crosses nodes"
     if between is not None:
-        told = ", ".join(
+        rates_text = ", ".join(
             f"{rate:.4g}" + ("" if nodes == MAX_DEVICES else f" of up to {nodes} nodes")
             for nodes, rate in between.up_to
         )
-        across = f"between nodes {told} bytes/s a node (given) x {efficiencies.link:g}"
+        across = f"between nodes {rates_text} bytes/s a node (given) x {efficiencies.link:g}"
     return "\n".join(
         (
             _head(SEEN_LINK_ERROR, efficiencies),
@@ -121,7 +121,7 @@ def hardware_notes(
 
 
 def _head(seen: str, efficiencies: Efficiencies) -> str:
-    """The sentence that a prediction repeats."""
+    """Return the sentence that a prediction repeats."""
     other = "" if efficiencies == Efficiencies() else " (with the default efficiencies, which these are not)"
     return f"analytic, nothing was measured: {seen}{other}."
 
@@ -140,8 +140,8 @@ def _link_note(rates: Rates, efficiencies: Efficiencies) -> str:
     return f"{reached}, {STEP_S[device.link] * 1e6:g} us a step; {source}."
 
 
-def _rate_note(what: str, rate: float, unit: str, efficiency: float) -> str:
-    return f"{what} {rate:.4g} {unit} x {efficiency:g} reached"
+def _rate_note(label: str, rate: float, unit: str, efficiency: float) -> str:
+    return f"{label} {rate:.4g} {unit} x {efficiency:g} reached"
 
 
 def _origin(given: float | None, source: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What is told of computations and collectives of data parallelism that overlap: nothing is estimated of them."""
+"""Given slowdowns of computations and collectives of data parallelism that overlap: none is estimated."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -13,24 +13,24 @@ _MAX_SLOWDOWN = 1000.0
 
 
 class Slowdowns(NamedTuple):
-    """How many times as long each takes beside the other as it takes alone; at least 1."""
+    """Times that a computation and a collective take when they overlap, over those alone; at least 1."""
 
     compute: float
     collective: float
 
 
 class Overlap(NamedTuple):
-    """By the link that the collective uses."""
+    """Slowdowns by the link that the collective uses."""
 
     inside: Slowdowns
-    """The node."""
+    """Slowdowns with collectives inside a node."""
     across: Slowdowns
-    """Between nodes."""
+    """Slowdowns with collectives between nodes."""
 
     @property
     def text(self) -> str:
         """Return the text for the notes of a profile."""
-        inside, across = (f"{own.compute:g} and {own.collective:g}" for own in self)
+        inside, across = (f"{slowdowns.compute:g} and {slowdowns.collective:g}" for slowdowns in self)
         return (
             "computation and collectives of data parallelism beside one another take (given) "
             f"{inside} times as long inside a node, {across} across nodes"
@@ -38,7 +38,9 @@ class Overlap(NamedTuple):
 
 
 def overlap_slowdowns(text: str) -> Overlap:
-    """Of `1.25:1.1`, a computation's and a collective's, or of `1.25:1.1,1.05:1.2`, inside a node and across nodes.
+    """Return the slowdowns of `1.25:1.1`, a computation's and a collective's, or of `1.25:1.1,1.05:1.2`.
+
+    The second form gives those inside a node and across nodes.
 
     Raises BadInput, naming the option, where the text says something else.
     """
@@ -53,7 +55,7 @@ def overlap_slowdowns(text: str) -> Overlap:
 
 
 def overlap_rows(keys: Iterable[CollectiveKey], overlap: Overlap) -> Iterator[OverlapRow]:
-    """A row for each kind of collective that a sweep times beside a computation, of no known size."""
+    """Yield a row for each kind of collective that a sweep times overlapped with a computation, of no known size."""
     for key in overlap_keys(keys):
         slowdowns = overlap.across if key.group.across_nodes else overlap.inside
         yield unsized_overlap(key, slowdowns, Source.ASSUMED)

@@ -1,4 +1,4 @@
-"""What the parts of a layer compute and keep, derived from the shapes in the model description and its family's facts.
+"""Operations and kept tensors of the parts of a layer, from the shapes in the model's description and family facts.
 
 The parts are the description's regions: attention, feed-forward (mlp), lookup, logits. Each matrix but the lookup's
 multiplies the residual stream of `hidden` features: those of attention are as wide as its heads, those of a
@@ -40,9 +40,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     flops: float
-    """Of matrix products."""
+    """Operations of matrix products."""
     attention_flops: float = 0.0
-    """Of scores and of what they weigh, those that a causal mask leaves out included."""
+    """Operations of scores and of what they weigh, those that a causal mask leaves out included."""
     causal: bool = False
     weights: int = 0
     """Elements of the matrices."""
@@ -51,7 +51,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     inside: int = 0
     """Elements kept in the compute format."""
     products: int = 0
-    """Those of them that matrix products and attention give: what selective recomputation keeps."""
+    """Elements among them that matrix products and attention give: what selective recomputation keeps."""
     passing_bytes: int = 0
     """Bytes that are written and read beside them, and not kept."""
     inside_bytes: int = 0
@@ -86,7 +86,7 @@ class _Attention(NamedTuple):
 
 
 def layer_parts(model: Model, type_name: str, fused: bool = False) -> tuple[Part, ...]:
-    """The parts of one layer of a type, in order; together they have the type's floating-point operations.
+    """Return the parts of one layer of a type, in order; together they have the type's floating-point operations.
 
     `fused`: norms and activation functions are one kernel each, which keeps its input alone.
     Raises BadInput where the description does not say what flows between layers.
@@ -133,7 +133,7 @@ def _norm_keeps(model: Model, fused: bool) -> tuple[int, int]:
 
 
 def _attention_part(model: Model, region: Region, hidden: int, fused: bool) -> Part:
-    """Queries, keys, values and what is projected back: 2 (q + k) features, and the product of both."""
+    """Return the part of queries, keys, values and what is projected back: 2 (q + k) features and their product."""
     a, family = _attention_of(model, region), facts_of(model)
     stream = _stream(model, region)
     width = 2 * a.query_width * a.queries + 2 * a.key_width * a.keys
@@ -159,7 +159,7 @@ def _attention_part(model: Model, region: Region, hidden: int, fused: bool) -> P
 
 
 def _mlp_part(model: Model, kind: LayerType, region: Region, hidden: int, fused: bool) -> Part:
-    """Two matrices keep what enters and what leaves the activation function; a gate, the third, its product too."""
+    """Return a part whose two matrices keep input and output of the activation function; a gate keeps its product."""
     stream, family = _stream(model, region), facts_of(model)
     activation, gated = family.feed_forward(family.configured(model.config))
     copies = 0 if fused or activation != "gelu_new" else _TANH_GELU_COPIES
@@ -183,7 +183,7 @@ def _mlp_part(model: Model, kind: LayerType, region: Region, hidden: int, fused:
 
 
 def _lookup(model: Model, kind: LayerType) -> Iterator[Part]:
-    """One table for every tensor that it hands on; the first writes the gradient of them all."""
+    """Yield a table for every tensor that the embedding hands on; the first writes the gradient of them all."""
     for number, tensor in enumerate(kind.outputs):
         size = tensor.sequence_length * tensor.features
         regions = [region for region in kind.regions if region.leaves == tensor.name]
@@ -200,9 +200,9 @@ def _lookup(model: Model, kind: LayerType) -> Iterator[Part]:
 
 
 def _logits(model: Model, kind: LayerType) -> Part:
-    """What the norm hands on and the logits, of which some are in float32 for a moment; their input was counted before.
+    """Return the part of the norm's output and the logits, of which some are in float32 for a moment.
 
-    Their gradient takes their place.
+    Their input was counted before, and their gradient takes their place.
     """
     tensor = model.boundary[-1]
     names = {name for region in kind.regions for name in region.enters}
@@ -244,6 +244,6 @@ def _drops(model: Model, region: Region) -> bool:
 
 
 def _stream(model: Model, region: Region) -> int:
-    """Elements of the stream that a region adds to."""
+    """Return the number of elements of the stream that a region adds to."""
     tensor = next((t for t in model.boundary if t.name == region.leaves), model.boundary[0])
     return tensor.sequence_length * tensor.features

@@ -23,9 +23,8 @@ from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Sourced, Table
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.key import LayerKey
-from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types import EMBEDDING, HEAD, ITEMSIZE, Cluster, Model, Precision, misfit
 from shardwright_formats.types.hardware_profile import HardwareProfile
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.model_profile import (
     LayerFigures,
     LayerRow,
@@ -34,7 +33,6 @@ from shardwright_formats.types.model_profile import (
     ProfileOrigin,
     StateRow,
 )
-from shardwright_formats.types.plan import ITEMSIZE, Precision, misfit
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, Strategy
 
 
@@ -106,7 +104,7 @@ def hardware_profile(
 ) -> HardwareProfile:
     """Return the hardware profile of a cluster, with the rates of its kinds of device and `between` its nodes.
 
-    `overlap`: what is known of computation and collectives beside one another.
+    `overlap`: the given slowdowns of computations and collectives that overlap.
     """
     links = [link_of(one, efficiencies) for one in rates]
     link = Link(min(one.bytes_per_s for one in links), max(one.step_s for one in links))
@@ -162,7 +160,7 @@ def _layer_rows(
 
 
 def _state_rows(model: Model, tp_sizes: Sequence[int], precision: Precision, machine: Machine) -> Iterator[StateRow]:
-    """A single rank reduces nothing: `reduction_s` is what reducing takes beyond its message, and that is 0."""
+    """Yield the states of each type: `reduction_s` is what reducing takes beyond its message, 0 for a single rank."""
     stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
     for name, tp_size in product((EMBEDDING, *block_types(model), HEAD), tp_sizes):
         kind = model.types[name]

@@ -1,4 +1,4 @@
-"""What a device is taken to reach: published rates times stated efficiencies."""
+"""The rates that a device is taken to reach: published rates times stated efficiencies."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class Efficiencies(NamedTuple):
     """Reached over published rates: round numbers with a reason, not fitted to any measurement."""
 
     matrix: float | None = None
-    """None: `TYPICAL_PRODUCT` of what the device's best product reaches, `UNKNOWN_PRODUCT` where that is not known."""
+    """Ratio of matrix products; None: `TYPICAL_PRODUCT` of the device's best product, else `UNKNOWN_PRODUCT`."""
     memory: float = 0.75
     """A plain copy reaches 0.8 to 0.9; kernels with strided or reduced axes less."""
     link: float = 0.75
@@ -28,33 +28,37 @@ class Rates(NamedTuple):
     """A device's published rates; one given by hand stands in for the table's."""
 
     name: str
-    """What profiles of the device carry."""
+    """Name that profiles of the device carry."""
     device: Device
     matrix_flops_per_s: float | None = None
     memory_bytes_per_s: float | None = None
     link_bytes_per_s: float | None = None
 
     def matrix(self, compute: str) -> float:
-        """FLOP/s of matrix products in a number format; BadInput where neither table nor option has it."""
-        found = self.matrix_flops_per_s or next((r for name, r in self.device.peaks.items() if name == compute), None)
-        return self._there(found, f"no rate for {compute} matrix products", "--matrix-tflop-s")
+        """Return the FLOP/s of matrix products in a number format; BadInput where neither table nor option has it."""
+        peak = next((rate for name, rate in self.device.peaks.items() if name == compute), None)
+        return self._given(
+            self.matrix_flops_per_s or peak, f"no rate for {compute} matrix products", "--matrix-tflop-s"
+        )
 
     @property
     def memory(self) -> float:
-        """Memory bandwidth in bytes/s; BadInput where neither table nor option has it."""
-        found = self.memory_bytes_per_s or self.device.memory_bytes_per_s
-        return self._there(found, "no memory bandwidth", "--memory-gbyte-s")
+        """Return the memory bandwidth in bytes/s; BadInput where neither table nor option has it."""
+        rate = self.memory_bytes_per_s or self.device.memory_bytes_per_s
+        return self._given(rate, "no memory bandwidth", "--memory-gbyte-s")
 
     @property
     def link(self) -> float:
-        """Bandwidth of the link to the node's other devices one way, bytes/s; BadInput where nothing has it."""
-        found = self.link_bytes_per_s or self.device.link_bytes_per_s
-        return self._there(found, "no link bandwidth", "--link-gbyte-s")
+        """Return the bandwidth of the link to the node's devices one way, bytes/s; BadInput where nothing has it."""
+        rate = self.link_bytes_per_s or self.device.link_bytes_per_s
+        return self._given(rate, "no link bandwidth", "--link-gbyte-s")
 
-    def _there(self, found: float | None, what: str, option: str) -> float:
-        if found is None:
-            raise BadInput(f"device {self.name}", f"the table has {what}", f"give {option}, or choose another format")
-        return found
+    def _given(self, rate: float | None, problem: str, option: str) -> float:
+        if rate is None:
+            raise BadInput(
+                f"device {self.name}", f"the table has {problem}", f"give {option}, or choose another format"
+            )
+        return rate
 
 
 def rates_of(
@@ -64,13 +68,13 @@ def rates_of(
     memory_bytes_per_s: float | None = None,
     link_bytes_per_s: float | None = None,
 ) -> Rates:
-    """The rates of a device by its key or its driver's name."""
-    found, device = device_named(table, name)
-    return Rates(found, device, matrix_flops_per_s, memory_bytes_per_s, link_bytes_per_s)
+    """Return the rates of a device by its key or its driver's name."""
+    driver_name, device = device_named(table, name)
+    return Rates(driver_name, device, matrix_flops_per_s, memory_bytes_per_s, link_bytes_per_s)
 
 
 def matrix_efficiency(rates: Rates, efficiencies: Efficiencies) -> float:
-    """What large products reach of a device's published rate."""
+    """Return the share of a device's published rate that large products reach."""
     if efficiencies.matrix is not None:
         return efficiencies.matrix
     best = rates.device.best_product
@@ -90,5 +94,5 @@ def machine_of(rates: Rates, compute: str, efficiencies: Efficiencies) -> Machin
 
 
 def link_of(rates: Rates, efficiencies: Efficiencies) -> Link:
-    """What joins a device to the others of its node; BadInput where neither the table nor an option has a figure."""
+    """Return the link of a device to the others of its node; BadInput where neither table nor option has a figure."""
     return Link(rates.link * efficiencies.link, STEP_S[rates.device.link])

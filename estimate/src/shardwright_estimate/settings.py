@@ -1,4 +1,4 @@
-"""What of a model is profiled."""
+"""The settings of a model's profile: which strategies, sizes and lengths are measured or estimated."""
 
 from enum import StrEnum
 from itertools import product
@@ -7,10 +7,19 @@ from typing import Annotated
 from msgspec import Meta
 
 from shardwright_formats.io import Document, Value
-from shardwright_formats.types.limits import Count
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import Attention, Precision, misfit
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types import (
+    EMBEDDING,
+    HEAD,
+    Attention,
+    Count,
+    DataParallel,
+    Model,
+    Precision,
+    Recompute,
+    SequenceParallel,
+    Strategy,
+    misfit,
+)
 
 _Counts = Annotated[tuple[Count, ...], Meta(min_length=1)]
 
@@ -21,7 +30,7 @@ _LENGTHS_OF_A_RANGE = 4
 
 
 class Grid(StrEnum):
-    """Which combinations of micro-batch size and sequence length are measured."""
+    """The combinations of micro-batch size and sequence length that are measured."""
 
     FEWEST = "fewest"
     """Every micro-batch size at the model's own length, and the smallest one at every other length.
@@ -29,7 +38,7 @@ class Grid(StrEnum):
     Of a range only what determines a curve and leaves one point to judge it by: 3 micro-batch sizes, 4 lengths.
     """
     FULL = "full"
-    """All of them."""
+    """Every micro-batch size at every length."""
 
 
 class Range(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,11 +55,11 @@ class Range(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"more than {_MAX_VALUES} values: take a larger step")
 
     def values(self, at_most: int | None) -> tuple[int, ...]:
-        """All of them, or `at_most` of them: the ends and evenly between."""
-        every = range(self.min, self.max + 1, self.step)
-        if at_most is None or len(every) <= at_most:
-            return tuple(every)
-        return tuple(every[round(i * (len(every) - 1) / (at_most - 1))] for i in range(at_most))
+        """Return all values, or `at_most` of them: the ends and evenly between."""
+        values = range(self.min, self.max + 1, self.step)
+        if at_most is None or len(values) <= at_most:
+            return tuple(values)
+        return tuple(values[round(i * (len(values) - 1) / (at_most - 1))] for i in range(at_most))
 
 
 class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,7 +80,7 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
     precision: Precision = Precision()
     attention: Attention = Attention.AUTO
     compile: bool = False
-    """Whether torch.compile compiles each layer."""
+    """Compilation of each layer by torch.compile."""
 
     def __post_init__(self) -> None:
         for name in ("tp_sizes", "sequence_parallel", "recompute", "micro_batch_sizes", "sequence_lengths"):
@@ -87,19 +96,19 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def strategies(self) -> tuple[tuple[int, SequenceParallel], ...]:
-        """Every asked tp_size with every asked sequence parallelism, once; a single rank has none."""
+        """Return every asked tp_size with every asked sequence parallelism, once; a single rank has none."""
         asked = product(self.tp_sizes, self.sequence_parallel)
         return tuple(dict.fromkeys((t, kind if t > 1 else SequenceParallel.NONE) for t, kind in asked))
 
-    def lengths(self, own: int) -> tuple[int, ...]:
-        """The sequence lengths that are measured of a model whose own length is `own`, which comes first."""
+    def lengths(self, model_length: int) -> tuple[int, ...]:
+        """Return the sequence lengths that are measured of a model; the model's own, `model_length`, comes first."""
         asked = self._values(self.sequence_lengths or (), _LENGTHS_OF_A_RANGE)
-        return (own, *(length for length in asked if length != own))
+        return (model_length, *(length for length in asked if length != model_length))
 
-    def sizes(self, length: int, own: int) -> tuple[int, ...]:
-        """The micro-batch sizes that are measured at a length."""
-        every = self._values(self.micro_batch_sizes, _SIZES_OF_A_RANGE)
-        return every if length == own or self.grid is Grid.FULL else (min(every),)
+    def sizes(self, length: int, model_length: int) -> tuple[int, ...]:
+        """Return the micro-batch sizes that are measured at a length; the model's own length is `model_length`."""
+        sizes = self._values(self.micro_batch_sizes, _SIZES_OF_A_RANGE)
+        return sizes if length == model_length or self.grid is Grid.FULL else (min(sizes),)
 
     def _values(self, asked: tuple[int, ...] | Range, at_most: int) -> tuple[int, ...]:
         if isinstance(asked, Range):
@@ -108,17 +117,17 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def block_types(model: Model) -> tuple[str, ...]:
-    """The types of a model's layers, in the order of their first layer."""
+    """Return the types of a model's layers, in the order of their first layer."""
     return tuple(dict.fromkeys(model.layers))
 
 
 def misfit_of(model: Model, strategy: Strategy) -> str | None:
-    """Why embedding, head or a block cannot be sharded this way, or None when all can."""
+    """Return why embedding, head or a block cannot be sharded this way, or None when all can."""
     problems = (misfit(model, name, strategy) for name in (EMBEDDING, *block_types(model), HEAD))
     return next((problem for problem in problems if problem is not None), None)
 
 
 def formatted(strategy: Strategy) -> str:
-    """A strategy as plans are named by it."""
+    """Return a strategy as plans are named by it."""
     named = f"tp_size={strategy.tp_size} sequence_parallel={strategy.sequence_parallel}"
     return named if strategy.data_parallel is DataParallel.DDP else f"{strategy.data_parallel} {named}"
