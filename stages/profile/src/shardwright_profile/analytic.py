@@ -11,9 +11,10 @@ from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.rates import Efficiencies, Rates, rates_of
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.io.hdf5 import write_profile
 from shardwright_formats.types import Cluster, Model
-from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
-from shardwright_formats.types.model_profile import ModelProfile, write_model_profile
+from shardwright_formats.types.hardware_profile import HardwareProfile
+from shardwright_formats.types.model_profile import ModelProfile
 from shardwright_profile.options import AnalyticOptions
 
 _TERA, _GIGA = 1e12, 1e9
@@ -26,14 +27,14 @@ def write_analytic(options: AnalyticOptions) -> None:
         raise BadInput("--out", "no profile is asked for", "give --out, --hardware-out or both")
     table = read_devices(options.devices)
     cluster = None if options.cluster is None else read_document(options.cluster, Cluster)
-    layers = None if options.out is None else _model_profile(options, table, cluster)
-    hardware = None if options.hardware_out is None else _hardware_profile(options, table, cluster)
-    if options.out is not None and layers is not None:
-        write_model_profile(options.out, layers)
-        _tell(options.out, layers.provenance.notes)
-    if options.hardware_out is not None and hardware is not None:
-        write_hardware_profile(options.hardware_out, hardware)
-        _tell(options.hardware_out, hardware.provenance.notes)
+    profiles: list[tuple[Path, ModelProfile | HardwareProfile]] = []
+    if options.out is not None:
+        profiles.append((options.out, _model_profile(options, table, cluster)))
+    if options.hardware_out is not None:
+        profiles.append((options.hardware_out, _hardware_profile(options, table, cluster)))
+    for path, profile in profiles:
+        write_profile(path, profile)
+        print(f"{path}: {profile.provenance.notes.splitlines()[0]}", file=sys.stderr)
 
 
 def _model_profile(options: AnalyticOptions, table: DeviceTable, cluster: Cluster | None) -> ModelProfile:
@@ -74,9 +75,8 @@ def _device(options: AnalyticOptions, cluster: Cluster | None) -> str:
     if options.node_type is not None:
         if options.node_type not in cluster.node_types:
             known = ", ".join(sorted(cluster.node_types))
-            raise BadInput(
-                "--node-type", f"{options.node_type!r} is none of the cluster's node types", f"choose from {known}"
-            )
+            problem = f"{options.node_type!r} is none of the cluster's node types"
+            raise BadInput("--node-type", problem, f"choose from {known}")
         return cluster.node_types[options.node_type].device
     names = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
     if len(names) > 1:
@@ -85,17 +85,5 @@ def _device(options: AnalyticOptions, cluster: Cluster | None) -> str:
 
 
 def _rates(options: AnalyticOptions, table: DeviceTable, name: str) -> Rates:
-    def scaled(value: float | None, unit: float) -> float | None:
-        return None if value is None else value * unit
-
-    return rates_of(
-        table,
-        name,
-        scaled(options.matrix_tflop_s, _TERA),
-        scaled(options.memory_gbyte_s, _GIGA),
-        scaled(options.link_gbyte_s, _GIGA),
-    )
-
-
-def _tell(path: Path, notes: str) -> None:
-    print(f"{path}: {notes.splitlines()[0]}", file=sys.stderr)
+    given = (options.matrix_tflop_s, _TERA), (options.memory_gbyte_s, _GIGA), (options.link_gbyte_s, _GIGA)
+    return rates_of(table, name, *(None if rate is None else rate * unit for rate, unit in given))

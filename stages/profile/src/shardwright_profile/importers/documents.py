@@ -86,6 +86,27 @@ def weaker(first: Source, second: Source) -> Source:
     return max(first, second, key=_WEAKNESS.index)
 
 
+def imported_profile(
+    options: ImportModelOptions,
+    model: Model,
+    attention: str,
+    versions: str,
+    notes: Iterable[str],
+    layers: Iterable[LayerRow],
+    states: Iterable[StateRow],
+) -> ModelProfile:
+    """Return the profile of a model that another system measured through NCCL, on a day that it does not say."""
+    origin = ProfileOrigin(
+        model=model.name,
+        architecture_sha256=model.architecture_sha256,
+        device=options.device,
+        backend="nccl",
+        precision=options.precision,
+        attention=attention,
+    )
+    return profile_of(origin, Provenance(date="unknown", versions=versions, notes=noted(notes)), layers, states)
+
+
 def profile_of(
     origin: ProfileOrigin, provenance: Provenance, layers: Iterable[LayerRow], states: Iterable[StateRow]
 ) -> ModelProfile:

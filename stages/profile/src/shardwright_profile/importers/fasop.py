@@ -12,21 +12,19 @@ from msgspec import Meta
 
 from shardwright_estimate.settings import block_types
 from shardwright_formats.io import BadInput, Value, read_bytes, read_document, read_object
-from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Sourced
 from shardwright_formats.key import LayerKey
 from shardwright_formats.types import EMBEDDING, HEAD, LayerStrategy, Model, Recompute
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
-from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProfileOrigin
+from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile
 from shardwright_profile.importers.documents import (
     ABSENT,
     HardwarePoint,
     assumed_backward,
     hardware_profile,
+    imported_profile,
     link_points,
     made_from,
-    noted,
-    profile_of,
     state_row,
     write_imported,
 )
@@ -120,16 +118,8 @@ def import_fasop(request: FasopRequest) -> ModelProfile:
     by_type = {tp_size: _times_by_type(request, table, tp_size) for tp_size in tp_sizes}
     rows = [row for tp_size in tp_sizes for row in _rows(request, tp_size, by_type[tp_size])]
     states = [state_row(name, tp_size, ABSENT) for tp_size in tp_sizes for name in by_type[tp_size]]
-    origin = ProfileOrigin(
-        model=request.model.name,
-        architecture_sha256=request.model.architecture_sha256,
-        device=options.device,
-        backend="nccl",
-        precision=options.precision,
-        attention="auto",
-    )
-    provenance = Provenance(date="unknown", versions="not published", notes=noted(_notes(request, by_type)))
-    return profile_of(origin, provenance, rows, states)
+    notes = _notes(request, by_type)
+    return imported_profile(options, request.model, "auto", "not published", notes, rows, states)
 
 
 def _cells(file: Path, line: int, cells: Sequence[str]) -> tuple[str, str, int, str, float]:

@@ -27,7 +27,7 @@ class ModelMemory(NamedTuple):
     """The memory figures of one length, all from one kind of a file's tables; what the file does not say is absent."""
 
     sequence: bool
-    """Truth of the statement that the figures are of the tables with sequence parallelism."""
+    """Choice between the tables: True is those with sequence parallelism, False those without."""
     layers: Mapping[str, Figures]
     """Figures of a layer, by type."""
     ends: Figures

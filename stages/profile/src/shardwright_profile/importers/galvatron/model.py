@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from shardwright_estimate.settings import block_types
 from shardwright_formats.io import BadInput, read_document, sha256_of_file, write_document
-from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Sourced
 from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
@@ -14,16 +13,15 @@ from shardwright_formats.semantics.groups import seconds_on
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import EMBEDDING, HEAD, ITEMSIZE, LayerStrategy, Model, Recompute, SequenceParallel
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
-from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProfileOrigin, StateRow
+from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, StateRow
 from shardwright_profile.importers.documents import (
     ABSENT,
     FlatType,
     assumed_backward,
     flat_model,
+    imported_profile,
     made_from,
-    noted,
     parse_type,
-    profile_of,
     state_row,
     weaker,
     write_imported,
@@ -116,18 +114,9 @@ def import_galvatron(request: GalvatronRequest) -> ModelProfile:
     for note, where in said_at.items():
         everywhere = len(where) == len(lengths)
         notes.append(note if everywhere else f"At sequence_length {', '.join(map(str, where))}: {note}")
-    origin = ProfileOrigin(
-        model=first.name,
-        architecture_sha256=first.architecture_sha256,
-        device=request.options.device,
-        backend="nccl",
-        precision=request.options.precision,
-        attention=request.options.attention,
-    )
-    provenance = Provenance(
-        date="unknown", versions="hetu-galvatron 2.4.0 or like it; torch, driver unknown", notes=noted(notes)
-    )
-    return profile_of(origin, provenance, rows, list(_states(lengths[0])))
+    versions = "hetu-galvatron 2.4.0 or like it; torch, driver unknown"
+    states = list(_states(lengths[0]))
+    return imported_profile(request.options, first, request.options.attention, versions, notes, rows, states)
 
 
 def flat_galvatron_model(
