@@ -9,7 +9,7 @@ from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
 from shardwright_estimate.overlap import Overlap
 from shardwright_estimate.rates import TYPICAL_PRODUCT, Efficiencies, Rates, matrix_efficiency
 from shardwright_formats.semantics.process_groups import COMMUNICATOR_BYTES
-from shardwright_formats.types import MAX_DEVICES
+from shardwright_formats.types import MAX_DEVICES, MIB
 
 SEEN_ERROR = (
     "seen against 272 measured layer times of FASOP (A100, A10) and Sailor (V100, A100, GH200): "
@@ -19,8 +19,6 @@ SEEN_LINK_ERROR = (
     "seen against 154 measured all_reduce times of vTrain (A100, V100, one node): median error 23 %, worst 80 %"
 )
 """Errors with the default efficiencies; `benchmarks/analytic.py` computes both."""
-
-_MIB = 2**20
 
 
 class Process(NamedTuple):
@@ -57,7 +55,7 @@ class Process(NamedTuple):
     def _parts(self) -> tuple[tuple[str, int | None, int], ...]:
         """Return each part's use, given and assumed size: a context has the kernels of PyTorch and cuBLAS."""
         return (
-            ("for CUDA's context", self.context_bytes, 512 * _MIB),
+            ("for CUDA's context", self.context_bytes, 512 * MIB),
             ("that the allocator keeps unused", self.slack_bytes, 0),
             (
                 "more for each NCCL communicator of a plan, a quarter for an edge of its pipeline",

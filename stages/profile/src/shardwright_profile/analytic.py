@@ -12,13 +12,12 @@ from shardwright_estimate.rates import Efficiencies, Rates, rates_of
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.io.hdf5 import write_profile
-from shardwright_formats.types import Cluster, Model
+from shardwright_formats.types import MIB, Cluster, Model
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model_profile import ModelProfile
 from shardwright_profile.options import AnalyticOptions
 
 _TERA, _GIGA = 1e12, 1e9
-_MIB = 2**20
 
 
 def write_analytic(options: AnalyticOptions) -> None:
@@ -44,7 +43,7 @@ def _model_profile(options: AnalyticOptions, table: DeviceTable, cluster: Cluste
     settings = read_document(options.settings, ProfileSettings)
     rates = _rates(options, table, _device(options, cluster))
     given = options.context_mib, options.communicator_mib, options.allocator_slack_mib
-    process = Process(*(None if mib is None else mib * _MIB for mib in given))
+    process = Process(*(None if mib is None else mib * MIB for mib in given))
     efficiencies = _efficiencies(options)
     made = model_profile(models, settings, rates, efficiencies, table.revised, fused=options.fused, process=process)
     for sentence in made.left_out:

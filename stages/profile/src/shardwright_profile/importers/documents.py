@@ -9,7 +9,7 @@ from shardwright_estimate.curves import fits_table
 from shardwright_formats.io import BadInput, sha256_of_file
 from shardwright_formats.io.hdf5 import Provenance, write_profile
 from shardwright_formats.io.table import Source, Sourced, Table
-from shardwright_formats.types import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright_formats.types import EMBEDDING, HEAD, MIB, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
 from shardwright_formats.types.hardware_profile import (
     Collective,
     CollectiveKey,
@@ -136,8 +136,6 @@ def profile_of(
         fits=fits_table(row for row in ordered if row.forward_source is Source.MEASURED),
     )
 
-
-MIB = 1024**2
 
 _SIZES = (1024, MIB, 1024 * MIB)
 """Message sizes in bytes at which a bandwidth is turned into times; between them the line is straight."""

@@ -17,17 +17,7 @@ from shardwright_formats.key import LayerKey
 from shardwright_formats.types import EMBEDDING, HEAD, LayerStrategy, Model, Recompute
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile
-from shardwright_profile.importers.documents import (
-    ABSENT,
-    HardwarePoint,
-    assumed_backward,
-    hardware_profile,
-    imported_profile,
-    link_points,
-    made_from,
-    state_row,
-    write_imported,
-)
+from shardwright_profile.importers import documents
 from shardwright_profile.options import FasopHardwareOptions, FasopOptions
 
 _COLUMNS = ["model", "gpu", "tp_size", "kind", "layers", "forward_s"]
@@ -117,9 +107,9 @@ def import_fasop(request: FasopRequest) -> ModelProfile:
     tp_sizes = sorted({tp_size for tp_size, _ in table})
     by_type = {tp_size: _times_by_type(request, table, tp_size) for tp_size in tp_sizes}
     rows = [row for tp_size in tp_sizes for row in _rows(request, tp_size, by_type[tp_size])]
-    states = [state_row(name, tp_size, ABSENT) for tp_size in tp_sizes for name in by_type[tp_size]]
+    states = [documents.state_row(name, tp_size, documents.ABSENT) for tp_size in tp_sizes for name in by_type[tp_size]]
     notes = _notes(request, by_type)
-    return imported_profile(options, request.model, "auto", "not published", notes, rows, states)
+    return documents.imported_profile(options, request.model, "auto", "not published", notes, rows, states)
 
 
 def _cells(file: Path, line: int, cells: Sequence[str]) -> tuple[str, str, int, str, float]:
@@ -170,15 +160,17 @@ def _rows(request: FasopRequest, tp_size: int, times: Mapping[str, Sourced]) -> 
                 key = LayerKey.from_fields(strategy, micro_batch_size=size, sequence_length=length)
                 forward_s = Sourced(size * forward.value, forward.source if size == 1 else Source.ASSUMED)
                 backward_s = Sourced(passes * size * forward.value, Source.ASSUMED)
-                yield LayerRow.from_figures(key, LayerFigures(forward_s, backward_s, ABSENT, ABSENT))
+                yield LayerRow.from_figures(
+                    key, LayerFigures(forward_s, backward_s, documents.ABSENT, documents.ABSENT)
+                )
 
 
 def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) -> Iterator[str]:
     options = request.options
-    yield from made_from(options.times, options.constants)
+    yield from documents.made_from(options.times, options.constants)
     yield f"Figures of {request.constants.citation}."
     yield "One forward time a kind of layer at micro-batch 1, tensor-parallel traffic inside; no spread is published."
-    yield assumed_backward(options)
+    yield documents.assumed_backward(options)
     if options.micro_batches:
         yield "Times at larger micro-batches are assumed to grow in proportion."
     yield "Memory, optimizer, reduction, process and step overhead are not published: absent."
@@ -205,12 +197,12 @@ def write_fasop(options: FasopOptions) -> None:
     """Write the model profile from FASOP's layer times."""
     times, constants = read_fasop_times(options.times), read_fasop_constants(options.constants)
     request = FasopRequest(options, times, constants, read_document(options.model, Model))
-    write_imported(options.out, import_fasop(request))
+    documents.write_imported(options.out, import_fasop(request))
 
 
 def write_fasop_hardware(options: FasopHardwareOptions) -> None:
     """Write the hardware profile from FASOP's bandwidths."""
-    write_imported(options.out, fasop_hardware(read_fasop_constants(options.constants), options))
+    documents.write_imported(options.out, fasop_hardware(read_fasop_constants(options.constants), options))
 
 
 def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> HardwareProfile:
@@ -224,7 +216,7 @@ def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> 
     if options.nodes * a_node > _MAX_RANKS:
         raise BadInput("--nodes", f"more than {_MAX_RANKS} GPUs", "ask for fewer nodes")
     notes = [
-        *made_from(file),
+        *documents.made_from(file),
         f"Figures of {constants.citation}.",
         f"Bandwidths of setting {setting!r} over FASOP's divisors; nothing here was timed, and latency is left out.",
         "That between nodes is a node's: all groups that leave it share it.",
@@ -233,27 +225,29 @@ def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> 
         *_inside(a_node, links.intra_node / _BITS / by.intra_node),
         *_between(options.nodes, a_node, links.inter_node / _BITS / by.inter_node),
     ]
-    return hardware_profile(options.cluster, options.device, notes, points)
+    return documents.hardware_profile(options.cluster, options.device, notes, points)
 
 
-def _inside(a_node: int, bytes_per_s: float) -> Iterator[HardwarePoint]:
+def _inside(a_node: int, bytes_per_s: float) -> Iterator[documents.HardwarePoint]:
     """Yield the points of groups in a node of `a_node` GPUs."""
     for ranks, consecutive, collective in product(range(2, a_node + 1), (False, True), Collective):
         if collective is not Collective.P2P or ranks == 2:
-            yield from link_points(CollectiveKey(collective, ranks, ranks, consecutive), bytes_per_s, Source.DERIVED)
+            yield from documents.link_points(
+                CollectiveKey(collective, ranks, ranks, consecutive), bytes_per_s, Source.DERIVED
+            )
 
 
-def _between(nodes: int, a_node: int, bytes_per_s: float) -> Iterator[HardwarePoint]:
+def _between(nodes: int, a_node: int, bytes_per_s: float) -> Iterator[documents.HardwarePoint]:
     """Yield the points of groups with equally many ranks on each of their nodes, which share a node's network."""
     even = (size for size in range(1, a_node + 1) if a_node % size == 0)
     for on_a_node, on_nodes, collective in product(even, range(2, nodes + 1), Collective):
         if collective is not Collective.P2P:
             key = CollectiveKey(collective, on_a_node * on_nodes, on_a_node, on_a_node == a_node)
-            yield from link_points(key, bytes_per_s / _sharing(key, a_node), Source.DERIVED)
+            yield from documents.link_points(key, bytes_per_s / _sharing(key, a_node), Source.DERIVED)
     if nodes > 1:
         for consecutive in (False, True):
             key = CollectiveKey(Collective.P2P, 2, 1, consecutive)
-            yield from link_points(key, bytes_per_s / (1 if consecutive else a_node), Source.DERIVED)
+            yield from documents.link_points(key, bytes_per_s / (1 if consecutive else a_node), Source.DERIVED)
 
 
 def _sharing(key: CollectiveKey, a_node: int) -> float:

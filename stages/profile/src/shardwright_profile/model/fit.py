@@ -181,7 +181,7 @@ def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates 
 def _state_rows(
     tp_size: int, pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates | None
 ) -> Iterator[StateRow]:
-    model = pairs[0].few.model
+    model = pairs[0].few.plan.model
     columns = [_state_bytes(tp_size, pairs, quantity, bytes_of) for quantity, bytes_of in _STATE_BYTES]
     probes = [probe for pair in pairs for probe in (pair.few, pair.many)]
     ranks, rate = _reduction_ranks(probes), _reduction_s_per_byte(probes)
@@ -241,7 +241,7 @@ def _state_bytes(
             f"{quantity} of {few.plan.name!r} are {-rest} bytes fewer than its layers have by their difference",
             "measure it again",
         )
-    types = few.model.types
+    types = few.plan.model.types
     embedding, head = (types[name].parameter_count(tp_size) for name in (EMBEDDING, HEAD))
     by_type[EMBEDDING] = rest * embedding // max(1, embedding + head)
     by_type[HEAD] = rest - by_type[EMBEDDING]
@@ -250,7 +250,7 @@ def _state_bytes(
 
 def _rank_parameters(probe: ProbeResult) -> int:
     """Return the number of parameters that the optimizer of one rank updates; tied ones count once."""
-    model = probe.model
+    model = probe.plan.model
     split = parameter_parts(probe)
     all_parameters = sum(model.types[name].parameter_count(split) for name in (EMBEDDING, *model.layers, HEAD))
     return all_parameters - _tied_parameters(model, split)
@@ -271,9 +271,10 @@ def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
     plain_s = None if zero3 is None else _plain_microbatch_s(zero3, probes)
     if zero2 is None or zero3 is None or plain_s is None:
         return None
-    parts, types = parameter_parts(zero3), zero3.model.types
+    parts, types = parameter_parts(zero3), zero3.plan.model.types
     layers, ends = (
-        sum(types[name].parameter_count(parts) for name in names) for names in (zero3.model.layers, (EMBEDDING, HEAD))
+        sum(types[name].parameter_count(parts) for name in names)
+        for names in (zero3.plan.model.layers, (EMBEDDING, HEAD))
     )
     reduction_s = fmean((zero2.reduction_s, zero3.reduction_s))
     return ZeroRates(

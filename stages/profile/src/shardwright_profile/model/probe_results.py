@@ -19,7 +19,6 @@ from shardwright_formats.types import (
     GradientReduction,
     LayerStrategy,
     Measurement,
-    Model,
     Plan,
     PlanMeasurement,
     Recompute,
@@ -89,11 +88,6 @@ class ProbeResult(NamedTuple):
     in_turns: tuple[str, ...]
     """SHA-256 of the plans it was stepped in turns with, from its measurement, as is `measured_again`."""
     measured_again: int
-
-    @property
-    def model(self) -> Model:
-        """Return the probe's model."""
-        return self.plan.model
 
     @property
     def data_parallel(self) -> DataParallel:

@@ -13,9 +13,9 @@ from typing import NamedTuple, TypeVar
 from shardwright_estimate.overlap import Slowdowns, unsized_overlap
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source
+from shardwright_formats.types import MIB
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_profile.importers.documents import (
-    MIB,
     HardwarePoint,
     halves,
     hardware_profile,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source, Sourced
-from shardwright_formats.types import EMBEDDING, HEAD, SequenceParallel
+from shardwright_formats.types import EMBEDDING, HEAD, MIB, SequenceParallel
 from shardwright_profile.importers.documents import ABSENT
 from shardwright_profile.importers.galvatron.keys import (
     ACTIVATION,
@@ -19,7 +19,6 @@ from shardwright_profile.importers.galvatron.keys import (
     RankMemory,
 )
 
-_MIB = 1024**2
 _STALE = 0.01
 
 
@@ -58,7 +57,7 @@ class ModelMemory(NamedTuple):
         if mib is None:
             return ABSENT
         known = tp_size is None or tp_size in self.measured_tp_sizes
-        return Sourced(mib * _MIB / parts, Source.DERIVED if known else Source.ASSUMED)
+        return Sourced(mib * MIB / parts, Source.DERIVED if known else Source.ASSUMED)
 
 
 def tables_of(memory: Memory, asked: SequenceParallel | None) -> bool:

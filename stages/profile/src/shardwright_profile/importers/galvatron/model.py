@@ -14,18 +14,7 @@ from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import EMBEDDING, HEAD, ITEMSIZE, LayerStrategy, Model, Recompute, SequenceParallel
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, StateRow
-from shardwright_profile.importers.documents import (
-    ABSENT,
-    FlatType,
-    assumed_backward,
-    flat_model,
-    imported_profile,
-    made_from,
-    parse_type,
-    state_row,
-    weaker,
-    write_imported,
-)
+from shardwright_profile.importers import documents
 from shardwright_profile.importers.galvatron.keys import Computation, Memory, read_computation, read_memory
 from shardwright_profile.importers.galvatron.memory import ModelMemory, model_memory, tables_of
 from shardwright_profile.importers.galvatron.times import LayerTimes, Point, completed, layer_times, lengths_of
@@ -79,13 +68,13 @@ def write_galvatron(options: GalvatronOptions) -> None:
     if options.type:
         if sizes is None:
             raise BadInput("--type", "sizes of the layers are needed", "pass --memory")
-        types = [parse_type(text) for text in options.type]
+        types = [documents.parse_type(text) for text in options.type]
         models = [flat_galvatron_model(options.name, times, sizes, types, options.tables)]
     hardware = Hardware(options.hardware, read_hardware_profile(options.hardware)) if options.hardware else None
     profile = import_galvatron(GalvatronRequest(options, times, sizes, tuple(models), hardware))
     if options.model_out:
         write_document(options.model_out, models[0])
-    write_imported(options.out, profile)
+    documents.write_imported(options.out, profile)
 
 
 def import_galvatron(request: GalvatronRequest) -> ModelProfile:
@@ -116,14 +105,14 @@ def import_galvatron(request: GalvatronRequest) -> ModelProfile:
         notes.append(note if everywhere else f"At sequence_length {', '.join(map(str, where))}: {note}")
     versions = "hetu-galvatron 2.4.0 or like it; torch, driver unknown"
     states = list(_states(lengths[0]))
-    return imported_profile(request.options, first, request.options.attention, versions, notes, rows, states)
+    return documents.imported_profile(request.options, first, request.options.attention, versions, notes, rows, states)
 
 
 def flat_galvatron_model(
     name: str,
     computation: Computation,
     memory: Memory,
-    types: Sequence[FlatType],
+    types: Sequence[documents.FlatType],
     sequence_parallel: SequenceParallel | None,
 ) -> Model:
     """Return a minimal model from the files: flat parameters, and an identity made of the files."""
@@ -131,10 +120,10 @@ def flat_galvatron_model(
     names = (*(kind.name for kind in types), EMBEDDING, HEAD)
     known = model_memory(memory, lengths, names[:-2], tables_of(memory, sequence_parallel))
     sizes = {name: known.parameters(name, 1) for name in names}
-    if ABSENT in sizes.values():
+    if documents.ABSENT in sizes.values():
         raise BadInput(memory.file, "lacks the sizes of some types", "pass --model in place of --type")
     config = {"computation_sha256": sha256_of_file(computation.file), "memory_sha256": sha256_of_file(memory.file)}
-    return flat_model(name, FLAT_FAMILY, types, {name: size.value for name, size in sizes.items()}, config)
+    return documents.flat_model(name, FLAT_FAMILY, types, {name: size.value for name, size in sizes.items()}, config)
 
 
 def _length(request: GalvatronRequest, model: Model) -> _Length:
@@ -155,9 +144,9 @@ def _length(request: GalvatronRequest, model: Model) -> _Length:
 
 
 def _heading(request: GalvatronRequest) -> Iterator[str]:
-    yield from made_from(request.computation.file, request.memory and request.memory.file)
+    yield from documents.made_from(request.computation.file, request.memory and request.memory.file)
     yield "Forward times are differences of times of whole models, a layer and microbatch; their errors are not known."
-    yield assumed_backward(request.options)
+    yield documents.assumed_backward(request.options)
     yield "Embedding and head were measured together, by subtraction: each is given half (derived)."
     yield "Optimizer, reduction, process and step overhead are not in the files: absent."
     yield "A recomputed layer holds for a moment what it holds without recomputation (workspace, derived)."
@@ -192,10 +181,10 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
         for strategy in _strategies(length, name, notes):
             tp_size, recomputes = strategy.tp_size, strategy.recompute is Recompute.FULL
             resident = length.memory.activation(name, tp_size, recompute=recomputes)
-            if resident == ABSENT and tp_size > 1:
+            if resident == documents.ABSENT and tp_size > 1:
                 missing.setdefault(LayerKey.from_fields(strategy).without("tp_size"), []).append(tp_size)
                 continue
-            workspace = length.memory.activation(name, tp_size, recompute=False) if recomputes else ABSENT
+            workspace = length.memory.activation(name, tp_size, recompute=False) if recomputes else documents.ABSENT
             yield from (_row(length, strategy, point, resident, workspace) for point in points)
     notes += _left_out(missing)
 
@@ -209,7 +198,7 @@ def _row(length: _Length, strategy: LayerStrategy, point: Point, activation: Sou
         traffic = _traffic_s(request.hardware, length.model, strategy, size, itemsize)
     alone_s = point.time_s / strategy.tp_size
     passes = request.options.backward_ratio + (strategy.recompute is Recompute.FULL)
-    forward_source, backward_source = point.source, weaker(Source.ASSUMED, point.source)
+    forward_source, backward_source = point.source, documents.weaker(Source.ASSUMED, point.source)
     if strategy.tp_size > 1:
         forward_source = backward_source = Source.ASSUMED
     figures = LayerFigures(
@@ -223,7 +212,7 @@ def _row(length: _Length, strategy: LayerStrategy, point: Point, activation: Sou
 
 
 def _time(time_s: float, source: Source) -> Sourced:
-    return Sourced(time_s, source) if source is not Source.ABSENT else ABSENT
+    return Sourced(time_s, source) if source is not Source.ABSENT else documents.ABSENT
 
 
 def _strategies(length: _Length, name: str, notes: list[str]) -> Iterator[LayerStrategy]:
@@ -256,7 +245,7 @@ def _states(length: _Length) -> Iterator[StateRow]:
     """Yield rows of the float32 bytes of each type's parameters on a rank."""
     for tp_size in length.request.options.sizes:
         for name in (*block_types(length.model), EMBEDDING, HEAD):
-            yield state_row(name, tp_size, length.memory.parameters(name, tp_size))
+            yield documents.state_row(name, tp_size, length.memory.parameters(name, tp_size))
 
 
 def _traffic_s(
