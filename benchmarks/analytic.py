@@ -23,10 +23,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from shardwright_estimate.devices import read_devices
+from shardwright_estimate.devices import Efficiencies, machine_of, rates_of, read_devices
 from shardwright_estimate.layers import Machine, estimate_layer
 from shardwright_estimate.messages import message_time_s
-from shardwright_estimate.rates import Efficiencies, machine_of, rates_of
 from shardwright_formats.types import Attention, LayerStrategy, Model, Precision, Strategy, misfit
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model_profile import LayerFigures

@@ -12,11 +12,10 @@ import yaml
 from command_calls import call
 from forked_command import forked_command
 
-from shardwright_estimate.hardware import node_rates
+from shardwright_estimate.devices import Efficiencies
+from shardwright_estimate.hardware import node_rates, overlap_slowdowns
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S
 from shardwright_estimate.notes import SEEN_ERROR, SEEN_LINK_ERROR, Process
-from shardwright_estimate.overlap import overlap_slowdowns
-from shardwright_estimate.rates import Efficiencies
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput, write_document
 from shardwright_formats.io.table import Source

@@ -2,8 +2,7 @@
 
 import pytest
 
-from shardwright_estimate.devices import device_lines, device_named, read_devices
-from shardwright_estimate.rates import Efficiencies, machine_of, rates_of
+from shardwright_estimate.devices import Efficiencies, device_lines, device_named, machine_of, rates_of, read_devices
 from shardwright_formats.io import BadInput
 
 LISTED = {

@@ -12,10 +12,9 @@ from accuracy_parts.public.runs import Machine, Run
 from accuracy_parts.public.runtimes import RUNTIMES
 from msgspec.structs import replace
 
-from shardwright_estimate.devices import DeviceTable, read_devices
+from shardwright_estimate.devices import DeviceTable, Efficiencies, rates_of, read_devices
 from shardwright_estimate.hardware import NodeRates
 from shardwright_estimate.profile import hardware_profile, model_profile
-from shardwright_estimate.rates import Efficiencies, rates_of
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Table

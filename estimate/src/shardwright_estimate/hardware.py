@@ -1,4 +1,4 @@
-"""A hardware profile from the table of devices: what messages take by the alpha-beta model, with nothing measured."""
+"""A hardware profile from the table of devices, unmeasured: messages by the alpha-beta model, and given overlap."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
@@ -8,12 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
-from shardwright_estimate.overlap import Overlap, overlap_rows
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Table
 from shardwright_formats.semantics.groups import ranks_on_nodes
-from shardwright_formats.semantics.sweep_plan import SizeRange, messages_alike
+from shardwright_formats.semantics.sweep_plan import SizeRange, messages_alike, overlap_keys
 from shardwright_formats.types import MAX_DEVICES, Cluster
 from shardwright_formats.types.hardware_profile import (
     Collective,
@@ -26,6 +25,8 @@ from shardwright_formats.types.hardware_profile import (
 )
 
 _OPTION = "--inter-node-gbit-s"
+_OVERLAP_OPTION = "--overlap-slowdowns"
+_MAX_SLOWDOWN = 1000.0
 _GIGABIT = 1e9 / 8
 _MAX_RATE = 1e9 * _GIGABIT
 _MIN_BYTES = 1024
@@ -67,6 +68,31 @@ def node_rates(text: str) -> NodeRates:
     if not rates or any(not 0 < rate < _MAX_RATE for _, rate in rates) or any(a[0] >= b[0] for a, b in pairwise(rates)):
         raise BadInput(_OPTION, f"{text!r:.40} is no rate", "write 400, or 2:400,4:300 with growing numbers of nodes")
     return NodeRates(tuple(rates))
+
+
+class Slowdowns(NamedTuple):
+    """Times that a computation and a collective take when they overlap, over those alone; at least 1."""
+
+    compute: float
+    collective: float
+
+
+class Overlap(NamedTuple):
+    """Slowdowns by the link that the collective uses."""
+
+    inside: Slowdowns
+    """Slowdowns with collectives inside a node."""
+    across: Slowdowns
+    """Slowdowns with collectives between nodes."""
+
+    @property
+    def text(self) -> str:
+        """Return the text for the notes of a profile."""
+        inside, across = (f"{slowdowns.compute:g} and {slowdowns.collective:g}" for slowdowns in self)
+        return (
+            "computation and collectives of data parallelism beside one another take (given) "
+            f"{inside} times as long inside a node, {across} across nodes"
+        )
 
 
 class Network(NamedTuple):
@@ -148,3 +174,42 @@ def _points(cluster: Cluster, network: Network) -> Iterator[tuple[PointRow, floa
             for message_bytes, time_s in zip(sizes, times_s, strict=True):
                 row = PointRow(**key.columns, message_bytes=message_bytes, interval=0.0, source=Source.ANALYTIC)
                 yield row, time_s
+
+
+def overlap_slowdowns(text: str) -> Overlap:
+    """Return the slowdowns of `1.25:1.1`, a computation's and a collective's, or of `1.25:1.1,1.05:1.2`.
+
+    The second form gives those inside a node and across nodes.
+
+    Raises BadInput, naming the option, where the text says something else.
+    """
+    try:
+        pairs = [Slowdowns(*map(float, part.split(":"))) for part in text.split(",")]
+    except (ValueError, TypeError):
+        pairs = []
+    if len(pairs) not in (1, 2) or any(not 1 <= value <= _MAX_SLOWDOWN for pair in pairs for value in pair):
+        fix = "write 1.25:1.1 or, inside a node and across nodes, 1.25:1.1,1.05:1.2, each from 1 to 1000"
+        raise BadInput(_OVERLAP_OPTION, f"{text!r:.40} is no pair of slowdowns", fix)
+    return Overlap(pairs[0], pairs[-1])
+
+
+def overlap_rows(keys: Iterable[CollectiveKey], overlap: Overlap) -> Iterator[OverlapRow]:
+    """Yield a row for each kind of collective that a sweep times overlapped with a computation, of no known size."""
+    for key in overlap_keys(keys):
+        slowdowns = overlap.across if key.group.across_nodes else overlap.inside
+        yield unsized_overlap(key, slowdowns, Source.ASSUMED)
+
+
+def unsized_overlap(key: CollectiveKey, slowdowns: Slowdowns, source: Source) -> OverlapRow:
+    """Return the row of a collective overlapped with a computation, both of unknown size."""
+    return OverlapRow(
+        collective=key.collective,
+        group_size=key.group_size,
+        ranks_per_node=key.ranks_per_node,
+        collective_bytes=0,
+        compute_s=0.0,
+        collective_s=0.0,
+        compute_slowdown=slowdowns.compute,
+        collective_slowdown=slowdowns.collective,
+        source=source,
+    )

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwright_estimate.hardware import NodeRates
+from shardwright_estimate.devices import TYPICAL_PRODUCT, Efficiencies, Rates, matrix_efficiency
+from shardwright_estimate.hardware import NodeRates, Overlap
 from shardwright_estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S, OPERATOR_S
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
-from shardwright_estimate.overlap import Overlap
-from shardwright_estimate.rates import TYPICAL_PRODUCT, Efficiencies, Rates, matrix_efficiency
 from shardwright_formats.semantics.process_groups import COMMUNICATOR_BYTES
 from shardwright_formats.types import MAX_DEVICES, MIB
 

@@ -11,12 +11,11 @@ from typing import NamedTuple
 from msgspec.structs import asdict
 
 from shardwright_estimate.curves import fits_table
-from shardwright_estimate.hardware import Network, NodeRates, analytic_hardware
+from shardwright_estimate.devices import Efficiencies, Rates, link_of, machine_of, matrix_efficiency
+from shardwright_estimate.hardware import Network, NodeRates, Overlap, analytic_hardware
 from shardwright_estimate.layers import Machine, estimate_layer, optimizer_time_s
 from shardwright_estimate.messages import Link
 from shardwright_estimate.notes import Process, hardware_notes, model_notes
-from shardwright_estimate.overlap import Overlap
-from shardwright_estimate.rates import Efficiencies, Rates, link_of, machine_of, matrix_efficiency
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.hdf5 import Provenance

@@ -3,12 +3,10 @@
 import sys
 from pathlib import Path
 
-from shardwright_estimate.devices import DeviceTable, read_devices
-from shardwright_estimate.hardware import node_rates
+from shardwright_estimate.devices import DeviceTable, Efficiencies, Rates, rates_of, read_devices
+from shardwright_estimate.hardware import node_rates, overlap_slowdowns
 from shardwright_estimate.notes import Process
-from shardwright_estimate.overlap import overlap_slowdowns
 from shardwright_estimate.profile import hardware_profile, model_profile
-from shardwright_estimate.rates import Efficiencies, Rates, rates_of
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.io.hdf5 import write_profile

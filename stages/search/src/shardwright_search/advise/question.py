@@ -5,11 +5,9 @@ from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_estimate.devices import Device, DeviceTable, device_named, read_devices
-from shardwright_estimate.hardware import NodeRates, node_rates
-from shardwright_estimate.overlap import overlap_slowdowns
+from shardwright_estimate.devices import Device, DeviceTable, Efficiencies, device_named, rates_of, read_devices
+from shardwright_estimate.hardware import NodeRates, node_rates, overlap_slowdowns
 from shardwright_estimate.profile import hardware_profile, model_profile
-from shardwright_estimate.rates import Efficiencies, rates_of
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput, read_object
 from shardwright_formats.types import (

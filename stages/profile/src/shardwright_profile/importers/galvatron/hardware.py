@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from shardwright_estimate.overlap import Slowdowns, unsized_overlap
+from shardwright_estimate.hardware import Slowdowns, unsized_overlap
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source
 from shardwright_formats.types import MIB
