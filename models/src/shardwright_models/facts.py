@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from shardwright_formats.types import Parameter
+from shardwright_formats.types import Attention, Parameter
 
 Config = Mapping[str, Any]
 """The keys of a config.json; once `configured` has read it, also those that are absent, and under the usual names."""
@@ -151,6 +151,19 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of a config.json that mean something here, or nothing, and that transformers does not list."""
     only: Mapping[str, Only] = {}
     """Keys of which but one value can be trained."""
+
+    @property
+    def kernels(self) -> tuple[Attention, ...]:
+        """Return the attention kernels that its blocks can use.
+
+        flash_attention_2 cannot add a bias to the scores, and sdpa cannot bound them: transformers would ignore it.
+        """
+        unfit = {Attention.AUTO}
+        if self.mask is Mask.BIAS:
+            unfit.add(Attention.FLASH_ATTENTION_2)
+        if self.soft_caps:
+            unfit |= {Attention.SDPA, Attention.SDPA_MATH}
+        return tuple(kernel for kernel in Attention if kernel not in unfit)
 
     @property
     def states(self) -> tuple[str, ...]:

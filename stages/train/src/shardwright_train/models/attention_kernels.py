@@ -39,10 +39,7 @@ def check_kernels(plan: Plan, family: Family, device: torch.device, file: object
 
 def _problems(plan: Plan, family: Family, device: torch.device, by_document: bool) -> Iterator[tuple[str, str]]:
     """Yield the kernels that cannot be used, and what to do."""
-    asked, model = plan.attention, plan.model
-    if asked is not Attention.AUTO and asked not in family.kernels:
-        others = ", ".join([Attention.AUTO, *family.kernels])
-        yield f"attention {asked} is not for {model.family} models", f"use one of: {others}"
+    asked = plan.attention
     if asked is _FLASH and by_document:
         yield f"attention {asked} knows no documents, which --reset-attention-mask asks for", _OTHERS
     if asked is _FLASH and (lack := _lack(device)) is not None:
@@ -53,7 +50,7 @@ def _problems(plan: Plan, family: Family, device: torch.device, by_document: boo
         problem = f"compile: {drops} splits heads over ranks that would drop the same of theirs"
         yield problem, "use sequence_parallel megatron or ulysses there, no dropout, or do not compile"
     for name in _nowhere(plan, family):
-        yield f"fused {name}: {model.family} models have none that flash-attn computes", "leave it out"
+        yield f"fused {name}: {plan.model.family} models have none that flash-attn computes", "leave it out"
 
 
 def settle_attention(plans: Sequence[Plan], world: World, *, by_document: bool = False) -> tuple[str, ...]:
@@ -94,7 +91,7 @@ ALL_ATTENTION_FUNCTIONS.register(_MATH.value, ALL_ATTENTION_FUNCTIONS[Attention.
 
 def _can(plan: Plan, kernel: Attention, device: torch.device, by_document: bool) -> bool:
     family = family_named(plan.model.family, plan.name)
-    if kernel not in family.kernels or (kernel is _FLASH and by_document):
+    if kernel not in family.facts.kernels or (kernel is _FLASH and by_document):
         return False
     if kernel is Attention.SDPA:
         return _fused_lack(plan, family, device, by_document) is None

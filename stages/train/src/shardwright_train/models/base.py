@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import EMBEDDING, HEAD, Attention, Model, Strategy
 from shardwright_models.facts import Family as Facts
-from shardwright_models.facts import Mask
 from shardwright_train.data.objectives import Causal, Classification, Text
 from shardwright_train.data.share import POSITIONS, Batch
 from shardwright_train.models.configuration import parse
@@ -132,22 +131,9 @@ class Family:
         return max((getattr(config, key) or 0.0 for key in self.facts.dropouts.keys), default=0.0)
 
     @property
-    def kernels(self) -> tuple[Attention, ...]:
-        """Return the attention kernels that its blocks can use.
-
-        flash_attention_2 cannot add a bias to the scores, and sdpa cannot bound them: transformers would ignore it.
-        """
-        unfit = {Attention.AUTO}
-        if self.facts.mask is Mask.BIAS:
-            unfit.add(Attention.FLASH_ATTENTION_2)
-        if self.facts.soft_caps:
-            unfit |= {Attention.SDPA, Attention.SDPA_MATH}
-        return tuple(kernel for kernel in Attention if kernel not in unfit)
-
-    @property
     def plain_kernel(self) -> str:
         """Return the fastest kernel that needs no further package."""
-        return (Attention.SDPA if Attention.SDPA in self.kernels else Attention.EAGER).value
+        return (Attention.SDPA if Attention.SDPA in self.facts.kernels else Attention.EAGER).value
 
     def learns(self, model: Model) -> Text | Classification:
         """Return the default objective of a described model."""

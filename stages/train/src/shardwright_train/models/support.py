@@ -8,7 +8,7 @@ import msgspec
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import HEAD, Attention, Plan
-from shardwright_models.registry import facts_of
+from shardwright_models.registry import FAMILIES, facts_of
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")
@@ -53,13 +53,16 @@ def flash_obstacle(plan: Plan) -> str | None:
 
 def without_devices(plan: Plan) -> tuple[Plan, str]:
     """Return the plan that a dry run runs instead, uncompiled and without flash-attn, and its attention."""
-    plain = Attention.EAGER if facts_of(plan.model).soft_caps else Attention.SDPA
+    plain = Attention.SDPA if Attention.SDPA in facts_of(plan.model).kernels else Attention.EAGER
     here = plan.attention if plan.attention in (Attention.EAGER, Attention.SDPA_MATH) else plain
     return msgspec.structs.replace(plan, fused=(), compile=False), here.value
 
 
 def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
-    precision = plan.precision
+    precision, family = plan.precision, plan.model.family
+    kernels = (Attention.AUTO, *(FAMILIES[family].kernels if family in FAMILIES else Attention))
+    if plan.attention not in kernels:
+        yield f"attention {plan.attention} is not for {family} models", f"use one of: {', '.join(kernels)}"
     if precision.tf32 and _on_cpu(plan):
         yield "precision tf32 needs CUDA, the plan is for cpu", "leave it out"
     formats = (precision.parameters, precision.compute, precision.reduce)
