@@ -212,6 +212,17 @@ def test_the_readmes_links_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_the_tests_and_files_that_pages_name_exist():
+    files = {f"/{path.relative_to(ROOT)}" for path in _tracked("*.py")}
+    files |= {re.sub(r"src/shardwright_\w+/", "", file) for file in files}
+    tests = {name for path in _tracked("tests/**/*.py") for name in re.findall(r"\b_?test_\w+", path.read_text())}
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        assert set(re.findall(r"`(test_\w+)`", text)) <= tests, page.name
+        ours = set(re.findall(r"`([\w/]+\.py)`", text)) - {"megatron/training/arguments.py"}
+        assert not {name for name in ours if not any(file.endswith(f"/{name}") for file in files)}, page.name
+
+
 def test_every_rule_names_its_outputs_log_benchmark_and_resources():
     for path in sorted((ROOT / "workflow" / "rules").glob("*.smk")):
         for block in re.split(r"^rule ", path.read_text(), flags=re.MULTILINE)[1:]:

@@ -129,7 +129,7 @@ def test_masks_that_no_plan_counts_are_told_of(memory_gib: int, said: str) -> No
 
 
 @pytest.mark.parametrize(("stages", "where"), [(1, "in step "), (2, "while each pipeline stage is tried alone: ")])
-def test_a_run_that_lacks_memory_says_what_was_held_and_predicted_and_fitting_plan(
+def test_a_run_that_lacks_memory_says_what_was_held_and_predicted_and_what_fits(
     tmp_path: Path, stages: int, where: str
 ) -> None:
     (tmp_path / "text").mkdir()
