@@ -4,7 +4,7 @@ import numpy as np
 from brute_force import pipeline_of
 from random_problems import best_of, random_mixed
 
-from shardwright_search.rent.front import Price, Prices, Rented
+from shardwright_search.rent.front import Prices, RentalPrice, Rented
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.solver.exhaust import Exhausted, exhaust
 from shardwright_search.solver.targets import Target
@@ -45,7 +45,7 @@ def found_by(prices: Prices, problems: list[object]) -> Exhausted:
     return exhaust(targets, lambda rented: every[rented.sub_cluster], prices.limit, prices.take)
 
 
-def _covered(own: Price, points: set[tuple[float, float]]) -> bool:
+def _covered(own: RentalPrice, points: set[tuple[float, float]]) -> bool:
     return any(step_s <= own.step_s * (1 + 1e-9) and usd <= own.usd * (1 + 1e-9) for step_s, usd in points)
 
 

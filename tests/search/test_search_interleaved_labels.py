@@ -8,7 +8,7 @@ import pytest
 from interleaved_problems import random_interleaved, with_budget
 from numpy.typing import NDArray
 
-from shardwright_search.solver.interleaved import Interleaved, _Labels, _memory_of, _passes
+from shardwright_search.solver.interleaved import Interleaved, _ChunkLabels, _memory_of, _passes
 from shardwright_search.solver.interleaved_problem import InterleavedProblem
 from shardwright_search.solver.problem import Options
 
@@ -27,16 +27,16 @@ class Lost(NamedTuple):
     """Where one of them is not, by its name."""
 
 
-def labels_of(numbers: Numbers, layouts: NDArray[np.int64]) -> _Labels:
+def labels_of(numbers: Numbers, layouts: NDArray[np.int64]) -> _ChunkLabels:
     """What labels hold is related: a peak has the activations, and making gradients costs no more than they do."""
     time, exposed, state, activation, gradient, above, making = np.maximum(0, numbers)
     peak = activation + above
     none = np.zeros((2, numbers.shape[1]), int)
     making = peak + np.minimum(making, gradient)
-    return _Labels(time, exposed, state, activation, gradient, peak, making, *layouts, *none)
+    return _ChunkLabels(time, exposed, state, activation, gradient, peak, making, *layouts, *none)
 
 
-def random_pairs(problem: InterleavedProblem, rng: np.random.Generator) -> tuple[_Labels, _Labels]:
+def random_pairs(problem: InterleavedProblem, rng: np.random.Generator) -> tuple[_ChunkLabels, _ChunkLabels]:
     """Labels and others that differ a little; the first ones of them in time, most others in memory."""
     ones = rng.integers(0, 30, (7, PAIRS)) * rng.choice([1, 1, 1, 10], (7, PAIRS))
     changes = rng.integers(-6, 7, (7, PAIRS)) * rng.choice([0, 1, 1, 5], (7, PAIRS))
@@ -53,7 +53,7 @@ def random_options(own: Options, rng: np.random.Generator) -> Options:
     return own.take(np.zeros(PAIRS, int))._replace(sum_bytes=np.zeros(PAIRS), **held)
 
 
-def longer(solver: Interleaved, labels: _Labels, position: Options) -> _Labels:
+def longer(solver: Interleaved, labels: _ChunkLabels, position: Options) -> _ChunkLabels:
     """With another position behind."""
     memory = _memory_of(labels).then(_passes(position))
     return labels._replace(
@@ -66,7 +66,7 @@ def longer(solver: Interleaved, labels: _Labels, position: Options) -> _Labels:
 
 
 def hold_more(
-    problem: InterleavedProblem, ones: _Labels, others: _Labels, rng: np.random.Generator
+    problem: InterleavedProblem, ones: _ChunkLabels, others: _ChunkLabels, rng: np.random.Generator
 ) -> NDArray[np.bool_]:
     """Whether some plan through the other label holds more than that through the one, whole chunks or parts of them."""
     solver, found = Interleaved(problem), np.zeros(PAIRS, bool)
@@ -79,7 +79,7 @@ def hold_more(
     return found
 
 
-def are_slower(problem: InterleavedProblem, ones: _Labels, others: _Labels) -> NDArray[np.bool_]:
+def are_slower(problem: InterleavedProblem, ones: _ChunkLabels, others: _ChunkLabels) -> NDArray[np.bool_]:
     """Whether some plan through the other label takes longer; of the first labels."""
     solver, rows = Interleaved(with_budget(problem, 1 << 40)), np.arange(TIMED)
     more, less = (solver._whole(labels, rows).objective_ps.reshape(TIMED, -1) for labels in (others, ones))
@@ -100,7 +100,7 @@ def lost(seed: int) -> Lost:
     """Of pairs of labels of a random problem."""
     rng, problem = np.random.default_rng(seed), random_interleaved(seed)
     solver, (ones, others) = Interleaved(problem), random_pairs(problem, rng)
-    compared = solver._compared(_Labels._make(np.concatenate(both) for both in zip(ones, others, strict=True)))
+    compared = solver._compared(_ChunkLabels._make(np.concatenate(both) for both in zip(ones, others, strict=True)))
     larger = compared[PAIRS:] > compared[:PAIRS]
     count = larger.sum(1)
     worse = hold_more(problem, ones, others, rng) | are_slower(problem, ones, others)

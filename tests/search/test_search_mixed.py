@@ -21,7 +21,7 @@ from shardwright_formats.types import GIB, Cluster, Model, Plan
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import together
 from shardwright_search.explain.tables import node_types_table
-from shardwright_search.solver.bands import StageCosts
+from shardwright_search.solver.bands import StageLowerBounds
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
 from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import price
@@ -178,7 +178,7 @@ def test_bands_of_what_only_adds_up_with_the_least_sum_are_caught(monkeypatch):
 
     def wrong(self, stage, group, send):
         own = self._costs(stage, group, send)
-        return StageCosts(own.total, own.slowest)
+        return StageLowerBounds(own.total, own.slowest)
 
     monkeypatch.setattr(ConfigurationBounds, "_banded", wrong)
     assert any(mistakes(range(seed, seed + 1), random_mixed) for seed in range(8))

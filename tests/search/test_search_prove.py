@@ -18,7 +18,7 @@ from shardwright_search.certify import certificate
 from shardwright_search.cli import APP
 from shardwright_search.solver import milp as integer_programme
 from shardwright_search.solver.branch_and_bound import optimize
-from shardwright_search.solver.milp import Answer, solve
+from shardwright_search.solver.milp import HighsAnswer, solve
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.configurations import Configuration
@@ -145,7 +145,7 @@ def test_highs_knows_no_better_plan_in_any_case_of_random_requests(seed):
 def test_what_time_did_not_suffice_for_is_told(searched, monkeypatch):
     said = ask(searched, seconds=0.0)
     assert "; 0 of" in said and "not decided within 0 s" in said
-    monkeypatch.setattr(prove, "solve", lambda *_: Answer(None, np.inf, False))
+    monkeypatch.setattr(prove, "solve", lambda *_: HighsAnswer(None, np.inf, False))
     said = ask(searched, seconds=0.2)
     assert "the best plan's configuration was not decided in time; 0 of" in said
 
@@ -154,9 +154,9 @@ def test_a_case_that_needs_more_than_its_share_is_asked_again(searched, monkeypa
     _, targets, _ = searched
     limits: list[float] = []
 
-    def slow_at_first(problem: Problem, time_limit_s: float, *below_ps: float) -> Answer:
+    def slow_at_first(problem: Problem, time_limit_s: float, *below_ps: float) -> HighsAnswer:
         limits.append(time_limit_s)
-        return Answer(None, np.inf, False) if len(limits) == 2 else solve(problem, time_limit_s, *below_ps)
+        return HighsAnswer(None, np.inf, False) if len(limits) == 2 else solve(problem, time_limit_s, *below_ps)
 
     monkeypatch.setattr(prove, "solve", slow_at_first)
     single = sum(target.configuration.num_chunks == 1 for target in targets)
@@ -227,7 +227,7 @@ def test_a_stopped_search_has_no_certificate(inputs, tmp_path):
 
 
 def test_a_disagreement_ends_with_4_and_both_numbers_and_writes_nothing(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(prove, "solve", lambda *_: Answer(None, np.inf, True))
+    monkeypatch.setattr(prove, "solve", lambda *_: HighsAnswer(None, np.inf, True))
     result = plan(inputs, tmp_path / "a.json")
     assert result.exit_code == 4
     *_, line = result.stderr.splitlines()

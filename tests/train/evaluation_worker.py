@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwright_formats.io import read_document
 from shardwright_formats.types import Model, Plan, Plans
-from shardwright_train.data.share import Batch, Share
+from shardwright_train.data.share import Batch, BatchShare
 from shardwright_train.engine.engine import Engine
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
@@ -47,7 +47,7 @@ class Held:
         drawn = torch.rand(labels.shape, generator=torch.Generator().manual_seed(9))
         return cls(batch | {"labels": labels.masked_fill(drawn > kept**2, IGNORED)})
 
-    def read(self, first: int, share: Share) -> Batch:
+    def read(self, first: int, share: BatchShare) -> Batch:
         rows = (first + share.rows) % (SAMPLES + 5)
         return {name: x[rows] for name, x in self.batch.items() if name not in share.left_out}
 
@@ -100,7 +100,7 @@ def compare(plan: Plan, wanted: float, groups: Groups, world: World, trains: boo
 
 
 def _filling_counted() -> AbstractContextManager[object]:
-    def read(self: ValidationData, number: int, share: Share) -> Batch:
+    def read(self: ValidationData, number: int, share: BatchShare) -> Batch:
         return self.batches.read(number * share.global_samples, share)
 
     return patch.object(ValidationData, "read", read)

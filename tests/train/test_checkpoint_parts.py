@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright_train.checkpoints.folders import complete_checkpoints
-from shardwright_train.checkpoints.tensors import HostBuffer, Part, parts_to_save, read_tensors
+from shardwright_train.checkpoints.tensors import HostBuffer, TensorShard, parts_to_save, read_tensors
 from shardwright_train.parallel.world import World
 from shardwright_train.torch_private import FakeStore
 
@@ -22,7 +22,7 @@ RANKS = 8
 Tensors = Callable[[], dict[str, Tensor]]
 
 
-def saved_by_each_rank(tensors: Tensors) -> list[tuple[Part, ...]]:
+def saved_by_each_rank(tensors: Tensors) -> list[tuple[TensorShard, ...]]:
     """What each rank saves of tensors that it makes, one rank after the other in worlds that are not there."""
     found = []
     for rank in range(RANKS):

@@ -12,8 +12,8 @@ from tiny_models import tiny
 from shardwright_formats.io import BadInput
 from shardwright_train.data.objectives import RANDOM, Causal, TextBatches
 from shardwright_train.data.sampling import BLEND, open_data, open_samples
-from shardwright_train.data.share import Share, with_boundaries
-from shardwright_train.data.split import Boundaries, Fractions, Part, Split
+from shardwright_train.data.share import BatchShare, with_boundaries
+from shardwright_train.data.split import Boundaries, Fractions, Split, SplitPart
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.vocab import IGNORED
 
@@ -59,7 +59,7 @@ def test_a_sample_is_the_same_however_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_evaluation_sees_all_of_each_data_set_once(tmp_path: Path) -> None:
-    blend = open_data(_blended(tmp_path), LENGTH, 0, Part(Split.VALID, Fractions(valid=0.5)))
+    blend = open_data(_blended(tmp_path), LENGTH, 0, SplitPart(Split.VALID, Fractions(valid=0.5)))
     assert blend.per_epoch == 9 + 19 + 29
     firsts = blend.read(np.arange(blend.per_epoch))[:, 0].tolist()
     parts = [range(1000 * n + 50 * (n + 1), 1000 * n + 100 * (n + 1) - LENGTH, LENGTH) for n in range(3)]
@@ -105,7 +105,7 @@ def test_labels_that_count_are_counted(tmp_path: Path) -> None:
     plain, told = (objective.open(tmp_path, 0, boundaries=Boundaries(*each)) for each in ((False, True), (True, False)))
     assert isinstance(told, TextBatches)
     for batches, fewer in ((plain, False), (told, True)):
-        labels = batches.read(3, Share(1, 8))["labels"]
+        labels = batches.read(3, BatchShare(1, 8))["labels"]
         assert batches.counted(3, 8) == int((labels != IGNORED).sum())
         assert (batches.counted(3, 8) < 8 * LENGTH) == fewer
     assert plain.sha256 != told.sha256 != objective.open(tmp_path, 0).sha256
@@ -120,11 +120,11 @@ def test_families_that_cannot_tell_documents_apart_refuse(family: str, tmp_path:
 @pytest.mark.parametrize("family", ["llama", "bert", "t5", "vit"])
 def test_random_samples_are_the_same_for_every_share(family: str) -> None:
     batches = family_named(family, "test").learns(tiny(family)).open(RANDOM, 7)
-    whole = batches.read(5, Share(2, 4))
-    mine = batches.read(5, Share(2, 4, first=1, samples=2, left_out=frozenset({"labels"})))
+    whole = batches.read(5, BatchShare(2, 4))
+    mine = batches.read(5, BatchShare(2, 4, first=1, samples=2, left_out=frozenset({"labels"})))
     assert "labels" not in mine
     for name, x in mine.items():
         assert torch.equal(x, whole[name][[1, 2, 5, 6]])
     assert batches.counted(5, 8) == int((whole["labels"] != IGNORED).sum())
     with pytest.raises(BadInput, match="random samples have no valid split"):
-        family_named(family, "test").learns(tiny(family)).open(RANDOM, 7, Part(Split.VALID, Fractions(0.1)))
+        family_named(family, "test").learns(tiny(family)).open(RANDOM, 7, SplitPart(Split.VALID, Fractions(0.1)))

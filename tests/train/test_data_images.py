@@ -10,8 +10,8 @@ from tiny_models import tiny
 
 from shardwright_formats.io import BadInput
 from shardwright_train.data.images import ImageForm, Images, open_images
-from shardwright_train.data.share import Share
-from shardwright_train.data.split import Fractions, Part, Split
+from shardwright_train.data.share import BatchShare
+from shardwright_train.data.split import Fractions, Split, SplitPart
 from shardwright_train.models.registry import family_named
 
 FORM = ImageForm(channels=1, height=2, width=3, classes=8)
@@ -27,14 +27,14 @@ def _written(folder: Path, images: int = 8) -> Path:
 
 
 def _labels(images: Images, step: int, samples: int) -> list[int]:
-    labels: list[int] = images.read((step - 1) * samples, Share(1, samples))["labels"][:, 0].tolist()
+    labels: list[int] = images.read((step - 1) * samples, BatchShare(1, samples))["labels"][:, 0].tolist()
     return labels
 
 
 def test_pixels_lie_between_minus_one_and_one_beside_their_class(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.array([[[[0, 51, 102], [153, 204, 255]]]], np.uint8))
     np.save(tmp_path / "labels.npy", np.array([7], np.uint16))
-    batch = open_images(tmp_path, FORM, seed=0).read(0, Share(1, 1))
+    batch = open_images(tmp_path, FORM, seed=0).read(0, BatchShare(1, 1))
     assert batch["pixel_values"].dtype == torch.float32
     wanted = torch.tensor([[[[-1.0, -0.6, -0.2], [0.2, 0.6, 1.0]]]])
     torch.testing.assert_close(batch["pixel_values"], wanted, rtol=0, atol=1e-6)
@@ -43,7 +43,7 @@ def test_pixels_lie_between_minus_one_and_one_beside_their_class(tmp_path: Path)
 
 
 def test_every_image_keeps_its_own_class(tmp_path: Path) -> None:
-    batch = open_images(_written(tmp_path), FORM, seed=3).read(0, Share(1, 8))
+    batch = open_images(_written(tmp_path), FORM, seed=3).read(0, BatchShare(1, 8))
     numbers = ((batch["pixel_values"] + 1) * 127.5).round().long()
     assert (numbers == batch["labels"][:, :, None, None]).all()
     assert batch["pixel_values"].shape == (8, 1, 2, 3)
@@ -150,7 +150,7 @@ def test_a_family_of_images_is_given_images(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.zeros((4, 3, 12, 20), np.uint8))
     np.save(tmp_path / "labels.npy", np.array([0, 1, 2, 4]))
     batches = family_named("vit", "test").learns(tiny("vit")).open(tmp_path, seed=0)
-    batch = batches.read(0, Share(2, 2))
+    batch = batches.read(0, BatchShare(2, 2))
     assert sorted(batch["labels"][:, 0].tolist()) == [0, 1, 2, 4]
     assert batch["pixel_values"].shape == (4, 3, 12, 20)
     with pytest.raises(BadInput, match=r"labels\.npy: labels from 0 to 4, the model has 4 classes"):
@@ -161,7 +161,7 @@ def test_the_splits_share_out_all_images_whatever_the_seed(tmp_path: Path) -> No
     _written(tmp_path)
     fractions, seen = Fractions(valid=0.25, test=0.25), []
     for seed in (0, 1):
-        opened = [open_images(tmp_path, FORM, seed, Part(split, fractions)) for split in Split]
+        opened = [open_images(tmp_path, FORM, seed, SplitPart(split, fractions)) for split in Split]
         assert [images.per_epoch for images in opened] == [4, 2, 2]
         seen.append([_labels(images, 1, images.per_epoch) for images in opened])
         assert sorted(number for split in seen[-1] for number in split) == list(range(8))
@@ -169,4 +169,4 @@ def test_the_splits_share_out_all_images_whatever_the_seed(tmp_path: Path) -> No
     assert sorted(seen[0][0]) == sorted(seen[1][0])
     assert seen[0][0] != seen[1][0]
     with pytest.raises(BadInput, match=r"8 images leave none to the valid split"):
-        open_images(tmp_path, FORM, 0, Part(Split.VALID))
+        open_images(tmp_path, FORM, 0, SplitPart(Split.VALID))

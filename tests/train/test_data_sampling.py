@@ -11,7 +11,7 @@ from token_files import write_tokens
 
 from shardwright_formats.io import BadInput, write_document
 from shardwright_train.data.sampling import Samples, open_samples
-from shardwright_train.data.split import Fractions, Part, Split
+from shardwright_train.data.split import Fractions, Split, SplitPart
 from shardwright_train.data.tokens import DataFolder, PreparedData
 
 LENGTH = 5
@@ -157,7 +157,7 @@ def test_the_identity_of_data_is_its_tokens_not_its_place(tmp_path: Path) -> Non
     assert open_samples(first, LENGTH, 0).sha256 != open_samples(second, LENGTH, 0).sha256
 
 
-PARTS = [Part(split, Fractions(valid=0.2, test=0.1)) for split in Split]
+PARTS = [SplitPart(split, Fractions(valid=0.2, test=0.1)) for split in Split]
 
 
 def _parts(folder: Path, seed: int = 0) -> list[Samples]:
@@ -177,7 +177,7 @@ def test_splits_are_whole_documents_one_after_the_other(tmp_path: Path) -> None:
 
 def test_a_split_begins_with_the_first_document_behind_its_share(tmp_path: Path) -> None:
     _written(tmp_path, np.arange(1000), documents=3)
-    train = open_samples(tmp_path, LENGTH, 0, Part(Split.TRAIN, Fractions(valid=0.5)))
+    train = open_samples(tmp_path, LENGTH, 0, SplitPart(Split.TRAIN, Fractions(valid=0.5)))
     assert (len(train.tokens), train.first) == (667, 0)
 
 
@@ -186,12 +186,12 @@ def test_a_split_that_boundaries_of_documents_leave_empty_is_refused_whichever_i
     fractions: Fractions, split: str, tmp_path: Path
 ) -> None:
     _written(tmp_path, np.arange(1000), documents=3)
-    for part in (Part(Split.TRAIN, fractions), Part(Split.VALID, fractions)):
+    for part in (SplitPart(Split.TRAIN, fractions), SplitPart(Split.VALID, fractions)):
         with pytest.raises(
             BadInput, match=rf"0\.1 of 3 documents, .* no tokens to the {split} split: .*--source jsonl"
         ):
             open_samples(tmp_path, LENGTH, 0, part)
-    assert open_samples(tmp_path, LENGTH, 0, Part(Split.VALID, Fractions(valid=0.4))).first == 667
+    assert open_samples(tmp_path, LENGTH, 0, SplitPart(Split.VALID, Fractions(valid=0.4))).first == 667
 
 
 def test_evaluation_sees_its_samples_in_their_order_whatever_the_seed(tmp_path: Path) -> None:
@@ -208,4 +208,4 @@ def test_no_split_is_another_ones_data(tmp_path: Path) -> None:
 
 def test_splits_that_leave_nothing_to_train_on_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"0\.5 of the data to validate and 0\.5 to test leave none"):
-        open_samples(_written(tmp_path), LENGTH, 0, Part(Split.TRAIN, Fractions(0.5, 0.5)))
+        open_samples(_written(tmp_path), LENGTH, 0, SplitPart(Split.TRAIN, Fractions(0.5, 0.5)))

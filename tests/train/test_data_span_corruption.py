@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from shardwright_formats.io import BadInput
 from shardwright_train.data.encoder_decoder import Prefix, SpanCorruption, lengths_filling
 from shardwright_train.data.objectives import RANDOM, TextBatches
-from shardwright_train.data.share import Share
+from shardwright_train.data.share import BatchShare
 from shardwright_train.data.split import Boundaries
 from shardwright_train.data.tokens import DataFolder
 from shardwright_train.models.registry import family_named
@@ -52,7 +52,7 @@ def test_lengths_are_the_published_ones(inputs: int, tokens: int, targets: int, 
 def test_a_sample_with_one_span_worked_out_by_hand(tmp_path: Path) -> None:
     """17 tokens, of which 3 are cut out in one span, and a text ends with a span."""
     opened = _opened(_data(tmp_path, 18, sentinels=3), 16)
-    batch = opened.read(0, Share(1, 1))
+    batch = opened.read(0, BatchShare(1, 1))
     assert batch["tokens"].tolist() == [[*range(10, 24), 1999, END]]
     assert batch["labels"].tolist() == [[1999, 24, 25, 26, END, *[IGNORED] * 11]]
     assert batch["decoder_tokens"].tolist() == [[FIRST, 1999, 24, 25, 26, END, *[FIRST] * 10]]
@@ -63,7 +63,7 @@ def test_inputs_and_targets_together_are_the_sample(tmp_path: Path) -> None:
     opened = _opened(_data(tmp_path))
     spans, tokens = lengths_filling(LENGTH).spans, lengths_filling(LENGTH).tokens
     sentinels = [VOCABULARY - 1 - number for number in range(spans)]
-    batch = opened.read(0, Share(1, 150))
+    batch = opened.read(0, BatchShare(1, 150))
     assert batch["tokens"].shape == batch["labels"].shape == (150, LENGTH)
     lengths = []
     for row in range(150):
@@ -83,15 +83,15 @@ def test_inputs_and_targets_together_are_the_sample(tmp_path: Path) -> None:
 
 def test_a_sample_is_the_same_on_any_rank_and_another_under_another_seed_or_epoch(tmp_path: Path) -> None:
     opened = _opened(_data(tmp_path))
-    whole = opened.read(6, Share(2, 4))
+    whole = opened.read(6, BatchShare(2, 4))
     for size in (1, 2):
-        parts = [opened.read(6, Share(2, 4, first, size)) for first in range(0, 4, size)]
+        parts = [opened.read(6, BatchShare(2, 4, first, size)) for first in range(0, 4, size)]
         for name, x in whole.items():
             split = [part[name].view(2, size, LENGTH) for part in parts]
             assert torch.equal(torch.cat(split, 1).view(8, LENGTH), x)
-    assert not torch.equal(_opened(tmp_path, seed=1).read(6, Share(2, 4))["labels"], whole["labels"])
+    assert not torch.equal(_opened(tmp_path, seed=1).read(6, BatchShare(2, 4))["labels"], whole["labels"])
     one = _opened(_data(tmp_path / "one", lengths_filling(LENGTH).tokens + 1))
-    assert not torch.equal(one.read(0, Share(1, 1))["tokens"], one.read(1, Share(1, 1))["tokens"])
+    assert not torch.equal(one.read(0, BatchShare(1, 1))["tokens"], one.read(1, BatchShare(1, 1))["tokens"])
 
 
 def test_sentinels_are_the_tokenizers_or_the_rows_behind_it_and_too_few_are_refused(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_sentinels_are_the_tokenizers_or_the_rows_behind_it_and_too_few_are_refu
 
 
 def test_random_samples_need_no_tokenizer() -> None:
-    batch = _objective().open(RANDOM, 0).read(0, Share(1, 2))
+    batch = _objective().open(RANDOM, 0).read(0, BatchShare(1, 2))
     assert (batch["labels"] != IGNORED).sum(1).tolist() == [lengths_filling(LENGTH).targets] * 2
 
 

@@ -15,7 +15,7 @@ from shardwright_formats.io import BadInput, RunFailed
 from shardwright_train.cli import APP
 from shardwright_train.data.objectives import Masked, TextBatches
 from shardwright_train.data.sampling import Samples
-from shardwright_train.data.share import Batch, Share
+from shardwright_train.data.share import Batch, BatchShare
 from shardwright_train.models.masks import padding_mask
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.vocab import IGNORED
@@ -99,7 +99,7 @@ def test_a_batch_of_nothing_but_padding_ends_the_run_in_words(opened: Callable[[
     text[3] = 5
     batches = opened(text)
     assert batches.counted(0, 4) == 1
-    assert sorted((batches.read(0, Share(1, 4))["labels"] != IGNORED).sum(1).tolist()) == [0, 0, 0, 1]
+    assert sorted((batches.read(0, BatchShare(1, 4))["labels"] != IGNORED).sum(1).tolist()) == [0, 0, 0, 1]
 
 
 def test_the_ranks_shares_are_rows_of_one_batch_whose_labels_are_counted_for_all(
@@ -107,12 +107,12 @@ def test_the_ranks_shares_are_rows_of_one_batch_whose_labels_are_counted_for_all
 ) -> None:
     text = np.random.default_rng(0).choice([*range(1, 59), 59, 59, 59], 40 * SEQUENCE_LENGTH + 1)
     batches = opened(text)
-    whole = batches.read(32, Share(4, 4))
+    whole = batches.read(32, BatchShare(4, 4))
     assert batches.counted(32, 16) == (whole["labels"] != IGNORED).sum()
-    mine = batches.read(32, Share(2, 8, first=2, samples=3, left_out=frozenset({"labels"})))
+    mine = batches.read(32, BatchShare(2, 8, first=2, samples=3, left_out=frozenset({"labels"})))
     assert mine.keys() == whole.keys() - {"labels"}
     assert all(torch.equal(x, whole[name][[2, 3, 4, 10, 11, 12]]) for name, x in mine.items())
-    again = batches.read(32, Share(16, 1))
+    again = batches.read(32, BatchShare(16, 1))
     assert all(torch.equal(x, again[name]) for name, x in whole.items())
 
 

@@ -8,7 +8,7 @@ from shardwright_formats.display.svg import PALETTE, element, line, marker, text
 from shardwright_formats.display.units import bytes_text
 
 
-class Axis(NamedTuple):
+class ChartAxis(NamedTuple):
     """Values from `low` to `high`, drawn from `start` to `end` (px), with round values named."""
 
     low: float
@@ -26,21 +26,23 @@ class Axis(NamedTuple):
 
 def linear_axis(
     low: float, high: float, start: float, end: float, label: Callable[[float], str] = "{:g}".format, count: int = 4
-) -> Axis:
+) -> ChartAxis:
     """Return an axis on which equal distances are equal differences."""
     high = high if high > low else low + 1
-    return Axis(low, high, start, end, [(value, label(value)) for value in ticks(high, count, low)])
+    return ChartAxis(low, high, start, end, [(value, label(value)) for value in ticks(high, count, low)])
 
 
-def bytes_axis(high: float, start: float, end: float, count: int = 5) -> Axis:
+def bytes_axis(high: float, start: float, end: float, count: int = 5) -> ChartAxis:
     """Return a linear axis of bytes from 0, whose marks are round in binary units."""
     unit = next(2.0**power for power in (30, 20, 10, 0) if high >= 2**power or power == 0)
-    return Axis(0, high, start, end, [(value * unit, bytes_text(value * unit)) for value in ticks(high / unit, count)])
+    return ChartAxis(
+        0, high, start, end, [(value * unit, bytes_text(value * unit)) for value in ticks(high / unit, count)]
+    )
 
 
 def logarithmic_axis(
     low: float, high: float, start: float, end: float, label: Callable[[float], str], base: int = 10
-) -> Axis:
+) -> ChartAxis:
     """Return an axis on which equal distances are equal ratios.
 
     Powers of `base` are named, and where `base` is 10 and the axis short, twice and five times each of them.
@@ -49,14 +51,14 @@ def logarithmic_axis(
     steps = (1, 2, 5) if base == 10 and high < 300 * low else (1,)
     powers = range(floor(log(low, base)), ceil(log(high, base)) + 1)
     values = [step * float(base) ** power for power in powers for step in steps]
-    return Axis(low, high, start, end, [(value, label(value)) for value in values if low <= value <= high], log)
+    return ChartAxis(low, high, start, end, [(value, label(value)) for value in values if low <= value <= high], log)
 
 
 class Panel(NamedTuple):
     """A field of two axes; `y.start` is its lower edge."""
 
-    x: Axis
-    y: Axis
+    x: ChartAxis
+    y: ChartAxis
 
     def frame(self, title: str = "", below: str = "") -> str:
         """Return the marks of both axes with their lines, a title above and what the horizontal axis counts below."""

@@ -123,7 +123,7 @@ def messages_alike(cluster: Cluster) -> Iterator[tuple[list[CollectiveKey], NDAr
     """Yield the groups of `collective_kinds` as arrays [groups, size], each with the collectives that they exchange."""
     nodes = np.array(cluster.node_of_rank)
     others = tuple(collective for collective in Collective if collective is not Collective.P2P)
-    pairings = (_Layout(pairs, pairs.view) for pairs in map(np.asarray, _pairings(cluster)))
+    pairings = (_Grouping(pairs, pairs.view) for pairs in map(np.asarray, _pairings(cluster)))
     for collectives, layouts in ((others, _partitions(cluster)), ((Collective.P2P,), pairings)):
         seen: set[GroupKind] = set()
         for layout in layouts:
@@ -173,7 +173,7 @@ def pair_rounds(cluster: Cluster, message_bytes: Sequence[int]) -> tuple[PairRou
     return tuple(rounds)
 
 
-class _Layout(NamedTuple):
+class _Grouping(NamedTuple):
     """A way to cut ranks into groups of one size [groups, size]."""
 
     sample: NDArray[Any]
@@ -182,7 +182,7 @@ class _Layout(NamedTuple):
     """Function that returns all groups of the layout."""
 
 
-def _partitions(cluster: Cluster) -> Iterator[_Layout]:
+def _partitions(cluster: Cluster) -> Iterator[_Grouping]:
     """Yield the ranks cut into groups of one size: inside each node first, then over the whole cluster."""
     nodes = _nodes(cluster)
     for size in range(2, max(map(len, nodes)) + 1):
@@ -190,13 +190,13 @@ def _partitions(cluster: Cluster) -> Iterator[_Layout]:
         for strided in (False, True):
             if wanted := [node for node in fitting if len(node) > size or not strided]:
                 groups = _in_nodes(wanted, size, strided)
-                yield _Layout(groups, groups.view)
+                yield _Grouping(groups, groups.view)
     world = cluster.num_devices
     same = len(nodes[0]) if len(set(map(len, nodes))) == 1 else world
     for size in (size for size in range(2, world + 1) if world % size == 0):
         most = world // size
         for stride in (stride for stride in range(most, 0, -1) if most % stride == 0):
-            yield _Layout(_sample(world, size, stride, same), partial(_apart, np.arange(world), size, stride))
+            yield _Grouping(_sample(world, size, stride, same), partial(_apart, np.arange(world), size, stride))
 
 
 def _sample(world: int, size: int, stride: int, same: int) -> NDArray[Any]:

@@ -14,7 +14,7 @@ from rich.table import Table as Printed
 
 from shardwright_estimate.curves import design_of
 from shardwright_formats.command import show
-from shardwright_formats.display.chart import Axis, Panel, bytes_axis, linear_axis, logarithmic_axis
+from shardwright_formats.display.chart import ChartAxis, Panel, bytes_axis, linear_axis, logarithmic_axis
 from shardwright_formats.display.svg import document, legend, line, marker, picture, text, without_variables
 from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
 from shardwright_formats.io import BadInput, write_bytes
@@ -291,7 +291,7 @@ def _collective_panel(curves: Sequence[tuple[int, str, NDArray[Any]]], name: str
     across = logarithmic_axis(
         values[:, 0].min(), values[:, 0].max(), left + _LEFT, left + _COLUMN - _RIGHT, bytes_text, base=32
     )
-    up: Axis = logarithmic_axis(values[:, 1].min(), values[:, 3].max(), top + _HEIGHT, top, seconds_text)
+    up: ChartAxis = logarithmic_axis(values[:, 1].min(), values[:, 3].max(), top + _HEIGHT, top, seconds_text)
     panel = Panel(across, up)
     drawn = [panel.frame(name, "message")]
     for number, label, quartiles in curves:

@@ -10,7 +10,7 @@ from shardwright_formats.io import RunFailed
 from shardwright_formats.types import Cluster, Model
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.search import SearchAnswer
-from shardwright_search.solver.milp import Answer, highs_version, solve
+from shardwright_search.solver.milp import HighsAnswer, highs_version, solve
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.configurations import Configuration
@@ -101,7 +101,7 @@ def _other_configurations(
 
 def _other_configuration(
     instance: Instance, target: Target[Configuration], best: Best[Configuration], time_limit_s: float
-) -> Answer:
+) -> HighsAnswer:
     """Return HiGHS's answer to whether the configuration has a better plan."""
     problem, limit_ps = instance.problem(target.configuration), target.time_ps(best.score)
     below_ps = limit_ps - TOLERANCE * (limit_ps + target.offset_ps)
@@ -112,7 +112,7 @@ def _other_configuration(
     return answer
 
 
-def _is_better(problem: Problem, answer: Answer, limit_ps: float, offset_ps: float) -> bool:
+def _is_better(problem: Problem, answer: HighsAnswer, limit_ps: float, offset_ps: float) -> bool:
     """Return whether HiGHS has a plan below a limit that fits by whole bytes: its own tolerances are wider."""
     if answer.solution is None or answer.objective_ps + offset_ps > (limit_ps + offset_ps) * (1 - TOLERANCE / 2):
         return False

@@ -32,7 +32,7 @@ _STAYS = (
 )
 
 
-class _Search(NamedTuple):
+class _SearchFile(NamedTuple):
     """A search file and its request."""
 
     file: Path
@@ -45,7 +45,9 @@ def explain(options: ExplainOptions) -> None:
     other = None if options.other is None else read_document(options.other, Plan)
     inputs = read_inputs(options)
     prediction = read_prediction(options.plan, plan) if prediction_path(options.plan).exists() else None
-    search = None if options.search is None else _Search(options.search, read_document(options.search, SearchRequest))
+    search = (
+        None if options.search is None else _SearchFile(options.search, read_document(options.search, SearchRequest))
+    )
     if search is not None:
         _check_made_by(search, options.plan, plan, prediction)
     if other is not None and other.model != plan.model:
@@ -62,13 +64,13 @@ def explain(options: ExplainOptions) -> None:
     show_rich(Group(*parts))
 
 
-def _costs(plan: Plan, inputs: Inputs, search: _Search | None) -> CostModel:
+def _costs(plan: Plan, inputs: Inputs, search: _SearchFile | None) -> CostModel:
     time_model = TimeModel.INTERPOLATE if search is None else search.request.time_model
     return cost_model_of(plan, inputs.profiles, time_model)
 
 
 def _why(
-    plan: Plan, evaluation: Evaluation, inputs: Inputs, search: _Search | None, prediction: Prediction | None
+    plan: Plan, evaluation: Evaluation, inputs: Inputs, search: _SearchFile | None, prediction: Prediction | None
 ) -> RenderableType:
     """Return the tables of the plan itself, what binds, and the runners-up that its prediction has."""
     budgets_bytes, choices = _predicted_budgets(plan, prediction), LayerAlternatives()
@@ -93,7 +95,7 @@ def _predicted_budgets(plan: Plan, prediction: Prediction | None) -> tuple[int, 
 
 
 def _further(
-    plan: Plan, evaluation: Evaluation, inputs: Inputs, search: _Search, time_limit_s: float | None
+    plan: Plan, evaluation: Evaluation, inputs: Inputs, search: _SearchFile, time_limit_s: float | None
 ) -> Iterator[RenderableType]:
     """Yield tables of the neighbouring kinds, and of what more memory, links or nodes would bring."""
     given = plan, search.request, inputs.profiles, search.file
@@ -114,7 +116,7 @@ def _answers(questions: Sequence[WhatIf], time_limit_s: float | None) -> list[Wh
     return answers
 
 
-def _check_made_by(search: _Search, path: Path, plan: Plan, prediction: Prediction | None) -> None:
+def _check_made_by(search: _SearchFile, path: Path, plan: Plan, prediction: Prediction | None) -> None:
     """Raise BadInput where the search file cannot be the one that made the plan."""
     request, remedy = search.request, "give the search file that made the plan"
     made_with = None if prediction is None else prediction.inputs_sha256.get("search")

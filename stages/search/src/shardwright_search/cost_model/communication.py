@@ -18,7 +18,7 @@ Nodes = tuple[int, ...]
 """The node of each rank of a pipeline stage."""
 
 
-class _Exchange(NamedTuple):
+class _AllToAll(NamedTuple):
     """The exchanges of one change of layout that cost alike: the groups' kind, and what a rank sends at most."""
 
     kind: GroupKind
@@ -43,7 +43,7 @@ def redistribution_time(
 
     def moved(tensor: BoundaryTensor) -> Duration:
         taken = [Duration(0.0)]
-        for kind, per_sample in _exchanges(topology, source, target, tensor.sequence_length, tensor.features):
+        for kind, per_sample in _all_to_alls(topology, source, target, tensor.sequence_length, tensor.features):
             num_bytes = ceil(per_sample * samples * itemsize * kind.size / (kind.size - 1))
             taken.append(collective_time(profiles, Collective.ALL_TO_ALL, [kind], num_bytes))
         return longest(taken)
@@ -116,9 +116,9 @@ def _busiest(
 
 
 @lru_cache(maxsize=8192)
-def _exchanges(
+def _all_to_alls(
     topology: StageTopology, source: Layout, target: Layout, sequence_length: int, features: int
-) -> tuple[_Exchange, ...]:
+) -> tuple[_AllToAll, ...]:
     """Return what a change of layout moves, for one sample.
 
     Shares are exact, so all scales with the samples. Where the groups of both layouts are neighbours, ranks only
@@ -136,4 +136,4 @@ def _exchanges(
             for kind in kinds_of(topology, everywhere):
                 most[kind] = max(most.get(kind, 0), largest)
     per_block = samples * source.stage_size // block
-    return tuple(_Exchange(kind, largest / per_block) for kind, largest in sorted(most.items()))
+    return tuple(_AllToAll(kind, largest / per_block) for kind, largest in sorted(most.items()))

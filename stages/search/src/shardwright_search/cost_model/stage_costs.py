@@ -151,14 +151,18 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
     """Return the costs of the layer ranges, in the order a microbatch goes through them."""
     ranks = [stage.ranks for _ in plan.stages[0].layers for stage in plan.stages]
     ranges, samples = _layers(plan), plan.microbatch_samples
-    cuts = [_NO_CUT, *(_cut(costs, *pair, samples) for pair in pairwise(zip(ranges, ranks, strict=True))), _NO_CUT]
+    transfers = [
+        _NO_TRANSFER,
+        *(_transfer(costs, *pair, samples) for pair in pairwise(zip(ranges, ranks, strict=True))),
+        _NO_TRANSFER,
+    ]
     priced_ranges = []
     for index, layers in enumerate(ranges):
         topology = stage_topology(plan.cluster, ranks[index])
         priced = tuple(costs.layer(name, s, topology, samples, plan.num_microbatches == 1) for name, s in layers)
-        before = ranges[index - 1][-1:] if cuts[index].redistributed else []
+        before = ranges[index - 1][-1:] if transfers[index].redistributed else []
         forward, backward = _moves(costs, [*before, *layers], topology, samples)
-        sent, sends = cuts[index].send, cuts[index + 1].send
+        sent, sends = transfers[index].send, transfers[index + 1].send
         traffic = chain(*zip(forward, backward, strict=True), (sent, sends))
         warnings = [warning for layer in priced for warning in layer.warnings]
         priced_ranges.append(
@@ -168,8 +172,8 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
                 redistribution_backward_ps=sum(cost.time_ps for cost in backward),
                 send_before_ps=sent.time_ps,
                 send_after_ps=sends.time_ps,
-                before_bytes=cuts[index].received_bytes,
-                after_bytes=cuts[index + 1].given_bytes,
+                before_bytes=transfers[index].received_bytes,
+                after_bytes=transfers[index + 1].given_bytes,
                 gathered_first=_gathered_first(plan, index, priced),
                 overlap=_overlap(priced),
                 warnings=(*warnings, *(cost.warning for cost in traffic if cost.warning is not None)),
@@ -188,7 +192,7 @@ def _gathered_first(plan: Plan, index: int, layers: Sequence[LayerCost]) -> tupl
     return 1 - forward / plan.num_microbatches, 1 - backward / plan.num_microbatches
 
 
-class _Cut(NamedTuple):
+class _Transfer(NamedTuple):
     """The transfer from one layer range to the next."""
 
     send: Cost
@@ -199,21 +203,21 @@ class _Cut(NamedTuple):
     """Whether it is received as it was given out, and then changed to the first layer's layout."""
 
 
-_NO_CUT = _Cut(_NOTHING, 0, 0, False)
+_NO_TRANSFER = _Transfer(_NOTHING, 0, 0, False)
 
 
-def _cut(costs: CostModel, here: _Range, there: _Range, samples: int) -> _Cut:
+def _transfer(costs: CostModel, here: _Range, there: _Range, samples: int) -> _Transfer:
     """Return what passes between two ranges, each with its stage's ranks."""
     (kind, last), (_, first), senders, receivers = here[0][-1], there[0][0], here[1], there[1]
     layout, wanted = layout_of(last), layout_of(first)
     given = costs.boundary_bytes(kind, layout, samples)
     if senders == receivers:  # one stage hands its chunks' outputs to itself
-        return _Cut(_NOTHING, given, given, True)
+        return _Transfer(_NOTHING, given, given, True)
     if len(senders) == len(receivers):
-        return _Cut(costs.send(kind, layout, costs.link(senders, receivers), samples), given, given, True)
+        return _Transfer(costs.send(kind, layout, costs.link(senders, receivers), samples), given, given, True)
     ends = costs.nodes_of(senders, receivers), costs.node_types_of(senders, receivers)
     send = costs.handover(kind, layout, wanted, *ends, samples)
-    return _Cut(send, given, costs.boundary_bytes(kind, wanted, samples), False)
+    return _Transfer(send, given, costs.boundary_bytes(kind, wanted, samples), False)
 
 
 def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCosts:

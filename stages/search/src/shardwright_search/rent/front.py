@@ -37,19 +37,19 @@ class Rented(NamedTuple):
     configuration: Configuration
 
 
-class Price(NamedTuple):
+class RentalPrice(NamedTuple):
     """The price of a step on a sub-cluster, interruptions counted."""
 
     step_s: float
     usd: float
     checkpoint_steps: int | None
 
-    def dominates(self, other: "Price") -> bool:
+    def dominates(self, other: "RentalPrice") -> bool:
         """Return whether it is no worse, and better in one."""
         return self.step_s <= other.step_s and self.usd <= other.usd and self[:2] != other[:2]
 
 
-class Answer(NamedTuple):
+class SubClusterAnswer(NamedTuple):
     """The fastest plan of a sub-cluster, or a bound on it."""
 
     sub_cluster: SubCluster
@@ -57,7 +57,7 @@ class Answer(NamedTuple):
     """None of its plans has a closed form below this, or one that has is dominated; infinity: it has no plan."""
     best: Best[Rented] | None
     """The fastest plan, where it had to be found."""
-    price: Price
+    price: RentalPrice
     """The price of the fastest plan; else what it would be at the bound, which is then dominated."""
     on_front: bool
     is_open: bool
@@ -67,7 +67,7 @@ class Answer(NamedTuple):
 class Front(NamedTuple):
     """The answers for all sub-clusters, in their order."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[SubClusterAnswer, ...]
     spaces: Mapping[int, SearchSpace]
     unlisted: Mapping[int, Unlisted]
     """Configurations that were bounded alone and may have a better plan, by sub-cluster."""
@@ -147,13 +147,13 @@ class Prices:
         self._usd_per_hour, self._interruptions = usd_per_hour, interruptions
         self._best: dict[int, Best[Rented]] = {}
         self._limits: dict[int, float] = {}
-        self.front: dict[int, Price] = {}
+        self.front: dict[int, RentalPrice] = {}
 
-    def price(self, number: int, score_ps: float) -> Price:
+    def price(self, number: int, score_ps: float) -> RentalPrice:
         """Return the price of a step on a sub-cluster that takes so long by itself."""
         expected = self._interruptions[number].expected(score_ps * _PS)
         usd = expected.step_s / _HOUR_S * self._usd_per_hour[number]
-        return Price(expected.step_s, usd, expected.checkpoint_steps)
+        return RentalPrice(expected.step_s, usd, expected.checkpoint_steps)
 
     def limit(self, target: Target[Rented]) -> float:
         """Return the limit of a target's sub-cluster."""
@@ -179,11 +179,11 @@ class Prices:
         if not any(price.dominates(new) or price[:2] == new[:2] for price in others.values()):
             self.front = {other: price for other, price in others.items() if not new.dominates(price)} | {number: new}
 
-    def answer(self, number: int, sub_cluster: SubCluster, bound_ps: float, is_open: bool) -> Answer:
+    def answer(self, number: int, sub_cluster: SubCluster, bound_ps: float, is_open: bool) -> SubClusterAnswer:
         """Return the answer for a sub-cluster in the end."""
         best = self._best.get(number)
         price = self.price(number, bound_ps if best is None else best.score)
-        return Answer(sub_cluster, bound_ps * _PS, best, price, number in self.front, is_open)
+        return SubClusterAnswer(sub_cluster, bound_ps * _PS, best, price, number in self.front, is_open)
 
 
 def _spaces(

@@ -13,12 +13,12 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.display.chart import Axis, linear_axis
+from shardwright_formats.display.chart import ChartAxis, linear_axis
 from shardwright_formats.display.svg import PALETTE, document, element, line, marker, picture, text
 from shardwright_formats.io.hdf5 import Profile, Provenance
 from shardwright_formats.io.table import Row, Table
 from shardwright_formats.types import NonNegativeCount, NonNegativeNumber
-from shardwright_search.rent.front import Answer, Front
+from shardwright_search.rent.front import Front, SubClusterAnswer
 
 _PLOT = 640.0, 360.0
 _CHARACTER, _LINE = 7.0, 12.0
@@ -90,12 +90,12 @@ def rows_of(front: Front, steps: int | None, simulated_s: dict[int, float]) -> t
     return tuple(_row(front, number, steps, simulated_s.get(number, 0.0)) for number in (*front.points, *rest))
 
 
-def plan_name(answer: Answer) -> str:
+def plan_name(answer: SubClusterAnswer) -> str:
     """Return the name of its plan's file."""
     return f"{answer.sub_cluster.name}.json"
 
 
-def status_of(answer: Answer) -> Status:
+def status_of(answer: SubClusterAnswer) -> Status:
     """Return the outcome."""
     if answer.on_front:
         return Status.FRONT
@@ -155,7 +155,7 @@ def picture_of(rows: tuple[SubClusterRow, ...], chosen: frozenset[str]) -> str:
 
 
 def _drawing(
-    drawn: list[SubClusterRow], front: list[SubClusterRow], x: Axis, y: Axis, chosen: frozenset[str]
+    drawn: list[SubClusterRow], front: list[SubClusterRow], x: ChartAxis, y: ChartAxis, chosen: frozenset[str]
 ) -> Iterator[str]:
     yield line(x.start, y.start, x.end, y.start) + line(x.start, y.start, x.start, y.end)
     yield from (text(x.at(v), y.start + 16, label, text_anchor="middle") for v, label in x.marks)

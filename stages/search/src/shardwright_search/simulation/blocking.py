@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Exchange(NamedTuple):
+class BlockingPass(NamedTuple):
     """A pass of a stage, and the messages that it begins and ends with; None where there is none."""
 
     pass_ps: int
@@ -29,7 +29,7 @@ class Blocked(NamedTuple):
     free: list[int]
 
 
-def play_blocking(stages: Sequence[Sequence[Exchange]]) -> Blocked:
+def play_blocking(stages: Sequence[Sequence[BlockingPass]]) -> Blocked:
     """Go through the passes of all stages.
 
     Raises ValueError where stages wait for one another.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import Schedule
-from shardwright_search.simulation.blocking import Exchange, play_blocking
+from shardwright_search.simulation.blocking import BlockingPass, play_blocking
 from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduction, backward_pass
 
 
@@ -249,7 +249,7 @@ def _play(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: int, num_m
 
 def _play_blocking(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: int, num_microbatches: int) -> _Played:
     """Play the actions with sends that block."""
-    stages: list[list[Exchange]] = [[] for _ in range(num_stages)]
+    stages: list[list[BlockingPass]] = [[] for _ in range(num_stages)]
     slots: list[list[int]] = [[] for _ in range(num_stages)]
     arrivals = [0] * ((len(steps) // 2 + 1) * num_microbatches)
     come = set[int]()
@@ -257,7 +257,7 @@ def _play_blocking(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: i
         here = steps[step]
         message = slot + num_microbatches if link < 2 * num_stages else None
         times = here.times.gradient_ps, here.times.busy_ps
-        stages[stage].append(Exchange(*times, slot if slot in come else None, message, here.send_ps))
+        stages[stage].append(BlockingPass(*times, slot if slot in come else None, message, here.send_ps))
         slots[stage].append(slot)
         come |= {message} if message is not None else set()
     starts, there, free = play_blocking(stages)

@@ -23,7 +23,7 @@ _FIRST, _STEP, _COUNT = 0.9, 1.025, 32
 """Edges: the lowest over what the largest z is at least, each over the one before it, and how many there are."""
 
 
-class StageCosts(NamedTuple):
+class StageLowerBounds(NamedTuple):
     """Lower bounds for a pipeline stage on one device group [start, end]; infinity: it cannot hold that run."""
 
     time: Numbers
@@ -86,7 +86,7 @@ class Bands:
     `costs_of` gives the same object where costs are the same.
     """
 
-    def __init__(self, problem: Problem, costs_of: Callable[[Move], StageCosts], slowest: float) -> None:
+    def __init__(self, problem: Problem, costs_of: Callable[[Move], StageLowerBounds], slowest: float) -> None:
         edges = slowest * _FIRST * _STEP ** np.arange(_COUNT)
         self.floors, self._ceilings = np.r_[0.0, edges], np.r_[edges, np.inf]
         self._problem, self._costs_of, self._slowest = problem, costs_of, slowest
@@ -151,7 +151,7 @@ class Bands:
         starts = slice(stage, total - later) if stage else slice(0, 1)
         return starts, slice(stage + 1, total - later + 1) if later else slice(total, total + 1)
 
-    def _in_bands(self, costs: StageCosts, starts: slice, ends: slice, forward: bool) -> Numbers:
+    def _in_bands(self, costs: StageLowerBounds, starts: slice, ends: slice, forward: bool) -> Numbers:
         """Return A [bands, reached, passed] where no Z is above the band, else infinity."""
         time, largest = (values[starts, ends] for values in costs)
         if forward:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_search.solver.bands import Bands, Known, Move, StageCosts, Sums
+from shardwright_search.solver.bands import Bands, Known, Move, StageLowerBounds, Sums
 from shardwright_search.solver.problem import Cut, DeviceGroup, Position, Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts, largest_weights, runs_of, weightings
 from shardwright_search.step.cached_method import cached_method
@@ -52,7 +52,7 @@ class Rest(NamedTuple):
         return self if other is None else Rest(*map(np.minimum, self, other))
 
 
-class Target(NamedTuple):
+class TargetRun(NamedTuple):
     """A run of layers that a stage can hold, and what A, m A + U and the mixture of g must stay below there."""
 
     run: int
@@ -85,8 +85,8 @@ class ConfigurationBounds:
     def _before(self) -> list[dict[Position, Rest]]:
         return self._pass(range(self.problem.pp_size), forward=True)
 
-    def targets(self, below_ps: float) -> dict[StageKind, list[Target]] | None:
-        """Return the stages that a plan with T < below_ps can have; None: some stage cannot be, nor can such a plan."""
+    def target_runs(self, below_ps: float) -> dict[StageKind, list[TargetRun]] | None:
+        """Return the runs that stages of a plan with T < below_ps can hold; None: some stage has none, so no such plan."""
         problem, limit = self.problem, below_ps - self._min_tie
         caps: dict[StageKind, Numbers] = {}
         for stage in range(problem.pp_size):
@@ -99,7 +99,9 @@ class ConfigurationBounds:
             if not some:
                 return None
         reached = {kind: np.flatnonzero(rows[:, 0] > -np.inf).tolist() for kind, rows in caps.items()}
-        return {kind: [Target(run, tuple(caps[kind][run].tolist())) for run in runs] for kind, runs in reached.items()}
+        return {
+            kind: [TargetRun(run, tuple(caps[kind][run].tolist())) for run in runs] for kind, runs in reached.items()
+        }
 
     def _raise_caps(
         self, caps: Numbers, stage: int, group: int, position: Position, after: Position, limit: float
@@ -151,16 +153,16 @@ class ConfigurationBounds:
             able[start, ends.start : ends.stop] = True
         return able
 
-    def _in_bands(self, move: Move) -> StageCosts:
+    def _in_bands(self, move: Move) -> StageLowerBounds:
         """Return the bounds of a stage that bands read; the same object for the same costs."""
         return self._banded(move.stage, move.group, self._send(*move))
 
     @cached_method
-    def _banded(self, stage: int, group: int, send: float) -> StageCosts:
+    def _banded(self, stage: int, group: int, send: float) -> StageLowerBounds:
         stage_bounds, weights = self._costs(stage, group, send), largest_weights(self.problem.closed_form)
         costs = self.costs_of(self.problem.device_groups[group], self._parts[stage])
         largest = (costs.least(self.problem.layers, weights) + weights[0] * send)[self.runs.number]
-        return StageCosts(stage_bounds.total, np.where(stage_bounds.total < np.inf, largest, np.inf))
+        return StageLowerBounds(stage_bounds.total, np.where(stage_bounds.total < np.inf, largest, np.inf))
 
     @cached_method
     def _send(self, stage: int, position: Position, group: int, after: Position) -> float:

@@ -23,7 +23,7 @@ _GUESSED = 200
 """Labels of a guess that are extended to the next position."""
 
 
-class _Labels(NamedTuple):
+class _ChunkLabels(NamedTuple):
     """Ways to treat the first positions of a chunk, one entry each."""
 
     time_ps: Numbers
@@ -41,8 +41,8 @@ class _Labels(NamedTuple):
     parent: Ints
     option: Ints
 
-    def take(self, rows: Ints) -> "_Labels":
-        return _Labels._make(column[rows] for column in self)
+    def take(self, rows: Ints) -> "_ChunkLabels":
+        return _ChunkLabels._make(column[rows] for column in self)
 
 
 class _Outer(NamedTuple):
@@ -91,17 +91,17 @@ class Interleaved:
         """Return plans with T < below_ps: the best one first and up to `most`; none: there is none in the space."""
         return self._best_plans(self._levels(below_ps, tick), below_ps, most)
 
-    def _levels(self, below_ps: float, tick: Callable[[int], None], extended: int | None = None) -> list[_Labels]:
+    def _levels(self, below_ps: float, tick: Callable[[int], None], extended: int | None = None) -> list[_ChunkLabels]:
         """Return labels of the first positions, from none on; of each only so many are extended, if not all."""
         none, zero = np.zeros(1), np.zeros(1, np.int64)
-        levels = [_Labels(none, none, none, none, none, none, none, zero, zero, zero, zero)]
+        levels = [_ChunkLabels(none, none, none, none, none, none, none, zero, zero, zero, zero)]
         for position in range(len(self._problem.positions)):
             tick(len(levels[-1].time_ps))
             levels.append(self._next(levels[-1], position, below_ps, extended))
         tick(len(levels[-1].time_ps))
         return levels
 
-    def _best_plans(self, levels: Sequence[_Labels], below_ps: float, most: int) -> tuple[PricedSolution, ...]:
+    def _best_plans(self, levels: Sequence[_ChunkLabels], below_ps: float, most: int) -> tuple[PricedSolution, ...]:
         """Return the best plans that labels lead to."""
         plans: list[PricedSolution] = []
         count, outer = len(levels[-1].time_ps), len(self._embedding.time_ps) * len(self._head.time_ps)
@@ -115,7 +115,7 @@ class Interleaved:
             ]
         return tuple(sorted(plans, key=lambda plan: plan.objective_ps)[:most])
 
-    def _next(self, before: _Labels, position: int, below_ps: float, extended: int | None) -> _Labels:
+    def _next(self, before: _ChunkLabels, position: int, below_ps: float, extended: int | None) -> _ChunkLabels:
         """Return labels with the next position that may be part of the best plan."""
         problem, labels = self._problem, self._extended(before, position)
         fits = self._memory(labels, problem.moments_in_flight[1]) <= problem.group.budget_bytes
@@ -127,7 +127,7 @@ class Interleaved:
         key = labels.input_layout * problem.group.redistribution_ps.shape[1] + labels.output_layout
         return labels.take(np.sort(non_dominated(self._compared(labels), key)))
 
-    def _extended(self, before: _Labels, position: int) -> _Labels:
+    def _extended(self, before: _ChunkLabels, position: int) -> _ChunkLabels:
         """Return every label with every option of the next position."""
         problem = self._problem
         options = problem.group.options[problem.positions[position]]
@@ -141,7 +141,7 @@ class Interleaved:
             moves = problem.group.redistribution_ps[problem.positions[position - 1]]
             time = time + moves[before.output_layout[parent], options.input_layout[option]]
         memory = _memory_of(before).take(parent).then(_passes(options).take(option))
-        return _Labels(
+        return _ChunkLabels(
             time,
             before.exposed_ps[parent] + options.exposed_ps[option],
             before.state_bytes[parent] + options.state_bytes[option],
@@ -155,7 +155,7 @@ class Interleaved:
             option,
         )
 
-    def _compared(self, labels: _Labels) -> Numbers:
+    def _compared(self, labels: _ChunkLabels) -> Numbers:
         """Return the numbers [labels, columns] of which none may be larger for a label to replace another.
 
         A plan's T is a number times a chunk's time and U, and a rest, or another such sum if that is larger.
@@ -176,7 +176,7 @@ class Interleaved:
 
     def _memory(
         self,
-        labels: _Labels,
+        labels: _ChunkLabels,
         moments: Sequence[InFlight],
         outer: "_Outer | None" = None,
         sent: Numbers | float = 0.0,
@@ -196,7 +196,7 @@ class Interleaved:
         states = self._problem.num_chunks * labels.state_bytes
         return np.asarray(states + most + (0.0 if outer is None else outer.state_bytes))
 
-    def _whole(self, chains: _Labels, rows: Ints) -> _Whole:
+    def _whole(self, chains: _ChunkLabels, rows: Ints) -> _Whole:
         """Return some labels with every embedding and head that fit."""
         problem, embedding, head = self._problem, self._embedding, self._head
         index, first, last = np.indices((len(rows), len(embedding.time_ps), len(head.time_ps))).reshape(3, -1)
@@ -210,7 +210,7 @@ class Interleaved:
         fits = self._most_held(labels, embedding.take(first), head.take(last)) <= problem.group.budget_bytes
         return _Whole(np.where(fits, objective, np.inf), label, first, last)
 
-    def _stage_times(self, labels: _Labels, first: Ints, last: Ints) -> Numbers:
+    def _stage_times(self, labels: _ChunkLabels, first: Ints, last: Ints) -> Numbers:
         """Return A' of every stage [stages, labels]."""
         problem, embedding, head = self._problem, self._embedding, self._head
         v, moves, kind = problem.num_chunks, problem.group.redistribution_ps, problem.positions[-1]
@@ -225,7 +225,7 @@ class Interleaved:
         times[-1] += moves[kind][labels.output_layout, head.input_layout[last]]
         return np.asarray(times)
 
-    def _most_held(self, labels: _Labels, embedding: Options, head: Options) -> Numbers:
+    def _most_held(self, labels: _ChunkLabels, embedding: Options, head: Options) -> Numbers:
         """Return the most bytes that any stage holds, by label.
 
         Every chunk but the very first holds what it received of each microbatch in flight, and every stage what it is
@@ -249,7 +249,7 @@ class Interleaved:
         )
         return np.asarray(np.maximum.reduce(needs) + 3 * received)
 
-    def _ahead(self, embedding: Options, labels: _Labels) -> StageMemory:
+    def _ahead(self, embedding: Options, labels: _ChunkLabels) -> StageMemory:
         """Return the embedding with a chunk behind it."""
         nothing = np.zeros((len(labels.time_ps), 2))
         before, chunk = StageMemory(nothing, nothing).then(_passes(embedding)), _memory_of(labels)
@@ -257,7 +257,7 @@ class Interleaved:
         peak = np.maximum(before.peak + made, before.resident + chunk.peak)
         return StageMemory(before.resident + chunk.resident, peak)
 
-    def _decoded(self, levels: Sequence[_Labels], whole: _Whole, row: int) -> Solution:
+    def _decoded(self, levels: Sequence[_ChunkLabels], whole: _Whole, row: int) -> Solution:
         problem = self._problem
         label, chain = int(whole.label[row]), list[int]()
         for level in reversed(levels[1:]):
@@ -275,7 +275,7 @@ def _passes(options: Options) -> LayerMemory:
     return layer_passes(options.late_bytes + options.sum_bytes, options.activation_bytes, options.workspace_bytes)
 
 
-def _memory_of(labels: _Labels) -> StageMemory:
+def _memory_of(labels: _ChunkLabels) -> StageMemory:
     """Return the memory of labels [labels, kinds of passes]: of passes that make no gradients, and of those that do."""
     peaks = np.stack([labels.peak_bytes, labels.making_bytes], -1)
     return StageMemory(np.broadcast_to(labels.activation_bytes[:, None], peaks.shape), peaks)

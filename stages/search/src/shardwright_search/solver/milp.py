@@ -26,7 +26,7 @@ _THOUSAND = 1000.0
 _FEASIBILITY = 1e-9
 
 
-class Answer(NamedTuple):
+class HighsAnswer(NamedTuple):
     """Answer of HiGHS about a configuration."""
 
     solution: Solution | None
@@ -49,7 +49,7 @@ def highs_version() -> str:
     return f"HiGHS {highspy.Highs().version()}"
 
 
-def solve(problem: Problem, time_limit_s: float, below_ps: float = np.inf) -> Answer:
+def solve(problem: Problem, time_limit_s: float, below_ps: float = np.inf) -> HighsAnswer:
     """Return the best plan with T <= below_ps, within seconds of one thread."""
     import highspy
 
@@ -74,9 +74,9 @@ def solve(problem: Problem, time_limit_s: float, below_ps: float = np.inf) -> An
         or not np.isfinite(objective := highs.getInfo().objective_function_value)
         or not highs.getSolution().value_valid
     ):
-        return Answer(None, np.inf, none)
+        return HighsAnswer(None, np.inf, none)
     values = np.asarray(highs.getSolution().col_value)
-    return Answer(programme.decoded(values), objective * programme.time_unit_ps, status == kinds.kOptimal)
+    return HighsAnswer(programme.decoded(values), objective * programme.time_unit_ps, status == kinds.kOptimal)
 
 
 class _Where(NamedTuple):

@@ -77,7 +77,7 @@ class MinMemory(NamedTuple):
     """Bytes above the stage's budget; negative where it fits."""
 
 
-class _At(NamedTuple):
+class _MemoryState(NamedTuple):
     """The end of the layers so far, the stages' position, the last one's width, and the layout that is given out."""
 
     end: int
@@ -93,10 +93,10 @@ def min_memory(problem: Problem) -> MinMemory:
     cuts and groups that have the smallest largest lack are then found by a dynamic programme.
     """
     costs_of = cache(lambda group, parts: GroupCosts(problem.device_groups[group], parts))
-    runs_on = cache(lambda group, parts, start: _Runs(problem, costs_of(group, parts), start))
-    best = {_At(0, problem.start_position, 0, 0): MinMemory(0, 0, 0, -(1 << 62))}
+    runs_on = cache(lambda group, parts, start: _RunPeaks(problem, costs_of(group, parts), start))
+    best = {_MemoryState(0, problem.start_position, 0, 0): MinMemory(0, 0, 0, -(1 << 62))}
     for stage in range(problem.pp_size):
-        following: dict[_At, MinMemory] = {}
+        following: dict[_MemoryState, MinMemory] = {}
         for at, before in sorted(best.items()):
             previous = problem.layers[at.end - 1] if at.end else -1
             for group, after in problem.placements[stage][at.position]:
@@ -109,13 +109,13 @@ def min_memory(problem: Problem) -> MinMemory:
                     for layout in np.flatnonzero(np.isfinite(least)).tolist():
                         need = int(least[layout])
                         here = max(before, MinMemory(need, stage, group, need - on.budget_bytes), key=_missing)
-                        where = _At(end, after, on.width, layout)
+                        where = _MemoryState(end, after, on.width, layout)
                         following[where] = min(following.get(where, here), here, key=_missing)
         best = following
     return min(best.values(), key=_missing)
 
 
-class _Labels(NamedTuple):
+class _MemoryLabels(NamedTuple):
     """Ways to treat a run: none of the same layouts holds less."""
 
     memory: StageMemory
@@ -123,7 +123,7 @@ class _Labels(NamedTuple):
     output_layout: Ints
 
 
-class _Runs:
+class _RunPeaks:
     """The runs of a problem's layers on one device group in the phases of a stage."""
 
     def __init__(self, problem: Problem, costs: GroupCosts, start: Start) -> None:
@@ -141,7 +141,7 @@ class _Runs:
         return least
 
     @cached_method
-    def _labels(self, before: int, layers: tuple[int, ...]) -> _Labels:
+    def _labels(self, before: int, layers: tuple[int, ...]) -> _MemoryLabels:
         """Return the labels of a run.
 
         Redistribution costs time, not memory: whatever a run gives out, any layer may follow.
@@ -151,7 +151,7 @@ class _Runs:
             width = costs.group.width
             layouts = np.zeros(1, np.int64) if before < 0 else self._problem.layouts_of_width[width]
             received = np.zeros(1) if before < 0 else self._problem.boundary_bytes[before][layouts]
-            return _Labels(no_layers(costs.phases, received), layouts, layouts)
+            return _MemoryLabels(no_layers(costs.phases, received), layouts, layouts)
         shorter, kind = self._labels(before, layers[:-1]), layers[-1]
         kept = _leanest(shorter.memory, shorter.received_layout)
         parent, option = pairs(kept, len(costs.options[kind].time_ps))
@@ -162,7 +162,7 @@ class _Runs:
         received = shorter.received_layout[parent]
         output = np.zeros_like(option) if self._is_last(layers) else costs.options[kind].output_layout[option]
         rows = _leanest(memory, received * self._problem.num_layouts + output)
-        return _Labels(memory.take(rows), received[rows], output[rows])
+        return _MemoryLabels(memory.take(rows), received[rows], output[rows])
 
     def _is_last(self, layers: tuple[int, ...]) -> bool:
         """Return whether a run ends with the head, which gives nothing out."""

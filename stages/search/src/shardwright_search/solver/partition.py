@@ -20,7 +20,7 @@ import numpy as np
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds, CostsOf, StageKind
 from shardwright_search.solver.problem import Cut, Position, Problem, Solution
 from shardwright_search.solver.quick_bounds import Relaxed
-from shardwright_search.solver.stage_labels import Labels, StageLabels
+from shardwright_search.solver.stage_labels import RunLabels, StageLabels
 from shardwright_search.step.pareto import Ints, Numbers, non_dominated
 
 _FEW_IN_ALL = 5_000
@@ -29,8 +29,8 @@ _TOGETHER = 500
 """Labels of runs that are paired at once with those before a cut, or one run more."""
 
 
-class At(NamedTuple):
-    """Place of a label: where its layers end, the stages' position, the last one's device group and the next one's."""
+class LabelKey(NamedTuple):
+    """State that labels share: where their layers end, the position, the last stage's device group and the next one's."""
 
     end: int
     position: Position
@@ -38,8 +38,8 @@ class At(NamedTuple):
     following: int
 
 
-_Where = tuple[Position, int, int]
-"""Place of a label without its layers: position, last device group and next one."""
+_KeyWithoutEnd = tuple[Position, int, int]
+"""A label's key without the end of its layers: position, last device group and next one."""
 
 
 class Prefix(NamedTuple):
@@ -64,7 +64,7 @@ class Prefix(NamedTuple):
         return Prefix._make(column[rows] for column in self)
 
 
-class _Runs(NamedTuple):
+class _StageContents(NamedTuple):
     """Contents that a stage of one kind can have from a layer on: labels of several runs, one entry per label."""
 
     time_ps: Numbers
@@ -77,7 +77,7 @@ class _Runs(NamedTuple):
     """Type of the run's last layer."""
     first: Ints
     """[runs]: the first entry of each."""
-    labels: tuple[Labels, ...]
+    labels: tuple[RunLabels, ...]
     """Labels of each run."""
 
     def options_of(self, label: int) -> tuple[int, ...]:
@@ -89,11 +89,11 @@ class _Runs(NamedTuple):
 class Level(NamedTuple):
     """The labels after some stages, and what their sources are: the position before, and what the stage can hold."""
 
-    labels: dict[At, Prefix]
-    sources: list[tuple[At, _Runs]]
+    labels: dict[LabelKey, Prefix]
+    sources: list[tuple[LabelKey, _StageContents]]
 
 
-LabelsOf = dict[StageKind, dict[int, Labels]]
+LabelsOf = dict[StageKind, dict[int, RunLabels]]
 """Labels by stage kind and run."""
 
 
@@ -102,7 +102,7 @@ def first_level(problem: Problem) -> Level:
     nothing, zero = np.zeros(1), np.zeros(1, np.int64)
     label = Prefix(nothing, nothing, nothing, zero, zero, zero, zero, zero, zero)
     first = _followed(problem, 0, problem.start_position)
-    return Level({At(0, problem.start_position, -1, following): label for following in first}, [])
+    return Level({LabelKey(0, problem.start_position, -1, following): label for following in first}, [])
 
 
 def next_level(
@@ -110,9 +110,9 @@ def next_level(
 ) -> Level:
     """Append one pipeline stage to every label in every way; `few`: keep no more than the most promising ones."""
     problem, phases = bounds.problem, bounds.problem.phases(stage)
-    parts: dict[_Where, list[_Appended]] = {}
-    sources: list[tuple[At, _Runs]] = []
-    known: dict[tuple[StageKind, int], list[_Runs]] = {}
+    parts: dict[_KeyWithoutEnd, list[_Appended]] = {}
+    sources: list[tuple[LabelKey, _StageContents]] = []
+    known: dict[tuple[StageKind, int], list[_StageContents]] = {}
     for at, labels in before.labels.items():
         kind = StageKind(at.following, phases, problem.start(at.group, at.following))
         if (kind, at.end) not in known:
@@ -129,7 +129,7 @@ def next_level(
     for where, joined in _joined(parts, few).items():
         for end in np.unique(joined.end):
             alike = joined.labels.take(np.flatnonzero(joined.end == end))
-            level[At(int(end), *where)] = alike.take(_undominated(problem, alike))
+            level[LabelKey(int(end), *where)] = alike.take(_undominated(problem, alike))
     return Level(level, sources)
 
 
@@ -144,7 +144,7 @@ class _Appended(NamedTuple):
         return _Appended(self.labels.take(rows), self.end[rows], self.least_ps[rows])
 
 
-def _joined(parts_of: dict[_Where, list[_Appended]], few: bool) -> dict[_Where, _Appended]:
+def _joined(parts_of: dict[_KeyWithoutEnd, list[_Appended]], few: bool) -> dict[_KeyWithoutEnd, _Appended]:
     """Return the labels of each place together; `few`: only the most promising ones of all places."""
     joined = {
         where: _Appended(
@@ -161,7 +161,7 @@ def _joined(parts_of: dict[_Where, list[_Appended]], few: bool) -> dict[_Where, 
     return {where: part.take(np.flatnonzero(part.least_ps <= most)) for where, part in joined.items()}
 
 
-def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, Labels]) -> Iterator[_Runs]:
+def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, RunLabels]) -> Iterator[_StageContents]:
     """Yield what a stage can hold from a layer on, by the labels of runs; so many together that no pairing is large."""
     known_runs = ((end, known.get(int(bounds.runs.number[start, end]))) for end in bounds.problem.ends(stage, start))
     runs = [(end, labels) for end, labels in known_runs if labels is not None and len(labels.time_ps)]
@@ -173,7 +173,7 @@ def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, 
         columns = ((part.time_ps, part.exposed_ps, part.received_layout, part.output_layout) for part in labels)
         time, exposed, received, output = map(np.concatenate, zip(*columns, strict=True))
         last, first = np.array(bounds.problem.layers)[end - 1], np.cumsum([0, *counts[:-1]])
-        yield _Runs(time, exposed, received, output, end, last, first, labels)
+        yield _StageContents(time, exposed, received, output, end, last, first, labels)
 
 
 def _undominated(problem: Problem, labels: Prefix) -> Ints:
@@ -193,7 +193,13 @@ def _followed(problem: Problem, stage: int, position: Position) -> list[int]:
 
 
 def _appended(
-    bounds: ConfigurationBounds, stage: int, at: At, labels: Prefix, where: _Where, runs: _Runs, source: int
+    bounds: ConfigurationBounds,
+    stage: int,
+    at: LabelKey,
+    labels: Prefix,
+    where: _KeyWithoutEnd,
+    runs: _StageContents,
+    source: int,
 ) -> _Appended:
     """Return every label before a cut with every label of the stage that receives its layout, for one that follows."""
     problem, (position, group, following) = bounds.problem, where
@@ -277,12 +283,12 @@ class Pipeline:
         a stage: plans may be missed.
         """
         problem, bounds = self._problem, self._bounds
-        if (targets := bounds.targets(below_ps)) is None:
+        if (target_runs := bounds.target_runs(below_ps)) is None:
             return ()
         labels_of: LabelsOf = {}
-        for kind, kind_targets in targets.items():
+        for kind, runs in target_runs.items():
             costs = bounds.costs_of(problem.device_groups[kind.group], kind.phases)
-            labels_of[kind] = StageLabels(problem, kind, costs, tick, max_labels).reaching(kind_targets)
+            labels_of[kind] = StageLabels(problem, kind, costs, tick, max_labels).reaching(runs)
         levels = [first_level(problem)]
         for stage in range(problem.pp_size):
             tick(0)
@@ -295,7 +301,7 @@ class Pipeline:
 
 
 def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> tuple[PricedSolution, ...]:
-    plans: list[tuple[float, At, int]] = []
+    plans: list[tuple[float, LabelKey, int]] = []
     for at, labels in levels[-1].labels.items():
         objective = problem.closed_form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
         objective = objective + problem.tie_ps[labels.tie_class, labels.output_layout]
@@ -306,7 +312,7 @@ def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> 
     return tuple(PricedSolution(objective, _decoded(levels, at, row)) for objective, at, row in plans[:most])
 
 
-def _decoded(levels: list[Level], at: At, label: int) -> Solution:
+def _decoded(levels: list[Level], at: LabelKey, label: int) -> Solution:
     ends: list[int] = []
     options: list[int] = []
     groups: list[int] = []

@@ -280,7 +280,7 @@ class Solution(NamedTuple):
     """Device group of each pipeline stage."""
 
 
-class Price(NamedTuple):
+class PlanCost(NamedTuple):
     """Cost of a plan."""
 
     objective_ps: int
@@ -288,7 +288,7 @@ class Price(NamedTuple):
     """Bytes of a rank by pipeline stage, without the process's memory."""
 
 
-def price(problem: Problem, solution: Solution) -> Price:
+def price(problem: Problem, solution: Solution) -> PlanCost:
     """Return T and memory of one plan, added up layer by layer."""
     numbers, position = solution.device_groups, problem.start_position
     time, exposed, memory = np.zeros(problem.pp_size), np.zeros(problem.pp_size), list[int]()
@@ -319,4 +319,4 @@ def price(problem: Problem, solution: Solution) -> Price:
     embedding = problem.device_groups[numbers[0]].options[problem.layers[0]]
     tie = problem.tie_ps[embedding.input_layout[solution.options[0]], layout]
     objective = problem.closed_form.time(float(time.sum()), float(time.max()), float(exposed.max()))
-    return Price(int(objective + tie), tuple(memory))
+    return PlanCost(int(objective + tie), tuple(memory))

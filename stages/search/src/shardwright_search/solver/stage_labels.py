@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.configuration_bounds import StageKind, Target
+from shardwright_search.solver.configuration_bounds import StageKind, TargetRun
 from shardwright_search.solver.problem import Problem, Start
 from shardwright_search.solver.stage_options import GroupCosts, Run, Weights, runs_of, weightings
 from shardwright_search.step.memory import StageMemory, no_layers
@@ -24,7 +24,7 @@ from shardwright_search.step.pareto import Ints, Numbers, beaten_alike, non_domi
 _FEW = 8
 
 
-class Labels(NamedTuple):
+class RunLabels(NamedTuple):
     """Labels of one run, one entry per label in each column; those of the run without its last layer behind them."""
 
     time_ps: Numbers
@@ -37,28 +37,28 @@ class Labels(NamedTuple):
     parent: Ints
     option: Ints
     """The option of the last layer, as the problem counts them."""
-    behind: "Labels | None"
+    behind: "RunLabels | None"
 
     @property
     def memory(self) -> StageMemory:
         """Memory that the layers so far hold."""
         return StageMemory(self.resident, self.peak)
 
-    def take(self, rows: Ints) -> "Labels":
+    def take(self, rows: Ints) -> "RunLabels":
         """Return some of the labels."""
-        return Labels._make((*(column[rows] for column in self[:-1]), self.behind))
+        return RunLabels._make((*(column[rows] for column in self[:-1]), self.behind))
 
     def options_of(self, label: int) -> tuple[int, ...]:
         """Return the option of each layer under a label."""
         options: list[int] = []
-        labels: Labels | None = self
+        labels: RunLabels | None = self
         while labels is not None and labels.behind is not None:
             options.append(int(labels.option[label]))
             label, labels = int(labels.parent[label]), labels.behind
         return tuple(reversed(options))
 
 
-Reachable = list[tuple[Run, Target]]
+Reachable = list[tuple[Run, TargetRun]]
 
 
 class StageLabels:
@@ -88,9 +88,9 @@ class StageLabels:
         self._max_added = [float((o.static + np.maximum(o.activation, o.late)).max()) for o in costs.memory]
         self._max_moment = max(float((o.activation + o.workspace).max()) for o in costs.memory)
         self._max_sent = float(problem.boundary_bytes.max()) if problem.pp_size > 1 else 0.0
-        self.reached: dict[int, Labels] = {}
+        self.reached: dict[int, RunLabels] = {}
 
-    def reaching(self, targets: Sequence[Target]) -> dict[int, Labels]:
+    def reaching(self, targets: Sequence[TargetRun]) -> dict[int, RunLabels]:
         """Return, by run, the labels of every target worth being a whole stage, where memory no longer matters."""
         runs = runs_of(self.problem.layers).runs
         reachable = sorted(((runs[target.run], target) for target in targets), key=lambda pair: pair[0])
@@ -98,21 +98,23 @@ class StageLabels:
             self.extend(self.start(before), 0, list(group))
         return self.reached
 
-    def start(self, before: int) -> Labels:
+    def start(self, before: int) -> RunLabels:
         """Return one label for each layout in which the outputs of a layer of type `before` can be received."""
         is_first = self._start is Start.FIRST
         layouts = np.zeros(1, np.int64) if is_first else self._layouts
         received = np.zeros(1) if is_first else self.problem.boundary_bytes[before][layouts]
         none = np.zeros(len(layouts))
-        return Labels(none, none, *no_layers(self.costs.phases, received), layouts, layouts, layouts, layouts, None)
+        return RunLabels(none, none, *no_layers(self.costs.phases, received), layouts, layouts, layouts, layouts, None)
 
-    def extend(self, labels: Labels, depth: int, reachable: Reachable) -> None:
+    def extend(self, labels: RunLabels, depth: int, reachable: Reachable) -> None:
         """Follow the tree of all target runs from the labels of their common beginning; it may be thousands deep."""
         waiting = [(labels, depth, reachable)]
         while waiting:
             waiting += reversed(list(self._branches(*waiting.pop())))
 
-    def _branches(self, labels: Labels, depth: int, reachable: Reachable) -> Iterator[tuple[Labels, int, Reachable]]:
+    def _branches(
+        self, labels: RunLabels, depth: int, reachable: Reachable
+    ) -> Iterator[tuple[RunLabels, int, Reachable]]:
         """Keep the labels of runs that are over; return those with one layer more of the others, by its type."""
         self._tick(len(labels.time_ps))
         onward = []
@@ -132,7 +134,7 @@ class StageLabels:
             if len(following.time_ps):
                 yield following, depth + 1, group
 
-    def whole(self, labels: Labels, run: Run, target: Target) -> Labels:
+    def whole(self, labels: RunLabels, run: Run, target: TargetRun) -> RunLabels:
         """Return the labels of a whole stage that stay below the target's caps, and of which none replaces another."""
         below = np.ones(len(labels.time_ps), bool)
         for (time, exposed), cap in zip(self.weights, target.caps[self.capped], strict=True):
@@ -142,7 +144,9 @@ class StageLabels:
             below &= labels.peak.max(1) + sent <= self.costs.group.budget_bytes
         return self._undominated(labels.take(np.flatnonzero(below)), [])
 
-    def following(self, labels: Labels, rows: Ints, before: int, kind: int, reachable: Reachable, depth: int) -> Labels:
+    def following(
+        self, labels: RunLabels, rows: Ints, before: int, kind: int, reachable: Reachable, depth: int
+    ) -> RunLabels:
         """Return every label with every option of the next layer, as far as some target can still be reached."""
         options = self.costs.options[kind]
         parent, option = pairs(rows, len(options.time_ps))
@@ -153,7 +157,7 @@ class StageLabels:
         if before >= 0:
             moves = self.costs.group.redistribution_ps[before]
             time = time + moves[labels.output_layout[parent], options.input_layout[option]]
-        following = Labels(
+        following = RunLabels(
             time,
             labels.exposed_ps[parent] + options.exposed_ps[option],
             *labels.memory.take(parent).then(self.costs.memory[kind].take(option)),
@@ -172,7 +176,7 @@ class StageLabels:
             memory += list(np.maximum(following.resident.T, never - self._max_moment))
         return self._undominated(following, memory)
 
-    def worth_extending(self, labels: Labels, before: int) -> Ints:
+    def worth_extending(self, labels: RunLabels, before: int) -> Ints:
         """Return the labels that none of another layout replaces after paying for the redistribution to theirs."""
         moves = self.costs.group.redistribution_ps[before]
         rows = np.arange(len(labels.time_ps))
@@ -191,13 +195,13 @@ class StageLabels:
                 alive[mine] = ~beaten_alike(paid, columns[mine], (received[others], received[mine]))
         return np.flatnonzero(alive)
 
-    def _undominated(self, labels: Labels, memory: list[Numbers]) -> Labels:
+    def _undominated(self, labels: RunLabels, memory: list[Numbers]) -> RunLabels:
         """Return the labels that no other of their layouts matches or beats in the objectives and in these columns."""
         columns = [*self.problem.objectives(labels.time_ps, labels.exposed_ps), *memory]
         key = labels.received_layout * self.num_layouts + labels.output_layout
         return labels.take(np.sort(non_dominated(np.stack(columns, 1), key)))
 
-    def _reaching(self, labels: Labels, rests: Sequence[tuple[tuple[int, ...], tuple[float, ...]]]) -> Ints:
+    def _reaching(self, labels: RunLabels, rests: Sequence[tuple[tuple[int, ...], tuple[float, ...]]]) -> Ints:
         """Return the labels that fit, and that by the bounds on the rest of some target can stay within its caps."""
         fitting = labels.peak.max(1) <= self.costs.group.budget_bytes
         keep, least = np.zeros(len(fitting), bool), np.full(len(fitting), np.inf)

@@ -17,7 +17,7 @@ from shardwright_formats.types import GIB
 from shardwright_launch.lock import HeldLock
 from shardwright_train.checkpoints import folders
 from shardwright_train.checkpoints.folders import RECORD, Beginning, Checkpoint, Identity, Progress, SavedFile
-from shardwright_train.checkpoints.tensors import HostBuffer, Part, files_of_rank, parts_to_save, write_tensors
+from shardwright_train.checkpoints.tensors import HostBuffer, TensorShard, files_of_rank, parts_to_save, write_tensors
 from shardwright_train.parallel.world import Channel, GroupChannel
 
 _ROOM = 1.05
@@ -84,7 +84,7 @@ class Saver:
         while self._buffer:
             self._buffer.pop().close()
 
-    def _write(self, parts: Sequence[Part], progress: Progress) -> Path:
+    def _write(self, parts: Sequence[TensorShard], progress: Progress) -> Path:
         began, target = time.monotonic(), folders.folder_of_step(self.folder, progress.step)
         unfinished = folders.unfinished_folder(target)
         self._first(lambda: folders.make_empty(unfinished))

@@ -34,7 +34,7 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", t
 _HEADER_ALIGNMENT = 8
 
 
-class Part(NamedTuple):
+class TensorShard(NamedTuple):
     """The shard of a tensor that a rank holds, and its offset in that tensor."""
 
     name: str
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     local: Tensor
 
 
-def parts_to_save(tensors: Mapping[str, Tensor]) -> tuple[Part, ...]:
+def parts_to_save(tensors: Mapping[str, Tensor]) -> tuple[TensorShard, ...]:
     """Return the parts of its tensors that this rank saves: each element once over all ranks, balanced by bytes.
 
     No communication is needed: the ranks that hold replicas hold the same tensors in the same order, those of their
@@ -52,7 +52,9 @@ def parts_to_save(tensors: Mapping[str, Tensor]) -> tuple[Part, ...]:
     planner = DefaultSavePlanner()
     planner.set_up_planner({name: x for name, x in tensors.items() if name in mine})
     return tuple(
-        Part(item.index.fqn, tuple(item.tensor_data.chunk.offsets), local_tensor(tensors[item.index.fqn].detach()))
+        TensorShard(
+            item.index.fqn, tuple(item.tensor_data.chunk.offsets), local_tensor(tensors[item.index.fqn].detach())
+        )
         for item in planner.create_local_plan().items
         if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel()
     )
@@ -85,7 +87,7 @@ def _replicas(x: DTensor) -> NDArray[np.int64]:
 class HostBuffer:
     """A host buffer for one rank's parts of a checkpoint, allocated once; pinned where they come from a GPU."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[TensorShard]) -> None:
         ends = np.cumsum([0, *(-(-part.local.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts)]).tolist()
         self.memory = torch.empty(ends[-1], dtype=torch.uint8)
         self._places = [
@@ -97,7 +99,7 @@ class HostBuffer:
             runtime = torch.cuda.cudart()
             torch.cuda.check_error(runtime.cudaHostRegister(self.memory.data_ptr(), self.memory.nbytes, 0))
 
-    def copied(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+    def copied(self, parts: Sequence[TensorShard]) -> tuple[TensorShard, ...]:
         """Return copies of the parts in this buffer, overwriting its previous contents."""
         for place, part in zip(self._places, parts, strict=True):
             place.copy_(part.local, non_blocking=True)
@@ -112,7 +114,7 @@ class HostBuffer:
         self._pinned, self._places, self.memory = False, [], torch.empty(0, dtype=torch.uint8)
 
 
-def write_tensors(folder: Path, parts: Sequence[Part], rank: int) -> None:
+def write_tensors(folder: Path, parts: Sequence[TensorShard], rank: int) -> None:
     """Write a rank's parts into its file in a folder; raise OSError where the system refuses it."""
     if parts:
         write_parts(folder / f"{_prefix(rank)}model-00001-of-00001.safetensors", parts)
@@ -193,7 +195,7 @@ def _cause(error: CheckpointException, folder: Path) -> BadInput:
     raise cause
 
 
-def write_parts(file: Path, parts: Sequence[Part]) -> None:
+def write_parts(file: Path, parts: Sequence[TensorShard]) -> None:
     """Write parts of tensors in the order given; what is contiguous in host memory is not copied, the rest one by one.
 
     The format is that of https://huggingface.co/docs/safetensors: the header's length in 8 bytes, JSON, the bytes; in

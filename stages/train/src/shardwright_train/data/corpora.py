@@ -63,7 +63,7 @@ _ENDINGS = {
 }
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a document's text; most documents are one piece, and a long one is never held as a whole."""
 
     text: str
@@ -80,7 +80,7 @@ class Corpus(NamedTuple):
     """Position after the last piece, in the corpus' unit: bytes of files as stored, or rows."""
     identity: list[object]
     """Properties that identify the corpus: how it is read, its files, their sizes and modification times."""
-    pieces: Callable[[], Iterator[Piece]]
+    pieces: Callable[[], Iterator[TextPiece]]
     """Function that yields the text from the beginning; it raises BadInput with the place where it is damaged."""
     strips_markup: bool = False
     """Whether the text has MediaWiki markup that is removed."""
@@ -147,7 +147,7 @@ def _stamps(files: tuple[Path, ...]) -> list[object]:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
-def text_pieces(files: Sequence[Path], max_bytes: int | None) -> Iterator[Piece]:
+def text_pieces(files: Sequence[Path], max_bytes: int | None) -> Iterator[TextPiece]:
     """Yield the text of plain files, a document each; raise BadInput where it is not UTF-8.
 
     The file that exceeds `max_bytes` is cut at the end of a line, and those after it are left out.
@@ -163,7 +163,7 @@ def text_pieces(files: Sequence[Path], max_bytes: int | None) -> Iterator[Piece]
             return
 
 
-def _pieces_of_file(path: Path, size: int, at: int) -> Iterator[Piece]:
+def _pieces_of_file(path: Path, size: int, at: int) -> Iterator[TextPiece]:
     with path.open("rb") as file:
         done, rest = 0, b""
         while done < size:
@@ -176,7 +176,7 @@ def _pieces_of_file(path: Path, size: int, at: int) -> Iterator[Piece]:
             except UnicodeDecodeError as error:
                 problem = f"not UTF-8 ({error.reason} at byte {done + error.start})"
                 raise BadInput(path, problem, "convert it, or narrow --glob") from None
-            yield Piece(text, done + cut == size, at + done + cut)
+            yield TextPiece(text, done + cut == size, at + done + cut)
             done, rest = done + cut, content[cut:]
 
 
@@ -204,7 +204,7 @@ def _last_line_end(path: Path, max_bytes: int) -> int:
     return 0
 
 
-def line_pieces(files: Sequence[Path], field: str) -> Iterator[Piece]:
+def line_pieces(files: Sequence[Path], field: str) -> Iterator[TextPiece]:
     """Yield a field of each JSON line of files, compressed ones (.gz, .bz2) too; a line without text is left out.
 
     Raises BadInput with the line's number where the field is missing.
@@ -214,7 +214,7 @@ def line_pieces(files: Sequence[Path], field: str) -> Iterator[Piece]:
         with path.open("rb") as raw:
             for number, line in enumerate(_lines(path, raw), start=1):
                 if line.strip() and (text := _field_text(path, number, line, field)):
-                    yield Piece(text, True, at + raw.tell())
+                    yield TextPiece(text, True, at + raw.tell())
         at += path.stat().st_size
 
 
@@ -247,7 +247,7 @@ def _field_text(path: Path, number: int, line: bytes, field: str) -> str:
     raise BadInput(path, f"line {number} has no field {field!r}", f"name one with --field: {', '.join(fields)}")
 
 
-def article_pieces(files: Sequence[Path]) -> Iterator[Piece]:
+def article_pieces(files: Sequence[Path]) -> Iterator[TextPiece]:
     """Yield the wikitext of each article of dumps, `.xml.bz2` or `.xml`, without redirects.
 
     Raises BadInput where a dump is damaged.
@@ -256,7 +256,7 @@ def article_pieces(files: Sequence[Path]) -> Iterator[Piece]:
     for path in files:
         with path.open("rb") as raw:
             for text in _articles(path, raw):
-                yield Piece(text, True, at + raw.tell())
+                yield TextPiece(text, True, at + raw.tell())
         at += path.stat().st_size
 
 
@@ -335,11 +335,11 @@ def open_saved(folder: Path, field: str, split: str) -> Any:
     return rows
 
 
-def row_pieces(folder: Path, rows: Any, field: str) -> Iterator[Piece]:
+def row_pieces(folder: Path, rows: Any, field: str) -> Iterator[TextPiece]:
     """Yield a column of a data set, several rows at a time; rows without text are left out."""
     for first in range(0, len(rows), _ROWS):
         for number, text in enumerate(rows[first : first + _ROWS][field], start=first):
             if not isinstance(text, str | None):
                 raise BadInput(folder, f"row {number} of {field!r} is no text", "name another --field")
             if text:
-                yield Piece(text, True, number + 1)
+                yield TextPiece(text, True, number + 1)

@@ -17,7 +17,7 @@ from shardwright_formats.io import BadInput
 from shardwright_train.data.objectives import RandomBatches, Text, TextBatches
 from shardwright_train.data.sampling import Blend, Samples
 from shardwright_train.data.share import Batch
-from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, Part
+from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, SplitPart
 from shardwright_train.data.tokenizing import read_tokenizer
 from shardwright_train.data.tokens import DataFolder
 from shardwright_train.parallel.vocab import IGNORED
@@ -138,7 +138,7 @@ class SpanCorruption(Text):
         return samples * self.lengths.targets
 
     def open(
-        self, folder: Path, seed: int, part: Part = WHOLE, boundaries: Boundaries = ACROSS
+        self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
     ) -> TextBatches | RandomBatches:
         """Open a split as any objective does; raise BadInput where there are too few sentinels for a sample's spans."""
         opened = super().open(folder, seed, part, boundaries)

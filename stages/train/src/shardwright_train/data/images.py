@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from shardwright_formats.io import BadInput, sha256_of_file, sha256_of_value
 from shardwright_train.data.sampling import samples_at
-from shardwright_train.data.share import Batch, Share
-from shardwright_train.data.split import WHOLE, Part, Split
+from shardwright_train.data.share import Batch, BatchShare
+from shardwright_train.data.split import WHOLE, Split, SplitPart
 
 _BRIGHTEST = 255
 _ORDER_OF_SPLITS = 2**40
@@ -46,7 +46,7 @@ class Images:
     seed: int
     sha256: str
     """SHA-256 of the contents of both files, and of the split."""
-    part: Part = WHOLE
+    part: SplitPart = WHOLE
 
     @property
     def per_epoch(self) -> int:
@@ -54,7 +54,7 @@ class Images:
         first, end = self._bounds
         return end - first
 
-    def read(self, first: int, share: Share) -> Batch:
+    def read(self, first: int, share: BatchShare) -> Batch:
         """Return `pixel_values` [samples, channels, height, width] in [-1, 1] and `labels` [samples, 1]."""
         indices = first + share.rows
         chosen = self._chosen(indices)
@@ -84,7 +84,7 @@ class Images:
         """Do nothing: the files were read for their identity when they were opened."""
 
 
-def open_images(folder: Path, form: ImageForm, seed: int, part: Part = WHOLE) -> Images:
+def open_images(folder: Path, form: ImageForm, seed: int, part: SplitPart = WHOLE) -> Images:
     """Open a split of a folder of images for a model; they are mapped, but read once for their identity.
 
     Raises BadInput when a file is absent or damaged, they do not belong together, or do not fit the model.

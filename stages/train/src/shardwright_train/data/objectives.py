@@ -14,8 +14,8 @@ from shardwright_formats.io import BadInput, RunFailed, sha256_of_value
 from shardwright_formats.types import EMBEDDING, HEAD
 from shardwright_train.data.images import ImageForm, Images, open_images
 from shardwright_train.data.sampling import Blend, Samples, open_data
-from shardwright_train.data.share import Batch, Share, with_boundaries
-from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, Part, Split
+from shardwright_train.data.share import Batch, BatchShare, with_boundaries
+from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, Split, SplitPart
 from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 
@@ -78,7 +78,7 @@ class Text(ABC):
         return self.batch(torch.randint(0, self.vocab_size, shape, generator=generator), generator)
 
     def open(
-        self, folder: Path, seed: int, part: Part = WHOLE, boundaries: Boundaries = ACROSS
+        self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
     ) -> "TextBatches | RandomBatches":
         """Open a split of a folder of prepared text, or of a blend of several; RANDOM gives random tokens.
 
@@ -113,7 +113,7 @@ class TextBatches:
         """Return the number of samples of the split; in evaluation, those from 0 to it are all of it once, in order."""
         return self.samples.per_epoch
 
-    def read(self, first: int, share: Share) -> Batch:
+    def read(self, first: int, share: BatchShare) -> Batch:
         """Return a rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
         indices = first + share.rows
         text = torch.from_numpy(self.samples.read(indices))
@@ -179,7 +179,7 @@ class Masked(Text):
         return cls(config.vocab_size, sequence_length, mask, padding)
 
     def open(
-        self, folder: Path, seed: int, part: Part = WHOLE, boundaries: Boundaries = ACROSS
+        self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
     ) -> "TextBatches | RandomBatches":
         """Open a split of prepared text as any objective does; raise BadInput where the mask token is unknown."""
         if self.mask is None and folder != RANDOM:
@@ -272,7 +272,7 @@ class Classification:
         return {"pixel_values": 2 * pixels - 1, "labels": labels}
 
     def open(
-        self, folder: Path, seed: int, part: Part = WHOLE, boundaries: Boundaries = ACROSS
+        self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
     ) -> "Images | RandomBatches":
         """Open a split of a folder of images; RANDOM gives random ones."""
         if any(boundaries):
@@ -300,7 +300,7 @@ class RandomBatches:
         """Return the nominal length of an epoch; the samples are endless."""
         return _RANDOM_EPOCH
 
-    def read(self, first: int, share: Share) -> Batch:
+    def read(self, first: int, share: BatchShare) -> Batch:
         """Return a rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
         made = [self._sample(first + int(row)) for row in share.rows]
         return {name: torch.cat([one[name] for one in made]) for name in made[0] if name not in share.left_out}
@@ -318,7 +318,7 @@ class RandomBatches:
         return self.objective.random_batch(1, generator)
 
 
-def random_batches(objective: Text | Classification, seed: int, part: Part) -> RandomBatches:
+def random_batches(objective: Text | Classification, seed: int, part: SplitPart) -> RandomBatches:
     """Return random samples to train on; raise BadInput for any other split."""
     if part.split is not Split.TRAIN:
         raise BadInput(RANDOM, f"random samples have no {part.split} split", "evaluate on data")

@@ -22,7 +22,7 @@ from shardwright_formats.io import (
 from shardwright_formats.types import MIB
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
-from shardwright_train.data.corpora import Corpus, Piece, Source, glob_of, open_corpus, source_of
+from shardwright_train.data.corpora import Corpus, Source, TextPiece, glob_of, open_corpus, source_of
 from shardwright_train.data.tokenizing import (
     SETTINGS,
     Encoder,
@@ -127,7 +127,7 @@ class _Request(NamedTuple):
         _say(f"training a tokenizer on the first {max_bytes / MIB:g} MiB at most")
         return trained(self._texts(max_bytes), self.vocab_size, self.text)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         """Yield the pieces to tokenize, up to the limit of text."""
         room = self.max_bytes
         for piece in self.corpus.pieces():

@@ -16,7 +16,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from shardwright_formats.io import BadInput, Document, Value, read_document, sha256_of_file, sha256_of_value
-from shardwright_train.data.split import WHOLE, Part, Split
+from shardwright_train.data.split import WHOLE, Split, SplitPart
 from shardwright_train.data.tokens import AGAIN, DataFolder, TokenFile, TokenIndex, read_tokens
 
 _ROUNDS = 8
@@ -146,7 +146,7 @@ class Samples:
                 raise BadInput(file, f"its SHA-256 is not what {files.description.name} says", AGAIN)
 
 
-def open_samples(folder: Path, sequence_length: int, seed: int, part: Part = WHOLE) -> Samples:
+def open_samples(folder: Path, sequence_length: int, seed: int, part: SplitPart = WHOLE) -> Samples:
     """Open a split of a folder of prepared data; the tokens are mapped, not read.
 
     Raises BadInput when a file is damaged, does not belong to the others, or the split holds less than one sample.
@@ -177,10 +177,10 @@ def open_samples(folder: Path, sequence_length: int, seed: int, part: Part = WHO
     )
 
 
-def _check_splits(files: DataFolder, opened: TokenFile, part: Part) -> None:
+def _check_splits(files: DataFolder, opened: TokenFile, part: SplitPart) -> None:
     """Raise BadInput where document boundaries leave the requested split empty."""
     for split in Split:
-        each = Part(split, part.fractions)
+        each = SplitPart(split, part.fractions)
         begin, end = each.bounds
         first, last = _tokens_of(opened.index, each)
         if begin < end and first == last:
@@ -190,7 +190,7 @@ def _check_splits(files: DataFolder, opened: TokenFile, part: Part) -> None:
             raise BadInput(files.tokens, problem, remedy)
 
 
-def _tokens_of(index: TokenIndex, part: Part) -> tuple[int, int]:
+def _tokens_of(index: TokenIndex, part: SplitPart) -> tuple[int, int]:
     """Return the range of a split's tokens: whole documents, from the first that begins inside the split."""
     documents = (index.first_document_from(round(share * index.total)) for share in part.bounds)
     begin, end = map(index.document_start, documents)
@@ -220,7 +220,7 @@ class Blend:
 
     parts: tuple[Samples, ...]
     weights: tuple[float, ...]
-    part: Part
+    part: SplitPart
 
     @property
     def seed(self) -> int:
@@ -307,7 +307,7 @@ def check_described(folder: Path) -> None:
         files.read_description()
 
 
-def open_data(folder: Path, sequence_length: int, seed: int, part: Part = WHOLE) -> Samples | Blend:
+def open_data(folder: Path, sequence_length: int, seed: int, part: SplitPart = WHOLE) -> Samples | Blend:
     """Open a folder of prepared data, or one whose blend.json names several.
 
     Raises BadInput where one cannot be opened, they have not the same tokenizer, or a weight is too small to count.

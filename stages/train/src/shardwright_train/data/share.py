@@ -24,7 +24,7 @@ _AHEAD = 2
 """Number of steps read ahead: one is ready while another is read."""
 
 
-class Share(NamedTuple):
+class BatchShare(NamedTuple):
     """A rank's share of a global batch: the samples of every microbatch that its pipeline stage reads."""
 
     microbatches: int

@@ -33,7 +33,7 @@ class Fractions(NamedTuple):
         return ends[number], ends[number + 1]
 
 
-class Part(NamedTuple):
+class SplitPart(NamedTuple):
     """A split of data divided by given fractions."""
 
     split: Split = Split.TRAIN
@@ -50,7 +50,7 @@ class Part(NamedTuple):
         return [] if self == WHOLE else [self.split.value, *self.fractions]
 
 
-WHOLE = Part()
+WHOLE = SplitPart()
 """The part that holds all data, to train on."""
 
 

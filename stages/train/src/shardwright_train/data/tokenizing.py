@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shardwright_formats.io import BadInput, RunFailed, read_bytes, read_object, write_bytes
-from shardwright_train.data.corpora import Piece
+from shardwright_train.data.corpora import TextPiece
 from shardwright_train.data.tokens import token_dtype
 
 END_OF_TEXT = "<|endoftext|>"
@@ -155,7 +155,7 @@ class Encoder:
     vocab_size: int
     strips_markup: bool
 
-    def __call__(self, pieces: list[Piece]) -> Encoded:
+    def __call__(self, pieces: list[TextPiece]) -> Encoded:
         """Return the tokens of some pieces; raise BadInput where the tokenizer cannot encode one."""
         texts = [plain(piece.text) if self.strips_markup else piece.text for piece in pieces]
         ids, ends = array("i"), []
@@ -209,9 +209,9 @@ def check_plain(corpus: object) -> None:
         raise BadInput(corpus, "taking markup out takes the package `mwparserfromhell`", remedy) from None
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
     """Yield batches of pieces, large enough to be worth sending to another process."""
-    batch: list[Piece] = []
+    batch: list[TextPiece] = []
     characters = 0
     for piece in pieces:
         batch.append(piece)
@@ -224,7 +224,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 @contextmanager
-def encoding(encoder: Encoder, pieces: Iterable[Piece], workers: int | None) -> Iterator[Iterator[Encoded]]:
+def encoding(encoder: Encoder, pieces: Iterable[TextPiece], workers: int | None) -> Iterator[Iterator[Encoded]]:
     """Yield the tokens of pieces by batches, in order: made in this process, or in worker processes for many pieces.
 
     Worker processes, one per core where `workers` is None, end with the block, and with this process however it ends.
@@ -246,7 +246,7 @@ def encoding(encoder: Encoder, pieces: Iterable[Piece], workers: int | None) -> 
 
 
 def _in_order(
-    pool: ProcessPoolExecutor, encoder: Encoder, work: Iterable[list[Piece]], limit: int
+    pool: ProcessPoolExecutor, encoder: Encoder, work: Iterable[list[TextPiece]], limit: int
 ) -> Iterator[Encoded]:
     ahead: deque[Future[Encoded]] = deque()
     for batch in work:

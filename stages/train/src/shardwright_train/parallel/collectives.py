@@ -122,7 +122,7 @@ def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterat
     The products' backward passes keep only this rank's share of the gathered tensors, and gather it again, once. The
     gradients are summed and scattered.
     """
-    shares = [_Share(x.detach(), group) for x in inputs]
+    shares = [_GatheredShard(x.detach(), group) for x in inputs]
     gathered = [share.gathered(x) for share, x in zip(shares, inputs, strict=True)]
     # Storages stand for tensors: products keep views.
     owners = {id(x.untyped_storage()): share for x, share in zip(gathered, shares, strict=True)}
@@ -135,7 +135,7 @@ def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterat
         yield gathered
 
 
-class _Share:
+class _GatheredShard:
     """This rank's shard of a gathered tensor, gathered from its first use in the backward pass to its last."""
 
     def __init__(self, share: Tensor, group: dist.ProcessGroup) -> None:
@@ -161,7 +161,7 @@ class _Share:
 class _View(NamedTuple):
     """A view of a gathered tensor."""
 
-    share: _Share
+    share: _GatheredShard
     size: Any
     stride: Any
     offset: Any

@@ -13,7 +13,7 @@ from shardwright_formats.semantics.axes import axes_of, layout_of
 from shardwright_formats.semantics.chunks import chunk_layers
 from shardwright_formats.semantics.layout import Box, parameter_box
 from shardwright_formats.types import EMBEDDING, HEAD, Plan, Recompute, Strategy
-from shardwright_train.data.share import Batch, Share
+from shardwright_train.data.share import Batch, BatchShare
 from shardwright_train.models.base import Family, States, WithLoss
 from shardwright_train.models.initial_weights import fill
 from shardwright_train.parallel.checkpointing import Recomputation, recomputed
@@ -66,13 +66,13 @@ class RankContext:
         return self.stage_ranks.index(self.rank)
 
     @cached_property
-    def share(self) -> Share:
+    def share(self) -> BatchShare:
         """Return this rank's share of a global batch: the samples that some layer of it works on."""
         plan, chunks = self.plan, range(len(self.plan.stages[self.stage_index].layers))
         layers = [layer for chunk in chunks for layer in chunk_layers(plan, self.stage_index, chunk)]
         shards = [layout_of(strategy).activation_shard(self.me, plan.microbatch_samples, 1) for *_, strategy in layers]
         first, kinds = min((s.batch_start for s in shards), default=0), {kind for _, kind, _ in layers}
-        return Share(
+        return BatchShare(
             microbatches=plan.num_microbatches,
             microbatch_samples=plan.microbatch_samples,
             first=first,

@@ -18,7 +18,7 @@ _ADDS = 2
 """Number of backward passes of a chunk until one adds to existing gradients."""
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """The piece of a tensor that one other rank sends or receives."""
 
     rank: int
@@ -37,7 +37,7 @@ class Port:
     """Order of the actions of the ranks at the other side."""
     shapes: tuple[tuple[int, int, int], ...]
     """Shapes of this rank's part of each tensor."""
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[TensorPiece, ...], ...]
     """Pieces of each tensor."""
 
 
@@ -103,7 +103,7 @@ def _port(context: RankContext, cut: Cut, kind: Pass, there: tuple[int, int], se
             if mine == me:
                 pair = (context.rank, ranks[other]) if sends else (ranks[other], context.rank)
                 group = context.groups.edge(kind, cut.around, pair)
-                exchanged.append(Piece(ranks[other], group, window(piece, shard)))
+                exchanged.append(TensorPiece(ranks[other], group, window(piece, shard)))
         pieces.append(tuple(exchanged))
     order = {action: i for i, action in enumerate(stage_actions(plan, there[0]))}
     return Port(there, order, tuple(shapes), tuple(pieces))

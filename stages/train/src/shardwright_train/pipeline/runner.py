@@ -17,7 +17,7 @@ from shardwright_formats.semantics.chunks import stage_actions
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.types import ITEMSIZE, GradientReduction
 from shardwright_models.facts import Mask
-from shardwright_train.data.share import DOCUMENTS, Batch, Share
+from shardwright_train.data.share import DOCUMENTS, Batch, BatchShare
 from shardwright_train.models.base import States
 from shardwright_train.models.masks import MASK, document_mask
 from shardwright_train.parallel.data import torch_dtype
@@ -94,7 +94,7 @@ class Step:
     loss_scale: float = 1.0
 
     @classmethod
-    def of_batch(cls, batch: Batch, share: Share, seed: int = 0, number: int = 1) -> "Step":
+    def of_batch(cls, batch: Batch, share: BatchShare, seed: int = 0, number: int = 1) -> "Step":
         """Return a step on a global batch that every rank has."""
         return cls(share.part_of(batch), int((batch["labels"] != IGNORED).sum().item()), seed, number)
 

@@ -12,8 +12,8 @@ from shardwright_formats.io import RunFailed, sha256_of_value
 from shardwright_formats.types import Evaluation, Plan
 from shardwright_train.checkpoints.folders import Best
 from shardwright_train.data.objectives import Batches, TextBatches
-from shardwright_train.data.share import Batch, Share, on_host, read_ahead
-from shardwright_train.data.split import Part, Split
+from shardwright_train.data.share import Batch, BatchShare, on_host, read_ahead
+from shardwright_train.data.split import Split, SplitPart
 from shardwright_train.engine.engine import Engine
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import RunOptions
@@ -39,7 +39,7 @@ class ValidationData:
         """Return the identity of the evaluation data: losses on other data are not comparable."""
         return sha256_of_value([self.batches.sha256, self.samples])
 
-    def read(self, number: int, share: Share) -> Batch:
+    def read(self, number: int, share: BatchShare) -> Batch:
         """Return a rank's share of a global batch, numbered from 0; labels past the last sample are IGNORED."""
         first = number * share.global_samples
         batch = self.batches.read(first, share)
@@ -56,7 +56,7 @@ def open_validation(job: RunOptions, plan: Plan) -> ValidationData | None:
     if job.valid_data is not None:
         batches: Batches = objective.open(job.valid_data, _SEED, boundaries=job.boundaries)
     elif job.valid_fraction:
-        batches = objective.open(job.data, _SEED, Part(Split.VALID, job.fractions), job.boundaries)
+        batches = objective.open(job.data, _SEED, SplitPart(Split.VALID, job.fractions), job.boundaries)
     else:
         return None
     return ValidationData(batches, min(job.eval_samples or batches.per_epoch, batches.per_epoch))

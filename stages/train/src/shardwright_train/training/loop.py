@@ -22,7 +22,7 @@ from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.data.objectives import Batches
 from shardwright_train.data.share import on_host, read_ahead
-from shardwright_train.data.split import Part, Split
+from shardwright_train.data.split import Split, SplitPart
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
@@ -124,7 +124,7 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
         family = family_named(plan.model.family, job.plan)
         check_kernels(plan, family, world.device, job.plan, by_document=job.reset_attention_mask)
         objective = family.trained_on(plan.model, job.objective)
-        batches = objective.open(job.data, job.seed, Part(Split.TRAIN, job.fractions), job.boundaries)
+        batches = objective.open(job.data, job.seed, SplitPart(Split.TRAIN, job.fractions), job.boundaries)
         validation = open_validation(job, plan)
         if world.rank == 0:
             batches.check_contents()
