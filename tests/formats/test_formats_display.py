@@ -13,7 +13,7 @@ from shardwright_formats.display.units import bytes_text, rate_text, seconds_tex
 @pytest.mark.parametrize(("low", "high"), [(1e-6, 2.0), (0.002, 0.0021), (3.0, 3.0), (0.9, 110.0)])
 def test_a_logarithmic_axis_names_round_values_inside_it_and_equal_ratios_are_equally_far(low, high):
     axis = logarithmic_axis(low, high, 100, 400, "{:g}".format)
-    values = [value for value, _ in axis.marks]
+    values = [value for value, _ in axis.tick_labels]
     assert all(axis.low <= value <= axis.high for value in values) and axis.low < low <= high < axis.high
     assert values == sorted(set(values))
     assert axis.at(axis.low) == 100 and axis.at(axis.high) == pytest.approx(400)
@@ -21,8 +21,8 @@ def test_a_logarithmic_axis_names_round_values_inside_it_and_equal_ratios_are_eq
 
 
 def test_a_short_logarithmic_axis_has_several_marks_and_one_of_bytes_powers_of_two():
-    assert len(logarithmic_axis(0.02, 0.9, 0, 1, seconds_text).marks) >= 4
-    assert [words for _, words in logarithmic_axis(1024, 16 << 20, 0, 1, bytes_text, base=32).marks] == [
+    assert len(logarithmic_axis(0.02, 0.9, 0, 1, seconds_text).tick_labels) >= 4
+    assert [words for _, words in logarithmic_axis(1024, 16 << 20, 0, 1, bytes_text, base=32).tick_labels] == [
         "1 KiB", "32 KiB", "1 MiB",
     ]  # fmt: skip
 
@@ -30,9 +30,9 @@ def test_a_short_logarithmic_axis_has_several_marks_and_one_of_bytes_powers_of_t
 @pytest.mark.parametrize("high", [900, 5000, 3 << 20, 70 << 30])
 def test_an_axis_of_bytes_starts_at_nothing_and_is_round_in_its_unit(high):
     axis = bytes_axis(high, 0, 100)
-    assert axis.marks[0] == (0, "0 B") and axis.marks[-1][0] <= high
-    steps = {after - before for (before, _), (after, _) in pairwise(axis.marks)}
-    assert len(steps) == 1 and 3 <= len(axis.marks) <= 7
+    assert axis.tick_labels[0] == (0, "0 B") and axis.tick_labels[-1][0] <= high
+    steps = {after - before for (before, _), (after, _) in pairwise(axis.tick_labels)}
+    assert len(steps) == 1 and 3 <= len(axis.tick_labels) <= 7
 
 
 def test_an_axis_of_one_value_still_has_a_length():

@@ -75,7 +75,7 @@ def random_interleaved(seed: int) -> InterleavedProblem:
         sends_ps=rng.integers(0, 1 + sharding // 4, (pp_size, 4, layouts)).astype(float),
         boundary_bytes=rng.integers(0, 1 + sharding // 8, (4, layouts)).astype(float),
         moments_in_flight=moments_in_flight(schedule, pp_size, count, num_chunks, frees_outputs),
-        tie_ps=np.where(rng.random(shape) < 0.1, np.inf, rng.integers(0, 1 + sharding // 2, shape)),
+        tied_ps=np.where(rng.random(shape) < 0.1, np.inf, rng.integers(0, 1 + sharding // 2, shape)),
         frees_outputs=frees_outputs,
     )
     needs = sorted(plan.memory_bytes for plan in every_interleaved(problem))
@@ -101,7 +101,7 @@ def bare_interleaved(pp_size: int, num_chunks: int, num_microbatches: int, gradi
         sends_ps=np.zeros((pp_size, 3, 1)),
         boundary_bytes=np.full((3, 1), 7.0),
         moments_in_flight=held,
-        tie_ps=np.zeros((1, 1)),
+        tied_ps=np.zeros((1, 1)),
     )
 
 
@@ -177,7 +177,7 @@ def _time_ps(problem: InterleavedProblem, chosen: tuple[int, ...]) -> float:
     full = slowest * m - (slowest - total) // v
     few = total - (1 - m) * slowest // v
     options = group.options
-    tie = problem.tie_ps[
+    tie = problem.tied_ps[
         options[problem.embedding].input_layout[chosen[0]], options[problem.head].output_layout[chosen[-1]]
     ]
     return max(full, few) + max(end) + float(tie)

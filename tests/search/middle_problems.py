@@ -49,7 +49,7 @@ def middle_problem(seed: int) -> Problem:
         in_flight=tuple(min(count, pp_size - i) for i in range(pp_size)),
         num_microbatches=count,
         closed_form=ClosedForm(1, count - 1),
-        tie_ps=np.round(rng.uniform(0, 3e10, (_CLASSES, _CLASSES))),
+        tied_ps=np.round(rng.uniform(0, 3e10, (_CLASSES, _CLASSES))),
         boundary_bytes=np.round(rng.uniform(0, 3e8, (_TYPES, _LAYOUTS))),
     )
     least, most = min_memory(problem).memory_bytes, max(price(problem, solved(problem).solution).memory_bytes)

@@ -111,7 +111,7 @@ def random_problem(seed: int) -> Problem:
         num_microbatches=count,
         closed_form=ClosedForm(1, count - 1),
         boundary_bytes=rng.integers(0, 1 + scale.costs // 3, (4, scale.layouts)).astype(float),
-        tie_ps=rng.integers(0, 1 + scale.costs // 2, (scale.classes, scale.classes)).astype(float),
+        tied_ps=rng.integers(0, 1 + scale.costs // 2, (scale.classes, scale.classes)).astype(float),
     )
     return _with_tight_budgets(rng, problem)
 
@@ -216,7 +216,7 @@ def _with_sends(
         num_microbatches=count,
         closed_form=ClosedForm(1, count - 1),
         boundary_bytes=rng.integers(0, 1 + scale.costs // 3, (4, scale.layouts)).astype(float),
-        tie_ps=rng.integers(0, 1 + scale.costs // 2, (scale.classes, scale.classes)).astype(float),
+        tied_ps=rng.integers(0, 1 + scale.costs // 2, (scale.classes, scale.classes)).astype(float),
     )
     return _with_tight_budgets(rng, problem)
 
@@ -329,6 +329,6 @@ def _priced(problem: Problem, ends: tuple[int, ...], device_groups: tuple[int, .
                     e = inside[-1]
                     need = need + problem.boundary_bytes[problem.layers[e], own[e].output_layout[chosen[e]]]
                 memory[stage] = np.maximum(memory[stage], need)
-    tie = problem.tie_ps[own[0].input_layout[chosen[0]], own[-1].output_layout[chosen[-1]]]
+    tie = problem.tied_ps[own[0].input_layout[chosen[0]], own[-1].output_layout[chosen[-1]]]
     objective = times.sum(0) + (problem.num_microbatches - 1) * times.max(0) + ends_ps.max(0) + tie
     return Enumerated(ends, device_groups, shape, objective, memory)

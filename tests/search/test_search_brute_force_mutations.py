@@ -60,7 +60,7 @@ def without_redistribution(problem: Problem) -> Problem:
             ),
             id="sends_ps",
         ),
-        pytest.param(lambda p: changed(p, tie_ps=np.zeros_like(p.tie_ps)), id="tie_ps"),
+        pytest.param(lambda p: changed(p, tied_ps=np.zeros_like(p.tied_ps)), id="tied_ps"),
         pytest.param(lambda p: changed(p, in_flight=(1,) * p.pp_size), id="in_flight"),
         pytest.param(lambda p: changed(p, num_microbatches=1), id="num_microbatches"),
         *(
@@ -158,7 +158,7 @@ def test_a_bound_above_the_best_plan_is_caught(monkeypatch):
     assert caught()
 
 
-@pytest.mark.parametrize("dropped", ["sends_ps", "tie_ps"])
+@pytest.mark.parametrize("dropped", ["sends_ps", "tied_ps"])
 def test_an_interleaved_solver_that_drops_a_term_is_caught(monkeypatch, dropped):
     made = interleaved.Interleaved.__init__
 

@@ -18,7 +18,7 @@ from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Reco
 from shardwright_search.cost_model.collectives import collective_time
 from shardwright_search.cost_model.communication import redistribution_time
 from shardwright_search.cost_model.layer import CostModel, Link
-from shardwright_search.cost_model.tied_weights import shared_cost_ps, tie_cost_ps
+from shardwright_search.cost_model.tied_weights import shared_cost_ps, tied_cost_ps
 from shardwright_search.cost_model.topology import StageTopology, kinds_of, stage_topology
 from shardwright_search.space.configurations import divisors
 
@@ -195,7 +195,7 @@ def test_tied_parameters_move_between_stages_as_the_runtime_moves_them(make, kin
         for pieces, own in ((pieces_to_owners(tied), ranks[1]), (pieces_from_owners(tied), ranks[0])):
             sent = [sum(piece.numel for piece in pieces if piece.source == rank) for rank in own]
             taken += 20_000_000 + max(sent) * 4 * 500
-        assert tie_cost_ps(costs, embedding, head, *ranks) == taken, (tp, tp_other)
+        assert tied_cost_ps(costs, embedding, head, *ranks) == taken, (tp, tp_other)
 
 
 def test_tied_parameters_that_lie_alike_on_one_stage_move_nothing(make):
@@ -203,9 +203,9 @@ def test_tied_parameters_that_lie_alike_on_one_stage_move_nothing(make):
     zero2, zero3, ddp = (
         Strategy(tp_size=2, dp_size=2, data_parallel=DataParallel(k)) for k in ("zero2", "zero3", "ddp")
     )
-    assert tie_cost_ps(costs, zero2, zero3, ranks, ranks) == 0
-    assert tie_cost_ps(costs, ddp, zero3, ranks, ranks) > 0
-    assert tie_cost_ps(model_of(make, 4), ddp, zero3, ranks, ranks) == 0, "not tied"
+    assert tied_cost_ps(costs, zero2, zero3, ranks, ranks) == 0
+    assert tied_cost_ps(costs, ddp, zero3, ranks, ranks) > 0
+    assert tied_cost_ps(model_of(make, 4), ddp, zero3, ranks, ranks) == 0, "not tied"
 
 
 def test_a_parameter_that_layers_share_is_summed_and_brought_back_once_a_step(make):

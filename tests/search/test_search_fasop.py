@@ -16,8 +16,8 @@ from shardwright_search.fasop.partition import (
     Pipelines,
     check,
     fastest_partitions,
-    least_bottlenecks,
-    least_sums,
+    min_bottlenecks,
+    min_sums,
     pipeline_times,
     stage_times,
 )
@@ -49,9 +49,9 @@ def test_partitions_are_the_best_of_all(seed):
     raised = 0
     for _ in range(60):
         pipelines = random_pipelines(rng)
-        least, chosen = least_bottlenecks(pipelines), fastest_partitions(pipelines)
+        least, chosen = min_bottlenecks(pipelines), fastest_partitions(pipelines)
         found, every = pipeline_times(pipelines, chosen), all_cuts(pipelines.layers, pipelines.rows.shape[1])
-        within = least_sums(pipelines, least)
+        within = min_sums(pipelines, least)
         for number in range(len(pipelines.rows)):
             one = pipelines.some(np.full(len(every), number))
             times = stage_times(one, every)

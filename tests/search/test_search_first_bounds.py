@@ -131,7 +131,7 @@ def test_no_plan_is_below_the_first_bound_and_many_are_near_it(slow_links, count
         ),
         pytest.param(
             _Least,
-            "most_with_head",
+            "max_with_head",
             lambda right: lambda own, bands, ps: right(own, bands, ps) - 1,
             id="a block less beside the head",
         ),
@@ -179,6 +179,6 @@ def test_a_sub_cluster_is_priced_as_by_itself_with_what_was_priced_for_the_whole
                 for options, columns in zip(group.options, same.options, strict=True):
                     assert all(map(np.array_equal, options[:7], columns[:7]))
             assert all(np.array_equal(times, other.sends_ps[cut]) for cut, times in one.sends_ps.items())
-            assert one.tie_ps.min() == other.tie_ps.min()
+            assert one.tied_ps.min() == other.tied_ps.min()
             seen += 1
     assert seen >= 40

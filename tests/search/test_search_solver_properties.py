@@ -100,7 +100,7 @@ def test_times_that_are_so_many_times_as_long_take_so_many_times_as_long(problem
         problem,
         device_groups=tuple(map(scaled, problem.device_groups)),
         sends_ps={cut: sends * factor for cut, sends in problem.sends_ps.items()},
-        tie_ps=problem.tie_ps * factor,
+        tied_ps=problem.tied_ps * factor,
     )
     assert best(other) == best(problem) * factor
 
@@ -123,7 +123,7 @@ def test_memory_in_other_units_changes_nothing(problem, factor):
 @MANY
 @given(PROBLEMS, st.integers(1, 1000))
 def test_what_all_ties_cost_comes_on_top(problem, more):
-    assert best(changed(problem, tie_ps=problem.tie_ps + more)) == best(problem) + more
+    assert best(changed(problem, tied_ps=problem.tied_ps + more)) == best(problem) + more
 
 
 @MANY

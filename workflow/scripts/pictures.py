@@ -122,7 +122,7 @@ def draw_memory(estimate: Estimate, budget_bytes: int | None) -> str:
     axis = bytes_axis(max(peak, budget_shown) * 1.02, left, WIDTH - right)
     bottom = top + len(estimate.stages) * (height + gap)
     drawn = []
-    for value, words in axis.marks:
+    for value, words in axis.tick_labels:
         drawn.append(line(axis.at(value), 16, axis.at(value), bottom))
         drawn.append(text(axis.at(value), bottom + 15, words, text_anchor="middle", class_="soft small"))
     for row, stage in enumerate(estimate.stages):

@@ -1,4 +1,4 @@
-"""Faults of the outside world, each told in one line."""
+"""Faults of the outside world, each reported in one line."""
 
 import os
 import sys

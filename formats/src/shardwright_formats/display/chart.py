@@ -15,7 +15,7 @@ class ChartAxis(NamedTuple):
     high: float
     start: float
     end: float
-    marks: Sequence[tuple[float, str]]
+    tick_labels: Sequence[tuple[float, str]]
     scale: Callable[[float], float] = float
 
     def at(self, value: float) -> float:
@@ -65,10 +65,10 @@ class Panel(NamedTuple):
         left, right, bottom, top = self.x.start, self.x.end, self.y.start, self.y.end
         soft = {"class_": "soft small"}
         drawn = [text(left, top - 8, title, class_="strong")] if title else []
-        for value, words in self.y.marks:
+        for value, words in self.y.tick_labels:
             drawn.append(line(left, self.y.at(value), right, self.y.at(value)))
             drawn.append(text(left - 6, self.y.at(value) + 4, words, text_anchor="end", **soft))
-        for value, words in self.x.marks:
+        for value, words in self.x.tick_labels:
             drawn.append(line(self.x.at(value), bottom, self.x.at(value), bottom + 4))
             drawn.append(text(self.x.at(value), bottom + 16, words, text_anchor="middle", **soft))
         drawn.append(line(left, bottom, right, bottom, stroke="var(--soft)"))

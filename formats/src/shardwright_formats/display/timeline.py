@@ -46,9 +46,11 @@ def draw_timeline(plan: Plan, estimate: Estimate) -> str:
             share = idle_s(events, lane.stage, end_s) / end_s
             drawn.append(text(WIDTH, y + height / 2 + 5, f"idle {share:.1%}", text_anchor="end"))
         drawn.extend(_event(event, y, height, scale, chunks) for event in lanes[lane])
-    marks, height = legend(list(_legend_entries({event.kind for event in events}, chunks)), _LEFT, bottom + 32, WIDTH)
+    legend_marks, height = legend(
+        list(_legend_entries({event.kind for event in events}, chunks)), _LEFT, bottom + 32, WIDTH
+    )
     label = f"timeline of a simulated step of {plan.name}"
-    return picture("".join(drawn) + marks, WIDTH, bottom + 32 + height, label)
+    return picture("".join(drawn) + legend_marks, WIDTH, bottom + 32 + height, label)
 
 
 def _rows(lanes: set[Lane], num_stages: int) -> tuple[dict[Lane, float], float]:

@@ -6,7 +6,7 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 MAX_RELATIVE_ERROR = 0.2
-"""A difference whose standard error is a larger share of it is measured again, and told of where it stays so."""
+"""A difference whose standard error is a larger share of it is measured again, and reported where it stays so."""
 
 
 class Duration(NamedTuple):

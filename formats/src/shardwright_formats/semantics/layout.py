@@ -61,14 +61,14 @@ def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_l
     transfers = []
     apart = source.stage_size != target.stage_size
     share = samples // source.samples.size
-    turns = [cycle(source.holders(part)) for part in range(source.samples.size)]
+    replicas = [cycle(source.holders(part)) for part in range(source.samples.size)]
     for rank in range(target.stage_size):
         wanted = target.activation_shard(rank, samples, sequence_length)
         for part in range(wanted.batch_start // share, -(-wanted.batch_end // share)):
             holders = source.holders(part)
             if not source.sequence_split:
                 near = rank if rank in holders else holders[rank % len(holders)]
-                holders = (next(turns[part]) if apart else near,)
+                holders = (next(replicas[part]) if apart else near,)
             for holder in holders:
                 piece = source.activation_shard(holder, samples, sequence_length).intersect(wanted)
                 if piece is not None:

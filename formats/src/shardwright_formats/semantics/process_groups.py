@@ -65,7 +65,7 @@ class PlannedGroup(NamedTuple):
 
 
 def process_groups(plan: Plan) -> tuple[PlannedGroup, ...]:
-    """Return the groups of a plan beside that of all ranks, each once, in the order in which they are made."""
+    """Return the groups of a plan other than that of all ranks, each once, in the order in which they are made."""
     groups: dict[PlannedGroup, None] = {}
     for stage in range(len(plan.stages)):
         for chunk in range(len(plan.stages[stage].layers)):

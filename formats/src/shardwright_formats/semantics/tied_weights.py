@@ -82,10 +82,10 @@ def _replica(plan: Plan, layer: str, strategy: Strategy, kind: str, name: str) -
 
 def _pieces(sender: Replica, receiver: Replica) -> Iterator[Piece]:
     """Yield pieces that serve each element of the receiver once; replicas of the sender take turns."""
-    turns = {stored: cycle(sources) for stored, sources in sender.boxes().items()}
+    replicas = {box: cycle(sources) for box, sources in sender.boxes().items()}
     for wanted, targets in receiver.boxes().items():
-        for stored, sources in sender.boxes().items():
-            common = overlap(stored, wanted)
+        for box, sources in sender.boxes().items():
+            common = overlap(box, wanted)
             if common is not None:
                 for target in targets:
-                    yield Piece(target if target in sources else next(turns[stored]), target, sender, receiver, common)
+                    yield Piece(target if target in sources else next(replicas[box]), target, sender, receiver, common)

@@ -119,7 +119,7 @@ def _fitting(problem: Problem, solution: Solution) -> float | None:
     """Return T of a plan that fits; None where it does not."""
     objective_ps, memory_bytes = price(problem, solution)
     budgets = (problem.device_groups[group].budget_bytes for group in solution.device_groups)
-    fits = all(need <= most for need, most in zip(memory_bytes, budgets, strict=True))
+    fits = all(used <= budget for used, budget in zip(memory_bytes, budgets, strict=True))
     return float(objective_ps) if fits else None
 
 

@@ -116,9 +116,9 @@ def _is_better(problem: Problem, answer: HighsAnswer, limit_ps: float, offset_ps
     """Return whether HiGHS has a plan below a limit that fits by whole bytes: its own tolerances are wider."""
     if answer.solution is None or answer.objective_ps + offset_ps > (limit_ps + offset_ps) * (1 - TOLERANCE / 2):
         return False
-    needs = price(problem, answer.solution).memory_bytes
+    memory_bytes = price(problem, answer.solution).memory_bytes
     budgets = [problem.device_groups[place].budget_bytes for place in answer.solution.device_groups]
-    return all(need <= budget for need, budget in zip(needs, budgets, strict=True))
+    return all(used <= budget for used, budget in zip(memory_bytes, budgets, strict=True))
 
 
 def _difference(configuration: Configuration, ours_ps: float, theirs_ps: float) -> str:

@@ -74,7 +74,7 @@ __all__ = [
     "tree_leaves",
 ]
 
-_MOST_GRAPHS = 4096
+_MAX_GRAPHS = 4096
 """Largest number of compiled graphs per piece of code, as layers of different strategies need separate graphs."""
 
 _DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
@@ -126,7 +126,7 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
     import torch._dynamo  # 1 s of every start otherwise
 
     config: Any = torch._dynamo.config
-    config.recompile_limit, config.accumulated_recompile_limit = _MOST_GRAPHS, _MOST_GRAPHS
+    config.recompile_limit, config.accumulated_recompile_limit = _MAX_GRAPHS, _MAX_GRAPHS
     config.fail_on_recompile_limit_hit = True
     # What is swapped in a forward pass is put back in it: a replay has nothing to do over.
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True

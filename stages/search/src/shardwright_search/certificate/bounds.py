@@ -1,8 +1,8 @@
 """Lower bounds from dual values on the plans of a configuration, for the checker of certificates.
 
-A configuration is told as the arrays of `solver.problem.Problem`; no code is shared with the solver. At any price of a
-byte a run of layers costs no less than its least priced sum less the price of the budget. What is left is a shortest
-path over stages, layers and layouts.
+A configuration is described by the arrays of `solver.problem.Problem`; no code is shared with the solver. At any price
+of a byte a run of layers costs no less than its least priced sum less the price of the budget. What is left is a
+shortest path over stages, layers and layouts.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ Arrays = Any
 Problem = Arrays
 Step = tuple[Any, int, int, Any]
 """Position and group before a stage (-1: none), the stage's own group and the position behind it."""
-Place = tuple[int, int]
+StageOnGroup = tuple[int, int]
 """A pipeline stage and the device group that it is on."""
 Run = tuple[int, ...]
 """Types of the layer before (-1: none) and of a stage's layers."""
@@ -34,7 +34,7 @@ class Chain(NamedTuple):
     size: int
     """Number of layouts and classes."""
     keeps_sums: bool
-    """True where some option keeps gradients of earlier microbatches beside those of the last."""
+    """True where some option keeps gradients of earlier microbatches in addition to those of the last."""
     runs: dict[Run, int]
     number: Array
     """[first layer, end]: which run; -1: none."""
@@ -42,7 +42,7 @@ class Chain(NamedTuple):
     """Steps by stage."""
     sends: dict[tuple[Any, int, int], Array]
     """[end, layouts given, layouts received] by position, group before and group behind."""
-    sent: dict[Place, Array]
+    sent: dict[StageOnGroup, Array]
     """[first layer, end, layouts in, layouts out]: the least that a stage takes to receive and to give out."""
 
 
@@ -53,7 +53,7 @@ def chain_of(problem: Problem, layouts: bool = True) -> Chain:
     """
     problem = problem if layouts else _without_layouts(problem)
     kinds, total = problem.layers, len(problem.layers)
-    size = max(problem.boundary_bytes.shape[1], *problem.tie_ps.shape)
+    size = max(problem.boundary_bytes.shape[1], *problem.tied_ps.shape)
     number, runs = np.full((total + 1, total + 1), -1), dict[Run, int]()
     for start, end in sorted(combinations(range(total + 1), 2), key=lambda ends: ends[1] - ends[0]):
         run = kinds[start - 1] if start else -1, *kinds[start:end]
@@ -83,9 +83,9 @@ def _without_layouts(problem: Problem) -> Problem:
         return replace(group, options=options, redistribution_ps=np.zeros((len(options), 1, 1)))
 
     sends = {cut: times.min((1, 2), keepdims=True) for cut, times in problem.sends_ps.items()}
-    held, ties = problem.boundary_bytes.min(1, keepdims=True), problem.tie_ps.min(keepdims=True)
+    held, ties = problem.boundary_bytes.min(1, keepdims=True), problem.tied_ps.min(keepdims=True)
     groups = tuple(map(merged, problem.device_groups))
-    return replace(problem, device_groups=groups, sends_ps=sends, boundary_bytes=held, tie_ps=ties)
+    return replace(problem, device_groups=groups, sends_ps=sends, boundary_bytes=held, tied_ps=ties)
 
 
 def phases_of(chain: Chain, stage: int) -> list[tuple[int, bool, bool]]:
@@ -101,9 +101,9 @@ def phases_of(chain: Chain, stage: int) -> list[tuple[int, bool, bool]]:
 
 
 class Duals(NamedTuple):
-    """Lower bounds on a weighted cost of runs on some places, each by a price."""
+    """Lower bounds on a weighted cost of runs of some stages on device groups, each by a price."""
 
-    rows: tuple[tuple[Place, MemoryPrice], ...]
+    rows: tuple[tuple[StageOnGroup, MemoryPrice], ...]
     weights: Array
     """[rows, 2]: of A and of U."""
     prefixes: Array
@@ -111,15 +111,15 @@ class Duals(NamedTuple):
     whole: Array
     """Bounds of whole stages, with the budget taken off; after the last run infinity."""
 
-    def rows_of(self, place: Place) -> list[int]:
-        """Return the rows of a place."""
-        return [row for row, (row_place, _) in enumerate(self.rows) if row_place == place]
+    def rows_of(self, stage_on_group: StageOnGroup) -> list[int]:
+        """Return the rows of a stage on a device group."""
+        return [row for row, (row_stage_on_group, _) in enumerate(self.rows) if row_stage_on_group == stage_on_group]
 
 
 def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
     """Return bounds on the cost with weights [stages, 2] of A and U."""
     problem, kinds, layouts = chain.problem, range(len(chain.problem.boundary_bytes)), chain.problem.num_layouts
-    rows = tuple((place, price) for place in chain.sent for price in prices[place[0]])
+    rows = tuple((stage_on_group, price) for stage_on_group in chain.sent for price in prices[stage_on_group[0]])
     weighted = np.array([weights[stage] for (stage, _), _ in rows])
     tables = np.full((4, len(kinds), len(rows), chain.size, chain.size), np.inf)
     moves = np.full((len(kinds), len(rows), chain.size, chain.size), np.inf)
@@ -157,12 +157,12 @@ def moments(last_layer: float, o: Arrays, count: int, comes: bool, summed: bool)
     return np.array([last_layer * last + (1 - last_layer) * first for last, first in ways])
 
 
-def _left(chain: Chain, place: Place, before: int, last: int, phase: int) -> Array:
-    """Return a budget [layouts in, layouts out], less what is received and given out."""
+def _left(chain: Chain, stage_on_group: StageOnGroup, before: int, last: int, phase: int) -> Array:
+    """Return a budget [layouts in, layouts out], less the input and the output."""
     problem, layouts = chain.problem, chain.problem.num_layouts
-    left = np.full((chain.size, chain.size), float(problem.device_groups[place[1]].budget_bytes))
+    left = np.full((chain.size, chain.size), float(problem.device_groups[stage_on_group[1]].budget_bytes))
     if before >= 0:
-        left[:layouts] -= (phases_of(chain, place[0])[phase][0] + 2) * problem.boundary_bytes[before][:, None]
+        left[:layouts] -= (phases_of(chain, stage_on_group[0])[phase][0] + 2) * problem.boundary_bytes[before][:, None]
     if last != problem.layers[-1]:
         left[:, :layouts] -= problem.boundary_bytes[last]
     return left
@@ -173,14 +173,16 @@ def _join(one: Array, other: Array) -> Array:
     return np.asarray((one[..., :, :, None] + other[..., None, :, :]).min(-2))
 
 
-def bounds_of(chain: Chain, duals: Duals, place: Place) -> Array:
-    """Return the largest of a place's bounds [first layer, end, layouts in, layouts out]; infinity: no such run."""
-    return np.asarray(duals.whole[:, duals.rows_of(place)].max(1)[chain.number])
+def bounds_of(chain: Chain, duals: Duals, stage_on_group: StageOnGroup) -> Array:
+    """Return the largest bounds [first layer, end, layouts in, layouts out] of a stage; infinity: no such run."""
+    return np.asarray(duals.whole[:, duals.rows_of(stage_on_group)].max(1)[chain.number])
 
 
-def paths(chain: Chain, tables: Mapping[Place, Array], weights: Array) -> tuple[float, dict[Place, Array]]:
-    """Return the least weighted sum over stages, and by place what all other stages take at least, as `tables` are."""
-    ties, end = chain.problem.tie_ps, len(chain.problem.layers)
+def paths(
+    chain: Chain, tables: Mapping[StageOnGroup, Array], weights: Array
+) -> tuple[float, dict[StageOnGroup, Array]]:
+    """Return the least weighted sum over stages, and that of all other stages by stage and group, as `tables` are."""
+    ties, end = chain.problem.tied_ps, len(chain.problem.layers)
     begin, ended = np.full((2, len(ties), end + 1, chain.size), np.inf)
     begin[range(len(ties)), 0, range(len(ties))] = 0.0
     ended[:, end, : ties.shape[1]] = ties
@@ -195,7 +197,7 @@ def paths(chain: Chain, tables: Mapping[Place, Array], weights: Array) -> tuple[
         here = behind
     least = min(float((value + ended).min()) for value in here.values())
     rest = dict.fromkeys(here, ended)
-    others = {place: np.full_like(table, np.inf) for place, table in tables.items()}
+    others = {stage_on_group: np.full_like(table, np.inf) for stage_on_group, table in tables.items()}
     for stage in reversed(range(len(entered))):
         ahead: dict[Any, Array] = {}
         for step, value in zip(chain.steps[stage], entered[stage], strict=True):

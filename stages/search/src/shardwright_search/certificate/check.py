@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from shardwright_formats.types import Band, ConfigurationProof, MemoryPrice
 from shardwright_search.certificate import bounds
-from shardwright_search.certificate.bounds import Array, Chain, Duals, Place, Problem, Run
+from shardwright_search.certificate.bounds import Array, Chain, Duals, Problem, Run, StageOnGroup
 
 MAX_WAYS = 30_000
 """Ways to treat layers that are listed for one stage and band."""
@@ -27,7 +27,7 @@ _BY_STAGE = ("slowest_weights", "exposed_weights", "prices")
 
 
 class Ways(NamedTuple):
-    """Ways to treat a run of layers on a place, a row each."""
+    """Ways to treat a run of layers in a stage on a device group, a row each."""
 
     entered: Array
     layout: Array
@@ -43,9 +43,9 @@ class Ways(NamedTuple):
         return Ways._make(column[rows] for column in self)
 
 
-def _listed(chain: Chain, place: Place, caps: Sequence[tuple[Duals, Array]]) -> Array | None:
+def _listed(chain: Chain, stage_on_group: StageOnGroup, caps: Sequence[tuple[Duals, Array]]) -> Array | None:
     """Return ways that stay below every cap [ways; run, layout in, layout out, A, U]; None: too many."""
-    known = [(duals, duals.rows_of(place), _by_run(chain, cap)) for duals, cap in caps]
+    known = [(duals, duals.rows_of(stage_on_group), _by_run(chain, cap)) for duals, cap in caps]
     slack = np.concatenate([_slack(cap, duals.whole[:, rows]) for duals, rows, cap in known], 1)
     prefixes = np.concatenate([duals.prefixes[:, rows] for duals, rows, _ in known], 1)
     priced = [(duals.weights[row], duals.rows[row][1]) for duals, rows, _ in known for row in rows]
@@ -55,14 +55,16 @@ def _listed(chain: Chain, place: Place, caps: Sequence[tuple[Duals, Array]]) -> 
     found_ways, listed, weighed = [np.empty((0, 5))], 0, single if chain.problem.pp_size == 1 else np.eye(2)
     alive = [run for run, number in chain.runs.items() if (slack[number].max(1) > -np.inf).all()]
     waiting: list[tuple[Run, Ways]]
-    waiting = [((before,), _entered(chain, place, before, len(priced))) for before in {run[0] for run in alive}]
+    waiting = [
+        ((before,), _entered(chain, stage_on_group, before, len(priced))) for before in {run[0] for run in alive}
+    ]
     while waiting:
         shorter, ways = waiting.pop()
         following = [run for run in alive if run[: len(shorter)] == shorter and len(run) > len(shorter)]
         for here in {run[: len(shorter) + 1] for run in following}:
-            longer, number = _longer(chain, place, ways, here, priced), chain.runs[here]
+            longer, number = _longer(chain, stage_on_group, ways, here, priced), chain.runs[here]
             if here in following:
-                complete = longer.take(_ends(chain, place, longer, here[-1]))
+                complete = longer.take(_ends(chain, stage_on_group, longer, here[-1]))
                 for weight, (*_, cap) in zip(weights, known, strict=True):
                     complete = complete.take(complete.cost @ weight < cap[number, complete.entered, complete.layout])
                 numbers = np.full(len(complete.cost), number)
@@ -90,17 +92,23 @@ def _slack(caps: Array, whole: Array) -> Array:
     return np.asarray(np.where(none, -np.inf, caps[:, None] - np.where(none, 0, whole)).max(-1))
 
 
-def _entered(chain: Chain, place: Place, before: int, rows: int) -> Ways:
+def _entered(chain: Chain, stage_on_group: StageOnGroup, before: int, rows: int) -> Ways:
     """Return the ways without a layer, in every layout that can be received."""
-    count, phases = chain.size if before < 0 else chain.problem.num_layouts, bounds.phases_of(chain, place[0])
+    count, phases = chain.size if before < 0 else chain.problem.num_layouts, bounds.phases_of(chain, stage_on_group[0])
     held = np.zeros(count) if before < 0 else chain.problem.boundary_bytes[before]
     memory = np.array([[(in_flight + 2) * held] * 2 for in_flight, *_ in phases]).transpose(2, 0, 1)
     return Ways(np.arange(count), np.arange(count), np.zeros((count, 2)), memory, np.zeros((count, rows)))
 
 
-def _longer(chain: Chain, place: Place, ways: Ways, run: Run, priced: Sequence[tuple[Array, MemoryPrice]]) -> Ways:
+def _longer(
+    chain: Chain, stage_on_group: StageOnGroup, ways: Ways, run: Run, priced: Sequence[tuple[Array, MemoryPrice]]
+) -> Ways:
     """Return the ways with one more layer, the run's last, in every way that fits."""
-    group, phases, (*_, before, kind) = chain.problem.device_groups[place[1]], bounds.phases_of(chain, place[0]), run
+    group, phases, (*_, before, kind) = (
+        chain.problem.device_groups[stage_on_group[1]],
+        bounds.phases_of(chain, stage_on_group[0]),
+        run,
+    )
     o, first = group.options[kind], len(run) == 2
     moves = np.where(np.eye(chain.size, dtype=bool), 0, np.inf) if before < 0 else group.redistribution_ps[before]
     taken = moves[ways.layout[:, None], o.input_layout]
@@ -118,10 +126,12 @@ def _longer(chain: Chain, place: Place, ways: Ways, run: Run, priced: Sequence[t
     return longer.take((longer.memory[:, :, 1] <= group.budget_bytes).all(1))
 
 
-def _ends(chain: Chain, place: Place, ways: Ways, last: int) -> Array:
+def _ends(chain: Chain, stage_on_group: StageOnGroup, ways: Ways, last: int) -> Array:
     """Return whether ways fit with what is given out of one microbatch."""
     given = 0 if last == chain.problem.layers[-1] else chain.problem.boundary_bytes[last][ways.layout][:, None]
-    return np.asarray((ways.memory[:, :, 1] + given <= chain.problem.device_groups[place[1]].budget_bytes).all(1))
+    return np.asarray(
+        (ways.memory[:, :, 1] + given <= chain.problem.device_groups[stage_on_group[1]].budget_bytes).all(1)
+    )
 
 
 def _undominated(ways: Ways, weights: Array) -> Array:
@@ -146,29 +156,38 @@ def band_holds(chain: Chain, band: Band, from_ps: float, times: Duals | None, be
     ranges = np.array([(from_ps, to_ps or np.inf), (0.0, np.inf)])
     if (left * (ranges[:, 1] == np.inf) < -_ROUNDING * np.array([form.fill + form.steady, form.once])).any():
         return False
-    costs, tables, within = bounds.duals_of(chain, band.prices, weights), dict[Place, Array](), dict[Place, Array]()
-    for place, sent in chain.sent.items():
-        tables[place] = bounds.bounds_of(chain, costs, place)
+    costs, tables, within = (
+        bounds.duals_of(chain, band.prices, weights),
+        dict[StageOnGroup, Array](),
+        dict[StageOnGroup, Array](),
+    )
+    for stage_on_group, sent in chain.sent.items():
+        tables[stage_on_group] = bounds.bounds_of(chain, costs, stage_on_group)
         if times is not None and to_ps is not None:
-            within[place] = to_ps - sent
-            tables[place] = np.where(bounds.bounds_of(chain, times, place) < within[place], tables[place], np.inf)
+            within[stage_on_group] = to_ps - sent
+            tables[stage_on_group] = np.where(
+                bounds.bounds_of(chain, times, stage_on_group) < within[stage_on_group], tables[stage_on_group], np.inf
+            )
     least, others = bounds.paths(chain, tables, weights)
     room = below_ps + margin - _constant(left, ranges)
     if least >= room or not lists:
         return least >= room
-    listed = dict[Place, Array]()
-    for place, table in tables.items():
-        caps = [(costs, np.where(table < np.inf, room + margin - others[place], -np.inf))]
-        if times is not None and place in within:
-            caps.append((times, np.where(table < np.inf, within[place], -np.inf)))
-        if (ways := _listed(chain, place, caps)) is None:
+    listed = dict[StageOnGroup, Array]()
+    for stage_on_group, table in tables.items():
+        caps = [(costs, np.where(table < np.inf, room + margin - others[stage_on_group], -np.inf))]
+        if times is not None and stage_on_group in within:
+            caps.append((times, np.where(table < np.inf, within[stage_on_group], -np.inf)))
+        if (ways := _listed(chain, stage_on_group, caps)) is None:
             return False
-        listed[place] = ways
+        listed[stage_on_group] = ways
     ranges[1, 1] = np.nextafter(max(ways[:, 4].max(initial=0.0) for ways in listed.values()), np.inf)
     waiting = [(ranges, 0)]
     while waiting:
         ranges, halvings = waiting.pop()
-        tables = {place: _within(chain, ways, weights[place[0]], ranges) for place, ways in listed.items()}
+        tables = {
+            stage_on_group: _within(chain, ways, weights[stage_on_group[0]], ranges)
+            for stage_on_group, ways in listed.items()
+        }
         if _constant(left, ranges) + bounds.paths(chain, tables, weights)[0] >= below_ps + margin:
             continue
         if halvings == MAX_HALVINGS:

@@ -133,12 +133,16 @@ class _Maker:
     def _tables(self, duals: Duals | None, below: float) -> dict[tuple[int, int], Array]:
         """Return bounds of runs that a band below some time can hold."""
         assert duals is not None
-        tables = {place: bounds.bounds_of(self._chain, duals, place) for place in self._chain.sent}
+        tables = {
+            stage_on_group: bounds.bounds_of(self._chain, duals, stage_on_group) for stage_on_group in self._chain.sent
+        }
         if self._times is None or below == np.inf:
             return tables
-        times = {place: bounds.bounds_of(self._chain, self._times, place) for place in tables}
-        on = {place: times[place] + sent < below for place, sent in self._chain.sent.items()}
-        return {place: np.where(on[place], table, np.inf) for place, table in tables.items()}
+        times = {
+            stage_on_group: bounds.bounds_of(self._chain, self._times, stage_on_group) for stage_on_group in tables
+        }
+        on = {stage_on_group: times[stage_on_group] + sent < below for stage_on_group, sent in self._chain.sent.items()}
+        return {stage_on_group: np.where(on[stage_on_group], table, np.inf) for stage_on_group, table in tables.items()}
 
     def _holds(self, band: Band, low: float, listing: bool) -> bool:
         return band_holds(self._chain, band, low, self._times, self._below, listing)
@@ -166,15 +170,17 @@ class _Maker:
         tables = self._tables(duals, below)
         _, others = paths(self._chain, tables, weights)
         shares: list[dict[MemoryPrice, float]] = [{} for _ in range(self._stages)]
-        for place, table in tables.items():
-            self._count(duals, place, others[place] + table, shares[place[0]])
+        for stage_on_group, table in tables.items():
+            self._count(duals, stage_on_group, others[stage_on_group] + table, shares[stage_on_group[0]])
         return [tuple(sorted(priced, key=priced.__getitem__, reverse=True)) for priced in shares]
 
-    def _count(self, duals: Duals, place: tuple[int, int], through: Array, counted: dict[MemoryPrice, float]) -> None:
+    def _count(
+        self, duals: Duals, stage_on_group: tuple[int, int], through: Array, counted: dict[MemoryPrice, float]
+    ) -> None:
         """Give each price a share for every run that it bounds best, the more the shorter the path through it."""
         if not np.isfinite(least := float(through.min())):
             return
-        rows, near = duals.rows_of(place), np.argwhere(through <= least + _NEAR * abs(least))
+        rows, near = duals.rows_of(stage_on_group), np.argwhere(through <= least + _NEAR * abs(least))
         runs, share = self._chain.number[near[:, 0], near[:, 1]], 1 / (_NEAR * abs(least) / 30 + 1e-300)
         costs = duals.whole[runs[:, None], rows, near[:, 2:3], near[:, 3:]]
         for row, value in zip(costs.argmax(1), through[tuple(near.T)], strict=True):
@@ -191,12 +197,12 @@ class _Maker:
                     memory = o.state_bytes + count * o.activation_bytes + (not all_in_flight) * o.late_bytes
                     slopes |= set(slopes_of(hull(time * o.time_ps + exposed * o.exposed_ps, memory)))
             ordered = sorted(slopes)
-            places = np.linspace(0, len(ordered) - 1, min(len(ordered), _MAX_SLOPES))
+            sampled = np.linspace(0, len(ordered) - 1, min(len(ordered), _MAX_SLOPES))
             phases = bounds.phases_of(self._chain, stage)
             moments = [(n, 1.0) for n in range(len(phases))]
             moments += [(n, share) for n, (_, comes, _) in enumerate(phases) if comes for share in (0.5, 0.0)]
             of_slopes = [
-                MemoryPrice(ps_per_byte=ordered[int(i)], phase=n, last_layer=x) for i in places for n, x in moments
+                MemoryPrice(ps_per_byte=ordered[int(i)], phase=n, last_layer=x) for i in sampled for n, x in moments
             ]
             candidates.append((*_FREE, *of_slopes))
         return tuple(candidates)

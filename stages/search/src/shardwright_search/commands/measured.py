@@ -23,7 +23,7 @@ def select(options: SelectOptions) -> None:
     winner = fastest_that_fits(measured, _budget_bytes(options.plan, prediction), options.measurement)
     with atomic_path(options.out) as path:
         write_document(path, winner.plan)
-        show(verdict(winner, measured, predicted, prediction))
+        show(measurement_report(winner, measured, predicted, prediction))
 
 
 def fastest_that_fits(measured: Sequence[PlanMeasurement], budget_bytes: int, file: Path) -> PlanMeasurement:
@@ -43,7 +43,9 @@ def fastest_that_fits(measured: Sequence[PlanMeasurement], budget_bytes: int, fi
     return min(fitting, key=_sample_s)
 
 
-def verdict(winner: PlanMeasurement, measured: Sequence[PlanMeasurement], plan: Plan, prediction: Prediction) -> str:
+def measurement_report(
+    winner: PlanMeasurement, measured: Sequence[PlanMeasurement], plan: Plan, prediction: Prediction
+) -> str:
     """Return in one line which plan won and by how much."""
     roles = {plan.sha256: "the predicted best"}
     for number, other in enumerate(prediction.runners_up, start=1):

@@ -92,7 +92,7 @@ def _slowdowns_at(curve: _SlowdownCurve, num_bytes: float) -> Slowdowns:
 def _slowdown_curve(
     hardware: HardwareProfile, collective: Collective, size: int, across: bool
 ) -> _SlowdownCurve | None:
-    """Return the medians by message size over the computations that were timed beside the collective.
+    """Return the medians by message size over the computations that were timed while the collective ran.
 
     They are of the rows of this link, inside a node or across nodes, this collective and this group size, in that order
     of importance: what no row agrees in is passed over. Sizes that are not known count only where no other is.

@@ -22,7 +22,7 @@ class _AllToAll(NamedTuple):
     """The exchanges of one change of layout that cost alike: the groups' kind, and what a rank sends at most."""
 
     kind: GroupKind
-    elements_per_sample: float
+    numel_per_sample: float
     """Elements of one sample that a rank sends at most, one way."""
 
 

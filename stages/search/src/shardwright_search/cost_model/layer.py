@@ -60,10 +60,10 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
     """One microbatch, tensor and sequence parallel traffic included; so is backward."""
     backward_ps: int
     gather_forward_ps: int
-    """Time that a ZeRO-3 gather beside it adds to the forward pass of each microbatch; likewise the backward pass."""
+    """Time that an overlapped ZeRO-3 gather adds to the forward pass of each microbatch; likewise the backward pass."""
     gather_backward_ps: int
     gather: Gather
-    """The gather by itself: the runtime starts it a layer ahead, beside another layer than its own."""
+    """The gather by itself: the runtime starts it a layer ahead, so it overlaps with another layer."""
     sync_every_ps: int
     """Time that reducing the gradients adds to each microbatch's backward pass; 0 when they are reduced once a step."""
     reduction_ps: int
@@ -187,7 +187,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def step_overhead_s(self) -> float:
-        """Time beside the layers that comes once a step, on the ranks where it is longest."""
+        """Time outside the layers that comes once a step, on the ranks where it is longest."""
         return max(profiles.step_overhead_s for profiles in self._profiles_by_type.values())
 
     def send(self, type_name: str, layout: Layout, link: Link, samples: int) -> Cost:
@@ -246,9 +246,9 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         zero3 = strategy.data_parallel is DataParallel.ZERO3
         gather_forward, gather_backward = (picoseconds(costs.gather.added_s(t)) for t in (forward_s, backward_s))
         added = picoseconds(costs.reduction.added_s(backward_s))
-        once, alone, beside = added, costs.reduction.alone.time_s, costs.reduction.beside_s(backward_s)
+        once, alone, overlapped = added, costs.reduction.alone.time_s, costs.reduction.overlapped_s(backward_s)
         if reduces_every:
-            once, alone, beside = 0, 0.0, 0.0
+            once, alone, overlapped = 0, 0.0, 0.0
         warnings = [compute.warning, *(d.warning for d in (*further, costs.gather.alone, costs.reduction.alone))]
         return LayerCost(
             forward_ps=picoseconds(forward_s),
@@ -259,7 +259,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             sync_every_ps=added - once,
             reduction_ps=picoseconds(alone),
             slowdowns=costs.reduction.slowdowns,
-            overlapped_ps=picoseconds(beside),
+            overlapped_ps=picoseconds(overlapped),
             sync_ps=picoseconds(costs.partial_sum_s) + (0 if zero3 else gather_forward) + once,
             optimizer_ps=picoseconds(costs.optimizer_s),
             memory=costs.memory,

@@ -59,7 +59,7 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     where both formats are one.
     """
     gradient_sums: int
-    """sP of replicas that reduce every microbatch: of the microbatches before, beside what a backward pass makes anew.
+    """Gradients of the microbatches before, of replicas that reduce every microbatch: sP.
 
     What that one makes is on its way until the next backward pass of the stage begins.
     """
@@ -96,28 +96,28 @@ def parameter_memory(
     """
     axes, ddp = axes_of(strategy).dense, strategy.data_parallel is DataParallel.DDP
     numel, shard = kind.parameter_count(axes.tensor.size), _shard_numel(kind, axes)
-    whole, computed = ITEMSIZE[precision.reduce] * numel, ITEMSIZE[precision.compute] * numel
-    stored = ITEMSIZE[precision.parameters] * shard
+    full_bytes, computed = ITEMSIZE[precision.reduce] * numel, ITEMSIZE[precision.compute] * numel
+    shard_bytes = ITEMSIZE[precision.parameters] * shard
     one_format = precision.parameters == precision.compute == precision.reduce
-    as_stored = (ddp or axes.states.size == 1) and one_format  # without FSDP2
+    without_fsdp = (ddp or axes.states.size == 1) and one_format
     replicated = ddp and axes.states.size > 1
-    zero3, fsdp = strategy.data_parallel is DataParallel.ZERO3, not (replicated or as_stored)
+    zero3, fsdp = strategy.data_parallel is DataParallel.ZERO3, not (replicated or without_fsdp)
     summed = (
         ITEMSIZE[precision.reduce] * shard * bool(axes.replicates_shards and precision.reduce != precision.parameters)
     )
-    gradients = stored + summed + whole * (reduce_every_microbatch and is_first_layer)
-    if replicated or deferred or as_stored:
-        gradients = whole
+    gradients = shard_bytes + summed + full_bytes * (reduce_every_microbatch and is_first_layer)
+    if replicated or deferred or without_fsdp:
+        gradients = full_bytes
     return ParameterMemory(
-        parameters=stored,
-        gathered_parameters=0 if as_stored or (zero3 and not is_first_layer) else computed,
+        parameters=shard_bytes,
+        gathered_parameters=0 if without_fsdp or (zero3 and not is_first_layer) else computed,
         gradients=gradients,
-        gradient_sums=stored * (replicated and reduce_every_microbatch),
-        optimizer=2 * stored,
-        buffers=fsdp * (2 * computed * zero3 + (stored if deferred else whole)),
+        gradient_sums=shard_bytes * (replicated and reduce_every_microbatch),
+        optimizer=2 * shard_bytes,
+        buffers=fsdp * (2 * computed * zero3 + (shard_bytes if deferred else full_bytes)),
         unreduced_gradients=_bucket_bytes(kind, axes.tensor.size, precision)
         if replicated
-        else whole * (fsdp and not deferred),
+        else full_bytes * (fsdp and not deferred),
     )
 
 
@@ -149,13 +149,13 @@ class Overlapped(NamedTuple):
     overhead_s: float = 0.0
     """Time in a probe beyond that of its messages, such as copies and waiting; it overlaps with nothing."""
 
-    def beside_s(self, compute_s: float) -> float:
+    def overlapped_s(self, compute_s: float) -> float:
         """Return what its messages add to a pass that takes so long."""
         return overlapped_time(compute_s, self.alone, self.slowdowns)
 
     def added_s(self, compute_s: float) -> float:
         """Return what it adds to a pass that takes so long, overhead included."""
-        return self.beside_s(compute_s) + self.overhead_s
+        return self.overlapped_s(compute_s) + self.overhead_s
 
 
 class ParameterCosts(msgspec.Struct, frozen=True, kw_only=True):

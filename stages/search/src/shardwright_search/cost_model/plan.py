@@ -12,7 +12,7 @@ from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.profiles import Profiles, TimeModel, check_profiles
 from shardwright_search.cost_model.provenance import provenance_warnings
 from shardwright_search.cost_model.stage_costs import StageCosts, range_costs, stage_costs
-from shardwright_search.cost_model.tied_weights import shared_cost_ps, tie_cost_ps
+from shardwright_search.cost_model.tied_weights import shared_cost_ps, tied_cost_ps
 from shardwright_search.simulation.simulator import Sends, Simulation, lower_bound_ps, simulate, step_time_ps
 
 _PER_SECOND = 1e12
@@ -48,7 +48,7 @@ def simulated_step_ps(plan: Plan, costs: CostModel) -> int:
 def _always_ps(plan: Plan, costs: CostModel) -> int:
     """Return the time of a step whatever its schedule."""
     ranks = [stage.ranks for stage in plan.stages]
-    return offset_ps(costs, ranks) + tie_cost_ps(costs, plan.embedding, plan.head, ranks[0], ranks[-1])
+    return offset_ps(costs, ranks) + tied_cost_ps(costs, plan.embedding, plan.head, ranks[0], ranks[-1])
 
 
 def evaluate(

@@ -27,8 +27,8 @@ from shardwright_search.step.memory import (
     frees_outputs,
     layer_memory,
     layer_passes,
-    moments,
     no_layers,
+    pass_counts,
     phases,
 )
 
@@ -79,11 +79,11 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gradient_bytes(self) -> int:
-        """All gradients at once, with the sums that are kept beside them."""
+        """All gradients at once, with the sums that are kept in addition to them."""
         return self.sum_of("memory.gradients") + self.sum_of("memory.gradient_sums")
 
     def peak_bytes(self, parts: tuple[Phase, ...]) -> int:
-        """Return the most that a stage of this range alone holds in some phases, beside states."""
+        """Return the most that a stage of this range alone holds in some phases, without states."""
         layers = (
             _held(parts, o.memory.gradients, o.memory.gradient_sums, o.activation_bytes, o.workspace_bytes)
             for o in self.layers
@@ -107,17 +107,17 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         return list(map(int, reduce(StageMemory.then, layers, StageMemory(received, received)).peak))
 
     def _gathered(self, during: str, way: int, share: float) -> list[int]:
-        """Return the layers' times in a pass (`way` 1 or -1), each with the gather of the next layer beside it.
+        """Return the layers' times in a pass (`way` 1 or -1), each overlapped with the gather of the next layer.
 
-        The layer that the pass begins with is gathered beside the last layer of the pass before, which is taken to be
-        this pass's, where ZeRO-3 shards that; else beside nothing, and in a `share` of the microbatches.
+        The gather of the layer that the pass begins with overlaps with the last layer of the pass before, which is
+        taken to be this pass's, where ZeRO-3 shards that; else with nothing, and in a `share` of the microbatches.
         """
         layers = self.layers[::way]
         following = (*(layer.gather for layer in layers[1:]), Gather())
         plain = [getattr(layer, during) for layer in layers]
         times = [time + gather.added_ps(time) for time, gather in zip(plain, following, strict=True)]
-        beside_ps = plain[-1] if layers[-1].gather.alone_ps else 0
-        times[0] += round(share * layers[0].gather.added_ps(beside_ps))
+        overlapped_pass_ps = plain[-1] if layers[-1].gather.alone_ps else 0
+        times[0] += round(share * layers[0].gather.added_ps(overlapped_pass_ps))
         return times
 
     def _reductions(self) -> tuple[Reduction, ...]:
@@ -173,7 +173,7 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
                 send_before_ps=sent.time_ps,
                 send_after_ps=sends.time_ps,
                 before_bytes=transfers[index].received_bytes,
-                after_bytes=transfers[index + 1].given_bytes,
+                after_bytes=transfers[index + 1].output_bytes,
                 gathered_first=_gathered_first(plan, index, priced),
                 overlap=_overlap(priced),
                 warnings=(*warnings, *(cost.warning for cost in traffic if cost.warning is not None)),
@@ -196,8 +196,8 @@ class _Transfer(NamedTuple):
     """The transfer from one layer range to the next."""
 
     send: Cost
-    given_bytes: int
-    """Bytes that a rank holds of one microbatch as it is given out."""
+    output_bytes: int
+    """Bytes that a rank holds of one microbatch in the output layout."""
     received_bytes: int
     redistributed: bool
     """Whether it is received as it was given out, and then changed to the first layer's layout."""
@@ -221,7 +221,7 @@ def _transfer(costs: CostModel, here: _Range, there: _Range, samples: int) -> _T
 
 
 def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCosts:
-    """Return a pipeline stage's ranges, and the most that it holds at once beside its states.
+    """Return a pipeline stage's ranges, and the most that it holds at once without its states.
 
     While a microbatch is on its way through a range, that range's own peak comes on top of what others hold. One range
     alone has the phases of the solver; of several, each range's gradients are made by its first backward pass.
@@ -239,17 +239,17 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     passes = [here.pass_bytes(-2 if last and here is mine[-1] else -1, frees * after) for here in mine]
     freed, gradients = [frees * here.after_bytes for here in mine], [here.gradient_bytes for here in mine]
     max_held = most = 0
-    for moment in moments(schedule_of(plan.schedule), len(plan.stages), plan.num_microbatches, stage, len(mine)):
-        held = sum(map(mul, moment.in_flight, kept)) - sum(map(mul, moment.freed, freed))
-        max_held = max(max_held, held + kept[moment.chunk])
-        most = max(most, held + sum(map(mul, moment.made, gradients)) + passes[moment.chunk][moment.makes])
+    for counts in pass_counts(schedule_of(plan.schedule), len(plan.stages), plan.num_microbatches, stage, len(mine)):
+        held = sum(map(mul, counts.in_flight, kept)) - sum(map(mul, counts.freed, freed))
+        max_held = max(max_held, held + kept[counts.chunk])
+        most = max(most, held + sum(map(mul, counts.made, gradients)) + passes[counts.chunk][counts.makes])
     most += before + after + max(before, after)
     return StageCosts(ranges=mine, activation_bytes=max_held, working_bytes=most)
 
 
 @lru_cache(maxsize=4096)
 def _held(parts: tuple[Phase, ...], gradients: int, sums: int, activation: int, workspace: int) -> LayerMemory:
-    """Return what a layer holds beside its states."""
+    """Return what a layer holds without its states."""
     return layer_memory(parts, 0, gradients, sums, activation, workspace)
 
 

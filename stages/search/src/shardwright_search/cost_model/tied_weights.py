@@ -12,7 +12,7 @@ from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.topology import kinds_of, stage_topology
 
 
-def tie_cost_ps(
+def tied_cost_ps(
     costs: CostModel, embedding: Strategy, head: Strategy, first: Sequence[int], last: Sequence[int]
 ) -> int:
     """Return the time of both replicas of each tied parameter: one's gradient to the other, the sum back.
@@ -20,7 +20,7 @@ def tie_cost_ps(
     `first` and `last` are the ranks of their pipeline stages. Every rank of the receiving side gets its own part,
     which the ranks of the other side send in even shares; ranks that hold the same part of both send nothing.
     """
-    if first == last and tie_class(embedding) == tie_class(head):
+    if first == last and tied_class(embedding) == tied_class(head):
         return 0
     total = 0
     for one, other in costs.model.tied:
@@ -50,7 +50,7 @@ def has_shared(model: Model) -> bool:
     return any(p.shared for name in set(model.layers) for p in model.types[name].parameters)
 
 
-def tie_class(strategy: Strategy) -> ParameterAxes:
+def tied_class(strategy: Strategy) -> ParameterAxes:
     """Return how the ranks of a strategy share its parameters: what its ties cost depends on that."""
     return axes_of(strategy).dense
 

@@ -12,7 +12,7 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.types import Cluster, Model, Plan, Recompute
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 from shardwright_search.search import SearchAnswer, find_best
-from shardwright_search.space.budget import Infeasible, min_need
+from shardwright_search.space.budget import Infeasible, min_shortfall
 from shardwright_search.space.configurations import configurations, divisors, narrowed
 from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes
 from shardwright_search.space.search_space import space_of
@@ -163,10 +163,10 @@ def _fits(request: SearchRequest, model: Model, cluster: Cluster, profiles: Prof
     try:
         space = space_of(request, model, cluster, profiles, file)
         listed = [target.configuration for target in space.targets]
-        if min_need(space.instance, listed).missing_bytes > 0:
+        if min_shortfall(space.instance, listed).missing_bytes > 0:
             return False
         single = [configuration for configuration in listed if configuration.num_chunks == 1]
-        if single and min_need(space.instance, single).missing_bytes <= 0:
+        if single and min_shortfall(space.instance, single).missing_bytes <= 0:
             return True
         # Several chunks may hold more than one: their need is only known by searching.
         return not isinstance(find_best(request, model, cluster, profiles, file, report=lambda _: None), Infeasible)

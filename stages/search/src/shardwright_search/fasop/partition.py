@@ -57,8 +57,8 @@ def fastest_partitions(pipelines: Pipelines) -> NDArray[Any]:
 
     Each stage has a layer, and there are at least as many layers as stages.
     """
-    least, steady = least_bottlenecks(pipelines), pipelines.steady
-    best = least_sums(pipelines, least)
+    least, steady = min_bottlenecks(pipelines), pipelines.steady
+    best = min_sums(pipelines, least)
     shortest, floor = pipeline_times(pipelines, best), _sums_at_least(pipelines)
     limit = np.full(len(least), _NONE // 2)
     while True:
@@ -68,7 +68,7 @@ def fastest_partitions(pipelines: Pipelines) -> NDArray[Any]:
         if not len(open_):
             return best
         some = pipelines.some(open_)
-        cuts = least_sums(some, limit[open_])
+        cuts = min_sums(some, limit[open_])
         times = stage_times(some, cuts)
         cuts_ps = times.sum(axis=1) + some.steady * times.max(axis=1)
         best[open_] = np.where((cuts_ps < shortest[open_])[:, None], cuts, best[open_])
@@ -101,7 +101,7 @@ def stage_times(pipelines: Pipelines, cuts: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(ends - pipelines.table[pipelines.rows, cuts[:, :-1]] + pipelines.sends)
 
 
-def least_bottlenecks(pipelines: Pipelines) -> NDArray[Any]:
+def min_bottlenecks(pipelines: Pipelines) -> NDArray[Any]:
     """Return the least time of the longest stage over all partitions [pipelines]."""
     high = _by_taking_the_most(pipelines)
     low = pipelines.sends.max(axis=1)  # no layer takes no time
@@ -165,7 +165,7 @@ def _taking_the_most(pipelines: Pipelines, limit: NDArray[Any]) -> tuple[NDArray
     return met & (start == layers), reached, raised
 
 
-def least_sums(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
+def min_sums(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
     """Return the cuts of the least sum of stages within a limit that can be met; of equal ones the most even."""
     table, rows, sends, _ = pipelines
     (number, stages), layers = rows.shape, pipelines.layers
@@ -229,7 +229,7 @@ def check(pipelines: Pipelines, names: Sequence[object]) -> PartitionCheck:
     if comb(layers - 1, stages - 1) > MAX_PARTITIONS:
         return PartitionCheck(0, number, ())
     cuts, chosen = _all_cuts(layers, stages), pipeline_times(pipelines, fastest_partitions(pipelines))
-    bottlenecks, wrong = least_bottlenecks(pipelines), []
+    bottlenecks, wrong = min_bottlenecks(pipelines), []
     for i, name in enumerate(names):
         repeated = pipelines.some(np.full(len(cuts), i))
         least = stage_times(repeated, cuts).max(axis=1).min()

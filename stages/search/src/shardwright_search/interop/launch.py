@@ -156,8 +156,8 @@ def _notes(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:
 
 def _script(name: str, parts: dict[str, str]) -> str:
     text = files(__package__).joinpath("scripts", name).read_text(encoding="utf-8")
-    for mark, part in parts.items():
-        text = text.replace(mark, part, 1)
+    for placeholder, part in parts.items():
+        text = text.replace(placeholder, part, 1)
     return text
 
 

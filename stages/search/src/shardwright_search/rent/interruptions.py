@@ -45,11 +45,11 @@ class Interruptions(NamedTuple):
         if self.per_hour == 0:
             return Expected(step_s, None)
         low, high = 1, 2
-        while self._falls(step_s, high) and high < _MAX_STEPS:
+        while self._improves_after(step_s, high) and high < _MAX_STEPS:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._falls(step_s, middle) else (low, middle)
+            low, high = (middle, high) if self._improves_after(step_s, middle) else (low, middle)
         steps = min((low, high), key=lambda number: (self.step_s(step_s, number), number))
         return Expected(self.step_s(step_s, steps), steps)
 
@@ -62,7 +62,7 @@ class Interruptions(NamedTuple):
             low, high = (middle, high) if self.expected(middle).step_s < expected_s else (low, middle)
         return nextafter(high, inf)
 
-    def _falls(self, step_s: float, steps: int) -> bool:
+    def _improves_after(self, step_s: float, steps: int) -> bool:
         """Return whether more steps between checkpoints than so many would be better, if they need not be whole."""
         rate = self.per_hour / _HOUR_S
         done, work = rate * steps * step_s, rate * (steps * step_s + self.checkpoint_s)

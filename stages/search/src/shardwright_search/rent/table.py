@@ -145,9 +145,9 @@ def front_file(rows: tuple[SubClusterRow, ...], notes: str) -> FrontFile:
 def picture_of(rows: tuple[SubClusterRow, ...], chosen: frozenset[str]) -> str:
     """Return price against time of all sub-clusters that have a plan, the front joined, chosen points named in bold."""
     (width, height), front = _PLOT, [row for row in rows if row.status is Status.FRONT]
-    most_s = 1.5 * max(row.expected_step_s for row in front)
+    max_s = 1.5 * max(row.expected_step_s for row in front)
     with_plan = (row for row in rows if row.status in (Status.FRONT, Status.DOMINATED))
-    drawn = [row for row in with_plan if row.expected_step_s <= most_s]
+    drawn = [row for row in with_plan if row.expected_step_s <= max_s]
     x = linear_axis(0, max(row.expected_step_s for row in drawn), 60, width - 150)
     y = linear_axis(0, max(row.usd_per_step for row in drawn), height - 40, 20)
     drawing = element("g", "".join(_drawing(drawn, front, x, y, chosen)))
@@ -158,8 +158,8 @@ def _drawing(
     drawn: list[SubClusterRow], front: list[SubClusterRow], x: ChartAxis, y: ChartAxis, chosen: frozenset[str]
 ) -> Iterator[str]:
     yield line(x.start, y.start, x.end, y.start) + line(x.start, y.start, x.start, y.end)
-    yield from (text(x.at(v), y.start + 16, label, text_anchor="middle") for v, label in x.marks)
-    yield from (text(x.start - 6, y.at(v) + 4, label, text_anchor="end") for v, label in y.marks)
+    yield from (text(x.at(v), y.start + 16, label, text_anchor="middle") for v, label in x.tick_labels)
+    yield from (text(x.start - 6, y.at(v) + 4, label, text_anchor="end") for v, label in y.tick_labels)
     yield text(x.end, y.start + 32, "seconds a step", text_anchor="end") + text(8, 12, "USD a step")
     places = {row.nodes: (x.at(row.expected_step_s), y.at(row.usd_per_step)) for row in front}
     for (x1, y1), (x2, y2) in pairwise(places.values()):

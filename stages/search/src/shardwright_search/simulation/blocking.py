@@ -29,7 +29,7 @@ class Blocked(NamedTuple):
     free: list[int]
 
 
-def play_blocking(stages: Sequence[Sequence[BlockingPass]]) -> Blocked:
+def run_blocking_passes(stages: Sequence[Sequence[BlockingPass]]) -> Blocked:
     """Go through the passes of all stages.
 
     Raises ValueError where stages wait for one another.

@@ -1,4 +1,4 @@
-"""A backward pass of one pipeline stage with the reduction of its gradients beside and behind it."""
+"""A backward pass of one pipeline stage, overlapped with the reduction of its gradients, which ends later."""
 
 from collections.abc import Sequence
 from math import ceil, floor
@@ -13,7 +13,7 @@ class Reduction(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """Time beside the other over time alone, of a backward pass and of a reduction that run at once."""
+    """Time when overlapped with the other over time alone, of a backward pass and of a reduction that run at once."""
 
     compute_slowdown: float
     message_slowdown: float
@@ -33,7 +33,7 @@ class BackwardPass(NamedTuple):
 def backward_pass(layers: Sequence[Reduction], overlap: Overlap | None, gradient_sync_ps: int = 0) -> BackwardPass:
     """Play one pass over `layers`, which are in forward order and so go from the last to the first.
 
-    A reduction waits for its layer's gradients and for the reductions before it. While one runs beside a backward
+    A reduction waits for its layer's gradients and for the reductions before it. While one overlaps with a backward
     pass each advances at 1 / slowdown; without an overlap all of them come behind. Then follows `gradient_sync_ps`.
     Every event is rounded up to a picosecond.
     """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import Schedule
-from shardwright_search.simulation.blocking import BlockingPass, play_blocking
+from shardwright_search.simulation.blocking import BlockingPass, run_blocking_passes
 from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduction, backward_pass
 
 
@@ -84,7 +84,7 @@ def simulate(
     `ranges` are in the order a microbatch goes through them: chunk 0 of every stage, then chunk 1 of every stage.
 
     Sends that are asynchronous delay the receiver, not the sender; a link carries one message of a direction at a time.
-    Those that block are exchanged (see `play_blocking`). What a backward pass reduces goes on beside it (see
+    Those that block are exchanged (see `run_blocking_passes`). What a backward pass reduces overlaps with it (see
     `backward_pass`): its message leaves when the backward pass is over, the stage's next pass begins when the
     reductions are over too. The optimizer waits for all stages,
     for clipping needs the norm of all gradients.
@@ -94,12 +94,12 @@ def simulate(
     num_stages = len(ranges) // num_chunks
     order = _order(schedule, num_stages, num_microbatches, num_chunks)
     steps = _steps(ranges)
-    play = _play if sends is Sends.ASYNCHRONOUS else _play_blocking
-    played = play(order, steps, num_stages, num_microbatches)
+    run_passes = _run_passes if sends is Sends.ASYNCHRONOUS else _run_blocking_passes
+    times = run_passes(order, steps, num_stages, num_microbatches)
     events = []
     for slot, step, stage, _ in order:
         here, microbatch = steps[step], slot % num_microbatches
-        start, there = played.starts[slot], played.arrivals[slot + num_microbatches]
+        start, there = times.starts[slot], times.arrivals[slot + num_microbatches]
         chunk = here.range_number // num_stages
         which = None if here.last else microbatch
         events += [
@@ -107,7 +107,7 @@ def simulate(
             Event(stage, f"send_{here.kind}", microbatch, chunk, there - here.send_ps, there),
             *(Event(stage, "gradient_sync", which, chunk, start + a, start + b) for a, b in here.times.reductions_ps),
         ]
-    over = max(played.free)
+    over = max(times.free)
     events += [Event(i, "optimizer", None, None, over, over + last) for i, last in _optimizers(ranges, num_chunks)]
     step_ps = max(event.end_ps for event in events[-num_stages:])
     return Simulation(
@@ -119,8 +119,8 @@ def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatc
     """Return when the last event of `simulate` ends, without making its events."""
     num_stages = len(ranges) // num_chunks
     order = _order(schedule, num_stages, num_microbatches, num_chunks)
-    played = _play(order, _steps(ranges), num_stages, num_microbatches)
-    return max(played.free) + max(last for _, last in _optimizers(ranges, num_chunks))
+    times = _run_passes(order, _steps(ranges), num_stages, num_microbatches)
+    return max(times.free) + max(last for _, last in _optimizers(ranges, num_chunks))
 
 
 def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chunks: int = 1) -> int:
@@ -178,7 +178,7 @@ def _steps(ranges: Sequence[StageTimes]) -> list[_Step]:
     return steps
 
 
-class _Turn(NamedTuple):
+class _OrderedAction(NamedTuple):
     """An action in its place among all stages' actions."""
 
     slot: int
@@ -191,11 +191,11 @@ class _Turn(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[_Turn, ...]:
+def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[_OrderedAction, ...]:
     """Return the actions of all stages, each behind those it waits for; kept, for a search simulates many plans."""
     way = 2 * num_stages * num_chunks
 
-    def turn(kind: Pass, microbatch: int, chunk: int, stage: int) -> _Turn:
+    def ordered(kind: Pass, microbatch: int, chunk: int, stage: int) -> _OrderedAction:
         through = chunk * num_stages + stage
         forward = kind is Pass.FORWARD
         step = through if forward else way - 1 - through
@@ -204,22 +204,22 @@ def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunk
             # The model's end is handed to the stage itself, and the way's end to nobody: no link carries that.
             link = 2 * num_stages + forward
         last = microbatch == num_microbatches - 1
-        return _Turn(step * num_microbatches + microbatch, step + last * way, stage, link)
+        return _OrderedAction(step * num_microbatches + microbatch, step + last * way, stage, link)
 
-    played = schedule_of(schedule)
-    lists = [played.actions(num_stages, num_microbatches, stage, num_chunks) for stage in range(num_stages)]
-    waiting = [[turn(*action, stage) for action in reversed(actions)] for stage, actions in enumerate(lists)]
+    pipeline_schedule = schedule_of(schedule)
+    lists = [pipeline_schedule.actions(num_stages, num_microbatches, stage, num_chunks) for stage in range(num_stages)]
+    waiting = [[ordered(*action, stage) for action in reversed(actions)] for stage, actions in enumerate(lists)]
     come = set(range(num_microbatches))
-    order: list[_Turn] = []
+    order: list[_OrderedAction] = []
     while any(waiting):
-        for turns in waiting:
-            while turns and turns[-1].slot in come:
-                order.append(turns.pop())
+        for actions in waiting:
+            while actions and actions[-1].slot in come:
+                order.append(actions.pop())
                 come.add(order[-1].slot + num_microbatches)
     return tuple(order)
 
 
-class _Played(NamedTuple):
+class _PassTimes(NamedTuple):
     """Times at which each slot's action started and its message came, and each stage is free at last."""
 
     starts: list[int]
@@ -227,7 +227,9 @@ class _Played(NamedTuple):
     free: list[int]
 
 
-def _play(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: int, num_microbatches: int) -> _Played:
+def _run_passes(
+    order: Sequence[_OrderedAction], steps: Sequence[_Step], num_stages: int, num_microbatches: int
+) -> _PassTimes:
     """Go through the actions once; plain lists, for this is the search's innermost loop."""
     lengths = [step.times.gradient_ps for step in steps]
     busy = [step.times.busy_ps for step in steps]
@@ -244,10 +246,12 @@ def _play(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: int, num_m
         if sent[link] > leaves:
             leaves = sent[link]
         sent[link] = arrivals[slot + num_microbatches] = leaves + sends[step]
-    return _Played(starts, arrivals, free)
+    return _PassTimes(starts, arrivals, free)
 
 
-def _play_blocking(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: int, num_microbatches: int) -> _Played:
+def _run_blocking_passes(
+    order: Sequence[_OrderedAction], steps: Sequence[_Step], num_stages: int, num_microbatches: int
+) -> _PassTimes:
     """Play the actions with sends that block."""
     stages: list[list[BlockingPass]] = [[] for _ in range(num_stages)]
     slots: list[list[int]] = [[] for _ in range(num_stages)]
@@ -260,11 +264,11 @@ def _play_blocking(order: Sequence[_Turn], steps: Sequence[_Step], num_stages: i
         stages[stage].append(BlockingPass(*times, slot if slot in come else None, message, here.send_ps))
         slots[stage].append(slot)
         come |= {message} if message is not None else set()
-    starts, there, free = play_blocking(stages)
+    starts, there, free = run_blocking_passes(stages)
     by_slot = [0] * len(arrivals)
     for stage_slots, begun in zip(slots, starts, strict=True):
         for slot, start in zip(stage_slots, begun, strict=True):
             by_slot[slot] = start
     for message, time in there.items():
         arrivals[message] = time
-    return _Played(by_slot, arrivals, free)
+    return _PassTimes(by_slot, arrivals, free)

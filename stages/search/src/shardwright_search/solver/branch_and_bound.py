@@ -57,12 +57,12 @@ def optimize(
         search.relax(waits)
         while search.has_better() or search.end_wait():
             known = search.best_known
-            report(np.inf if known is None else known.score, search.least_bound, search.num_left)
+            report(np.inf if known is None else known.score, search.min_bound, search.num_left)
             search.step(search.best_score)
     except (Stopped, KeyboardInterrupt):
         stopped = True
     best = search.best_known if stopped else search.best
-    bound = min(search.least_bound, np.inf if best is None else best.score)
+    bound = min(search.min_bound, np.inf if best is None else best.score)
     limit = search.best_score * (1 + near)
     try:
         while not stopped and best is not None and search.heap and search.heap[0].bound <= limit:
@@ -168,7 +168,7 @@ class Search(Generic[C]):
         return min((*self.guesses.values(), *self._best), key=_score, default=None)
 
     @property
-    def least_bound(self) -> float:
+    def min_bound(self) -> float:
         """Score that no plan of the configurations left, the one worked on among them, is below."""
         return min([self._now.bound, *(one.bound for one in (*self.heap[:1], *self._waiting))])
 
@@ -236,7 +236,7 @@ class Search(Generic[C]):
         """Solve a configuration below its next limit; without a plan its bound is higher, or it has none.
 
         Narrow limits in which a guess says that there is no plan are passed over: what is found below a wider one is
-        told as the narrowest would have it.
+        reported as the narrowest would have it.
         """
         solvable, cuts = self._solvable(target.configuration), _cuts(here, limit)
         self.plans.setdefault(here.number, ())

@@ -25,7 +25,7 @@ CostsOf = Callable[[DeviceGroup, tuple[Phase, ...]], GroupCosts]
 
 
 class StageKind(NamedTuple):
-    """Facts on which the labels of a pipeline stage depend beside its run of layers."""
+    """Facts on which the labels of a pipeline stage depend in addition to its run of layers."""
 
     group: int
     phases: tuple[Phase, ...]
@@ -69,7 +69,7 @@ class ConfigurationBounds:
         made = min_phases if rough else phases
         self._parts = [made(count, problem.num_microbatches, problem.keeps_sums) for count in counts]
         self.after = self._pass(range(problem.pp_size - 1, -1, -1), forward=False)[::-1]
-        self._min_tie = float(problem.tie_ps.min())
+        self._min_tied_ps = float(problem.tied_ps.min())
         whole = self.after[0].get(problem.start_position)
         self.lower_ps = np.inf
         self.bands: Bands | None = None
@@ -79,15 +79,15 @@ class ConfigurationBounds:
         if problem.is_mixed and np.isfinite(lower):
             self.bands = Bands(problem, self._in_bands, float(whole.slowest[0]))
             lower = max(lower, self.bands.lower_ps)
-        self.lower_ps = lower + self._min_tie
+        self.lower_ps = lower + self._min_tied_ps
 
     @cached_property
     def _before(self) -> list[dict[Position, Rest]]:
         return self._pass(range(self.problem.pp_size), forward=True)
 
     def target_runs(self, below_ps: float) -> dict[StageKind, list[TargetRun]] | None:
-        """Return the runs that stages of a plan with T < below_ps can hold; None: some stage has none, so no such plan."""
-        problem, limit = self.problem, below_ps - self._min_tie
+        """Return the runs that stages of a plan with T < below_ps can hold; None: some stage has none."""
+        problem, limit = self.problem, below_ps - self._min_tied_ps
         caps: dict[StageKind, Numbers] = {}
         for stage in range(problem.pp_size):
             some = False
@@ -170,14 +170,14 @@ class ConfigurationBounds:
         problem, last = self.problem, self.problem.pp_size - 1
         if not problem.is_mixed:
             return self._min_sends(stage, group)
-        least, before = problem.least_send_ps, problem.positions[stage][position] if stage else ()
+        least, before = problem.min_send_ps, problem.positions[stage][position] if stage else ()
         behind = [neighbour for neighbour, _ in problem.placements[stage + 1][after]] if stage < last else ()
         into = min((least[Cut(position, neighbour, group)] for neighbour in before), default=0.0)
         return into + min((least[Cut(after, group, neighbour)] for neighbour in behind), default=0.0)
 
     def _min_sends(self, stage: int, group: int) -> float:
         """Return the least that a stage's sends take, whatever its neighbours."""
-        least = (({}, *self.problem.least_sends_ps, {}))[stage : stage + 2]
+        least = (({}, *self.problem.min_sends_ps, {}))[stage : stage + 2]
         into = min((time for (_, behind), time in least[0].items() if behind == group), default=0.0)
         return into + min((time for (before, _), time in least[1].items() if before == group), default=0.0)
 

@@ -46,7 +46,7 @@ def exhaust(
             if here.bound >= limit:
                 bounds[here.number] = search.drop()
                 continue
-            report(search.least_bound, search.num_left)
+            report(search.min_bound, search.num_left)
             search.step(limit)
             if (guessed := search.guesses.pop(here.number, None)) is not None:
                 take(guessed)

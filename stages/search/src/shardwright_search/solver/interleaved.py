@@ -31,7 +31,7 @@ class _ChunkLabels(NamedTuple):
     state_bytes: Numbers
     activation_bytes: Numbers
     gradient_bytes: Numbers
-    """Once they are made, with the sums that are kept beside them."""
+    """Once they are made, with the sums that are kept in addition to them."""
     peak_bytes: Numbers
     """The most that one microbatch holds on its way."""
     making_bytes: Numbers
@@ -132,7 +132,7 @@ class Interleaved:
         problem = self._problem
         options = problem.group.options[problem.positions[position]]
         if position == len(problem.positions) - 1 and problem.frees_outputs:
-            # The gradient of what the chunk gives out, which `_most_held` counts, has taken the output's place.
+            # The gradient of what the chunk gives out, which `_max_held` counts, has taken the output's place.
             sent = problem.boundary_bytes[problem.positions[-1]][options.output_layout]
             options = options._replace(workspace_bytes=np.maximum(0.0, options.workspace_bytes - sent))
         parent, option = pairs(np.arange(len(before.time_ps)), len(options.time_ps))
@@ -167,9 +167,9 @@ class Interleaved:
         few = m < p or bool((labels.time_ps < 2 * m).any())
         forms = self._problem.closed_forms[: 1 + few]
         costs = [(form.fill * p + form.steady) * labels.time_ps + form.once * labels.exposed_ps for form in forms]
-        beside = (0.0, labels.peak_bytes, labels.making_bytes)
+        added = (0.0, labels.peak_bytes, labels.making_bytes)
         held = [
-            v * labels.state_bytes + count * labels.activation_bytes + made * labels.gradient_bytes + beside[peak]
+            v * labels.state_bytes + count * labels.activation_bytes + made * labels.gradient_bytes + added[peak]
             for peak, count, made in self._held
         ]
         return np.stack([*costs, *held], 1)
@@ -206,8 +206,8 @@ class Interleaved:
         exposed = problem.num_chunks * labels.exposed_ps
         exposed = exposed + np.maximum(embedding.exposed_ps[first], head.exposed_ps[last])
         objective = step_time(problem.closed_forms, times.sum(0), times.max(0), exposed)
-        objective = objective + problem.tie_ps[embedding.input_layout[first], head.output_layout[last]]
-        fits = self._most_held(labels, embedding.take(first), head.take(last)) <= problem.group.budget_bytes
+        objective = objective + problem.tied_ps[embedding.input_layout[first], head.output_layout[last]]
+        fits = self._max_held(labels, embedding.take(first), head.take(last)) <= problem.group.budget_bytes
         return _Whole(np.where(fits, objective, np.inf), label, first, last)
 
     def _stage_times(self, labels: _ChunkLabels, first: Ints, last: Ints) -> Numbers:
@@ -225,7 +225,7 @@ class Interleaved:
         times[-1] += moves[kind][labels.output_layout, head.input_layout[last]]
         return np.asarray(times)
 
-    def _most_held(self, labels: _ChunkLabels, embedding: Options, head: Options) -> Numbers:
+    def _max_held(self, labels: _ChunkLabels, embedding: Options, head: Options) -> Numbers:
         """Return the most bytes that any stage holds, by label.
 
         Every chunk but the very first holds what it received of each microbatch in flight, and every stage what it is
@@ -241,13 +241,13 @@ class Interleaved:
         )
         behind = _memory_of(labels).then(_passes(head))
         first, middle, last = problem.moments_in_flight
-        needs = (
+        peaks = (
             self._memory(labels, first, _outer(embedding, ahead, received), received),
             # Of two stages none is between the others.
             self._memory(labels, middle if problem.pp_size > 2 else (), sent=received),
             self._memory(labels, last, _outer(head, behind), received),
         )
-        return np.asarray(np.maximum.reduce(needs) + 3 * received)
+        return np.asarray(np.maximum.reduce(peaks) + 3 * received)
 
     def _ahead(self, embedding: Options, labels: _ChunkLabels) -> StageMemory:
         """Return the embedding with a chunk behind it."""
@@ -292,7 +292,7 @@ def _outer(options: Options, memory: StageMemory, received: Numbers | float = 0.
 
 
 def _sums_held(moments: Sequence[InFlight]) -> list[tuple[int, int, int]]:
-    """Return what is held at moments beside v times the states: a peak, chunks' activations, and gradients.
+    """Return what is held at moments in addition to v times the states: a peak, chunks' activations, and gradients.
 
     Of peaks 0 is none: activations count once more, where a workspace comes behind a chunk, and gradients, where one
     comes ahead of it. Sums between others are left out: what is no larger in those is no larger in these.

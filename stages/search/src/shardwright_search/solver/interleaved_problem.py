@@ -21,7 +21,7 @@ from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_formats.semantics.schedules.schedule import PipelineSchedule
 from shardwright_search.solver.problem import DeviceGroup, Options
 from shardwright_search.solver.stage_bounds import Dual, rounded_down
-from shardwright_search.step.memory import Moment, moments
+from shardwright_search.step.memory import PassCounts, pass_counts
 from shardwright_search.step.pareto import Ints, Numbers
 
 _PRICES = 9
@@ -31,7 +31,7 @@ _EMBEDDING, _INNER, _LAST, _HEAD = range(4)
 
 
 class InFlight(NamedTuple):
-    """The counts at a moment of a stage's action list, beside the microbatch and chunk that is worked on."""
+    """The counts at a moment of a stage's action list, without the microbatch and chunk that is worked on."""
 
     chunks: int
     """Activations held, each of one microbatch in one chunk."""
@@ -59,14 +59,14 @@ def moments_in_flight(
     """
     is_short = frees_outputs and num_microbatches < 2 * (pp_size - 1)
     middle = range(1, pp_size - 1) if is_short else (min(1, pp_size - 1),)
-    walk = partial(moments, schedule, pp_size, num_microbatches, num_chunks=num_chunks)
+    walk = partial(pass_counts, schedule, pp_size, num_microbatches, num_chunks=num_chunks)
     first, last = (
-        _largest({_counted(moment, outer, frees_outputs) for moment in walk(stage=stage)})
+        _largest({_counted(counts, outer, frees_outputs) for counts in walk(stage=stage)})
         for stage, outer in ((0, 0), (pp_size - 1, num_chunks - 1))
     )
     between: tuple[InFlight, ...] = ()
     for stage in middle:
-        between = _largest({*between, *(_counted(moment, None, frees_outputs) for moment in walk(stage=stage))})
+        between = _largest({*between, *(_counted(counts, None, frees_outputs) for counts in walk(stage=stage))})
     return first, between, last
 
 
@@ -74,15 +74,15 @@ def _largest(counted: set[InFlight]) -> tuple[InFlight, ...]:
     return tuple(sorted(one for one in counted if not any(_beaten(one, other) for other in counted)))
 
 
-def _counted(moment: Moment, outer: int | None, frees_outputs: bool) -> InFlight:
+def _counted(counts: PassCounts, outer: int | None, frees_outputs: bool) -> InFlight:
     return InFlight(
-        chunks=sum(moment.in_flight),
-        outer=0 if outer is None else moment.in_flight[outer],
-        freed=sum(moment.freed) * frees_outputs,
-        at_outer=moment.chunk == outer,
-        made=sum(moment.made),
-        outer_made=outer is not None and moment.made[outer],
-        makes=moment.makes,
+        chunks=sum(counts.in_flight),
+        outer=0 if outer is None else counts.in_flight[outer],
+        freed=sum(counts.freed) * frees_outputs,
+        at_outer=counts.chunk == outer,
+        made=sum(counts.made),
+        outer_made=outer is not None and counts.made[outer],
+        makes=counts.makes,
     )
 
 
@@ -125,7 +125,7 @@ class InterleavedProblem(msgspec.Struct, frozen=True, eq=False):
     """Moments of the first stage, of those in the middle (the last if there are none), and of the last."""
     boundary_bytes: Numbers
     """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
-    tie_ps: Numbers
+    tied_ps: Numbers
     frees_outputs: bool = True
     """True where an output's memory is free once it was received."""
 
@@ -159,7 +159,7 @@ class InterleavedBounds:
         times = [_time(problem, form, slowest) for slowest in (_EMBEDDING, _HEAD)]
         first, *_, last = problem.moments_in_flight
         ends = (_EMBEDDING, first), (_HEAD, last)
-        memories = [max((_memory(problem, m, end) for m in moments), key=self._least) for end, moments in ends]
+        memories = [max((_memory(problem, m, end) for m in pass_counts), key=self._least) for end, pass_counts in ends]
         self.relaxed_ps, rows = 0.0, [(memory, 1.0) for memory in memories]
         for time, memory in product(times, memories):
             bound_ps, prices = self._relaxed(time, memory)
@@ -251,13 +251,13 @@ class InterleavedBounds:
         problem, sums, layouts = self._problem, self._sums, self._layouts
         options, moves, kind = problem.group.options, problem.group.redistribution_ps, problem.positions[-1]
         embedding, head, num_layouts = options[problem.embedding], options[problem.head], moves.shape[1]
-        (classes, others), at = problem.tie_ps.shape, (embedding.input_layout, embedding.output_layout)
+        (classes, others), at = problem.tied_ps.shape, (embedding.input_layout, embedding.output_layout)
         first = self._table(_EMBEDDING, problem.embedding, at, (classes, num_layouts))
         last = self._table(_HEAD, problem.head, (head.input_layout, head.output_layout), (num_layouts, others))
         first = _join(first, sums.options[:, _EMBEDDING, 0, None, None] * moves[problem.embedding][:, layouts])
         last = _join(sums.options[:, _HEAD, 0, None, None] * moves[kind][layouts], last)
-        ties = np.where(np.isfinite(problem.tie_ps), problem.tie_ps, 0.0) * sums.tie[:, None, None]
-        ties = np.where(np.isfinite(problem.tie_ps), ties, np.inf).transpose(0, 2, 1)
+        ties = np.where(np.isfinite(problem.tied_ps), problem.tied_ps, 0.0) * sums.tie[:, None, None]
+        ties = np.where(np.isfinite(problem.tied_ps), ties, np.inf).transpose(0, 2, 1)
         around = _join(_join(last, ties), first)
         sent = sums.sends @ problem.sends_ps[:, kind][:, layouts]
         sent = sent + sums.received_bytes[:, None] * problem.boundary_bytes[kind][layouts]

@@ -79,7 +79,7 @@ def solve(problem: Problem, time_limit_s: float, below_ps: float = np.inf) -> Hi
     return HighsAnswer(programme.decoded(values), objective * programme.time_unit_ps, status == kinds.kOptimal)
 
 
-class _Where(NamedTuple):
+class _StagePosition(NamedTuple):
     """A pipeline stage at a position on a device group."""
 
     stage: int
@@ -101,7 +101,7 @@ class _Programme:
         self._rows: list[Terms] = []
         self._bounds: list[tuple[float, float]] = []
         self._times: list[Terms] = [[] for _ in problem.in_flight]
-        self._enters: dict[_Where, Terms] = {}
+        self._enters: dict[_StagePosition, Terms] = {}
         self._received: list[Terms] = [[] for _ in problem.in_flight]
         self._given: list[Terms] = [[] for _ in problem.in_flight]
         self._choices = [self._choices_of(number) for number in range(len(problem.layers))]
@@ -151,11 +151,11 @@ class _Programme:
         self._rows.append([(column, value) for column, value in summed.items() if value])
         self._bounds.append((low, high))
 
-    def _choices_of(self, number: int) -> dict[tuple[_Where, int], int]:
+    def _choices_of(self, number: int) -> dict[tuple[_StagePosition, int], int]:
         """Add a binary column for each stage, device group and option, of which one is taken; it costs its time."""
         problem, columns = self._problem, {}
         for stage in _stages_of(problem, number):
-            for where in _places_of(problem, stage):
+            for where in _stage_positions(problem, stage):
                 options = self._options(where, problem.layers[number])
                 for option, time_ps in enumerate(options.time_ps):
                     column = self._column(problem.closed_form.fill * time_ps, whole=True)
@@ -166,9 +166,9 @@ class _Programme:
         self._row([(column, 1.0) for column in columns.values()], 1.0, 1.0)
         return columns
 
-    def _by_layout(self, number: int, side: str) -> dict[tuple[_Where, int], Terms]:
+    def _by_layout(self, number: int, side: str) -> dict[tuple[_StagePosition, int], Terms]:
         """Return the choices that work in a layout (`input_layout`) or give one out (`output_layout`)."""
-        choices: dict[tuple[_Where, int], Terms] = {}
+        choices: dict[tuple[_StagePosition, int], Terms] = {}
         for (where, option), column in self._choices[number].items():
             options = self._options(where, self._problem.layers[number])
             choices.setdefault((where, int(getattr(options, side)[option])), []).append((column, 1.0))
@@ -179,8 +179,8 @@ class _Programme:
         problem, kind = self._problem, self._problem.layers[number]
         output_layout = self._by_layout(number, "output_layout")
         input_layout = self._by_layout(number + 1, "input_layout")
-        outward: dict[tuple[_Where, int], Terms] = {key: [] for key in output_layout}
-        inward: dict[tuple[_Where, int], Terms] = {key: [] for key in input_layout}
+        outward: dict[tuple[_StagePosition, int], Terms] = {key: [] for key in output_layout}
+        inward: dict[tuple[_StagePosition, int], Terms] = {key: [] for key in input_layout}
         for here, layout in output_layout:
             for there, wanted in input_layout:
                 if there != here and not self._follows(here, there):
@@ -205,7 +205,7 @@ class _Programme:
             for key, choices in ends.items():
                 self._row(choices + flows[key], 0.0, 0.0)
 
-    def _follows(self, here: _Where, there: _Where) -> bool:
+    def _follows(self, here: _StagePosition, there: _StagePosition) -> bool:
         """Return whether the one can be the stage behind the other."""
         placements = self._problem.placements[here.stage][here.position]
         return there.stage == here.stage + 1 and (here.group, there.position) in placements
@@ -261,7 +261,7 @@ class _Programme:
             before = [(sums[number], 1.0)]
         return sums
 
-    def _options(self, where: _Where, kind: int) -> Options:
+    def _options(self, where: _StagePosition, kind: int) -> Options:
         return self._problem.device_groups[where.group].options[kind]
 
     def _add_maxima(self) -> None:
@@ -282,7 +282,7 @@ class _Programme:
     def _tie(self) -> None:
         """Add the cost of tied parameters: a flow from the embedding's class to the head's."""
         first, last = self._by_class(0, "input_layout"), self._by_class(-1, "output_layout")
-        ties = self._problem.tie_ps
+        ties = self._problem.tied_ps
         pairs = {(a, b): self._column(float(ties[a, b])) for a in first for b in last if np.isfinite(ties[a, b])}
         for side, ends in enumerate((first, last)):
             for number, choices in ends.items():
@@ -291,8 +291,8 @@ class _Programme:
 
     def _by_class(self, number: int, side: str) -> Mapping[int, Terms]:
         by_class: dict[int, Terms] = {}
-        for (_, tie_class), choices in self._by_layout(number, side).items():
-            by_class.setdefault(tie_class, []).extend(choices)
+        for (_, tied_class), choices in self._by_layout(number, side).items():
+            by_class.setdefault(tied_class, []).extend(choices)
         return by_class
 
 
@@ -302,7 +302,7 @@ def _stages_of(problem: Problem, number: int) -> range:
     return range(max(0, last - (len(problem.layers) - 1 - number)), min(last, number) + 1)
 
 
-def _places_of(problem: Problem, stage: int) -> list[_Where]:
+def _stage_positions(problem: Problem, stage: int) -> list[_StagePosition]:
     """Return every position and device group that a pipeline stage can be on."""
     moves = problem.placements[stage].items()
-    return [_Where(stage, position, group) for position, groups in moves for group, _ in groups]
+    return [_StagePosition(stage, position, group) for position, groups in moves for group, _ in groups]

@@ -30,7 +30,7 @@ def plain_plan(problem: Problem) -> PricedSolution | None:
         chosen = tuple(options[groups[stage]][kind] for stage, kind in zip(stages, problem.layers, strict=True))
         solution = Solution(ends, chosen, groups)
         cost = price(problem, solution)
-        if all(need <= budget for need, budget in zip(cost.memory_bytes, budgets, strict=True)):
+        if all(used <= budget for used, budget in zip(cost.memory_bytes, budgets, strict=True)):
             plans.append(PricedSolution(float(cost.objective_ps), solution))
     return min(plans, key=lambda plan: plan.objective_ps, default=None)
 
@@ -78,7 +78,7 @@ class MinMemory(NamedTuple):
 
 
 class _MemoryState(NamedTuple):
-    """The end of the layers so far, the stages' position, the last one's width, and the layout that is given out."""
+    """The end of the layers so far, the stages' position, the last one's width, and the output layout."""
 
     end: int
     position: Position
@@ -89,7 +89,7 @@ class _MemoryState(NamedTuple):
 def min_memory(problem: Problem) -> MinMemory:
     """Return the plan whose scarcest stage lacks the least.
 
-    A run of layers needs the least peak over all options, for each layout that it receives and each that it gives out;
+    A run of layers needs the least peak over all options, for each input layout and each output layout;
     cuts and groups that have the smallest largest lack are then found by a dynamic programme.
     """
     costs_of = cache(lambda group, parts: GroupCosts(problem.device_groups[group], parts))
@@ -107,8 +107,8 @@ def min_memory(problem: Problem) -> MinMemory:
                     peaks = runs.peaks(previous, problem.layers[at.end : end])
                     least = peaks.min(0) if start is Start.IN_PLACE else peaks[at.output_layout]
                     for layout in np.flatnonzero(np.isfinite(least)).tolist():
-                        need = int(least[layout])
-                        here = max(before, MinMemory(need, stage, group, need - on.budget_bytes), key=_missing)
+                        peak = int(least[layout])
+                        here = max(before, MinMemory(peak, stage, group, peak - on.budget_bytes), key=_missing)
                         where = _MemoryState(end, after, on.width, layout)
                         following[where] = min(following.get(where, here), here, key=_missing)
         best = following
@@ -144,7 +144,7 @@ class _RunPeaks:
     def _labels(self, before: int, layers: tuple[int, ...]) -> _MemoryLabels:
         """Return the labels of a run.
 
-        Redistribution costs time, not memory: whatever a run gives out, any layer may follow.
+        Redistribution costs time, not memory: whatever the output layout of a run, any layer may follow.
         """
         costs = self._costs
         if not layers:
@@ -173,5 +173,5 @@ def _leanest(memory: StageMemory, key: Ints) -> Ints:
     return non_dominated(np.concatenate(memory, 1), key)
 
 
-def _missing(need: MinMemory) -> int:
-    return need.missing_bytes
+def _missing(plan: MinMemory) -> int:
+    return plan.missing_bytes

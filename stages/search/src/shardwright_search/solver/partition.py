@@ -3,7 +3,7 @@
 Labels of all layers before a cut are extended by one pipeline stage after another.
 
 A label is one way to treat the layers before a cut: S, the sum of the stages' A', the largest A' and the largest U (X
-and V), the layouts that it gives out and that the next stage receives, the class of its embedding that ties tell apart.
+and V), the layouts that it outputs and that the next stage receives, the class of its embedding that ties tell apart.
 Whatever follows adds the same to S and takes the same maxima, so a label with another's layouts and class never loses
 to it if S' - S makes up for (X - X')+ and (V - V')+, each with its coefficient in T: that is, if T of S and each
 selection of X and V is no larger. Labels are also dropped when the bounds of what is still to come show that no plan
@@ -30,7 +30,7 @@ _TOGETHER = 500
 
 
 class LabelKey(NamedTuple):
-    """State that labels share: where their layers end, the position, the last stage's device group and the next one's."""
+    """Where the layers of some labels end, the position, the last stage's device group and the next one's."""
 
     end: int
     position: Position
@@ -51,7 +51,7 @@ class Prefix(NamedTuple):
     output_layout: Ints
     received_layout: Ints
     """Layout in which the next stage receives the outputs."""
-    tie_class: Ints
+    tied_class: Ints
     source: Ints
     """Number of the level's source: where the label came from."""
     parent: Ints
@@ -121,7 +121,7 @@ def next_level(
         for runs, following in product(known[kind, at.end], _followed(problem, stage + 1, position)):
             where = position, at.following, following
             appended = _appended(bounds, stage, at, labels, where, runs, len(sources))
-            rows = np.flatnonzero(appended.least_ps < below_ps)
+            rows = np.flatnonzero(appended.min_ps < below_ps)
             if len(rows):
                 sources.append((at, runs))
                 parts.setdefault(where, []).append(appended.take(rows))
@@ -138,27 +138,27 @@ class _Appended(NamedTuple):
 
     labels: Prefix
     end: Ints
-    least_ps: Numbers
+    min_ps: Numbers
 
     def take(self, rows: Ints) -> "_Appended":
-        return _Appended(self.labels.take(rows), self.end[rows], self.least_ps[rows])
+        return _Appended(self.labels.take(rows), self.end[rows], self.min_ps[rows])
 
 
 def _joined(parts_of: dict[_KeyWithoutEnd, list[_Appended]], few: bool) -> dict[_KeyWithoutEnd, _Appended]:
-    """Return the labels of each place together; `few`: only the most promising ones of all places."""
+    """Return the labels of each key together; `few`: only the most promising ones of all keys."""
     joined = {
         where: _Appended(
             Prefix(*(np.concatenate(columns) for columns in zip(*(part.labels for part in parts), strict=True))),
             np.concatenate([part.end for part in parts]),
-            np.concatenate([part.least_ps for part in parts]),
+            np.concatenate([part.min_ps for part in parts]),
         )
         for where, parts in parts_of.items()
     }
-    least = np.concatenate([part.least_ps for part in joined.values()]) if joined else np.zeros(0)
+    least = np.concatenate([part.min_ps for part in joined.values()]) if joined else np.zeros(0)
     if not few or len(least) <= _FEW_IN_ALL:
         return joined
     most = np.partition(least, _FEW_IN_ALL)[_FEW_IN_ALL]
-    return {where: part.take(np.flatnonzero(part.least_ps <= most)) for where, part in joined.items()}
+    return {where: part.take(np.flatnonzero(part.min_ps <= most)) for where, part in joined.items()}
 
 
 def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, RunLabels]) -> Iterator[_StageContents]:
@@ -182,7 +182,7 @@ def _undominated(problem: Problem, labels: Prefix) -> Ints:
     ways = [(slowest, exposed) for slowest in (none, labels.slowest_ps) for exposed in (none, labels.exposed_ps)]
     columns = [problem.closed_form.time(labels.total_ps, slowest, exposed) for slowest, exposed in ways]
     layouts = labels.output_layout * problem.num_layouts + labels.received_layout
-    return non_dominated(np.stack(columns, 1), layouts * len(problem.tie_ps) + labels.tie_class)
+    return non_dominated(np.stack(columns, 1), layouts * len(problem.tied_ps) + labels.tied_class)
 
 
 def _followed(problem: Problem, stage: int, position: Position) -> list[int]:
@@ -222,7 +222,7 @@ def _appended(
         np.maximum(labels.exposed_ps[parent], runs.exposed_ps[chosen]),
         runs.output_layout[chosen],
         received,
-        runs.received_layout[chosen] if stage == 0 else labels.tie_class[parent],
+        runs.received_layout[chosen] if stage == 0 else labels.tied_class[parent],
         np.full(len(parent), source),
         parent,
         chosen,
@@ -240,7 +240,7 @@ def _least(bounds: ConfigurationBounds, stage: int, position: Position, labels: 
     if bounds.bands is not None:
         to_come = bounds.bands.after(stage + 1, position).least(end, form.steady * labels.slowest_ps)
         least = np.maximum(least, total + to_come)
-    return np.asarray(least + bounds.problem.tie_ps.min())
+    return np.asarray(least + bounds.problem.tied_ps.min())
 
 
 _FEW_LABELS = 24
@@ -304,7 +304,7 @@ def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> 
     plans: list[tuple[float, LabelKey, int]] = []
     for at, labels in levels[-1].labels.items():
         objective = problem.closed_form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
-        objective = objective + problem.tie_ps[labels.tie_class, labels.output_layout]
+        objective = objective + problem.tied_ps[labels.tied_class, labels.output_layout]
         rows = np.flatnonzero(objective < below_ps)
         best = rows[np.argsort(objective[rows], kind="stable")][:most]
         plans += [(float(objective[row]), at, int(row)) for row in best]

@@ -71,7 +71,7 @@ class Options(NamedTuple):
     input_layout: Ints
     """Number of the layout the layer works in; of the embedding the class that ties tell apart."""
     output_layout: Ints
-    """Number of the layout of what it gives out; of the head the class that ties tell apart."""
+    """Number of the output layout; of the head the class that ties tell apart."""
 
     @classmethod
     def none(cls, layout: int) -> "Options":
@@ -112,7 +112,7 @@ class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def keeps_sums(self) -> bool:
-        """True where some option keeps gradients of earlier microbatches beside those of the last."""
+        """True where some option keeps gradients of earlier microbatches in addition to those of the last."""
         return any(bool(o.sum_bytes.any()) for o in self.options)
 
 
@@ -141,7 +141,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Coefficients of T, whole numbers."""
     boundary_bytes: Numbers
     """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
-    tie_ps: Numbers
+    tied_ps: Numbers
     """[classes of the embedding, classes of the head]: what tied parameters cost once a step."""
     weights: tuple[int, ...] | None = None
     """Weight of a stage on each device group; None: the number of its ranks.
@@ -166,7 +166,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def keeps_sums(self) -> bool:
-        """True where some option keeps gradients of earlier microbatches beside those of the last."""
+        """True where some option keeps gradients of earlier microbatches in addition to those of the last."""
         return any(group.keeps_sums for group in self.device_groups)
 
     def objectives(self, time_ps: Numbers, exposed_ps: Numbers) -> list[Numbers]:
@@ -218,12 +218,14 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def layouts_of_width(self) -> dict[int, Ints]:
-        """The layouts that outputs are given out or worked on in, by the width of the stages."""
+        """The input and output layouts of layers, by the width of the stages."""
         head, layouts_of = self.layers[-1], dict[int, list[Ints]]()
         for group in self.device_groups:
-            given = [options.output_layout for kind, options in enumerate(group.options) if kind != head]
-            taken = [options.input_layout for kind, options in enumerate(group.options) if kind != self.layers[0]]
-            layouts_of.setdefault(group.width, []).extend((*given, *taken))
+            output_layouts = [options.output_layout for kind, options in enumerate(group.options) if kind != head]
+            input_layouts = [
+                options.input_layout for kind, options in enumerate(group.options) if kind != self.layers[0]
+            ]
+            layouts_of.setdefault(group.width, []).extend((*output_layouts, *input_layouts))
         return {width: np.unique(np.concatenate(layouts)) for width, layouts in layouts_of.items()}
 
     @property
@@ -232,25 +234,25 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return len(self.start_position) > 1
 
     @cached_property
-    def least_send_ps(self) -> dict[Cut, float]:
+    def min_send_ps(self) -> dict[Cut, float]:
         """The least that handing over takes, of what can be handed over: the head's outputs are not."""
         kinds, arrays = sorted(set(self.layers[:-1])), {id(times): times for times in self.sends_ps.values()}
         least = {identity: float(times[kinds].min()) for identity, times in arrays.items()}
         return {cut: least[id(times)] for cut, times in self.sends_ps.items()}
 
     @cached_property
-    def least_sends_ps(self) -> tuple[dict[tuple[int, int], float], ...]:
+    def min_sends_ps(self) -> tuple[dict[tuple[int, int], float], ...]:
         """Least that handing over takes from a device group to another, by cut."""
-        least = self.least_send_ps
+        least = self.min_send_ps
         cuts: list[dict[tuple[int, int], float]] = []
         for stage in range(1, self.pp_size):
-            least_ps: dict[tuple[int, int], float] = {}
+            min_ps: dict[tuple[int, int], float] = {}
             for position, moves in self.placements[stage].items():
                 for before, (behind, _) in product(self.positions[stage][position], moves):
                     time = least[Cut(position, before, behind)]
-                    if time < least_ps.get((before, behind), np.inf):
-                        least_ps[before, behind] = time
-            cuts.append(least_ps)
+                    if time < min_ps.get((before, behind), np.inf):
+                        min_ps[before, behind] = time
+            cuts.append(min_ps)
         return tuple(cuts)
 
     def groups_of(self, stage: int) -> tuple[int, ...]:
@@ -317,6 +319,6 @@ def price(problem: Problem, solution: Solution) -> PlanCost:
         position = dict(problem.placements[stage][position])[numbers[stage]]
         memory.append(int(held.peak.max()))
     embedding = problem.device_groups[numbers[0]].options[problem.layers[0]]
-    tie = problem.tie_ps[embedding.input_layout[solution.options[0]], layout]
+    tie = problem.tied_ps[embedding.input_layout[solution.options[0]], layout]
     objective = problem.closed_form.time(float(time.sum()), float(time.max()), float(exposed.max()))
     return PlanCost(int(objective + tie), tuple(memory))

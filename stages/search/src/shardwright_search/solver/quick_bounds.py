@@ -59,11 +59,11 @@ class Relaxed:
         most = p * max(group.budget_bytes for group in groups)
         budget = min(most, sum(max(budgets[group] for group in on) for on in map(problem.groups_of, range(p))))
         fewest = min(problem.in_flight)
-        least = self.least_ps(Stages(problem.layers, groups, problem.relative_widths, weights, fewest, budget))
-        sends = 2 * sum(min(cuts.values()) for cuts in problem.least_sends_ps)
-        return least + min(weights)[0] * sends + float(problem.tie_ps.min())
+        least = self.min_ps(Stages(problem.layers, groups, problem.relative_widths, weights, fewest, budget))
+        sends = 2 * sum(min(cuts.values()) for cuts in problem.min_sends_ps)
+        return least + min(weights)[0] * sends + float(problem.tied_ps.min())
 
-    def least_ps(self, stages: Stages) -> float:
+    def min_ps(self, stages: Stages) -> float:
         """Return a lower bound on T: the sum of (1 + (m - 1) w) A + w U over all layers, with all memory together.
 
         w: a stage's share of the ranks, by their weights. Every layer counts the activations of as many microbatches as
@@ -111,8 +111,8 @@ def sends_ps(on_types: Sequence[OnType]) -> float:
     return 2 * (sum(on.stages * on.send_ps for on in on_types) - max(on.send_ps for on in on_types))
 
 
-class _Least(NamedTuple):
-    """The least that a stage on a node type takes."""
+class _NodeTypeBounds(NamedTuple):
+    """Lower bounds on the times of a stage on a node type."""
 
     a_block: Numbers
     """[blocks + 1]: A over the number of blocks, of a stage that holds so many or fewer."""
@@ -129,7 +129,7 @@ class _Least(NamedTuple):
         """Return how many blocks a stage can hold whose Z, with what sends add to it, is no more [bands]."""
         return np.searchsorted(self.largest + sends_ps, bands, side="right")
 
-    def most_with_head(self, bands: Numbers, sends_ps: float) -> Ints:
+    def max_with_head(self, bands: Numbers, sends_ps: float) -> Ints:
         """Return how many blocks a stage can hold that ends with the head [bands]; -1: it cannot hold that."""
         return np.searchsorted(self.largest_with_head + sends_ps, bands, side="right") - 1
 
@@ -140,7 +140,7 @@ class Counted:
     def __init__(self, costs_of: CostsOf) -> None:
         self._costs_of = costs_of
 
-    def least_ps(
+    def min_ps(
         self, layers: tuple[int, ...], on_types: Sequence[OnType], parts: tuple[Phase, ...], form: ClosedForm
     ) -> float:
         """Return a lower bound on sum of A + max Z, ties aside, in phases that each stage goes through, or exceeds."""
@@ -150,7 +150,7 @@ class Counted:
         # The first and the last stage send at one end.
         outer = np.array([bound.most(bands, send) for bound, send in zip(each, sends, strict=True)])
         inner = np.array([bound.most(bands, 2 * send) for bound, send in zip(each, sends, strict=True)])
-        with_head = np.array([bound.most_with_head(bands, send) for bound, send in zip(each, sends, strict=True)])
+        with_head = np.array([bound.max_with_head(bands, send) for bound, send in zip(each, sends, strict=True)])
         a_block = np.array([bound.a_block[blocks] for bound, blocks in zip(each, outer, strict=True)])
         stages = np.array([[on.stages] for on in on_types])
         # The first stage may hold the embedding alone, and the last the head.
@@ -169,7 +169,7 @@ class Counted:
     @cached_method
     def _least(
         self, layers: tuple[int, ...], groups: tuple[DeviceGroup, ...], parts: tuple[Phase, ...], form: ClosedForm
-    ) -> _Least:
+    ) -> _NodeTypeBounds:
         runs, blocks = runs_of(layers).runs, len(layers) - 2
         time, largest, with_head = (np.full(blocks + 1, np.inf) for _ in range(3))
         for group in groups:
@@ -183,7 +183,7 @@ class Counted:
                 elif run.before >= 0:
                     time[count], largest[count] = min(time[count], a[number]), min(largest[count], z[number])
         options = [group.options for group in groups]
-        return _Least(
+        return _NodeTypeBounds(
             np.r_[0.0, np.minimum.accumulate(time[1:] / np.arange(1, blocks + 1))],
             np.minimum.accumulate(largest[:0:-1])[::-1],
             np.minimum.accumulate(with_head[::-1])[::-1],
@@ -192,7 +192,7 @@ class Counted:
         )
 
 
-def _bands(each: Sequence[_Least], sends_ps: Sequence[float]) -> Numbers:
+def _bands(each: Sequence[_NodeTypeBounds], sends_ps: Sequence[float]) -> Numbers:
     """Return every largest Z that changes how many blocks a stage can hold, ascending."""
     columns = [
         column + send

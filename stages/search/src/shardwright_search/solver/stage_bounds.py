@@ -40,22 +40,22 @@ class Dual:
         slopes = {slope for points in self._hulls for slope in slopes_of(points)}
         self._prices = np.array(sorted(slopes | {0.0}))
         priced = [(points[:, 1:] + points[:, :1] * self._prices).min(0) for points in self._hulls]
-        self._least_cost = np.stack(priced)
-        self._least_memory = np.array([points[0, 0] for points in self._hulls])
+        self._min_cost = np.stack(priced)
+        self._min_memory = np.array([points[0, 0] for points in self._hulls])
 
     def runs(self, counts: Numbers, left: Numbers) -> Numbers:
         """Return bounds of runs with layers of each type [runs, types] and memory `left` [runs]; infinity: no fit."""
-        value = (counts @ self._least_cost - left[:, None] * self._prices).max(1)
-        return np.where(counts @ self._least_memory <= left, rounded_down(value), np.inf)
+        value = (counts @ self._min_cost - left[:, None] * self._prices).max(1)
+        return np.where(counts @ self._min_memory <= left, rounded_down(value), np.inf)
 
     def prices(self, counts: Numbers, left: float, most: int) -> Numbers:
         """Return the price of a byte that bounds a run with so many layers of each type most, and those around it."""
-        best = int((counts @ self._least_cost - left * self._prices).argmax())
+        best = int((counts @ self._min_cost - left * self._prices).argmax())
         return self._prices[max(0, best - most // 2) : best + most // 2 + 1]
 
     def cheapest(self, counts: Numbers, ways: Iterable[tuple[float, float]]) -> Numbers:
         """Return the bounds of `runs`, each in the cheapest of several ways, which cost something and leave memory."""
-        least, cost, memory = np.full(len(counts), np.inf), counts @ self._least_cost, counts @ self._least_memory
+        least, cost, memory = np.full(len(counts), np.inf), counts @ self._min_cost, counts @ self._min_memory
         for more, left in ways:
             value = more + rounded_down((cost - left * self._prices).max(1))
             np.minimum(least, value, out=least, where=memory <= left)

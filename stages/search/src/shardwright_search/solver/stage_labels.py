@@ -212,7 +212,7 @@ class StageLabels:
             for weights, cap in zip(self.weights, caps, strict=True):
                 cost = weights[0] * labels.time_ps[rows] + weights[1] * labels.exposed_ps[rows]
                 if rest:
-                    cost = cost + self.costs.least_rest(weights, rest, labels.resident[rows, 0], labels.peak[rows, 0])
+                    cost = cost + self.costs.min_rest(weights, rest, labels.resident[rows, 0], labels.peak[rows, 0])
                 rows, cost = rows[cost < cap], cost[cost < cap]
             keep[rows], least[rows] = True, cost - cap
         if self._max_labels is not None and keep.sum() > self._max_labels:

@@ -1,6 +1,6 @@
 """Options of a problem on a device group in the phases of a stage: useful ones, memory, and lower bounds.
 
-The bounds are of runs of neighbouring layers, equal ones told once.
+The bounds are of runs of neighbouring layers, equal ones counted once.
 """
 
 from collections.abc import Sequence
@@ -131,7 +131,7 @@ class Measure(NamedTuple):
 class Pivot(NamedTuple):
     """The last block of a run, with the head if that is behind it: their workspace binds.
 
-    So their options are told apart, one entry each; what another replaces is left out.
+    So their options are kept apart, one entry each; what another replaces is left out.
     """
 
     cost: Numbers
@@ -155,7 +155,7 @@ class GroupCosts:
     def least(self, layers: tuple[int, ...], weights: Weights) -> Numbers:
         """Return a lower bound on the cost of each run [runs], without redistribution and sends; infinity: no fit."""
         runs = runs_of(layers)
-        least = self._least_with_pivot(runs, weights)
+        least = self._min_with_pivot(runs, weights)
         for measure, dual in zip(self.measures[1:], self._duals(weights)[1:], strict=True):
             left = self.group.budget_bytes - measure.first[runs.first] - measure.last[runs.last]
             least = np.maximum(least, dual.runs(runs.counts, left))
@@ -165,7 +165,7 @@ class GroupCosts:
                 least[number] = max(least[number], rounded_down(cheapest.min(initial=np.inf)))
         return least
 
-    def least_rest(self, weights: Weights, rest: tuple[int, ...], resident: Numbers, peak: Numbers) -> Numbers:
+    def min_rest(self, weights: Weights, rest: tuple[int, ...], resident: Numbers, peak: Numbers) -> Numbers:
         """Return the least cost of the layers to come after labels that hold so much in the first phase [labels]."""
         budget, lines = self.group.budget_bytes, self._lines(weights, rest)
         at, behind = pivot_of(rest, self._head)
@@ -200,7 +200,7 @@ class GroupCosts:
             for dual, layers in zip(self._duals(weights), counted, strict=True)
         )
 
-    def _least_with_pivot(self, runs: Runs, weights: Weights) -> Numbers:
+    def _min_with_pivot(self, runs: Runs, weights: Weights) -> Numbers:
         dual, budget = self._duals(weights)[0], self.group.budget_bytes
         least = np.full(len(runs.runs), np.inf)
         for kind, behind, rows, counts in runs.groups:

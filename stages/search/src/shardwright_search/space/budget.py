@@ -36,7 +36,7 @@ class Infeasible(NamedTuple):
     exact: bool
 
 
-class Need(NamedTuple):
+class Shortfall(NamedTuple):
     """The configuration that lacks the least memory, and the stage where it does."""
 
     configuration: Configuration
@@ -77,19 +77,19 @@ def budgets_of_stages(plan: Plan, budgets: Mapping[str, int]) -> tuple[int, ...]
     return tuple(min(budgets[types[rank]] for rank in stage.ranks) for stage in plan.stages)
 
 
-def min_need(instance: Instance, configurations: Sequence[Configuration]) -> Need:
+def min_shortfall(instance: Instance, configurations: Sequence[Configuration]) -> Shortfall:
     """Return the least that is lacking, over configurations with one chunk: several chunks hold no less."""
     from shardwright_search.solver.min_memory import min_memory
 
     single = [configuration._replace(num_chunks=1) for configuration in configurations]
-    least: Need | None = None
-    for bound, number in sorted((_least_share(instance, each), number) for number, each in enumerate(single)):
+    least: Shortfall | None = None
+    for bound, number in sorted((_min_share(instance, each), number) for number, each in enumerate(single)):
         if least is not None and bound >= least.missing_bytes:
             break
-        need = min_memory(instance.problem(single[number]))
-        if least is None or need.missing_bytes < least.missing_bytes:
-            node_type = instance.node_type(single[number], need.group)
-            least = Need(single[number], need.stage, node_type, need.missing_bytes)
+        plan = min_memory(instance.problem(single[number]))
+        if least is None or plan.missing_bytes < least.missing_bytes:
+            node_type = instance.node_type(single[number], plan.group)
+            least = Shortfall(single[number], plan.stage, node_type, plan.missing_bytes)
     if least is None:
         raise ValueError("no configuration")
     return least
@@ -99,28 +99,28 @@ def infeasible(
     instance: Instance, configurations: Sequence[Configuration], file: Path, subject: str = "even the leanest"
 ) -> Infeasible:
     """Return what the configuration with the smallest need lacks; `subject` names it in the reason."""
-    need = min_need(instance, configurations)
+    shortfall = min_shortfall(instance, configurations)
     cluster, request = instance.costs.cluster, instance.request
     # Measured memory may be more than the tables say by a factor.
-    missing_bytes = ceil(need.missing_bytes * instance.costs.profiles_on(need.node_type).memory_factor)
-    min_bytes = budgets_of(request, cluster, file)[need.node_type] + missing_bytes
+    missing_bytes = ceil(shortfall.missing_bytes * instance.costs.profiles_on(shortfall.node_type).memory_factor)
+    min_bytes = budgets_of(request, cluster, file)[shortfall.node_type] + missing_bytes
     # Rounded up to a number that is read back as enough.
     min_gib = ceil((min_bytes / GIB + request.reserve_gib) * 1e6) / 1e6
-    exact = need.configuration in configurations
+    exact = shortfall.configuration in configurations
     amount = f"{'at least' if exact else 'more than'} {min_gib:.6f}"
     remedy = f"raise memory_gib to {amount}"
-    if min_gib * GIB > cluster.node_types[need.node_type].memory_bytes:
+    if min_gib * GIB > cluster.node_types[shortfall.node_type].memory_bytes:
         remedy = f"take devices of {amount} GiB"
     return Infeasible(
-        f"no plan fits: {subject} ({need.configuration}) lacks {'' if exact else 'more than '}{missing_bytes} "
-        f"bytes a rank in pipeline stage {need.stage}: {remedy}",
+        f"no plan fits: {subject} ({shortfall.configuration}) lacks {'' if exact else 'more than '}{missing_bytes} "
+        f"bytes a rank in pipeline stage {shortfall.stage}: {remedy}",
         missing_bytes,
         min_bytes,
         exact,
     )
 
 
-def _least_share(instance: Instance, configuration: Configuration) -> float:
+def _min_share(instance: Instance, configuration: Configuration) -> float:
     """Return a lower bound on the bytes that are lacking: the least of each layer on all ranks, shared out evenly."""
     problem = instance.problem(configuration)
     by_group = [[(o.state_bytes + o.activation_bytes).min() for o in group.options] for group in problem.device_groups]

@@ -78,7 +78,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         parts = min_phases(fewest, m, any(group.keeps_sums for on_type in on_types for group in on_type.groups))
         least += min(weights)[0] * sends_ps(on_types)
         counted, (form, *_) = instance.prices.bounds.counted, configuration.closed_forms
-        return max(least, counted.least_ps(instance.types_of_layers, on_types, parts, form))
+        return max(least, counted.min_ps(instance.types_of_layers, on_types, parts, form))
 
     def _relaxed_ps(
         self, configuration: Configuration, choice: Choice, topologies: _Topologies, weights: tuple[Weights, ...]
@@ -94,7 +94,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         relative = tuple(group.width / mean_width for group in groups)
         fewest = configuration.in_flight(p - 1)
         stages = Stages(instance.types_of_layers, groups, relative, weights, fewest, budget)
-        return instance.prices.bounds.relaxed.least_ps(stages)
+        return instance.prices.bounds.relaxed.min_ps(stages)
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
@@ -131,7 +131,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _on_type(self, choice: Choice, equal: _Equal, single_microbatch: bool) -> OnType:
         prices = self.instance.prices
         groups = tuple(prices.device_group(choice, topology, single_microbatch) for topology in equal.topologies)
-        send_ps = min((prices.least_send_ps(choice, link) for link in equal.links), default=0.0)
+        send_ps = min((prices.min_send_ps(choice, link) for link in equal.links), default=0.0)
         return OnType(equal.stages, groups, send_ps)
 
     @cached_method

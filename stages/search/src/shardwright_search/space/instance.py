@@ -117,7 +117,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             num_microbatches=m,
             closed_form=configuration.closed_forms[0],
             boundary_bytes=self.prices.boundary(choice),
-            tie_ps=self._ties.costs_ps(self.choices.layers.shardings(choice), p, configuration.ends),
+            tied_ps=self._ties.costs_ps(self.choices.layers.shardings(choice), p, configuration.ends),
         )
 
     def interleaved_problem(self, configuration: Configuration) -> InterleavedProblem | None:
@@ -143,7 +143,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             sends_ps=np.array([self.prices.sends(choice, self.costs.link(*pair)) for pair in around]),
             moments_in_flight=moments_in_flight(schedule, p, m, v, frees),
             boundary_bytes=self.prices.boundary(choice),
-            tie_ps=self._ties.costs_ps(self.choices.layers.shardings(choice), p),
+            tied_ps=self._ties.costs_ps(self.choices.layers.shardings(choice), p),
             frees_outputs=frees,
         )
 

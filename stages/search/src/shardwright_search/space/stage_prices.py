@@ -15,7 +15,7 @@ from shardwright_formats.semantics.axes import layout_of
 from shardwright_formats.types import EMBEDDING, HEAD, Strategy
 from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
-from shardwright_search.cost_model.tied_weights import has_shared, shared_cost_ps, tie_class, tie_cost_ps
+from shardwright_search.cost_model.tied_weights import has_shared, shared_cost_ps, tied_class, tied_cost_ps
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.solver.configuration_bounds import CostsOf
 from shardwright_search.solver.problem import DeviceGroup, Options
@@ -62,7 +62,7 @@ class Ties(msgspec.Struct, frozen=True, dict=True, eq=False):
                 continue
             ranks = self._ranks(before.node_types, before.width), self._ranks(behind.node_types, behind.width, True)
             if pp_size == 1 or _apart(before, behind, *ranks):
-                costs_ps[i, j] = tie_cost_ps(self.costs, before.strategy, behind.strategy, *ranks)
+                costs_ps[i, j] = tied_cost_ps(self.costs, before.strategy, behind.strategy, *ranks)
                 costs_ps[i, j] += self._shared_ps(*ranks)
         return costs_ps
 
@@ -77,7 +77,7 @@ class Ties(msgspec.Struct, frozen=True, dict=True, eq=False):
         Of tied parameters how the ranks share them; None where all cost alike.
         """
         if self.costs.model.tied:
-            return node_types, tie_class(strategy)
+            return node_types, tied_class(strategy)
         return (node_types, layout_of(strategy).stage_size) if has_shared(self.costs.model) else None
 
     @cached_method
@@ -167,7 +167,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return self.budgets[node_type] + self.costs.profiles_on(node_type).process_bytes
 
     @cached_method
-    def least_send_ps(self, choice: Choice, link: Link) -> float:
+    def min_send_ps(self, choice: Choice, link: Link) -> float:
         """Return the least that a send between stages of equal width takes: the head's outputs are not sent."""
         return float(self.sends(choice, link)[:-1].min())
 

@@ -3,9 +3,9 @@
 In a phase with k microbatches in flight a stage holds its state, (k - 1) times its activations, and the most that one
 more microbatch holds on its way: while layer j works, the activations of the layers up to j, j's workspace, and the
 gradients: of all layers, or in the first backward pass of those from j on. Where sums of earlier microbatches are kept
-beside what a backward pass makes, they are all there from the second one on, and what it makes comes anew. Besides it
-holds what it received of each microbatch in flight and what it is receiving for the next pass, taken to be as large,
-and of one microbatch the gradients of what it received and of what it gives out.
+in addition to what a backward pass makes, they are all there from the second one on, and what it makes comes anew.
+Besides it holds what it received of each microbatch in flight and what it is receiving for the next pass, taken to be
+as large, and of one microbatch the gradients of its inputs and of its outputs.
 
 Of a stage with several chunks the action list is walked. A chunk's gradients are made by its first backward pass, layer
 by layer; while a microbatch is on its way through a chunk, the most that it holds there comes on top of the activations
@@ -33,7 +33,7 @@ class Phase(NamedTuple):
     late: bool = False
     """True where what this backward pass makes comes layer by layer, and is not all there from the start."""
     summed: bool = True
-    """True where gradients of earlier backward passes are there, summed in place or beside what the last one made."""
+    """True where gradients of earlier backward passes are there, summed in place or apart from the last."""
 
 
 def phases(in_flight: int, num_microbatches: int, keeps_sums: bool = False) -> tuple[Phase, ...]:
@@ -88,11 +88,11 @@ def layer_memory(
     Without sums gradients are made once.
     """
     kinds = (state, gradients, sums, activation, workspace)
-    states, made, before, kept, moment = (np.asarray(kind, float)[..., None] for kind in kinds)
+    states, made, before, kept, working = (np.asarray(kind, float)[..., None] for kind in kinds)
     others = np.array([phase.in_flight - 1.0 for phase in parts])
     comes, summed = (np.array(flags) for flags in zip(*((p.late, p.summed) for p in parts), strict=True))
     late = made * (comes & (~summed | (before > 0)))
-    return LayerMemory(states + others * kept + before * summed + made - late, late, kept, moment)
+    return LayerMemory(states + others * kept + before * summed + made - late, late, kept, working)
 
 
 class StageMemory(NamedTuple):
@@ -109,15 +109,15 @@ class StageMemory(NamedTuple):
 
     def then(self, layer: LayerMemory) -> "StageMemory":
         """Return the memory with one more layer behind."""
-        moment = self.resident + layer.activation + layer.workspace
+        working = self.resident + layer.activation + layer.workspace
         resident = self.resident + layer.static + layer.activation
-        return StageMemory(resident, layer.static + layer.late + np.maximum(self.peak, moment))
+        return StageMemory(resident, layer.static + layer.late + np.maximum(self.peak, working))
 
 
 def no_layers(parts: Sequence[Phase], received: ArrayLike) -> StageMemory:
     """Return the memory before the first layer: what was received of the microbatches, of one so many bytes.
 
-    Beside those in flight are the gradient of one, and what comes for the next pass while this one computes.
+    It adds to those in flight the gradient of one, and what comes for the next pass while this one computes.
     """
     resident = np.asarray(received, float)[..., None] * np.array([phase.in_flight + 2.0 for phase in parts])
     return StageMemory(resident, resident)
@@ -131,7 +131,7 @@ def frees_outputs(model: Model) -> bool:
     return len(model.boundary) == 1
 
 
-class Moment(NamedTuple):
+class PassCounts(NamedTuple):
     """A pass of a stage with several chunks, and what the stage holds meanwhile."""
 
     chunk: int
@@ -146,9 +146,9 @@ class Moment(NamedTuple):
     """True in the first backward pass of the chunk worked on."""
 
 
-def moments(
+def pass_counts(
     schedule: PipelineSchedule, num_stages: int, num_microbatches: int, stage: int, num_chunks: int
-) -> Iterator[Moment]:
+) -> Iterator[PassCounts]:
     """Yield the moment of every action of a stage, in order."""
     receiver = (stage + 1) % num_stages
     here, there = (schedule.actions(num_stages, num_microbatches, at, num_chunks) for at in (stage, receiver))
@@ -169,7 +169,7 @@ def moments(
         pending = [(number, at) for number, at in pending if done is None or number > done]
         held = Counter(at for _, at in pending)
         freed = tuple((count - held[at]) * sends[at] for at, count in enumerate(in_flight))
-        yield Moment(chunk, tuple(in_flight), freed, tuple(made), backward and not made[chunk])
+        yield PassCounts(chunk, tuple(in_flight), freed, tuple(made), backward and not made[chunk])
         in_flight[chunk] += not backward
         made[chunk] |= backward
         if not backward and (received := number_there(action, 1)) is not None:
@@ -182,5 +182,5 @@ def layer_passes(gradients: ArrayLike, activation: ArrayLike, workspace: ArrayLi
     States are counted apart, and so are gradients that are there.
     """
     made = np.multiply.outer(np.asarray(gradients, float), [0.0, 1.0])
-    kept, moment = (np.asarray(kind, float)[..., None] for kind in (activation, workspace))
-    return LayerMemory(np.zeros_like(made), made, kept, moment)
+    kept, working = (np.asarray(kind, float)[..., None] for kind in (activation, workspace))
+    return LayerMemory(np.zeros_like(made), made, kept, working)

@@ -105,7 +105,7 @@ class SpanCorruption(Text):
     do not count.
     """
 
-    draws: ClassVar[bool] = True
+    is_random: ClassVar[bool] = True
     keeps_boundaries: ClassVar[bool] = False
     first_token: int
     """Token that the decoder starts with."""

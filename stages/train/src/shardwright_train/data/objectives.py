@@ -35,8 +35,8 @@ class Text(ABC):
     """Number of positions of a sample that hold no input."""
     read_by: ClassVar[Mapping[str, str]] = {"labels": HEAD}
     """Tensors of a batch that only one type of layer reads."""
-    draws: ClassVar[bool] = False
-    """Whether making a batch draws random numbers."""
+    is_random: ClassVar[bool] = False
+    """Whether making a batch needs random numbers."""
     predicts_next: ClassVar[bool] = False
     """Whether each label is the token after its position."""
     keeps_boundaries: ClassVar[bool] = True
@@ -117,7 +117,7 @@ class TextBatches:
         """Return a rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
         indices = first + share.rows
         text = torch.from_numpy(self.samples.read(indices))
-        if self.objective.draws:
+        if self.objective.is_random:
             made = [self._drawn(*pair) for pair in zip(text.split(1), indices.tolist(), strict=True)]
             batch = {name: torch.cat([one[name] for one in made]) for name in made[0]}
         else:
@@ -161,7 +161,7 @@ class Causal(Text):
 class Masked(Text):
     """Masked language modelling: some tokens are hidden, and are the labels (Devlin et al. 2019)."""
 
-    draws: ClassVar[bool] = True
+    is_random: ClassVar[bool] = True
     mask: int | None
     """Token that hides others; None where the configuration has none: then no text can be trained on."""
     padding: int | None
@@ -221,10 +221,10 @@ class Masked(Text):
             .argsort(1)
         )
         chosen = real & (rank < _chosen_of(real.sum(1, keepdim=True)))
-        draw = torch.rand(text.shape, dtype=torch.float32, generator=generator)
-        shown = text.where(draw >= _MASKED + _RANDOM, self.random_text(text.shape, generator))
+        random_values = torch.rand(text.shape, dtype=torch.float32, generator=generator)
+        shown = text.where(random_values >= _MASKED + _RANDOM, self.random_text(text.shape, generator))
         if self.mask is not None:  # Else the text is random, and a token as good as another.
-            shown = shown.where(draw >= _MASKED, torch.tensor(self.mask))
+            shown = shown.where(random_values >= _MASKED, torch.tensor(self.mask))
         labels = text.where(chosen, torch.tensor(IGNORED))
         return {"tokens": shown.where(chosen, text), "attention_mask": real, "labels": labels}
 

@@ -158,7 +158,7 @@ def print_checks(plan: Plan, checks: Sequence[RoleCheck], console: Console) -> N
     console.print(traffic)
     if any(not plan.cluster.of_rank(rank).on_cpu for check in checks for rank in check.role.ranks):
         console.print(_communicators(checks))
-    for line in _verdict(checks):
+    for line in _count_report(checks):
         console.print(line)
 
 
@@ -179,7 +179,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def _verdict(checks: Sequence[RoleCheck]) -> Iterator[str]:
+def _count_report(checks: Sequence[RoleCheck]) -> Iterator[str]:
     wrong = [(check, kind, pair) for check in checks for kind, pair in check.miscounted.items()]
     if not wrong:
         yield "The bytes counted in the simulated step are those of the formulas."

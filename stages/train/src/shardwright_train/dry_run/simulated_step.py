@@ -73,7 +73,7 @@ def simulate_step(
     With `reset_attention_mask` its samples tell their documents apart.
     """
     device = torch.device("cpu")
-    with _fake_world(rank, plan.world_size):
+    with _simulated_world(rank, plan.world_size):
         context = RankContext(
             plan=plan, family=family, rank=rank, groups=Groups("cpu"), attention=attention, device=device, seed=None
         )
@@ -118,7 +118,7 @@ def _received_numel(pipeline: Pipeline) -> int:
 
 
 @contextmanager
-def _fake_world(rank: int, size: int) -> Iterator[None]:
+def _simulated_world(rank: int, size: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield

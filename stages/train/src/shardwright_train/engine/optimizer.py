@@ -20,11 +20,11 @@ class ShardedAdamW:
     """AdamW (Loshchilov & Hutter 2019) on each rank's shards.
 
     The update is element by element, so it needs no mesh: it runs fused over plain local tensors, which share their
-    memory with the DTensors. Weight decay spares norms and biases unless it is told not to; a parameter's learning rate
-    is that of the step times its factor. Both go by its name in the stock model, which `stock_names` says of tied ones,
-    so that all replicas are in one group. `replicas` names the parameters that count in the norm elsewhere: their
-    gradients are those of the parameter they are replicas of. The moments begin as zeros, and their bias correction
-    continues after `updates` steps.
+    memory with the DTensors. Weight decay spares norms and biases unless an option says otherwise; a parameter's
+    learning rate is that of the step times its factor. Both go by its name in the stock model, which `stock_names`
+    says of tied ones, so that all replicas are in one group. `replicas` names the parameters that count in the norm
+    elsewhere: their gradients are those of the parameter they are replicas of. The moments begin as zeros, and their
+    bias correction continues after `updates` steps.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class Family:
     def __init__(self, facts: Facts, stock: Any) -> None:
         self.facts, self.stock = facts, stock
 
-    # What families say beside that.
+    # What families say in addition.
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
         """Return the embedding of a batch at this rank's positions: the table's rows, through the other modules."""

@@ -122,14 +122,14 @@ def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterat
     The products' backward passes keep only this rank's share of the gathered tensors, and gather it again, once. The
     gradients are summed and scattered.
     """
-    shares = [_GatheredShard(x.detach(), group) for x in inputs]
-    gathered = [share.gathered(x) for share, x in zip(shares, inputs, strict=True)]
+    shards = [_GatheredShard(x.detach(), group) for x in inputs]
+    gathered = [shard.gathered(x) for shard, x in zip(shards, inputs, strict=True)]
     # Storages stand for tensors: products keep views.
-    owners = {id(x.untyped_storage()): share for x, share in zip(gathered, shares, strict=True)}
+    owners = {id(x.untyped_storage()): shard for x, shard in zip(gathered, shards, strict=True)}
 
     def pack(x: Tensor) -> "Tensor | _View":
-        share = owners.get(id(x.untyped_storage()))
-        return x if share is None else _View(share, x.size(), x.stride(), x.storage_offset())
+        shard = owners.get(id(x.untyped_storage()))
+        return x if shard is None else _View(shard, x.size(), x.stride(), x.storage_offset())
 
     with saved_tensors_hooks(pack, lambda kept: kept.tensor() if isinstance(kept, _View) else kept):
         yield gathered
@@ -138,36 +138,36 @@ def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterat
 class _GatheredShard:
     """This rank's shard of a gathered tensor, gathered from its first use in the backward pass to its last."""
 
-    def __init__(self, share: Tensor, group: dist.ProcessGroup) -> None:
-        self._share, self._group = share, group
-        self._again: Tensor | None = None
+    def __init__(self, shard: Tensor, group: dist.ProcessGroup) -> None:
+        self._shard, self._group = shard, group
+        self._regathered: Tensor | None = None
 
     def gathered(self, x: Tensor) -> Tensor:
         """Return the tensor itself, gathered; differentiable."""
         return with_transpose(gather_sequence(x, self._group), lambda x: x, self._used)
 
-    def again(self) -> Tensor:
-        if self._again is None:
+    def regathered(self) -> Tensor:
+        if self._regathered is None:
             with torch.no_grad():
-                self._again = gather_sequence(self._share, self._group)
-        return self._again
+                self._regathered = gather_sequence(self._shard, self._group)
+        return self._regathered
 
     def _used(self, gradient: Tensor) -> Tensor:
         """Note that the gradient of the gathered tensor exists, so that it is not needed any more, and return it."""
-        self._again = None
+        self._regathered = None
         return gradient
 
 
 class _View(NamedTuple):
     """A view of a gathered tensor."""
 
-    share: _GatheredShard
+    shard: _GatheredShard
     size: Any
     stride: Any
     offset: Any
 
     def tensor(self) -> Tensor:
-        return self.share.again().as_strided(self.size, self.stride, self.offset)
+        return self.shard.regathered().as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True)

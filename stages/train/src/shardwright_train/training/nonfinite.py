@@ -61,14 +61,14 @@ def first_nonfinite(engine: Engine, step: Step, world: World) -> str:
     finds: list[_Find] = []
     rank = world.rank
 
-    def watch(name: str, calls: Iterator[int], _module: nn.Module, _args: object, output: object) -> None:
+    def find_in_output(name: str, calls: Iterator[int], _module: nn.Module, _args: object, output: object) -> None:
         microbatch = next(calls)
         if not _finite(output):
             place = f"in the output of {name} on rank {rank}, microbatch {microbatch}"
             finds.append((0, microbatch, _position(name), rank, place))
 
     layers = engine.stage.layers
-    hooks = [layer.module.register_forward_hook(partial(watch, layer.name, count())) for layer in layers]
+    hooks = [layer.module.register_forward_hook(partial(find_in_output, layer.name, count())) for layer in layers]
     engine.forward_backward(step)
     for hook in hooks:
         hook.remove()
