@@ -74,7 +74,7 @@ def hold_more(
     for number in range(OUTERS):
         embedding, head, position = (random_options(problem.group.options[kind], rng) for kind in kinds)
         pair = [longer(solver, labels, position) if number % 2 else labels for labels in (others, ones)]
-        more, less = (solver._max_held(labels, embedding, head) for labels in pair)
+        more, less = (solver._peak_bytes(labels, embedding, head) for labels in pair)
         found |= more > less
     return found
 

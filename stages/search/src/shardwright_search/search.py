@@ -100,11 +100,11 @@ def find_best(
         report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
         asked = replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
     if spare is None and request is asked:
-        spare = _with_least_room(once, request, given, budgets)
+        spare = _with_min_room(once, request, given, budgets)
     return answer if spare is None else spare
 
 
-def _with_least_room(
+def _with_min_room(
     once: Callable[[SearchRequest], SearchAnswer | Infeasible],
     request: SearchRequest,
     given: _Given,

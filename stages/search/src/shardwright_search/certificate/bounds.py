@@ -28,7 +28,7 @@ Run = tuple[int, ...]
 
 
 class Chain(NamedTuple):
-    """A configuration, and what follows from it; a layout's number may also be a class that ties tell apart."""
+    """A configuration, and what follows from it; a layout's number may also be a class of tied parameters."""
 
     problem: Problem
     size: int
@@ -83,9 +83,9 @@ def _without_layouts(problem: Problem) -> Problem:
         return replace(group, options=options, redistribution_ps=np.zeros((len(options), 1, 1)))
 
     sends = {cut: times.min((1, 2), keepdims=True) for cut, times in problem.sends_ps.items()}
-    held, ties = problem.boundary_bytes.min(1, keepdims=True), problem.tied_ps.min(keepdims=True)
+    held, tied_ps = problem.boundary_bytes.min(1, keepdims=True), problem.tied_ps.min(keepdims=True)
     groups = tuple(map(merged, problem.device_groups))
-    return replace(problem, device_groups=groups, sends_ps=sends, boundary_bytes=held, tied_ps=ties)
+    return replace(problem, device_groups=groups, sends_ps=sends, boundary_bytes=held, tied_ps=tied_ps)
 
 
 def phases_of(chain: Chain, stage: int) -> list[tuple[int, bool, bool]]:
@@ -182,10 +182,10 @@ def paths(
     chain: Chain, tables: Mapping[StageOnGroup, Array], weights: Array
 ) -> tuple[float, dict[StageOnGroup, Array]]:
     """Return the least weighted sum over stages, and that of all other stages by stage and group, as `tables` are."""
-    ties, end = chain.problem.tied_ps, len(chain.problem.layers)
-    begin, ended = np.full((2, len(ties), end + 1, chain.size), np.inf)
-    begin[range(len(ties)), 0, range(len(ties))] = 0.0
-    ended[:, end, : ties.shape[1]] = ties
+    tied_ps, end = chain.problem.tied_ps, len(chain.problem.layers)
+    begin, ended = np.full((2, len(tied_ps), end + 1, chain.size), np.inf)
+    begin[range(len(tied_ps)), 0, range(len(tied_ps))] = 0.0
+    ended[:, end, : tied_ps.shape[1]] = tied_ps
     here = {step[:2]: begin for step in chain.steps[0]}
     entered: list[list[Array]] = []
     for stage, stage_steps in enumerate(chain.steps):

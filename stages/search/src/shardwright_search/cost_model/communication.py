@@ -1,4 +1,4 @@
-"""Time of what moves between layers: redistribution between layouts, sends between pipeline stages, ties, the norm."""
+"""Time of redistribution between layouts, of sends between pipeline stages, of tied parameters and of the norm."""
 
 from collections import Counter
 from collections.abc import Sequence

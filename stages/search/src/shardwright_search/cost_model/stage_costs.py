@@ -85,7 +85,9 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
     def peak_bytes(self, parts: tuple[Phase, ...]) -> int:
         """Return the most that a stage of this range alone holds in some phases, without states."""
         layers = (
-            _held(parts, o.memory.gradients, o.memory.gradient_sums, o.activation_bytes, o.workspace_bytes)
+            _memory_without_states(
+                parts, o.memory.gradients, o.memory.gradient_sums, o.activation_bytes, o.workspace_bytes
+            )
             for o in self.layers
         )
         return int(reduce(StageMemory.then, layers, no_layers(parts, self.before_bytes)).peak.max())
@@ -238,17 +240,19 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     frees, last = frees_outputs(plan.model), mine[-1] is ranges[-1]
     passes = [here.pass_bytes(-2 if last and here is mine[-1] else -1, frees * after) for here in mine]
     freed, gradients = [frees * here.after_bytes for here in mine], [here.gradient_bytes for here in mine]
-    max_held = most = 0
+    max_activation_bytes = most = 0
     for counts in pass_counts(schedule_of(plan.schedule), len(plan.stages), plan.num_microbatches, stage, len(mine)):
         held = sum(map(mul, counts.in_flight, kept)) - sum(map(mul, counts.freed, freed))
-        max_held = max(max_held, held + kept[counts.chunk])
+        max_activation_bytes = max(max_activation_bytes, held + kept[counts.chunk])
         most = max(most, held + sum(map(mul, counts.made, gradients)) + passes[counts.chunk][counts.makes])
     most += before + after + max(before, after)
-    return StageCosts(ranges=mine, activation_bytes=max_held, working_bytes=most)
+    return StageCosts(ranges=mine, activation_bytes=max_activation_bytes, working_bytes=most)
 
 
 @lru_cache(maxsize=4096)
-def _held(parts: tuple[Phase, ...], gradients: int, sums: int, activation: int, workspace: int) -> LayerMemory:
+def _memory_without_states(
+    parts: tuple[Phase, ...], gradients: int, sums: int, activation: int, workspace: int
+) -> LayerMemory:
     """Return what a layer holds without its states."""
     return layer_memory(parts, 0, gradients, sums, activation, workspace)
 

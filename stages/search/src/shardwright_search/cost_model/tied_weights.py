@@ -51,7 +51,7 @@ def has_shared(model: Model) -> bool:
 
 
 def tied_class(strategy: Strategy) -> ParameterAxes:
-    """Return how the ranks of a strategy share its parameters: what its ties cost depends on that."""
+    """Return how the ranks of a strategy share its parameters: the cost of tied parameters depends on that."""
     return axes_of(strategy).dense
 
 

@@ -103,7 +103,7 @@ def stage_times(pipelines: Pipelines, cuts: NDArray[Any]) -> NDArray[Any]:
 
 def min_bottlenecks(pipelines: Pipelines) -> NDArray[Any]:
     """Return the least time of the longest stage over all partitions [pipelines]."""
-    high = _by_taking_the_most(pipelines)
+    high = _reachable_bottleneck(pipelines)
     low = pipelines.sends.max(axis=1)  # no layer takes no time
     open_ = np.flatnonzero(_can_be_met(pipelines, high - 1))
     high[open_] -= 1
@@ -129,21 +129,21 @@ def _can_be_met(pipelines: Pipelines, limit: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(reached[:, -1])
 
 
-def _by_taking_the_most(pipelines: Pipelines) -> NDArray[Any]:
+def _reachable_bottleneck(pipelines: Pipelines) -> NDArray[Any]:
     """Return a bottleneck that can be reached, mostly the least."""
     low = pipelines.sends.max(axis=1)
     high = pipelines.table[:, -1].max() + low
     open_ = np.flatnonzero(low < high)
     while len(open_):
         middle = (low[open_] + high[open_]) // 2
-        met, reached, raised = _taking_the_most(pipelines.some(open_), middle)
+        met, reached, raised = _filled_up_to(pipelines.some(open_), middle)
         high[open_] = np.where(met, reached, high[open_])
         low[open_] = np.where(met, low[open_], np.minimum(raised, high[open_]))
         open_ = open_[low[open_] < high[open_]]
     return np.asarray(high)
 
 
-def _taking_the_most(pipelines: Pipelines, limit: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _filled_up_to(pipelines: Pipelines, limit: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Return whether a limit is met, the longest stage's time then, and else the next limit that changes anything."""
     table, rows, sends, _ = pipelines
     layers, stages = pipelines.layers, rows.shape[1]

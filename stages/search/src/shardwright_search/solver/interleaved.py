@@ -71,7 +71,7 @@ class Interleaved:
         self._problem, options = problem, problem.group.options
         self._embedding, self._head = options[problem.embedding], options[problem.head]
         self._bounds = InterleavedBounds(problem)
-        self._held = _sums_held([moment for moments in problem.moments_in_flight for moment in moments])
+        self._resident_sums = _sums_of_moments([moment for moments in problem.moments_in_flight for moment in moments])
 
     @property
     def relaxed_bound_ps(self) -> float:
@@ -132,7 +132,7 @@ class Interleaved:
         problem = self._problem
         options = problem.group.options[problem.positions[position]]
         if position == len(problem.positions) - 1 and problem.frees_outputs:
-            # The gradient of what the chunk gives out, which `_max_held` counts, has taken the output's place.
+            # The gradient of what the chunk gives out, which `_peak_bytes` counts, has taken the output's place.
             sent = problem.boundary_bytes[problem.positions[-1]][options.output_layout]
             options = options._replace(workspace_bytes=np.maximum(0.0, options.workspace_bytes - sent))
         parent, option = pairs(np.arange(len(before.time_ps)), len(options.time_ps))
@@ -170,7 +170,7 @@ class Interleaved:
         added = (0.0, labels.peak_bytes, labels.making_bytes)
         held = [
             v * labels.state_bytes + count * labels.activation_bytes + made * labels.gradient_bytes + added[peak]
-            for peak, count, made in self._held
+            for peak, count, made in self._resident_sums
         ]
         return np.stack([*costs, *held], 1)
 
@@ -207,7 +207,7 @@ class Interleaved:
         exposed = exposed + np.maximum(embedding.exposed_ps[first], head.exposed_ps[last])
         objective = step_time(problem.closed_forms, times.sum(0), times.max(0), exposed)
         objective = objective + problem.tied_ps[embedding.input_layout[first], head.output_layout[last]]
-        fits = self._max_held(labels, embedding.take(first), head.take(last)) <= problem.group.budget_bytes
+        fits = self._peak_bytes(labels, embedding.take(first), head.take(last)) <= problem.group.budget_bytes
         return _Whole(np.where(fits, objective, np.inf), label, first, last)
 
     def _stage_times(self, labels: _ChunkLabels, first: Ints, last: Ints) -> Numbers:
@@ -225,7 +225,7 @@ class Interleaved:
         times[-1] += moves[kind][labels.output_layout, head.input_layout[last]]
         return np.asarray(times)
 
-    def _max_held(self, labels: _ChunkLabels, embedding: Options, head: Options) -> Numbers:
+    def _peak_bytes(self, labels: _ChunkLabels, embedding: Options, head: Options) -> Numbers:
         """Return the most bytes that any stage holds, by label.
 
         Every chunk but the very first holds what it received of each microbatch in flight, and every stage what it is
@@ -291,7 +291,7 @@ def _outer(options: Options, memory: StageMemory, received: Numbers | float = 0.
     )
 
 
-def _sums_held(moments: Sequence[InFlight]) -> list[tuple[int, int, int]]:
+def _sums_of_moments(moments: Sequence[InFlight]) -> list[tuple[int, int, int]]:
     """Return what is held at moments in addition to v times the states: a peak, chunks' activations, and gradients.
 
     Of peaks 0 is none: activations count once more, where a workspace comes behind a chunk, and gradients, where one

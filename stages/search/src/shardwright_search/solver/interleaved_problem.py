@@ -141,7 +141,7 @@ class _Sum(NamedTuple):
     """[cuts]."""
     received_bytes: Numbers
     """Boundary tensors: what was received less what was sent and freed."""
-    tie: Numbers
+    tied: Numbers
 
     def with_memory(self, memory: "_Sum", price: float) -> "_Sum":
         """Return the sum of both, the memory at a price."""
@@ -256,9 +256,9 @@ class InterleavedBounds:
         last = self._table(_HEAD, problem.head, (head.input_layout, head.output_layout), (num_layouts, others))
         first = _join(first, sums.options[:, _EMBEDDING, 0, None, None] * moves[problem.embedding][:, layouts])
         last = _join(sums.options[:, _HEAD, 0, None, None] * moves[kind][layouts], last)
-        ties = np.where(np.isfinite(problem.tied_ps), problem.tied_ps, 0.0) * sums.tie[:, None, None]
-        ties = np.where(np.isfinite(problem.tied_ps), ties, np.inf).transpose(0, 2, 1)
-        around = _join(_join(last, ties), first)
+        tied_ps = np.where(np.isfinite(problem.tied_ps), problem.tied_ps, 0.0) * sums.tied[:, None, None]
+        tied_ps = np.where(np.isfinite(problem.tied_ps), tied_ps, np.inf).transpose(0, 2, 1)
+        around = _join(_join(last, tied_ps), first)
         sent = sums.sends @ problem.sends_ps[:, kind][:, layouts]
         sent = sent + sums.received_bytes[:, None] * problem.boundary_bytes[kind][layouts]
         return np.asarray(around + sums.wrap[:, None, None] * self._moves(kind) + sent[:, :, None])

@@ -109,7 +109,7 @@ class _Programme:
             self._join(number)
         self._limit_memory()
         self._add_maxima()
-        self._tie()
+        self._add_tied_parameters()
         if np.isfinite(below_ps):
             self._row(list(enumerate(self._costs)), high=below_ps / self.time_unit_ps)
 
@@ -279,11 +279,11 @@ class _Programme:
             ]
             self._row([*ends, (longest, -1.0)], high=0.0)
 
-    def _tie(self) -> None:
+    def _add_tied_parameters(self) -> None:
         """Add the cost of tied parameters: a flow from the embedding's class to the head's."""
         first, last = self._by_class(0, "input_layout"), self._by_class(-1, "output_layout")
-        ties = self._problem.tied_ps
-        pairs = {(a, b): self._column(float(ties[a, b])) for a in first for b in last if np.isfinite(ties[a, b])}
+        tied_ps = self._problem.tied_ps
+        pairs = {(a, b): self._column(float(tied_ps[a, b])) for a in first for b in last if np.isfinite(tied_ps[a, b])}
         for side, ends in enumerate((first, last)):
             for number, choices in ends.items():
                 flows = [(column, -1.0) for pair, column in pairs.items() if pair[side] == number]

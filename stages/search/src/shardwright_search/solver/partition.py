@@ -3,7 +3,7 @@
 Labels of all layers before a cut are extended by one pipeline stage after another.
 
 A label is one way to treat the layers before a cut: S, the sum of the stages' A', the largest A' and the largest U (X
-and V), the layouts that it outputs and that the next stage receives, the class of its embedding that ties tell apart.
+and V), the layouts that it outputs and that the next stage receives, its embedding's class of tied parameters.
 Whatever follows adds the same to S and takes the same maxima, so a label with another's layouts and class never loses
 to it if S' - S makes up for (X - X')+ and (V - V')+, each with its coefficient in T: that is, if T of S and each
 selection of X and V is no larger. Labels are also dropped when the bounds of what is still to come show that no plan

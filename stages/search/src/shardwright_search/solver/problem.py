@@ -69,9 +69,9 @@ class Options(NamedTuple):
     workspace_bytes: Numbers
     """Bytes held for a moment, in the layer's own forward or backward pass."""
     input_layout: Ints
-    """Number of the layout the layer works in; of the embedding the class that ties tell apart."""
+    """Number of the layout the layer works in; of the embedding the class of tied parameters."""
     output_layout: Ints
-    """Number of the output layout; of the head the class that ties tell apart."""
+    """Number of the output layout; of the head the class of tied parameters."""
 
     @classmethod
     def none(cls, layout: int) -> "Options":
@@ -119,9 +119,9 @@ class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
 class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     """A chain of layers, embedding and head included, to cut into stages on device groups, with one option each.
 
-    Minimised is the closed form and the tie, with A'_i the time of a microbatch in stage i, with the redistribution
-    before each of its layers and the sends at both of its ends, and U_i the sum of its `exposed_ps`. The memory of a
-    stage is the most of its phases, as `memory` counts it.
+    Minimised is the closed form and the cost of tied parameters, with A'_i the time of a microbatch in stage i, with
+    the redistribution before each of its layers and the sends at both of its ends, and U_i the sum of its
+    `exposed_ps`. The memory of a stage is the most of its phases, as `memory` counts it.
     """
 
     layers: tuple[int, ...]
@@ -319,6 +319,6 @@ def price(problem: Problem, solution: Solution) -> PlanCost:
         position = dict(problem.placements[stage][position])[numbers[stage]]
         memory.append(int(held.peak.max()))
     embedding = problem.device_groups[numbers[0]].options[problem.layers[0]]
-    tie = problem.tied_ps[embedding.input_layout[solution.options[0]], layout]
+    tied_ps = problem.tied_ps[embedding.input_layout[solution.options[0]], layout]
     objective = problem.closed_form.time(float(time.sum()), float(time.max()), float(exposed.max()))
-    return PlanCost(int(objective + tie), tuple(memory))
+    return PlanCost(int(objective + tied_ps), tuple(memory))

@@ -52,7 +52,7 @@ class Relaxed:
         self._dual = lru_cache(_MAX_RECENT)(_dual)
 
     def bound_ps(self, problem: Problem) -> float:
-        """Return a lower bound on T, with what sends and ties take at least."""
+        """Return a lower bound on T, with what sends and tied parameters take at least."""
         p, groups = problem.pp_size, problem.device_groups
         weights = tuple(weightings(problem, group)[2] for group in range(len(groups)))
         budgets = [group.budget_bytes * width for group, width in zip(groups, problem.relative_widths, strict=True)]
@@ -143,7 +143,7 @@ class Counted:
     def min_ps(
         self, layers: tuple[int, ...], on_types: Sequence[OnType], parts: tuple[Phase, ...], form: ClosedForm
     ) -> float:
-        """Return a lower bound on sum of A + max Z, ties aside, in phases that each stage goes through, or exceeds."""
+        """Return a lower bound on sum of A + max Z, without tied parameters, in phases that no stage falls short of."""
         each = [self._least(layers, on.groups, parts, form) for on in on_types]
         sends = [on.send_ps * form.steady for on in on_types]
         bands = _bands(each, sends)

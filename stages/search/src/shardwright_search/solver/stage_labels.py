@@ -86,7 +86,7 @@ class StageLabels:
         self.num_layouts = max(int(max(o.output_layout.max(), o.input_layout.max())) for o in costs.options) + 1
         # The most that a layer of each type adds to resident or peak bytes of any phase, and any one's own pass.
         self._max_added = [float((o.static + np.maximum(o.activation, o.late)).max()) for o in costs.memory]
-        self._max_moment = max(float((o.activation + o.workspace).max()) for o in costs.memory)
+        self._max_working = max(float((o.activation + o.workspace).max()) for o in costs.memory)
         self._max_sent = float(problem.boundary_bytes.max()) if problem.pp_size > 1 else 0.0
         self.reached: dict[int, RunLabels] = {}
 
@@ -173,7 +173,7 @@ class StageLabels:
         never = self.costs.group.budget_bytes - most - self._max_sent
         memory = list(np.maximum(following.peak.T, never))
         if most or self._max_sent:
-            memory += list(np.maximum(following.resident.T, never - self._max_moment))
+            memory += list(np.maximum(following.resident.T, never - self._max_working))
         return self._undominated(following, memory)
 
     def worth_extending(self, labels: RunLabels, before: int) -> Ints:

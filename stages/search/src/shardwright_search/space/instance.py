@@ -19,7 +19,7 @@ from shardwright_search.space.choices import Choice, Choices, LayerChoices
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.placements import NodeTypes
 from shardwright_search.space.request import Objective, SearchRequest
-from shardwright_search.space.stage_prices import StagePrices, Ties
+from shardwright_search.space.stage_prices import StagePrices, TiedParameters
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.memory import frees_outputs
 
@@ -38,8 +38,9 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
     @classmethod
     def made(cls, request: SearchRequest, costs: CostModel, budgets: dict[str, int]) -> "Instance":
         """Return the instance with nothing priced yet."""
-        layers, ties = LayerChoices(request, costs.model), Ties(costs, _stage_types(request, budgets))
-        return cls(request, costs, budgets, StagePrices(costs, layers, budgets, ties))
+        layers = LayerChoices(request, costs.model)
+        tied_parameters = TiedParameters(costs, _stage_types(request, budgets))
+        return cls(request, costs, budgets, StagePrices(costs, layers, budgets, tied_parameters))
 
     def on(self, cluster: Cluster, request: SearchRequest, budgets: dict[str, int]) -> "Instance":
         """Return the instance of some of the nodes and of other degrees; what depends on neither is priced once."""
@@ -56,8 +57,8 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return EMBEDDING, *self.costs.model.layers, HEAD
 
     @cached_property
-    def _ties(self) -> Ties:
-        return Ties(self.costs, self.prices.ties.stage_types)
+    def _tied_parameters(self) -> TiedParameters:
+        return TiedParameters(self.costs, self.prices.tied_parameters.stage_types)
 
     @cached_property
     def stage_types(self) -> tuple[NodeTypes, ...]:
@@ -117,7 +118,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             num_microbatches=m,
             closed_form=configuration.closed_forms[0],
             boundary_bytes=self.prices.boundary(choice),
-            tied_ps=self._ties.costs_ps(self.choices.layers.shardings(choice), p, configuration.ends),
+            tied_ps=self._tied_parameters.costs_ps(self.choices.layers.shardings(choice), p, configuration.ends),
         )
 
     def interleaved_problem(self, configuration: Configuration) -> InterleavedProblem | None:
@@ -143,7 +144,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             sends_ps=np.array([self.prices.sends(choice, self.costs.link(*pair)) for pair in around]),
             moments_in_flight=moments_in_flight(schedule, p, m, v, frees),
             boundary_bytes=self.prices.boundary(choice),
-            tied_ps=self._ties.costs_ps(self.choices.layers.shardings(choice), p),
+            tied_ps=self._tied_parameters.costs_ps(self.choices.layers.shardings(choice), p),
             frees_outputs=frees,
         )
 

@@ -38,8 +38,8 @@ class _End(NamedTuple):
         return layout_of(self.strategy).stage_size
 
 
-class Ties(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """Ties on a cluster; the embedding and the head are of classes, all of which tie alike."""
+class TiedParameters(msgspec.Struct, frozen=True, dict=True, eq=False):
+    """Tied parameters on a cluster; the embedding and the head are of classes, all of which tie alike."""
 
     costs: CostModel
     stage_types: tuple[NodeTypes, ...]
@@ -69,12 +69,12 @@ class Ties(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_method
     def numbers(self, shardings: Shardings, name: str) -> dict[object, int]:
         """Return the number of each class of the embedding or the head."""
-        return {tie: number for number, tie in enumerate(self._classes(shardings, name))}
+        return {each: number for number, each in enumerate(self._classes(shardings, name))}
 
     def class_of(self, node_types: NodeTypes, strategy: Strategy) -> object:
-        """Return what ties depend on: of parameters that layers share, which the first stage sends to the last, widths.
+        """Return the node types and how the ranks share tied parameters; None where all cost alike.
 
-        Of tied parameters how the ranks share them; None where all cost alike.
+        For parameters that layers share, which the first stage sends to the last, the width counts instead.
         """
         if self.costs.model.tied:
             return node_types, tied_class(strategy)
@@ -124,7 +124,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
     layers: LayerChoices
     budgets: dict[str, int]
     """Bytes of a rank by node type, without the process's own memory."""
-    ties: Ties
+    tied_parameters: TiedParameters
 
     @cached_property
     def bounds(self) -> Bounds:
@@ -194,13 +194,15 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _layouts(self, name: str, shardings: Shardings, topology: StageTopology) -> tuple[Ints, Ints]:
-        """Return the numbers of the input and output layouts of each strategy, or of the classes of ties."""
+        """Return the numbers of the input and output layouts of each strategy, or of the classes of tied parameters."""
         strategies = shardings.of_type(name, topology.size)
         numbers = np.array([shardings.layouts.index(layout_of(strategy)) for strategy in strategies])
         if name not in (EMBEDDING, HEAD):
             return numbers, numbers
-        known = self.ties.numbers(shardings, name)
-        classes = np.array([known[self.ties.class_of(topology.type_names, strategy)] for strategy in strategies])
+        known = self.tied_parameters.numbers(shardings, name)
+        classes = np.array(
+            [known[self.tied_parameters.class_of(topology.type_names, strategy)] for strategy in strategies]
+        )
         return (classes, numbers) if name == EMBEDDING else (numbers, classes)
 
     def _moves(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:

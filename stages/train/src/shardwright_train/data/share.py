@@ -42,7 +42,7 @@ class BatchShare(NamedTuple):
         return self.microbatches * self.microbatch_samples
 
     @property
-    def of_each(self) -> int:
+    def local_samples(self) -> int:
         """Return the number of samples of each microbatch."""
         return self.microbatch_samples if self.samples is None else self.samples
 
@@ -50,7 +50,7 @@ class BatchShare(NamedTuple):
     def rows(self) -> NDArray[np.int64]:
         """Return the numbers of the rank's samples in the global batch, one microbatch after the other."""
         starts = np.arange(self.microbatches)[:, None] * self.microbatch_samples + self.first
-        return (starts + np.arange(self.of_each)).ravel()
+        return (starts + np.arange(self.local_samples)).ravel()
 
     def part_of(self, batch: Batch) -> Batch:
         """Return the rank's part of a global batch."""

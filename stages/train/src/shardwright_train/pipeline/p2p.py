@@ -127,7 +127,7 @@ class _Sent(NamedTuple):
 class _Expected(NamedTuple):
     """A piece that is being received into a tensor of its own, or into its place where that is contiguous."""
 
-    place: Tensor
+    target: Tensor
     buffer: Tensor
     work: dist.Work
 
@@ -159,10 +159,10 @@ class Messages:
         if port is None:
             return []
         tensors, coming = self.expected.pop(action)
-        for place, buffer, work in coming:
+        for target, buffer, work in coming:
             work.wait()
-            if buffer is not place:
-                place.copy_(buffer)
+            if buffer is not target:
+                target.copy_(buffer)
         stage, chunk = port.there
         done = port.order[action._replace(chunk=chunk)]
         before, self.sends = self.sends, []
@@ -205,11 +205,13 @@ def _receives(tensors: Sequence[Tensor], port: Port) -> Iterator[_Expected]:
         for piece in pieces:
             if piece.group is None:
                 continue
-            place = x[piece.window]
-            buffer = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+            target = x[piece.window]
+            buffer = (
+                target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+            )
             work = dist.irecv(buffer, piece.rank, group=piece.group)
             assert work is not None
-            yield _Expected(place, buffer, work)
+            yield _Expected(target, buffer, work)
 
 
 def until_fullest(actions: Sequence[Action]) -> tuple[Action, ...]:

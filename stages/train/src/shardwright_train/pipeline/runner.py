@@ -63,7 +63,7 @@ class Microbatches:
 
     def taken_by(self, action: Action) -> Batch:
         """Return the microbatch of a forward pass, its layers' mask aside."""
-        samples = self.stage.context.share.of_each
+        samples = self.stage.context.share.local_samples
         return {name: x[action.microbatch * samples :][:samples] for name, x in self.batch.items()}
 
     def masked(self, batch: Batch, action: Action) -> Batch:
@@ -219,7 +219,7 @@ def mask_bytes(context: RankContext) -> int:
         passes[microbatch] += 1
         largest = max(largest, alive)
         alive -= passes[microbatch] == 2 * len(ranges)
-    return largest * context.share.of_each * plan.model.sequence_length**2 * ITEMSIZE[plan.precision.compute]
+    return largest * context.share.local_samples * plan.model.sequence_length**2 * ITEMSIZE[plan.precision.compute]
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator
         with out_of_memory_said():
             yield
     except OutOfMemory as error:
-        resident = _held(engine)
+        resident = _resident(engine)
         needed = sum(resident.values()) + (error.asked_bytes or 0)
         report = f"{error.asked_bytes / GIB:.2f} GiB asked for" if error.asked_bytes else str(error).split(". ")[0]
         report += f"; held {_sizes_text(resident)}"
@@ -45,7 +45,7 @@ def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator
         raise OutOfMemory(report, asked_bytes=error.asked_bytes) from None
 
 
-def _held(engine: Engine) -> dict[str, int]:
+def _resident(engine: Engine) -> dict[str, int]:
     """Return bytes on this rank's device by category, the rest of PyTorch's memory last."""
     parameters = list(engine.optimizer.parameters.values())
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
