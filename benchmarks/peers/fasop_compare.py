@@ -20,7 +20,7 @@ from shardwright_search.fasop.estimate import (
     estimate_of,
     priced,
 )
-from shardwright_search.fasop.partition import fastest_partitions, least_bottlenecks, stage_times
+from shardwright_search.fasop.partition import fastest_partitions, min_bottlenecks, stage_times
 from shardwright_search.fasop.problem import FasopProblem
 from shardwright_search.simulation.simulator import StageTimes, step_time_ps
 from shardwright_search.space.uniform import UniformStrategy
@@ -227,7 +227,7 @@ def _compare(
 ) -> None:
     cuts = np.array([np.cumsum([0, *theirs[own]]) for own in batch.candidates])
     ours = fastest_partitions(batch.pipelines)
-    least = least_bottlenecks(batch.pipelines)
+    least = min_bottlenecks(batch.pipelines)
     bottlenecks = stage_times(batch.pipelines, cuts).max(axis=1)
     found.missed.extend((bottlenecks / least - 1)[bottlenecks > least].tolist())
     found.missed_own.extend(_missed_own(problem, batch, theirs))
@@ -247,7 +247,7 @@ def _missed_own(problem: FasopProblem, batch: Batch, theirs: dict[UniformStrateg
         sends[number, 1:-1] = [round(case.send_s(stage) * 1e12) for stage in range(own.pp_size - 2)]
         cuts.append(np.cumsum([0, *(taken.priced if taken.printed == theirs[own] else theirs[own])]))
     pipelines = batch.pipelines._replace(sends=sends)
-    least, bottlenecks = least_bottlenecks(pipelines), stage_times(pipelines, np.array(cuts)).max(axis=1)
+    least, bottlenecks = min_bottlenecks(pipelines), stage_times(pipelines, np.array(cuts)).max(axis=1)
     yield from (bottlenecks / least - 1)[bottlenecks > least].tolist()
 
 

@@ -13,7 +13,7 @@ from rest_long import rest_long
 
 from shardwright_formats.types import GIB, NodeGroup
 from shardwright_search.solver import quick_bounds
-from shardwright_search.solver.quick_bounds import _Least
+from shardwright_search.solver.quick_bounds import _NodeTypeBounds
 from shardwright_search.space import first_bound
 from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.placements import StageWays
@@ -124,13 +124,13 @@ def test_no_plan_is_below_the_first_bound_and_many_are_near_it(slow_links, count
     [
         pytest.param(quick_bounds, "sends_ps", lambda right: lambda of: 2 * right(of), id="sends counted twice"),
         pytest.param(
-            _Least,
+            _NodeTypeBounds,
             "most",
             lambda right: lambda own, bands, ps: right(own, bands, 4 * ps),
             id="sends at each end four times",
         ),
         pytest.param(
-            _Least,
+            _NodeTypeBounds,
             "max_with_head",
             lambda right: lambda own, bands, ps: right(own, bands, ps) - 1,
             id="a block less beside the head",

@@ -118,7 +118,9 @@ def draw_grid(cells: pd.DataFrame) -> str:
     high = max([2.0, *ratios.values()])
     bottom = _TOP + _ROW * max(1, len(rows))
     x = logarithmic_axis(1.0, high, _LEFT, WIDTH - _RIGHT, "{:g}×".format, base=2)
-    drawn = [Panel(x, linear_axis(0, 1, bottom, _TOP)._replace(tick_labels=())).frame("", "step time over the full space's")]
+    drawn = [
+        Panel(x, linear_axis(0, 1, bottom, _TOP)._replace(tick_labels=())).frame("", "step time over the full space's")
+    ]
     drawn.append(line(x.at(1), _TOP, x.at(1), bottom, stroke="var(--soft)"))
     for place, size in enumerate(rows):
         y = _TOP + _ROW * (place + 0.5)
