@@ -88,9 +88,9 @@ def are_slower(problem: InterleavedProblem, ones: _ChunkLabels, others: _ChunkLa
 
 def names_of(solver: Interleaved, columns: int) -> list[str]:
     """Of times, and of corners of what is held without a peak, with one, and with one that makes gradients."""
-    times, numbers = columns - len(solver._held), Counter[int]()
+    times, numbers = columns - len(solver._resident_sums), Counter[int]()
     names = [f"time {number}" for number in range(times)]
-    for peak, *_ in solver._held:
+    for peak, *_ in solver._resident_sums:
         names.append(f"peak {peak}, corner {numbers[peak]}")
         numbers[peak] += 1
     return names

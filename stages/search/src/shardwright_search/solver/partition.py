@@ -29,7 +29,7 @@ _TOGETHER = 500
 """Labels of runs that are paired at once with those before a cut, or one run more."""
 
 
-class LabelKey(NamedTuple):
+class LabelState(NamedTuple):
     """Where the layers of some labels end, the position, the last stage's device group and the next one's."""
 
     end: int
@@ -38,8 +38,8 @@ class LabelKey(NamedTuple):
     following: int
 
 
-_KeyWithoutEnd = tuple[Position, int, int]
-"""A label's key without the end of its layers: position, last device group and next one."""
+_StateWithoutEnd = tuple[Position, int, int]
+"""A label's state without the end of its layers: position, last device group and next one."""
 
 
 class Prefix(NamedTuple):
@@ -89,8 +89,8 @@ class _StageContents(NamedTuple):
 class Level(NamedTuple):
     """The labels after some stages, and what their sources are: the position before, and what the stage can hold."""
 
-    labels: dict[LabelKey, Prefix]
-    sources: list[tuple[LabelKey, _StageContents]]
+    labels: dict[LabelState, Prefix]
+    sources: list[tuple[LabelState, _StageContents]]
 
 
 LabelsOf = dict[StageKind, dict[int, RunLabels]]
@@ -102,7 +102,7 @@ def first_level(problem: Problem) -> Level:
     nothing, zero = np.zeros(1), np.zeros(1, np.int64)
     label = Prefix(nothing, nothing, nothing, zero, zero, zero, zero, zero, zero)
     first = _followed(problem, 0, problem.start_position)
-    return Level({LabelKey(0, problem.start_position, -1, following): label for following in first}, [])
+    return Level({LabelState(0, problem.start_position, -1, following): label for following in first}, [])
 
 
 def next_level(
@@ -110,8 +110,8 @@ def next_level(
 ) -> Level:
     """Append one pipeline stage to every label in every way; `few`: keep no more than the most promising ones."""
     problem, phases = bounds.problem, bounds.problem.phases(stage)
-    parts: dict[_KeyWithoutEnd, list[_Appended]] = {}
-    sources: list[tuple[LabelKey, _StageContents]] = []
+    parts: dict[_StateWithoutEnd, list[_Appended]] = {}
+    sources: list[tuple[LabelState, _StageContents]] = []
     known: dict[tuple[StageKind, int], list[_StageContents]] = {}
     for at, labels in before.labels.items():
         kind = StageKind(at.following, phases, problem.start(at.group, at.following))
@@ -129,7 +129,7 @@ def next_level(
     for where, joined in _joined(parts, few).items():
         for end in np.unique(joined.end):
             alike = joined.labels.take(np.flatnonzero(joined.end == end))
-            level[LabelKey(int(end), *where)] = alike.take(_undominated(problem, alike))
+            level[LabelState(int(end), *where)] = alike.take(_undominated(problem, alike))
     return Level(level, sources)
 
 
@@ -144,8 +144,8 @@ class _Appended(NamedTuple):
         return _Appended(self.labels.take(rows), self.end[rows], self.min_ps[rows])
 
 
-def _joined(parts_of: dict[_KeyWithoutEnd, list[_Appended]], few: bool) -> dict[_KeyWithoutEnd, _Appended]:
-    """Return the labels of each key together; `few`: only the most promising ones of all keys."""
+def _joined(parts_of: dict[_StateWithoutEnd, list[_Appended]], few: bool) -> dict[_StateWithoutEnd, _Appended]:
+    """Return the labels of each state together; `few`: only the most promising ones of all states."""
     joined = {
         where: _Appended(
             Prefix(*(np.concatenate(columns) for columns in zip(*(part.labels for part in parts), strict=True))),
@@ -195,9 +195,9 @@ def _followed(problem: Problem, stage: int, position: Position) -> list[int]:
 def _appended(
     bounds: ConfigurationBounds,
     stage: int,
-    at: LabelKey,
+    at: LabelState,
     labels: Prefix,
-    where: _KeyWithoutEnd,
+    where: _StateWithoutEnd,
     runs: _StageContents,
     source: int,
 ) -> _Appended:
@@ -301,7 +301,7 @@ class Pipeline:
 
 
 def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> tuple[PricedSolution, ...]:
-    plans: list[tuple[float, LabelKey, int]] = []
+    plans: list[tuple[float, LabelState, int]] = []
     for at, labels in levels[-1].labels.items():
         objective = problem.closed_form.time(labels.total_ps, labels.slowest_ps, labels.exposed_ps)
         objective = objective + problem.tied_ps[labels.tied_class, labels.output_layout]
@@ -312,7 +312,7 @@ def _best(problem: Problem, levels: list[Level], below_ps: float, most: int) -> 
     return tuple(PricedSolution(objective, _decoded(levels, at, row)) for objective, at, row in plans[:most])
 
 
-def _decoded(levels: list[Level], at: LabelKey, label: int) -> Solution:
+def _decoded(levels: list[Level], at: LabelState, label: int) -> Solution:
     ends: list[int] = []
     options: list[int] = []
     groups: list[int] = []
