@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import h5py
 import msgspec
 import numpy as np
 from hypothesis import given, settings
@@ -139,6 +140,14 @@ def test_a_model_profile_is_read_as_it_was_written(profile: ModelProfile) -> Non
     assert (again.origin, again.provenance) == (profile.origin, profile.provenance)
     for name in tables_of(ModelProfile):
         assert _same(getattr(again, name), getattr(profile, name))
+
+
+def test_every_column_has_a_checksum(tmp_path: Path) -> None:
+    columns: list[h5py.Dataset] = []
+    write_model_profile(tmp_path / "profile.h5", read_model_profile(EXAMPLES / "model_profile.h5"))
+    with h5py.File(tmp_path / "profile.h5") as file:
+        file.visititems(lambda _, node: columns.append(node) if isinstance(node, h5py.Dataset) else None)
+        assert columns and all(column.fletcher32 for column in columns if column.shape and column.shape[0])
 
 
 def test_profiles_written_at_another_time_have_the_same_bytes(tmp_path: Path) -> None:

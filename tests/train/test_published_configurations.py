@@ -208,6 +208,13 @@ def test_a_published_configuration_is_described_as_it_is(tmp_path: Path, name: s
 
 SCALED = {"original_max_position_embeddings": 4096, "factor": 2.0}
 REFUSED: list[tuple[Config, int, str]] = [
+    (
+        PUBLISHED["gemma-2-2b"][0] | {"final_logit_softcapping": 0.0},
+        4096,
+        "final_logit_softcapping 0.0 must be above 0",
+    ),
+    (PUBLISHED["gemma-2-2b"][0] | {"attn_logit_softcapping": -1.0}, 4096, "attn_logit_softcapping -1.0 must be above"),
+    (PUBLISHED["gemma-2-2b"][0], 8192, "sequence length 8192 is over the sliding_window 4096"),
     (PUBLISHED["Mistral-7B-v0.1"][0], 8192, "sequence length 8192 is over the sliding_window 4096"),
     (
         PUBLISHED["Qwen2-7B"][0] | {"use_sliding_window": True, "sliding_window": 1024},

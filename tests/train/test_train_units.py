@@ -69,7 +69,7 @@ def test_every_parameter_is_given_an_initial_value_and_every_norm_its_neutral_on
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hiden_size": 64}, "unknown key 'hiden_size' for a llama model"),
+        ({"hiden_size": 64}, "unknown key 'hiden_size' for models of the family llama"),
         ({"model_type": "mamba"}, "model family 'mamba' cannot be trained"),
         ({"max_position_embeddings": 8}, "sequence length 16 is over 8 positions"),
     ],

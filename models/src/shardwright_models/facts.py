@@ -131,6 +131,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Whether queries and keys are normed."""
     soft_caps: bool = False
     """Whether hyperbolic tangents bound the logits, and attention scores: sdpa would ignore it."""
+    above_zero: tuple[str, ...] = ()
+    """Keys whose numbers, where they are not null, must be above 0."""
     aliases: Mapping[str, str] = {}
     """The family's words for keys, by the usual ones."""
     implied: Callable[[Config], Config] = lambda _: {}

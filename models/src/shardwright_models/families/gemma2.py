@@ -31,6 +31,7 @@ GEMMA2 = replace(
     norms=2,
     ends_in_norm=("full",),
     soft_caps=True,
+    above_zero=("attn_logit_softcapping", "final_logit_softcapping"),
     megatron=False,
     torchtitan=None,
     # Published files name the activation function twice, and the window.

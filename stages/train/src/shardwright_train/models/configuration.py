@@ -47,7 +47,7 @@ _EVERYWHERE = {
 def parse(config_class: Any, config: Mapping[str, Any], family: Family) -> Any:
     """Return the transformers configuration of a config.json; raise ValueError for an unknown key."""
     if unknown := sorted(set(config) - _keys_of(config_class) - set(family.ignored)):
-        raise ValueError(f"unknown key {unknown[0]!r} for a {family.model_type} model")
+        raise ValueError(f"unknown key {unknown[0]!r} for models of the family {family.model_type}")
     for key, value in config.items():
         if isinstance(value, int) and abs(value) > _MAX_LENGTH:
             raise ValueError(f"{key} {value} is over {_MAX_LENGTH}")
@@ -80,6 +80,9 @@ def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
         raise ValueError(f"{' and '.join(numbers)} must be {_MAX_LAYERS} or less")
     if (padding := getattr(config, "pad_token_id", None)) is not None and padding >= config.vocab_size:
         raise ValueError(f"pad_token_id {padding} is not below vocab_size {config.vocab_size}")
+    for key in family.above_zero:
+        if (value := getattr(config, key)) is not None and not value > 0:
+            raise ValueError(f"{key} {value} must be above 0, or null")
     if (wrong := wrong_length(family.configured(vars(config)), sequence_length)) is not None:
         raise ValueError(wrong)
     if (wrong := wrong_types(family, vars(config))) is not None:
