@@ -91,7 +91,7 @@ def test_a_middle_stage_that_is_ignored_in_the_largest_time_is_caught(monkeypatc
 
 
 def test_a_middle_stage_that_has_no_window_is_caught(monkeypatch):
-    targets = ConfigurationBounds.targets
+    targets = ConfigurationBounds.target_runs
 
     def ignoring(self, below_ps):
         found = targets(self, below_ps)
@@ -100,7 +100,7 @@ def test_a_middle_stage_that_has_no_window_is_caught(monkeypatch):
         known = {self.problem.phases(0), self.problem.phases(self.problem.pp_size - 1)}
         return {kind: own for kind, own in found.items() if kind.start is Start.FIRST or kind.phases in known}
 
-    monkeypatch.setattr(ConfigurationBounds, "targets", ignoring)
+    monkeypatch.setattr(ConfigurationBounds, "target_runs", ignoring)
     assert caught()
 
 
@@ -200,7 +200,7 @@ def test_an_interleaved_solver_that_counts_other_outputs_as_freed_is_caught(monk
 @pytest.mark.parametrize(
     ("kind", "field"),
     [
-        *(("_time", field) for field in ("options", "wrap", "sends", "tie")),
+        *(("_time", field) for field in ("options", "wrap", "sends", "tied")),
         *(("_memory", field) for field in ("options", "received_bytes")),
     ],
 )
