@@ -144,13 +144,13 @@ def caught() -> bool:
 
 
 def test_a_solver_that_never_starts_a_stage_in_place_is_caught(monkeypatch):
-    targets = ConfigurationBounds.targets
+    targets = ConfigurationBounds.target_runs
 
     def ignoring(self, below_ps):
         found = targets(self, below_ps)
         return found and {kind: own for kind, own in found.items() if kind.start is not Start.IN_PLACE}
 
-    monkeypatch.setattr(ConfigurationBounds, "targets", ignoring)
+    monkeypatch.setattr(ConfigurationBounds, "target_runs", ignoring)
     assert caught()
 
 
