@@ -42,10 +42,10 @@ test-slurm: $(STAMP) ## the workflow on a real Slurm on loopback, of Debian's pa
 	@tests/slurm/loopback.sh install
 	@python -m pytest -q tests/slurm --timeout 1200 $(PYTEST)
 
-parity: $(STAMP) ## 312 random plans of six families on 2, 4 and 8 ranks against one process, in float64 (long)
+parity: $(STAMP) ## 416 random plans of eight families on 2, 4 and 8 ranks against one process, in float64 (long)
 	@python tests/train/run_parity.py
 
-compiled: $(STAMP) ## plans of six families under torch.compile against one process, in float32 (minutes)
+compiled: $(STAMP) ## plans of eight families under torch.compile against one process, in float32 (minutes)
 	@python tests/train/run_compiled.py
 
 kills: $(STAMP) ## a run killed at 100 random moments and gone on with comes to the bits of an unbroken one (minutes; goes on where it was cut)
