@@ -16,7 +16,7 @@ from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Reco
 Errors = dict[str, dict[str, float]]
 Compare = Callable[..., Errors]
 
-FAMILIES = ("llama", "qwen3", "olmo2", "gemma2", "gpt2", "bert", "t5", "vit")
+FAMILIES = ("llama", "qwen3", "gpt2", "bert", "t5", "vit", "olmo2", "gemma2")
 PACKED = ("llama", "gpt2", "bert")
 COMPILED = ("llama", "t5")
 """`make compiled` has all of them."""
