@@ -13,7 +13,7 @@ from shardwright_formats.io import Document, read_document, sha256_of_value, wri
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement
 from shardwright_formats.types.model import Model, Parameter
-from shardwright_formats.types.plan import Plan
+from shardwright_formats.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
 
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
 
@@ -50,6 +50,45 @@ def test_the_identity_of_a_plan_does_not_depend_on_the_order_of_keys(tmp_path: P
     text["num_microbatches"] = 4
     shuffled.write_text(json.dumps(text))
     assert read_document(shuffled, Plan).sha256 != first.sha256
+
+
+def test_a_run_is_identified_by_what_its_plan_executes_alone() -> None:
+    """No name, price, memory, node or node type, nor a length that only the planner reads, begins a run anew."""
+    plan = read_document(EXAMPLES / "plan.json", Plan)
+    replace = msgspec.structs.replace
+    (name, kind), *_ = plan.cluster.node_types.items()
+    kinds = [replace(kind, usd_per_hour=123.0), replace(kind, memory_bytes=1), replace(kind, device="Another")]
+    clusters = [
+        replace(plan.cluster, name="another"),
+        replace(plan.cluster, node_types=plan.cluster.node_types | {"unused": kind}),
+        *(replace(plan.cluster, node_types=plan.cluster.node_types | {name: other}) for other in kinds),
+    ]
+    types = {name: replace(kind, forward_flops_per_sample=1) for name, kind in plan.model.types.items()}
+    models = [replace(plan.model, name="another"), replace(plan.model, types=types)]
+    same = [replace(plan, name="another"), *(replace(plan, cluster=cluster) for cluster in clusters)]
+    for other in [*same, *(replace(plan, model=model) for model in models)]:
+        assert other.sha256 != plan.sha256 and other.executed_sha256 == plan.executed_sha256
+    executed = dict(
+        model=replace(plan.model, config=plan.model.config | {"seed": 1}),
+        global_batch_size=2 * plan.global_batch_size,
+        num_microbatches=1,
+        schedule=Schedule.GPIPE,
+        gradient_reduction=GradientReduction.EVERY_MICROBATCH,
+        precision=Precision(compute="bfloat16"),
+        attention=Attention.EAGER,
+        fused=("norm",),
+        compile=True,
+    )
+    for field, value in executed.items():
+        other = replace(plan, **{field: value})  # type: ignore[arg-type]
+        assert other.executed_sha256 != plan.executed_sha256, field
+    moved = {"stages", "embedding", "head", "layers"}
+    assert {*plan.__struct_fields__} == {*executed, *moved, "name", "cluster", "optimizer"}, "is a new field executed?"
+    for field in moved:  # no valid plan differs in one of them alone
+        value = getattr(plan, field)
+        other = replace(plan)
+        msgspec.structs.force_setattr(other, field, [value, value])
+        assert other.executed_sha256 != plan.executed_sha256, field
 
 
 def test_parameters_are_counted_with_their_tensor_parallel_share_and_ties_once() -> None:

@@ -54,7 +54,7 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
-        return folder_of_run(self.out / "kept", read_document(self.work / "plan.json", Plan).sha256)
+        return folder_of_run(self.out / "kept", read_document(self.work / "plan.json", Plan))
 
     @property
     def out(self) -> Path:

@@ -14,9 +14,8 @@ from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.options import RunOptions
 
 JOB = RunOptions(plan=Path(), data=Path(), out=Path(), checkpoints=Path(), steps=1, learning_rate=1e-3)
-IDENTITY = msgspec.structs.replace(
-    Identity.of_run(JOB, random_plan(tiny("llama"), 1, 2), data_sha256="3" * 64), global_batch_size=8, seed=7
-)
+PLAN = random_plan(tiny("llama"), 1, 2)
+IDENTITY = msgspec.structs.replace(Identity.of_run(JOB, PLAN, data_sha256="3" * 64), global_batch_size=8, seed=7)
 
 
 def tensors_of(step: int) -> dict[str, Tensor]:
@@ -41,11 +40,11 @@ def progress_of(step: int) -> object:
     return msgspec.structs.replace(Progress.begin(1.0), step=step, samples=8 * step)
 
 
-def saved_steps(folder: Path) -> Path:
+def saved_steps(folder: Path, **changes: object) -> Path:
     """A run's folder with checkpoints of steps 2, 4 and 6."""
     folder.mkdir()
     for step in (2, 4, 6):
-        saver_of(folder).save(tensors_of(step), progress_of(step))  # type: ignore[arg-type]
+        saver_of(folder, **changes).save(tensors_of(step), progress_of(step))  # type: ignore[arg-type]
     return folder
 
 

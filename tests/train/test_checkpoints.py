@@ -11,14 +11,21 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from saved_steps import IDENTITY, progress_of, saved_steps, saver_of, tensors_of
+from saved_steps import IDENTITY, PLAN, progress_of, saved_steps, saver_of, tensors_of
 
 from shardwright_formats.io import BadInput, OutOfMemory, RunFailed, ShardwrightError, Stopped, system_fault
 from shardwright_launch.lock import only_run
 from shardwright_launch.nodes import Nodes
 from shardwright_train.checkpoints import saver as saving
 from shardwright_train.checkpoints.choice import check_branch, check_same_run, check_shared, newest_whole, read_whole
-from shardwright_train.checkpoints.folders import RECORD, complete_checkpoints, folder_of_run, named_checkpoints, prune
+from shardwright_train.checkpoints.folders import (
+    RECORD,
+    adopt_older,
+    complete_checkpoints,
+    folder_of_run,
+    named_checkpoints,
+    prune,
+)
 from shardwright_train.checkpoints.tensors import read_tensors
 from shardwright_train.parallel.world import World
 
@@ -188,9 +195,30 @@ def test_a_run_goes_on_with_its_own_settings_alone_and_a_branch_with_any(run: Pa
 
 
 def test_a_branch_has_a_folder_of_its_own(run: Path) -> None:
-    trunk = folder_of_run(run, "1" * 64)
-    branches = {folder_of_run(run, "1" * 64, run / f"step-0000000{step}") for step in (2, 4)}
-    assert len({trunk, *branches}) == 3 and all(path.name.startswith("1" * 16) for path in branches)
+    trunk = folder_of_run(run, PLAN)
+    branches = {folder_of_run(run, PLAN, run / f"step-0000000{step}") for step in (2, 4)}
+    assert len({trunk, *branches}) == 3 and all(path.name.startswith(trunk.name) for path in branches)
+
+
+def test_a_run_goes_on_in_the_folder_that_an_earlier_version_named(tmp_path: Path, one_rank: World) -> None:
+    """Also after the price changed; it was named for the whole plan, and its records hold that name, too."""
+    named = msgspec.structs.replace(IDENTITY, plan_sha256=PLAN.sha256)
+    saved_steps(tmp_path / PLAN.sha256[:16], identity=named)
+    adopt_older(tmp_path, PLAN)
+    cluster = msgspec.structs.replace(PLAN.cluster, name="dearer")
+    for plan in (PLAN, msgspec.structs.replace(PLAN, cluster=cluster)):
+        adopt_older(tmp_path, plan)
+        resumed = newest_whole(folder_of_run(tmp_path, plan), one_rank)
+        assert resumed is not None and resumed.record.progress.step == 6
+        check_same_run(resumed, IDENTITY)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_symlink()) == [PLAN.executed_sha256[:16]]
+
+
+def test_a_checkpoint_that_was_copied_from_another_plan_is_refused(run: Path, one_rank: World) -> None:
+    with pytest.raises(BadInput, match="was saved under another plan"):
+        check_same_run(
+            read_whole(run / "step-00000006", one_rank), msgspec.structs.replace(IDENTITY, plan_sha256="4" * 64)
+        )
 
 
 def test_a_folder_that_ranks_do_not_share_is_refused(

@@ -52,7 +52,7 @@ def _ended(command: Command) -> tuple[int | None, str]:
 
 
 def _folder(work: Path, out: Path) -> Path:
-    return folder_of_run(out / "kept", read_document(work / "plan.json", Plan).sha256)
+    return folder_of_run(out / "kept", read_document(work / "plan.json", Plan))
 
 
 def _until_saved_after(command: Command, run: Path, step: int) -> None:

@@ -97,7 +97,7 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _progress(runs: Path, name: str) -> dict[str, Any]:
-    folder = folder_of_run(runs / name / "checkpoints", read_document(runs / "plan.json", Plan).sha256)
+    folder = folder_of_run(runs / name / "checkpoints", read_document(runs / "plan.json", Plan))
     latest = latest_checkpoint(folder)
     assert latest is not None
     found: dict[str, Any] = json.loads((latest / "checkpoint.json").read_bytes())["progress"]

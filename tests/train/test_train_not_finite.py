@@ -37,7 +37,7 @@ def test_a_loss_that_is_no_number_stops_all_ranks_before_anything_is_saved(tmp_p
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     where = f"first in the output of layers[{POISONED_LAYER}] on rank 1, microbatch 0"
     assert errors == [f"error: step {BAD_STEP}: loss nan, gradient norm nan: {where}: nothing of this step was saved"]
-    folder = folder_of_run(checkpoints, plan.sha256)
+    folder = folder_of_run(checkpoints, plan)
     latest = latest_checkpoint(folder)
     assert latest is not None and latest.name == f"step-{BAD_STEP - 1:08d}"
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -76,7 +76,7 @@ class Run:
 
     def __init__(self, work: Path, name: str, plan: str, nodes: int, steps: int, *options: object) -> None:
         self.out, self.places = work / name, by_address(nodes, work)
-        self.checkpoints = folder_of_run(self.out / "kept", read_document(work / plan, Plan).sha256)
+        self.checkpoints = folder_of_run(self.out / "kept", read_document(work / plan, Plan))
         folders: tuple[object, ...] = ("--data", work / "data", "--checkpoints", self.out / "kept", "--out", self.out)
         folders += ("--steps", steps, "--checkpoint-every", 2, "--learning-rate", 0.01, "--no-trial")
         self.command = list(map(str, ("run", work / plan, *folders, *options)))

@@ -81,8 +81,15 @@ def test_a_run_leaves_a_line_per_step_and_a_last_word(unbroken: Path) -> None:
 
 
 def test_a_run_that_was_over_says_the_same_again_elsewhere(work: Path, plan_file: Path, unbroken: Path) -> None:
+    """Nor does it train again where names and prices have changed."""
     checkpoints = str(unbroken / "checkpoints")
-    status, _, err = finish(start(work, plan_file, "again", "--checkpoints", checkpoints))
+    plan = json.loads(plan_file.read_text()) | {"name": "renamed"}
+    plan["cluster"]["name"] = "elsewhere"
+    for node_type in plan["cluster"]["node_types"].values():
+        node_type |= {"usd_per_hour": 123.0, "memory_bytes": 2 * node_type["memory_bytes"]}
+    dearer = plan_file.with_name("dearer.json")
+    dearer.write_text(json.dumps(plan))
+    status, _, err = finish(start(work, dearer, "again", "--checkpoints", checkpoints))
     assert status == 0, err
     before, after = (read_document(work / name / "DONE.json", RunResult) for name in ("unbroken", "again"))
     assert (after.first_loss, after.final_loss) == (before.first_loss, before.final_loss)
@@ -91,7 +98,7 @@ def test_a_run_that_was_over_says_the_same_again_elsewhere(work: Path, plan_file
 
 def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(work: Path, plan_file: Path, unbroken: Path) -> None:
     stopped = start(work, plan_file, "stopped")
-    folder = folder_of_run(work / "stopped" / "checkpoints", read_document(plan_file, Plan).sha256)
+    folder = folder_of_run(work / "stopped" / "checkpoints", read_document(plan_file, Plan))
     deadline = time.monotonic() + 90
     while latest_checkpoint(folder) is None and time.monotonic() < deadline and stopped.poll() is None:
         time.sleep(0.01)
@@ -124,7 +131,7 @@ def test_a_branch_goes_on_under_another_plan_with_the_same_samples(work: Path, u
     write_document(other, random_plan(tiny("llama", vocab_size=260), 4, 2, "float32"))
     status, _, err = finish(start(work, work / "plan.json", "kept", "--keep-every", "2"))
     assert status == 0, err
-    trunk = folder_of_run(work / "kept" / "checkpoints", read_document(work / "plan.json", Plan).sha256)
+    trunk = folder_of_run(work / "kept" / "checkpoints", read_document(work / "plan.json", Plan))
     begin, before = trunk / "step-00000002", sorted(trunk.iterdir())
     stopped = ("--resume-from", str(begin), "--checkpoints", str(work / "kept" / "checkpoints"))
     status, _, err = finish(start(work, other, "branch", *stopped, "--max-time-s", "1", "--checkpoint-every", "1"))
@@ -157,7 +164,7 @@ def test_tokens_that_are_not_those_that_were_prepared_are_refused(work: Path, pl
 def test_a_locked_run_is_refused(work: Path, plan_file: Path) -> None:
     import fcntl
 
-    folder = folder_of_run(work / "locked" / "checkpoints", read_document(plan_file, Plan).sha256)
+    folder = folder_of_run(work / "locked" / "checkpoints", read_document(plan_file, Plan))
     folder.mkdir(parents=True)
     with (folder / "LOCK").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -92,7 +92,7 @@ def test_the_best_checkpoint_is_kept_and_named_and_outlives_a_resume(
     work: Path, evaluated: list[dict[str, Any]]
 ) -> None:
     done = read_document(work / "evaluated" / "DONE.json", RunResult)
-    folder = folder_of_run(work / "evaluated" / "checkpoints", read_document(work / "plan.json", Plan).sha256)
+    folder = folder_of_run(work / "evaluated" / "checkpoints", read_document(work / "plan.json", Plan))
     losses = {line["step"]: line["evaluation"]["loss"] for line in evaluated if line["evaluation"]}
     assert done.best is not None and done.best.loss == min(losses.values()) == losses[done.best.step]
     assert Path(done.best.checkpoint).is_dir()

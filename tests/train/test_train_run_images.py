@@ -55,7 +55,7 @@ def test_a_run_on_images_learns_and_resumes_bit_for_bit(work: Path) -> None:
     assert len(losses) == STEPS
     assert losses[-1] < 0.9 * losses[0]
     plan = read_document(work / "plan.json", Plan)
-    middle = folder_of_run(work / "checkpoints", plan.sha256) / f"step-{MIDDLE:08d}"
+    middle = folder_of_run(work / "checkpoints", plan) / f"step-{MIDDLE:08d}"
     status, err = run(work, "--resume-from", str(middle))
     assert status == 0, err
     resumed = metrics(work)

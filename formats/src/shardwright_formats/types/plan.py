@@ -191,8 +191,19 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def sha256(self) -> str:
-        """Return the plan's identity."""
+        """Return the plan's identity as a document, names and prices included."""
         return sha256_of_value(self)
+
+    @property
+    def executed_sha256(self) -> str:
+        """Return the identity of what a run of the plan executes.
+
+        Neither names nor the cluster (its prices, memory and nodes) belong to it, nor what the planner knows of the
+        model beyond its family, configuration, sequence length and layers.
+        """
+        executed = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ("name", "cluster")}
+        model = self.model
+        return sha256_of_value(executed | {"model": [model.family, model.config, model.sequence_length, model.layers]})
 
     def stage_of_rank(self, rank: int) -> int:
         """Return the pipeline stage that a rank is part of."""

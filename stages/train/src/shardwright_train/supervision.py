@@ -44,7 +44,7 @@ class Attempt(NamedTuple):
     @property
     def folder(self) -> Path:
         """Return the folder of the checkpoints."""
-        return folder_of_run(self.options.checkpoints, self.plan.sha256, self.options.resume_from)
+        return folder_of_run(self.options.checkpoints, self.plan, self.options.resume_from)
 
 
 def run_with_restarts(attempt: Attempt, launch: Callable[[Attempt], None]) -> None:

@@ -167,7 +167,8 @@ def check_files(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> N
 
 def check_same_run(resumed: Resumed, asked: Identity) -> None:
     """Raise BadInput where a run's checkpoint was saved with another identity than the requested one."""
-    _check(resumed, asked, tuple(_DIFFERENCES))
+    is_older = folders.names_plan(resumed.folder.parent, resumed.record.identity.plan_sha256)
+    _check(resumed, asked, tuple(name for name in _DIFFERENCES if name != "plan_sha256" or not is_older))
     saved = msgspec.structs.asdict(resumed.record.identity.settings)
     for name, wanted in msgspec.structs.asdict(asked.settings).items():
         if saved[name] != wanted:

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from hashlib import sha256
 from itertools import chain, count
 from pathlib import Path
@@ -28,6 +29,8 @@ LOCK = "LOCK"
 SECRET = "SECRET"
 OUT_LOCK = "LOCK.out"
 """Name of the lock file for a run's output folder, which may be the same folder as its checkpoints'."""
+_DIGITS = 16
+"""Digits of a plan's SHA-256 in the name of a run's folder."""
 _STEP = re.compile(r"step-([0-9]{8})")
 _SIGN = re.compile(r"\.seen-[0-9]+-[0-9]+")
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished", ".removed", ".damaged"
@@ -37,12 +40,30 @@ _FileName = Annotated[str, whole("[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")]
 _Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
-def folder_of_run(checkpoints: Path, plan_sha256: str, parent: Path | None = None) -> Path:
-    """Return the checkpoint folder of a plan, or of its branch from a checkpoint; each plan has its own folder."""
-    name = plan_sha256[:16]
-    if parent is not None:
-        name += f"-from-{sha256(os.fsencode(parent.resolve())).hexdigest()[:12]}"
-    return checkpoints / name
+def folder_of_run(checkpoints: Path, plan: Plan, parent: Path | None = None) -> Path:
+    """Return the checkpoint folder of a plan, or of its branch from a checkpoint; what plans execute tells them apart.
+
+    Plans that differ in names, prices or memory share a folder.
+    """
+    return checkpoints / _name_of_run(plan.executed_sha256, parent)
+
+
+def adopt_older(checkpoints: Path, plan: Plan, parent: Path | None = None) -> None:
+    """Link a run's folder to the one that earlier versions named for the whole plan, if that alone exists."""
+    run, older = folder_of_run(checkpoints, plan, parent), checkpoints / _name_of_run(plan.sha256, parent)
+    if older.is_dir() and not os.path.lexists(run):
+        with suppress(FileExistsError):  # another node may be at it
+            run.symlink_to(older.name)
+
+
+def names_plan(run: Path, plan_sha256: str) -> bool:
+    """Return whether a run's folder, or the one that it is a link to, is named for a plan."""
+    return run.resolve().name.startswith(plan_sha256[:_DIGITS])
+
+
+def _name_of_run(plan_sha256: str, parent: Path | None) -> str:
+    branch = "" if parent is None else f"-from-{sha256(os.fsencode(parent.resolve())).hexdigest()[:12]}"
+    return plan_sha256[:_DIGITS] + branch
 
 
 def folder_of_step(run: Path, step: int) -> Path:
@@ -165,7 +186,7 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The identity of a run: its plan, model, data, seed, batch size and initial weights."""
 
     plan_sha256: Sha256
-    """Identity of the plan."""
+    """Identity of what the plan executes; in records of earlier versions, of the whole plan."""
     model_sha256: Sha256
     """SHA-256 of the model's description, which other plans may share."""
     data_sha256: Sha256
@@ -183,7 +204,7 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the identity of the requested run."""
         asked = msgspec.structs.asdict(job)
         return cls(
-            plan_sha256=plan.sha256,
+            plan_sha256=plan.executed_sha256,
             model_sha256=identity_of(plan.model),
             weights_sha256=weights_sha256,
             data_sha256=data_sha256,

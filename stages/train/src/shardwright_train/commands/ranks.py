@@ -20,7 +20,7 @@ from shardwright_launch.meeting import meeting_of
 from shardwright_launch.nodes import Nodes, check_all_nodes
 from shardwright_launch.ranks import EXPANDABLE, allocator_setting, launch
 from shardwright_launch.scratch import scratch_folder
-from shardwright_train.checkpoints.folders import OUT_LOCK
+from shardwright_train.checkpoints.folders import OUT_LOCK, adopt_older
 from shardwright_train.engine.learning_rate import LearningRateFactor, check_patterns
 from shardwright_train.imports import without_collection
 from shardwright_train.models.support import check_installed, check_supported
@@ -47,6 +47,7 @@ def start_run(options: RunOptions) -> None:
         _check_weights(options, options.weights, plan)
     if options.learning_rate_factor:
         _check_learning_rates(options, plan)
+    adopt_older(options.checkpoints, plan, options.resume_from)
     attempt = Attempt(options, plan, nodes)
     if options.on_node_loss is OnNodeLoss.REPLAN:
         check_replan(options, plan, attempt.folder, nodes)

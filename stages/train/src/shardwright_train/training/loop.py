@@ -84,7 +84,7 @@ def train(job: RunJob, world: World) -> None:
     """
     plan = read_document(job.plan, Plan)
     batches, validation = _agreed_inputs(job, plan, world)
-    folder = folder_of_run(job.checkpoints, plan.sha256, job.resume_from)
+    folder = folder_of_run(job.checkpoints, plan, job.resume_from)
     check_shared(folder, world)
     weights = _weights(job, plan, world)
     identity = Identity.of_run(job, plan, batches.sha256, None if weights is None else weights.sha256(world))
