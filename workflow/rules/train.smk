@@ -45,8 +45,9 @@ use rule prepare as prepare_images with:
         "decode the images {wildcards.data}"
 
 
-# Checkpoints are no outputs: Snakemake would delete them before a run goes on. They lie under the identity of
-# what the plan executes, so that another plan starts afresh and another price does not. A run that stops in order (75) is resumed, ten times at most.
+# Checkpoints are no outputs: Snakemake would delete them before a run goes on. They lie under the identity of what the
+# plan executes, so that another plan starts afresh and another price does not. A run that stops in order (75) is
+# resumed, ten times at most.
 rule run:
     input:
         plan=lambda wildcards: CONFIG.plan_of(CONFIG.settings.runs[wildcards.run].search),
