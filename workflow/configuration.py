@@ -22,7 +22,7 @@ from shardwright_formats.types import GIB, Cluster
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.data.corpora import Source as Corpus
 from shardwright_train.options import RunOptions
-from slurm_jobs import Component, components_of, job_resources
+from slurm_jobs import RUN_MIN, Component, components_of, job_minutes, job_resources
 
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
 """Options of `shardwright-train run` that switch off a default, by key."""
@@ -260,6 +260,10 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
         if isinstance(rows, int) and tokens > rows:
             problem = f"runs.{name}: its data has {tokens} tokens, its model's vocabulary {rows}"
             raise BadInput(file, problem, "raise the model's vocab_size or lower the data's")
+        minutes = job_minutes(workflow.components(settings.searches[run.search].cluster), RUN_MIN)
+        if run.grace_s is not None and run.grace_s > 30 * minutes:
+            problem = f"runs.{name}.grace_s: {run.grace_s:g} s are over half of a job of {minutes} min"
+            raise BadInput(file, problem, "say less, or raise node_types.<name>.slurm.runtime_min")
     return workflow
 
 

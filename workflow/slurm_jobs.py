@@ -5,21 +5,31 @@ Nodes of several types are the components of one heterogeneous job.
 
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import groupby
 from math import ceil
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from configuration_types import ClusterNodes, NodeKind, Slurm
-from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.types import Plan, Prediction
+import msgspec
+from msgspec import UNSET
+
+from configuration_types import ClusterNodes, NodeKind, Run, Slurm
+from shardwright_formats.io import read_document
+from shardwright_formats.types import Plan, Prediction, StepMetrics
+from shardwright_train.checkpoints.folders import METRICS, folder_of_run
 
 START_S = 30.0
 """Seconds for the signal's way to the ranks and their end, besides steps and saves: an assumption."""
 SAVE_BYTES_PER_S = 200e6
-"""Bytes per second that a shared file system takes in: a low assumption; a run's `grace_s` overrides it."""
+"""Bytes per second that a shared file system takes in from one node: a low assumption, until a save was measured."""
+RUN_MIN = 1440
+"""Minutes of a run's job where no node type says them."""
+_MOST = 4
+"""A stop in order is given one such part of a job's time at most, unless `grace_s` says more."""
 _STATE_BYTES = 12
 """Bytes of a parameter in a checkpoint: itself and AdamW's two moments, in 32 bits."""
 _SAVES = 2
@@ -53,6 +63,11 @@ def components_of(cluster: ClusterNodes, node_types: Mapping[str, NodeKind]) -> 
     )
 
 
+def job_minutes(components: Sequence[Component], runtime_min: int) -> int:
+    """Return the minutes of a job on these nodes: the least that their types say, or else the given ones."""
+    return min(component.slurm.runtime_min or runtime_min for component in components)
+
+
 def job_resources(
     components: Sequence[Component], runtime_min: int, defaults: Mapping[str, str] | None = None, each: str = ""
 ) -> dict[str, int | str]:
@@ -65,7 +80,7 @@ def job_resources(
     """
     first, *others = components
     profile = defaults or {}
-    minutes = min(component.slurm.runtime_min or runtime_min for component in components)
+    minutes = job_minutes(components, runtime_min)
     # Slurm loses a job of which some components may be queued again and others not.
     each = " ".join(filter(None, ("--requeue" if others else "", each)))
     asked: dict[str, int | str] = {
@@ -108,23 +123,44 @@ def _options(component: Component, minutes: int, defaults: Mapping[str, str], ea
     return " ".join(filter(None, (_extra(component, each), said, sizes)))
 
 
-def signal_lead_s(plan: Path, prediction: Path, grace_s: float | None, runtime_min: int) -> int:
+def signal_lead_s(plan: Path, prediction: Path, checkpoints: Path, run: Run, job_min: int) -> int:
     """Return the seconds before a job's end at which Slurm is to signal it: `grace_s`, else the time of a stop.
 
-    A stop takes two predicted steps, two saves and a start. Raises FileNotFoundError while the files are not there yet,
-    BadInput where half of the job would be spent so.
+    A stop takes two predicted steps, a start, and two saves: as long as the longest that the run's metrics tell of, or
+    else as the nodes take at an assumed rate. It is given a quarter of the job at most, and a warning names the way
+    out. Raises FileNotFoundError while the plan's files are not there yet.
     """
-    lead_s = grace_s
-    if lead_s is None:
-        for file in (plan, prediction):
-            os.stat(str(file))
-        planned = read_document(plan, Plan)
-        save_s = _STATE_BYTES * planned.model.parameter_count / SAVE_BYTES_PER_S
-        lead_s = START_S + _STEPS * _predicted_step_s(planned, read_document(prediction, Prediction)) + _SAVES * save_s
-    if lead_s > 30 * runtime_min:
-        problem = f"a stop in order takes up to {ceil(lead_s)} s of a job of {runtime_min} min"
-        raise BadInput(plan, problem, "raise node_types.<name>.slurm.runtime_min")
-    return ceil(lead_s)
+    if run.grace_s is not None:
+        return ceil(run.grace_s)
+    for file in (plan, prediction):
+        os.stat(str(file))
+    planned = read_document(plan, Plan)
+    step_s = _predicted_step_s(planned, read_document(prediction, Prediction))
+    save_s = _measured_save_s(folder_of_run(checkpoints, planned, run.resume_from) / METRICS)
+    if save_s is None:
+        rate = SAVE_BYTES_PER_S * planned.cluster.num_nodes
+        save_s = _STATE_BYTES * planned.model.parameter_count / rate
+    needed_s, most_s = START_S + _STEPS * step_s + _SAVES * save_s, 60 * job_min // _MOST
+    if needed_s > most_s:
+        _warn_once(
+            f"warning: {plan}: a stop in order may take {ceil(needed_s)} s (two steps of {step_s:.0f} s, two saves of "
+            f"{save_s:.0f} s), and is given a quarter of the job's {job_min} min: raise "
+            "node_types.<name>.slurm.runtime_min, or say how long it takes with runs.<name>.grace_s"
+        )
+    return min(ceil(needed_s), most_s)
+
+
+def _measured_save_s(metrics: Path) -> float | None:
+    """Return the seconds of the longest save that a run's metrics tell of; None where they tell of none."""
+    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
+    steps = [msgspec.json.decode(line, type=StepMetrics) for line in lines if b'"save_s"' in line and line[-1:] == b"}"]
+    return max((step.save_s for step in steps if step.save_s is not UNSET), default=None)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """Print a warning once, however often Snakemake asks for a job's resources."""
+    print(text, file=sys.stderr)
 
 
 def _predicted_step_s(plan: Plan, prediction: Prediction) -> float:

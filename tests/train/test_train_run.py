@@ -78,6 +78,7 @@ def test_a_run_leaves_a_line_per_step_and_a_last_word(unbroken: Path) -> None:
     assert found[-1] < found[0]
     lines = [json.loads(line) for line in (unbroken / "metrics.jsonl").read_text().splitlines()]
     assert all(line["mfu"] is None and len(line["peak_memory_bytes"]) == 2 for line in lines)
+    assert "save_s" not in lines[0] and lines[-1]["save_s"] > 0
 
 
 def test_a_run_that_was_over_says_the_same_again_elsewhere(work: Path, plan_file: Path, unbroken: Path) -> None:

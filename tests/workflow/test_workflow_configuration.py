@@ -122,6 +122,7 @@ def _read(text: str, kind: type[Document]):
         ({"runs__demo__plan": "other.json"}, "runs.demo.plan is not to be said: leave it out: the workflow names"),
         ({"runs__demo__nnodes": 2}, "runs.demo.nnodes is not to be said: leave it out: the cluster says it"),
         ({"runs__demo__hang_timeout_s": 0.1}, "runs.demo.hang_timeout_s: Expected `float` >= 1.0"),
+        ({"runs__demo__grace_s": 43201}, "runs.demo.grace_s: 43201 s are over half of a job of 1440 min: say less, or"),
         ({"searches": None}, "searches: Expected `object`, got `null`"),
         ({"searches__tight": "roomy"}, "searches.tight: Expected `object`, got `str`"),
         ({"data__stdlib__vocab_size": 4096}, "runs.demo: its data has 4096 tokens, its model's vocabulary 2048"),

@@ -6,8 +6,10 @@ import msgspec
 import pytest
 from sample_results import write_sample_results
 
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import Plan, Prediction
+from configuration_types import Run
+from shardwright_formats.io import read_document, write_document
+from shardwright_formats.types import Plan, Prediction, StepMetrics
+from shardwright_train.checkpoints.folders import METRICS, folder_of_run
 from slurm_jobs import SAVE_BYTES_PER_S, START_S, signal_lead_s
 
 
@@ -17,14 +19,37 @@ def files(tmp_path):
     return tmp_path / "plans/roomy.json", tmp_path / "plans/roomy.prediction.json"
 
 
+def run_of(**changes):
+    return Run(search="roomy", data="random", steps=10, learning_rate=1e-3, **changes)
+
+
+def lead_s(files, job_min=1440, **changes):
+    plan, prediction = files
+    return signal_lead_s(plan, prediction, plan.parent / "kept", run_of(**changes), job_min)
+
+
+def as_large_as_llama_70b(files, nodes):
+    """Write the plan for so many nodes, its model's embedding as large as a model of 70B parameters."""
+    plan = json.loads(files[0].read_text())
+    plan["model"]["types"]["embedding"]["parameters"] = [{"name": "wte", "shape": [70_000_000, 1000]}]
+    plan["model"]["tied"], devices = [], sum(len(stage["ranks"]) for stage in plan["stages"])
+    name = plan["cluster"]["nodes"][0]["node_type"]
+    plan["cluster"]["nodes"] = [{"node_type": name, "count": nodes}]
+    plan["cluster"]["node_types"][name]["devices_per_node"] = devices // nodes
+    files[0].write_text(json.dumps(plan))
+    prediction = json.loads(files[1].read_text())
+    prediction["plan_sha256"] = read_document(files[0], Plan).sha256
+    files[1].write_text(json.dumps(prediction))
+
+
 def test_the_signal_comes_two_steps_and_two_saves_before_the_end(files):
     plan, prediction = read_document(files[0], Plan), read_document(files[1], Prediction)
     for step_s in (0.5, 100.0):
         slow = msgspec.structs.replace(prediction.estimate, simulated_step_time_s=step_s)
         write_document(files[1], msgspec.structs.replace(prediction, estimate=slow))
-        saves_s = 2 * 12 * plan.model.parameter_count / SAVE_BYTES_PER_S
-        assert 0 <= signal_lead_s(*files, None, 1440) - (START_S + 2 * step_s + saves_s) < 1
-    assert signal_lead_s(*files, 12.5, 1440) == 13
+        saves_s = 2 * 12 * plan.model.parameter_count / SAVE_BYTES_PER_S / plan.cluster.num_nodes
+        assert 0 <= lead_s(files) - (START_S + 2 * step_s + saves_s) < 1
+    assert lead_s(files, grace_s=12.5) == 13
 
 
 def test_a_selected_runner_up_has_a_step_of_its_own(files):
@@ -33,12 +58,33 @@ def test_a_selected_runner_up_has_a_step_of_its_own(files):
     runner_up = msgspec.structs.replace(prediction.runners_up[0], estimate=slow)
     write_document(files[1], msgspec.structs.replace(prediction, runners_up=(runner_up,)))
     write_document(files[0], runner_up.plan)
-    assert signal_lead_s(*files, None, 1440) > 630
+    assert lead_s(files) > 630
 
 
-def test_a_job_that_is_too_short_to_stop_in_order_is_refused(files):
-    with pytest.raises(BadInput, match=r"takes up to 31 s of a job of 1 min: raise node_types\.<name>\.slurm"):
-        signal_lead_s(*files, None, 1)
+def test_each_node_saves_at_the_assumed_rate_and_a_measured_save_replaces_it(files):
+    as_large_as_llama_70b(files, nodes=1)
+    assert 8400 < lead_s(files) < 8500
+    as_large_as_llama_70b(files, nodes=2)
+    assert 4200 < lead_s(files) < 4300
+    plan = read_document(files[0], Plan)
+    metrics = folder_of_run(files[0].parent / "kept", plan) / METRICS
+    metrics.parent.mkdir(parents=True)
+    step = StepMetrics(
+        step=1, loss=1.0, step_time_s=1.0, tokens_per_s=1.0, mfu=None, grad_norm=None, learning_rate=1.0,
+        peak_memory_bytes=(1,), time_utc="",
+    )  # fmt: skip
+    saved = (msgspec.structs.replace(step, step=2 + i, save_s=save_s) for i, save_s in enumerate((40.0, 50.0)))
+    lines = [msgspec.json.encode(each) for each in (step, *saved)]
+    metrics.write_bytes(b"\n".join([*lines, lines[-1].replace(b"50.0", b"90.0")[:-5]]))
+    assert 130 <= lead_s(files) < 140
+
+
+def test_a_stop_is_given_a_quarter_of_the_job_and_the_way_out_is_named(files, capsys):
+    as_large_as_llama_70b(files, nodes=1)
+    assert lead_s(files, job_min=240) == lead_s(files, job_min=240) == 3600
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "may take 84" in warning and "runs.<name>.grace_s" in warning
+    assert lead_s(files, job_min=240, grace_s=7000) == 7000
 
 
 def test_another_prediction_of_the_same_plan_is_no_reason_to_train_again(finished):

@@ -13,7 +13,7 @@ CONFIG_FILE = (
 sys.path.insert(0, str(ROOT / "workflow"))
 from configuration import load_workflow, spelled_options  # noqa: E402
 from configuration_files import check_configurations  # noqa: E402
-from slurm_jobs import job_resources, know_heterogeneous_jobs, signal_lead_s  # noqa: E402
+from slurm_jobs import RUN_MIN, job_minutes, job_resources, know_heterogeneous_jobs, signal_lead_s  # noqa: E402
 from shardwright_formats.io import one_line_errors  # noqa: E402
 
 if not workflow.overwrite_configfiles:
@@ -110,17 +110,13 @@ def profiles_of_search(wildcards):
     return CONFIG.profiles_of(CONFIG.settings.searches[wildcards.search])
 
 
-def with_signal(runtime_min):
-    """Return a function to `slurm_extra` of a run, with the signal that stops it in order while there is time."""
-
-    def slurm_extra(wildcards, input):
-        components = CONFIG.components(cluster_of_run(wildcards))
-        runtime = job_resources(components, runtime_min)["runtime"]
-        grace_s = CONFIG.settings.runs[wildcards.run].grace_s
-        lead_s = signal_lead_s(Path(input.plan), Path(input.prediction), grace_s, runtime)
-        return job_resources(components, runtime_min, profile_resources(), f"--signal=TERM@{lead_s}")["slurm_extra"]
-
-    return slurm_extra
+def slurm_extra_of_run(wildcards, input):
+    """Return `slurm_extra` of a run, with the signal that stops it in order while there is time."""
+    components, run = CONFIG.components(cluster_of_run(wildcards)), CONFIG.settings.runs[wildcards.run]
+    checkpoints = Path(f"results/checkpoints/{wildcards.run}")
+    minutes = job_minutes(components, RUN_MIN)
+    lead_s = signal_lead_s(Path(input.plan), Path(input.prediction), checkpoints, run, minutes)
+    return job_resources(components, RUN_MIN, profile_resources(), f"--signal=TERM@{lead_s}")["slurm_extra"]
 
 
 def outliving_options(wildcards):

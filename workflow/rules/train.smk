@@ -65,7 +65,7 @@ rule run:
         "results/benchmarks/run/{run}.tsv"
     threads: all_cores
     resources:
-        **(on_cluster(cluster_of_run, runtime_min=1440) | {"slurm_extra": with_signal(runtime_min=1440)}),
+        **(on_cluster(cluster_of_run, runtime_min=RUN_MIN) | {"slurm_extra": slurm_extra_of_run}),
     params:
         folder=lambda wildcards, output: Path(output.done).parent,
         data=lambda wildcards: CONFIG.data_folder(CONFIG.settings.runs[wildcards.run].data),

@@ -58,6 +58,8 @@ class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """End of the step, in ISO 8601."""
     auxiliary_loss: float | UnsetType = UNSET
     """The part of the loss that auxiliary losses of blocks make up; absent where the family has none."""
+    save_s: Seconds | UnsetType = UNSET
+    """Longest save of a checkpoint so far, since this start of the run; absent before the first."""
     evaluation: Evaluation | None = None
     """Evaluation of the weights after the step; null where there was none."""
 

@@ -25,6 +25,7 @@ from shardwright_train.engine.learning_rate import LearningRateSchedule
 from shardwright_train.options import RunOptions
 
 RECORD = "checkpoint.json"
+METRICS = "metrics.jsonl"
 LOCK = "LOCK"
 SECRET = "SECRET"
 OUT_LOCK = "LOCK.out"

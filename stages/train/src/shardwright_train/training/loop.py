@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwright_formats.io import RunFailed, Stopped, read_document, remove_temporaries, write_document
 from shardwright_formats.types import BestCheckpoint, Plan, RunResult
 from shardwright_train.checkpoints.choice import check_shared, checkpoint_to_resume
-from shardwright_train.checkpoints.folders import Beginning, Identity, Progress, folder_of_run, folder_of_step
+from shardwright_train.checkpoints.folders import METRICS, Beginning, Identity, Progress, folder_of_run, folder_of_step
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.data.objectives import Batches
@@ -35,7 +35,7 @@ from shardwright_train.pipeline.runner import Step
 from shardwright_train.training.evaluation import Evaluator, ValidationData, best_so_far, better, open_validation
 from shardwright_train.training.loggers import Loggers, RunNames, open_loggers
 from shardwright_train.training.memory import lack_of_memory_explained, prediction_of, say_mask_memory, try_stages
-from shardwright_train.training.metrics import METRICS, Metrics, StepReports
+from shardwright_train.training.metrics import Metrics, StepReports
 from shardwright_train.training.nonfinite import LossScale, first_nonfinite
 from shardwright_train.training.stopping import DONE, NOTE, Due, Grace, asked_to_stop, stop_note
 from shardwright_train.weights.reading import Weights, open_weights
@@ -103,8 +103,9 @@ def train(job: RunJob, world: World) -> None:
     before = msgspec.structs.replace(before, best=best)
     loggers = _loggers(job, plan, world, folder, before.step + 1)
     began = Beginning() if resumed is None else resumed.beginning(goes_on)
-    reports = StepReports(Metrics(folder / METRICS, plan, world, job.steps), loggers)
-    with closing(_saver(job, folder, identity, began, engine.tensors())) as saver, closing(reports):
+    saver = _saver(job, folder, identity, began, engine.tensors())
+    reports = StepReports(Metrics(folder / METRICS, plan, world, job.steps, saver.took_s), loggers)
+    with closing(saver), closing(reports):
         run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, reports)
         world.first_does(lambda: _begin(run, None if resumed is None else resumed.folder.parent))
         to_do = range(before.step + 1, job.steps + 1)

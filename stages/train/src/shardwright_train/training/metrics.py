@@ -1,6 +1,7 @@
 """metrics.jsonl: a line for each step of a run, written while the next step runs."""
 
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -11,11 +12,10 @@ from msgspec import UNSET
 
 from shardwright_formats.io import write_bytes
 from shardwright_formats.types import EMBEDDING, HEAD, Evaluation, Plan, StepMetrics
+from shardwright_train.checkpoints.folders import METRICS
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World
 from shardwright_train.training.loggers import Loggers
-
-METRICS = "metrics.jsonl"
 
 # Published peaks in FLOP/s: dense matrix rates, from NVIDIA's data sheets of A100 (2021), H100 (2023) and H200 (2024).
 _BFLOAT16 = {
@@ -34,6 +34,8 @@ class Metrics:
     plan: Plan
     world: World
     steps: int
+    saves_s: Sequence[float] = ()
+    """Seconds of the saves so far, a list that the saver extends."""
 
     def keep_until(self, step: int, parent: Path | None) -> None:
         """Drop the lines past a checkpoint's step, as those steps run again; without lines, begin with the parent's."""
@@ -69,6 +71,7 @@ class Metrics:
             peak_memory_bytes=outcome.peak_memory_bytes,
             auxiliary_loss=UNSET if outcome.auxiliary_loss is None else outcome.auxiliary_loss,
             time_utc=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            save_s=max(self.saves_s, default=UNSET),
             evaluation=evaluation,
         )
         with self.file.open("ab") as file:
