@@ -5,6 +5,7 @@ files to write, what depends on what, and the resources of a job from it.
 """
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -26,6 +27,8 @@ from slurm_jobs import RUN_MIN, Component, components_of, job_minutes, job_resou
 
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
 """Options of `shardwright-train run` that switch off a default, by key."""
+_PATHS = {"text", "tokenizer", "weights", "resume_from"}
+"""Keys whose value may be the path of a file or folder of the user."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Workflow:
     """Sections of the configuration as YAML gave them, without defaults."""
     presets: Mapping[str, Section]
     """The presets in use, by name."""
+    folder: Path
+    """Folder of the configuration, in which its relative paths are looked for where the working folder lacks them."""
 
     def cluster_json(self, name: str, *, priced: bool = True) -> str:
         """Return a cluster's document, without prices for hardware sweeps: another price measures nothing again."""
@@ -115,7 +120,12 @@ class Workflow:
     def options(self, section: str, name: str, without: Iterable[str] = ()) -> list[str]:
         """Return the keys of an entry as options of a command."""
         entry = self.sections[section][name]
-        return spelled_options({key: value for key, value in entry.items() if key not in without})
+        return spelled_options({key: self._located(key, value) for key, value in entry.items() if key not in without})
+
+    def _located(self, key: str, value: object) -> object:
+        """Return a value of the configuration; of a path that the working folder lacks, the one beside the file."""
+        beside = key in _PATHS and not Path(str(value)).exists() and (self.folder / str(value)).exists()
+        return os.path.relpath(self.folder / str(value)) if beside else value
 
     def network_options(self, cluster: str) -> list[str]:
         """Return the `shardwright-profile analytic` options on the links of a cluster whose hardware is estimated."""
@@ -250,7 +260,7 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
     presets = {model.preset: read_preset(model.preset, name, file, root) for name, model in settings.models.items()}
     for name, model in config["models"].items():
         check_model_keys(name, model, presets[model["preset"]]["config"], file)
-    workflow = Workflow(settings, config, presets)
+    workflow = Workflow(settings, config, presets, Path(file).parent)
     for name in settings.clusters:
         converted(workflow.cluster(name), Cluster, f"clusters.{name}", file)
     check_data(settings, config, file)

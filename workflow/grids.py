@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +39,10 @@ class Inputs(NamedTuple):
 class GridFile:
     """A grid, with the documents and the paths of everything that is made for it."""
 
-    def __init__(self, name: str, root: Path, workflow: Workflow) -> None:
+    def __init__(self, file: Path, workflow: Workflow) -> None:
         self._workflow = workflow
-        self.file = root / "config" / "grids" / f"{name}.yaml"
-        self.folder = f"results/grids/{name}"
+        self.file = file
+        self.folder = f"results/grids/{file.stem}"
         """Folder of the grid's parts."""
         self.settings = converted(read_yaml(self.file), GridSettings, "", str(self.file))
         self._is_local = self.settings.profiles is Profiles.OWN
@@ -248,11 +248,14 @@ def _size_name(memory_gib: float, batch: int) -> str:
     return f"m{memory_gib:g}-b{batch}"
 
 
-def read_grids(root: Path, workflow: Workflow) -> dict[str, GridFile]:
-    """Return the grids by name, except those of models and clusters that the configuration does not have.
+def read_grids(folders: Iterable[Path], workflow: Workflow) -> dict[str, GridFile]:
+    """Return the grids of the folders' `grids/` by name, except those of models or clusters that are not configured.
 
-    Raises BadInput.
+    Raises BadInput, also where two folders have a grid of one name.
     """
-    files = sorted((root / "config" / "grids").glob("*.yaml"))
-    grids = {path.stem: GridFile(path.stem, root, workflow) for path in files}
+    files = sorted({path.resolve() for folder in folders for path in (folder / "grids").glob("*.yaml")})
+    for first, second in combinations(files, 2):
+        if first.stem == second.stem:
+            raise BadInput(second, f"{first} is a grid of this name, too", "rename it")
+    grids = {path.stem: GridFile(path, workflow) for path in files}
     return {name: grid for name, grid in grids.items() if grid.is_of_configuration}

@@ -96,9 +96,8 @@ class Workspace:
         return [json.loads(line) for line in self.calls_file.read_text().splitlines()]
 
 
-@pytest.fixture(scope="session")
-def _finished_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
+def stubbed(folder: Path) -> Workspace:
+    """A configured workspace in which stubs stand for the stages' programs."""
     (folder / "bin").mkdir()
     for stage in ("train", "profile", "search"):
         program = folder / "bin" / f"shardwright-{stage}"
@@ -106,6 +105,13 @@ def _finished_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         program.chmod(0o755)
     workspace = Workspace(folder)
     workspace.configure()
+    return workspace
+
+
+@pytest.fixture(scope="session")
+def _finished_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    workspace = stubbed(folder)
     done = workspace.snakemake("all", "grid")
     assert done.status == 0, done.output
     return folder
@@ -123,6 +129,12 @@ def finished(_finished_folder: Path, tmp_path: Path) -> Workspace:
 def workspace_in() -> type[Workspace]:
     """What makes a workspace in a folder, for fixtures that serve a file."""
     return Workspace
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Workspace:
+    """A workspace in which nothing was made yet, and stubs stand for the stages' programs."""
+    return stubbed(tmp_path)
 
 
 @pytest.fixture

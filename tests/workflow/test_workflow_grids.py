@@ -25,7 +25,7 @@ from shardwright_search.space.request import CellAnswer, Grid, GridAnswers, Sear
 ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
 WORKFLOW = load_workflow(CONFIG, "config/config.yaml", ROOT)
-GRIDS = read_grids(ROOT, WORKFLOW)
+GRIDS = read_grids([ROOT / "config"], WORKFLOW)
 
 
 def test_three_grids_are_shipped():
@@ -98,7 +98,7 @@ def test_even_plans_are_made_by_commands_that_exist():
 
 def test_grids_of_own_models_need_a_configuration_that_has_them():
     other = json.loads(json.dumps(CONFIG).replace('"demo"', '"other"'))
-    assert sorted(read_grids(ROOT, load_workflow(other, "other.yaml", ROOT))) == ["fasop", "galvatron"]
+    assert sorted(read_grids([ROOT / "config"], load_workflow(other, "other.yaml", ROOT))) == ["fasop", "galvatron"]
 
 
 def test_a_mixed_cluster_of_unknown_ones_is_one_line(tmp_path):
@@ -108,7 +108,7 @@ def test_a_mixed_cluster_of_unknown_ones_is_one_line(tmp_path):
     mixed = {"m": {"nodes_of": {"fasop-a10-8x4": 1, "nowhere": 1}}}
     (folder / "mine.yaml").write_text(yaml.safe_dump(good | {"mixed_clusters": mixed}))
     with pytest.raises(BadInput, match=r"mixed_clusters\.m: there is no cluster 'nowhere'"):
-        GridFile("mine", tmp_path, WORKFLOW)
+        GridFile(tmp_path / "config/grids/mine.yaml", WORKFLOW)
 
 
 def _written(folder, name, change):
@@ -116,7 +116,7 @@ def _written(folder, name, change):
     (folder / "config" / "grids").mkdir(parents=True)
     good = yaml.safe_load((ROOT / "config" / "grids" / f"{name}.yaml").read_text())
     (folder / "config" / "grids" / "mine.yaml").write_text(yaml.safe_dump(good | change))
-    return GridFile("mine", folder, WORKFLOW)
+    return GridFile(folder / "config/grids/mine.yaml", WORKFLOW)
 
 
 def test_a_front_is_searched_over_nodes_with_prices():
@@ -168,7 +168,7 @@ def test_a_grid_that_cannot_be_is_one_line(tmp_path, change, says):
     good = yaml.safe_load((ROOT / "config" / "grids" / "galvatron.yaml").read_text())
     (folder / "mine.yaml").write_text(yaml.safe_dump(good | change))
     with pytest.raises(BadInput, match=says) as error:
-        GridFile("mine", tmp_path, WORKFLOW)
+        GridFile(tmp_path / "config/grids/mine.yaml", WORKFLOW)
     assert str(error.value).startswith(str(folder / "mine.yaml"))
 
 

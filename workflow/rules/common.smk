@@ -1,14 +1,18 @@
 # The configuration, and what every rule shares.
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
 
 # From this file: the workflow is called by the Snakefile of the clone or by workflow/Snakefile.
 ROOT = Path(str(workflow.current_basedir)).parents[1]
-CONFIG_FILE = (
-    os.path.relpath(workflow.overwrite_configfiles[-1]) if workflow.overwrite_configfiles else "config/config.yaml"
-)
+# A workflow that uses this one as a module gives the configuration, and names its own file, if it has one.
+IS_GIVEN = workflow.modifier.skip_configfile
+FILES = workflow.overwrite_configfiles or (workflow.configfiles if IS_GIVEN else [])
+CONFIG_FILE = os.path.relpath(FILES[-1]) if FILES else "config/config.yaml"
+# What Snakemake puts before the inputs, outputs and logs of a module.
+PREFIX = workflow.modifier.path_modifier.prefix or ""
 
 sys.path.insert(0, str(ROOT / "workflow"))
 from configuration import load_workflow, spelled_options  # noqa: E402
@@ -16,7 +20,7 @@ from configuration_files import check_configurations  # noqa: E402
 from slurm_jobs import RUN_MIN, job_minutes, job_resources, know_heterogeneous_jobs, signal_lead_s  # noqa: E402
 from shardwright_formats.io import one_line_errors  # noqa: E402
 
-if not workflow.overwrite_configfiles:
+if not (workflow.overwrite_configfiles or IS_GIVEN):
     with one_line_errors():
         check_configurations([Path(CONFIG_FILE)])
 
@@ -50,16 +54,13 @@ wildcard_constraints:
     described="[^/@]+(@[0-9]+)?",
 
 
-localrules:
-    picture,
-    all,
-    profiles,
-    plans,
-    runs,
-
-
 # What a job asks for that computes little, in one process.
 LIGHT = {"mem_mb": 2000, "runtime": 10}
+
+
+def placed(text):
+    """Return a path of the results, or a command with such paths, with the prefix that Snakemake gives its files."""
+    return re.sub(r"(?<![^\s'])results/", f"{PREFIX}results/", str(text))
 
 
 def all_cores(_wildcards):
@@ -113,7 +114,7 @@ def profiles_of_search(wildcards):
 def slurm_extra_of_run(wildcards, input):
     """Return `slurm_extra` of a run, with the signal that stops it in order while there is time."""
     components, run = CONFIG.components(cluster_of_run(wildcards)), CONFIG.settings.runs[wildcards.run]
-    checkpoints = Path(f"results/checkpoints/{wildcards.run}")
+    checkpoints = Path(placed(f"results/checkpoints/{wildcards.run}"))
     minutes = job_minutes(components, RUN_MIN)
     lead_s = signal_lead_s(Path(input.plan), Path(input.prediction), checkpoints, run, minutes)
     return job_resources(components, RUN_MIN, profile_resources(), f"--signal=TERM@{lead_s}")["slurm_extra"]
@@ -133,8 +134,8 @@ def replan_options(wildcards):
         return []
     return spelled_options(
         {
-            "replan_hardware": f"results/hardware/{search.cluster}.h5",
-            "replan_search": f"results/searches/{run.search}.json",
-            "replan_profile": CONFIG.profiles_of(search),
+            "replan_hardware": placed(f"results/hardware/{search.cluster}.h5"),
+            "replan_search": placed(f"results/searches/{run.search}.json"),
+            "replan_profile": [placed(path) for path in CONFIG.profiles_of(search)],
         }
     )

@@ -2,7 +2,7 @@
 from grids import GridFile, read_grids  # noqa: E402
 
 with one_line_errors():
-    GRIDS = read_grids(ROOT, CONFIG)
+    GRIDS = read_grids([ROOT / "config", Path(CONFIG_FILE).parent], CONFIG)
 
 
 wildcard_constraints:
@@ -10,13 +10,15 @@ wildcard_constraints:
     front="[^/]+",
 
 
-localrules:
-    grids,
+def grid_profiles(wildcards, input):
+    """Return the options that name the profiles that a search of a grid reads."""
+    return spelled_options({"hardware": list(input.hardware), "profile": list(input.profile)})
 
 
 rule grids:
     input:
         expand("results/grids/{grid}.md", grid=GRIDS),
+    localrule: True
 
 
 # All cells of a model on a cluster are one job. Answers are kept by what they rest on, beyond what Snakemake deletes.
@@ -34,12 +36,13 @@ rule grid_searches:
         mem_mb=4000,
         runtime=240,
     params:
-        profiles=lambda wildcards: GRIDS[wildcards.grid].inputs(wildcards.model, wildcards.cluster).profiles,
+        profiles=grid_profiles,
+        kept=placed("results/cells"),
     message:
         "search the cells of {wildcards.model} on {wildcards.cluster}: progress and time left are in {log}"
     shell:
         "shardwright-search grid {input.cells:q} --cluster {input.cluster:q} --model {input.model:q}"
-        " {params.profiles:q} --folder results/cells"
+        " {params.profiles:q} --folder {params.kept:q}"
         " --out {output.answers:q} > {log:q} 2>&1"
 
 
@@ -64,9 +67,9 @@ for kind, lines_of, further in (
         resources:
             **LIGHT,
         params:
-            lines=lambda wildcards, lines_of=lines_of: list(
-                lines_of(GRIDS[wildcards.grid], wildcards.model, wildcards.cluster)
-            ),
+            lines=lambda wildcards, lines_of=lines_of: [
+                placed(line) for line in lines_of(GRIDS[wildcards.grid], wildcards.model, wildcards.cluster)
+            ],
         message:
             f"price the {kind} plans of {{wildcards.model}} on {{wildcards.cluster}}"
         shell:
@@ -90,7 +93,7 @@ rule grid_front:
         runtime=240,
     params:
         folder=lambda wildcards, output: Path(output[0]).parent,
-        profiles=lambda wildcards: GRIDS[wildcards.grid].front_inputs(wildcards.front).profiles,
+        profiles=grid_profiles,
     message:
         "search the front {wildcards.front}, step time against price: progress is in {log}"
     shell:
@@ -116,11 +119,12 @@ rule grid_measure:
     params:
         nodes=nodes_options(lambda wildcards: wildcards.cluster),
         even=lambda wildcards, input: spelled_options({"even": list(input.even)}),
+        kept=placed("results/cells"),
         measure=lambda wildcards: GRIDS[wildcards.grid].settings.measure,
     message:
         "measure the plans of {wildcards.model} on {wildcards.cluster}"
     shell:
-        "( python {input.script:q} plans {input.answers:q} --folder results/cells {params.even:q} --out {output.plans:q} &&"
+        "( python {input.script:q} plans {input.answers:q} --folder {params.kept:q} {params.even:q} --out {output.plans:q} &&"
         " on_nodes.sh {resources.node_groups:q}"
         " shardwright-train measure {output.plans:q} {params.nodes:q} --steps {params.measure.steps:q}"
         " --warmup-steps {params.measure.warmup_steps:q} --out {output.measurement:q} ) 2> {log:q}"
@@ -149,8 +153,10 @@ rule grid_table:
         script=ROOT / "workflow/scripts/grid_tables.py",
         measured=lambda wildcards, input: spelled_options({"measured": list(input.measured)}),
         fronts=lambda wildcards, input: spelled_options({"front": list(input.fronts)}),
+        kept=placed("results/cells"),
+        tables=lambda wildcards, output: output[0].removesuffix(".csv"),
     message:
         "write the tables of the grid {wildcards.grid}"
     shell:
-        "python {params.script:q} tables results/grids/{wildcards.grid:q} --folder results/cells {params.measured:q}"
+        "python {params.script:q} tables {params.tables:q} --folder {params.kept:q} {params.measured:q}"
         " {params.fronts:q} > {log:q} 2>&1"

@@ -7,6 +7,7 @@ rule profiles:
     input:
         [f"results/hardware/{search.cluster}.h5" for search in CONFIG.settings.searches.values()],
         [f"results/profiles/{model}@{node_type}.h5" for model, node_type in CONFIG.profiled_pairs()],
+    localrule: True
 
 
 # A model, or as MODEL@LENGTH the same at another sequence length, for its profile.
@@ -172,6 +173,7 @@ rule picture:
         "results/logs/picture/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/picture/{model}@{node_type}.tsv"
+    localrule: True
     resources:
         **LIGHT,
     message:

@@ -4,14 +4,10 @@ from reference import Reference, outputs
 REFERENCE = Reference(ROOT)
 
 
-localrules:
-    reference,
-    reference_sdist,
-
-
 rule reference:
     input:
         filter(lambda path: path.endswith(".h5"), outputs(REFERENCE.import_lines())),
+    localrule: True
 
 
 rule reference_sdist:
@@ -21,6 +17,7 @@ rule reference_sdist:
         "results/logs/reference/sdist.log",
     benchmark:
         "results/benchmarks/reference/sdist.tsv"
+    localrule: True
     resources:
         **LIGHT,
     params:
@@ -50,8 +47,8 @@ rule reference_models:
     resources:
         mem_mb=4000,
     params:
-        configs=[word for pair in REFERENCE.configs().items() for word in pair],
-        lines=REFERENCE.describe_lines(),
+        configs=[word for path, config in REFERENCE.configs().items() for word in (placed(path), config)],
+        lines=[placed(line) for line in REFERENCE.describe_lines()],
     message:
         "describe the reference models"
     shell:
@@ -77,7 +74,7 @@ rule reference_imports:
     resources:
         **LIGHT,
     params:
-        lines=REFERENCE.import_lines(),
+        lines=[placed(line) for line in REFERENCE.import_lines()],
     message:
         "import the tables of Galvatron and FASOP"
     shell:

@@ -30,13 +30,13 @@ rule report:
     params:
         script=ROOT / "workflow/scripts/show.py",
         names=[
-            "--results=results",
+            f"--results={placed('results/').rstrip('/')}",
             *(f"--search={search}" for search in CONFIG.settings.searches),
             *(f"--selected={search}" for search in filter(CONFIG.selects, CONFIG.settings.searches)),
             *(f"--run={run}" for run in CONFIG.settings.runs),
         ],
         profiles=[f"--profile={'@'.join(pair)}" for pair in CONFIG.profiled_pairs()],
-        pictures=[f"--picture={path}" for path in CONFIG.settings.pictures],
+        pictures=[f"--picture={placed(path)}" for path in CONFIG.settings.pictures],
     message:
         "write the report"
     shell:

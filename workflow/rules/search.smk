@@ -2,6 +2,7 @@
 rule plans:
     input:
         expand("results/plans/{search}.json", search=CONFIG.settings.searches),
+    localrule: True
 
 
 rule search:
@@ -47,8 +48,9 @@ rule grid:
     resources:
         **LIGHT,
     params:
+        results=placed("results/").rstrip("/"),
         searches=[f"--search={search}" for search in CONFIG.settings.searches],
     message:
         "write the table of all plans"
     shell:
-        "python {input.script:q} grid --results results {params.searches:q} --out {output.table:q} 2> {log:q}"
+        "python {input.script:q} grid --results {params.results:q} {params.searches:q} --out {output.table:q} 2> {log:q}"

@@ -3,6 +3,7 @@ rule runs:
     input:
         expand("results/runs/{run}/DONE.json", run=CONFIG.settings.runs),
         expand("results/runs/{run}/model", run=CONFIG.exported_runs()),
+    localrule: True
 
 
 rule prepare:
@@ -68,10 +69,10 @@ rule run:
         **(on_cluster(cluster_of_run, runtime_min=RUN_MIN) | {"slurm_extra": slurm_extra_of_run}),
     params:
         folder=lambda wildcards, output: Path(output.done).parent,
-        data=lambda wildcards: CONFIG.data_folder(CONFIG.settings.runs[wildcards.run].data),
-        checkpoints=lambda wildcards: f"results/checkpoints/{wildcards.run}",
-        logs=lambda wildcards: f"results/logs/ranks/{wildcards.run}",
-        options=lambda wildcards: CONFIG.run_options(wildcards.run),
+        data=lambda wildcards: placed(CONFIG.data_folder(CONFIG.settings.runs[wildcards.run].data)),
+        checkpoints=lambda wildcards: placed(f"results/checkpoints/{wildcards.run}"),
+        logs=lambda wildcards: placed(f"results/logs/ranks/{wildcards.run}"),
+        options=lambda wildcards: [placed(word) for word in CONFIG.run_options(wildcards.run)],
         nodes=nodes_options(cluster_of_run),
         replan=replan_options,
         outliving=outliving_options,
