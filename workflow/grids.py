@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -251,11 +251,8 @@ def _size_name(memory_gib: float, batch: int) -> str:
 def read_grids(folders: Iterable[Path], workflow: Workflow) -> dict[str, GridFile]:
     """Return the grids of the folders' `grids/` by name, except those of models or clusters that are not configured.
 
-    Raises BadInput, also where two folders have a grid of one name.
+    A grid of a later folder replaces an earlier one of its name. Raises BadInput.
     """
-    files = sorted({path.resolve() for folder in folders for path in (folder / "grids").glob("*.yaml")})
-    for first, second in combinations(files, 2):
-        if first.stem == second.stem:
-            raise BadInput(second, f"{first} is a grid of this name, too", "rename it")
-    grids = {path.stem: GridFile(path, workflow) for path in files}
+    files = {path.stem: path for folder in folders for path in sorted((folder / "grids").glob("*.yaml"))}
+    grids = {name: GridFile(path, workflow) for name, path in files.items()}
     return {name: grid for name, grid in grids.items() if grid.is_of_configuration}

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 CALLS = told("snakemake")
 PLUGINS = {"--executor"}
 """What says that a plugin is needed which is not installed here, so that not even its options are known."""
-NOT_DRY = PLUGINS | {"--unlock", "--lint", "--software-deployment-method"}
+NOT_DRY = PLUGINS | {"--report", "--unlock", "--lint", "--software-deployment-method"}
 
 
 def _marked(call):

@@ -1,7 +1,10 @@
 """What others ask of the workflow: `snakemake --lint`, the Snakemake Workflow Catalog, an image."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import yaml
@@ -32,7 +35,7 @@ def test_with_an_image_lint_has_nothing_to_say(bare, file):
 
 def test_the_workflow_catalog_finds_what_it_asks_for():
     """https://snakemake.github.io/snakemake-workflow-catalog, "adding workflows", standardized usage."""
-    assert 'include: "../Snakefile"' in (ROOT / "workflow" / "Snakefile").read_text()
+    assert "default_target: True" in (ROOT / "workflow" / "Snakefile").read_text()
     assert list((ROOT / "workflow" / "rules").glob("*.smk"))
     assert all((ROOT / name).stat().st_size > 0 for name in ("LICENSE", "config/README.md"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8").lower()
@@ -40,6 +43,21 @@ def test_the_workflow_catalog_finds_what_it_asks_for():
     usage = yaml.safe_load((ROOT / ".snakemake-workflow-catalog.yml").read_text(encoding="utf-8"))["usage"]
     assert set(usage["mandatory-flags"]) == {"desc", "flags"}
     assert set(usage["software-stack-deployment"]) == {"conda", "apptainer", "apptainer+conda", "report"}
+    assert (ROOT / ".test/config/config.yaml").is_file()
+
+
+@pytest.mark.long
+def test_the_test_that_the_catalog_runs_makes_all_and_a_report():
+    """`.test` is a folder to run in: published models on clusters that are estimated. Its report opens offline."""
+    with TemporaryDirectory(dir=ROOT) as folder:
+        shutil.copytree(ROOT / ".test/config", Path(folder) / "config")
+        command = ["snakemake", "--cores", "2", "--directory", folder, "--snakefile", "workflow/Snakefile"]
+        for further in ([], ["--report", "report.html"]):
+            done = subprocess.run([*command, *further], cwd=ROOT, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+        page = (Path(folder) / "report.html").read_text()
+        for caption in ("What was planned, predicted and measured", "Time and memory of the layers of gpt2-xl"):
+            assert caption in page
 
 
 def test_the_image_takes_what_the_clone_has():

@@ -34,6 +34,9 @@ if "snakemake_executor_plugin_slurm" in sys.modules:
     know_heterogeneous_jobs(sys.modules["snakemake_executor_plugin_slurm"])
 
 
+report: "../report/workflow.rst"
+
+
 # Of --sdm apptainer; none is published, so that a site names its own.
 container: CONFIG.settings.container
 
@@ -139,3 +142,8 @@ def replan_options(wildcards):
             "replan_profile": [placed(path) for path in CONFIG.profiles_of(search)],
         }
     )
+
+
+def grid_profiles(wildcards, input):
+    """Return the options that name the profiles that a search of a grid reads."""
+    return spelled_options({"hardware": list(input.hardware), "profile": list(input.profile)})

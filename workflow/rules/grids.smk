@@ -10,11 +10,6 @@ wildcard_constraints:
     front="[^/]+",
 
 
-def grid_profiles(wildcards, input):
-    """Return the options that name the profiles that a search of a grid reads."""
-    return spelled_options({"hardware": list(input.hardware), "profile": list(input.profile)})
-
-
 rule grids:
     input:
         expand("results/grids/{grid}.md", grid=GRIDS),
@@ -83,7 +78,8 @@ rule grid_front:
         unpack(lambda wildcards: GRIDS[wildcards.grid].front_inputs(wildcards.front)._asdict()),
         search="results/grids/{grid}/fronts/{front}.search.json",
     output:
-        multiext("results/grids/{grid}/fronts/{front}/front", ".csv", ".h5", ".svg"),
+        multiext("results/grids/{grid}/fronts/{front}/front", ".csv", ".h5"),
+        report("results/grids/{grid}/fronts/{front}/front.svg", caption="../report/front.rst", category="Grids"),
     log:
         "results/logs/grids/{grid}/fronts/{front}.log",
     benchmark:
@@ -142,7 +138,8 @@ rule grid_table:
         fronts=lambda wildcards: GRIDS[wildcards.grid].fronts,
         scripts=sorted((ROOT / "workflow/scripts").glob("*.py")),
     output:
-        multiext("results/grids/{grid}", ".csv", ".h5", ".md", ".svg"),
+        multiext("results/grids/{grid}", ".csv", ".h5", ".md"),
+        report("results/grids/{grid}.svg", caption="../report/grid.rst", category="Grids"),
     log:
         "results/logs/grids/{grid}.log",
     benchmark:

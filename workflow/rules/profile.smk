@@ -168,7 +168,7 @@ rule picture:
     input:
         profile="results/profiles/{model}@{node_type}.h5",
     output:
-        picture="results/pictures/{model}@{node_type}.svg",
+        picture=report("results/pictures/{model}@{node_type}.svg", caption="../report/profile.rst", category="Profiles"),
     log:
         "results/logs/picture/{model}@{node_type}.log",
     benchmark:

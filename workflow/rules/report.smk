@@ -18,9 +18,9 @@ rule report:
         ],
         pictures=list(CONFIG.settings.pictures),
     output:
-        page="results/report.html",
+        page=report("results/report.html", caption="../report/page.rst", category="Plans and runs"),
         numbers="results/report.json",
-        summary="results/summary.txt",
+        summary=report("results/summary.txt", caption="../report/summary.rst", category="Plans and runs"),
     log:
         "results/logs/report.log",
     benchmark:
@@ -29,8 +29,8 @@ rule report:
         **LIGHT,
     params:
         script=ROOT / "workflow/scripts/show.py",
+        results=lambda wildcards, output: Path(output.page).parent,
         names=[
-            f"--results={placed('results/').rstrip('/')}",
             *(f"--search={search}" for search in CONFIG.settings.searches),
             *(f"--selected={search}" for search in filter(CONFIG.selects, CONFIG.settings.searches)),
             *(f"--run={run}" for run in CONFIG.settings.runs),
@@ -40,5 +40,5 @@ rule report:
     message:
         "write the report"
     shell:
-        "( python {params.script:q} page {params.names:q} {params.profiles:q} {params.pictures:q} --out {output.page:q}"
-        " && python {params.script:q} summary {params.names:q} > {output.summary:q} ) 2> {log:q}"
+        "( python {params.script:q} page --results {params.results:q} {params.names:q} {params.profiles:q} {params.pictures:q} --out {output.page:q}"
+        " && python {params.script:q} summary --results {params.results:q} {params.names:q} > {output.summary:q} ) 2> {log:q}"

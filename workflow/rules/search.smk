@@ -40,7 +40,7 @@ rule grid:
         plans=expand("results/plans/{search}.json", search=CONFIG.settings.searches),
         predictions=expand("results/plans/{search}.prediction.json", search=CONFIG.settings.searches),
     output:
-        table="results/grid.csv",
+        table=report("results/grid.csv", caption="../report/searches.rst", category="Plans and runs"),
     log:
         "results/logs/grid.log",
     benchmark:
@@ -48,7 +48,7 @@ rule grid:
     resources:
         **LIGHT,
     params:
-        results=placed("results/").rstrip("/"),
+        results=lambda wildcards, output: Path(output.table).parent,
         searches=[f"--search={search}" for search in CONFIG.settings.searches],
     message:
         "write the table of all plans"
