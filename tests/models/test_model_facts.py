@@ -158,3 +158,20 @@ def test_shapes_need_no_torch():
 def test_the_pages_name_every_family(page):
     words = (ROOT / "docs" / page).read_text(encoding="utf-8").lower().replace("-", "")
     assert [name for name in FAMILIES if name not in words] == []
+
+
+_BILLIONS = {
+    "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "llama-3.1-405b": 405.85, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21,
+    "llama-3.3-70b": 70.55, "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.62,
+    "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72,
+    "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
+}  # fmt: skip
+"""Parameters in billions, as the pages of the published weights count them; tied matrices once."""
+
+
+def test_presets_have_the_parameters_that_their_authors_publish() -> None:
+    presets = read_presets()
+    for name, billions in _BILLIONS.items():
+        preset = presets[name]
+        model = model_of_config(preset.config, name, preset.sequence_length, name)
+        assert model.parameter_count / 1e9 == pytest.approx(billions, rel=4e-3), name
