@@ -20,6 +20,7 @@ from shardwright_formats.types import (
     MAX_DEVICES,
     Count,
     Gib,
+    Microseconds,
     NodeGroup,
     NonNegativeCount,
     NonNegativeNumber,
@@ -158,6 +159,8 @@ class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     fused: bool = False
     """Take norms and activation functions as one kernel each."""
+    launch_us: Microseconds | None = None
+    """Time of the host for each kernel, in µs; 0 where CUDA graphs replay kernels."""
     context_mib: NonNegativeCount | None = None
     """MiB of CUDA's context on a device."""
     communicator_mib: NonNegativeCount | None = None

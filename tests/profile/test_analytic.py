@@ -164,6 +164,8 @@ def test_no_layer_is_faster_than_its_host():
     found, again = (estimate(model, machine=instant, recompute=kind) for kind in (Recompute.NONE, Recompute.FULL))
     assert found[:2] == pytest.approx((kernels * OPERATOR_S, 2 * kernels * OPERATOR_S))
     assert again[:2] == pytest.approx((kernels * OPERATOR_S, 3 * kernels * OPERATOR_S))
+    compiled = estimate(model, machine=instant._replace(compiled=True))
+    assert compiled[:2] == pytest.approx((13 * OPERATOR_S, 26 * OPERATOR_S))
     busy = MACHINE._replace(flops_per_s=1e6)
     assert estimate(model, machine=busy) == estimate(model, machine=busy._replace(operator_s=OPERATOR_S))
 

@@ -299,13 +299,30 @@ def test_what_cannot_be_estimated_is_refused_in_one_line(inputs, command, one_er
     assert problem in line
 
 
-def test_compiled_layers_are_not_estimated(inputs, command, one_error_line, tmp_path):
-    settings = json.loads((inputs / "settings.json").read_text()) | {"compile": True}
-    (tmp_path / "settings.json").write_text(json.dumps(settings))
-    asked = ["--model", inputs / "1024.json", "--settings", tmp_path / "settings.json", "--device", "L4"]
-    before = set(tmp_path.iterdir())
-    called = command("analytic", *asked, "--out", tmp_path / "m.h5")
-    assert "compile: what torch.compile saves is not estimated" in one_error_line(called, 2, tmp_path, before)
+def test_the_host_bounds_small_blocks_as_it_is_told_to_launch_kernels(inputs, command, tmp_path):
+    def block(out, settings, *options):
+        asked = ["--model", inputs / "1024.json", "--settings", settings, "--cluster", inputs / "cluster.json"]
+        called = command("analytic", *asked, "--out", tmp_path / out, *options)
+        assert called.returncode == 0, called.stderr
+        profile = read_model_profile(tmp_path / out)
+        of_type = [row for row in profile.layers.rows if row.type == "block" and row.recompute is Recompute.NONE]
+        fewest = next(row for row in of_type if (row.tp_size, row.micro_batch_size) == (8, 1))
+        return fewest.forward_s, fewest.activation_bytes, profile.origin.precision, profile.provenance.notes
+
+    (tmp_path / "compiled.json").write_text(
+        json.dumps(json.loads((inputs / "settings.json").read_text()) | {"compile": True})
+    )
+    plain = inputs / "settings.json"
+    eager, kept, precision, notes = block("eager.h5", plain)
+    assert eager == pytest.approx(35 * 42e-6)
+    assert "takes the host 42 us (fitted to published layer times), and that blocks are eager" in notes
+    told, _, _, notes = block("told.h5", plain, "--launch-us", 100)
+    assert told == pytest.approx(35 * 100e-6) and "takes the host 100 us (given)" in notes
+    graphs, _, _, notes = block("graphs.h5", plain, "--launch-us", 0)
+    assert 35 * 5e-6 < graphs < eager and "0 us (given: CUDA graphs replay kernels)" in notes
+    compiled, fewer, marked, notes = block("compiled.h5", tmp_path / "compiled.json")
+    assert 13 * 42e-6 <= compiled < eager / 2 and fewer < kept and "blocks are compiled" in notes
+    assert (precision, marked) == (MIXED.text, f"{MIXED.text} compiled")
 
 
 def test_the_command_has_the_efficiencies_that_the_error_was_seen_with():

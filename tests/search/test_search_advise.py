@@ -1,6 +1,7 @@
 """`shardwright-search advise`: what it says by hand-computed cases, what it refuses, and what it must not import."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -57,6 +58,21 @@ def test_the_answer_says_everything_that_was_asked(config, tmp_path, capsys):
         assert words in told
     plan = read_document(out, Plan)
     assert (plan.global_batch_size, plan.model.sequence_length, plan.cluster.num_devices) == (16, 512, 8)
+
+
+def test_a_small_model_waits_for_the_host_as_it_is_told_to_launch_kernels(config, capsys):
+    asked = (config, "--gpus", "8:H100-SXM", "--batch", 16, "--seq", 512, "--against", "tp=8,mbs=1")
+    steps_s = []
+    for options, words in (
+        ((), "the host takes 42 us for each kernel of eager blocks"),
+        (("--compile",), "the host takes 42 us for each kernel of compiled blocks"),
+        (("--launch-us", 0), "the host takes 0 us for each kernel of eager blocks"),
+    ):
+        code, told, error = _advise(capsys, *asked, *options)
+        assert code == 0, error
+        assert words in told
+        steps_s.append(float(re.search(r"([0-9.e-]+) s a step", told)[1]))
+    assert steps_s[0] > 1.5 * steps_s[1] > 1.5 * steps_s[2]
 
 
 def test_utilization_and_price_are_those_by_hand():

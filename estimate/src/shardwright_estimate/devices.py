@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shardwright_estimate.layers import Machine
+from shardwright_estimate.layers import OPERATOR_S, Machine
 from shardwright_estimate.messages import STEP_S, Link
 from shardwright_formats.io import BadInput, Value, first_odd, read_bytes
 from shardwright_formats.types import GIB, NonNegativeNumber, PositiveBytes, Rate, whole
@@ -211,8 +211,13 @@ def matrix_efficiency(rates: Rates, efficiencies: Efficiencies) -> float:
     return UNKNOWN_PRODUCT if best is None else TYPICAL_PRODUCT * best
 
 
-def machine_of(rates: Rates, compute: str, efficiencies: Efficiencies) -> Machine:
-    """Return what a device reaches in a number format; raise BadInput where neither table nor option has a figure."""
+def machine_of(
+    rates: Rates, compute: str, efficiencies: Efficiencies, operator_s: float = OPERATOR_S, compiled: bool = False
+) -> Machine:
+    """Return what a device reaches in a number format, and how its host launches kernels.
+
+    Raises BadInput where neither table nor option has a figure.
+    """
     memory, peak = rates.memory * efficiencies.memory, rates.matrix(compute)
     flash = rates.device.flash_attention
     return Machine(
@@ -220,6 +225,8 @@ def machine_of(rates: Rates, compute: str, efficiencies: Efficiencies) -> Machin
         memory,
         link_of(rates, efficiencies),
         None if flash is None or efficiencies.matrix is not None else peak * flash,
+        operator_s,
+        compiled,
     )
 
 

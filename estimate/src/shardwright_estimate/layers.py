@@ -21,8 +21,12 @@ from shardwright_formats.types.model_profile import LayerFigures
 
 KERNEL_START_S = 5e-6
 """Time that every kernel adds on the device: filling and draining it."""
-OPERATOR_S = 15e-6
-"""Time that the host takes to start a kernel: 5 to 25 us of Python, autograd, dispatch and driver."""
+OPERATOR_S = 42e-6
+"""Time that the host takes for a kernel of eager PyTorch: Python, autograd, dispatch and driver.
+
+Fitted with the kernels of `parts`: it minimizes the median (14 %) and the mean error of the 272 layer times of
+benchmarks/analytic.py, FASOP's among them, which the host bounds.
+"""
 ATTENTION_BACKWARD = 2.5
 """Five products in a flash kernel's backward pass, for two in the forward one (Dao 2023)."""
 
@@ -36,7 +40,9 @@ class Machine(NamedTuple):
     attention_flops_per_s: float | None = None
     """Rate of flash kernels; None: as other products."""
     operator_s: float = OPERATOR_S
-    """Time of the host for each kernel."""
+    """Time of the host for each kernel; 0 where CUDA graphs replay them."""
+    compiled: bool = False
+    """Whether torch.compile has fused what lies between a block's products into few kernels."""
 
 
 class _Share(NamedTuple):
@@ -86,7 +92,7 @@ def estimate_layer(
 ) -> LayerFigures[float]:
     """Return the figures of a layer under a strategy of one tensor-parallel group, which may be a `LayerStrategy`."""
     share = _share(strategy, micro_batch_size, precision, attention)
-    parts = layer_parts(model, type_name, fused)
+    parts = layer_parts(model, type_name, fused, machine.compiled)
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     replayed = [part for part in parts if recompute in (Recompute.FULL, Recompute.SELECTIVE, part.name)]
     there, back = (_messages(model, type_name, strategy, micro_batch_size, share.itemsize, way) for way in Pass)

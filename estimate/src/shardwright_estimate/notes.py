@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 from shardwright_estimate.devices import TYPICAL_PRODUCT, Efficiencies, Rates, matrix_efficiency
 from shardwright_estimate.hardware import NodeRates, Overlap
-from shardwright_estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S, OPERATOR_S
+from shardwright_estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S, OPERATOR_S, Machine
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
 from shardwright_formats.semantics.process_groups import COMMUNICATOR_BYTES
 from shardwright_formats.types import MAX_DEVICES, MIB
 
 SEEN_ERROR = (
     "seen against 272 measured layer times of FASOP (A100, A10) and Sailor (V100, A100, GH200): "
-    "median error 17 %, worst 73 %"
+    "median error 14 %, worst 74 %"
 )
 SEEN_LINK_ERROR = (
     "seen against 154 measured all_reduce times of vTrain (A100, V100, one node): median error 23 %, worst 80 %"
@@ -64,7 +64,9 @@ class Process(NamedTuple):
         )
 
 
-def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str, fused: bool, process: Process) -> str:
+def model_notes(
+    rates: Rates, efficiencies: Efficiencies, compute: str, fused: bool, process: Process, machine: Machine
+) -> str:
     """Return the notes of a model profile, one sentence a line; the first says that nothing was measured."""
     device, kernels = rates.device, "fused kernels" if fused else "single operators, as in transformers"
     matrix = matrix_efficiency(rates, efficiencies)
@@ -83,10 +85,11 @@ def model_notes(rates: Rates, efficiencies: Efficiencies, compute: str, fused: b
             + f"; {_origin(rates.memory_bytes_per_s, device.memory_bytes_per_s_source)}.",
             _link_note(rates, efficiencies),
             _flash_note(rates, efficiencies),
-            f"It is assumed that a kernel adds {KERNEL_START_S * 1e6:g} us and takes the host {OPERATOR_S * 1e6:g} us.",
+            _launch_note(machine),
             "Activations are those of Korthikanti et al. (2022), derived from the model's own shapes; workspace is the "
             "largest tensor of a part with its gradient, and what is replayed.",
-            f"It is assumed that norms and activation functions are {kernels}.",
+            f"It is assumed that norms and activation functions are {kernels}"
+            + (", and that torch.compile fuses those of blocks." if machine.compiled else "."),
             "States: AdamW with two moments in the parameters' format; its step is bound by memory.",
             f"assumed: {process.text}.",
             "step_overhead_s and resident_bytes are absent.",
@@ -121,6 +124,17 @@ def _head(seen: str, efficiencies: Efficiencies) -> str:
     """Return the sentence that a prediction repeats."""
     other = "" if efficiencies == Efficiencies() else " (with the default efficiencies, which these are not)"
     return f"analytic, nothing was measured: {seen}{other}."
+
+
+def _launch_note(machine: Machine) -> str:
+    how = "fitted to published layer times" if machine.operator_s == OPERATOR_S else "given"
+    kernels = "compiled" if machine.compiled else "eager"
+    if not machine.operator_s:
+        how = "given: CUDA graphs replay kernels"
+    return (
+        f"It is assumed that a kernel adds {KERNEL_START_S * 1e6:g} us and takes the host {machine.operator_s * 1e6:g} "
+        f"us ({how}), and that blocks are {kernels}."
+    )
 
 
 def _flash_note(rates: Rates, efficiencies: Efficiencies) -> str:

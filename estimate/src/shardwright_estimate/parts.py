@@ -18,6 +18,8 @@ from shardwright_models.registry import facts_of
 
 _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15}
 """Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
+_COMPILED_KERNELS = _KERNELS | {"attention": 8, "mlp": 5}
+"""The same of compiled blocks: products and attention, and one kernel for what lies between two of them."""
 _FLOAT32_BYTES = 4
 _NORM_KEEPS = {"LayerNorm": (1, 0), "RMSNorm": (1, _FLOAT32_BYTES), "RMSNorm in float32": (0, 2 * _FLOAT32_BYTES)}
 """Elements and further bytes that a norm of single operators keeps of a feature.
@@ -85,12 +87,20 @@ class _Attention(NamedTuple):
         return self.heads * self.queries * self.keys
 
 
-def layer_parts(model: Model, type_name: str, fused: bool = False) -> tuple[Part, ...]:
+def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: bool = False) -> tuple[Part, ...]:
     """Return the parts of one layer of a type, in order; together they have the type's floating-point operations.
 
-    `fused`: norms and activation functions are one kernel each, which keeps its input alone.
+    `fused`: norms and activation functions are one kernel each, which keeps its input alone. `compiled`: torch.compile
+    has fused them, and all else between a block's products, too; it leaves embedding and head as they are.
     Raises BadInput where the description does not say what flows between layers.
     """
+    if not compiled or type_name in (EMBEDDING, HEAD):
+        return _parts(model, type_name, fused)
+    blocks = _parts(model, type_name, fused=True)
+    return tuple(msgspec.structs.replace(part, kernels=_COMPILED_KERNELS[part.name]) for part in blocks)
+
+
+def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     if not model.boundary:
         raise BadInput(f"model {model.name}", "its embedding hands on no tensor", "describe it again")
     kind, hidden = model.types[type_name], model.boundary[0].features

@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from shardwright_estimate.curves import fits_table
 from shardwright_estimate.devices import Efficiencies, Rates, link_of, machine_of, matrix_efficiency
 from shardwright_estimate.hardware import Network, NodeRates, Overlap, analytic_hardware
-from shardwright_estimate.layers import Machine, estimate_layer, optimizer_time_s
+from shardwright_estimate.layers import OPERATOR_S, Machine, estimate_layer, optimizer_time_s
 from shardwright_estimate.messages import Link
 from shardwright_estimate.notes import Process, hardware_notes, model_notes
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
@@ -22,7 +22,7 @@ from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Sourced, Table
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.key import LayerKey
-from shardwright_formats.types import EMBEDDING, HEAD, ITEMSIZE, Cluster, Model, Precision, misfit
+from shardwright_formats.types import EMBEDDING, HEAD, ITEMSIZE, Cluster, Model, Precision, misfit, profiled_as
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model_profile import (
     LayerFigures,
@@ -51,17 +51,18 @@ def model_profile(
     package: str = "shardwright-profile",
     fused: bool = False,
     process: Process | None = None,
+    operator_s: float = OPERATOR_S,
 ) -> AnalyticProfile:
     """Return the profile of a model at the length of each of its descriptions, made by a command of `package`.
 
     `fused`: norms and activation functions are one kernel each. `process`: what is known of its own memory.
+    `operator_s`: seconds of the host for each kernel.
     Raises BadInput where these are of different models or of one length, and where no strategy fits.
     """
     model, process = _same_model(models), process or Process()
-    if settings.compile:
-        raise BadInput("--settings", "compile: what torch.compile saves is not estimated", "measure, or leave it out")
     precision = settings.precision
-    machine = machine_of(rates, "tf32" if precision.tf32 else precision.compute, efficiencies)
+    compute = "tf32" if precision.tf32 else precision.compute
+    machine = machine_of(rates, compute, efficiencies, operator_s, settings.compile)
     asked = list(_strategies([one for _, one in models], settings))
     left_out = tuple(dict.fromkeys(problem for _, _, problem in asked if problem is not None))
     if all(problem is not None for _, _, problem in asked):
@@ -73,7 +74,7 @@ def model_profile(
         architecture_sha256=model.architecture_sha256,
         device=rates.name,
         backend="analytic",
-        precision=precision.text,
+        precision=profiled_as(precision, settings.compile),
         attention=str(settings.attention),
     )
     tp_sizes = sorted({1, *settings.tp_sizes})
@@ -81,7 +82,7 @@ def model_profile(
         ModelProfile(
             origin=origin,
             provenance=_provenance(
-                revised, package, model_notes(rates, efficiencies, precision.compute, fused, process)
+                revised, package, model_notes(rates, efficiencies, precision.compute, fused, process, machine)
             ),
             layers=Table.from_rows(LayerRow, layers),
             states=Table.from_rows(StateRow, _state_rows(model, tp_sizes, precision, machine)),

@@ -44,6 +44,7 @@ PositiveBytes = Annotated[int, Meta(ge=1, le=_MAX_BYTES, extra={"unit": "bytes"}
 Seconds = Annotated[float, Meta(ge=0, le=_MAX_SECONDS, extra={"unit": "s"})]
 """A time; 10^9 s are 32 years."""
 PositiveSeconds = Annotated[float, Meta(gt=0, le=_MAX_SECONDS, extra={"unit": "s"})]
+Microseconds = Annotated[float, Meta(ge=0, le=_MAX_SECONDS)]
 SignedSeconds = Annotated[float, Meta(ge=-_MAX_SECONDS, le=_MAX_SECONDS)]
 """A difference of times."""
 Rate = Annotated[float, Meta(gt=0, le=1e30)]

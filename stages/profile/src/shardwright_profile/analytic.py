@@ -15,7 +15,7 @@ from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model_profile import ModelProfile
 from shardwright_profile.options import AnalyticOptions
 
-_TERA, _GIGA = 1e12, 1e9
+_TERA, _GIGA, _MICRO = 1e12, 1e9, 1e6
 
 
 def write_analytic(options: AnalyticOptions) -> None:
@@ -43,7 +43,16 @@ def _model_profile(options: AnalyticOptions, table: DeviceTable, cluster: Cluste
     given = options.context_mib, options.communicator_mib, options.allocator_slack_mib
     process = Process(*(None if mib is None else mib * MIB for mib in given))
     efficiencies = _efficiencies(options)
-    made = model_profile(models, settings, rates, efficiencies, table.revised, fused=options.fused, process=process)
+    made = model_profile(
+        models,
+        settings,
+        rates,
+        efficiencies,
+        table.revised,
+        fused=options.fused,
+        process=process,
+        operator_s=options.launch_us / _MICRO,
+    )
     for sentence in made.left_out:
         print(f"left out: {sentence}", file=sys.stderr)
     return made.profile

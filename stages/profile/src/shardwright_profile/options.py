@@ -10,6 +10,7 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.types import (
     ITEMSIZE,
     Count,
+    Microseconds,
     Name,
     NonNegativeCount,
     NonNegativeNumber,
@@ -267,6 +268,8 @@ class AnalyticOptions(Options, frozen=True, kw_only=True):
     inside a node and across nodes as 1.25:1.1,1.05:1.2. By default they are taken not to overlap."""
     fused: bool = False
     """Norms and activation functions are one kernel each, as of flash-attn, Apex or Transformer Engine."""
+    launch_us: Microseconds = 42.0
+    """Time of the host for each kernel, in µs: eager PyTorch's by default, 0 where CUDA graphs replay kernels."""
     context_mib: NonNegativeCount | None = None
     """Memory of CUDA's context on a device, in MiB, such as an idle process takes; by default 512."""
     communicator_mib: NonNegativeCount | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import field
 
 from shardwright_formats.command import POSITIONAL, Off, Options
-from shardwright_formats.types.limits import Count, Gib, NonNegativeNumber, Samples, Seconds, Tokens
+from shardwright_formats.types.limits import Count, Gib, Microseconds, NonNegativeNumber, Samples, Seconds, Tokens
 from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.profiles import TimeModel
@@ -120,8 +120,7 @@ class AdviseOptions(Options, frozen=True, kw_only=True):
     model: Annotated[str, POSITIONAL]
     """A Hugging Face config.json, its folder, or a preset such as llama-3-8b."""
     gpus: str
-    """NODESxGPUS:DEVICE, such as 8x8:H100-SXM; of several types 2x8:A100-40+2x8:A10G. `shardwright-profile devices`
-    lists the devices."""
+    """NODESxGPUS:DEVICE (`shardwright-profile devices`), as 8x8:H100-SXM; of several types 2x8:A100-40+2x8:A10G."""
     batch: Samples
     """Samples of a step, of all GPUs together."""
     seq: Tokens | None = None
@@ -131,6 +130,10 @@ class AdviseOptions(Options, frozen=True, kw_only=True):
     TOML, or rule:tp8, rule:smallest, rule:nvidia-table."""
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of forward and backward; parameters, gradients and optimizer state are float32."""
+    launch_us: Microseconds = 42.0
+    """Time of the host for each kernel, in µs: eager PyTorch's by default, 0 where CUDA graphs replay kernels."""
+    compile: bool = False
+    """Blocks compiled by torch.compile, which starts fewer kernels."""
     uniform: bool = False
     """Only plans with one strategy for all layers, as Megatron-LM and torchtitan run them."""
     budget_gib: Gib | None = None
@@ -138,10 +141,7 @@ class AdviseOptions(Options, frozen=True, kw_only=True):
     price_per_gpu_hour: NonNegativeNumber | None = None
     """USD; by default what one provider asks."""
     inter_node_gbit_s: str | None = None
-    """The bandwidth of one node to others, all GPUs together, in Gbit/s; by default that of NVIDIA's own nodes.
-
-    As 2:400,4:300 by the number of nodes that a group of ranks spans at most, where wide groups get less.
-    """
+    """Gbit/s from one node to others, by default that of NVIDIA's own; 2:400,4:300 by the nodes that a group spans."""
     overlap_slowdowns: str | None = None
     """How many times as long a computation and a collective of data parallelism take beside one another, as 1.25:1.1;
     inside a node and across nodes as 1.25:1.1,1.05:1.2. By default they are taken not to overlap."""

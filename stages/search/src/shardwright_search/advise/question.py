@@ -115,10 +115,13 @@ def question_of(options: AdviseOptions) -> Question:
         recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL),
         fine_grained=not options.uniform,
         precision=Precision(compute=options.precision),
+        compile=options.compile,
     )
     profiles = together([_profiles(request, model, machines, key, table, options) for key in machines.devices])
     budgets = {key: int(gib * GIB) for key, gib in machines.budgets_gib.items()}
-    assumed = (f"shapes: {source}", *machines.assumed)
+    blocks = "compiled" if options.compile else "eager"
+    launched = f"the host takes {options.launch_us:g} us for each kernel of {blocks} blocks (--launch-us)"
+    assumed = (f"shapes: {source}", *machines.assumed, launched)
     return Question(request, model, machines.cluster, profiles, machines.devices, budgets, machines.tp_sizes, assumed)
 
 
@@ -137,9 +140,11 @@ def _profiles(
         recompute=request.recompute,
         micro_batch_sizes=tuple(2**power for power in range(options.batch.bit_length())),
         precision=request.precision or Precision(),
+        compile=request.compile,
     )
     rates, efficiencies, revised = rates_of(table, node_type), Efficiencies(), table.revised
-    made = model_profile([(Path(options.model), model)], settings, rates, efficiencies, revised, _PACKAGE)
+    models, launch_s = [(Path(options.model), model)], options.launch_us / 1e6
+    made = model_profile(models, settings, rates, efficiencies, revised, _PACKAGE, operator_s=launch_s)
     alone, across = machines.alone(node_type), machines.networks.get(node_type)
     overlap = None if options.overlap_slowdowns is None else overlap_slowdowns(options.overlap_slowdowns)
     hardware = hardware_profile(alone, [rates], efficiencies, across, revised, _PACKAGE, overlap)
