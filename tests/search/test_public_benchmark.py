@@ -1,10 +1,13 @@
 """The benchmark of published runs: what it refuses, how nanotron cuts layers, and what a table counts, by hand."""
 
+import csv
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from shardwright_formats.io import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -13,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def public(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from accuracy_parts import public
-    from accuracy_parts.public import playbook, pricing, report, runs
+    from accuracy_parts.public import fsdp, playbook, pricing, report, runs
 
-    assert playbook and pricing and report and runs
+    assert fsdp and playbook and pricing and report and runs
     return public
 
 
@@ -64,3 +67,54 @@ def test_a_table_counts_errors_ranks_the_chosen_plan_and_what_fits(public):
         "ran, predicted over": 1, "ran, predicted near the limit": 1, "ran, predicted to fit": 3,
         "failed, predicted over": 0, "failed, predicted near the limit": 1, "failed, predicted to fit": 1,
     }  # fmt: skip
+
+
+_TITAN = {
+    "model": "llama3.1-8b", "gpu": "H100-96GB", "gpus": 8, "fsdp": 8, "tp": 1, "pp": 1, "cp": 1, "local_batch": 1,
+    "seq_len": 8192, "activation_checkpointing": "full", "torch_compile": 0, "precision": "bf16", "async_tp": 0,
+    "peak_memory_gib": "", "step_time_s": 1.5,
+}  # fmt: skip
+_FOUNDRY = {
+    "model": "mpt-1b", "layers": 24, "hidden": 2048, "heads": 16, "ffn": 8192, "vocab": 50368, "seq_len": 2048,
+    "gpus": 8, "gpu": "h100_80gb", "precision": "amp_bf16", "sharding": "FULL_SHARD",
+    "activation_checkpointing": "False", "activation_cpu_offload": "False", "micro_batch": 4, "grad_acc": 1,
+    "step_time_s": 0.4,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """Return a function that writes rows as a set of published runs."""
+
+    def write(*rows):
+        with (tmp_path / "runs.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        return tmp_path
+
+    return write
+
+
+def test_torchtitan_s_models_are_priced_by_their_own_shapes(public, folder_of):
+    small, large = public.fsdp.torchtitan(folder_of(_TITAN, _TITAN | {"model": "llama3.1-70b", "gpus": 64, "fsdp": 64}))
+    priced = list(public.pricing.priced([small, large], public.pricing.Factors()))
+    by_name = {one.run.name: one for one in priced}
+    times_s = [by_name[run.name].time_s for run in (small, large)]
+    assert 7 < times_s[1] / times_s[0] < 12, "80 layers of twice the width, one sample a device"
+    with pytest.raises(BadInput, match=r"model 'llama9' is not known: use llama3.1-8b, llama3.1-70b, llama3.1-405b"):
+        public.fsdp.torchtitan(folder_of(_TITAN | {"model": "llama9"}))
+
+
+def test_runs_that_no_uniform_plan_says_are_left_out(public, folder_of):
+    rows = ({"pp": 8}, {"cp": 2}, {"async_tp": 1}, {"precision": "float8"}, {"gpu": "H200"})
+    assert public.fsdp.torchtitan(folder_of(*(_TITAN | row for row in rows))) == []
+    assert public.fsdp.llm_foundry(folder_of(_FOUNDRY | {"precision": "amp_fp8"})) == []
+
+
+def test_llm_foundry_s_h100_are_priced_and_a_gpu_that_is_not_known_is_one_line(public, folder_of):
+    a100, h100 = public.fsdp.llm_foundry(folder_of(_FOUNDRY | {"gpu": "a100_80gb"}, _FOUNDRY))
+    slower, faster = public.pricing.priced([a100, h100], public.pricing.Factors())
+    assert slower.run == a100 and 1.3 < slower.time_s / faster.time_s < 3.2
+    with pytest.raises(BadInput, match="gpu 'b200' is not known: use a100_40gb, a100_80gb, h100_80gb"):
+        public.fsdp.llm_foundry(folder_of(_FOUNDRY | {"gpu": "b200"}))

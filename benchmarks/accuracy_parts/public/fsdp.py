@@ -1,56 +1,54 @@
-"""Runs of FSDP: torchtitan's Llama 3.1 8B on H100, and llm-foundry's MPT on A100."""
+"""Runs of FSDP: torchtitan's Llama 3.1 on H100, and llm-foundry's MPT on A100 and H100."""
 
 from pathlib import Path
 
-from accuracy_parts.public.runs import GIB, Machine, Run, rows_of
+from accuracy_parts.public.runs import GIB, Machine, Run, known, rows_of
 
 from shardwright_formats.types import DataParallel, GradientReduction, Recompute, SequenceParallel
+from shardwright_models.presets import read_presets
 
-_LLAMA3_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
+_LLAMAS = {f"llama3.1-{size}": f"llama-3-{size}" for size in ("8b", "70b", "405b")}
+"""Presets of the shapes, by torchtitan's names of models."""
 _H100 = Machine("H100-SXM", ((10_000, 3200.0),), memory_gbyte_s=2400.0, memory_bytes=96 * GIB)
 """Of HBM2e with a limit of 500 W, 400 Gbit/s each (Liang et al. 2024, TorchTitan, section 4)."""
-_A100 = {
+_MOSAIC = {
     "a100_40gb": Machine("A100-40", ((10_000, 1600.0),)),
     "a100_80gb": Machine("A100-80", ((10_000, 1600.0),)),
+    "h100_80gb": Machine("H100-SXM", ((10_000, 3200.0),)),
 }
+"""The source states the network of A100 alone; 400 Gbit/s for each H100 are assumed, as on NVIDIA's own nodes."""
 _RECOMPUTE = {"selective": Recompute.SELECTIVE, "full": Recompute.FULL, "none": Recompute.NONE}
 
 
 def torchtitan(folder: Path) -> list[Run]:
-    """The runs in bf16 without context parallelism, torch.compile and async TP, which no plan here can say."""
-    columns = ("gpus", "tp", "pp", "cp", "local_batch", "activation_checkpointing", "precision", "torch_compile")
-    found = []
+    """The runs in bf16 on H100 without pipeline, context parallelism and async TP, which no uniform plan says."""
+    columns = ("model", "gpu", "gpus", "tp", "pp", "cp", "local_batch", "activation_checkpointing")
+    columns += ("precision", "torch_compile", "async_tp", "seq_len", "step_time_s", "peak_memory_gib")
+    presets, found = read_presets(), []
     for row in rows_of(folder, columns):
-        plain = row["precision"] == "bf16" and row["cp"] == "1" and row["async_tp"] == "0"
+        shapes = presets[_LLAMAS[known(folder, row, "model", _LLAMAS)]].config
+        plain = row["precision"] == "bf16" and row["cp"] == row["pp"] == "1" and row["async_tp"] == "0"
         if not plain or not row["gpu"].startswith("H100"):
             continue
-        memory, compiled = row["peak_memory_gib"], row["torch_compile"] == "1"
+        memory, compiled, size = row["peak_memory_gib"], row["torch_compile"] == "1", row["model"].rpartition("-")[2]
         found.append(
             Run(
-                set="torchtitan compiled" if compiled else "torchtitan",
+                set=f"torchtitan {size.upper()}{' compiled' * compiled}",
                 group=f"{row['gpus']} GPUs",
-                name=f"8B on {row['gpus']} tp{row['tp']} mbs{row['local_batch']}",
-                config=tuple((_LLAMA3_8B | {"max_position_embeddings": int(row["seq_len"])}).items()),
+                name=f"{size.upper()} on {row['gpus']} tp{row['tp']} mbs{row['local_batch']}",
+                config=tuple((shapes | {"max_position_embeddings": int(row["seq_len"])}).items()),
                 sequence_length=int(row["seq_len"]),
                 machine=_H100,
                 devices=int(row["gpus"]),
                 tp_size=int(row["tp"]),
-                pp_size=int(row["pp"]),
+                pp_size=1,
                 data_parallel=DataParallel.ZERO3,
                 micro_batch_size=int(row["local_batch"]),
                 num_microbatches=1,
                 recompute=_RECOMPUTE[row["activation_checkpointing"].split()[-1]],
                 runtime="torchtitan",
                 sequence_parallel=SequenceParallel.MEGATRON,
+                compiled=compiled,
                 measured_s=float(row["step_time_s"]),
                 measured_bytes=float(memory) * GIB if memory else None,
             )
@@ -59,11 +57,14 @@ def torchtitan(folder: Path) -> list[Run]:
 
 
 def llm_foundry(folder: Path) -> list[Run]:
-    """The runs on up to 128 devices."""
-    columns = ("model", "hidden", "heads", "ffn", "seq_len", "gpus", "gpu", "sharding", "micro_batch", "grad_acc")
+    """The runs in bf16 on up to 128 devices."""
+    columns = ("model", "hidden", "heads", "ffn", "seq_len", "gpus", "gpu", "precision", "sharding")
+    columns += ("micro_batch", "grad_acc", "activation_checkpointing", "activation_cpu_offload", "step_time_s")
     found = []
     for row in rows_of(folder, columns):
-        if int(row["gpus"]) > 128 or row["activation_cpu_offload"] == "True":
+        machine = _MOSAIC[known(folder, row, "gpu", _MOSAIC)]
+        offloads, in_bf16 = row["activation_cpu_offload"] == "True", row["precision"].endswith("bf16")
+        if int(row["gpus"]) > 128 or offloads or not in_bf16:
             continue
         hidden, length = int(row["hidden"]), int(row["seq_len"])
         config = {
@@ -85,7 +86,7 @@ def llm_foundry(folder: Path) -> list[Run]:
                 name=f"{row['model']} at {length} on {row['gpus']} {row['gpu']} mbs{row['micro_batch']}",
                 config=tuple(config.items()),
                 sequence_length=length,
-                machine=_A100[row["gpu"]],
+                machine=machine,
                 devices=int(row["gpus"]),
                 tp_size=1,
                 pp_size=1,

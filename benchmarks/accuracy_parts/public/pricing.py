@@ -1,8 +1,6 @@
 """Published runs priced: time and memory by this project's analytic profiles and cost model, in one process."""
 
 import dataclasses
-import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +22,7 @@ from shardwright_formats.types.model_profile import LayerRow, ModelProfile
 from shardwright_formats.types.plan import PipelineStage, Plan, Precision
 from shardwright_formats.types.prediction import StagePrediction
 from shardwright_formats.types.strategy import DataParallel, Recompute
+from shardwright_models.description import model_of_config
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, index_profiles, scaled
 from shardwright_search.interop.uniform import uniform_plan
@@ -82,12 +81,13 @@ def priced(runs: Sequence[Run], factors: Factors) -> Iterator[Priced | Unpriced]
 
 
 def _setting(run: Run) -> tuple[str, ...]:
-    return tuple(map(repr, (run.config, run.sequence_length, run.machine, run.runtime)))
+    return tuple(map(repr, (run.config, run.sequence_length, run.machine, run.runtime, run.compiled)))
 
 
 def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -> Iterator[Priced | Unpriced]:
     first = runs[0]
-    model, machine = _described(first), first.machine
+    model = model_of_config(dict(first.config), "published", first.sequence_length, first.name)
+    machine = first.machine
     rates = rates_of(table, machine.device, memory_bytes_per_s=_bytes_per_s(machine.memory_gbyte_s))
     settings = ProfileSettings(
         tp_sizes=tuple(sorted({run.tp_size for run in runs})),
@@ -95,6 +95,7 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
         recompute=tuple(sorted({Recompute.NONE, *(run.recompute for run in runs)})),
         micro_batch_sizes=tuple(sorted({run.micro_batch_size for run in runs})),
         precision=_MIXED,
+        compile=first.compiled,
     )
     fused = RUNTIMES[first.runtime].fused
     made = model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised, fused=fused).profile
@@ -162,6 +163,7 @@ def _plan(run: Run, model: Model, cluster: Cluster) -> Plan:
         precision_parameters=_MIXED.parameters,
         precision_compute=_MIXED.compute,
         precision_reduce=_MIXED.reduce,
+        compile=run.compiled,
     )
     plan = uniform_plan("published", request, model, cluster)
     if run.cuts is None or run.pp_size == 1:
@@ -174,14 +176,6 @@ def _plan(run: Run, model: Model, cluster: Cluster) -> Plan:
         return replace(plan, stages=stages)
     except ValueError as problem:
         raise BadInput(run.name, str(problem), "leave it out") from None
-
-
-def _described(run: Run) -> Model:
-    from shardwright_train.models.describe import describe_folder
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(dict(run.config)), encoding="utf-8")
-        return describe_folder(Path(folder), "published", run.sequence_length)
 
 
 def _cluster(machine: Machine, device: str, devices: int, memory_bytes: int) -> Cluster:

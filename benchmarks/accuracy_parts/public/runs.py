@@ -1,14 +1,14 @@
 """Published runs as this project's plans: what was run, and what it took."""
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import DataParallel, GradientReduction, Recompute, SequenceParallel
 
-__all__ = ["GIB", "Machine", "Run", "rows_of"]
+__all__ = ["GIB", "Machine", "Run", "known", "rows_of"]
 
 GIB = 2**30
 
@@ -58,6 +58,8 @@ class Run(NamedTuple):
     """Of the fullest device."""
     failed: bool = False
     """It did not run: out of memory, or for another reason that is not known."""
+    compiled: bool = False
+    """Whether torch.compile compiled the blocks."""
 
     @property
     def dp_size(self) -> int:
@@ -80,3 +82,10 @@ def rows_of(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
         if missing := sorted(set(columns) - set(reader.fieldnames or ())):
             raise BadInput(path, f"has no column {missing[0]}", "see the README of the set")
         yield from reader
+
+
+def known(folder: Path, row: Mapping[str, str], column: str, words: Collection[str]) -> str:
+    """A row's word, which is one of some; BadInput where it is another."""
+    if (word := row[column]) not in words:
+        raise BadInput(folder / "runs.csv", f"{column} {word!r} is not known", f"use {', '.join(words)}")
+    return word
