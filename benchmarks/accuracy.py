@@ -1,6 +1,7 @@
 """How far predictions are from measured step times and memory: own plans on this machine, and what others published.
 
     python benchmarks/accuracy.py public --reference FOLDER          # playbook, bloom, torchtitan, llm_foundry
+    python benchmarks/accuracy.py public --reference FOLDER --terms  # before and after, term by term
     python benchmarks/accuracy.py sailor aceso --reference FOLDER --rows
     python benchmarks/accuracy.py own --plans 30 --seed 1 --work /tmp/accuracy       # 80 probes and 31 plans, 3 times
     python benchmarks/accuracy.py own --measurement M.json --hardware H.h5 --profile P.h5
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from accuracy_parts import aceso, own, sailor
 from accuracy_parts.figures import Compared, figures, show, write_json
-from accuracy_parts.public.show import told
+from accuracy_parts.public.show import told, told_terms
 
 from shardwright_formats.io import BadInput, one_line_errors
 from shardwright_formats.io.versions import versions_text
@@ -43,7 +44,9 @@ def main() -> None:
             _keep(asked, "aceso", list(aceso.compared(_reference(asked, "aceso"))))
         if "public" in asked.parts:
             folder = _reference(asked, "playbook").parent
-            write_json(_made(asked.out) / "accuracy-public.json", told(folder, asked.rows), versions=_versions())
+            sets = told_terms(folder) if asked.terms else told(folder, asked.rows)
+            name = "accuracy-public-terms.json" if asked.terms else "accuracy-public.json"
+            write_json(_made(asked.out) / name, sets, versions=_versions())
 
 
 def _own(asked: argparse.Namespace) -> None:
@@ -104,6 +107,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("parts", nargs="*", metavar="own|sailor|aceso|public", help="default: own")
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--terms", action="store_true", help="public: the errors before and after, term by term")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the figures")
     parser.add_argument("--reference", type=Path, help="folder of what others measured")
     parser.add_argument("--plans", type=int, default=30, help="random plans to draw")

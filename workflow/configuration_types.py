@@ -43,7 +43,8 @@ Image = Annotated[str, whole("[A-Za-z0-9._/][A-Za-z0-9._/:@+-]*", max_length=100
 """The address of an image or the path of a file, which Snakemake gives to a shell as it is."""
 
 _NUMBER = r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?"
-_RATES = rf"([0-9]+:)?{_NUMBER}(,([0-9]+:)?{_NUMBER})*"
+_UP_TO = rf"([0-9]+:)?{_NUMBER}(,([0-9]+:)?{_NUMBER})*"
+_RATES = rf"{_UP_TO}(\+[a-z0-9_]+={_UP_TO})*"
 _SLOWDOWNS = f"{_NUMBER}:{_NUMBER}(,{_NUMBER}:{_NUMBER})?"
 _Efficiency = Annotated[float, Meta(ge=1e-3, le=1)]
 RANDOM = "random"
@@ -112,7 +113,9 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     all_nodes_here: bool = False
     """Start the ranks of all nodes on one machine, to try a cluster's plans where there is no such cluster."""
     inter_node_gbit_s: PositiveNumber | Annotated[str, whole(_RATES)] | None = None
-    """Bandwidth from one node to others in Gbit/s, or `2:400,4:300`; for analytic hardware of several nodes."""
+    """Bandwidth from one node to others in Gbit/s, or `2:400,4:300+all_gather=2:200,4:150`; for analytic hardware."""
+    network_step_us: Microseconds | None = None
+    """Latency of one step of a collective between nodes, in µs; for analytic hardware."""
     overlap_slowdowns: Annotated[str, whole(_SLOWDOWNS)] | None = None
     """Slowdowns of computation and collectives that overlap, as `1.25:1.1`; for analytic hardware."""
 
@@ -123,10 +126,9 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError(
                 "inter_node_gbit_s is missing: what one of its several nodes sends, as nothing is measured"
             )
-        if self.hardware is Source.MEASURED and self.overlap_slowdowns is not None:
-            raise ValueError(
-                "overlap_slowdowns are told of what is measured: leave them out, or say `hardware: analytic`"
-            )
+        for name in ("overlap_slowdowns", "network_step_us"):
+            if self.hardware is Source.MEASURED and getattr(self, name) is not None:
+                raise ValueError(f"{name} is told of what is measured: leave it out, or say `hardware: analytic`")
 
     @property
     def num_nodes(self) -> int:

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def public(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from accuracy_parts import public
-    from accuracy_parts.public import fsdp, playbook, pricing, report, runs
+    from accuracy_parts.public import fsdp, playbook, pricing, report, runs, terms
 
-    assert fsdp and playbook and pricing and report and runs
+    assert fsdp and playbook and pricing and report and runs and terms
     return public
 
 
@@ -118,3 +118,15 @@ def test_llm_foundry_s_h100_are_priced_and_a_gpu_that_is_not_known_is_one_line(p
     assert slower.run == a100 and 1.3 < slower.time_s / faster.time_s < 3.2
     with pytest.raises(BadInput, match="gpu 'b200' is not known: use a100_40gb, a100_80gb, h100_80gb"):
         public.fsdp.llm_foundry(folder_of(_FOUNDRY | {"gpu": "b200"}))
+
+
+def test_the_terms_are_taken_in_one_after_another(public, folder_of, capsys):
+    run = public.fsdp.torchtitan(folder_of(_TITAN | {"gpus": 64, "fsdp": 64, "seq_len": 512}))[0]
+    rows = public.terms.told_by_term([run])
+    assert [row["with"] for row in rows] == ["before", *(f"+ {term.name}" for term in public.terms.TERMS)]
+    biases = [row["bias"] for row in rows]
+    # A short sample's blocks wait for the host; its gathers over 8 nodes cross 7 borders. It has no rates of its own.
+    assert biases[0] < biases[1] == biases[2] < biases[3]
+    (today,) = public.pricing.priced([run], public.pricing.Factors())
+    assert biases[-1] == today.time_error
+    assert "torchtitan 8B\n    before " in capsys.readouterr().out

@@ -11,15 +11,26 @@ from pathlib import Path
 from accuracy_parts.public.runs import GIB, Machine, Run, rows_of
 
 from shardwright_formats.types import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types.hardware_profile import Collective
 
 _COLUMNS = ("model", "layers", "hidden", "gpus", "dp", "tp", "pp", "zero_stage", "micro_batch", "grad_acc", "status")
+_COLLECTIVES = {
+    "AllReduce": Collective.ALL_REDUCE,
+    "AllGather": Collective.ALL_GATHER,
+    "ReduceScatter": Collective.REDUCE_SCATTER,
+}
+"""Collectives by the source's names; others are priced at the rate of the first."""
+_STEP_US = 300.0
+"""Latency of a step between its nodes: fitted to the runs without a pipeline whose tensor parallelism leaves a node."""
 _MAX_DEVICES = 128
 """Above, the source's own repeats and bandwidths differ several times over."""
 
 
 def playbook(folder: Path) -> list[Run]:
     """Every run of the sets' global batch on up to 128 devices."""
-    machine = Machine("H100-SXM", _node_gbit_s(folder), measured=True)
+    node_gbit_s = {name: _node_gbit_s(folder, name) for name in _COLLECTIVES}
+    others = tuple((_COLLECTIVES[name], rates) for name, rates in node_gbit_s.items() if name != "AllReduce")
+    machine = Machine("H100-SXM", node_gbit_s["AllReduce"], others, measured=True, network_step_us=_STEP_US)
     return [
         _run(row, machine)
         for row in rows_of(folder, _COLUMNS)
@@ -75,8 +86,8 @@ def _cuts(number: dict[str, int], pp_size: int) -> tuple[int, ...]:
     return (*found, *[layers] * (pp_size + 1 - len(found)))
 
 
-def _node_gbit_s(folder: Path) -> tuple[tuple[int, float], ...]:
-    """The cluster's measured all_reduce by nodes: bytes that each ring sends over its time, all rings of a node."""
+def _node_gbit_s(folder: Path, collective: str) -> tuple[tuple[int, float], ...]:
+    """A collective's measured rate by nodes: bytes that each ring sends over its time, all rings of a node."""
     with (folder / "collectives.csv").open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["collective"] == "AllReduce" and row["nodes"] != "1"]
+        rows = [row for row in csv.DictReader(file) if row["collective"] == collective and row["nodes"] != "1"]
     return tuple((int(row["nodes"]), 8 * float(row["bandwidth_gb_s"])) for row in rows)

@@ -81,7 +81,7 @@ def priced(runs: Sequence[Run], factors: Factors) -> Iterator[Priced | Unpriced]
 
 
 def _setting(run: Run) -> tuple[str, ...]:
-    return tuple(map(repr, (run.config, run.sequence_length, run.machine, run.runtime, run.compiled)))
+    return tuple(map(repr, (run.config, run.sequence_length, run.machine, run.runtime, run.compiled, run.launch_us)))
 
 
 def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -> Iterator[Priced | Unpriced]:
@@ -98,7 +98,10 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
         compile=first.compiled,
     )
     fused = RUNTIMES[first.runtime].fused
-    made = model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised, fused=fused).profile
+    given, launch_s = [(_NOWHERE, model)], first.launch_us / 1e6
+    made = model_profile(
+        given, settings, rates, Efficiencies(), table.revised, fused=fused, operator_s=launch_s
+    ).profile
     layers = _with_loss(made, model, first.runtime)
     limit = machine.memory_bytes or rates.device.memory_bytes or 0
     for devices, own in groupby(sorted(runs, key=lambda run: run.devices), key=lambda run: run.devices):
@@ -187,7 +190,7 @@ def _cluster(machine: Machine, device: str, devices: int, memory_bytes: int) -> 
 
 def _between(machine: Machine) -> NodeRates | None:
     """What its nodes send; what was measured is reached already."""
-    rates = NodeRates(tuple((nodes, gbit_s * 1e9 / 8) for nodes, gbit_s in machine.node_gbit_s))
+    rates = NodeRates(machine.node_gbit_s, machine.gbit_s_by_collective, machine.network_step_us / 1e6).scaled(1e9 / 8)
     return rates.scaled(1 / Efficiencies().link) if machine.measured else rates
 
 

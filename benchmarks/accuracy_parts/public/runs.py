@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import DataParallel, GradientReduction, Recompute, SequenceParallel
+from shardwright_formats.types.hardware_profile import Collective
 
 __all__ = ["GIB", "Machine", "Run", "known", "rows_of"]
 
@@ -20,7 +21,11 @@ class Machine(NamedTuple):
     """Key of the table of devices."""
     node_gbit_s: tuple[tuple[int, float], ...] = ()
     """What a node sends in Gbit/s, by the number of nodes that a group spans; reached already where `measured`."""
+    gbit_s_by_collective: tuple[tuple[Collective, tuple[tuple[int, float], ...]], ...] = ()
+    """The same of collectives that have rates of their own."""
     measured: bool = False
+    network_step_us: float = 30.0
+    """Latency of one step between nodes."""
     memory_gbyte_s: float | None = None
     """In place of the table's, where the source has another variant of the device."""
     memory_bytes: int | None = None
@@ -60,6 +65,8 @@ class Run(NamedTuple):
     """It did not run: out of memory, or for another reason that is not known."""
     compiled: bool = False
     """Whether torch.compile compiled the blocks."""
+    launch_us: float = 42.0
+    """Time of the host for each kernel."""
 
     @property
     def dp_size(self) -> int:

@@ -10,8 +10,9 @@ from accuracy_parts.public import bloom, fsdp, playbook
 from accuracy_parts.public.pricing import Priced, Unpriced
 from accuracy_parts.public.report import compared, tables
 from accuracy_parts.public.runs import Run
+from accuracy_parts.public.terms import told_by_term
 
-__all__ = ["told"]
+__all__ = ["told", "told_terms"]
 
 _SETS: dict[str, Callable[[Path], list[Run]]] = {
     "playbook": playbook.playbook,
@@ -38,6 +39,11 @@ def told(reference: Path, every_row: bool) -> list[dict[str, Any]]:
                     _line(name, how, table)
                     _more(table, unpriced, every_row, found)
     return kept
+
+
+def told_terms(reference: Path) -> list[dict[str, Any]]:
+    """Print and return what each term of the estimates does to their errors on every set."""
+    return told_by_term([run for folder, read in _SETS.items() for run in read(reference / folder)])
 
 
 def _head() -> None:

@@ -10,19 +10,23 @@ import msgspec
 from msgspec import Meta
 
 from shardwright_estimate.layers import OPERATOR_S, Machine
-from shardwright_estimate.messages import STEP_S, Link
+from shardwright_estimate.messages import STEP_S, Link, moved_bytes
 from shardwright_formats.io import BadInput, Value, first_odd, read_bytes
-from shardwright_formats.types import GIB, NonNegativeNumber, PositiveBytes, Rate, whole
+from shardwright_formats.types import GIB, NonNegativeNumber, PositiveBytes, PositiveSeconds, Rate, whole
+from shardwright_formats.types.hardware_profile import Collective
 
 _MAX_BYTES = 2**20
 _Text = Annotated[str, Meta(min_length=1)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
+_MEASURED_ON = 8
+"""Devices of `all_reduce_s`."""
 _SOURCED = (
     "best_product",
     "flash_attention",
     "memory_bytes",
     "memory_bytes_per_s",
     "link_bytes_per_s",
+    "all_reduce_s",
     "pcie_bytes_per_s",
     "usd_per_hour",
 )
@@ -51,6 +55,9 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     link_bytes_per_s: Rate | None = None
     """Bandwidth of that link in one direction."""
     link_bytes_per_s_source: _Text | None = None
+    all_reduce_s: Annotated[tuple[tuple[PositiveBytes, PositiveSeconds], ...], Meta(min_length=1)] | None = None
+    """Bytes of messages, ascending, and the times that 8 devices of a node were measured to all_reduce them in."""
+    all_reduce_s_source: _Text | None = None
     pcie_bytes_per_s: Rate | None = None
     """Bandwidth of PCIe in one direction."""
     pcie_bytes_per_s_source: _Text | None = None
@@ -128,11 +135,16 @@ def device_lines(table: DeviceTable) -> Iterator[str]:
                 _scaled(device.link_bytes_per_s, 1e9),
                 device.link_bytes_per_s_source,
             ),
+            ("all_reduce among 8, us by KiB", _all_reduce_text(device), device.all_reduce_s_source),
             ("PCIe one way, GB/s", _scaled(device.pcie_bytes_per_s, 1e9), device.pcie_bytes_per_s_source),
             ("USD an hour, indicative", _scaled(device.usd_per_hour, 1), device.usd_per_hour_source),
         )
         for label, figure, source in figures:
             yield f"  {label}: absent" if figure is None else f"  {label}: {figure} [{source}]"
+
+
+def _all_reduce_text(device: Device) -> str | None:
+    return ", ".join(f"{size >> 10} {time_s * 1e6:g}" for size, time_s in device.all_reduce_s or ()) or None
 
 
 def _scaled(value: float | None, unit: float) -> str | None:
@@ -231,5 +243,12 @@ def machine_of(
 
 
 def link_of(rates: Rates, efficiencies: Efficiencies) -> Link:
-    """Return the link of a device to the others of its node; BadInput where neither table nor option has a figure."""
-    return Link(rates.link * efficiencies.link, STEP_S[rates.device.link])
+    """Return the link of a device to the others of its node; a rate or an efficiency that is given holds for all sizes.
+
+    Raises BadInput where neither table nor option has a figure.
+    """
+    published = rates.device.all_reduce_s or ()
+    if rates.link_bytes_per_s is not None or efficiencies.link != Efficiencies().link:
+        published = ()
+    moved = tuple((moved_bytes(Collective.ALL_REDUCE, _MEASURED_ON, size), time_s) for size, time_s in published)
+    return Link(rates.link * efficiencies.link, STEP_S[rates.device.link], moved)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_estimate.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, steps
+from shardwright_estimate.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, published_times_s, steps
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Table
@@ -33,33 +33,72 @@ _MIN_BYTES = 1024
 _MAX_BYTES = 1024**3
 
 
+_UpTo = tuple[tuple[int, float], ...]
+"""Numbers of nodes, ascending, and the rate of groups that span no more."""
+
+
 class NodeRates(NamedTuple):
-    """Rates at which a node sends to others, in one direction and bytes/s, by the number of nodes of a group."""
+    """Rates at which a node sends to others, in one direction and bytes/s, by the number of nodes of a group.
 
-    up_to: tuple[tuple[int, float], ...]
-    """Numbers of nodes, ascending, and the rate of groups that span no more."""
+    `step_s` is the latency of one step from a node to the next.
+    """
 
-    def spanning(self, nodes: int) -> float:
-        """Return the rate of groups over so many nodes: that of the next larger number that is given.
+    up_to: _UpTo
+    by_collective: tuple[tuple[Collective, _UpTo], ...] = ()
+    """The rates of collectives that have their own, in place of `up_to`."""
+    step_s: float = NETWORK_STEP_S
+
+    def spanning(self, nodes: int, collective: Collective) -> float:
+        """Return a collective's rate over so many nodes: that of the next larger number that is given.
 
         Raises BadInput where none is.
         """
-        for number, rate in self.up_to:
+        rates = dict(self.by_collective).get(collective, self.up_to)
+        for number, rate in rates:
             if nodes <= number:
                 return rate
-        problem = f"says what up to {self.up_to[-1][0]} nodes send, groups of the cluster span {nodes}"
+        problem = f"says what up to {rates[-1][0]} nodes send, groups of the cluster span {nodes}"
         raise BadInput(_OPTION, problem, "give the rate of so many nodes, too")
 
     def scaled(self, factor: float) -> "NodeRates":
         """Return all rates multiplied by a factor."""
-        return NodeRates(tuple((nodes, rate * factor) for nodes, rate in self.up_to))
+        own = tuple((collective, _scaled(rates, factor)) for collective, rates in self.by_collective)
+        return self._replace(up_to=_scaled(self.up_to, factor), by_collective=own)
+
+    @property
+    def text(self) -> str:
+        """Return the rates for the notes of a profile."""
+        own = (f"{collective} {_rates_text(up_to)}" for collective, up_to in self.by_collective)
+        return "; ".join((_rates_text(self.up_to), *own))
 
 
-def node_rates(text: str) -> NodeRates:
+def _scaled(up_to: _UpTo, factor: float) -> _UpTo:
+    return tuple((nodes, rate * factor) for nodes, rate in up_to)
+
+
+def _rates_text(up_to: _UpTo) -> str:
+    return ", ".join(
+        f"{rate:.4g}" + ("" if nodes == MAX_DEVICES else f" of up to {nodes} nodes") for nodes, rate in up_to
+    )
+
+
+def node_rates(text: str, step_s: float = NETWORK_STEP_S) -> NodeRates:
     """Return the rates of `400`, in Gbit/s, or of `2:400,4:300,16:150`, for groups that span up to 2, 4 and 16 nodes.
 
+    Collectives with rates of their own follow, as in `2:400,4:300+all_gather=2:200,4:150`.
     Raises BadInput, naming the option, where the text says something else.
     """
+    first, *others = text.split("+")
+    by_collective = [part.partition("=") for part in others]
+    names = [name for name, _, _ in by_collective]
+    if unknown := [name for name in names if name not in set(Collective) or names.count(name) > 1]:
+        problem = f"{unknown[0]!r:.40} is no collective, or named twice"
+        raise BadInput(_OPTION, problem, f"write 400+all_gather=300, with {', '.join(Collective)}")
+    own = tuple((Collective(name), _up_to(rates)) for name, _, rates in by_collective)
+    return NodeRates(_up_to(first), own, step_s)
+
+
+def _up_to(text: str) -> _UpTo:
     pairs = [part.rpartition(":") for part in text.split(",")]
     try:
         rates = [(int(nodes or MAX_DEVICES), float(rate) * _GIGABIT) for nodes, _, rate in pairs]
@@ -67,7 +106,7 @@ def node_rates(text: str) -> NodeRates:
         rates = []
     if not rates or any(not 0 < rate < _MAX_RATE for _, rate in rates) or any(a[0] >= b[0] for a, b in pairwise(rates)):
         raise BadInput(_OPTION, f"{text!r:.40} is no rate", "write 400, or 2:400,4:300 with growing numbers of nodes")
-    return NodeRates(tuple(rates))
+    return tuple(rates)
 
 
 class Slowdowns(NamedTuple):
@@ -139,15 +178,19 @@ def message_times_s(key: CollectiveKey, leaving: float, network: Network, messag
     """Return times of messages that all groups exchange at once: the slower of a device's link and a node's network.
 
     A ring crosses the border of a node once each way, and an all_to_all sends from each rank to all ranks of other
-    nodes; groups that leave one node share its network, `leaving` being what they send out of it over a message.
+    nodes; groups that leave one node share its network, `leaving` being what they send out of it over a message. As
+    NCCL counts them, as many steps cross a border as a ring of the nodes alone would have.
     """
-    collective, size, across = key.collective, key.group_size, key.group.across_nodes
-    step_s = NETWORK_STEP_S if across else network.link.step_s
+    collective, size = key.collective, key.group_size
+    if collective is Collective.ALL_REDUCE and network.link.all_reduce and not key.group.across_nodes:
+        return published_times_s(moved_bytes(collective, size, 1) * message_bytes, network.link)
     moved = moved_bytes(collective, size, 1) / network.link.bytes_per_s
-    if across and network.between is not None:
-        spanned = -(-size // key.ranks_per_node)
-        moved = max(moved, leaving / network.between.spanning(spanned))
-    return START_S + steps(collective, size) * step_s + moved * message_bytes
+    inside, crossing, step_s = steps(collective, size), 0, 0.0
+    if key.group.across_nodes and network.between is not None:
+        nodes, step_s = key.group.nodes, network.between.step_s
+        moved = max(moved, leaving / network.between.spanning(nodes, collective))
+        crossing = size - key.ranks_per_node if collective is Collective.ALL_TO_ALL else steps(collective, nodes)
+    return START_S + (inside - crossing) * network.link.step_s + crossing * step_s + moved * message_bytes
 
 
 def _leaving_shares(collectives: Iterable[Collective], groups: NDArray[Any], nodes: NDArray[Any]) -> Iterator[float]:

@@ -6,7 +6,10 @@ rounded from NCCL's own cost model (src/graph/tuning.cc, protocol Simple).
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwright_formats.semantics.communication import Message
 from shardwright_formats.types.hardware_profile import Collective
@@ -15,7 +18,7 @@ START_S = 10e-6
 """Time that any message takes before its first byte."""
 STEP_S = {"nvlink": 3e-6, "xgmi": 3e-6, "pcie": 6e-6}
 """Latency of one step between two devices of a node, by what joins them."""
-NETWORK_STEP_S = 15e-6
+NETWORK_STEP_S = 30e-6
 """Latency of one step between two nodes."""
 
 
@@ -25,6 +28,8 @@ class Link(NamedTuple):
     bytes_per_s: float
     """Bandwidth in one direction, as reached."""
     step_s: float
+    all_reduce: tuple[tuple[float, float], ...] = ()
+    """Bytes that each rank moves in an all_reduce, ascending, and the time that was published; empty: none was."""
 
 
 def steps(collective: Collective, group_size: int) -> int:
@@ -46,9 +51,22 @@ def moved_bytes(collective: Collective, group_size: int, message_bytes: float) -
 
 
 def message_time_s(collective: Collective, group_size: int, message_bytes: float, link: Link) -> float:
-    """Return the start, a latency for each step, and the bytes that a rank sends over the link's bandwidth."""
+    """Return the published time of an all_reduce that moves as much, where the link has one.
+
+    Others take the start, a latency for each step, and the bytes that a rank sends over the link's bandwidth.
+    """
     moved = moved_bytes(collective, group_size, message_bytes)
+    if collective is Collective.ALL_REDUCE and link.all_reduce:
+        return float(published_times_s(np.array(moved), link))
     return START_S + steps(collective, group_size) * link.step_s + moved / link.bytes_per_s
+
+
+def published_times_s(moved: NDArray[Any], link: Link) -> NDArray[Any]:
+    """Return times between those published of a link's all_reduce; outside them the largest message's rate holds."""
+    sizes, times_s = (np.array(column) for column in zip(*link.all_reduce, strict=True))
+    inside = np.clip(moved, sizes[0], sizes[-1])
+    times: NDArray[Any] = np.interp(inside, sizes, times_s) + (moved - inside) * times_s[-1] / sizes[-1]
+    return times
 
 
 def messages_time_s(messages: Iterable[Message], link: Link) -> float:

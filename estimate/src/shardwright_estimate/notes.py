@@ -8,7 +8,7 @@ from shardwright_estimate.hardware import NodeRates, Overlap
 from shardwright_estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S, OPERATOR_S, Machine
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
 from shardwright_formats.semantics.process_groups import COMMUNICATOR_BYTES
-from shardwright_formats.types import MAX_DEVICES, MIB
+from shardwright_formats.types import MIB
 
 SEEN_ERROR = (
     "seen against 272 measured layer times of FASOP (A100, A10) and Sailor (V100, A100, GH200): "
@@ -103,18 +103,14 @@ def hardware_notes(
     """Return the notes of a hardware profile, one sentence a line; the first says that nothing was measured."""
     across = "one node, so nothing crosses nodes"
     if between is not None:
-        rates_text = ", ".join(
-            f"{rate:.4g}" + ("" if nodes == MAX_DEVICES else f" of up to {nodes} nodes")
-            for nodes, rate in between.up_to
-        )
-        across = f"between nodes {rates_text} bytes/s a node (given) x {efficiencies.link:g}"
+        across = f"between nodes {between.text} bytes/s a node (given) x {efficiencies.link:g}"
     return "\n".join(
         (
             _head(SEEN_LINK_ERROR, efficiencies),
             "Messages follow the alpha-beta model (Hockney 1994) of ring algorithms (Patarasuk, Yuan 2009): "
             f"{START_S * 1e6:g} us, a latency a step, and the bytes a rank sends over the link.",
             *(_link_note(one, efficiencies) for one in rates),
-            f"Between nodes a step takes {NETWORK_STEP_S * 1e6:g} us; {across}.",
+            f"Between nodes a step takes {(between.step_s if between else NETWORK_STEP_S) * 1e6:g} us; {across}.",
             "Overlap of messages with computation is absent." if overlap is None else f"assumed: {overlap.text}.",
         )
     )

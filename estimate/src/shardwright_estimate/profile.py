@@ -107,7 +107,7 @@ def hardware_profile(
     `overlap`: the given slowdowns of computations and collectives that overlap.
     """
     links = [link_of(one, efficiencies) for one in rates]
-    link = Link(min(one.bytes_per_s for one in links), max(one.step_s for one in links))
+    link = Link(min(one.bytes_per_s for one in links), max(one.step_s for one in links), _slowest_all_reduce(links))
     reaching = None if between is None else between.scaled(efficiencies.link)
     reached = [
         {"matrix_flops_per_s": one.matrix("float32") * matrix_efficiency(one, efficiencies)}
@@ -117,6 +117,12 @@ def hardware_profile(
     slowest = {name: min(one[name] for one in reached) for name in reached[0]}
     notes = hardware_notes(rates, efficiencies, between, overlap)
     return analytic_hardware(cluster, Network(link, reaching, overlap), slowest, _provenance(revised, package, notes))
+
+
+def _slowest_all_reduce(links: Sequence[Link]) -> tuple[tuple[float, float], ...]:
+    """Return the published times of the slowest link; none where a link has none, whose rate then holds for all."""
+    published = [link.all_reduce for link in links]
+    return max(published, key=lambda times: times[-1][1]) if all(published) else ()
 
 
 def _same_model(models: Sequence[tuple[Path, Model]]) -> Model:

@@ -62,7 +62,8 @@ def _hardware_profile(options: AnalyticOptions, table: DeviceTable, cluster: Clu
     if cluster is None:
         raise BadInput("--hardware-out", "a hardware profile needs --cluster", "give it")
     names = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
-    between = None if options.inter_node_gbit_s is None else node_rates(options.inter_node_gbit_s)
+    step_s = options.network_step_us / _MICRO
+    between = None if options.inter_node_gbit_s is None else node_rates(options.inter_node_gbit_s, step_s)
     overlap = None if options.overlap_slowdowns is None else overlap_slowdowns(options.overlap_slowdowns)
     rates = [_rates(options, table, name) for name in names]
     return hardware_profile(cluster, rates, _efficiencies(options), between, table.revised, overlap=overlap)

@@ -261,8 +261,11 @@ class AnalyticOptions(Options, frozen=True, kw_only=True):
     inter_node_gbit_s: str | None = None
     """Bandwidth from one node to others, all devices together, in Gbit/s.
 
-    As 2:400,4:300 by the maximum number of nodes that a group of ranks spans, where wide groups get less.
+    As 2:400,4:300 by the maximum number of nodes that a group of ranks spans, where wide groups get less. Collectives
+    with rates of their own follow: 2:400,4:300+all_gather=2:200,4:150+reduce_scatter=2:200,4:150.
     """
+    network_step_us: Microseconds = 30.0
+    """Latency of one step of a collective from a node to the next, in µs."""
     overlap_slowdowns: str | None = None
     """Slowdowns of a computation and a collective of data parallelism that overlap, as factors of time, as 1.25:1.1;
     inside a node and across nodes as 1.25:1.1,1.05:1.2. By default they are taken not to overlap."""
