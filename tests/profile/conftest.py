@@ -23,6 +23,7 @@ from shardwright_formats.types import (
     PlanMeasurement,
     RankMeasurement,
     RankMemory,
+    Recompute,
     Segment,
     SegmentMemory,
 )
@@ -43,6 +44,8 @@ class Constants(NamedTuple):
     reference_s: float = 0.015
     gather_s: float = 0.0
     """Of a forward pass under ZeRO-3."""
+    replay: float = 1.0
+    """Share of the layers' forward pass that full recomputation repeats."""
 
 
 def _model(layers: Sequence[str] = ("block",) * 4, sequence_length: int = 32, tied: bool = False) -> Model:
@@ -92,6 +95,8 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
     layers_s = constants.base_s + samples * sum(counts[name] * constants.layer_s[name] for name in counts)
     layers_s += constants.gather_s * (plan.embedding.data_parallel is DataParallel.ZERO3)
     times_s = {"embedding": constants.base_s, "layers": layers_s, "head": 2 * constants.base_s}
+    replay_s = constants.replay * layers_s * (plan.layers[0].recompute is Recompute.FULL)
+    backward_s = {name: 2 * time_s + replay_s * (name == "layers") for name, time_s in times_s.items()}
     layer_bytes = sum(counts[name] * constants.layer_bytes[name] for name in counts)
     held_bytes = {"embedding": 7, "layers": 11 + samples * layer_bytes, "head": 13}
     tp_size = plan.embedding.tp_size
@@ -101,7 +106,8 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
         parameters -= 64 * 8 // tp_size
     optimizer_s = constants.optimizer_constant_s + constants.optimizer_s_per_parameter * parameters
     reduction_s = constants.base_s / 3
-    step_s = plan.num_microbatches * 3 * sum(times_s.values()) + reduction_s + optimizer_s + constants.overhead_s
+    passes_s = sum(times_s.values()) + sum(backward_s.values())
+    step_s = plan.num_microbatches * passes_s + reduction_s + optimizer_s + constants.overhead_s
 
     def rank(number: int) -> RankMeasurement:
         # The last rank is the slowest and the fullest; its median is the middle one of unequal repeats.
@@ -116,7 +122,7 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
             step_s=(step_s * 2, step_s, step_s * 0.9),
             reference_s=(constants.reference_s,) * 3,
             segments=tuple(
-                Segment(name=name, forward_s=repeats(time_s), backward_s=repeats(2 * time_s))
+                Segment(name=name, forward_s=repeats(time_s), backward_s=repeats(backward_s[name]))
                 for name, time_s in times_s.items()
             ),
             gradient_reduction_s=repeats(reduction_s),
@@ -124,7 +130,7 @@ def _measured_plan(plan: Plan, constants: Constants) -> PlanMeasurement:
             passes=tuple(
                 PassTime(kind=kind, microbatch=i, chunk=0, wait_s=0.0, start_s=0.0, time_s=time_s)
                 for i in range(plan.num_microbatches)
-                for kind, time_s in (("forward", pace * layers_s), ("backward", 2 * pace * layers_s))
+                for kind, time_s in (("forward", pace * layers_s), ("backward", pace * backward_s["layers"]))
             ),
             memory=RankMemory(
                 parameters_bytes=constants.ends_bytes + layer_bytes,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import hypot
 from pathlib import Path
-from statistics import fmean, mean, median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import msgspec
@@ -26,6 +26,7 @@ from shardwright_profile.model.probe_results import (
     read_probes,
     seconds_per_layer,
 )
+from shardwright_profile.model.replays import LIKELY, hidden_replays, mean_of, with_replays
 
 
 class OptimizerLine(NamedTuple):
@@ -46,7 +47,7 @@ class ZeroRates(NamedTuple):
 
 
 def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfile:
-    """Return the profile that the probes determine; every point is kept as it was measured.
+    """Return the profile that the probes determine; points are kept as measured, but for `with_replays`.
 
     The same probes give the same profile, in whatever order their files come. Raises BadInput, naming the probes, where
     they cannot be compared, where one is missing, and where noise hides the cost of a layer.
@@ -54,13 +55,17 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
     origin, provenance, all_probes = read_probes(measurements)
     probes = [probe for probe in all_probes if probe.data_parallel is DataParallel.DDP]
     pairs = layer_pairs(probes)
-    layers = sorted([*_block_rows(pairs), *_end_rows(probes)], key=lambda row: row.key)
+    measured = list(_block_rows(pairs))
+    layers = sorted([*with_replays(measured), *_end_rows(probes)], key=lambda row: row.key)
     line = fit_optimizer_line(probes)
     states = sorted(fit_states(pairs, line, zero_rates(all_probes)), key=lambda row: (row.type, row.tp_size))
     return ModelProfile(
         origin=origin,
         provenance=msgspec.structs.replace(
-            provenance, notes="\n".join((*uncertain_times(all_probes, layers), *falling_times(layers)))
+            provenance,
+            notes="\n".join(
+                (*uncertain_times(all_probes, layers), *hidden_replays(measured, layers), *falling_times(layers))
+            ),
         ),
         layers=Table.from_rows(LayerRow, layers),
         states=Table.from_rows(StateRow, states),
@@ -89,8 +94,8 @@ def _end_rows(probes: Sequence[ProbeResult]) -> Iterator[LayerRow]:
         for name in (EMBEDDING, HEAD):
             costs = [probe.segments[name] for probe in alike]
             figures = LayerFigures(
-                _measured(*_mean([cost.forward.slowest for cost in costs])),
-                _measured(*_mean([cost.backward.slowest for cost in costs])),
+                _measured(*mean_of([cost.forward.slowest for cost in costs])),
+                _measured(*mean_of([cost.backward.slowest for cost in costs])),
                 _measured(max(cost.activation_bytes for cost in costs)),
                 _measured(max(cost.workspace_bytes for cost in costs)),
             )
@@ -100,12 +105,6 @@ def _end_rows(probes: Sequence[ProbeResult]) -> Iterator[LayerRow]:
 def _measured(value: float, error: float = 0.0) -> Sourced:
     """Return a measured number with its standard error."""
     return Sourced(value, Source.MEASURED, error)
-
-
-def _mean(durations: Sequence[Duration]) -> Duration:
-    """Return the mean of durations whose errors are independent, as those of probes measured apart are."""
-    count = len(durations)
-    return Duration(mean(d.median_s for d in durations), hypot(*(d.error_s for d in durations)) / count)
 
 
 def _process(probes: Sequence[ProbeResult], line: OptimizerLine) -> ProcessRow:
@@ -293,10 +292,6 @@ def _plain_microbatch_s(zero3: ProbeResult, probes: Sequence[ProbeResult]) -> fl
     return few.microbatch_s + sum(probe.microbatch_s - few.microbatch_s for probe in alike)
 
 
-_LIKELY = 3.0
-"""Number of standard errors beyond which a difference is hardly chance."""
-
-
 def falling_times(layers: Iterable[LayerRow]) -> Iterator[str]:
     """Yield a sentence for each time shorter than that of a smaller micro-batch, by more than three standard errors.
 
@@ -307,7 +302,7 @@ def falling_times(layers: Iterable[LayerRow]) -> Iterator[str]:
             for way in ("forward", "backward"):
                 times_s = [getattr(row, f"{way}_s") for row in (small, large)]
                 error_s = hypot(*(getattr(row, f"{way}_error_s") for row in (small, large)))
-                if times_s[0] - times_s[1] > _LIKELY * error_s:
+                if times_s[0] - times_s[1] > LIKELY * error_s:
                     yield (
                         f"not monotone: {way} time of {key} falls from {times_s[0]:.4g} s to "
                         f"{times_s[1]:.4g} s as micro_batch_size grows from {small.micro_batch_size} to "
