@@ -124,3 +124,8 @@ def test_a_block_whose_time_is_uncertain_is_told_where_the_plan_has_it(priced, m
         "uncertain: time of block tp_size 2 sequence_parallel none recompute none of m.h5: a standard error of 31%: "
         "measure it on a quieter machine or with a larger min_time_s"
     )
+
+
+def test_layers_that_wait_for_their_host_are_told_where_the_plan_has_them(priced):
+    (line,) = priced(notes="Of a file.\nlaunch-bound: block takes 50 us.\nlaunch-bound: decoder takes 51 us.")
+    assert line == "launch-bound: block takes 50 us: m.h5"

@@ -8,7 +8,7 @@ forward pass, a flash kernel two and a half times, repeats what was not kept, an
 microbatches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardwright_estimate.messages import Link, messages_time_s
@@ -94,7 +94,7 @@ def estimate_layer(
     share = _share(strategy, micro_batch_size, precision, attention)
     parts = layer_parts(model, type_name, fused, machine.compiled)
     recompute = getattr(strategy, "recompute", Recompute.NONE)
-    replayed = [part for part in parts if recompute in (Recompute.FULL, Recompute.SELECTIVE, part.name)]
+    replayed = _replayed(parts, recompute)
     there, back = (_messages(model, type_name, strategy, micro_batch_size, share.itemsize, way) for way in Pass)
     forward_s = sum(_part_time_s(part, share, machine) for part in parts)
     table_bytes = sum(part.dense_gradient for part in parts) * share.itemsize * share.weights
@@ -105,6 +105,31 @@ def estimate_layer(
         + sum(replay_time_s(part, share, machine) for part in replayed)
         + (table_bytes + accumulated) / machine.memory_bytes_per_s
     )
+    kernels, again_kernels = (sum(part.kernels for part in some) for some in (parts, replayed))
+    return LayerFigures(
+        max(forward_s + messages_time_s(there, machine.link), kernels * machine.operator_s),
+        max(backward_s + messages_time_s(back, machine.link), (2 * kernels + again_kernels) * machine.operator_s),
+        *_memory(parts, share, recompute),
+    )
+
+
+def estimate_memory(
+    model: Model, type_name: str, strategy: Strategy, micro_batch_size: int, precision: Precision, attention: Attention
+) -> tuple[int, int]:
+    """Return the bytes of a layer's activations and of its workspace, with norms and activations of one kernel each."""
+    recompute = getattr(strategy, "recompute", Recompute.NONE)
+    return _memory(
+        layer_parts(model, type_name, True), _share(strategy, micro_batch_size, precision, attention), recompute
+    )
+
+
+def _replayed(parts: Sequence[Part], recompute: Recompute) -> list[Part]:
+    return [part for part in parts if recompute in (Recompute.FULL, Recompute.SELECTIVE, part.name)]
+
+
+def _memory(parts: Sequence[Part], share: _Share, recompute: Recompute) -> tuple[int, int]:
+    """Return the bytes that are held for the backward pass, and those for a moment beside them."""
+    replayed = _replayed(parts, recompute)
     kept = sum(share.kept_bytes(part) for part in parts if part not in replayed)
     again = sum(share.kept_bytes(part) for part in replayed)
     if recompute is Recompute.FULL:
@@ -114,13 +139,7 @@ def estimate_layer(
         again -= sum(share.product_bytes(part) for part in parts)
     else:
         held = kept + sum(share.result_bytes(part) for part in replayed)
-    kernels, again_kernels = (sum(part.kernels for part in some) for some in (parts, replayed))
-    return LayerFigures(
-        max(forward_s + messages_time_s(there, machine.link), kernels * machine.operator_s),
-        max(backward_s + messages_time_s(back, machine.link), (2 * kernels + again_kernels) * machine.operator_s),
-        round(held),
-        round(again + max(share.widest_bytes(part) for part in parts)),
-    )
+    return round(held), round(again + max(share.widest_bytes(part) for part in parts))
 
 
 def _accumulated_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:

@@ -126,6 +126,12 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     )
 
 
+def block_kernels(kind: LayerType) -> int:
+    """Return about how many kernels the forward pass of a block starts."""
+    names = ("mlp" if region.attention is None else "attention" for region in kind.regions)
+    return sum(_KERNELS[name] for name in names) or _KERNELS["mlp"]
+
+
 def _with_norms(model: Model, part: Part, norms: int, fused: bool) -> Part:
     """Return a part, which keeps the input of a first norm, with what its norms keep more."""
     elements, more = _norm_keeps(model, fused)

@@ -3,9 +3,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.io import BadInput
+from shardwright_formats.io import BadInput, write_document
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
 from shardwright_formats.types.model_profile import read_model_profile
+from shardwright_models.description import model_of_config
+from shardwright_models.presets import read_presets
 from shardwright_profile.importers.fasop import (
     FasopRequest,
     fasop_hardware,
@@ -21,10 +23,19 @@ CONSTANTS = REFERENCE / "fasop-constants.json"
 HEADER = "model,gpu,tp_size,kind,layers,forward_s\n"
 
 
+_PRESETS = {"gpt2XL": ("gpt2-xl", {"n_head": 16}), "bert": ("bert-large", {}), "T5": ("t5-3b", {})}
+
+
+def described(fasop_model, length):
+    """A model of FASOP's, with as many heads as it has there."""
+    name, replaced = _PRESETS[fasop_model]
+    return model_of_config(read_presets()[name].config | replaced, fasop_model, length, name)
+
+
 @pytest.fixture
-def profile_of(make_model):
-    def made(fasop_model="gpt2XL", gpu="A100", times=TIMES, layers=("block",), length=1024, sizes=None):
-        model = make_model(layers, sequence_length=length)
+def profile_of():
+    def made(fasop_model="gpt2XL", gpu="A100", times=TIMES, model=None, length=1024, sizes=None):
+        model = model or described(fasop_model, length)
         named = {"times": times, "constants": CONSTANTS, "model": Path("model.json"), "out": Path("x.h5")}
         options = FasopOptions(
             model_name=fasop_model, gpu=gpu, device=gpu, backward_ratio=2.0, micro_batch_sizes=sizes, **named
@@ -65,7 +76,7 @@ def test_times_are_in_seconds_at_micro_batch_1_with_the_traffic_inside(profile_o
 
 
 def test_what_t5s_last_layers_have_more_than_others_is_the_heads(profile_of):
-    rows = rows_of(profile_of("T5", "A100", layers=("encoder", "decoder"), length=512))
+    rows = rows_of(profile_of("T5", "A100", length=512))
     head = rows[("head", 1, "none", 1)]
     assert head["forward_s"] == pytest.approx(0.0011881197 - 0.001170739 + 0.0021149037 - 0.002099025)
     assert head["forward_source"] == "derived"
@@ -75,12 +86,38 @@ def test_what_t5s_last_layers_have_more_than_others_is_the_heads(profile_of):
 
 def test_what_is_not_published_is_absent_and_larger_micro_batches_are_assumed(profile_of):
     profile = profile_of(sizes="4")
-    for name in ("activation_source", "workspace_source"):
-        assert set(profile.layers[name]) == {b"absent"}
     assert set(profile.states["bytes_source"]) == set(profile.process["process_source"]) == {b"absent"}
     row = rows_of(profile)[("block", 1, "none", 4)]
     assert (row["forward_s"], row["forward_source"]) == (4 * 0.0016384583333333331, "assumed")
     assert "93cb38bb1a88d1e3f58a0dbe1fe2d87f60a77254" in profile.provenance.notes
+
+
+@pytest.mark.parametrize(
+    ("fasop_model", "length", "hidden", "heads"), [("gpt2XL", 1024, 1600, 16), ("bert", 512, 1024, 16)]
+)
+def test_activations_are_those_of_korthikantis_formula_from_the_models_shapes(
+    profile_of, fasop_model, length, hidden, heads
+):
+    """FASOP's own formula, too: its memory has s b h (10 + 24/t + 5 a s / (h t)) of a block."""
+    profile = profile_of(fasop_model, length=length, sizes="4")
+    assert set(profile.layers["activation_source"]) == set(profile.layers["workspace_source"]) == {b"analytic"}
+    rows = rows_of(profile)
+    for tp_size, size in ((1, 1), (2, 4), (4, 4)):
+        bytes_ = rows[("block", tp_size, "none", size)]["activation_bytes"]
+        formula = size * length * hidden * (10 + 24 / tp_size + 5 * heads * length / (hidden * tp_size))
+        assert bytes_ == pytest.approx(formula, rel=0.03)
+    assert rows[("block", 1, "full", 4)]["activation_bytes"] == 4 * length * hidden * 2
+    assert "\nanalytic: activations and workspace are derived from the model's shapes" in profile.provenance.notes
+
+
+def test_a_model_of_no_known_family_is_refused(profile_of):
+    with pytest.raises(BadInput, match="nothing is known of the family 'galvatron'"):
+        profile_of(model=msgspec.structs.replace(described("gpt2XL", 1024), family="galvatron"))
+
+
+def test_layers_that_wait_for_their_host_are_told(profile_of):
+    notes = profile_of(sizes="1,4").provenance.notes
+    assert "launch-bound: block takes 41 to 47 us for each of about 35 kernels (micro_batch_size 1, tp_size 1" in notes
 
 
 def test_tensor_parallelism_that_slows_a_layer_down_is_named(profile_of):
@@ -115,7 +152,7 @@ def test_an_impossible_table_is_one_clear_line(profile_of, tmp_path, text, probl
     ("replaced", "problem"),
     [
         ({"length": 512}, "timed at sequence_length 1024, not 512"),
-        ({"layers": ("encoder", "decoder")}, "has 1 types of layers, model 'toy' 2"),
+        ({"model": described("T5", 1024)}, "has 1 types of layers, model 'T5' 2"),
     ],
 )
 def test_another_model_is_refused(profile_of, replaced, problem):
@@ -156,10 +193,8 @@ def test_impossible_constants_are_one_clear_line(tmp_path, text, problem):
         read_fasop_constants(tmp_path / "constants.json")
 
 
-def test_the_commands_write_what_can_be_read(command, tmp_path, make_model):
-    from shardwright_formats.io import write_document
-
-    write_document(tmp_path / "model.json", make_model(sequence_length=1024))
+def test_the_commands_write_what_can_be_read(command, tmp_path):
+    write_document(tmp_path / "model.json", described("gpt2XL", 1024))
     of = ("--constants", str(CONSTANTS), "--gpu", "A10", "--device", "A10")
     model = ("--times", str(TIMES), "--model-name", "gpt2XL", "--model", str(tmp_path / "model.json"))
     done = command("import", "fasop", *of, *model, "--backward-ratio", "2", "--out", str(tmp_path / "m.h5"))

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, convert
 
 from shardwright_formats.command import POSITIONAL, Options
 from shardwright_formats.io import BadInput
@@ -15,6 +15,7 @@ from shardwright_formats.types import (
     NonNegativeCount,
     NonNegativeNumber,
     PositiveSeconds,
+    Precision,
     Seconds,
     SequenceParallel,
     Tokens,
@@ -143,6 +144,12 @@ class ImportModelOptions(ImportOptions, frozen=True, kw_only=True):
         parts = self.precision.split("/")
         if len(parts) != 3 or any(part not in ITEMSIZE for part in parts):
             raise BadInput("--precision", f"{self.precision!r} is unknown", "write it as float32/bfloat16/float32")
+
+    @property
+    def formats(self) -> Precision:
+        """Return `precision` as a plan has it."""
+        parameters, compute, reduce = self.precision.split("/")
+        return convert({"parameters": parameters, "compute": compute, "reduce": reduce}, Precision)
 
     @property
     def micro_batches(self) -> tuple[int, ...]:

@@ -10,14 +10,16 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from shardwright_estimate.layers import estimate_memory
 from shardwright_estimate.settings import block_types
 from shardwright_formats.io import BadInput, Value, read_bytes, read_document, read_object
 from shardwright_formats.io.table import Source, Sourced
 from shardwright_formats.key import LayerKey
-from shardwright_formats.types import EMBEDDING, HEAD, LayerStrategy, Model, Recompute
+from shardwright_formats.types import EMBEDDING, HEAD, Attention, LayerStrategy, Model, Recompute
 from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile
 from shardwright_profile.importers import documents
+from shardwright_profile.importers.launches import launch_notes
 from shardwright_profile.options import FasopHardwareOptions, FasopOptions
 
 _COLUMNS = ["model", "gpu", "tp_size", "kind", "layers", "forward_s"]
@@ -89,10 +91,10 @@ def read_fasop_times(file: Path) -> FasopTimes:
 
 
 def import_fasop(request: FasopRequest) -> ModelProfile:
-    """Return the profile of one model on one GPU; memory, optimizer and overheads are absent.
+    """Return the profile of one model on one GPU; optimizer and overheads are absent, memory is estimated.
 
     Raises BadInput where the table has no such model or GPU, or lacks a kind of layer, and where the description is of
-    another length.
+    another length or of a family of which nothing is known.
     """
     options = request.options
     table = request.times.get((options.model_name, options.gpu))
@@ -108,7 +110,7 @@ def import_fasop(request: FasopRequest) -> ModelProfile:
     by_type = {tp_size: _times_by_type(request, table, tp_size) for tp_size in tp_sizes}
     rows = [row for tp_size in tp_sizes for row in _rows(request, tp_size, by_type[tp_size])]
     states = [documents.state_row(name, tp_size, documents.ABSENT) for tp_size in tp_sizes for name in by_type[tp_size]]
-    notes = _notes(request, by_type)
+    notes = [*_notes(request, by_type), *launch_notes(request.model, rows)]
     return documents.imported_profile(options, request.model, "auto", "not published", notes, rows, states)
 
 
@@ -160,9 +162,14 @@ def _rows(request: FasopRequest, tp_size: int, times: Mapping[str, Sourced]) -> 
                 key = LayerKey.from_fields(strategy, micro_batch_size=size, sequence_length=length)
                 forward_s = Sourced(size * forward.value, forward.source if size == 1 else Source.ASSUMED)
                 backward_s = Sourced(passes * size * forward.value, Source.ASSUMED)
-                yield LayerRow.from_figures(
-                    key, LayerFigures(forward_s, backward_s, documents.ABSENT, documents.ABSENT)
-                )
+                yield LayerRow.from_figures(key, LayerFigures(forward_s, backward_s, *_memory(request, strategy, size)))
+
+
+def _memory(request: FasopRequest, strategy: LayerStrategy, size: int) -> Iterator[Sourced]:
+    """Yield activations and workspace, which FASOP counts by a formula: they are estimated from the model's shapes."""
+    precision = request.options.formats
+    for value in estimate_memory(request.model, strategy.type, strategy, size, precision, Attention.EAGER):
+        yield Sourced(value, Source.ANALYTIC)
 
 
 def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) -> Iterator[str]:
@@ -173,7 +180,11 @@ def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) 
     yield documents.assumed_backward(options)
     if options.micro_batches:
         yield "Times at larger micro-batches are assumed to grow in proportion."
-    yield "Memory, optimizer, reduction, process and step overhead are not published: absent."
+    yield (
+        "analytic: activations and workspace are derived from the model's shapes as Korthikanti et al. (2022) do, with "
+        "fused norms and attention scores kept, as FASOP's own memory formula has them."
+    )
+    yield "Optimizer, reduction, process and step overhead are not published: absent."
     tp_sizes = sorted(by_type)
     for small, large in pairwise(tp_sizes):
         for name, time in by_type[large].items():

@@ -1,6 +1,6 @@
 """Warnings of a prediction about numbers that nobody measured: one line for each kind of them and each profile."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 from shardwright_formats.key import LayerKey
@@ -14,7 +14,7 @@ _QUOTED = ("analytic", "assumed")
 
 
 def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
-    """Return lines headed `analytic`, `assumed`, `absent` or `uncertain` about the numbers of a plan's prediction.
+    """Return lines headed `analytic`, `assumed`, `absent`, `uncertain` or `launch-bound` about a plan's prediction.
 
     Before them `plan_only` says why this project's runtime cannot run the plan. The first two repeat what the profile's
     own notes say of such numbers, such as the error that was seen.
@@ -32,6 +32,7 @@ def _device_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
     yield from _lines(messages, profiles.hardware_file, profiles.hardware.provenance.notes)
     yield from _overlap_lines(plan, profiles)
     yield from _uncertain_lines(points, profiles.model_file)
+    yield from _launch_lines({key.type for key in points}, profiles)
     for name in sorted({name for name, source in layers | messages if source == "absent"}):
         yield f"absent: {name}: counted as 0"
 
@@ -80,6 +81,13 @@ def _uncertain_lines(points: Mapping[LayerKey, LayerPoints], file: Path) -> Iter
         if key.type not in (EMBEDDING, HEAD) and (worst := float(measured.errors.max())) > MAX_RELATIVE_ERROR:
             error = f"{key.without('sequence_length')} of {file.name}: a standard error of {worst:.0%}"
             yield f"uncertain: time of {error}: measure it on a quieter machine or with a larger min_time_s"
+
+
+def _launch_lines(types: Set[str], profiles: Profiles) -> Iterator[str]:
+    """Yield what the profile's notes say of layers that wait for their host, and were scaled in proportion."""
+    for line in profiles.notes.splitlines():
+        if line.startswith(tuple(f"launch-bound: {name} " for name in types)):
+            yield f"{line.rstrip('.')}: {profiles.model_file.name}"
 
 
 def _profiled(profiles: Profiles, type_name: str, degree: int) -> int:

@@ -18,6 +18,7 @@ from shardwright_profile.importers import documents
 from shardwright_profile.importers.galvatron.keys import Computation, Memory, read_computation, read_memory
 from shardwright_profile.importers.galvatron.memory import ModelMemory, model_memory, tables_of
 from shardwright_profile.importers.galvatron.times import LayerTimes, Point, completed, layer_times, lengths_of
+from shardwright_profile.importers.launches import launch_notes
 from shardwright_profile.options import GalvatronOptions
 
 FLAT_FAMILY = "galvatron"
@@ -103,6 +104,7 @@ def import_galvatron(request: GalvatronRequest) -> ModelProfile:
     for note, where in said_at.items():
         everywhere = len(where) == len(lengths)
         notes.append(note if everywhere else f"At sequence_length {', '.join(map(str, where))}: {note}")
+    notes += launch_notes(first, rows)
     versions = "hetu-galvatron 2.4.0 or like it; torch, driver unknown"
     states = list(_states(lengths[0]))
     return documents.imported_profile(request.options, first, request.options.attention, versions, notes, rows, states)
