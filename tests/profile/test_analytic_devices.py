@@ -2,12 +2,21 @@
 
 import pytest
 
-from shardwright_estimate.devices import Efficiencies, device_lines, device_named, machine_of, rates_of, read_devices
+from shardwright_estimate.devices import (
+    Efficiencies,
+    device_lines,
+    device_named,
+    machine_of,
+    machines_of,
+    rates_of,
+    read_devices,
+)
 from shardwright_formats.io import BadInput
+from shardwright_formats.types import GIB
 
 LISTED = {
     "A100-40", "A100-80", "A10", "V100-16", "V100-32", "L4", "L40S", "RTX-4090", "H100-PCIe", "H100-SXM", "H200",
-    "B200", "MI300X",
+    "B200", "B300", "GB200", "GB300", "MI300X", "MI355X", "RTX-5090",
 }  # fmt: skip
 GOOD = 'revised = "2026-01-31"\n[devices.X]\nnames = ["Device X"]\n'
 
@@ -25,8 +34,10 @@ def test_every_listed_device_is_there_with_what_a_roofline_needs():
         assert {"float32", "float16"} <= set(device.peaks), key
         assert device.memory_bytes and device.memory_bytes_per_s and device.link_bytes_per_s, key
         # Shorter formats are not slower, and every figure is of its unit's size.
-        peaks = [device.peaks[name] for name in ("float32", "tf32", "float16", "bfloat16") if name in device.peaks]
+        formats = ("float32", "tf32", "float16", "bfloat16", "fp8")
+        peaks = [device.peaks[name] for name in formats if name in device.peaks]
         assert peaks == sorted(peaks) and 1e13 < peaks[0] and peaks[-1] < 1e16, key
+        assert "fp8" not in device.peaks or 1.99 <= device.peaks["fp8"] / device.peaks["bfloat16"] <= 2.03, key
         assert 1e11 < device.memory_bytes_per_s < 1e13 and 1e10 < device.link_bytes_per_s < 1e12, key
         assert device.link == "pcie" or device.link_bytes_per_s > 1e11, key
         assert device.usd_per_hour is None or 0.1 < device.usd_per_hour < 20, key
@@ -38,7 +49,43 @@ def test_each_figure_has_a_source_of_a_year_and_absent_ones_say_so():
     assert len(figures) > 5 * len(LISTED)
     for line in figures:
         assert line.endswith("]") and "20" in line.split("[")[1], line
-    assert sum(line.endswith("USD an hour, indicative: absent") for line in lines) == 4
+    assert sum(line.endswith("USD an hour, indicative: absent") for line in lines) == 9
+
+
+def test_devices_that_came_later_are_as_fast_and_large_as_their_makers_say():
+    """Dense FLOP/s in bfloat16 and FP8, GiB that a driver offers, bytes/s of memory, and of the link one way."""
+    figures = {
+        "GB200": (2.5e15, 5e15, 186, 8e12, 900e9),
+        "B200": (2.25e15, 4.5e15, 178.35, 8e12, 900e9),
+        "B300": (2.25e15, 4.5e15, 270, 7.7e12, 900e9),
+        "H200": (989.5e12, 1979e12, 141, 4.8e12, 450e9),
+        "MI300X": (1307.4e12, 2614.9e12, 192, 5.3e12, 448e9),
+        "MI355X": (2516.6e12, 5033.2e12, 288, 8e12, 537.6e9),
+        "L40S": (362.05e12, 733e12, 44.99, 864e9, 32e9),
+        "RTX-4090": (165.2e12, 330.3e12, 24, 1008e9, 32e9),
+        "RTX-5090": (209.5e12, 419e12, 31.84, 1792e9, 64e9),
+    }
+    devices = read_devices().devices
+    for key, (bfloat16, fp8, memory_gib, memory, link) in figures.items():
+        device = devices[key]
+        assert (device.peaks["bfloat16"], device.peaks["fp8"]) == (bfloat16, fp8), key
+        assert (device.memory_bytes_per_s, device.link_bytes_per_s) == (memory, link), key
+        assert device.memory_bytes == pytest.approx(memory_gib * GIB, rel=1e-4), key
+
+
+def test_fp8_is_of_the_products_of_blocks_alone():
+    rates, sixteen = rates_of(read_devices(), "H100-SXM"), Efficiencies()
+    plain, machines = machine_of(rates, "bfloat16", sixteen), machines_of(rates, "fp8", sixteen)
+    assert machines.reached_in("block").flops_per_s == pytest.approx(1979e12 * 0.85 * 0.709)
+    assert machines.reached_in("block").attention_flops_per_s == plain.attention_flops_per_s
+    assert machines.reached_in("embedding") == machines.reached_in("head") == plain
+    assert machines_of(rates, "bfloat16", sixteen) == (plain, plain)
+    # Without a figure of its own, FP8 has the share of 16 bits; a given rate is that of FP8 alone.
+    other = machines_of(rates_of(read_devices(), "MI300X", 2e15), "fp8", sixteen)
+    assert other.blocks.flops_per_s == pytest.approx(2e15 * 0.85 * 0.514)
+    assert other.ends.flops_per_s == pytest.approx(1307.4e12 * 0.85 * 0.514) == other.blocks.attention_flops_per_s
+    with pytest.raises(BadInput, match="no rate for fp8 matrix products: give --matrix-tflop-s, or choose another"):
+        machines_of(rates_of(read_devices(), "A100-80"), "fp8", sixteen)
 
 
 def test_a_device_is_found_by_its_key_and_by_its_drivers_name():

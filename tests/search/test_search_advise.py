@@ -38,6 +38,27 @@ def _question(model="llama-2-7b", gpus="2x8:H100-SXM", batch=64, **more):
     return question_of(AdviseOptions(model=str(model), gpus=gpus, batch=batch, **more))
 
 
+def test_fp8_speeds_up_the_products_of_blocks_and_leaves_memory_as_it_is(config, tmp_path, capsys):
+    """Of a block's 12 products none is slower, and no step is twice as fast: attention, head and messages stay."""
+    steps, memory = {}, {}
+    for precision in ("bfloat16", "fp8"):
+        question = _question("llama-3-8b", "1x8:B200", 64, seq=4096, precision=precision)
+        plan = plan_of_choice(UniformStrategy(tp_size=2, pp_size=1), "mine", question)
+        estimate = evaluate(plan, question.profiles).estimate
+        steps[precision], memory[precision] = estimate.simulated_step_time_s, estimate.memory_bytes
+    assert 1.2 < steps["bfloat16"] / steps["fp8"] < 2
+    assert memory["bfloat16"] == memory["fp8"]
+    arguments = (config, "--gpus", "1x8:RTX-5090", "--batch", 8, "--seq", 512, "--precision", "fp8")
+    code, told, _ = _advise(capsys, *arguments, "--out", tmp_path / "plan.json")
+    assert code == 0 and "fp8: products with the weights of blocks alone" in told
+    assert read_document(tmp_path / "plan.json", Plan).precision.text == "float32/fp8/float32"
+    code, told, refused = _advise(
+        capsys, config, "--gpus", "8:A100-80", "--batch", 8, "--seq", 512, "--precision", "fp8"
+    )
+    assert (code, told) == (2, "")
+    assert refused.startswith("error: device NVIDIA A100-SXM4-80GB: the table has no rate for fp8 matrix products: ")
+
+
 def _advise(capsys, *arguments):
     code = _exit_code(APP, ["advise", *map(str, arguments)])
     told = capsys.readouterr()

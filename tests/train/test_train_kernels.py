@@ -104,6 +104,20 @@ def test_a_dry_run_refuses_a_kernel_that_the_family_cannot_use(tmp_path: Path) -
     assert "plan.json: attention sdpa_math is not for gemma2 models: use one of: auto," in ended.stderr
 
 
+@pytest.mark.parametrize(
+    "command", [("check",), ("measure", "--out"), ("run", "--data", "d", "--checkpoints", "c", "--steps", "1", "--out")]
+)
+def test_a_plan_in_fp8_is_estimated_and_not_run(command: tuple[str, ...], tmp_path: Path) -> None:
+    write_document(tmp_path / "plan.json", planned(precision=Precision(compute="fp8"), device="cpu"))
+    out = (str(tmp_path / "out"),) if command[-1] == "--out" else ()
+    ended = call(APP, command[0], str(tmp_path / "plan.json"), *command[1:], *out)
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert (
+        ended.stderr == f"error: {tmp_path / 'plan.json'}: precision fp8 is for estimates alone: compute in bfloat16\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
 @pytest.mark.parametrize("command", ["run", "measure"])
 @pytest.mark.parametrize(
     ("change", "words"),

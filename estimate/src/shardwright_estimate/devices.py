@@ -12,7 +12,17 @@ from msgspec import Meta
 from shardwright_estimate.layers import OPERATOR_S, Machine
 from shardwright_estimate.messages import STEP_S, Link, moved_bytes
 from shardwright_formats.io import BadInput, Value, first_odd, read_bytes
-from shardwright_formats.types import GIB, NonNegativeNumber, PositiveBytes, PositiveSeconds, Rate, whole
+from shardwright_formats.types import (
+    EMBEDDING,
+    FP8,
+    GIB,
+    HEAD,
+    NonNegativeNumber,
+    PositiveBytes,
+    PositiveSeconds,
+    Rate,
+    whole,
+)
 from shardwright_formats.types.hardware_profile import Collective
 
 _MAX_BYTES = 2**20
@@ -22,6 +32,7 @@ _MEASURED_ON = 8
 """Devices of `all_reduce_s`."""
 _SOURCED = (
     "best_product",
+    "best_fp8_product",
     "flash_attention",
     "memory_bytes",
     "memory_bytes_per_s",
@@ -37,12 +48,15 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     names: Annotated[tuple[_Text, ...], Meta(min_length=1)]
     """Names of the device as its driver gives them."""
-    peaks: dict[Literal["float32", "tf32", "float16", "bfloat16"], Rate] = {}  # noqa: RUF012 (msgspec copies it)
+    peaks: dict[Literal["float32", "tf32", "float16", "bfloat16", "fp8"], Rate] = {}  # noqa: RUF012 (msgspec copies it)
     """Dense matrix products by number format, in FLOP/s."""
     peaks_source: _Text | None = None
     best_product: _Share | None = None
     """Share of the peak that the best matrix product in 16 bit was measured to reach."""
     best_product_source: _Text | None = None
+    best_fp8_product: _Share | None = None
+    """Share of the peak that the best matrix product in FP8 was measured to reach."""
+    best_fp8_product_source: _Text | None = None
     flash_attention: _Share | None = None
     """Share of the peak that flash attention was measured to reach."""
     flash_attention_source: _Text | None = None
@@ -127,6 +141,7 @@ def device_lines(table: DeviceTable) -> Iterator[str]:
         figures = (
             ("matrix products, TFLOP/s", peaks or None, device.peaks_source),
             ("best product, of the peak", _scaled(device.best_product, 1), device.best_product_source),
+            ("best FP8 product, of the peak", _scaled(device.best_fp8_product, 1), device.best_fp8_product_source),
             ("flash attention, of the peak", _scaled(device.flash_attention, 1), device.flash_attention_source),
             ("memory, GiB", _scaled(device.memory_bytes, GIB), device.memory_bytes_source),
             ("memory, GB/s", _scaled(device.memory_bytes_per_s, 1e9), device.memory_bytes_per_s_source),
@@ -215,11 +230,11 @@ def rates_of(
     return Rates(driver_name, device, matrix_flops_per_s, memory_bytes_per_s, link_bytes_per_s)
 
 
-def matrix_efficiency(rates: Rates, efficiencies: Efficiencies) -> float:
-    """Return the share of a device's published rate that large products reach."""
+def matrix_efficiency(rates: Rates, efficiencies: Efficiencies, compute: str = "bfloat16") -> float:
+    """Return the share of a device's published rate that large products reach; FP8 has that of 16 bits by default."""
     if efficiencies.matrix is not None:
         return efficiencies.matrix
-    best = rates.device.best_product
+    best = (rates.device.best_fp8_product if compute == FP8 else None) or rates.device.best_product
     return UNKNOWN_PRODUCT if best is None else TYPICAL_PRODUCT * best
 
 
@@ -240,6 +255,35 @@ def machine_of(
         operator_s,
         compiled,
     )
+
+
+class Machines(NamedTuple):
+    """What a device reaches in blocks, and in embedding and head, of which no recipe computes products in FP8."""
+
+    blocks: Machine
+    ends: Machine
+
+    def reached_in(self, type_name: str) -> Machine:
+        """Return what the device reaches in a type of layer."""
+        return self.ends if type_name in (EMBEDDING, HEAD) else self.blocks
+
+
+def machines_of(
+    rates: Rates, compute: str, efficiencies: Efficiencies, operator_s: float = OPERATOR_S, compiled: bool = False
+) -> Machines:
+    """Return what a device reaches in a number format; raise BadInput where neither table nor option has a figure.
+
+    FP8 is of products with a block's weights: attention, embedding and head stay in bfloat16, at the table's rate.
+    """
+    if compute != FP8:
+        machine = machine_of(rates, compute, efficiencies, operator_s, compiled)
+        return Machines(machine, machine)
+    ends = machine_of(rates._replace(matrix_flops_per_s=None), "bfloat16", efficiencies, operator_s, compiled)
+    blocks = ends._replace(
+        flops_per_s=rates.matrix(FP8) * matrix_efficiency(rates, efficiencies, FP8),
+        attention_flops_per_s=ends.attention_flops_per_s or ends.flops_per_s,
+    )
+    return Machines(blocks, ends)
 
 
 def link_of(rates: Rates, efficiencies: Efficiencies) -> Link:

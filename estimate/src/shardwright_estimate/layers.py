@@ -30,6 +30,9 @@ benchmarks/analytic.py, FASOP's among them, which the host bounds.
 ATTENTION_BACKWARD = 2.5
 """Five products in a flash kernel's backward pass, for two in the forward one (Dao 2023)."""
 
+SCORES_KEPT = (Attention.EAGER, Attention.SDPA_MATH)
+"""Attention kernels that keep all scores."""
+
 
 class Machine(NamedTuple):
     """The rates that a device and its links are taken to reach."""
@@ -169,7 +172,7 @@ def _share(strategy: Strategy, samples: int, precision: Precision, attention: At
         outside=1 / axes.layout.sequence.size,
         entering=1 / axes.heads.size,
         weights=1 / axes.dense.tensor.size,
-        scores_kept=attention in (Attention.EAGER, Attention.SDPA_MATH),
+        scores_kept=attention in SCORES_KEPT,
     )
 
 

@@ -8,7 +8,7 @@ from shardwright_estimate.hardware import NodeRates, Overlap
 from shardwright_estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S, OPERATOR_S, Machine
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
 from shardwright_formats.semantics.process_groups import COMMUNICATOR_BYTES
-from shardwright_formats.types import MIB
+from shardwright_formats.types import FP8, MIB
 
 SEEN_ERROR = (
     "seen against 272 measured layer times of FASOP (A100, A10) and Sailor (V100, A100, GH200): "
@@ -18,6 +18,11 @@ SEEN_LINK_ERROR = (
     "seen against 154 measured all_reduce times of vTrain (A100, V100, one node): median error 23 %, worst 80 %"
 )
 """Errors with the default efficiencies; `benchmarks/analytic.py` computes both."""
+
+_FP8_NOTES = (
+    "Products with the weights of blocks are in FP8; attention, embedding and head, and what is kept and sent, are in "
+    "bfloat16. Casts and the second copy of the weights are not counted.",
+)
 
 
 class Process(NamedTuple):
@@ -69,7 +74,7 @@ def model_notes(
 ) -> str:
     """Return the notes of a model profile, one sentence a line; the first says that nothing was measured."""
     device, kernels = rates.device, "fused kernels" if fused else "single operators, as in transformers"
-    matrix = matrix_efficiency(rates, efficiencies)
+    matrix = matrix_efficiency(rates, efficiencies, compute)
     return "\n".join(
         (
             _head(SEEN_ERROR, efficiencies),
@@ -85,6 +90,7 @@ def model_notes(
             + f"; {_origin(rates.memory_bytes_per_s, device.memory_bytes_per_s_source)}.",
             _link_note(rates, efficiencies),
             _flash_note(rates, efficiencies),
+            *(_FP8_NOTES if compute == FP8 else ()),
             _launch_note(machine),
             "Activations are those of Korthikanti et al. (2022), derived from the model's own shapes; workspace is the "
             "largest tensor of a part with its gradient, and what is replayed.",

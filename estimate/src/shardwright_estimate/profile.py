@@ -11,9 +11,9 @@ from typing import NamedTuple
 from msgspec.structs import asdict
 
 from shardwright_estimate.curves import fits_table
-from shardwright_estimate.devices import Efficiencies, Rates, link_of, machine_of, matrix_efficiency
+from shardwright_estimate.devices import Efficiencies, Machines, Rates, link_of, machines_of, matrix_efficiency
 from shardwright_estimate.hardware import Network, NodeRates, Overlap, analytic_hardware
-from shardwright_estimate.layers import OPERATOR_S, Machine, estimate_layer, optimizer_time_s
+from shardwright_estimate.layers import OPERATOR_S, SCORES_KEPT, Machine, estimate_layer, optimizer_time_s
 from shardwright_estimate.messages import Link
 from shardwright_estimate.notes import Process, hardware_notes, model_notes
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
@@ -22,7 +22,7 @@ from shardwright_formats.io.hdf5 import Provenance
 from shardwright_formats.io.table import Source, Sourced, Table
 from shardwright_formats.io.versions import versions_text
 from shardwright_formats.key import LayerKey
-from shardwright_formats.types import EMBEDDING, HEAD, ITEMSIZE, Cluster, Model, Precision, misfit, profiled_as
+from shardwright_formats.types import EMBEDDING, FP8, HEAD, ITEMSIZE, Cluster, Model, Precision, misfit, profiled_as
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model_profile import (
     LayerFigures,
@@ -61,13 +61,15 @@ def model_profile(
     """
     model, process = _same_model(models), process or Process()
     precision = settings.precision
+    if precision.compute == FP8 and settings.attention in SCORES_KEPT:
+        raise BadInput("--settings", f"attention {settings.attention}: not estimated beside fp8", "take auto or sdpa")
     compute = "tf32" if precision.tf32 else precision.compute
-    machine = machine_of(rates, compute, efficiencies, operator_s, settings.compile)
+    machines = machines_of(rates, compute, efficiencies, operator_s, settings.compile)
     asked = list(_strategies([one for _, one in models], settings))
     left_out = tuple(dict.fromkeys(problem for _, _, problem in asked if problem is not None))
     if all(problem is not None for _, _, problem in asked):
         raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
-    rows = [row for one, strategy, _ in asked for row in _layer_rows(one, strategy, settings, machine, fused)]
+    rows = [row for one, strategy, _ in asked for row in _layer_rows(one, strategy, settings, machines, fused)]
     layers = sorted(rows, key=lambda row: row.key)
     origin = ProfileOrigin(
         model=model.name,
@@ -82,10 +84,10 @@ def model_profile(
         ModelProfile(
             origin=origin,
             provenance=_provenance(
-                revised, package, model_notes(rates, efficiencies, precision.compute, fused, process, machine)
+                revised, package, model_notes(rates, efficiencies, precision.compute, fused, process, machines.blocks)
             ),
             layers=Table.from_rows(LayerRow, layers),
-            states=Table.from_rows(StateRow, _state_rows(model, tp_sizes, precision, machine)),
+            states=Table.from_rows(StateRow, _state_rows(model, tp_sizes, precision, machines.blocks)),
             process=Table.from_rows(ProcessRow, [_process_row(process)]),
             fits=fits_table(layers),
         ),
@@ -146,7 +148,7 @@ def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[
 
 
 def _layer_rows(
-    model: Model, strategy: Strategy, settings: ProfileSettings, machine: Machine, fused: bool
+    model: Model, strategy: Strategy, settings: ProfileSettings, machines: Machines, fused: bool
 ) -> Iterator[LayerRow]:
     """Yield the rows of layers that a strategy fits: heads that it does not divide leave it to embedding and head."""
     asked = settings.micro_batch_sizes
@@ -157,7 +159,7 @@ def _layer_rows(
         kinds = (Recompute.NONE,) if name in (EMBEDDING, HEAD) else settings.recompute
         for recompute, samples in product(kinds, sizes):
             sharded = LayerStrategy(**asdict(strategy), type=name, recompute=recompute)
-            precision, attention = settings.precision, settings.attention
+            precision, attention, machine = settings.precision, settings.attention, machines.reached_in(name)
             figures = estimate_layer(model, name, sharded, samples, precision, attention, machine, fused)
             yield LayerRow.from_figures(
                 LayerKey.from_fields(sharded, micro_batch_size=samples, sequence_length=model.sequence_length),

@@ -13,6 +13,9 @@ from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
+FP8 = "fp8"
+"""Format of products with a block's weights in 8 bits, everything else in bfloat16; estimated, not run."""
+ComputeType = Literal["float64", "float32", "bfloat16", "float16", "fp8"]
 
 
 class Schedule(StrEnum):
@@ -64,8 +67,9 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     parameters: DType = "float32"
     """Number format of the stored parameters and the optimizer state."""
-    compute: DType = "float32"
-    """Number format of the forward and backward pass."""
+    compute: ComputeType = "float32"
+    """Number format of the forward and backward pass; fp8 is estimated, not run, and is the format of products with the
+    weights of blocks: everything else is bfloat16."""
     reduce: DType = "float32"
     """Number format of accumulated gradients and their reduction."""
     tf32: bool = False
@@ -86,8 +90,8 @@ def profiled_as(precision: Precision, compile: bool) -> str:
     return precision.text + (" compiled" if compile else "")
 
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one element of each number format."""
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, FP8: 2}
+"""Bytes of one element of a tensor in each number format; what is kept and sent beside products in FP8 is bfloat16."""
 
 
 class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

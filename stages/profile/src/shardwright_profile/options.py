@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from msgspec import Meta, convert
+from msgspec import Meta, ValidationError, convert
 
 from shardwright_formats.command import POSITIONAL, Options
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import (
-    ITEMSIZE,
     Count,
     Microseconds,
     Name,
@@ -141,9 +140,11 @@ class ImportModelOptions(ImportOptions, frozen=True, kw_only=True):
     """Number formats that were measured: parameters/compute/reduce."""
 
     def __post_init__(self) -> None:
-        parts = self.precision.split("/")
-        if len(parts) != 3 or any(part not in ITEMSIZE for part in parts):
-            raise BadInput("--precision", f"{self.precision!r} is unknown", "write it as float32/bfloat16/float32")
+        try:
+            _ = self.formats
+        except (ValueError, ValidationError):
+            fix = "write it as float32/bfloat16/float32"
+            raise BadInput("--precision", f"{self.precision!r} is unknown", fix) from None
 
     @property
     def formats(self) -> Precision:

@@ -8,7 +8,7 @@ from msgspec import field
 
 from shardwright_formats.command import POSITIONAL, Off, Options
 from shardwright_formats.types.limits import Count, Gib, Microseconds, NonNegativeNumber, Samples, Seconds, Tokens
-from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
+from shardwright_formats.types.plan import Attention, ComputeType, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.profiles import TimeModel
 from shardwright_search.simulation.simulator import Sends
@@ -128,8 +128,9 @@ class AdviseOptions(Options, frozen=True, kw_only=True):
     against: tuple[str, ...] = ()
     """A choice to price beside the best plan: tp=8,pp=4,mbs=1,zero=1, a file of Megatron-LM arguments, a torchtitan
     TOML, or rule:tp8, rule:smallest, rule:nvidia-table."""
-    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Type of forward and backward; parameters, gradients and optimizer state are float32."""
+    precision: Literal["float32", "bfloat16", "float16", "fp8"] = "bfloat16"
+    """Type of forward and backward; parameters, gradients and optimizer state are float32. fp8 is of products with the
+    weights of blocks alone, and is only estimated: no plan in it is trained here."""
     launch_us: Microseconds = 42.0
     """Time of the host for each kernel, in µs: eager PyTorch's by default, 0 where CUDA graphs replay kernels."""
     compile: bool = False
@@ -256,8 +257,8 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     """sequence_parallel of embedding and head; by default the layers'."""
     precision_parameters: DType = "float32"
     """Type of stored parameters."""
-    precision_compute: DType = "float32"
-    """Type of forward and backward."""
+    precision_compute: ComputeType = "float32"
+    """Type of forward and backward; fp8 is only estimated."""
     precision_reduce: DType = "float32"
     """Type of gradient reduction."""
     attention: Attention = Attention.AUTO

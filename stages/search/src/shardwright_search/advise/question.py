@@ -11,6 +11,7 @@ from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput, read_object
 from shardwright_formats.types import (
+    FP8,
     GIB,
     MAX_DEVICES,
     Cluster,
@@ -38,8 +39,12 @@ _NETWORKS = {
     "H100-SXM": (400, "DGX H100 datasheet, NVIDIA, 2022: 8 x 400 Gbit/s InfiniBand for 8 GPUs"),
     "H200": (400, "DGX H200 datasheet, NVIDIA, 2024: 8 x 400 Gbit/s InfiniBand for 8 GPUs"),
     "B200": (400, "DGX B200 datasheet, NVIDIA, 2024: 8 x 400 Gbit/s InfiniBand for 8 GPUs"),
+    "GB200": (400, "DGX GB200 datasheet, NVIDIA, 2024: 72 x 400 Gbit/s InfiniBand for 72 GPUs"),
+    "B300": (800, "DGX B300 datasheet, NVIDIA, 2025: 8 x 800 Gbit/s InfiniBand for 8 GPUs"),
+    "GB300": (800, "DGX GB300 datasheet, NVIDIA, 2025: 72 x 800 Gbit/s InfiniBand for 72 GPUs"),
 }
 """Gbit/s that a node sends for each of its GPUs, and who says so, by key in the table of devices."""
+_FP8_ASSUMED = ("fp8: products with the weights of blocks alone, without their casts; estimated, not trained here",)
 _GPUS = re.compile(r"(?:(\d{1,6})x)?(\d{1,6}):([^+]+)")
 
 
@@ -121,7 +126,8 @@ def question_of(options: AdviseOptions) -> Question:
     budgets = {key: int(gib * GIB) for key, gib in machines.budgets_gib.items()}
     blocks = "compiled" if options.compile else "eager"
     launched = f"the host takes {options.launch_us:g} us for each kernel of {blocks} blocks (--launch-us)"
-    assumed = (f"shapes: {source}", *machines.assumed, launched)
+    in_fp8 = _FP8_ASSUMED if options.precision == FP8 else ()
+    assumed = (f"shapes: {source}", *machines.assumed, launched, *in_fp8)
     return Question(request, model, machines.cluster, profiles, machines.devices, budgets, machines.tp_sizes, assumed)
 
 

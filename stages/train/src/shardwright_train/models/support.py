@@ -7,7 +7,7 @@ import msgspec
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import HEAD, Attention, Plan
+from shardwright_formats.types import FP8, HEAD, Attention, Plan
 from shardwright_models.registry import FAMILIES, facts_of
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
@@ -66,6 +66,8 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
     if precision.tf32 and _on_cpu(plan):
         yield "precision tf32 needs CUDA, the plan is for cpu", "leave it out"
     formats = (precision.parameters, precision.compute, precision.reduce)
+    if precision.compute == FP8:
+        yield f"precision {FP8} is for estimates alone", "compute in bfloat16"
     if "float16" in formats and formats != _MIXED_FLOAT16:
         yield f"precision {'/'.join(formats)} is not run", "keep float16 to compute, parameters and reduce in float32"
     if plan.attention is Attention.FLASH_ATTENTION_2 and (obstacle := flash_obstacle(plan)) is not None:
