@@ -382,25 +382,6 @@ def test_the_host_bounds_small_blocks_as_it_is_told_to_launch_kernels(inputs, co
     assert (precision, marked) == (MIXED.text, f"{MIXED.text} compiled")
 
 
-def test_a_profile_in_fp8_says_so_and_has_no_eager_attention(inputs, command, one_error_line, tmp_path):
-    settings = json.loads((inputs / "settings.json").read_text())
-    settings |= {"precision": {"parameters": "float32", "compute": "fp8", "reduce": "float32"}}
-    files = {"fp8": settings, "eager": settings | {"attention": "eager"}}
-    for name, content in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    asked = ["--model", inputs / "1024.json", "--device", "H100-SXM"]
-    before = set(tmp_path.iterdir())
-    called = command("analytic", *asked, "--settings", tmp_path / "eager.json", "--out", tmp_path / "m.h5")
-    line = one_error_line(called, 2, tmp_path, before)
-    assert line == "error: --settings: attention eager: not estimated beside fp8: take auto or sdpa"
-    done = command("analytic", *asked, "--settings", tmp_path / "fp8.json", "--out", tmp_path / "m.h5")
-    assert done.returncode == 0, done.stderr
-    profile = read_model_profile(tmp_path / "m.h5")
-    assert profile.origin.precision == "float32/fp8/float32"
-    assert "FLOP/s x 0.60265 reached fp8;" in profile.provenance.notes
-    assert "Products with the weights of blocks are in FP8; attention, embedding and head" in profile.provenance.notes
-
-
 def test_the_command_has_the_efficiencies_that_the_error_was_seen_with():
     for name, value in Efficiencies()._asdict().items():
         assert getattr(AnalyticOptions(), f"{name}_efficiency") == value

@@ -8,12 +8,10 @@ from msgspec import field
 
 from shardwright_formats.command import POSITIONAL, Off, Options
 from shardwright_formats.types.limits import Count, Gib, Microseconds, NonNegativeNumber, Samples, Seconds, Tokens
-from shardwright_formats.types.plan import Attention, ComputeType, GradientReduction, Precision, Schedule
+from shardwright_formats.types.plan import Attention, ComputeType, DType, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.profiles import TimeModel
 from shardwright_search.simulation.simulator import Sends
-
-DType = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class ProfileOptions(Options, frozen=True, kw_only=True):
@@ -129,8 +127,7 @@ class AdviseOptions(Options, frozen=True, kw_only=True):
     """A choice to price beside the best plan: tp=8,pp=4,mbs=1,zero=1, a file of Megatron-LM arguments, a torchtitan
     TOML, or rule:tp8, rule:smallest, rule:nvidia-table."""
     precision: Literal["float32", "bfloat16", "float16", "fp8"] = "bfloat16"
-    """Type of forward and backward; parameters, gradients and optimizer state are float32. fp8 is of products with the
-    weights of blocks alone, and is only estimated: no plan in it is trained here."""
+    """Type of forward and backward (fp8: of blocks' products, estimated alone); the rest is kept in float32."""
     launch_us: Microseconds = 42.0
     """Time of the host for each kernel, in µs: eager PyTorch's by default, 0 where CUDA graphs replay kernels."""
     compile: bool = False
