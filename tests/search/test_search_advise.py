@@ -42,7 +42,7 @@ def test_fp8_speeds_up_the_products_of_blocks_and_leaves_memory_as_it_is(config,
     """Of a block's 12 products none is slower, and no step is twice as fast: attention, head and messages stay."""
     steps, memory = {}, {}
     for precision in ("bfloat16", "fp8"):
-        question = _question("llama-3-8b", "1x8:B200", 64, seq=4096, precision=precision)
+        question = _question("llama-3-8b", "1x8:B200", 64, seq=4096, precision=precision, launch_us=0)
         plan = plan_of_choice(UniformStrategy(tp_size=2, pp_size=1), "mine", question)
         estimate = evaluate(plan, question.profiles).estimate
         steps[precision], memory[precision] = estimate.simulated_step_time_s, estimate.memory_bytes
