@@ -3,13 +3,11 @@
 `make brute-force` does the same for 10,000 problems of each kind.
 """
 
-from functools import partial
-from itertools import chain, repeat
-
 import interleaved_problems
 import numpy as np
 import pytest
 from brute_force import mistakes, pipeline_of, solved
+from interrupts import interrupted_after
 from random_problems import best_of, every_plan, random_problem, with_budgets
 from rest_long import rest_long
 
@@ -89,22 +87,21 @@ def test_less_than_the_least_memory_has_no_plan(seeds):
             assert (solved(given).best is not None) == fits, seed
 
 
-def test_a_search_that_is_stopped_knows_a_true_bound(monkeypatch):
-    """Five cases that are nearly equally good, stopped after any number of looks at the clock."""
+def test_a_search_that_is_stopped_knows_a_true_bound():
+    """Five cases that are nearly equally good, interrupted behind any call within the search or to what it calls."""
     told = 0
     for first in range(0, 60, 5):
         problems = [random_problem(seed) for seed in range(first, first + 5)]
         times = [best_of(problem) for problem in problems]
         targets = [Target(i, 0.0, (1 + i / 100) / time) for i, time in enumerate(times) if np.isfinite(time)]
         best = min(target.score(times[target.configuration]) for target in targets)
-        for looks in (*range(0, 50, 6), 100, 200):
-            clock = chain(repeat(0.0, looks), repeat(2.0))
-            monkeypatch.setattr(optimize, "monotonic", partial(next, clock))
+        for calls in (*range(0, 240, 12), 400, 800):
             solvable = [pipeline_of(problem) for problem in problems].__getitem__
-            answer = optimize.optimize(targets, solvable, 0.01, 8, deadline=1.0)
-            assert answer.bound <= best, (first, looks)
+            with interrupted_after(calls, optimize.Search):
+                answer = optimize.optimize(targets, solvable, 0.01, 8, deadline=np.inf)
+            assert answer.bound <= best, (first, calls)
             if answer.best is not None:
-                assert answer.best.score >= best, (first, looks)
+                assert answer.best.score >= best, (first, calls)
                 told += answer.stopped and 0 < answer.bound
     assert told > 5, "stopped with a plan and a bound"
 
@@ -115,12 +112,15 @@ def test_a_search_stopped_among_interleaved_plans_has_the_best_of_all_others(mon
     def interrupted(*_):
         raise KeyboardInterrupt
 
+    def is_interleaved(asked):
+        return isinstance(asked, Interleaved)
+
     told = 0
     monkeypatch.setattr(Interleaved, "_levels", interrupted)
     for seed in range(0, 60, 2):
         plain, other = pipeline_of(random_problem(seed)), Interleaved(interleaved_problems.random_interleaved(seed))
         best, targets = best_of(random_problem(seed)), [Target(other, 0.0, 1.0), Target(plain, 0.0, 1.0)]
-        answer = optimize.optimize(targets, lambda asked: asked, waits=lambda asked: isinstance(asked, Interleaved))
+        answer = optimize.optimize(targets, lambda asked: asked, deadline=np.inf, waits=is_interleaved)
         assert (np.inf if answer.best is None else answer.best.score) == best, seed
         if np.isfinite(best) and other.lower_ps < best:
             assert answer.stopped and answer.bound <= other.lower_ps, seed

@@ -7,7 +7,6 @@ changed in one place after the other, for as long as that makes the simulated st
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
-from time import monotonic
 from typing import NamedTuple
 
 from shardwright_search.cost_model.plan import simulated_step_ps
@@ -61,21 +60,18 @@ def simulated(instance: Instance, plans: Sequence[Best[Configuration]]) -> tuple
     return tuple(sorted(ranked, key=_by_score))
 
 
-def changed(instance: Instance, ranked: Sequence[Simulated], deadline: float | None) -> Best[Configuration]:
-    """Return the best that changes of the first few plans lead to, by the simulator: the first, or a better one.
-
-    `deadline` is a time of `monotonic`; it and Ctrl-C end the changes early.
-    """
+def changed(instance: Instance, ranked: Sequence[Simulated]) -> Iterator[Best[Configuration]]:
+    """Yield the first plan, and each better one by the simulator that changes of the first few plans lead to."""
     best, left = ranked[0], _MAX_WORK
-    try:
-        for start in ranked[:_STARTS]:
-            for improved, work in _improved(instance, start):
-                best, left = min(best, improved, key=_by_score), left - work
-                if left <= 0 or (deadline is not None and monotonic() > deadline):
-                    return best.best
-    except KeyboardInterrupt:
-        pass
-    return best.best
+    yield best.best
+    for start in ranked[:_STARTS]:
+        for improved, work in _improved(instance, start):
+            left -= work
+            if _by_score(improved) < _by_score(best):
+                best = improved
+                yield best.best
+            if left <= 0:
+                return
 
 
 def _improved(instance: Instance, here: Simulated) -> Iterator[tuple[Simulated, int]]:
@@ -149,7 +145,7 @@ def _moves(problem: Problem, solution: Solution) -> Iterator[Solution]:
 
 
 def further(
-    space: SearchSpace, optimum: Optimum[Configuration], ranked: Sequence[Simulated], deadline: float | None
+    space: SearchSpace, optimum: Optimum[Configuration], ranked: Sequence[Simulated]
 ) -> tuple[Best[Configuration], ...]:
     """Return plans beyond the near ones, up to where the simulator may still put one before all that it has seen.
 
@@ -159,11 +155,12 @@ def further(
     if optimum.stopped or optimum.best is None or limit <= optimum.best.score * (1 + NEAR):
         return ()
     targets = [target for bound, target in optimum.bounds if bound < limit]
-    return plans_below(targets, space.solvable, limit, MAX_NEAR, deadline, _MAX_WIDER_LABELS)
+    plans = plans_below(targets, space.solvable, limit, MAX_NEAR, _MAX_WIDER_LABELS)
+    return tuple(sorted(plans, key=lambda best: best.score))
 
 
 def other_configurations(
-    space: SearchSpace, optimum: Optimum[Configuration], chosen: Best[Configuration], deadline: float | None
+    space: SearchSpace, optimum: Optimum[Configuration], chosen: Best[Configuration]
 ) -> Iterator[Best[Configuration]]:
     """Yield the best plans of the most promising other pipeline degrees, and of other microbatch counts."""
     configuration = chosen.target.configuration
@@ -179,7 +176,7 @@ def other_configurations(
             if known[target]:
                 break
         else:
-            solved = optimize(alike[:1], space.solvable, deadline=deadline, max_labels=_MAX_LABELS)
+            solved = optimize(alike[:1], space.solvable, max_labels=_MAX_LABELS)
             if solved.best is not None and not solved.stopped:
                 yield solved.best
 

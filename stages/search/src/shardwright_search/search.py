@@ -1,24 +1,34 @@
 """The best plan of the asked space: all configurations bounded, the promising ones solved and compared."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, Cluster, Model, Plan, ScenarioRegret
+from shardwright_formats.types import GIB, MIB, Cluster, Model, Plan, ScenarioRegret
 from shardwright_search.alternatives import MAX_NEAR, NEAR, changed, further, other_configurations, simulated
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.robust import Regrets, regrets_of
 from shardwright_search.solver.branch_and_bound import optimize
+from shardwright_search.solver.stopping import Stopped, latest, soon, stopped_at
 from shardwright_search.solver.targets import Best, Optimum
-from shardwright_search.space.budget import Infeasible, beyond_room, budgets_of, infeasible, min_room_bytes, room_bytes
+from shardwright_search.space.budget import (
+    Infeasible,
+    beyond_room,
+    budgets_of,
+    infeasible,
+    min_room_bytes,
+    room_bytes,
+    states_beyond_budget,
+)
 from shardwright_search.space.configurations import Configuration, narrowed
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, Robust, SearchRequest
@@ -28,6 +38,7 @@ _MAX_NEAR_ELSEWHERE = 16
 """The most plans of each other scenario of a robust search."""
 _MAX_RUNNERS_UP = 5
 
+T = TypeVar("T")
 Report = Callable[[str], None]
 _Given = tuple[Model, Cluster, Profiles]
 
@@ -87,7 +98,7 @@ def find_best(
 
     Raises BadInput for a request that names no plan, and for profiles that do not fit it.
     """
-    deadline = None if time_limit_s is None else monotonic() + time_limit_s
+    deadline = inf if time_limit_s is None else monotonic() + time_limit_s
     budgets, asked, spare = budgets_of(request, cluster, file), request, None
     given = model, cluster, profiles
     once = partial(_once, given=given, file=file, report=report, deadline=deadline, budgets=budgets)
@@ -100,7 +111,7 @@ def find_best(
         report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
         asked = replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
     if spare is None and request is asked:
-        spare = _with_min_room(once, request, given, budgets)
+        spare = _with_min_room(once, request, given, budgets, answer)
     return answer if spare is None else spare
 
 
@@ -109,13 +120,14 @@ def _with_min_room(
     request: SearchRequest,
     given: _Given,
     budgets: Mapping[str, int],
+    without: Infeasible,
 ) -> SearchAnswer | None:
     """Return the fastest plan that fits of those that are found with room for the fewest communicators alone."""
     _, cluster, profiles = given
     narrow = narrowed(request, cluster)
-    spared_gib = (room_bytes(narrow, *given) - min_room_bytes(narrow, *given)) / GIB
-    asked = replace(request, reserve_gib=request.reserve_gib - spared_gib)
-    if spared_gib == 0 or isinstance(answer := once(asked), Infeasible):
+    spared_bytes = room_bytes(narrow, *given) - min_room_bytes(narrow, *given)
+    asked = replace(request, reserve_gib=request.reserve_gib - spared_bytes / GIB)
+    if spared_bytes == 0 or without.missing_bytes > spared_bytes + MIB or isinstance(answer := once(asked), Infeasible):
         return None
     if not beyond_room(*answer.chosen, budgets, asked, profiles):
         answer = replace(answer, runners_up=(answer.chosen, *answer.runners_up))
@@ -139,72 +151,128 @@ def _with_runner_up(answer: SearchAnswer) -> SearchAnswer:
     )
 
 
+class _Choice(NamedTuple):
+    """The plans that a search would choose, in this order, and what it knows beside them."""
+
+    ranked: tuple[Best[Configuration], ...]
+    near: int
+    simulated: int = 0
+    others: tuple[Best[Configuration], ...] = ()
+    """The best plans of other configurations."""
+    regrets: tuple[ScenarioRegret, ...] = ()
+
+
 def _once(
     request: SearchRequest,
     given: _Given,
     file: Path,
     report: Report,
-    deadline: float | None,
+    deadline: float,
     budgets: Mapping[str, int],
 ) -> SearchAnswer | Infeasible:
+    space = listed(lambda: _listed_space(request, given, file), file, deadline)
+    if states_beyond_budget(space.instance) > 0:
+        return _no_plan(space, deadline)
+    optimum = _optimum_or_plain(space, deadline, report)
+    if optimum.best is None:
+        return _no_plan(space, deadline)
+    report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
+    # What follows a stopped search has little time, or none with a second Ctrl-C.
+    after = soon(0.0 if optimum.stopped else deadline)
+    choices = _choices(space, optimum) if request.robust is None else _robust(space, optimum, after, report)
+    choice, whole = latest(choices, after)
+    choice = choice or _Choice((optimum.best,), len(optimum.near))
+
+    def fits(candidate: Candidate) -> bool:
+        return not beyond_room(*candidate, budgets, request, space.instance.costs.profiles)
+
+    stopped = optimum.stopped or not whole
+    return replace(_answer(space, optimum, choice, fits), stopped=stopped, reserve_gib=request.reserve_gib)
+
+
+def listed(make: Callable[[], T], file: Path, deadline: float) -> T:
+    """Return what is made with its configurations listed; raises StoppedEarly where that takes longer than allowed."""
+    try:
+        with stopped_at(soon(deadline)):
+            return make()
+    except Stopped:
+        raise _too_early(file) from None
+
+
+def _listed_space(request: SearchRequest, given: _Given, file: Path) -> SearchSpace:
+    """Return the space with all configurations listed, those that are only bounded among them."""
     space = space_of(request, *given, file)
     if request.robust is not None:
         space.check_listed("robust")
-    # What is only bounded is so within the time limit, too.
-    unlisted, optimum = space.unlisted, _optimum_or_plain(space, deadline, report)
-    if optimum.best is None:
-        return _no_plan(space, unlisted)
-    report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
+    _ = space.unlisted, space.targets
+    return space
+
+
+def _choices(space: SearchSpace, optimum: Optimum[Configuration]) -> Iterator[_Choice]:
+    """Yield what is chosen of the plans near the optimum: the least simulated time, with others and changes better."""
     instance, near = space.instance, optimum.near
-
-    def fits(candidate: Candidate) -> bool:
-        return not beyond_room(*candidate, budgets, request, instance.costs.profiles)
-
     ranked = simulated(instance, near[:MAX_NEAR])
-    num_simulated, regrets = len(ranked), tuple[ScenarioRegret, ...]()
-    others = () if optimum.stopped else tuple(other_configurations(space, optimum, ranked[0].best, deadline))
-    if request.robust is None:
-        more = (*others, *further(space, optimum, ranked, deadline))
-        ranked = tuple(sorted((*ranked, *simulated(instance, more)), key=lambda each: each.score))
-        close = (each.best for each in ranked if any(each.best is other for other in near))
-        best, *rest = changed(instance, ranked, deadline), *close
-        chosen = next((each for each in (best, *rest) if fits(_candidate(instance, each))), best)
-    else:
-        all_regrets = _all_regrets(space, near[:MAX_NEAR], request.robust, deadline, report)
-        nominal, near = ranked[0].best, all_regrets.least(NEAR)
-        ranked = simulated(instance, near[:MAX_NEAR])
-        num_simulated, chosen = len(ranked), ranked[0].best
-        regrets = all_regrets.reported(chosen, nominal)
+    choice = _Choice(tuple(each.best for each in ranked), len(near), len(ranked))
+    yield choice
+    others = () if optimum.stopped else tuple(other_configurations(space, optimum, ranked[0].best))
+    more = (*others, *further(space, optimum, ranked))
+    ranked = tuple(sorted((*ranked, *simulated(instance, more)), key=lambda each: each.score))
+    close = tuple(each.best for each in ranked if any(each.best is other for other in near))
+    others = (*others, *(each.best for each in ranked))
+    for best in changed(instance, ranked):
+        yield choice._replace(ranked=(best, *close), others=others)
+
+
+def _robust(space: SearchSpace, optimum: Optimum[Configuration], deadline: float, report: Report) -> Iterator[_Choice]:
+    """Yield what is chosen by the largest regret over all scenarios."""
+    assert space.instance.request.robust is not None
+    ranked = simulated(space.instance, optimum.near[:MAX_NEAR])
+    others = () if optimum.stopped else tuple(other_configurations(space, optimum, ranked[0].best))
+    all_regrets = _all_regrets(space, optimum.near[:MAX_NEAR], space.instance.request.robust, deadline, report)
+    nominal, near = ranked[0].best, all_regrets.least(NEAR)
+    ranked = simulated(space.instance, near[:MAX_NEAR])
+    plans, regrets = tuple(each.best for each in ranked), all_regrets.reported(ranked[0].best, nominal)
+    yield _Choice(plans[:1], len(near), len(ranked), (*others, *plans), regrets)
+
+
+def _answer(
+    space: SearchSpace, optimum: Optimum[Configuration], choice: _Choice, fits: Callable[[Candidate], bool]
+) -> SearchAnswer:
+    """Return the first of the ranked plans that fits, or the first of all, with what is proven."""
+    assert optimum.best is not None
+    instance, ranked = space.instance, choice.ranked
+    several = len(ranked) > 1
+    chosen = next((each for each in ranked if several and fits(_candidate(instance, each))), ranked[0])
     left, scale = space.open_below(optimum.best.score), chosen.target.scale * 1e12
     candidate = _candidate(instance, chosen, timeline=True)
-    known = (*others, *(each.best for each in ranked))
     return SearchAnswer(
         chosen=candidate,
         optimum_s=optimum.best.score / scale,
-        bound_s=min(optimum.bound, np.inf if left is None else left.bound) / scale,
-        runners_up=tuple(filter(fits, _runners_up(instance, candidate.plan, known))),
+        bound_s=min(optimum.bound, inf if left is None else left.bound) / scale,
+        runners_up=tuple(filter(fits, _runners_up(instance, candidate.plan, choice.others))),
         examined=optimum.looked_at,
         solved=optimum.solved,
-        near=len(near),
-        simulated=num_simulated,
+        near=choice.near,
+        simulated=choice.simulated,
         stopped=optimum.stopped,
         best=optimum.best,
-        regrets=regrets,
+        regrets=choice.regrets,
         unlisted=left,
-        reserve_gib=request.reserve_gib,
     )
 
 
-def _no_plan(space: SearchSpace, unlisted: Unlisted | None) -> Infeasible:
+def _no_plan(space: SearchSpace, deadline: float) -> Infeasible:
     """Return what is lacking; raises BadInput where something that was only bounded may have a plan."""
+    unlisted = space.unlisted
     if unlisted is not None and np.isfinite(unlisted.bound):
         raise unlisted.error(space.file)
     name = "even the leanest" if unlisted is None else "the leanest of equal widths"
-    return infeasible(space.instance, [target.configuration for target in space.targets], space.file, name)
+    configurations = [target.configuration for target in space.targets]
+    return infeasible(space.instance, configurations, space.file, name, soon(deadline))
 
 
 def _all_regrets(
-    space: SearchSpace, near: Sequence[Best[Configuration]], robust: Robust, deadline: float | None, report: Report
+    space: SearchSpace, near: Sequence[Best[Configuration]], robust: Robust, deadline: float, report: Report
 ) -> Regrets:
     """Return the regrets of the near plans of all scenarios; `near` are those of the profile as it is."""
 
@@ -220,18 +288,22 @@ def _candidate(instance: Instance, best: Best[Configuration], timeline: bool = F
     return Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs, timeline=timeline))
 
 
-def _optimum_or_plain(space: SearchSpace, deadline: float | None, report: Report) -> Optimum[Configuration]:
+def _optimum_or_plain(space: SearchSpace, deadline: float, report: Report) -> Optimum[Configuration]:
     """Return the optimum; where the search was stopped before it knew a plan, the best of some plain ones."""
     optimum = _optimum(space, deadline, report)
     if optimum.best is not None or not optimum.stopped:
         return optimum
     promising = [target for _, target in optimum.bounds]
     if (plain := space.plain(promising or space.targets)) is None:
-        raise StoppedEarly(space.file, "no plan was found before the search was stopped", "give it more time")
+        raise _too_early(space.file)
     return optimum._replace(best=plain, near=(plain,), bound=min(optimum.bound, plain.score))
 
 
-def _optimum(space: SearchSpace, deadline: float | None, report: Report) -> Optimum[Configuration]:
+def _too_early(file: Path) -> StoppedEarly:
+    return StoppedEarly(file, "no plan was found before the search was stopped", "give it more time")
+
+
+def _optimum(space: SearchSpace, deadline: float, report: Report) -> Optimum[Configuration]:
     def progress(best: float, bound: float, left: int) -> None:
         known = "no plan yet" if not np.isfinite(best) else f"best {best * 1e-9:.6g} ms, gap {best / bound - 1:.2%}"
         unit = "step" if space.instance.request.objective is Objective.STEP_TIME else "sample"

@@ -13,7 +13,14 @@ from shardwright_search.cost_model.profiles import Profiles, TimeModel, check_pr
 from shardwright_search.cost_model.provenance import provenance_warnings
 from shardwright_search.cost_model.stage_costs import StageCosts, range_costs, stage_costs
 from shardwright_search.cost_model.tied_weights import shared_cost_ps, tied_cost_ps
-from shardwright_search.simulation.simulator import Sends, Simulation, lower_bound_ps, simulate, step_time_ps
+from shardwright_search.simulation.simulator import (
+    Sends,
+    Simulation,
+    lower_bound_ps,
+    num_played,
+    simulate,
+    step_time_ps,
+)
 
 _PER_SECOND = 1e12
 
@@ -72,7 +79,9 @@ def evaluate(
     always_ps = _always_ps(plan, costs)
     times, num_chunks = [each.times for each in ranges], len(plan.stages[0].layers)
     shape = plan.schedule, plan.num_microbatches, num_chunks
-    simulation = simulate(times, *shape, sends) if timeline else Simulation((), step_time_ps(times, *shape))
+    played = num_played(len(times), len(plan.stages), plan.num_microbatches)
+    whole = played == plan.num_microbatches or sends is not Sends.ASYNCHRONOUS
+    simulation = simulate(times, *shape, sends) if timeline and whole else Simulation((), step_time_ps(times, *shape))
     objective_ps = always_ps + _closed_form_ps(plan, stages)
     step_s = (simulation.step_ps + always_ps) / _PER_SECOND
     bound_ps = lower_bound_ps(times, plan.num_microbatches, num_chunks) + always_ps
@@ -86,6 +95,9 @@ def evaluate(
         timeline=_timeline(simulation),
     )
     priced = {warning for each in ranges for warning in each.warnings}
+    if not whole:
+        rest = plan.num_microbatches - played
+        priced.add(f"simulated {played} microbatches, {rest} more at the pace of the last ones; no timeline")
     warnings, used = (*provenance_warnings(plan, profiles), *sorted(priced)), profiles.used(plan.cluster)
     return Evaluation(estimate, objective_ps, warnings, used[0].reference_s if len(used) == 1 else 0.0)
 

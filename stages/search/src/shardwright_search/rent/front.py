@@ -4,8 +4,9 @@ A sub-cluster's price falls with its step time, so one plan serves both: the fas
 the time from which on some point of the front is as fast and as cheap; most are ruled out by their bounds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -18,8 +19,9 @@ from shardwright_formats.types import Cluster, Model
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import SubCluster, node_types_of
-from shardwright_search.search import Report
+from shardwright_search.search import Report, listed
 from shardwright_search.solver.exhaust import exhaust
+from shardwright_search.solver.stopping import latest, soon
 from shardwright_search.solver.targets import Best, Solvable, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.request import BatchRange, Objective, SearchRequest, StageWidths
@@ -109,8 +111,9 @@ def find_front(
     time_limit_s: float | None = None,
 ) -> Front:
     """Return the fastest plan of each sub-cluster that may be on the front; `interruptions` are by sub-cluster."""
-    deadline = None if time_limit_s is None else monotonic() + time_limit_s
-    spaces = _spaces(replace(request, objective=Objective.STEP_TIME), model, offered, profiles, file)
+    deadline = inf if time_limit_s is None else monotonic() + time_limit_s
+    asked = replace(request, objective=Objective.STEP_TIME)
+    spaces = listed(lambda: _spaces(asked, model, offered, profiles, file), file, deadline)
     targets = [_rented(number, target) for number, space in spaces.items() for target in space.listed]
     prices = Prices([sub_cluster.usd_per_hour for sub_cluster in offered], interruptions)
     report(f"bounding {len(targets)} configurations of {len(spaces)} sub-clusters")
@@ -119,11 +122,8 @@ def find_front(
         report(f"{left} configurations left, {len(prices.front)} points: above {bound * 1e-9:.6g} ms a step")
 
     done = exhaust(targets, _solvable_of(spaces), prices.limit, prices.take, deadline, progress)
-    if done.stopped and not prices.front:
-        for number, space in reversed(spaces.items()):
-            if (best := space.plain(space.listed)) is not None:
-                prices.take(Best(_rented(number, best.target), best.priced, best.score))
-                break
+    if done.stopped and not prices.front and (plain := latest(_plain(spaces), soon(0.0))[0]) is not None:
+        prices.take(plain)
     bounds, unlisted = [inf] * len(offered), dict[int, Unlisted]()
     for target, bound in zip(targets, done.bounds, strict=True):
         number = target.configuration.sub_cluster
@@ -134,6 +134,12 @@ def find_front(
     open_ = {targets[number].configuration.sub_cluster for number in done.open} | unlisted.keys()
     answers = (prices.answer(number, each, bounds[number], number in open_) for number, each in enumerate(offered))
     return Front(tuple(answers), spaces, unlisted, done.looked_at, done.solved, done.stopped)
+
+
+def _plain(spaces: dict[int, SearchSpace]) -> Iterator[Best[Rented]]:
+    """Yield a plain plan of the largest sub-cluster that has one."""
+    plans = ((number, space.plain(space.listed)) for number, space in reversed(spaces.items()))
+    yield from islice((Best(_rented(n, best.target), best.priced, best.score) for n, best in plans if best), 1)
 
 
 def _rented(number: int, target: Target[Configuration]) -> Target[Rented]:
@@ -196,6 +202,7 @@ def _spaces(
             types, instances = set(node_types_of(cluster)), (space.instance for space in spaces.values())
             known = next((known for known in instances if types.issubset(node_types_of(known.costs.cluster))), None)
             spaces[number] = space_of(asked, model, cluster, profiles, file, known)
+            _ = spaces[number].unlisted, spaces[number].listed
     return dict(sorted(spaces.items()))
 
 

@@ -3,13 +3,22 @@
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import lru_cache
+from math import lcm
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import Schedule
 from shardwright_search.simulation.blocking import BlockingPass, run_blocking_passes
 from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduction, backward_pass
+
+_MAX_PASSES = 2**16
+"""The most passes of a step that are played, unless it has many stages."""
+_MIN_ROUNDS = 12
+"""The least number of microbatches that are played, for each stage."""
 
 
 class Sends(StrEnum):
@@ -116,11 +125,51 @@ def simulate(
 
 
 def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int = 1) -> int:
-    """Return when the last event of `simulate` ends, without making its events."""
+    """Return when the last event of `simulate` ends, without making its events.
+
+    Of very many microbatches some are played, until the passes repeat themselves; each period more adds as much as the
+    last one. Where they do not yet repeat themselves, that is half of those played.
+    """
+    num_stages = len(ranges) // num_chunks
+    enough = num_played(len(ranges), num_stages, num_microbatches)
+    step_ps, starts = _played(ranges, schedule, enough, num_chunks)
+    if enough == num_microbatches:
+        return step_ps
+    period = _period(np.array(starts).reshape(-1, enough), num_stages)
+    period = lcm(period, num_stages) if num_chunks > 1 else period  # whole groups of interleaved microbatches
+    more = (num_microbatches - enough) // period
+    fewer = num_microbatches - more * period
+    step_ps, _ = _played(ranges, schedule, fewer, num_chunks)
+    before_ps, _ = _played(ranges, schedule, fewer - period, num_chunks)
+    paced_ps = step_ps + more * (step_ps - before_ps)
+    return max(paced_ps, lower_bound_ps(ranges, num_microbatches, num_chunks))
+
+
+def num_played(num_ranges: int, num_stages: int, num_microbatches: int) -> int:
+    """Return after how many microbatches `step_time_ps` looks whether the passes repeat themselves, at most all."""
+    return min(num_microbatches, max(_MIN_ROUNDS * num_stages, _MAX_PASSES // (2 * num_ranges)))
+
+
+def _played(
+    ranges: Sequence[StageTimes], schedule: Schedule, num_microbatches: int, num_chunks: int
+) -> tuple[int, list[int]]:
+    """Return when the last event ends, and when each pass starts, by its number on a microbatch's way."""
     num_stages = len(ranges) // num_chunks
     order = _order(schedule, num_stages, num_microbatches, num_chunks)
     times = _run_passes(order, _steps(ranges), num_stages, num_microbatches)
-    return max(times.free) + max(last for _, last in _optimizers(ranges, num_chunks))
+    step_ps = max(times.free) + max(last for _, last in _optimizers(ranges, num_chunks))
+    return step_ps, times.starts[: 2 * len(ranges) * num_microbatches]
+
+
+def _period(starts: NDArray[np.int64], num_stages: int) -> int:
+    """Return after how many microbatches all starts [passes, microbatches] are as much later as those before."""
+    count = int(starts.shape[1])
+    tail = starts[:, count // 3 : count - _MIN_ROUNDS // 3 * num_stages]  # neither the first nor the last passes
+    for period in range(1, int(tail.shape[1]) // 2):
+        later = tail[:, period:] - tail[:, :-period]
+        if bool((later == later[:, :1]).all()):
+            return period
+    return count // 2
 
 
 def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chunks: int = 1) -> int:

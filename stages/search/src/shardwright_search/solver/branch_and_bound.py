@@ -6,14 +6,16 @@ bound is below the best plan. Stopped early, it still knows the least bound of w
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import accumulate
-from time import monotonic
 from typing import Generic, NamedTuple
 
 import numpy as np
 
 from shardwright_search.solver.partition import PricedSolution
+from shardwright_search.solver.stopping import Spent, ended
 from shardwright_search.solver.targets import Best, C, Optimum, Solvable, Target
 
 _RELAXED = -1
@@ -27,10 +29,6 @@ _AT_ONCE = 0.011
 _MAX_WIDER_LABELS = 6_000
 """Work on a configuration's plans past the limit that it was solved below."""
 _LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
-
-
-class Stopped(Exception):
-    """Time is up."""
 
 
 def optimize(
@@ -51,26 +49,18 @@ def optimize(
     `waits` comes after the best plan of all others is found, which a search that is stopped then has. `wide`: guesses
     far above loose bounds are plans to be stayed below, too.
     """
-    search = Search(targets, solvable, most, deadline, max_labels, wide)
-    stopped = False
-    try:
-        search.relax(waits)
-        while search.has_better() or search.end_wait():
-            known = search.best_known
-            report(np.inf if known is None else known.score, search.min_bound, search.num_left)
-            search.step(search.best_score)
-    except (Stopped, KeyboardInterrupt):
-        stopped = True
+    search = Search(targets, solvable, most, max_labels, wide)
+
+    def progress(bound: float, left: int) -> None:
+        known = search.best_known
+        report(np.inf if known is None else known.score, bound, left)
+
+    stopped = not ended(partial(search.run, lambda _: search.best_score, progress, waits=waits), deadline)
     best = search.best_known if stopped else search.best
     bound = min(search.min_bound, np.inf if best is None else best.score)
     limit = search.best_score * (1 + near)
-    try:
-        while not stopped and best is not None and search.heap and search.heap[0].bound <= limit:
-            search.step(float(np.nextafter(limit, np.inf)))
-    except (Stopped, KeyboardInterrupt):
-        stopped = True
-    if not stopped:
-        search.widen(limit)
+    if not stopped and best is not None:
+        stopped = not ended(partial(search.find_all, limit), deadline)
     close = sorted((one for plans in search.plans.values() for one in plans if one.score <= limit), key=_score)
     if best is None:
         close = []
@@ -97,23 +87,14 @@ def _guessed(asked: Solvable, below_ps: float, enough_ps: float = -np.inf) -> Pr
 
 
 def plans_below(
-    targets: Sequence[Target[C]],
-    solvable: Callable[[C], Solvable],
-    limit: float,
-    most: int,
-    deadline: float | None,
-    max_labels: float,
-) -> tuple[Best[C], ...]:
-    """Return up to `most` plans of each configuration below a limit, the best first; fewer where time or labels end."""
-    search = Search(targets, solvable, most, deadline, max_labels)
-    below: list[Best[C]] = []
-    try:
+    targets: Sequence[Target[C]], solvable: Callable[[C], Solvable], limit: float, most: int, max_labels: float
+) -> Iterator[Best[C]]:
+    """Yield up to `most` plans of each configuration below a limit, and no more once so many labels are made."""
+    search = Search(targets, solvable, most, max_labels)
+    with suppress(Spent):
         for target in targets:
-            plans = solvable(target.configuration).solve_below(target.time_ps(limit), most, search.tick)
-            below += [Best(target, one, target.score(one.objective_ps)) for one in plans]
-    except (Stopped, KeyboardInterrupt):
-        pass
-    return tuple(sorted(below, key=_score))
+            for plan in solvable(target.configuration).solve_below(target.time_ps(limit), most, search.tick):
+                yield Best(target, plan, target.score(plan.objective_ps))
 
 
 class _Open(NamedTuple):
@@ -130,24 +111,24 @@ _NOTHING = _Open(np.inf, -1, 0)
 
 
 class Search(Generic[C]):
-    """The configurations of a search, and what is known of each so far."""
+    """The configurations of a search, and what is known of each so far: that is true whenever the search is stopped."""
 
     def __init__(
         self,
         targets: Sequence[Target[C]],
         solvable: Callable[[C], Solvable],
         most: int,
-        deadline: float | None,
         max_labels: float,
         wide: bool = False,
     ) -> None:
         self._wide = wide
         self._targets, self._solvable, self._most = targets, solvable, most
-        self._deadline, self._max_labels = deadline, max_labels
-        self._labels = 0
+        self._max_labels, self._labels = max_labels, 0
         self._now = _Open(0.0, -1, 0)
         self.heap: list[_Open] = []
         self._waiting: list[_Open] = []
+        self._closed: list[_Open] = []
+        """Configurations whose bound is no lower than their limit."""
         self.plans: dict[int, tuple[Best[C], ...]] = {}
         """Plans below the limit, by configuration; none where none was found."""
         self.guesses: dict[int, Best[C]] = {}
@@ -181,19 +162,49 @@ class Search(Generic[C]):
         """Number of configurations that are not solved."""
         return len(self._left)
 
-    def has_better(self) -> bool:
-        """Return whether some configuration that does not wait may have a better plan than is known."""
-        return bool(self.heap) and self.heap[0].bound < self.best_score
+    def run(
+        self,
+        limit_of: Callable[[Target[C]], float],
+        report: Callable[[float, int], None],
+        take: Callable[[Best[C]], None] = lambda best: None,
+        waits: Callable[[C], bool] = lambda configuration: False,
+    ) -> None:
+        """Solve every configuration up to its limit, by ascending bound, and pass each better plan of one to `take`.
 
-    def end_wait(self) -> bool:
-        """Let those that wait join the others; whether one of them may have a better plan than is known."""
-        self.heap, self._waiting = self._left, []
+        Limits may fall meanwhile. `report` hears the least bound and how many configurations are left. Those that
+        `wait` come after all others.
+        """
+        self._relax(waits)
+        while self.heap or self._end_wait():
+            here = self.heap[0]
+            limit = limit_of(self._targets[here.number])
+            if here.bound >= limit:
+                self._closed.append(here)
+                heapq.heappop(self.heap)
+                continue
+            report(self.min_bound, self.num_left)
+            before = self.guesses.get(here.number)
+            self._step(here, limit)
+            guessed = self.guesses.get(here.number)
+            if guessed is not None and guessed is not before:
+                take(guessed)
+            for best in self.plans.get(here.number, ()):
+                take(best)
+            self._now = _NOTHING
+
+    def _end_wait(self) -> bool:
+        """Let those that wait begin; whether there are any."""
+        self.heap, self._waiting = self._waiting, []
         heapq.heapify(self.heap)
-        return self.has_better()
+        return bool(self.heap)
 
-    def drop(self) -> float:
-        """Leave out the most promising configuration; its bound."""
-        return heapq.heappop(self.heap).bound
+    def find_all(self, limit: float) -> None:
+        """Know all plans up to a limit, which is above the best one, as far as that is little work."""
+        self.heap, self._closed = [*self.heap, *self._closed], []
+        heapq.heapify(self.heap)
+        while self.heap and self.heap[0].bound <= limit:
+            self._step(self.heap[0], float(np.nextafter(limit, np.inf)))
+        self._widen(limit)
 
     def unsolved(self) -> dict[int, float]:
         """Return the bounds of configurations neither solved nor left out, by number; 0: it was not looked at."""
@@ -201,28 +212,32 @@ class Search(Generic[C]):
         now = {self._now.number: self._now.bound} if self._now.number >= 0 else {}
         return known | {one.number: one.bound for one in self._left} | now
 
-    def tick(self, made: int = 0) -> None:
-        """Raise Stopped when time or labels are spent."""
-        self._labels += made
-        if self._labels > self._max_labels or (self._deadline is not None and monotonic() > self._deadline):
-            raise Stopped
+    def final_scores(self) -> dict[int, float]:
+        """Return the scores of the best plans, and the bounds that are no lower than their limits, by number."""
+        closed = {one.number: one.bound for one in self._closed}
+        return closed | {number: plans[0].score for number, plans in self.plans.items() if plans}
 
-    def relax(self, waits: Callable[[C], bool]) -> None:
+    def tick(self, made: int = 0) -> None:
+        """Raise Spent when all labels are spent."""
+        self._labels += made
+        if self._labels > self._max_labels:
+            raise Spent
+
+    def _relax(self, waits: Callable[[C], bool]) -> None:
         """Look at every configuration."""
         for number, target in enumerate(self._targets):
-            self.tick()
             bound = target.score(self._solvable(target.configuration).relaxed_bound_ps)
-            self.looked_at += 1
             if np.isfinite(bound):
                 queue = self._waiting if waits(target.configuration) else self.heap
                 queue.append(_Open(bound, number, _RELAXED))
+            self.looked_at = number + 1
         heapq.heapify(self.heap)
         self._now = _NOTHING
 
-    def step(self, limit: float) -> None:
+    def _step(self, here: "_Open", limit: float) -> None:
         """Bound the most promising configuration if it has only a relaxed bound, else solve below its next limit."""
-        self.tick()
-        self._now = here = heapq.heappop(self.heap)
+        self._now = here
+        heapq.heappop(self.heap)
         target = self._targets[here.number]
         if here.tries == _RELAXED:
             bound = max(here.bound, target.score(self._solvable(target.configuration).lower_ps))
@@ -230,7 +245,6 @@ class Search(Generic[C]):
                 heapq.heappush(self.heap, _Open(bound, here.number, 0))
         else:
             self._solve(here, target, limit)
-        self._now = _NOTHING
 
     def _solve(self, here: "_Open", target: Target[C], limit: float) -> None:
         """Solve a configuration below its next limit; without a plan its bound is higher, or it has none.
@@ -242,7 +256,6 @@ class Search(Generic[C]):
         self.plans.setdefault(here.number, ())
         known, cut = here.guess, cuts[0]
         if known is None:
-            self.tick()
             guessed = self._guess(here, target, limit)
             known = np.inf if guessed is None else target.score(guessed.objective_ps)
             if guessed is not None and known < limit:
@@ -265,13 +278,13 @@ class Search(Generic[C]):
         elif np.isfinite(cut):
             heapq.heappush(self.heap, _Open(cut, here.number, min(tries + 1, len(_LIMITS)), known))
 
-    def widen(self, limit: float) -> None:
+    def _widen(self, limit: float) -> None:
         """Know all plans up to a limit of what was solved below a nearer one, as far as that is little work."""
         for number, reach in self._reach.items():
             plans, above = self.plans[number], float(np.nextafter(limit, np.inf))
             if reach < above:
-                known = [plans[0].target], self._solvable, above, self._most, self._deadline, _MAX_WIDER_LABELS
-                self.plans[number] = plans_below(*known) or plans
+                known = [plans[0].target], self._solvable, above, self._most, _MAX_WIDER_LABELS
+                self.plans[number] = tuple(plans_below(*known)) or plans
 
     def _guess(self, here: "_Open", target: Target[C], limit: float) -> PricedSolution | None:
         """Return the best guess; where bounds are loose or no plan is known, guess ever further above until some is."""
@@ -289,8 +302,7 @@ class Search(Generic[C]):
 
     def bounds(self) -> tuple[tuple[float, Target[C]], ...]:
         """Return each configuration that a plan may fit in, with a lower bound on its score, the least first."""
-        known = {one.number: one.bound for one in self._left}
-        known |= {number: plans[0].score for number, plans in self.plans.items() if plans}
+        known = {one.number: one.bound for one in self._left} | self.final_scores()
         return tuple((bound, self._targets[number]) for number, bound in sorted(known.items(), key=lambda i: i[::-1]))
 
 

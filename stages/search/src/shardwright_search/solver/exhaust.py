@@ -1,11 +1,14 @@
 """Every target is solved up to a limit of its own, which may fall as plans of others are found."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.branch_and_bound import Search, Stopped
+from shardwright_search.solver.branch_and_bound import Search
+from shardwright_search.solver.stopping import ended
 from shardwright_search.solver.targets import Best, C, Solvable, Target
 
 
@@ -35,28 +38,10 @@ def exhaust(
     solved no further than it must be: all plans below its bound are known. `deadline` is a time of `monotonic`; it and
     Ctrl-C end the search early. `report` hears the least bound and how many targets are left.
     """
-    search = Search(targets, solvable, 1, deadline, np.inf, wide=True)
-    bounds = np.full(len(targets), np.inf)
-    stopped = False
-    try:
-        search.relax(lambda _: False)
-        while search.heap:
-            here = search.heap[0]
-            limit = limit_of(targets[here.number])
-            if here.bound >= limit:
-                bounds[here.number] = search.drop()
-                continue
-            report(search.min_bound, search.num_left)
-            search.step(limit)
-            if (guessed := search.guesses.pop(here.number, None)) is not None:
-                take(guessed)
-            for best in search.plans.get(here.number, ()):
-                bounds[here.number] = best.score
-                take(best)
-    except (Stopped, KeyboardInterrupt):
-        stopped = True
+    search = Search(targets, solvable, 1, np.inf, wide=True)
+    stopped = not ended(partial(search.run, limit_of, report, take), deadline)
     left = search.unsolved() if stopped else {}
-    for number, bound in left.items():
-        bounds[number] = bound
+    known = search.final_scores() | left
+    bounds = tuple(known.get(number, inf) for number in range(len(targets)))
     open_ = tuple(sorted(number for number, bound in left.items() if bound < limit_of(targets[number])))
-    return Exhausted(tuple(bounds.tolist()), open_, search.looked_at, len(search.plans), stopped)
+    return Exhausted(bounds, open_, search.looked_at, len(search.plans), stopped)

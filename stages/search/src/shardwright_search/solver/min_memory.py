@@ -3,16 +3,20 @@
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from shardwright_search.solver.partition import PricedSolution
-from shardwright_search.solver.problem import Options, Position, Problem, Solution, Start, price
+from shardwright_search.solver.problem import Options, PlanCost, Position, Problem, Solution, Start, price
 from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.memory import StageMemory, no_layers
 from shardwright_search.step.pareto import Ints, Numbers, non_dominated, pairs
+
+_ROUNDING = 1e-12
+"""More than the share by which floating-point sums of bytes are off."""
 
 
 def plain_plan(problem: Problem) -> PricedSolution | None:
@@ -20,19 +24,30 @@ def plain_plan(problem: Problem) -> PricedSolution | None:
 
     For each layout every type takes its fastest option, or its leanest. None: none fits.
     """
+    plans = [
+        PricedSolution(float(cost.objective_ps), s)
+        for s, cost in _even(problem)
+        if _missing_bytes(problem, s, cost) <= 0
+    ]
+    return min(plans, key=lambda plan: plan.objective_ps, default=None)
+
+
+def _even(problem: Problem) -> Iterator[tuple[Solution, PlanCost]]:
+    """Yield plans that cut layers evenly and treat all of a type alike."""
     layers, p = len(problem.layers) - 2, problem.pp_size
     ends = (*(1 + max(stage, layers * (stage + 1) // p) for stage in range(p - 1)), len(problem.layers))
     groups = _even_groups(problem)
-    budgets = [problem.device_groups[group].budget_bytes for group in groups]
-    plans = []
     stages = [stage for stage, (low, high) in enumerate(pairwise((0, *ends))) for _ in range(low, high)]
     for options in _alike(problem, groups):
         chosen = tuple(options[groups[stage]][kind] for stage, kind in zip(stages, problem.layers, strict=True))
         solution = Solution(ends, chosen, groups)
-        cost = price(problem, solution)
-        if all(used <= budget for used, budget in zip(cost.memory_bytes, budgets, strict=True)):
-            plans.append(PricedSolution(float(cost.objective_ps), solution))
-    return min(plans, key=lambda plan: plan.objective_ps, default=None)
+        yield solution, price(problem, solution)
+
+
+def _missing_bytes(problem: Problem, solution: Solution, cost: PlanCost) -> int:
+    """Return the most that a stage lacks; negative or 0 where the plan fits."""
+    budgets = (problem.device_groups[group].budget_bytes for group in solution.device_groups)
+    return max(int(used - budget) for used, budget in zip(cost.memory_bytes, budgets, strict=True))
 
 
 def _even_groups(problem: Problem) -> tuple[int, ...]:
@@ -77,6 +92,46 @@ class MinMemory(NamedTuple):
     """Bytes above the stage's budget; negative where it fits."""
 
 
+def least_missing_bytes(problem: Problem) -> float:
+    """Return a lower bound on the bytes that the scarcest stage lacks, known without a dynamic programme."""
+    most = max(group.budget_bytes for group in problem.device_groups)
+    return float(_least_behind(problem)[0, 0]) - most
+
+
+def _least_behind(problem: Problem) -> Numbers:
+    """Return the least that the fullest rank holds [first stage, first layer] of the stages and layers from there on.
+
+    Let c be the least of a layer's memory on a rank of a stage, and w > 0 a number for each stage. If no stage holds
+    more than B, the sum of w B over the stages is no less than the sum of the least w c over the layers. Activations of
+    the microbatch on its way and gradients may take turns: once these are counted, once those.
+    """
+    layers, least = np.array(problem.layers), np.zeros((problem.pp_size, len(problem.layers)))
+    for made in (False, True):
+        costs = _least_costs(problem, made)
+        usual = costs[:, int(np.bincount(layers).argmax())]
+        weights = 1 / usual if usual.min() > 0 else np.ones(len(usual))
+        weighted = np.minimum.accumulate((weights[:, None] * costs)[::-1])[::-1, layers]
+        behind = np.cumsum(weighted[:, ::-1], 1)[:, ::-1] / np.cumsum(weights[::-1])[::-1, None]
+        least = np.maximum(least, behind)
+    return least * (1 - _ROUNDING)
+
+
+def _least_costs(problem: Problem, made: bool) -> Numbers:
+    """Return the least memory [stages, types] of a layer; of a stage's rank times its relative width where they differ.
+
+    `made`: with gradients, in place of the activations of the microbatch on its way.
+    """
+    others = np.array(problem.in_flight)[:, None] - 1
+    if len(set(problem.relative_widths)) > 1:
+        others = np.full_like(others, others.min())
+    least = np.full((problem.pp_size, len(problem.device_groups[0].options)), np.inf)
+    for group, width in zip(problem.device_groups, problem.relative_widths, strict=True):
+        for kind, o in enumerate(group.options):
+            once = o.state_bytes + (o.late_bytes if made else o.activation_bytes)
+            least[:, kind] = np.minimum(least[:, kind], (width * (once + others * o.activation_bytes)).min(1))
+    return least
+
+
 class _MemoryState(NamedTuple):
     """The end of the layers so far, the stages' position, the last one's width, and the output layout."""
 
@@ -86,8 +141,19 @@ class _MemoryState(NamedTuple):
     output_layout: int
 
 
-def min_memory(problem: Problem) -> MinMemory:
-    """Return the plan whose scarcest stage lacks the least.
+def min_memory(problem: Problem, most_missing_bytes: float = inf) -> MinMemory | None:
+    """Return the plan whose scarcest stage lacks the least; None where each lacks more than `most_missing_bytes`.
+
+    No plan that lacks more than an even one is looked at.
+    """
+    even = min((_missing_bytes(problem, *plan) for plan in _even(problem)), default=inf)
+    plan = _lacking(problem, min(even, most_missing_bytes))
+    # Where widths differ the even plan may be one that cannot hand its layers over.
+    return _lacking(problem, most_missing_bytes) if plan is None and even < most_missing_bytes else plan
+
+
+def _lacking(problem: Problem, most_missing_bytes: float) -> MinMemory | None:
+    """Return the plan that lacks the least of those that lack no more than so much.
 
     A run of layers needs the least peak over all options, for each input layout and each output layout;
     cuts and groups that have the smallest largest lack are then found by a dynamic programme.
@@ -95,24 +161,33 @@ def min_memory(problem: Problem) -> MinMemory:
     costs_of = cache(lambda group, parts: GroupCosts(problem.device_groups[group], parts))
     runs_on = cache(lambda group, parts, start: _RunPeaks(problem, costs_of(group, parts), start))
     best = {_MemoryState(0, problem.start_position, 0, 0): MinMemory(0, 0, 0, -(1 << 62))}
+    first_ends = _first_ends(problem, most_missing_bytes)
     for stage in range(problem.pp_size):
         following: dict[_MemoryState, MinMemory] = {}
         for at, before in sorted(best.items()):
-            previous = problem.layers[at.end - 1] if at.end else -1
             for group, after in problem.placements[stage][at.position]:
                 on = problem.device_groups[group]
                 start = Start.FIRST if stage == 0 else Start.of_widths(at.width, on.width)
                 runs = runs_on(group, problem.phases(stage), start)
-                for end in problem.ends(stage, at.end):
-                    peaks = runs.peaks(previous, problem.layers[at.end : end])
-                    least = peaks.min(0) if start is Start.IN_PLACE else peaks[at.output_layout]
-                    for layout in np.flatnonzero(np.isfinite(least)).tolist():
+                most = most_missing_bytes + on.budget_bytes
+                ends = [end for end in problem.ends(stage, at.end) if end >= first_ends[stage]]
+                for end, least in runs.behind(at, ends, most):
+                    for layout in np.flatnonzero(np.isfinite(least) & (least <= most)).tolist():
                         peak = int(least[layout])
                         here = max(before, MinMemory(peak, stage, group, peak - on.budget_bytes), key=_missing)
                         where = _MemoryState(end, after, on.width, layout)
                         following[where] = min(following.get(where, here), here, key=_missing)
         best = following
-    return min(best.values(), key=_missing)
+    return min(best.values(), key=_missing, default=None)
+
+
+def _first_ends(problem: Problem, most_missing_bytes: float) -> list[int]:
+    """Return where each stage may end at the earliest, so that those behind it lack no more than so much together."""
+    if len(set(problem.relative_widths)) > 1:
+        return [0] * problem.pp_size
+    most = most_missing_bytes + max(group.budget_bytes for group in problem.device_groups)
+    too_much = (_least_behind(problem)[1:] > most).sum(1)
+    return [*too_much.tolist(), len(problem.layers)]
 
 
 class _MemoryLabels(NamedTuple):
@@ -129,11 +204,27 @@ class _RunPeaks:
     def __init__(self, problem: Problem, costs: GroupCosts, start: Start) -> None:
         self._problem, self._costs, self._start = problem, costs, start
 
+    def behind(self, at: _MemoryState, ends: Sequence[int], most: float) -> Iterator[tuple[int, Numbers]]:
+        """Yield each end that a run behind a state can have with the least peaks [output layout], up to a peak."""
+        layers = self._problem.layers
+        previous = layers[at.end - 1] if at.end else -1
+        for end in ends:
+            run = layers[at.end : end]
+            if self._least(previous, run) > most:  # which a longer run is, too
+                return
+            peaks = self.peaks(previous, run)
+            yield end, peaks.min(0) if self._start is Start.IN_PLACE else peaks[at.output_layout]
+
+    @cached_method
+    def _least(self, before: int, layers: tuple[int, ...]) -> float:
+        """Return the least peak of a run without what it gives out."""
+        for end in range(len(layers)):  # the shorter ones first, lest the recursion go deep
+            self._labels(before, layers[:end])
+        return float(self._labels(before, layers).memory.peak.max(1).min(initial=np.inf))
+
     @cached_method
     def peaks(self, before: int, layers: tuple[int, ...]) -> Numbers:
         """Return the least peak [received layout, output layout] of a run behind a layer; infinity: there is none."""
-        for end in range(len(layers)):  # the shorter ones first, lest the recursion go deep
-            self._labels(before, layers[:end])
         labels = self._labels(before, layers)
         least = np.full((self._problem.num_layouts, self._problem.num_layouts), np.inf)
         given = 0 if self._is_last(layers) else self._problem.boundary_bytes[layers[-1]][labels.output_layout]

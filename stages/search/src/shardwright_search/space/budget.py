@@ -3,19 +3,19 @@
 A search leaves room for communicators before it knows how many its plan makes.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes
-from shardwright_formats.types import GIB, Cluster, Model, Plan
+from shardwright_formats.types import GIB, ITEMSIZE, Cluster, Model, Plan
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.tied_weights import has_shared
+from shardwright_search.solver.stopping import ended
 from shardwright_search.space.configurations import Configuration, narrowed
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
@@ -79,15 +79,16 @@ def budgets_of_stages(plan: Plan, budgets: Mapping[str, int]) -> tuple[int, ...]
 
 def min_shortfall(instance: Instance, configurations: Sequence[Configuration]) -> Shortfall:
     """Return the least that is lacking, over configurations with one chunk: several chunks hold no less."""
-    from shardwright_search.solver.min_memory import min_memory
+    from shardwright_search.solver.min_memory import least_missing_bytes, min_memory
 
     single = [configuration._replace(num_chunks=1) for configuration in configurations]
     least: Shortfall | None = None
-    for bound, number in sorted((_min_share(instance, each), number) for number, each in enumerate(single)):
+    bounds = (least_missing_bytes(instance.problem(configuration)) for configuration in single)
+    for bound, number in sorted((bound, number) for number, bound in enumerate(bounds)):
         if least is not None and bound >= least.missing_bytes:
             break
-        plan = min_memory(instance.problem(single[number]))
-        if least is None or plan.missing_bytes < least.missing_bytes:
+        most = inf if least is None else least.missing_bytes - 1
+        if (plan := min_memory(instance.problem(single[number]), most)) is not None:
             node_type = instance.node_type(single[number], plan.group)
             least = Shortfall(single[number], plan.stage, node_type, plan.missing_bytes)
     if least is None:
@@ -96,37 +97,64 @@ def min_shortfall(instance: Instance, configurations: Sequence[Configuration]) -
 
 
 def infeasible(
-    instance: Instance, configurations: Sequence[Configuration], file: Path, subject: str = "even the leanest"
+    instance: Instance,
+    configurations: Sequence[Configuration],
+    file: Path,
+    subject: str = "even the leanest",
+    deadline: float = inf,
 ) -> Infeasible:
-    """Return what the configuration with the smallest need lacks; `subject` names it in the reason."""
-    shortfall = min_shortfall(instance, configurations)
-    cluster, request = instance.costs.cluster, instance.request
+    """Return what the configuration with the smallest need lacks; `subject` names it in the reason.
+
+    Where that takes longer than until a deadline, it is what all states lack on all devices together.
+    """
+    shortfalls: list[Shortfall] = []
+    if not ended(lambda: shortfalls.append(min_shortfall(instance, configurations)), deadline):
+        return _by_division(instance, file)
+    (shortfall,) = shortfalls
     # Measured memory may be more than the tables say by a factor.
     missing_bytes = ceil(shortfall.missing_bytes * instance.costs.profiles_on(shortfall.node_type).memory_factor)
-    min_bytes = budgets_of(request, cluster, file)[shortfall.node_type] + missing_bytes
+    exact = shortfall.configuration in configurations
+    lack = f"lacks {'' if exact else 'more than '}{missing_bytes} bytes a rank in pipeline stage {shortfall.stage}"
+    reason = f"{subject} ({shortfall.configuration}) {lack}"
+    return _lacking(instance, reason, shortfall.node_type, missing_bytes, exact, file)
+
+
+def _lacking(
+    instance: Instance, reason: str, node_type: str, missing_bytes: int, exact: bool, file: Path
+) -> Infeasible:
+    """Return what is lacking on a node type, with the remedy."""
+    cluster, request = instance.costs.cluster, instance.request
+    min_bytes = budgets_of(request, cluster, file)[node_type] + missing_bytes
     # Rounded up to a number that is read back as enough.
     min_gib = ceil((min_bytes / GIB + request.reserve_gib) * 1e6) / 1e6
-    exact = shortfall.configuration in configurations
     amount = f"{'at least' if exact else 'more than'} {min_gib:.6f}"
     remedy = f"raise memory_gib to {amount}"
-    if min_gib * GIB > cluster.node_types[shortfall.node_type].memory_bytes:
+    if min_gib * GIB > cluster.node_types[node_type].memory_bytes:
         remedy = f"take devices of {amount} GiB"
-    return Infeasible(
-        f"no plan fits: {subject} ({shortfall.configuration}) lacks {'' if exact else 'more than '}{missing_bytes} "
-        f"bytes a rank in pipeline stage {shortfall.stage}: {remedy}",
-        missing_bytes,
-        min_bytes,
-        exact,
+    return Infeasible(f"no plan fits: {reason}: {remedy}", missing_bytes, min_bytes, exact)
+
+
+def states_beyond_budget(instance: Instance) -> int:
+    """Return bytes that a rank lacks in the mean, however the states of all parameters are shared out; 0: none.
+
+    States are the parameters as stored, their gradients in the smaller format, and the optimizer's two moments.
+    """
+    precision, counts = instance.costs.precision, Counter(instance.costs.cluster.node_type_of_rank)
+    stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
+    states = instance.costs.model.parameter_count * (3 * stored + min(stored, reduced))
+    budgets = sum(count * instance.budgets[name] for name, count in counts.items())
+    return max(0, (states - budgets) // counts.total())
+
+
+def _by_division(instance: Instance, file: Path) -> Infeasible:
+    """Return what is lacking however the states are shared out, which is less than any plan lacks."""
+    missing, roomiest = states_beyond_budget(instance), max(instance.budgets, key=instance.prices.with_process)
+    missing_bytes = int(missing * instance.costs.profiles_on(roomiest).memory_factor)
+    devices = instance.costs.cluster.num_devices
+    reason = (
+        f"states shared out among all {devices} ranks, without activations, lack more than {missing_bytes} bytes a rank"
     )
-
-
-def _min_share(instance: Instance, configuration: Configuration) -> float:
-    """Return a lower bound on the bytes that are lacking: the least of each layer on all ranks, shared out evenly."""
-    problem = instance.problem(configuration)
-    by_group = [[(o.state_bytes + o.activation_bytes).min() for o in group.options] for group in problem.device_groups]
-    least = (np.array(by_group) * np.array(problem.relative_widths)[:, None]).min(0)
-    total = sum(least[kind] for kind in problem.layers)
-    return float(total / problem.pp_size - max(group.budget_bytes for group in problem.device_groups))
+    return _lacking(instance, reason, roomiest, missing_bytes, False, file)
 
 
 def room_bytes(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> int:

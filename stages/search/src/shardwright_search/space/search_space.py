@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import chain, islice, product, takewhile
+from itertools import accumulate, chain, islice, product
 from pathlib import Path
-from time import monotonic
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +17,7 @@ from shardwright_search.cost_model.tied_weights import has_shared
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.min_memory import plain_plan
 from shardwright_search.solver.partition import Pipeline, PricedSolution
+from shardwright_search.solver.stopping import ended, latest, soon
 from shardwright_search.solver.targets import Best, Solvable, Target
 from shardwright_search.space.budget import budgets_of, room_bytes
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
@@ -29,8 +29,6 @@ _ROUNDING_BYTES = 16
 """The most that rounding up each term of a corrected memory can add."""
 _MAX_RECENT = 6
 _MAX_PLAIN = 20
-_PLAIN_S = 5.0
-"""How long plain plans are looked for, and plans of equal widths where any widths were asked for."""
 
 
 class Unlisted(NamedTuple):
@@ -184,18 +182,23 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         """
         single = [target for target in targets if target.configuration.num_chunks == 1]
         if self.instance.request.stage_widths is not StageWidths.ANY:
-            return self._plain(single)
-        alike = ((target, equal) for target in single for equal in self._of_equal_width(target.configuration))
-        equals = tuple(dict.fromkeys(target._replace(configuration=equal) for target, equal in alike))
-        best = optimize(equals, self.solvable, deadline=monotonic() + _PLAIN_S, wide=True).best
-        return best or self._plain(equals) or self._plain(single)
+            return latest(self._plain(single), soon(0.0))[0]
+        equals, until = dict[Target[Configuration], None](), soon(0.0)
 
-    def _plain(self, targets: Iterable[Target[Configuration]]) -> Best[Configuration] | None:
-        deadline = monotonic() + _PLAIN_S
-        soon = takewhile(lambda _: monotonic() < deadline, targets)
-        solved = ((target, plain_plan(self.instance.problem(target.configuration))) for target in soon)
+        def list_equals() -> None:
+            for target in single:
+                for equal in self._of_equal_width(target.configuration):
+                    equals[target._replace(configuration=equal)] = None
+
+        ended(list_equals, until)
+        best = optimize(tuple(equals), self.solvable, deadline=until, wide=True).best
+        return best or latest(self._plain([*equals, *single]), soon(0.0))[0]
+
+    def _plain(self, targets: Iterable[Target[Configuration]]) -> Iterator[Best[Configuration]]:
+        """Yield the best plain plan so far."""
+        solved = ((target, plain_plan(self.instance.problem(target.configuration))) for target in targets)
         plans = (Best(target, plan, target.score(plan.objective_ps)) for target, plan in solved if plan is not None)
-        return min(islice(plans, _MAX_PLAIN), key=lambda best: best.score, default=None)
+        yield from accumulate(islice(plans, _MAX_PLAIN), _lesser)
 
     def _of_equal_width(self, configuration: Configuration) -> Iterator[Configuration]:
         """Yield the configuration with stages of equal width, if it has plans."""
@@ -226,6 +229,10 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
             yield configuration
             return
         yield from (configuration._replace(ends=(first, last)) for first, last in product(names, repeat=2))
+
+
+def _lesser(best: Best[Configuration], other: Best[Configuration]) -> Best[Configuration]:
+    return min(best, other, key=lambda each: each.score)
 
 
 def space_of(

@@ -1,0 +1,176 @@
+"""Time limits and Ctrl-C: they hold wherever a command is, and what is known then is told and true."""
+
+import signal
+from contextlib import suppress
+from math import inf
+from pathlib import Path
+from time import monotonic, process_time
+
+import numpy as np
+import pytest
+from command_calls import call
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_problems import random_mixed, random_problem
+from test_search_simulation import F1B, GPIPE, INTERLEAVED
+
+from shardwright_search import alternatives, search
+from shardwright_search.cli import APP
+from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
+from shardwright_search.simulation import simulator
+from shardwright_search.simulation.simulator import StageTimes
+from shardwright_search.solver.min_memory import least_missing_bytes, min_memory
+from shardwright_search.solver.stopping import Stopped, ended, latest, stopped_at
+
+FILE = Path("s.json")
+SLACK_S = 2.0
+"""The time that an answer may take behind its limit, on a machine where other processes run, too."""
+
+
+def spin():
+    while True:
+        pass
+
+
+def test_work_without_an_end_is_stopped_and_leaves_others_their_timer():
+    before = signal.getsignal(signal.SIGALRM)
+    outer_s, again_s = signal.setitimer(signal.ITIMER_REAL, 50, 7)  # the tests have one
+    assert not ended(spin, monotonic() + 0.05)
+    assert ended(lambda: None, monotonic() + 60)
+    left_s, left_again_s = signal.setitimer(signal.ITIMER_REAL, outer_s, again_s)
+    assert 30 < left_s < 49.95 and left_again_s == 7 and signal.getsignal(signal.SIGALRM) is before
+
+
+def test_of_nested_limits_the_first_one_counts():
+    began, outer, inner = monotonic(), [], []
+    with suppress(Stopped), stopped_at(began + 0.05):
+        inner.append(ended(spin, began + 60))
+        outer.append("goes on")
+        spin()
+    assert (inner, outer) == ([False], ["goes on"]) and monotonic() - began < 30
+    with suppress(Stopped), stopped_at(began + 60):
+        inner.append(ended(spin, monotonic() + 0.05))
+        outer.append("has time")
+    assert (inner, outer[1:]) == ([False, False], ["has time"])
+
+
+class Finalized:
+    def __del__(self):
+        spin()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_limit_that_was_dropped_in_a_finalizer_comes_again():
+    def work():
+        Finalized()
+        spin()
+
+    assert not ended(work, monotonic() + 0.05)
+
+
+def test_parts_of_other_work_pass_a_stop_on():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert not ended(interrupted, inf)
+    with pytest.raises(KeyboardInterrupt):
+        ended(interrupted, None)
+    with pytest.raises(Stopped), stopped_at(monotonic() + 0.05):
+        ended(spin, None)
+
+
+def test_the_last_value_before_the_limit_is_taken():
+    def values():
+        yield from (1, 2)
+        spin()
+
+    assert latest(values(), monotonic() + 0.05) == (2, False)
+    assert latest(iter((1, 2)), inf) == (2, True)
+    assert latest((), inf) == (None, True)
+
+
+PHASES = (
+    (search, "simulated"),
+    (search, "other_configurations"),
+    (search, "further"),
+    (search, "changed"),
+    (alternatives, "_improved"),
+    (alternatives, "guess"),
+)
+
+
+@pytest.mark.parametrize("module, name", PHASES)
+@pytest.mark.parametrize("limit_s", [None, 0.3])
+def test_whatever_has_no_end_behind_the_search_its_plan_is_the_answer(make, monkeypatch, module, name, limit_s):
+    """Without a limit Ctrl-C ends it."""
+    model, cluster = make.model(3), make.cluster()
+    given = make.request(), model, cluster, make.profiles(model, cluster), FILE, lambda _: None
+    whole = find_best(*given)
+
+    def endless(*_):
+        if limit_s is None:
+            signal.raise_signal(signal.SIGINT)
+        spin()
+
+    monkeypatch.setattr(module, name, endless)
+    began = monotonic()
+    answer = find_best(*given, limit_s)
+    assert isinstance(answer, SearchAnswer) and answer.stopped and monotonic() - began < (limit_s or 0) + SLACK_S
+    assert answer.optimum_s == whole.optimum_s and answer.bound_s == whole.bound_s
+
+
+def test_a_space_whose_listing_has_no_end_is_given_up(make, monkeypatch):
+    monkeypatch.setattr(search, "space_of", lambda *_: spin())
+    model, cluster = make.model(3), make.cluster()
+    with pytest.raises(StoppedEarly, match="no plan was found before the search was stopped: give it more time"):
+        find_best(make.request(), model, cluster, make.profiles(model, cluster), FILE, lambda _: None, 0.1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([random_problem, random_mixed]))
+def test_no_plan_lacks_less_than_the_bound_by_division(seed, problem_of):
+    problem = problem_of(seed)
+    plan = min_memory(problem)
+    assert least_missing_bytes(problem) <= plan.missing_bytes
+    assert min_memory(problem, plan.missing_bytes) == plan
+    assert min_memory(problem, plan.missing_bytes - 1) is None
+
+
+def test_what_cannot_fit_is_answered_at_once_by_the_byte():
+    began = process_time()
+    told = call(APP, "advise", "llama-3-405b", "--gpus", "8x8:H100-SXM", "--batch", 512, "--time-limit", 60)
+    assert told.exit_code == 3 and process_time() - began < 10  # 0.5; it was 105
+    assert "even the leanest lacks 39.78 GiB a rank: take more GPUs, GPUs that leave 115.78 GiB" in told.stderr
+
+
+def test_what_cannot_fit_is_answered_by_division_where_the_time_is_up(monkeypatch):
+    monkeypatch.setattr("shardwright_search.solver.min_memory.min_memory", lambda *_: spin())
+    told = call(APP, "advise", "llama-3-405b", "--gpus", "8x8:H100-SXM", "--batch", 512, "--time-limit", 0)
+    # 405,853,388,800 x 16 bytes / 64 is 94.5 GiB; a process and its communicators hold 2.4, and 76 are there.
+    assert told.exit_code == 3 and "even the leanest lacks more than 20.87 GiB a rank" in told.stderr
+
+
+@pytest.mark.parametrize("batch", [1_000_003, pytest.param(2**22, marks=pytest.mark.long)])
+def test_batches_of_a_million_microbatches_have_an_answer_in_time(batch):
+    began = process_time()
+    told = call(APP, "advise", "llama-2-7b", "--gpus", "8:H100-SXM", "--batch", batch)
+    assert told.exit_code == 0 and "the best plan" in told.output
+    assert process_time() - began < 3 + 10  # 4; it was more than 100
+
+
+def random_ranges(rng, count):
+    passes = rng.integers(1, 100_000, (count, 2)).tolist()
+    return [StageTimes(*both, int(rng.integers(0, 25_000)) * (i < count - 1), 30, 7) for i, both in enumerate(passes)]
+
+
+@pytest.mark.parametrize("schedule, chunks, within", [(F1B, 1, 0), (GPIPE, 1, 0), (INTERLEAVED, 2, 0.01)])
+def test_many_microbatches_take_what_they_take_when_all_are_played(monkeypatch, schedule, chunks, within):
+    """Stages of random times soon repeat themselves: the rest is known to the picosecond; interleaved ones may not."""
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        ranges, microbatches = random_ranges(rng, chunks * int(rng.integers(1, 7))), int(rng.integers(400, 460))
+        monkeypatch.setattr(simulator, "_MAX_PASSES", 2**40)
+        whole = simulator.step_time_ps(ranges, schedule, microbatches, chunks)
+        monkeypatch.setattr(simulator, "_MAX_PASSES", 2 * len(ranges) * 120)
+        assert simulator.num_played(len(ranges), len(ranges) // chunks, microbatches) < microbatches
+        assert abs(simulator.step_time_ps(ranges, schedule, microbatches, chunks) - whole) <= within * whole
