@@ -6,6 +6,8 @@ from test_search_cli import call, options, plan
 
 from shardwright_formats.io import read_document, write_document
 from shardwright_formats.types import Plan
+from shardwright_search.explain import what_if
+from shardwright_search.search import SearchAnswer
 from shardwright_search.space.request import SearchRequest
 
 
@@ -47,6 +49,23 @@ def test_with_the_search_file_it_tells_of_neighbouring_kinds_and_of_more_means(i
     assert progress[-1] == f"search {len(progress)} of {len(progress)}: one more n node"
     alone = explain(inputs, searched)
     assert "memory binds" in alone.stdout and "neighbouring kind" not in alone.stdout and not alone.stderr
+
+
+@pytest.mark.parametrize("limit, searches", [((), 2), (("--time-limit", 600), 2), (("--time-limit", 0), None)])
+def test_ctrl_c_ends_all_searches_and_a_time_limit_each(inputs, searched, monkeypatch, limit, searches):
+    whole = what_if.find_best
+
+    def stopped(request, *given):
+        answer = whole(request, *given[:-1])
+        return (
+            replace(answer, stopped=True) if isinstance(answer, SearchAnswer) and not request.fine_grained else answer
+        )
+
+    monkeypatch.setattr(what_if, "find_best", stopped)
+    result = explain(inputs, searched, "--search", inputs["search"], *limit)
+    assert result.exit_code == 0 and "(the best so far)" in result.stdout
+    progress = result.stderr.splitlines()
+    assert len(progress) == (searches or int(progress[0].split()[3][:-1]))
 
 
 def test_with_a_second_plan_it_tells_how_they_differ(inputs, searched, make, tmp_path):

@@ -2,8 +2,10 @@
 
 import signal
 from contextlib import suppress
+from functools import partial
 from math import inf
 from pathlib import Path
+from threading import Timer
 from time import monotonic, process_time
 
 import numpy as np
@@ -15,12 +17,16 @@ from random_problems import random_mixed, random_problem
 from test_search_simulation import F1B, GPIPE, INTERLEAVED
 
 from shardwright_search import alternatives, search
+from shardwright_search.advise.question import question_of
 from shardwright_search.cli import APP
+from shardwright_search.options import AdviseOptions
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.simulation import simulator
 from shardwright_search.simulation.simulator import StageTimes
+from shardwright_search.solver.milp import solve
 from shardwright_search.solver.min_memory import least_missing_bytes, min_memory
 from shardwright_search.solver.stopping import Stopped, ended, latest, stopped_at
+from shardwright_search.space.search_space import space_of
 
 FILE = Path("s.json")
 SLACK_S = 2.0
@@ -174,3 +180,21 @@ def test_many_microbatches_take_what_they_take_when_all_are_played(monkeypatch, 
         monkeypatch.setattr(simulator, "_MAX_PASSES", 2 * len(ranges) * 120)
         assert simulator.num_played(len(ranges), len(ranges) // chunks, microbatches) < microbatches
         assert abs(simulator.step_time_ps(ranges, schedule, microbatches, chunks) - whole) <= within * whole
+
+
+def _long_problem():
+    question = question_of(AdviseOptions(model="llama-2-7b", gpus="8:H100-SXM", batch=64))
+    space = space_of(question.request, question.model, question.cluster, question.profiles, FILE)
+    deepest = max((target.configuration for target in space.targets), key=lambda each: each.pp_size)
+    return space.instance.problem(deepest)
+
+
+def test_highs_is_cancelled_by_a_limit_and_by_ctrl_c():
+    problem, began = _long_problem(), monotonic()
+    assert not ended(partial(solve, problem, 600.0), monotonic() + 0.5)
+    assert monotonic() - began < 60
+    ctrl_c = Timer(0.5, signal.raise_signal, [signal.SIGINT])
+    ctrl_c.start()
+    with pytest.raises(KeyboardInterrupt):
+        solve(problem, 600.0)
+    assert monotonic() - began < 120

@@ -102,7 +102,9 @@ def _search_section(search: SearchOutcome) -> str:
             "".join(f"<p><strong>{kind}</strong>{escape(words)}</p>" for kind, words in provenance(search).items()),
             _tiles(tiles),
             _figure("Predicted memory of a rank, by pipeline stage", draw_memory(estimate, budget)),
-            _figure(f"Simulated step ({escape(plan.schedule)})", draw_timeline(plan, estimate)),
+            _figure(f"Simulated step ({escape(plan.schedule)})", draw_timeline(plan, estimate))
+            if estimate.timeline
+            else "",
             _measured(search),
             _proof_and_warnings(search),
         )

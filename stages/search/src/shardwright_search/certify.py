@@ -1,6 +1,6 @@
 """The independent certificate: HiGHS is handed the search's own configurations and asked for a better plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic
 
@@ -12,6 +12,7 @@ from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.search import SearchAnswer
 from shardwright_search.solver.milp import HighsAnswer, highs_version, solve
 from shardwright_search.solver.problem import Problem, price
+from shardwright_search.solver.stopping import ended, latest
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
@@ -49,8 +50,10 @@ def certificate(
     so are interleaved schedules, which have another programme. Raises RunFailed where HiGHS finds a better plan,
     or none as good.
     """
-    version, deadline = highs_version(), monotonic() + time_limit_s
-    first = f"{version}: {_own_configuration(space.instance, best, deadline)}"
+    version, deadline, own = highs_version(), monotonic() + time_limit_s, list[str]()
+    if not ended(lambda: own.append(_own_configuration(space.instance, best, deadline)), deadline):
+        own, deadline = ["the best plan's configuration was not decided in time"], 0.0
+    first = f"{version}: {own[0]}"
     others = [target for target in space.targets if target.configuration != best.target.configuration]
     ruled_out, undecided, interleaved = _other_configurations(space, others, best, deadline, report)
     left = [f"{undecided} not decided within {time_limit_s:g} s"] if undecided else []
@@ -80,23 +83,35 @@ def _other_configurations(
     deadline: float,
     report: Callable[[str], None],
 ) -> tuple[int, int, int]:
-    """Return how many other configurations are ruled out, undecided, and interleaved.
+    """Return how many other configurations are ruled out, undecided, and interleaved."""
+    single = [target for target in others if target.configuration.num_chunks == 1]
+    ruled_out, _ = latest(_ruled_out(space, single, best, deadline, report), deadline)
+    return ruled_out or 0, len(single) - (ruled_out or 0), len(others) - len(single)
+
+
+def _ruled_out(
+    space: SearchSpace,
+    single: list[Target[Configuration]],
+    best: Best[Configuration],
+    deadline: float,
+    report: Callable[[str], None],
+) -> Iterator[int]:
+    """Yield the number of configurations that are ruled out so far.
 
     They are solved in rounds. Each open one gets an even share of the time that is left, the least promising first:
     these take the least time, and what they leave goes to the others.
     """
-    single = [target for target in others if target.configuration.num_chunks == 1]
-    single.sort(key=lambda target: -target.score(space.solvable(target.configuration).relaxed_bound_ps))
-    instance, ruled_out, waiting = space.instance, 0, single
+    waiting = sorted(single, key=lambda t: -t.score(space.solvable(t.configuration).relaxed_bound_ps))
+    instance, ruled_out = space.instance, 0
     while waiting and monotonic() < deadline:
         following = []
         for number, target in enumerate(waiting):
             report(f"HiGHS: configuration {number + 1} of {len(waiting)}")
             answer = _other_configuration(instance, target, best, (deadline - monotonic()) / (len(waiting) - number))
             ruled_out += answer.done and answer.solution is None
+            yield ruled_out
             following += [] if answer.done else [target]
         waiting = following
-    return ruled_out, len(single) - ruled_out, len(others) - len(single)
 
 
 def _other_configuration(

@@ -17,6 +17,7 @@ from shardwright_search.alternatives import MAX_NEAR, NEAR, changed, further, ot
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.robust import Regrets, regrets_of
+from shardwright_search.simulation.simulator import num_played
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.stopping import Stopped, latest, soon, stopped_at
 from shardwright_search.solver.targets import Best, Optimum
@@ -244,7 +245,7 @@ def _answer(
     several = len(ranked) > 1
     chosen = next((each for each in ranked if several and fits(_candidate(instance, each))), ranked[0])
     left, scale = space.open_below(optimum.best.score), chosen.target.scale * 1e12
-    candidate = _candidate(instance, chosen, timeline=True)
+    candidate = _candidate(instance, chosen, timeline=_is_short(chosen.target.configuration))
     return SearchAnswer(
         chosen=candidate,
         optimum_s=optimum.best.score / scale,
@@ -269,6 +270,12 @@ def _no_plan(space: SearchSpace, deadline: float) -> Infeasible:
     name = "even the leanest" if unlisted is None else "the leanest of equal widths"
     configurations = [target.configuration for target in space.targets]
     return infeasible(space.instance, configurations, space.file, name, soon(deadline))
+
+
+def _is_short(configuration: Configuration) -> bool:
+    """Return whether all passes of a step are played, so that a timeline may have them."""
+    num_stages, num_microbatches = configuration.pp_size, configuration.num_microbatches
+    return num_played(num_stages * configuration.num_chunks, num_stages, num_microbatches) == num_microbatches
 
 
 def _all_regrets(

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
@@ -22,6 +23,7 @@ from shardwright_search.explain.tables import answers_shown, difference, explana
 from shardwright_search.explain.what_if import WhatIf, WhatIfAnswer, answer, neighbours, outlook
 from shardwright_search.options import ExplainOptions, SimulateOptions
 from shardwright_search.simulation.chrome_trace import chrome_trace
+from shardwright_search.solver.stopping import was_interrupted
 from shardwright_search.space.budget import budgets_of, budgets_of_stages
 from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import SearchRequest, batch_sizes
@@ -108,11 +110,15 @@ def _further(
 
 
 def _answers(questions: Sequence[WhatIf], time_limit_s: float | None) -> list[WhatIfAnswer]:
+    """Return the answers; after Ctrl-C those to the first questions, the last one as far as it was known."""
     answers = []
     with progress() as report:
         for number, question in enumerate(questions, 1):
             report(f"search {number} of {len(questions)}: {question.difference}")
+            began_s = monotonic()
             answers.append(answer(question, time_limit_s))
+            if answers[-1].stopped and was_interrupted(began_s, time_limit_s):
+                break
     return answers
 
 

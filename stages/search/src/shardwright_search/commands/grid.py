@@ -27,6 +27,7 @@ from shardwright_search.commands.prediction import (
 )
 from shardwright_search.options import GridOptions
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
+from shardwright_search.solver.stopping import was_interrupted
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
 from shardwright_search.space.request import CellAnswer, Grid, GridAnswers, SearchRequest
 
@@ -63,7 +64,7 @@ class _Cells(NamedTuple):
 
         A cell without a plan says why, and stops no other.
         """
-        key, file, time_limit_s = self.key(search), self.options.grid, self.options.time_limit
+        key, file, time_limit_s, began_s = self.key(search), self.options.grid, self.options.time_limit, monotonic()
         given = search, self.model, self.cluster, self.inputs.profiles, file
         try:
             answer: SearchAnswer | Infeasible | None = find_best(*given, lambda _: None, time_limit_s)
@@ -71,7 +72,7 @@ class _Cells(NamedTuple):
             is_stopped = isinstance(answer, SearchAnswer) and answer.stopped
         except BadInput as error:
             answer, reason, is_stopped = None, ": ".join(map(str, error.args[1:])), isinstance(error, StoppedEarly)
-        if is_stopped and time_limit_s is None:
+        if is_stopped and was_interrupted(began_s, time_limit_s):
             raise KeyboardInterrupt  # the search took it for the wish to have its best plan so far
         if isinstance(answer, SearchAnswer):
             plan, files = answer.chosen.plan, self.inputs.files | {"search": file}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -33,6 +34,7 @@ from shardwright_search.commands.prediction import (
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import PlanOptions, VerifyOptions
 from shardwright_search.search import SearchAnswer, find_best
+from shardwright_search.solver.stopping import Stopped, soon, stopped_at
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.request import Objective, SearchRequest
@@ -63,12 +65,13 @@ def plan(options: PlanOptions) -> None:
 
         highs_version()
     files = {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
+    deadline = inf if options.time_limit is None else monotonic() + options.time_limit
     with progress() as report:
         answer = find_best(*given, report, options.time_limit)
         if isinstance(answer, Infeasible):
             from shardwright_search.explain.what_if import further_remedies
 
-            raise NothingFits(f"{options.search}: {answer.reason}{further_remedies(*given)}")
+            raise NothingFits(f"{options.search}: {answer.reason}{further_remedies(*given, deadline)}")
         if options.prove:
             searched = msgspec.structs.replace(request, reserve_gib=answer.reserve_gib)
             second_opinion = prove(answer, searched, *given[1:], options.prove_time_limit, report)
@@ -76,7 +79,11 @@ def plan(options: PlanOptions) -> None:
             if answer.reserve_gib > request.reserve_gib:
                 problem = f"no certificate: communicators needed a reserve_gib of {answer.reserve_gib:.6f}"
                 raise BadInput(options.search, problem, "write this reserve_gib")
-            certificate = _certificate(answer, space_of(*given), files, report)
+            try:
+                with stopped_at(soon(deadline)):
+                    certificate = _certificate(answer, space_of(*given), files, report)
+            except Stopped:
+                raise RunFailed("no certificate: the time limit was over before it was made") from None
     best_plan = answer.chosen.plan
     budgets_bytes = budgets_of_stages(best_plan, budgets_of(request, cluster, options.search))
     prediction = prediction_of_searched(answer, request, budgets_bytes, files, inputs.warnings, second_opinion)

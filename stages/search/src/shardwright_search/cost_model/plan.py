@@ -65,9 +65,10 @@ def evaluate(
     timeline: bool = True,
     sends: Sends = Sends.ASYNCHRONOUS,
 ) -> Evaluation:
-    """Return the price of a plan; `costs` is its cost model, if it is known already. Without `timeline` no events are.
+    """Return the price of a plan; `costs` is its cost model, if it is known already.
 
-    `sends` are those of the timeline; it raises ValueError where they let stages wait for one another for ever.
+    Without `timeline` there are no events, and very many microbatches are not all played. `sends` are those of the
+    timeline; it raises ValueError where they let stages wait for one another for ever.
 
     Raises BadInput when a profile is of another model, device or precision, or lacks a point.
     """
@@ -79,9 +80,8 @@ def evaluate(
     always_ps = _always_ps(plan, costs)
     times, num_chunks = [each.times for each in ranges], len(plan.stages[0].layers)
     shape = plan.schedule, plan.num_microbatches, num_chunks
-    played = num_played(len(times), len(plan.stages), plan.num_microbatches)
-    whole = played == plan.num_microbatches or sends is not Sends.ASYNCHRONOUS
-    simulation = simulate(times, *shape, sends) if timeline and whole else Simulation((), step_time_ps(times, *shape))
+    more = plan.num_microbatches - num_played(len(times), len(plan.stages), plan.num_microbatches)
+    simulation = simulate(times, *shape, sends) if timeline else Simulation((), step_time_ps(times, *shape))
     objective_ps = always_ps + _closed_form_ps(plan, stages)
     step_s = (simulation.step_ps + always_ps) / _PER_SECOND
     bound_ps = lower_bound_ps(times, plan.num_microbatches, num_chunks) + always_ps
@@ -95,9 +95,8 @@ def evaluate(
         timeline=_timeline(simulation),
     )
     priced = {warning for each in ranges for warning in each.warnings}
-    if not whole:
-        rest = plan.num_microbatches - played
-        priced.add(f"simulated {played} microbatches, {rest} more at the pace of the last ones; no timeline")
+    if more and not timeline:
+        priced.add(f"{more} of {plan.num_microbatches} microbatches were taken to pass as those before; no timeline")
     warnings, used = (*provenance_warnings(plan, profiles), *sorted(priced)), profiles.used(plan.cluster)
     return Evaluation(estimate, objective_ps, warnings, used[0].reference_s if len(used) == 1 else 0.0)
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -11,8 +12,9 @@ from msgspec.structs import replace
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Cluster, Model, Plan, Recompute
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
-from shardwright_search.search import SearchAnswer, find_best
-from shardwright_search.space.budget import Infeasible, min_shortfall
+from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
+from shardwright_search.solver.stopping import Stopped, latest, soon
+from shardwright_search.space.budget import Infeasible, min_shortfall, states_beyond_budget
 from shardwright_search.space.configurations import configurations, divisors, narrowed
 from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes
 from shardwright_search.space.search_space import space_of
@@ -39,6 +41,11 @@ class WhatIfAnswer(NamedTuple):
 
     difference: str
     result: SearchAnswer | Infeasible | BadInput
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the search ended before it was done."""
+        return isinstance(self.result, StoppedEarly) or (isinstance(self.result, SearchAnswer) and self.result.stopped)
 
 
 def answer(question: WhatIf, time_limit_s: float | None = None) -> WhatIfAnswer:
@@ -128,23 +135,31 @@ class Remedies(NamedTuple):
     """The least number of nodes that fits and that the profiles cover; known for clusters of equal nodes."""
 
 
-def remedies(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> Remedies:
-    """Return the remedies: smaller batches are tried, the largest first, and more nodes, the fewest first."""
-    batches = reversed(divisors(min(batch_sizes(request)))[:-1])
-    smaller = ((size, replace(request, global_batch_size=size), cluster) for size in batches)
-    counts = _more_nodes(cluster, profiles)
-    wider = ((count, request, more_nodes(cluster, 0, count - cluster.nodes[0].count)) for count in counts)
+def remedies(
+    request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path, deadline: float = inf
+) -> Remedies:
+    """Return the remedies found in time: smaller batches, the largest first, then more nodes, the fewest first."""
 
     def first_that_fits(tried: Iterable[tuple[int, SearchRequest, Cluster]]) -> int | None:
-        fitting = (number for number, changed, wide in tried if _fits(changed, model, wide, profiles, file))
+        fitting = (n for n, changed, wide in tried if _fits(changed, model, wide, profiles, file, deadline))
         return next(fitting, None)
 
-    return Remedies(first_that_fits(smaller), first_that_fits(wider))
+    def search() -> Iterator[Remedies]:
+        batches = reversed(divisors(min(batch_sizes(request)))[:-1])
+        smaller = first_that_fits((size, replace(request, global_batch_size=size), cluster) for size in batches)
+        yield Remedies(smaller, None)
+        counts = _more_nodes(cluster, profiles)
+        wider = ((count, request, more_nodes(cluster, 0, count - cluster.nodes[0].count)) for count in counts)
+        yield Remedies(smaller, first_that_fits(wider))
+
+    return latest(search(), soon(deadline))[0] or Remedies(None, None)
 
 
-def further_remedies(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> str:
+def further_remedies(
+    request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path, deadline: float = inf
+) -> str:
     """Return the remedies of an infeasible request as the end of its one line; empty where there are none."""
-    batch, nodes = remedies(request, model, cluster, profiles, file)
+    batch, nodes = remedies(request, model, cluster, profiles, file, deadline)
     words = "" if batch is None else f", or lower global_batch_size to {batch}, the largest divisor that fits"
     return words if nodes is None else f"{words}, or take {nodes} nodes of {cluster.nodes[0].node_type}"
 
@@ -158,10 +173,14 @@ def _more_nodes(cluster: Cluster, profiles: Profiles) -> range:
     return range(0) if others else range(group.count + 1, most + 1)
 
 
-def _fits(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path) -> bool:
+def _fits(
+    request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path, deadline: float
+) -> bool:
     """Return whether some plan fits; a request that is refused, or not covered by the profiles, is no remedy."""
     try:
         space = space_of(request, model, cluster, profiles, file)
+        if states_beyond_budget(space.instance) > 0:
+            return False
         listed = [target.configuration for target in space.targets]
         if min_shortfall(space.instance, listed).missing_bytes > 0:
             return False
@@ -169,6 +188,9 @@ def _fits(request: SearchRequest, model: Model, cluster: Cluster, profiles: Prof
         if single and min_shortfall(space.instance, single).missing_bytes <= 0:
             return True
         # Several chunks may hold more than one: their need is only known by searching.
-        return not isinstance(find_best(request, model, cluster, profiles, file, report=lambda _: None), Infeasible)
+        left_s = None if deadline == inf else deadline - monotonic()
+        return not isinstance(find_best(request, model, cluster, profiles, file, lambda _: None, left_s), Infeasible)
+    except StoppedEarly:
+        raise Stopped from None
     except BadInput:
         return False

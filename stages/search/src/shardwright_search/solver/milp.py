@@ -7,6 +7,7 @@ are the choices, so that whole choices make whole flows. Huangfu and Hall 2018 d
 """
 
 from collections.abc import Iterable, Mapping
+from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ Terms = list[tuple[int, float]]
 _THOUSAND = 1000.0
 """Times and memory are in units that make the largest about this, for HiGHS's tolerances are absolute."""
 _FEASIBILITY = 1e-9
+_WAIT_S = 0.1
+"""The longest that Ctrl-C waits to be heard while HiGHS works."""
 
 
 class HighsAnswer(NamedTuple):
@@ -66,7 +69,7 @@ def solve(problem: Problem, time_limit_s: float, below_ps: float = np.inf) -> Hi
     for name, value in options.items():
         highs.setOptionValue(name, value)
     highs.passModel(programme.model())
-    highs.run()
+    _run(highs)
     status, kinds = highs.getModelStatus(), highspy.HighsModelStatus
     none = status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible)
     if (
@@ -77,6 +80,19 @@ def solve(problem: Problem, time_limit_s: float, below_ps: float = np.inf) -> Hi
         return HighsAnswer(None, np.inf, none)
     values = np.asarray(highs.getSolution().col_value)
     return HighsAnswer(programme.decoded(values), objective * programme.time_unit_ps, status == kinds.kOptimal)
+
+
+def _run(highs: "highspy.Highs") -> None:
+    """Let HiGHS solve in a thread, so that a limit or Ctrl-C is heard meanwhile: it then ends at its next step."""
+    highs.HandleUserInterrupt = True
+    solving = Thread(target=highs.run, daemon=True)
+    solving.start()
+    try:
+        while solving.is_alive():
+            solving.join(_WAIT_S)
+    finally:
+        highs.cancelSolve()
+        solving.join()
 
 
 class _StagePosition(NamedTuple):

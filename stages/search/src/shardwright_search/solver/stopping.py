@@ -61,6 +61,11 @@ def soon(deadline: float, seconds: float = GRACE_S) -> float:
     return max(deadline, monotonic() + seconds)
 
 
+def was_interrupted(began_s: float, time_limit_s: float | None) -> bool:
+    """Return whether a search that was stopped was so by Ctrl-C, before its time was up; `began_s`: of `monotonic`."""
+    return time_limit_s is None or monotonic() - began_s < time_limit_s
+
+
 @contextmanager
 def stopped_at(deadline: float) -> Iterator[None]:
     """Raise Stopped in the block, which is the main thread's, at a deadline; of nested blocks the first one counts."""
