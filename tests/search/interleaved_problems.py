@@ -22,6 +22,7 @@ __all__ = [
     "every_interleaved",
     "mistake",
     "mistakes",
+    "options_of",
     "random_interleaved",
     "with_budget",
 ]
@@ -41,7 +42,7 @@ class Priced(NamedTuple):
 
 @lru_cache(maxsize=2_000)
 def random_interleaved(seed: int) -> InterleavedProblem:
-    """Chunks of 1 to 3 layers of 1 or 2 types, 2 or 3 on each of 2 to 4 stages, and costs of all kinds that matter."""
+    """Chunks of 1 to 3 layers of 1 or 2 types, 2 or 3 on each of 2 to 4 stages; the first and last may lack some."""
     rng = np.random.default_rng(seed)
     pp_size, num_chunks = int(rng.integers(2, 5)), int(rng.integers(2, 4))
     count, layouts, classes = int(rng.integers(1, 10)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
@@ -63,9 +64,10 @@ def random_interleaved(seed: int) -> InterleavedProblem:
     shape = classes, classes
     schedule = schedule_of(Schedule.INTERLEAVED_1F1B)
     frees_outputs = seed % 4 > 0
+    positions = tuple(int(kind) for kind in rng.integers(1, 3, rng.integers(1, 4)))
     problem = InterleavedProblem(
         embedding=0,
-        positions=tuple(int(kind) for kind in rng.integers(1, 3, rng.integers(1, 4))),
+        positions=positions,
         head=3,
         group=DeviceGroup(tuple(options(kind) for kind in range(4)), moves, 1 << 40),
         pp_size=pp_size,
@@ -78,8 +80,22 @@ def random_interleaved(seed: int) -> InterleavedProblem:
         tied_ps=np.where(rng.random(shape) < 0.1, np.inf, rng.integers(0, 1 + sharding // 2, shape)),
         frees_outputs=frees_outputs,
     )
-    needs = sorted(plan.memory_bytes for plan in every_interleaved(problem))
+    problem = _with_lacking(np.random.default_rng([seed, 1]), problem)
+    needs = sorted(plan.memory_bytes for plan in every_interleaved(problem)) or [0]
     return with_budget(problem, needs[int(len(needs) * rng.choice([0, 0.1, 0.5, 0.999]))] - int(rng.random() < 0.05))
+
+
+def _with_lacking(rng: np.random.Generator, problem: InterleavedProblem) -> InterleavedProblem:
+    """Every other problem has a first and a last chunk that may lack positions; without any there are few layouts."""
+    every = len(problem.positions)
+    ahead, behind = rng.integers(0, every + 1, 2).tolist()
+    if rng.random() < 0.5:
+        return problem
+    group, kind = problem.group, problem.positions[-1]
+    if ahead == every:  # the embedding hands on what layers do
+        for priced in (group.redistribution_ps, problem.boundary_bytes, problem.sends_ps.swapaxes(0, 1)):
+            priced[problem.embedding] = priced[kind]
+    return _with(problem, lacking=(ahead, behind))
 
 
 def bare_interleaved(pp_size: int, num_chunks: int, num_microbatches: int, gradient_bytes: int) -> InterleavedProblem:
@@ -107,15 +123,30 @@ def bare_interleaved(pp_size: int, num_chunks: int, num_microbatches: int, gradi
 
 def with_budget(problem: InterleavedProblem, budget_bytes: int) -> InterleavedProblem:
     """The same case with another budget."""
+    return _with(problem, group=replace(problem.group, budget_bytes=budget_bytes))
+
+
+def _with(problem: InterleavedProblem, **changes: object) -> InterleavedProblem:
     fields = {name: getattr(problem, name) for name in InterleavedProblem.__struct_fields__}
-    return InterleavedProblem(**fields | {"group": replace(problem.group, budget_bytes=budget_bytes)})
+    return InterleavedProblem(**fields | changes)
 
 
 def every_interleaved(problem: InterleavedProblem) -> list[Priced]:
-    """All plans with equal chunks."""
+    """All plans with chunks alike; an embedding alone in its chunk hands on the layout that chunks do."""
     kinds = (problem.embedding, *problem.positions, problem.head)
-    every = product(*(range(len(problem.group.options[kind].input_layout)) for kind in kinds))
+    options = problem.group.options
+    every = product(*(range(len(options[kind].input_layout)) for kind in kinds))
+    if problem.lacking[0] == len(problem.positions):
+        outer, last = options[problem.embedding].output_layout, options[problem.positions[-1]].output_layout
+        every = (chosen for chosen in every if outer[chosen[0]] == last[chosen[-2]])
     return [Priced(chosen, _time_ps(problem, chosen), _memory_bytes(problem, chosen)) for chosen in every]
+
+
+def options_of(problem: InterleavedProblem, chosen: tuple[int, ...]) -> tuple[int, ...]:
+    """The option of each layer of a plan, embedding and head included."""
+    ahead, behind = problem.lacking
+    layers = chosen[1:-1] * (problem.pp_size * problem.num_chunks)
+    return (chosen[0], *layers[ahead : len(layers) - behind], chosen[-1])
 
 
 def mistake(problem: InterleavedProblem) -> str | None:
@@ -128,15 +159,10 @@ def mistake(problem: InterleavedProblem) -> str | None:
         return f"bounded by {asked.relaxed_bound_ps} and {asked.lower_ps}, the best of all plans takes {best}"
     if found != best or answer.bound != best or any(bound > best for bound, _ in answer.bounds):
         return f"found {found}, bounds {answer.bound} and {answer.bounds}, the best of all plans takes {best}"
-    times = {plan.options: plan.time_ps for plan in fitting}
-    share = len(problem.positions)
+    times = {options_of(problem, plan.options): plan.time_ps for plan in fitting}
     for one in answer.near:
-        embedding, *layers, head = one.priced.solution.options
-        chunk = tuple(layers[:share])
-        if tuple(layers) != chunk * (problem.pp_size * problem.num_chunks):
-            return f"{one} has chunks of several kinds"
-        if times.get((embedding, *chunk, head)) != one.score:
-            return f"{one} takes {times.get((embedding, *chunk, head))}"
+        if (takes := times.get(one.priced.solution.options)) != one.score:
+            return f"{one} takes {takes}"
     return None
 
 
@@ -149,10 +175,11 @@ def mistakes(seeds: range) -> dict[int, str]:
 def _chain(problem: InterleavedProblem, chosen: tuple[int, ...], stage: int, chunk: int) -> list[Element]:
     """What a chunk of a stage holds, in order."""
     elements = list(zip(problem.positions, chosen[1:-1], strict=True))
+    ahead, behind = problem.lacking
     if (stage, chunk) == (0, 0):
-        elements.insert(0, (problem.embedding, chosen[0]))
+        elements = [(problem.embedding, chosen[0]), *elements[ahead:]]
     if (stage, chunk) == (problem.pp_size - 1, problem.num_chunks - 1):
-        elements.append((problem.head, chosen[-1]))
+        elements = [*elements[: len(elements) - behind], (problem.head, chosen[-1])]
     return elements
 
 
@@ -242,7 +269,8 @@ def _memory_bytes(problem: InterleavedProblem, chosen: tuple[int, ...]) -> int:
                 behind = sum(gradients[action.chunk][number:]) if makes else 0
                 workspace = int(options[kind].workspace_bytes[option])
                 if number == last and problem.frees_outputs:  # the gradient of the output is there instead of it
-                    workspace = max(0, workspace - message)
+                    output = problem.boundary_bytes[kind, options[kind].output_layout[option]]
+                    workspace = max(0, workspace - int(output))
                 most = max(most, resident + workspace + behind)
             if action.kind is Pass.FORWARD:
                 flying.add(own)

@@ -49,6 +49,8 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
     before_bytes: int
     """Bytes of one microbatch that a rank receives from the range before; it gives back a gradient of this size."""
     after_bytes: int
+    last_output_bytes: int
+    """Bytes that a rank holds of one microbatch's output of the last layer, or of the one ahead of the head."""
     gathered_first: tuple[float, float]
     """The share of microbatches for which a forward, or a backward, pass gathers the layer that it begins with."""
     overlap: Overlap | None
@@ -92,15 +94,15 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         )
         return int(reduce(StageMemory.then, layers, no_layers(parts, self.before_bytes)).peak.max())
 
-    def pass_bytes(self, last_block: int, freed_bytes: int) -> list[int]:
+    def pass_bytes(self, last: int, frees: bool) -> list[int]:
         """Return the most that a microbatch holds in a pass that makes no gradients, and in one that makes them.
 
-        While the layer of number `last_block`, counted from the end, works, so many bytes are free of its output, or of
-        the gradient that has come in its place. Sums of later passes count as theirs.
+        While the layer of number `last`, counted from the end, works, the bytes of its output are free, or those of the
+        gradient that has come in its place. Sums of later passes count as theirs.
         """
         workspaces = [o.workspace_bytes for o in self.layers]
-        if len(workspaces) >= -last_block:
-            workspaces[last_block] = max(0, workspaces[last_block] - freed_bytes)
+        if len(workspaces) >= -last:
+            workspaces[last] = max(0, workspaces[last] - frees * self.last_output_bytes)
         layers = (
             layer_passes(o.memory.gradients + o.memory.gradient_sums, o.activation_bytes, workspace)
             for o, workspace in zip(self.layers, workspaces, strict=True)
@@ -176,12 +178,19 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
                 send_after_ps=sends.time_ps,
                 before_bytes=transfers[index].received_bytes,
                 after_bytes=transfers[index + 1].output_bytes,
+                last_output_bytes=_output_bytes(costs, layers, samples),
                 gathered_first=_gathered_first(plan, index, priced),
                 overlap=_overlap(priced),
                 warnings=(*warnings, *(cost.warning for cost in traffic if cost.warning is not None)),
             )
         )
     return priced_ranges
+
+
+def _output_bytes(costs: CostModel, layers: Sequence[Layer], samples: int) -> int:
+    """Return what a rank holds of the output of a range's last layer but the head; 0 of a head alone."""
+    kind, strategy = next((layer for layer in reversed(layers) if layer[0] != HEAD), (HEAD, None))
+    return 0 if strategy is None else costs.boundary_bytes(kind, layout_of(strategy), samples)
 
 
 def _gathered_first(plan: Plan, index: int, layers: Sequence[LayerCost]) -> tuple[float, float]:
@@ -238,7 +247,7 @@ def stage_costs(plan: Plan, stage: int, ranges: Sequence[RangeCosts]) -> StageCo
     # The gradient that comes in, the one that goes out, and what comes for the next pass.
     before, after = max(here.before_bytes for here in mine), max(here.after_bytes for here in mine)
     frees, last = frees_outputs(plan.model), mine[-1] is ranges[-1]
-    passes = [here.pass_bytes(-2 if last and here is mine[-1] else -1, frees * after) for here in mine]
+    passes = [here.pass_bytes(-2 if last and here is mine[-1] else -1, frees) for here in mine]
     freed, gradients = [frees * here.after_bytes for here in mine], [here.gradient_bytes for here in mine]
     max_activation_bytes = most = 0
     for counts in pass_counts(schedule_of(plan.schedule), len(plan.stages), plan.num_microbatches, stage, len(mine)):

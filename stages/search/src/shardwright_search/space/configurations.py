@@ -1,7 +1,7 @@
 """The configurations that are searched, with how many ranks their pipeline stages may have."""
 
 from collections.abc import Collection, Iterator, Sequence
-from math import isqrt
+from math import ceil, isqrt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ _ENDS = 2
 """Pipeline stages that may be without a block: the first has the embedding, the last the head."""
 Widths = StageWidths | tuple[int, ...]
 """Equal widths, any, or those of each pipeline stage."""
+Lacking = tuple[int, int]
+"""Layers that the first and the last chunk have less than the others."""
 
 
 class Configuration(NamedTuple):
@@ -32,6 +34,8 @@ class Configuration(NamedTuple):
     schedule: Schedule
     num_chunks: int = 1
     """Layer ranges of a pipeline stage."""
+    lacking: Lacking = (0, 0)
+    """Layers that the first chunk, with the embedding, and the last, with the head, have less than the others."""
     layers: LayerStrategy | None = None
     """The one strategy of all layers, up to their types; None: each has its own."""
     buffer_tokens: int | None = None
@@ -46,6 +50,12 @@ class Configuration(NamedTuple):
         """Samples of one microbatch."""
         return self.global_batch_size // self.num_microbatches
 
+    def chunk_ends(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layer after the last of each chunk, in the order of the layers."""
+        chunks = self.pp_size * self.num_chunks
+        size = (num_layers + sum(self.lacking)) // chunks
+        return (*(size * chunk - self.lacking[0] for chunk in range(1, chunks)), num_layers)
+
     def in_flight(self, stage: int) -> int:
         """Return the most activations that a pipeline stage holds at once."""
         schedule = schedule_of(self.schedule)
@@ -58,6 +68,8 @@ class Configuration(NamedTuple):
 
     def __str__(self) -> str:
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        if any(self.lacking):
+            chunks += " ({} layers less in the first, {} in the last)".format(*self.lacking)
         ranks = f" of {' + '.join(map(str, self.widths))} ranks" if isinstance(self.widths, tuple) else ""
         if self.widths is StageWidths.ANY:
             ranks = " of any widths"
@@ -136,7 +148,7 @@ def configurations(request: SearchRequest, model: Model, cluster: Cluster, file:
     for problem, remedy in _problems(request, devices, layers):
         raise BadInput(file, problem, remedy)
     return tuple(
-        Configuration(batch, count, pp_size, schedule, chunks, widths=widths)
+        Configuration(batch, count, pp_size, schedule, *chunks, widths=widths)
         for batch in batch_sizes(request)
         for count in sorted(set(request.num_microbatches or divisors(batch)))
         if batch % count == 0
@@ -221,8 +233,19 @@ def _problems(request: SearchRequest, devices: int, layers: int) -> Iterator[tup
             yield f"pp_sizes: {number} pipeline stages for {layers} layers", "list at most that many"
 
 
-def _chunks(request: SearchRequest, layers: int, pp_size: int, schedule: Schedule) -> tuple[int, ...]:
-    """Return the numbers of chunks: several where the schedule is interleaved and they can be equal."""
+def _chunks(request: SearchRequest, layers: int, pp_size: int, schedule: Schedule) -> Iterator[tuple[int, Lacking]]:
+    """Yield numbers of chunks, several where the schedule is interleaved, with the layers that the ends lack.
+
+    Chunks are as small as can be: where they cannot be equal, the first and the last lack what is not there.
+    """
     if not schedule.interleaves:
-        return (1,)
-    return tuple(v for v in sorted(set(request.chunks_per_stage)) if v > 1 < pp_size and layers % (v * pp_size) == 0)
+        yield 1, (0, 0)
+        return
+    for count in sorted(set(request.chunks_per_stage)):
+        chunks = count * pp_size
+        size = ceil(layers / chunks)
+        lacking = size * chunks - layers
+        if count > 1 < pp_size:
+            yield from (
+                (count, (ahead, lacking - ahead)) for ahead in range(max(0, lacking - size), min(size, lacking) + 1)
+            )

@@ -121,21 +121,32 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             tied_ps=self._tied_parameters.costs_ps(self.choices.layers.shardings(choice), p, configuration.ends),
         )
 
-    def interleaved_problem(self, configuration: Configuration) -> InterleavedProblem | None:
-        """Return its numbers; None where stages have different topologies, or chunks different types of layers."""
+    def chunk_types(self, configuration: Configuration) -> tuple[str, ...] | None:
+        """Return the type of each layer of a whole chunk; None where chunks hold others, or stages lie differently.
+
+        A first chunk without layers needs an embedding that hands on what the last layer of a chunk does.
+        """
+        names, types = self.costs.model.layers, self.costs.model.types
+        first, second, *_ = configuration.chunk_ends(len(names))
+        (ahead, behind), whole = configuration.lacking, names[first:second]
+        every = whole * (configuration.pp_size * configuration.num_chunks)
+        alike = names == every[ahead : len(every) - behind]
+        alike = alike and (first > 0 or types[EMBEDDING].outputs == types[whole[-1]].outputs)
+        return whole if alike and len(self.choices.placed(configuration).topologies) == 1 else None
+
+    def interleaved_problem(self, configuration: Configuration) -> InterleavedProblem:
+        """Return the numbers of a configuration of the interleaved schedule whose chunks are alike."""
         choice, p, m = self.choices.choice(configuration), configuration.pp_size, configuration.num_microbatches
         v, placed = configuration.num_chunks, self.choices.placed(configuration)
-        embedding, *layers, head = self.types_of_layers
-        positions = layers[: len(layers) // (p * v)]
-        if len(placed.topologies) > 1 or layers != positions * p * v:
-            return None
+        if (types := self.chunk_types(configuration)) is None:
+            raise ValueError(f"{configuration}: its chunks are not alike")
         schedule, frees = schedule_of(configuration.schedule), frees_outputs(self.costs.model)
         ranks = placed.stage_ranks((0,) * p)
         around = (*pairwise(ranks), (ranks[-1], ranks[0]))
         return InterleavedProblem(
-            embedding=embedding,
-            positions=tuple(positions),
-            head=head,
+            embedding=self.prices.types.index(EMBEDDING),
+            positions=tuple(map(self.prices.types.index, types)),
+            head=self.prices.types.index(HEAD),
             group=self.prices.device_group(choice, placed.topologies[0], m == 1),
             pp_size=p,
             num_chunks=v,
@@ -146,6 +157,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             boundary_bytes=self.prices.boundary(choice),
             tied_ps=self._tied_parameters.costs_ps(self.choices.layers.shardings(choice), p),
             frees_outputs=frees,
+            lacking=configuration.lacking,
         )
 
     def plan(self, configuration: Configuration, solution: Solution) -> Plan:
@@ -176,10 +188,10 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
 def _stages(
     configuration: Configuration, solution: Solution, ranks: Sequence[tuple[int, ...]], num_layers: int
 ) -> tuple[PipelineStage, ...]:
-    """Return the layer ranges of each pipeline stage: even chunks, or as the solution cuts."""
+    """Return the layer ranges of each pipeline stage: its chunks, or as the solution cuts."""
     cuts = [0, *(end - 1 for end in solution.ends[:-1]), num_layers]
     if configuration.num_chunks > 1:
-        cuts = list(range(0, num_layers + 1, num_layers // (configuration.pp_size * configuration.num_chunks)))
+        cuts = [0, *configuration.chunk_ends(num_layers)]
     ranges, p = list(pairwise(cuts)), configuration.pp_size
     return tuple(PipelineStage(ranks=each, layers=tuple(ranges[i::p])) for i, each in enumerate(ranks))
 

@@ -59,19 +59,6 @@ class Unlisted(NamedTuple):
         return BadInput(file, f"{problem} {self.text}", "limit pp_sizes, or list stage_widths")
 
 
-class _Nothing:
-    """An interleaved configuration without any plan: its stages or its chunks differ."""
-
-    relaxed_bound_ps = lower_ps = np.inf
-
-    def guess(self, *_: object) -> None:
-        """Return none."""
-
-    def solve_below(self, *_: object) -> tuple[()]:
-        """Return none."""
-        return ()
-
-
 class _Deferred:
     """A configuration with a first bound, whose numbers are put together only where that does not rule it out."""
 
@@ -119,6 +106,9 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
             return self.listed
         if self.unlisted is not None:
             raise self.unlisted.error(self.file)
+        if any(self.instance.choices.has_plans(each) for each in self._configurations):
+            problem = "interleaved_1f1b: no pp_size and chunks_per_stage give all chunks the same types of layers"
+            raise BadInput(self.file, f"{problem} on stages that lie alike", "allow 1f1b or gpipe, or other sizes")
         problem = "no strategy divides the batch, the model and the devices evenly"
         raise BadInput(self.file, problem, "allow other sizes")
 
@@ -169,8 +159,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         if configuration.num_chunks > 1:
             from shardwright_search.solver.interleaved import Interleaved
 
-            problem = instance.interleaved_problem(configuration)
-            return _Nothing() if problem is None else Interleaved(problem)
+            return Interleaved(instance.interleaved_problem(configuration))
         bounds = instance.prices.bounds
         return Pipeline(instance.problem(configuration), bounds.costs_of, bounds.relaxed)
 
@@ -213,7 +202,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         """
         choices, request = self.instance.choices, self.instance.request
         ways = (configuration,) if choices.is_listed(configuration) else self._of_equal_width(configuration)
-        for way in filter(choices.has_plans, chain.from_iterable(map(self._by_ends, ways))):
+        for way in filter(self._has_plans, chain.from_iterable(map(self._by_ends, ways))):
             shared: Sequence[LayerStrategy | None] = [None] if request.fine_grained else choices.layer_strategies(way)
             for split in (way._replace(layers=layers) for layers in shared):
                 if not request.megatron_gather_buffer:
@@ -221,6 +210,12 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
                     continue
                 sizes = (split._replace(buffer_tokens=tokens) for tokens in choices.buffer_tokens(split))
                 yield from filter(choices.has_plans, sizes)
+
+    def _has_plans(self, configuration: Configuration) -> bool:
+        """Return whether a configuration has plans, whatever the memory: several chunks have to be alike."""
+        if not self.instance.choices.has_plans(configuration):
+            return False
+        return configuration.num_chunks == 1 or self.instance.chunk_types(configuration) is not None
 
     def _by_ends(self, configuration: Configuration) -> Iterator[Configuration]:
         """Split by the node types of the first and last stage where ties' cost depends on them: bounds know one tie."""
