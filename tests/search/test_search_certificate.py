@@ -123,7 +123,7 @@ def test_bands_that_leave_a_range_out_or_fit_no_stage_confirm_nothing():
 def test_a_range_whose_ends_count_as_its_most_is_caught(monkeypatch, kind):
     """What is confirmed then is above the best of all plans."""
     within = check._within
-    monkeypatch.setattr(check, "_within", lambda *given: within(*given[:3], given[3] + [[0, 0], [100, 0]]))
+    monkeypatch.setattr(check, "_within", lambda *given: within(*given[:3], given[3] + [[0, 0], [100, 0]], given[4]))
     problems = [p for p in map(MADE[kind], range(12)) if np.isfinite(best_of(p))]
     assert any(proof_of(problem, "any", best_of(problem) * 1.001) is not None for problem in problems)
 

@@ -3,10 +3,15 @@
 A configuration is described by the arrays of `solver.problem.Problem`; no code is shared with the solver. At any price
 of a byte a run of layers costs no less than its least priced sum less the price of the budget. What is left is a
 shortest path over stages, layers and layouts.
+
+Every bound is exact, whatever the dual values: times and bytes are whole, and each priced cost is rounded down to a
+multiple of a power of two that is so large that float64 holds all sums of these without rounding.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from itertools import combinations, pairwise
+from math import ceil, frexp
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +20,12 @@ from numpy.typing import NDArray
 
 from shardwright_formats.types import MemoryPrice, Prices
 
+_LEAST_SHARE = 1 - 2.0**-50
+"""A computed cost of a layer times this is no more than the exact one: at most seven roundings to float64 are in it."""
+EXACT = 2.0**53
+"""Sums of whole numbers below this are exact in float64."""
+_BITS = 50
+"""Bounds are below this power of two of their unit: three of them are added without rounding."""
 Array = NDArray[Any]
 Arrays = Any
 """Named arrays of the solver's, whose types are not imported."""
@@ -33,6 +44,8 @@ class Chain(NamedTuple):
     problem: Problem
     size: int
     """Number of layouts and classes."""
+    longest_ps: float
+    """A time that no stage's A or U is above; infinity where some time is no whole number."""
     keeps_sums: bool
     """True where some option keeps gradients of earlier microbatches in addition to those of the last."""
     runs: dict[Run, int]
@@ -73,7 +86,7 @@ def chain_of(problem: Problem, layouts: bool = True) -> Chain:
         least = (np.min(times, 0) if times else np.zeros((total + 1, size)) for times in (into, out))
         sent[stage, group] = np.add.outer(*least).transpose(0, 2, 1, 3)
     sums = any(o.sum_bytes.any() for group in problem.device_groups for o in group.options)
-    return Chain(problem, size, bool(sums), runs, number, tuple(steps), sends, sent)
+    return Chain(problem, size, _longest_ps(problem), bool(sums), runs, number, tuple(steps), sends, sent)
 
 
 def _without_layouts(problem: Problem) -> Problem:
@@ -86,6 +99,18 @@ def _without_layouts(problem: Problem) -> Problem:
     held, tied_ps = problem.boundary_bytes.min(1, keepdims=True), problem.tied_ps.min(keepdims=True)
     groups = tuple(map(merged, problem.device_groups))
     return replace(problem, device_groups=groups, sends_ps=sends, boundary_bytes=held, tied_ps=tied_ps)
+
+
+def _longest_ps(problem: Problem) -> float:
+    """Return a time that no stage's A or U is above; infinity where some time is no whole number."""
+    longest = np.zeros(len(problem.boundary_bytes))
+    for kind, times in ((kind, o[:2]) for group in problem.device_groups for kind, o in enumerate(group.options)):
+        if (np.rint(times) != times).any():
+            return np.inf
+        longest[kind] = max(longest[kind], np.max(times))
+    moves = max(_largest(group.redistribution_ps) for group in problem.device_groups)
+    sends = max(map(_largest, problem.sends_ps.values()), default=0.0)
+    return float(sum(longest[kind] + moves for kind in problem.layers) + 2 * sends)
 
 
 def phases_of(chain: Chain, stage: int) -> list[tuple[int, bool, bool]]:
@@ -106,6 +131,8 @@ class Duals(NamedTuple):
     rows: tuple[tuple[StageOnGroup, MemoryPrice], ...]
     weights: Array
     """[rows, 2]: of A and of U."""
+    unit_ps: float
+    """A power of two, of which all bounds are multiples."""
     prefixes: Array
     """[runs, rows, layouts in, layouts out]: as the beginning of a longer run, the budget not taken off."""
     whole: Array
@@ -127,9 +154,13 @@ def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
         device_group, phase = problem.device_groups[group], phases_of(chain, stage)[price.phase]
         moves[:, row, :layouts, :layouts] = weighted[row, 0] * device_group.redistribution_ps
         for kind, o in enumerate(device_group.options):
-            cost = weighted[row] @ (o.time_ps, o.exposed_ps) + price.ps_per_byte * moments(price.last_layer, o, *phase)
+            used = moments(price.last_layer, o, *phase)
+            cost = weighted[row] @ (o.time_ps, o.exposed_ps) + price.ps_per_byte * used
+            cost[used * _LEAST_SHARE > device_group.budget_bytes] = np.inf
             for role in range(4):
                 np.minimum.at(tables[role, kind, row], (o.input_layout, o.output_layout), cost[role])
+    unit_ps = _unit_ps(chain, tables, moves, rows, weights)
+    tables, moves = rounded_down(tables, unit_ps), rounded_down(moves, unit_ps)
     first, inner, last, alone = tables
     then = {(a, b): (_join(moves[a], inner[b]), _join(moves[a], last[b])) for a, b in set(pairwise(problem.layers))}
     prefixes, whole = np.full((2, len(chain.runs) + 1, len(rows), chain.size, chain.size), np.inf)
@@ -140,8 +171,35 @@ def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
             costs = [first[layers[0]], alone[layers[0]]]
             costs = costs if before < 0 else [_join(moves[before], table) for table in costs]
         prefixes[run] = costs[0]
-        whole[run] = costs[1] - [p.ps_per_byte * _left(chain, at, before, layers[-1], p.phase) for at, p in rows]
-    return Duals(rows, weighted, prefixes, whole)
+        whole[run] = costs[1] - [_most_left(chain, *row, before, layers[-1], unit_ps) for row in rows]
+    return Duals(rows, weighted, unit_ps, prefixes, whole)
+
+
+def _unit_ps(
+    chain: Chain, tables: Array, moves: Array, rows: Sequence[tuple[StageOnGroup, MemoryPrice]], weights: Array
+) -> float:
+    """Return a power of two of which no sum of a path's costs is 2^`_BITS` or more."""
+    problem, stages = chain.problem, chain.problem.pp_size
+    layers = sum(_largest(tables[:, kind]) + _largest(moves[kind]) for kind in problem.layers)
+    budgets = max(price.ps_per_byte * problem.device_groups[group].budget_bytes for (_, group), price in rows)
+    sends = 2 * weights[:, 0].max() * max(map(_largest, chain.sends.values()), default=0.0)
+    exposed = weights[:, 1].max() * chain.longest_ps
+    return 2.0 ** (frexp(layers + stages * (budgets + sends + exposed) + _largest(problem.tied_ps) + 1)[1] - _BITS)
+
+
+def _largest(values: Array) -> float:
+    """Return the largest number that is not infinite, or 0."""
+    return float(np.max(values, initial=0.0, where=np.isfinite(values)))
+
+
+def rounded_down(values: Array, unit_ps: float) -> Array:
+    """Return multiples of a power of two that are no more than what the computed values, none negative, stand for."""
+    return np.asarray(np.floor(values * (_LEAST_SHARE / unit_ps)) * unit_ps)
+
+
+def rounded_up(value: Fraction | float, unit_ps: float) -> float:
+    """Return the least multiple of a power of two that is no less, or one that is above all bounds."""
+    return min(ceil(Fraction(value) / Fraction(unit_ps)), 4 << _BITS) * unit_ps
 
 
 def moments(last_layer: float, o: Arrays, count: int, comes: bool, summed: bool) -> Array:
@@ -157,15 +215,22 @@ def moments(last_layer: float, o: Arrays, count: int, comes: bool, summed: bool)
     return np.array([last_layer * last + (1 - last_layer) * first for last, first in ways])
 
 
-def _left(chain: Chain, stage_on_group: StageOnGroup, before: int, last: int, phase: int) -> Array:
-    """Return a budget [layouts in, layouts out], less the input and the output."""
+def _most_left(
+    chain: Chain, stage_on_group: StageOnGroup, price: MemoryPrice, before: int, last: int, unit_ps: float
+) -> Array:
+    """Return at most the price of a budget [layouts in, layouts out], less the input and the output.
+
+    Where these alone are more than the budget it is minus infinity: there is no such plan.
+    """
     problem, layouts = chain.problem, chain.problem.num_layouts
     left = np.full((chain.size, chain.size), float(problem.device_groups[stage_on_group[1]].budget_bytes))
     if before >= 0:
-        left[:layouts] -= (phases_of(chain, stage_on_group[0])[phase][0] + 2) * problem.boundary_bytes[before][:, None]
+        in_flight, *_ = phases_of(chain, stage_on_group[0])[price.phase]
+        left[:layouts] -= (in_flight + 2) * problem.boundary_bytes[before][:, None]
     if last != problem.layers[-1]:
         left[:, :layouts] -= problem.boundary_bytes[last]
-    return left
+    most = np.ceil(price.ps_per_byte * left / (_LEAST_SHARE * unit_ps)) * unit_ps
+    return np.where(left < 0, -np.inf, most)
 
 
 def _join(one: Array, other: Array) -> Array:
@@ -179,10 +244,17 @@ def bounds_of(chain: Chain, duals: Duals, stage_on_group: StageOnGroup) -> Array
 
 
 def paths(
-    chain: Chain, tables: Mapping[StageOnGroup, Array], weights: Array
+    chain: Chain, tables: Mapping[StageOnGroup, Array], weights: Array, unit_ps: float
 ) -> tuple[float, dict[StageOnGroup, Array]]:
-    """Return the least weighted sum over stages, and that of all other stages by stage and group, as `tables` are."""
-    tied_ps, end = chain.problem.tied_ps, len(chain.problem.layers)
+    """Return the least weighted sum over stages, and that of all other stages by stage and group, as `tables` are.
+
+    All of them are multiples of the unit.
+    """
+    tied_ps, end = rounded_down(chain.problem.tied_ps, unit_ps), len(chain.problem.layers)
+    sends = [
+        [_weighted_sends(chain, stage, step, weights, unit_ps) for step in stage_steps]
+        for stage, stage_steps in enumerate(chain.steps)
+    ]
     begin, ended = np.full((2, len(tied_ps), end + 1, chain.size), np.inf)
     begin[range(len(tied_ps)), 0, range(len(tied_ps))] = 0.0
     ended[:, end, : tied_ps.shape[1]] = tied_ps
@@ -190,7 +262,7 @@ def paths(
     entered: list[list[Array]] = []
     for stage, stage_steps in enumerate(chain.steps):
         behind: dict[Any, Array] = {}
-        entered.append([_over(chain, stage, step, here[step[:2]], weights) for step in stage_steps])
+        entered.append([_over(here[step[:2]], sent) for step, sent in zip(stage_steps, sends[stage], strict=True)])
         for (*_, group, after), value in zip(stage_steps, entered[-1], strict=True):
             taken = _through(value, tables[stage, group])
             behind[after, group] = np.minimum(behind.get((after, group), np.inf), taken)
@@ -200,13 +272,13 @@ def paths(
     others = {stage_on_group: np.full_like(table, np.inf) for stage_on_group, table in tables.items()}
     for stage in reversed(range(len(entered))):
         ahead: dict[Any, Array] = {}
-        for step, value in zip(chain.steps[stage], entered[stage], strict=True):
+        for step, value, sent in zip(chain.steps[stage], entered[stage], sends[stage], strict=True):
             *before, group, after = step
             for one, other in zip(value, rest[after, group], strict=True):
                 through = one[:, None, :, None] + other[None, :, None, :]
                 np.minimum(others[stage, group], through, out=others[stage, group])
             taken = _through(rest[after, group], tables[stage, group].transpose(1, 0, 3, 2))
-            taken = _over(chain, stage, step, taken, weights, back=True)
+            taken = _over(taken, sent.transpose(0, 2, 1))
             ahead[tuple(before)] = np.minimum(ahead.get(tuple(before), np.inf), taken)
         rest = ahead
     return least, others
@@ -217,9 +289,13 @@ def _through(value: Array, table: Array) -> Array:
     return np.array([(class_value[:, None, :, None] + table).min((0, 2)) for class_value in value])
 
 
-def _over(chain: Chain, stage: int, step: Step, value: Array, weights: Array, back: bool = False) -> Array:
-    """Return values taken from the layouts given out to those that the stage receives, or back."""
+def _over(value: Array, sends: Array) -> Array:
+    """Return values [classes, layer, layout] taken from the layouts on one side of a cut to those on the other."""
+    return np.asarray((value[..., None] + sends).min(2))
+
+
+def _weighted_sends(chain: Chain, stage: int, step: Step, weights: Array, unit_ps: float) -> Array:
+    """Return what handing over to a stage adds [layers, layouts given, layouts received]; to the first: nothing."""
     if stage == 0:
-        return value
-    times = chain.sends[step[:3]] * (weights[stage - 1, 0] + weights[stage, 0])
-    return np.asarray((value[..., None] + (times.transpose(0, 2, 1) if back else times)).min(2))
+        return np.where(np.eye(chain.size, dtype=bool), 0, np.inf)[None]
+    return rounded_down(chain.sends[step[:3]] * (weights[stage - 1, 0] + weights[stage, 0]), unit_ps)

@@ -6,9 +6,12 @@ T >= sum of ((f + mu) A' + nu U) + (s - sum mu) z + (o - sum nu) u + tie, with z
 Where that is below what is to be confirmed, the ways to treat a stage whose priced cost leaves room below it are listed
 with their exact memory, and the path is taken over these, in ranges of z and u that are halved: a U below its range
 counts as the least of it, and a way above either range not at all.
+
+Nothing is rounded in favour of a claim: costs of layers are rounded down in `bounds`, all other numbers are fractions.
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +25,8 @@ MAX_WAYS = 30_000
 """Ways to treat layers that are listed for one stage and band."""
 MAX_HALVINGS = 10
 """Halvings of the times of the slowest stage, and of the largest U, in a band whose ways are listed."""
-_ROUNDING = 1e-10
+_WEIGHT_SHARE = 1 - 2.0**-40
+"""Weights count a little less, so that those that add up to a coefficient but for rounding are no more than it."""
 _BY_STAGE = ("slowest_weights", "exposed_weights", "prices")
 
 
@@ -49,10 +53,8 @@ def _listed(chain: Chain, stage_on_group: StageOnGroup, caps: Sequence[tuple[Dua
     slack = np.concatenate([_slack(cap, duals.whole[:, rows]) for duals, rows, cap in known], 1)
     prefixes = np.concatenate([duals.prefixes[:, rows] for duals, rows, _ in known], 1)
     priced = [(duals.weights[row], duals.rows[row][1]) for duals, rows, _ in known for row in rows]
-    weights = np.array([duals.weights[rows[0]] for duals, rows, _ in known])
-    form = chain.problem.closed_form
-    single = np.array([[form.fill + form.steady, form.once]])
-    found_ways, listed, weighed = [np.empty((0, 5))], 0, single if chain.problem.pp_size == 1 else np.eye(2)
+    units = [duals.unit_ps for duals, rows, _ in known for _ in rows]
+    found_ways, listed, weighed = [np.empty((0, 5))], 0, _objectives(chain)
     alive = [run for run, number in chain.runs.items() if (slack[number].max(1) > -np.inf).all()]
     waiting: list[tuple[Run, Ways]]
     waiting = [
@@ -62,11 +64,12 @@ def _listed(chain: Chain, stage_on_group: StageOnGroup, caps: Sequence[tuple[Dua
         shorter, ways = waiting.pop()
         following = [run for run in alive if run[: len(shorter)] == shorter and len(run) > len(shorter)]
         for here in {run[: len(shorter) + 1] for run in following}:
-            longer, number = _longer(chain, stage_on_group, ways, here, priced), chain.runs[here]
+            longer, number = _longer(chain, stage_on_group, ways, here, priced, units), chain.runs[here]
             if here in following:
                 complete = longer.take(_ends(chain, stage_on_group, longer, here[-1]))
-                for weight, (*_, cap) in zip(weights, known, strict=True):
-                    complete = complete.take(complete.cost @ weight < cap[number, complete.entered, complete.layout])
+                for duals, (row, *_), cap in known:
+                    cost = bounds.rounded_down(complete.cost @ duals.weights[row], duals.unit_ps)
+                    complete = complete.take(cost < cap[number, complete.entered, complete.layout])
                 numbers = np.full(len(complete.cost), number)
                 found_ways.append(np.column_stack([numbers, complete.entered, complete.layout, complete.cost]))
             if beyond := [chain.runs[run] for run in following if run[: len(here)] == here and run != here]:
@@ -78,6 +81,13 @@ def _listed(chain: Chain, stage_on_group: StageOnGroup, caps: Sequence[tuple[Dua
                     return None
                 waiting.append((here, longer))
     return np.concatenate(found_ways)
+
+
+def _objectives(chain: Chain) -> Array:
+    """Return weights of A and U, such that a way that is no worse by any of them replaces another."""
+    form, alone = chain.problem.closed_form, chain.problem.pp_size == 1
+    weights = np.array([[form.fill + form.steady, form.once]])  # Of one stage these make T.
+    return weights if alone and weights.sum() * chain.longest_ps < bounds.EXACT else np.eye(2)
 
 
 def _by_run(chain: Chain, caps: Array) -> Array:
@@ -101,7 +111,12 @@ def _entered(chain: Chain, stage_on_group: StageOnGroup, before: int, rows: int)
 
 
 def _longer(
-    chain: Chain, stage_on_group: StageOnGroup, ways: Ways, run: Run, priced: Sequence[tuple[Array, MemoryPrice]]
+    chain: Chain,
+    stage_on_group: StageOnGroup,
+    ways: Ways,
+    run: Run,
+    priced: Sequence[tuple[Array, MemoryPrice]],
+    units: Sequence[float],
 ) -> Ways:
     """Return the ways with one more layer, the run's last, in every way that fits."""
     group, phases, (*_, before, kind) = (
@@ -120,7 +135,10 @@ def _longer(
         after = bounds.moments(0.0, o, *phase)[1]
         memory.append((resident + inner, np.maximum(peak + after, resident + at)))
     counted = [bounds.moments(price.last_layer, o, *phases[price.phase])[0 if first else 1] for _, price in priced]
-    added = [cost @ weight + price.ps_per_byte * b for (weight, price), b in zip(priced, counted, strict=True)]
+    added = [
+        bounds.rounded_down(cost @ weight + price.ps_per_byte * used, unit_ps)
+        for (weight, price), used, unit_ps in zip(priced, counted, units, strict=True)
+    ]
     held, cost = np.array(memory).transpose(2, 0, 1), ways.cost[parent] + cost
     longer = Ways(ways.entered[parent], o.output_layout, cost, held, ways.priced[parent] + np.array(added).T)
     return longer.take((longer.memory[:, :, 1] <= group.budget_bytes).all(1))
@@ -145,36 +163,38 @@ def _undominated(ways: Ways, weights: Array) -> Array:
     return np.array(kept, int)
 
 
-def band_holds(chain: Chain, band: Band, from_ps: float, times: Duals | None, below_ps: float, lists: bool) -> bool:
+def band_holds(
+    chain: Chain, band: Band, from_ps: float, times: Duals | None, below_ps: Fraction | float, lists: bool
+) -> bool:
     """Return whether it is seen that no plan of a band from `from_ps` on takes less than `below_ps`; `times` bound A.
 
     Without `lists` no ways are listed.
     """
     form, to_ps = chain.problem.closed_form, band.slowest_below_ps
-    weights = np.column_stack([form.fill + np.array(band.slowest_weights), band.exposed_weights])
-    left, margin = np.array([form.steady, form.once]) - (weights - (form.fill, 0)).sum(0), _ROUNDING * below_ps
+    weights = np.column_stack([form.fill + np.array(band.slowest_weights) * _WEIGHT_SHARE, band.exposed_weights])
+    weights[:, 1] *= _WEIGHT_SHARE
+    added = [sum(map(Fraction, column), Fraction(0)) for column in weights.T.tolist()]
+    left = form.steady + form.fill * len(weights) - added[0], form.once - added[1]
     ranges = np.array([(from_ps, to_ps or np.inf), (0.0, np.inf)])
-    if (left * (ranges[:, 1] == np.inf) < -_ROUNDING * np.array([form.fill + form.steady, form.once])).any():
+    unbounded = any(share < 0 and to == np.inf for share, (_, to) in zip(left, ranges, strict=True))
+    if unbounded or chain.longest_ps >= bounds.EXACT:
         return False
-    costs, tables, within = (
-        bounds.duals_of(chain, band.prices, weights),
-        dict[StageOnGroup, Array](),
-        dict[StageOnGroup, Array](),
-    )
+    costs = bounds.duals_of(chain, band.prices, weights)
+    tables, within = dict[StageOnGroup, Array](), dict[StageOnGroup, Array]()
     for stage_on_group, sent in chain.sent.items():
         tables[stage_on_group] = bounds.bounds_of(chain, costs, stage_on_group)
         if times is not None and to_ps is not None:
-            within[stage_on_group] = to_ps - sent
+            within[stage_on_group] = bounds.rounded_up(to_ps, times.unit_ps) - bounds.rounded_down(sent, times.unit_ps)
             tables[stage_on_group] = np.where(
                 bounds.bounds_of(chain, times, stage_on_group) < within[stage_on_group], tables[stage_on_group], np.inf
             )
-    least, others = bounds.paths(chain, tables, weights)
-    room = below_ps + margin - _constant(left, ranges)
+    least, others = bounds.paths(chain, tables, weights, costs.unit_ps)
+    room = below_ps - _constant(left, ranges)
     if least >= room or not lists:
         return least >= room
-    listed = dict[StageOnGroup, Array]()
+    listed, most = dict[StageOnGroup, Array](), bounds.rounded_up(room, costs.unit_ps)
     for stage_on_group, table in tables.items():
-        caps = [(costs, np.where(table < np.inf, room + margin - others[stage_on_group], -np.inf))]
+        caps = [(costs, np.where(table < np.inf, most - others[stage_on_group], -np.inf))]
         if times is not None and stage_on_group in within:
             caps.append((times, np.where(table < np.inf, within[stage_on_group], -np.inf)))
         if (ways := _listed(chain, stage_on_group, caps)) is None:
@@ -185,21 +205,22 @@ def band_holds(chain: Chain, band: Band, from_ps: float, times: Duals | None, be
     while waiting:
         ranges, halvings = waiting.pop()
         tables = {
-            stage_on_group: _within(chain, ways, weights[stage_on_group[0]], ranges)
+            stage_on_group: _within(chain, ways, weights[stage_on_group[0]], ranges, costs.unit_ps)
             for stage_on_group, ways in listed.items()
         }
-        if _constant(left, ranges) + bounds.paths(chain, tables, weights)[0] >= below_ps + margin:
+        least, _ = bounds.paths(chain, tables, weights, costs.unit_ps)
+        if least >= below_ps - _constant(left, ranges):
             continue
         if halvings == MAX_HALVINGS:
             return False
-        number = int(ranges[0, 1] == np.inf or left[0] * np.ptp(ranges[0]) <= np.ptp(ranges[1]))
+        number = int(ranges[0, 1] == np.inf or float(left[0]) * np.ptp(ranges[0]) <= np.ptp(ranges[1]))
         for end in range(2):
             waiting.append((ranges.copy(), halvings + 1))
             waiting[-1][0][number, end] = ranges[number].mean()
     return True
 
 
-def _within(chain: Chain, ways: Array, weights: Array, ranges: Array) -> Array:
+def _within(chain: Chain, ways: Array, weights: Array, ranges: Array, unit_ps: float) -> Array:
     """Return the least cost of listed ways in ranges [2, 2] of A' and U, as in `paths`.
 
     A smaller U counts as the least.
@@ -207,15 +228,16 @@ def _within(chain: Chain, ways: Array, weights: Array, ranges: Array) -> Array:
     cost = np.column_stack([ways[:, 3], np.maximum(ways[:, 4], ranges[1, 0])]) @ weights
     least, on = np.full((len(chain.runs) + 1, chain.size, chain.size), np.inf), (ways[:, 3:] < ranges[:, 1]).all(1)
     np.minimum.at(least, tuple(ways[on, :3].astype(int).T), cost[on])
-    return np.asarray(least[chain.number])
+    return bounds.rounded_down(least, unit_ps)[chain.number]
 
 
-def _constant(left: Array, ranges: Array) -> float:
+def _constant(left: tuple[Fraction, Fraction], ranges: Array) -> Fraction:
     """Return the least that what the stages' weights leave of the slowest A' and the largest U adds."""
-    return float((left * np.where((left >= 0) | (ranges[:, 1] == np.inf), ranges[:, 0], ranges[:, 1])).sum())
+    ends = (low if share >= 0 else high for share, (low, high) in zip(left, ranges.tolist(), strict=True))
+    return sum((share * Fraction(end) for share, end in zip(left, ends, strict=True)), Fraction(0))
 
 
-def confirms(problem: Problem, proof: ConfigurationProof, below_ps: float) -> bool:
+def confirms(problem: Problem, proof: ConfigurationProof, below_ps: Fraction | float) -> bool:
     """Return whether a proof shows that no plan of a configuration takes less than `below_ps`."""
     stages, ends = problem.pp_size, [band.slowest_below_ps or np.inf for band in proof.bands]
     bands = [replace(band, **{key: _by_stage(getattr(band, key), stages) for key in _BY_STAGE}) for band in proof.bands]

@@ -4,6 +4,7 @@ Nothing here has to be right for a certificate to be: what the checker does not 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def certified(
     return gap, tuple(proofs)
 
 
-def proof_of(problem: Problem, name: str, below_ps: float) -> ConfigurationProof | None:
+def proof_of(problem: Problem, name: str, below_ps: Fraction | float) -> ConfigurationProof | None:
     """Return a proof that no plan takes less; None where none was found. What is quick is tried first."""
     for layouts, listing, halvings in ((False, False, 0), (False, True, 0), (True, True, _MAX_HALVINGS)):
         maker = _Maker(bounds.chain_of(problem, layouts), below_ps, listing, halvings)
@@ -67,8 +68,9 @@ def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
 class _Maker:
     """The proof of one configuration that no plan takes less than `below_ps`."""
 
-    def __init__(self, chain: Chain, below_ps: float, listing: bool, halvings: int) -> None:
-        self._chain, self._below, self._listing, self._halvings = chain, below_ps, listing, halvings
+    def __init__(self, chain: Chain, below_ps: Fraction | float, listing: bool, halvings: int) -> None:
+        self._chain, self._exactly_below, self._below = chain, below_ps, float(below_ps)
+        self._listing, self._halvings = listing, halvings
         self._stages, self._form = chain.problem.pp_size, chain.problem.closed_form
         self.time_prices: Prices = (_FREE,) * self._stages
         self._times: Duals | None = None
@@ -83,7 +85,7 @@ class _Maker:
         one = self._weights(1.0, 0.0)
         self.time_prices = self._useful(self._candidates(1.0, 0.0), one, np.inf)
         self._times = duals_of(self._chain, self.time_prices, one)
-        first, last = self._range()
+        first, last = self._range(self._times)
         confirmed = [self._band(0.0, first, (_FREE,) * self._stages)] if first else []
         for low, high in ((first, last), (last, None)) if last > first else ((first, None),):
             if (bands := self._all_confirmed(self._confirmed(low, high, self._halvings))) is None:
@@ -116,23 +118,26 @@ class _Maker:
         for half in ((low, middle), (middle, high)):
             yield from self._confirmed(*half, halvings - 1)
 
-    def _range(self) -> tuple[float, float]:
+    def _range(self, times: Duals) -> tuple[float, float]:
         """Return a time that no slowest stage is below, by bisection, and one above which all plans take too long."""
         low, high = 0.0, self._below / self._form.steady
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            if np.isinf(paths(self._chain, self._tables(self._times, middle), self._weights(1.0, 0.0))[0]):
+            if np.isinf(self._paths(times, middle, self._weights(1.0, 0.0))[0]):
                 low = middle
             else:
                 high = middle
         weights = self._weights(self._form.fill, self._form.once / self._stages)
         duals = duals_of(self._chain, self.time_prices, weights)
-        least, _ = paths(self._chain, self._tables(duals, np.inf), weights)
+        least, _ = self._paths(duals, np.inf, weights)
         return low, (self._below * (1 + 1e-6) - least) / self._form.steady
 
-    def _tables(self, duals: Duals | None, below: float) -> dict[tuple[int, int], Array]:
+    def _paths(self, duals: Duals, below: float, weights: Array) -> tuple[float, dict[tuple[int, int], Array]]:
+        """Return the shortest paths over runs that a band below some time can hold."""
+        return paths(self._chain, self._tables(duals, below), weights, duals.unit_ps)
+
+    def _tables(self, duals: Duals, below: float) -> dict[tuple[int, int], Array]:
         """Return bounds of runs that a band below some time can hold."""
-        assert duals is not None
         tables = {
             stage_on_group: bounds.bounds_of(self._chain, duals, stage_on_group) for stage_on_group in self._chain.sent
         }
@@ -145,7 +150,7 @@ class _Maker:
         return {stage_on_group: np.where(on[stage_on_group], table, np.inf) for stage_on_group, table in tables.items()}
 
     def _holds(self, band: Band, low: float, listing: bool) -> bool:
-        return band_holds(self._chain, band, low, self._times, self._below, listing)
+        return band_holds(self._chain, band, low, self._times, self._exactly_below, listing)
 
     def _band(self, slowest_weight: float, high: float | None, prices: Prices) -> Band:
         return Band(
@@ -168,7 +173,7 @@ class _Maker:
         """Return the prices of each stage, the most useful first."""
         duals = duals_of(self._chain, prices, weights)
         tables = self._tables(duals, below)
-        _, others = paths(self._chain, tables, weights)
+        _, others = paths(self._chain, tables, weights, duals.unit_ps)
         shares: list[dict[MemoryPrice, float]] = [{} for _ in range(self._stages)]
         for stage_on_group, table in tables.items():
             self._count(duals, stage_on_group, others[stage_on_group] + table, shares[stage_on_group[0]])
