@@ -1,5 +1,6 @@
 """Certificates: what they confirm is never above the best of all plans, and whatever is changed in one is noticed."""
 
+from fractions import Fraction
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,21 @@ from random_problems import best_of, random_problem, random_unequal
 from rest_long import rest_long
 
 from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Band, Certificate, ConfigurationProof, MemoryPrice, Plan, Schedule
+from shardwright_formats.types import (
+    Attention,
+    Band,
+    Certificate,
+    ConfigurationProof,
+    GradientReduction,
+    LayerStrategy,
+    MemoryPrice,
+    PipelineStage,
+    Plan,
+    Precision,
+    Recompute,
+    Schedule,
+    Strategy,
+)
 from shardwright_search.certificate import check
 from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import GAPS, certified, proof_of
@@ -69,10 +84,10 @@ def test_what_is_made_is_confirmed_and_near_the_best_of_all_plans(kind, count):
     gaps = []
     for problem in [p for p in map(MADE[kind], range(20)) if np.isfinite(best_of(p))][:count]:
         best = best_of(problem)
-        gap, proofs = certified([("any", problem, best)], lambda line: None)
-        assert confirms(problem, proofs[0], best * (1 - gap))
+        bound, proofs = certified([("any", problem, Fraction)], best, lambda line: None)
+        assert confirms(problem, proofs[0], bound)
         assert not confirms(problem, proofs[0], best * (1 + 1e-6))
-        gaps.append(gap)
+        gaps.append(1 - bound / best)
     assert np.median(gaps) <= 0.01
 
 
@@ -86,9 +101,10 @@ def test_middle_sized_problems_are_proven_to_a_gap_that_is_told(capsys):
     found = []
     for seed in (2, 5):
         problem = middle_problem(seed)
-        gap, proofs = certified([("any", problem, best := solved(problem).objective_ps)], lambda line: None)
-        assert gap in GAPS and confirms(problem, proofs[0], best * (1 - gap))
-        found.append(gap)
+        best = solved(problem).objective_ps
+        bound, proofs = certified([("any", problem, Fraction)], best, lambda line: None)
+        assert bound in [best * (1 - gap) for gap in GAPS] and confirms(problem, proofs[0], bound)
+        found.append(1 - bound / best)
     with capsys.disabled():
         print(f" gaps {', '.join(f'{gap:.2%}' for gap in found)}", end="")
     assert max(found) <= 0.01
@@ -130,10 +146,10 @@ def test_a_range_whose_ends_count_as_its_most_is_caught(monkeypatch, kind):
 
 def test_more_than_is_listed_confirms_nothing(monkeypatch):
     problem = middle_problem(2)
-    gap, proofs = certified([("any", problem, best := solved(problem).objective_ps)], lambda line: None)
-    assert confirms(problem, proofs[0], best * (1 - gap))
+    bound, proofs = certified([("any", problem, Fraction)], solved(problem).objective_ps, lambda line: None)
+    assert confirms(problem, proofs[0], bound)
     monkeypatch.setattr(check, "MAX_WAYS", 0)
-    assert not confirms(problem, proofs[0], best * (1 - gap))
+    assert not confirms(problem, proofs[0], bound)
 
 
 def roles(paths: dict[str, Path], *names: str) -> list[str]:
@@ -204,6 +220,8 @@ def test_a_configuration_that_is_left_out_added_or_told_twice_is_noticed(searche
     )
     changed(certificate, configurations=(*proofs, replace(proofs[0], configuration="batch 9")))
     assert refused(verify(paths, plan, certificate), "has a configuration that the space does not have: batch 9")
+    changed(certificate, configurations=(*proofs, proofs[0]))
+    assert refused(verify(paths, plan, certificate), "has several proofs of one configuration")
 
 
 def test_other_files_than_the_searchs_are_refused(searched, make, tmp_path):
@@ -215,6 +233,63 @@ def test_other_files_than_the_searchs_are_refused(searched, make, tmp_path):
     assert verify(swapped, plan, certificate).exit_code == 2
     write_document(other, replace(read_document(plan, Plan), name="other"))
     assert refused(verify(paths, other, certificate), "is the certificate of another plan than")
+
+
+def rehashed(plan: Path, certificate: Path, **fields: object) -> None:
+    """Change a plan, and let its certificate say that it is of the changed one."""
+    write_document(plan, replace(read_document(plan, Plan), **fields))
+    changed(certificate, plan_sha256=read_document(plan, Plan).sha256)
+
+
+OUTSIDE = {
+    "another gradient_reduction than the search file's": {"gradient_reduction": GradientReduction.EVERY_MICROBATCH},
+    "another attention than the search file's": {"attention": Attention.EAGER},
+    "another precision than the search file's": {"precision": Precision(tf32=True)},
+    "another compile than the search file's": {"compile": True},
+    "batch 16, pp": {"global_batch_size": 16},
+    "options that no search sets": {"fused": ("norm",)},
+}
+
+
+@pytest.mark.parametrize(("outside", "fields"), OUTSIDE.items())
+def test_a_plan_that_is_not_of_the_search_file_is_refused_under_its_own_hash(searched, outside, fields):
+    """Reduced in every microbatch the plan takes longer than it was said to."""
+    paths, plan, certificate = searched
+    rehashed(plan, certificate, **fields)
+    assert refused(verify(paths, plan, certificate), f"a.json: is outside the space of {paths['search']}: {outside}")
+
+
+def test_a_strategy_or_ranks_that_the_space_does_not_have_are_refused(searched):
+    paths, plan, certificate = searched
+    layers = read_document(plan, Plan).layers
+    rehashed(plan, certificate, layers=(replace(layers[0], recompute=Recompute.MLP), *layers[1:]))
+    assert refused(verify(paths, plan, certificate), "s.json: layers[0] as tp")
+    alone = Strategy(tp_size=1, dp_size=1)
+    stages = [PipelineStage(ranks=(rank,), layers=((2 - 2 * rank, 4 - 2 * rank),)) for rank in (1, 0)]
+    layers = tuple(LayerStrategy(tp_size=1, dp_size=1, type="block", recompute=Recompute.FULL) for _ in range(4))
+    rehashed(plan, certificate, stages=tuple(stages), embedding=alone, head=alone, layers=layers, num_microbatches=8)
+    assert refused(verify(paths, plan, certificate), "s.json: the ranks of stage 0")
+
+
+def test_a_plan_of_the_space_that_is_beyond_the_budget_is_refused(searched):
+    paths, plan, certificate = searched
+    kept = Strategy(tp_size=1, dp_size=2)
+    layers = tuple(LayerStrategy(tp_size=1, dp_size=2, type="block") for _ in range(4))
+    stages = (PipelineStage(ranks=(0, 1), layers=((0, 4),)),)
+    rehashed(plan, certificate, stages=stages, embedding=kept, head=kept, layers=layers, num_microbatches=1)
+    assert refused(verify(paths, plan, certificate), f"bytes a rank, the budget is {4 << 20}: give the plan")
+
+
+def test_a_plan_for_another_cluster_or_model_than_is_given_is_refused(searched, make, tmp_path):
+    paths, plan, certificate = searched
+    files = ["hardware", "profile", "search", "cluster", "model"]
+    result = call(APP, "verify", plan, certificate, *roles(paths, *files))
+    assert result.exit_code == 0 and "--cluster" not in result.stdout
+    assert "the cluster and the model are the plan's: --cluster and --model" in verify(paths, plan, certificate).stdout
+    for role, other in (("cluster", make.cluster(memory_bytes=1 << 31)), ("model", replace(make.model(4), name="x"))):
+        write_document(tmp_path / "other.json", other)
+        result = call(APP, "verify", plan, certificate, *roles(paths | {role: tmp_path / "other.json"}, *files))
+        assert refused(result, f"a.json: is for another {role} than {tmp_path / 'other.json'}")
 
 
 def test_a_negative_dual_value_is_refused_where_it_is_read(searched):

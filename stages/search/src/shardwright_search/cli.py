@@ -25,7 +25,7 @@ APP = CommandLine(
         "select": Command(options.SelectOptions, f"{_COMMANDS}.measured:select"),
         "simulate": Command(options.SimulateOptions, f"{_COMMANDS}.explain:simulate_plan"),
         "uniform": Command(options.UniformOptions, f"{_COMMANDS}.given_plans:uniform"),
-        "verify": Command(options.VerifyOptions, f"{_COMMANDS}.plan:verify"),
+        "verify": Command(options.VerifyOptions, f"{_COMMANDS}.verify:verify"),
     },
 )
 

@@ -106,6 +106,10 @@ class VerifyOptions(ProfileOptions, frozen=True, kw_only=True):
     """The certificate that it wrote (shardwright.certificate, JSON)."""
     search: Path
     """The search file (shardwright.search, JSON)."""
+    cluster: Path | None = None
+    """Cluster (shardwright.cluster, JSON) that the plan must be for."""
+    model: Path | None = None
+    """Model description (shardwright.model, JSON) that the plan must be for."""
 
 
 class AdviseOptions(Options, frozen=True, kw_only=True):

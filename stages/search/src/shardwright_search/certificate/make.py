@@ -28,21 +28,24 @@ _FREE = (MemoryPrice(ps_per_byte=0.0),)
 
 
 def certified(
-    problems: Iterable[tuple[str, Problem, float]], report: Callable[[str], None]
+    problems: Iterable[tuple[str, Problem, Callable[[Fraction], Fraction]]],
+    best_ps: float,
+    report: Callable[[str], None],
 ) -> tuple[float, tuple[ConfigurationProof, ...]] | None:
-    """Return the least gap at which all configurations are proven, of `GAPS`, and the proofs; None: there is none.
+    """Return a bound that all configurations are proven to keep, the highest of `GAPS`, and the proofs; None: none is.
 
-    `problems`: name, arrays and the time of a plan as good as the best, of every configuration.
+    `problems`: name, arrays, and the function from a bound to the time that no plan may be below, of every
+    configuration. `best_ps` is the best plan's.
     """
     proofs, gaps = [], iter(GAPS)
     gap = next(gaps)
-    for name, problem, best_ps in problems:
-        while (proof := proof_of(problem, name, best_ps * (1 - gap))) is None:
+    for name, problem, limit_ps in problems:
+        while (proof := proof_of(problem, name, limit_ps(Fraction(best_ps * (1 - gap))))) is None:
             if (gap := next(gaps, 1.0)) == 1.0:
                 return None
             report(f"certificate: {name}: confirming a bound {gap:.2%} below the best plan")
         proofs.append(proof)
-    return gap, tuple(proofs)
+    return best_ps * (1 - gap), tuple(proofs)
 
 
 def proof_of(problem: Problem, name: str, below_ps: Fraction | float) -> ConfigurationProof | None:

@@ -1,0 +1,130 @@
+"""`shardwright-search verify`: a plan and the certificate of its search's bound, checked without searching."""
+
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from time import monotonic
+
+import msgspec
+
+from shardwright_formats.command import show
+from shardwright_formats.io import BadInput, read_document, sha256_of_file
+from shardwright_formats.types import Certificate, Cluster, Model, Plan
+from shardwright_search.certificate.check import confirms
+from shardwright_search.commands.prediction import read_inputs
+from shardwright_search.cost_model.plan import cost_model_of, evaluate
+from shardwright_search.options import VerifyOptions
+from shardwright_search.solver.problem import Problem
+from shardwright_search.space.budget import budgets_of, budgets_of_stages
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.membership import outside
+from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.search_space import SearchSpace, space_of
+
+IN_PLAN = ("cluster", "model")
+"""Roles of files that a plan contains: a certificate pins the hashes of all others."""
+_ANEW = "make it anew with plan --certificate"
+_SEARCHED = "give the plan that the search wrote"
+
+
+def verify(options: VerifyOptions) -> None:
+    """Confirm a plan and its certificate, or raise BadInput for what does not hold; all numbers are priced anew."""
+    started = monotonic()
+    plan, certificate = read_document(options.plan, Plan), read_document(options.certificate, Certificate)
+    request, inputs = read_document(options.search, SearchRequest), read_inputs(options)
+    _check_pinned(options, certificate, plan, {"search": options.search} | inputs.files)
+    _check_given(options, plan)
+    check_certifiable(request, options.search)
+    space = space_of(request, plan.model, plan.cluster, inputs.profiles, options.search)
+    if (difference := outside(space, plan)) is not None:
+        raise BadInput(options.plan, f"is outside the space of {options.search}: {difference}", _SEARCHED)
+    evaluation = evaluate(
+        plan, inputs.profiles, cost_model_of(plan, inputs.profiles, request.time_model), timeline=False
+    )
+    budgets_bytes = budgets_of_stages(plan, budgets_of(request, plan.cluster, options.search))
+    for number, (stage, most) in enumerate(zip(evaluation.estimate.stages, budgets_bytes, strict=True)):
+        if stage.memory_bytes > most:
+            problem = f"stage {number} takes {stage.memory_bytes} bytes a rank, the budget is {most}"
+            raise BadInput(options.plan, problem, _SEARCHED)
+    count, plan_ps = _check_proofs(options, certificate, space, plan), evaluation.objective_ps
+    if plan_ps < certificate.bound_ps:
+        raise BadInput(options.certificate, f"its bound is above what {options.plan} takes", _ANEW)
+    show(
+        f"verified: no plan of the space takes less than {certificate.bound_ps * 1e-9:.6f} ms a step of "
+        f"{plan.global_batch_size} samples (closed form)\n"
+        f"this plan takes {plan_ps * 1e-9:.6f} ms: no plan is more than {plan_ps / certificate.bound_ps - 1:.4%} "
+        "faster\n"
+        f"{count} configurations confirmed in {monotonic() - started:.1f} s{_not_compared(options)}"
+    )
+
+
+def _check_pinned(options: VerifyOptions, certificate: Certificate, plan: Plan, files: Mapping[str, Path]) -> None:
+    if certificate.plan_sha256 != plan.sha256:
+        raise BadInput(options.certificate, f"is the certificate of another plan than {options.plan}", _ANEW)
+    for role in dict.fromkeys((*files, *certificate.inputs_sha256)):
+        given = sha256_of_file(files[role]) if role in files else None
+        if certificate.inputs_sha256.get(role) != given:
+            other = f"another {role} than {files[role]}" if role in files else f"a {role}"
+            raise BadInput(options.certificate, f"was made with {other}", f"give that {role}, or {_ANEW}")
+
+
+def _check_given(options: VerifyOptions, plan: Plan) -> None:
+    """Raise BadInput where the plan is of another model or cluster than the files that are given."""
+    if options.cluster is not None and read_document(options.cluster, Cluster) != plan.cluster:
+        raise BadInput(options.plan, f"is for another cluster than {options.cluster}", _SEARCHED)
+    if options.model is not None and read_document(options.model, Model) != plan.model:
+        raise BadInput(options.plan, f"is for another model than {options.model}", _SEARCHED)
+
+
+def _not_compared(options: VerifyOptions) -> str:
+    """Return a line on what of the plan was taken as it says, or nothing."""
+    left = [name for name in IN_PLAN if getattr(options, name) is None]
+    given = " and ".join(f"--{name}" for name in left)
+    return f"\nthe {' and the '.join(left)} are the plan's: {given} compare them with files" if left else ""
+
+
+def _check_proofs(options: VerifyOptions, certificate: Certificate, space: SearchSpace, plan: Plan) -> int:
+    """Return the number of configurations; BadInput where one is missing, or its proof does not hold."""
+    file, bound_ps = options.certificate, Fraction(certificate.bound_ps)
+    proofs = {proof.configuration: proof for proof in certificate.configurations}
+    if len(proofs) < len(certificate.configurations):
+        raise BadInput(file, "has several proofs of one configuration", _ANEW)
+    count = 0
+    for name, problem, limit_ps in problems_of(space, plan.global_batch_size):
+        if (proof := proofs.pop(name, None)) is None:
+            raise BadInput(file, f"leaves out a configuration of the space: {name}", _ANEW)
+        if not confirms(problem, proof, limit_ps(bound_ps)):
+            raise BadInput(file, f"does not confirm its bound: {name}", _ANEW)
+        count += 1
+    if proofs:
+        raise BadInput(file, f"has a configuration that the space does not have: {next(iter(proofs))}", _ANEW)
+    return count
+
+
+def check_certifiable(request: SearchRequest, file: Path) -> None:
+    """Raise BadInput for a request whose space no certificate covers."""
+    if any(schedule.interleaves for schedule in request.schedules):
+        problem = "schedules: certificates do not cover interleaved_1f1b"
+        raise BadInput(file, problem, "leave it out, or search without --certificate")
+
+
+def problems_of(space: SearchSpace, batch_size: int) -> Iterator[tuple[str, Problem, Callable[[Fraction], Fraction]]]:
+    """Yield name and arrays of each configuration, and the function from a bound to the least T that it allows.
+
+    The bound is on the time of a step of the given batch size; other steps take as much for a sample.
+    """
+    space.check_listed("no certificate")
+    for target in space.targets:
+        samples = Fraction(target.configuration.global_batch_size, batch_size)
+        offset_ps = Fraction(target.offset_ps)
+
+        def limit_ps(bound_ps: Fraction, samples: Fraction = samples, offset_ps: Fraction = offset_ps) -> Fraction:
+            return bound_ps * samples - offset_ps
+
+        yield _configuration_name(target.configuration), space.instance.problem(target.configuration), limit_ps
+
+
+def _configuration_name(configuration: Configuration) -> str:
+    """Return the text of a configuration, with choices of layers and buffers that the text leaves out."""
+    fixed = configuration.layers, configuration.buffer_tokens
+    return str(configuration) + ("" if fixed == (None, None) else f", {msgspec.json.encode(fixed).decode()}")
