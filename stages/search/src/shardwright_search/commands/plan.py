@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from math import inf
 from pathlib import Path
+from time import monotonic
 
 import msgspec
 
