@@ -19,7 +19,7 @@ from shardwright_formats.io.table import Table
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.model import HEAD, Model
 from shardwright_formats.types.model_profile import LayerRow, ModelProfile
-from shardwright_formats.types.plan import PipelineStage, Plan, Precision
+from shardwright_formats.types.plan import PipelineStage, Plan, Precision, Schedule
 from shardwright_formats.types.prediction import StagePrediction
 from shardwright_formats.types.strategy import DataParallel, Recompute
 from shardwright_models.description import model_of_config
@@ -30,8 +30,6 @@ from shardwright_search.options import UniformRequest
 
 __all__ = ["Factors", "Priced", "Unpriced", "priced"]
 
-_MIXED = Precision(parameters="float32", compute="bfloat16", reduce="float32")
-_DEVICES_PER_NODE = 8
 _NOWHERE = Path("published")
 _COMMUNICATORS = 3
 """Of another runtime's rank: data parallelism or all ranks, tensor parallelism, the pipeline."""
@@ -81,7 +79,8 @@ def priced(runs: Sequence[Run], factors: Factors) -> Iterator[Priced | Unpriced]
 
 
 def _setting(run: Run) -> tuple[str, ...]:
-    return tuple(map(repr, (run.config, run.sequence_length, run.machine, run.runtime, run.compiled, run.launch_us)))
+    own = run.runtime, run.compiled, run.launch_us, run.compute, run.reduce
+    return tuple(map(repr, (run.config, run.sequence_length, run.machine, *own)))
 
 
 def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -> Iterator[Priced | Unpriced]:
@@ -94,19 +93,18 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
         sequence_parallel=tuple(sorted({run.sequence_parallel for run in runs})),
         recompute=tuple(sorted({Recompute.NONE, *(run.recompute for run in runs)})),
         micro_batch_sizes=tuple(sorted({run.micro_batch_size for run in runs})),
-        precision=_MIXED,
+        precision=_precision(first),
         compile=first.compiled,
     )
-    fused = RUNTIMES[first.runtime].fused
-    given, launch_s = [(_NOWHERE, model)], first.launch_us / 1e6
-    made = model_profile(
-        given, settings, rates, Efficiencies(), table.revised, fused=fused, operator_s=launch_s
-    ).profile
+    runtime = replace(RUNTIMES[first.runtime].assumed, operator_s=first.launch_us / 1e6)
+    made = model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised, runtime=runtime).profile
     layers = _with_loss(made, model, first.runtime)
     limit = machine.memory_bytes or rates.device.memory_bytes or 0
     for devices, own in groupby(sorted(runs, key=lambda run: run.devices), key=lambda run: run.devices):
         cluster = _cluster(machine, rates.name, devices, limit)
-        hardware = hardware_profile(cluster, [rates], Efficiencies(), _between(machine), table.revised)
+        hardware = hardware_profile(
+            cluster, [rates], Efficiencies(), _between(machine), table.revised, overlap=runtime.overlap
+        )
         profiles = index_profiles(hardware, _NOWHERE, layers, _NOWHERE)
         by = Scaling(forward=factors.time, backward=factors.time, memory=factors.memory)
         yield from _of_one_cluster(list(own), model, cluster, scaled(profiles, by), limit)
@@ -153,6 +151,10 @@ def _held_bytes(stage: StagePrediction, run: Run) -> float:
     return max(passing + runtime.zero_pass * parameters, states + runtime.zero_end * parameters)
 
 
+def _precision(run: Run) -> Precision:
+    return Precision(compute=run.compute, reduce=run.reduce)
+
+
 def _plan(run: Run, model: Model, cluster: Cluster) -> Plan:
     request = UniformRequest(
         global_batch_size=run.global_batch_size,
@@ -163,9 +165,10 @@ def _plan(run: Run, model: Model, cluster: Cluster) -> Plan:
         sequence_parallel=run.sequence_parallel,
         recompute=run.recompute,
         gradient_reduction=run.gradient_reduction,
-        precision_parameters=_MIXED.parameters,
-        precision_compute=_MIXED.compute,
-        precision_reduce=_MIXED.reduce,
+        schedule=Schedule.ONE_F_ONE_B if run.chunks == 1 else Schedule.INTERLEAVED_1F1B,
+        layer_ranges=run.chunks,
+        precision_compute=run.compute,
+        precision_reduce=run.reduce,
         compile=run.compiled,
     )
     plan = uniform_plan("published", request, model, cluster)
@@ -182,7 +185,7 @@ def _plan(run: Run, model: Model, cluster: Cluster) -> Plan:
 
 
 def _cluster(machine: Machine, device: str, devices: int, memory_bytes: int) -> Cluster:
-    per_node = min(_DEVICES_PER_NODE, devices)
+    per_node = min(machine.devices_per_node, devices)
     node = NodeType(device=device, devices_per_node=per_node, memory_bytes=memory_bytes)
     group = NodeGroup(node_type=machine.device, count=devices // per_node)
     return Cluster(name="published", nodes=(group,), node_types={machine.device: node})

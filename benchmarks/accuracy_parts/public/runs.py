@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import DataParallel, GradientReduction, Recompute, SequenceParallel
 from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.plan import ComputeType, DType
 
 __all__ = ["GIB", "Machine", "Run", "known", "rows_of"]
 
@@ -30,6 +31,7 @@ class Machine(NamedTuple):
     """In place of the table's, where the source has another variant of the device."""
     memory_bytes: int | None = None
     """In place of the table's."""
+    devices_per_node: int = 8
     counts_process: bool = False
     """Whether memory was read from the driver, process and all, and not from the allocator."""
 
@@ -63,6 +65,10 @@ class Run(NamedTuple):
     """Of the fullest device."""
     failed: bool = False
     """It did not run: out of memory, or for another reason that is not known."""
+    chunks: int = 1
+    """Layer ranges of a pipeline stage, in interleaved turns where there are several."""
+    compute: ComputeType = "bfloat16"
+    reduce: DType = "float32"
     compiled: bool = False
     """Whether torch.compile compiled the blocks."""
     launch_us: float = 42.0

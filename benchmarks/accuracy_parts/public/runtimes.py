@@ -6,6 +6,12 @@ in float32, states as FSDP2 holds them. Bytes are of a logit, or of a parameter 
 
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
+from shardwright_estimate.runtimes import RUNTIMES as ASSUMED
+from shardwright_estimate.runtimes import SHARDWRIGHT, AttentionKernel, RuntimeName
+from shardwright_estimate.runtimes import Runtime as Assumed
+
 __all__ = ["RUNTIMES", "Runtime"]
 
 
@@ -14,29 +20,36 @@ class Runtime(NamedTuple):
 
     loss: int
     """Of each logit while the loss is computed, with what is kept of it."""
+    assumed: Assumed
+    """What estimates take of it."""
     ddp_pass: int = 0
     """Beside the states, in passes, where data parallelism replicates them."""
     zero_pass: int = 0
     """The same where it shards them."""
-    fused: bool = True
-    """Whether norms and activation functions are one kernel each."""
     zero_end: int = 0
     """At the end of a step, when no activations are there, where it shards them."""
 
 
+_FUSED = replace(SHARDWRIGHT, fused=True)
+_MEGATRON_2022 = replace(_FUSED, attention=AttentionKernel.EAGER)
+"""Megatron-DeepSpeed of 2022 has a fused softmax and no flash attention (megatron/fused_kernels)."""
+
 RUNTIMES = {
+    # Fused cross entropy of Transformer Engine (scripts/performance/helpers.py of NeMo), whose gradient takes the place
+    # of bf16 logits; a contiguous buffer of gradients (megatron/core/distributed/param_and_grad_buffer.py).
+    "megatron_core": Runtime(2, ASSUMED[RuntimeName.MEGATRON_CORE]),
     # models/llama.py: bf16 logits, their float32 copy, and the shifted copy that becomes the softmax
     # (parallel/tensor_parallel/functional.py). DistributedDataParallel's buckets hold bf16 gradients beside the float32
     # ones of optim/gradient_accumulator.py. all_gather_coalesced of distributed.py flattens all bf16 parameters once
     # for its output and torch's all_gather of a list once more.
-    "nanotron": Runtime(loss=10, ddp_pass=2, zero_pass=2, zero_end=2 + 4),
+    "nanotron": Runtime(10, ASSUMED[RuntimeName.NANOTRON], ddp_pass=2, zero_pass=2, zero_end=2 + 4),
     # megatron/core/tensor_parallel/cross_entropy.py: bf16 logits, float32 and the softmax. Gradients in fp16 alone
     # (runtime/zero/stage_1_and_2.py), 2 in place of 4; or bf16 and float32 ones (runtime/bf16_optimizer.py).
-    "megatron_deepspeed_fp16": Runtime(loss=10, ddp_pass=-2, zero_pass=-2),
-    "megatron_deepspeed_bf16": Runtime(loss=10, ddp_pass=2, zero_pass=2),
+    "megatron_deepspeed_fp16": Runtime(10, _MEGATRON_2022, ddp_pass=-2, zero_pass=-2),
+    "megatron_deepspeed_bf16": Runtime(10, _MEGATRON_2022, ddp_pass=2, zero_pass=2),
     # torchtitan/train.py: logits in float32 for F.cross_entropy, whose backward pass has log-probabilities, their
     # gradient and that of the logits at once.
-    "torchtitan": Runtime(loss=12),
+    "torchtitan": Runtime(12, ASSUMED[RuntimeName.TORCHTITAN]),
     # llmfoundry/models/mpt: flash-attn's fused cross entropy, whose gradient takes the place of bf16 logits.
-    "llm_foundry": Runtime(loss=2),
+    "llm_foundry": Runtime(2, _FUSED),
 }

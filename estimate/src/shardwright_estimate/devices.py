@@ -9,8 +9,9 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shardwright_estimate.layers import OPERATOR_S, Machine
+from shardwright_estimate.layers import Machine
 from shardwright_estimate.messages import STEP_S, Link, moved_bytes
+from shardwright_estimate.runtimes import SHARDWRIGHT, AttentionKernel, Runtime
 from shardwright_formats.io import BadInput, Value, first_odd, read_bytes
 from shardwright_formats.types import (
     EMBEDDING,
@@ -34,6 +35,7 @@ _SOURCED = (
     "best_product",
     "best_fp8_product",
     "flash_attention",
+    "flash_attention_3",
     "memory_bytes",
     "memory_bytes_per_s",
     "link_bytes_per_s",
@@ -58,8 +60,11 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Share of the peak that the best matrix product in FP8 was measured to reach."""
     best_fp8_product_source: _Text | None = None
     flash_attention: _Share | None = None
-    """Share of the peak that flash attention was measured to reach."""
+    """Share of the peak that FlashAttention-2 was measured to reach."""
     flash_attention_source: _Text | None = None
+    flash_attention_3: _Share | None = None
+    """Share of the peak that FlashAttention-3, or cuDNN's kernel, was measured to reach."""
+    flash_attention_3_source: _Text | None = None
     memory_bytes: PositiveBytes | None = None
     memory_bytes_source: _Text | None = None
     memory_bytes_per_s: Rate | None = None
@@ -142,7 +147,8 @@ def device_lines(table: DeviceTable) -> Iterator[str]:
             ("matrix products, TFLOP/s", peaks or None, device.peaks_source),
             ("best product, of the peak", _scaled(device.best_product, 1), device.best_product_source),
             ("best FP8 product, of the peak", _scaled(device.best_fp8_product, 1), device.best_fp8_product_source),
-            ("flash attention, of the peak", _scaled(device.flash_attention, 1), device.flash_attention_source),
+            ("FlashAttention-2, of the peak", _scaled(device.flash_attention, 1), device.flash_attention_source),
+            ("FlashAttention-3, of the peak", _scaled(device.flash_attention_3, 1), device.flash_attention_3_source),
             ("memory, GiB", _scaled(device.memory_bytes, GIB), device.memory_bytes_source),
             ("memory, GB/s", _scaled(device.memory_bytes_per_s, 1e9), device.memory_bytes_per_s_source),
             (
@@ -238,22 +244,30 @@ def matrix_efficiency(rates: Rates, efficiencies: Efficiencies, compute: str = "
     return UNKNOWN_PRODUCT if best is None else TYPICAL_PRODUCT * best
 
 
+def flash_share(device: Device, kernel: AttentionKernel) -> tuple[float | None, str | None]:
+    """Return the share of the peak that a kernel reaches on a device, and who says so; None where nobody does."""
+    if kernel is AttentionKernel.FLASH3 and device.flash_attention_3 is not None:
+        return device.flash_attention_3, device.flash_attention_3_source
+    return device.flash_attention, device.flash_attention_source
+
+
 def machine_of(
-    rates: Rates, compute: str, efficiencies: Efficiencies, operator_s: float = OPERATOR_S, compiled: bool = False
+    rates: Rates, compute: str, efficiencies: Efficiencies, runtime: Runtime = SHARDWRIGHT, compiled: bool = False
 ) -> Machine:
-    """Return what a device reaches in a number format, and how its host launches kernels.
+    """Return what a device reaches in a number format under a runtime.
 
     Raises BadInput where neither table nor option has a figure.
     """
     memory, peak = rates.memory * efficiencies.memory, rates.matrix(compute)
-    flash = rates.device.flash_attention
+    flash, _ = flash_share(rates.device, runtime.attention)
     return Machine(
         peak * matrix_efficiency(rates, efficiencies),
         memory,
         link_of(rates, efficiencies),
         None if flash is None or efficiencies.matrix is not None else peak * flash,
-        operator_s,
-        compiled,
+        runtime.operator_s,
+        compiled or runtime.few_kernels,
+        runtime.message_pieces,
     )
 
 
@@ -269,16 +283,16 @@ class Machines(NamedTuple):
 
 
 def machines_of(
-    rates: Rates, compute: str, efficiencies: Efficiencies, operator_s: float = OPERATOR_S, compiled: bool = False
+    rates: Rates, compute: str, efficiencies: Efficiencies, runtime: Runtime = SHARDWRIGHT, compiled: bool = False
 ) -> Machines:
     """Return what a device reaches in a number format; raise BadInput where neither table nor option has a figure.
 
     FP8 is of products with a block's weights: attention, embedding and head stay in bfloat16, at the table's rate.
     """
     if compute != FP8:
-        machine = machine_of(rates, compute, efficiencies, operator_s, compiled)
+        machine = machine_of(rates, compute, efficiencies, runtime, compiled)
         return Machines(machine, machine)
-    ends = machine_of(rates._replace(matrix_flops_per_s=None), "bfloat16", efficiencies, operator_s, compiled)
+    ends = machine_of(rates._replace(matrix_flops_per_s=None), "bfloat16", efficiencies, runtime, compiled)
     blocks = ends._replace(
         flops_per_s=rates.matrix(FP8) * matrix_efficiency(rates, efficiencies, FP8),
         attention_flops_per_s=ends.attention_flops_per_s or ends.flops_per_s,

@@ -8,7 +8,7 @@ forward pass, a flash kernel two and a half times, repeats what was not kept, an
 microbatches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from shardwright_estimate.messages import Link, messages_time_s
@@ -45,7 +45,9 @@ class Machine(NamedTuple):
     operator_s: float = OPERATOR_S
     """Time of the host for each kernel; 0 where CUDA graphs replay them."""
     compiled: bool = False
-    """Whether torch.compile has fused what lies between a block's products into few kernels."""
+    """Whether what lies between a block's products is fused into few kernels, as torch.compile does."""
+    message_pieces: int = 1
+    """Pieces of each tensor-parallel message of which all but one hide behind products; 1 hides nothing."""
 
 
 class _Share(NamedTuple):
@@ -110,10 +112,17 @@ def estimate_layer(
     )
     kernels, again_kernels = (sum(part.kernels for part in some) for some in (parts, replayed))
     return LayerFigures(
-        max(forward_s + messages_time_s(there, machine.link), kernels * machine.operator_s),
-        max(backward_s + messages_time_s(back, machine.link), (2 * kernels + again_kernels) * machine.operator_s),
+        max(forward_s + _exposed_s(there, forward_s, machine), kernels * machine.operator_s),
+        max(backward_s + _exposed_s(back, backward_s, machine), (2 * kernels + again_kernels) * machine.operator_s),
         *_memory(parts, share, recompute),
     )
+
+
+def _exposed_s(messages: Iterable[Message], pass_s: float, machine: Machine) -> float:
+    """Return what messages add to a pass: one piece of each, and what is longer than the pass that hides the others."""
+    alone_s = messages_time_s(messages, machine.link)
+    hidden_s = min(alone_s * (1 - 1 / machine.message_pieces), pass_s)
+    return alone_s - hidden_s
 
 
 def estimate_memory(

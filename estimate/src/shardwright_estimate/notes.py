@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwright_estimate.devices import TYPICAL_PRODUCT, Efficiencies, Rates, matrix_efficiency
+from shardwright_estimate.devices import TYPICAL_PRODUCT, Efficiencies, Rates, flash_share, matrix_efficiency
 from shardwright_estimate.hardware import NodeRates, Overlap
-from shardwright_estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S, OPERATOR_S, Machine
+from shardwright_estimate.layers import ATTENTION_BACKWARD, KERNEL_START_S, OPERATOR_S
 from shardwright_estimate.messages import NETWORK_STEP_S, START_S, STEP_S
+from shardwright_estimate.runtimes import AttentionKernel, Runtime
 from shardwright_formats.semantics.process_groups import COMMUNICATOR_BYTES
 from shardwright_formats.types import FP8, MIB
 
@@ -70,10 +71,10 @@ class Process(NamedTuple):
 
 
 def model_notes(
-    rates: Rates, efficiencies: Efficiencies, compute: str, fused: bool, process: Process, machine: Machine
+    rates: Rates, efficiencies: Efficiencies, compute: str, runtime: Runtime, process: Process, compiled: bool
 ) -> str:
     """Return the notes of a model profile, one sentence a line; the first says that nothing was measured."""
-    device, kernels = rates.device, "fused kernels" if fused else "single operators, as in transformers"
+    device, kernels = rates.device, "fused kernels" if runtime.fused else "single operators, as in transformers"
     matrix = matrix_efficiency(rates, efficiencies, compute)
     return "\n".join(
         (
@@ -89,15 +90,16 @@ def model_notes(
             _rate_note("memory", rates.memory, "bytes/s", efficiencies.memory)
             + f"; {_origin(rates.memory_bytes_per_s, device.memory_bytes_per_s_source)}.",
             _link_note(rates, efficiencies),
-            _flash_note(rates, efficiencies),
+            _attention_note(rates, efficiencies, runtime),
             *(_FP8_NOTES if compute == FP8 else ()),
-            _launch_note(machine),
+            _launch_note(runtime, compiled),
             "Activations are those of Korthikanti et al. (2022), derived from the model's own shapes; workspace is the "
             "largest tensor of a part with its gradient, and what is replayed.",
             f"It is assumed that norms and activation functions are {kernels}"
-            + (", and that torch.compile fuses those of blocks." if machine.compiled else "."),
+            + (", and that torch.compile fuses those of blocks." if compiled else "."),
             "States: AdamW with two moments in the parameters' format; its step is bound by memory.",
-            f"assumed: {process.text}.",
+            f"assumed: {process.text}; {runtime.text}.",
+            *(f"{runtime.name}: {source}." for source in runtime.sources),
             "step_overhead_s and resident_bytes are absent.",
         )
     )
@@ -128,19 +130,23 @@ def _head(seen: str, efficiencies: Efficiencies) -> str:
     return f"analytic, nothing was measured: {seen}{other}."
 
 
-def _launch_note(machine: Machine) -> str:
-    how = "fitted to published layer times" if machine.operator_s == OPERATOR_S else "given"
-    kernels = "compiled" if machine.compiled else "eager"
-    if not machine.operator_s:
+def _launch_note(runtime: Runtime, compiled: bool) -> str:
+    how = "fitted to published layer times" if runtime.operator_s == OPERATOR_S else "given"
+    kernels = (
+        "compiled" if compiled else "eager, with as few kernels as compiled ones" if runtime.few_kernels else "eager"
+    )
+    if not runtime.operator_s:
         how = "given: CUDA graphs replay kernels"
     return (
-        f"It is assumed that a kernel adds {KERNEL_START_S * 1e6:g} us and takes the host {machine.operator_s * 1e6:g} "
+        f"It is assumed that a kernel adds {KERNEL_START_S * 1e6:g} us and takes the host {runtime.operator_s * 1e6:g} "
         f"us ({how}), and that blocks are {kernels}."
     )
 
 
-def _flash_note(rates: Rates, efficiencies: Efficiencies) -> str:
-    share, source = rates.device.flash_attention, rates.device.flash_attention_source
+def _attention_note(rates: Rates, efficiencies: Efficiencies, runtime: Runtime) -> str:
+    if runtime.attention is AttentionKernel.EAGER:
+        return "attention is made of matrix products and keeps its scores."
+    share, source = flash_share(rates.device, runtime.attention)
     if share is None or efficiencies.matrix is not None:
         return "It is assumed that flash attention is as fast as other products."
     return f"flash attention reaches {share:g} of the matrix rate, backward {ATTENTION_BACKWARD:g} times: {source}."

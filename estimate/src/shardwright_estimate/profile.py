@@ -8,14 +8,15 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from shardwright_estimate.curves import fits_table
 from shardwright_estimate.devices import Efficiencies, Machines, Rates, link_of, machines_of, matrix_efficiency
 from shardwright_estimate.hardware import Network, NodeRates, Overlap, analytic_hardware
-from shardwright_estimate.layers import OPERATOR_S, SCORES_KEPT, Machine, estimate_layer, optimizer_time_s
+from shardwright_estimate.layers import SCORES_KEPT, Machine, estimate_layer, optimizer_time_s
 from shardwright_estimate.messages import Link
 from shardwright_estimate.notes import Process, hardware_notes, model_notes
+from shardwright_estimate.runtimes import SHARDWRIGHT, Runtime, attention_of
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.hdf5 import Provenance
@@ -49,27 +50,27 @@ def model_profile(
     efficiencies: Efficiencies,
     revised: str,
     package: str = "shardwright-profile",
-    fused: bool = False,
+    runtime: Runtime = SHARDWRIGHT,
     process: Process | None = None,
-    operator_s: float = OPERATOR_S,
 ) -> AnalyticProfile:
     """Return the profile of a model at the length of each of its descriptions, made by a command of `package`.
 
-    `fused`: norms and activation functions are one kernel each. `process`: what is known of its own memory.
-    `operator_s`: seconds of the host for each kernel.
+    `runtime`: what it does beside its plan. `process`: what is known of its own memory.
     Raises BadInput where these are of different models or of one length, and where no strategy fits.
     """
     model, process = _same_model(models), process or Process()
     precision = settings.precision
-    if precision.compute == FP8 and settings.attention in SCORES_KEPT:
-        raise BadInput("--settings", f"attention {settings.attention}: not estimated beside fp8", "take auto or sdpa")
+    kernel, attention = attention_of(runtime, settings.attention)
+    runtime, settings = replace(runtime, attention=kernel), replace(settings, attention=attention)
+    if precision.compute == FP8 and attention in SCORES_KEPT:
+        raise BadInput("--settings", f"attention {attention}: not estimated beside fp8", "take auto or sdpa")
     compute = "tf32" if precision.tf32 else precision.compute
-    machines = machines_of(rates, compute, efficiencies, operator_s, settings.compile)
+    machines = machines_of(rates, compute, efficiencies, runtime, settings.compile)
     asked = list(_strategies([one for _, one in models], settings))
     left_out = tuple(dict.fromkeys(problem for _, _, problem in asked if problem is not None))
     if all(problem is not None for _, _, problem in asked):
         raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
-    rows = [row for one, strategy, _ in asked for row in _layer_rows(one, strategy, settings, machines, fused)]
+    rows = [row for one, strategy, _ in asked for row in _layer_rows(one, strategy, settings, machines, runtime.fused)]
     layers = sorted(rows, key=lambda row: row.key)
     origin = ProfileOrigin(
         model=model.name,
@@ -84,7 +85,9 @@ def model_profile(
         ModelProfile(
             origin=origin,
             provenance=_provenance(
-                revised, package, model_notes(rates, efficiencies, precision.compute, fused, process, machines.blocks)
+                revised,
+                package,
+                model_notes(rates, efficiencies, precision.compute, runtime, process, settings.compile),
             ),
             layers=Table.from_rows(LayerRow, layers),
             states=Table.from_rows(StateRow, _state_rows(model, tp_sizes, precision, machines.blocks)),

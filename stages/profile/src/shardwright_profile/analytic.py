@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from shardwright_estimate.devices import DeviceTable, Efficiencies, Rates, rates_of, read_devices
-from shardwright_estimate.hardware import node_rates, overlap_slowdowns
+from shardwright_estimate.hardware import node_rates
 from shardwright_estimate.notes import Process
 from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.settings import ProfileSettings
@@ -49,9 +49,8 @@ def _model_profile(options: AnalyticOptions, table: DeviceTable, cluster: Cluste
         rates,
         efficiencies,
         table.revised,
-        fused=options.fused,
+        runtime=options.assumed,
         process=process,
-        operator_s=options.launch_us / _MICRO,
     )
     for sentence in made.left_out:
         print(f"left out: {sentence}", file=sys.stderr)
@@ -64,9 +63,10 @@ def _hardware_profile(options: AnalyticOptions, table: DeviceTable, cluster: Clu
     names = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
     step_s = options.network_step_us / _MICRO
     between = None if options.inter_node_gbit_s is None else node_rates(options.inter_node_gbit_s, step_s)
-    overlap = None if options.overlap_slowdowns is None else overlap_slowdowns(options.overlap_slowdowns)
     rates = [_rates(options, table, name) for name in names]
-    return hardware_profile(cluster, rates, _efficiencies(options), between, table.revised, overlap=overlap)
+    return hardware_profile(
+        cluster, rates, _efficiencies(options), between, table.revised, overlap=options.assumed.overlap
+    )
 
 
 def _efficiencies(options: AnalyticOptions) -> Efficiencies:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, ValidationError, convert
 
+from shardwright_estimate.runtimes import RuntimeOptions
 from shardwright_formats.command import POSITIONAL, Options
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import (
@@ -245,7 +246,7 @@ class FasopHardwareOptions(ImportOptions, frozen=True, kw_only=True):
     """Name of the cluster in all later files."""
 
 
-class AnalyticOptions(Options, frozen=True, kw_only=True):
+class AnalyticOptions(RuntimeOptions, frozen=True, kw_only=True):
     """Estimate profiles of devices that nobody has measured yet, from shapes and published rates.
 
     Every number is marked `analytic`, and the notes of the file say what was assumed and how far such numbers were from
@@ -274,13 +275,6 @@ class AnalyticOptions(Options, frozen=True, kw_only=True):
     """
     network_step_us: Microseconds = 30.0
     """Latency of one step of a collective from a node to the next, in µs."""
-    overlap_slowdowns: str | None = None
-    """Slowdowns of a computation and a collective of data parallelism that overlap, as factors of time, as 1.25:1.1;
-    inside a node and across nodes as 1.25:1.1,1.05:1.2. By default they are taken not to overlap."""
-    fused: bool = False
-    """Norms and activation functions are one kernel each, as of flash-attn, Apex or Transformer Engine."""
-    launch_us: Microseconds = 42.0
-    """Time of the host for each kernel, in µs: eager PyTorch's by default, 0 where CUDA graphs replay kernels."""
     context_mib: NonNegativeCount | None = None
     """Memory of CUDA's context on a device, in MiB, such as an idle process takes; by default 512."""
     communicator_mib: NonNegativeCount | None = None

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from msgspec import field
 
+from shardwright_estimate.runtimes import RuntimeOptions
 from shardwright_formats.command import POSITIONAL, Off, Options
-from shardwright_formats.types.limits import Count, Gib, Microseconds, NonNegativeNumber, Samples, Seconds, Tokens
+from shardwright_formats.types.limits import Count, Gib, NonNegativeNumber, Samples, Seconds, Tokens
 from shardwright_formats.types.plan import Attention, ComputeType, DType, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.profiles import TimeModel
@@ -112,7 +113,7 @@ class VerifyOptions(ProfileOptions, frozen=True, kw_only=True):
     """Model description (shardwright.model, JSON) that the plan must be for."""
 
 
-class AdviseOptions(Options, frozen=True, kw_only=True):
+class AdviseOptions(RuntimeOptions, frozen=True, kw_only=True):
     """Say whether a model fits a cluster, the best plan, and what it yields: no GPU, no profile, nothing measured.
 
     From the model's shapes and published figures of the GPUs. Memory is in GiB, speed in tokens/s and as model FLOPs
@@ -132,8 +133,6 @@ class AdviseOptions(Options, frozen=True, kw_only=True):
     TOML, or rule:tp8, rule:smallest, rule:nvidia-table."""
     precision: Literal["float32", "bfloat16", "float16", "fp8"] = "bfloat16"
     """Type of forward and backward (fp8: of blocks' products, estimated alone); the rest is kept in float32."""
-    launch_us: Microseconds = 42.0
-    """Time of the host for each kernel, in µs: eager PyTorch's by default, 0 where CUDA graphs replay kernels."""
     compile: bool = False
     """Blocks compiled by torch.compile, which starts fewer kernels."""
     uniform: bool = False
@@ -144,9 +143,6 @@ class AdviseOptions(Options, frozen=True, kw_only=True):
     """USD; by default what one provider asks."""
     inter_node_gbit_s: str | None = None
     """Gbit/s from one node to others, by default that of NVIDIA's own; 2:400,4:300 by the nodes that a group spans."""
-    overlap_slowdowns: str | None = None
-    """How many times as long a computation and a collective of data parallelism take beside one another, as 1.25:1.1;
-    inside a node and across nodes as 1.25:1.1,1.05:1.2. By default they are taken not to overlap."""
     time_limit: Seconds = 3.0
     """Seconds after which the best plan so far is taken, with its gap."""
     out: Path | None = None

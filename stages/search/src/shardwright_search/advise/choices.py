@@ -73,6 +73,7 @@ def plan_of_choice(choice: UniformStrategy, name: str, question: Question) -> Pl
         schedule=Schedule.ONE_F_ONE_B if choice.chunks == 1 else Schedule.INTERLEAVED_1F1B,
         gradient_reduction=GradientReduction.EVERY_MICROBATCH if shards else GradientReduction.DEFERRED,
         precision=question.request.precision,
+        attention=question.request.attention,
         compile=question.request.compile,
     )
 

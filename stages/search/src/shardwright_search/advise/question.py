@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright_estimate.devices import Device, DeviceTable, Efficiencies, device_named, rates_of, read_devices
-from shardwright_estimate.hardware import NodeRates, node_rates, overlap_slowdowns
+from shardwright_estimate.hardware import NodeRates, node_rates
 from shardwright_estimate.profile import hardware_profile, model_profile
+from shardwright_estimate.runtimes import Runtime, attention_of
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput, read_object
 from shardwright_formats.types import (
     FP8,
     GIB,
     MAX_DEVICES,
+    Attention,
     Cluster,
     Estimate,
     Model,
@@ -112,6 +114,8 @@ def question_of(options: AdviseOptions) -> Question:
     model, source = _model(options)
     table = read_devices()
     machines = machines_of(options, table)
+    runtime = options.assumed
+    _, attention = attention_of(runtime, Attention.AUTO)
     request = SearchRequest(
         name="advise",
         global_batch_size=options.batch,
@@ -120,14 +124,15 @@ def question_of(options: AdviseOptions) -> Question:
         recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL),
         fine_grained=not options.uniform,
         precision=Precision(compute=options.precision),
+        attention=attention,
         compile=options.compile,
     )
-    profiles = together([_profiles(request, model, machines, key, table, options) for key in machines.devices])
+    profiles = together([_profiles(request, model, machines, key, table, runtime) for key in machines.devices])
     budgets = {key: int(gib * GIB) for key, gib in machines.budgets_gib.items()}
-    blocks = "compiled" if options.compile else "eager"
-    launched = f"the host takes {options.launch_us:g} us for each kernel of {blocks} blocks (--launch-us)"
+    told = f"{runtime.text}, of {'compiled' if options.compile else 'eager'} blocks (--runtime)"
+    sources = (f"{runtime.name}: {source}" for source in runtime.sources)
     in_fp8 = _FP8_ASSUMED if options.precision == FP8 else ()
-    assumed = (f"shapes: {source}", *machines.assumed, launched, *in_fp8)
+    assumed = (f"shapes: {source}", *machines.assumed, told, *sources, *in_fp8)
     return Question(request, model, machines.cluster, profiles, machines.devices, budgets, machines.tp_sizes, assumed)
 
 
@@ -137,23 +142,24 @@ def _profiles(
     machines: Machines,
     node_type: str,
     table: DeviceTable,
-    options: AdviseOptions,
+    runtime: Runtime,
 ) -> Profiles:
     """Return profiles that are estimated for the nodes of one type."""
+    batch = request.global_batch_size
+    assert isinstance(batch, int)
     settings = ProfileSettings(
         tp_sizes=machines.tp_sizes,
         sequence_parallel=request.sequence_parallel,
         recompute=request.recompute,
-        micro_batch_sizes=tuple(2**power for power in range(options.batch.bit_length())),
+        micro_batch_sizes=tuple(2**power for power in range(batch.bit_length())),
         precision=request.precision or Precision(),
+        attention=request.attention,
         compile=request.compile,
     )
     rates, efficiencies, revised = rates_of(table, node_type), Efficiencies(), table.revised
-    models, launch_s = [(Path(options.model), model)], options.launch_us / 1e6
-    made = model_profile(models, settings, rates, efficiencies, revised, _PACKAGE, operator_s=launch_s)
+    made = model_profile([(Path("--model"), model)], settings, rates, efficiencies, revised, _PACKAGE, runtime)
     alone, across = machines.alone(node_type), machines.networks.get(node_type)
-    overlap = None if options.overlap_slowdowns is None else overlap_slowdowns(options.overlap_slowdowns)
-    hardware = hardware_profile(alone, [rates], efficiencies, across, revised, _PACKAGE, overlap)
+    hardware = hardware_profile(alone, [rates], efficiencies, across, revised, _PACKAGE, runtime.overlap)
     return index_profiles(hardware, Path("--gpus"), made.profile, Path("--model"))
 
 

@@ -1,0 +1,90 @@
+"""The runtime that `shardwright-search advise` assumes: what it changes, and what the answer says of it."""
+
+import json
+
+import pytest
+
+from shardwright_estimate.runtimes import AttentionKernel, RuntimeName
+from shardwright_formats.command.command_line import _exit_code
+from shardwright_formats.types import Attention, DataParallel, SequenceParallel
+from shardwright_search.advise.choices import plan_of_choice
+from shardwright_search.advise.question import question_of
+from shardwright_search.cli import APP
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.options import AdviseOptions
+from shardwright_search.space.uniform import UniformStrategy
+
+TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704}
+TINY |= {"num_hidden_layers": 4, "num_attention_heads": 8, "max_position_embeddings": 512}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def question(model="llama-2-7b", gpus="2x8:H100-SXM", batch=64, **more):
+    return question_of(AdviseOptions(model=model, gpus=gpus, batch=batch, **more))
+
+
+def advise(capsys, *arguments):
+    code = _exit_code(APP, ["advise", *map(str, arguments)])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_a_tuned_runtime_is_faster_and_predictions_say_what_is_assumed_of_it():
+    steps_s = {}
+    for name in RuntimeName:
+        asked = question("llama-3-8b", "2x8:H100-SXM", 64, runtime=name)
+        choice = UniformStrategy(
+            tp_size=4, data_parallel=DataParallel.ZERO2, sequence_parallel=SequenceParallel.MEGATRON
+        )
+        evaluation = evaluate(plan_of_choice(choice, "mine", asked), asked.profiles)
+        steps_s[name] = evaluation.estimate.simulated_step_time_s
+        assert any(line.startswith("assumed: ") and f"runtime {name}: " in line for line in evaluation.warnings)
+    assert steps_s["megatron-core"] < min(steps_s["torchtitan"], steps_s["nanotron"])
+    assert max(steps_s["torchtitan"], steps_s["nanotron"]) < steps_s["shardwright"]
+
+
+def test_the_answer_names_the_runtime_and_who_says_what_it_does(config, capsys):
+    asked = (config, "--gpus", "8:H100-SXM", "--batch", 16, "--seq", 512)
+    code, told, error = advise(capsys, *asked, "--runtime", "megatron-core", "--uniform")
+    assert code == 0, error
+    assert "  runtime megatron-core: fused kernels, attention flash3, tensor-parallel messages hide behind" in told
+    assert "  megatron-core: NVIDIA NeMo, docs/source/features/optimizations/communication_overlap.rst" in told
+    code, told, error = advise(capsys, *asked, "--runtime", "deepspeed")
+    assert (code, told) == (2, "") and error.count("\n") == 1
+    assert error.startswith("error: --runtime: ") and "megatron-core" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fused": True}, "runtime shardwright: fused kernels, attention flash2"),
+        ({"attention": AttentionKernel.FLASH3}, "single operators, attention flash3"),
+        ({"overlap_slowdowns": "1.5:2"}, "with slowdowns of 1.5 and 2 inside a node, 1.5 and 2 across nodes"),
+    ],
+)
+def test_one_habit_of_the_runtime_is_told_alone(options, words):
+    """Fused kernels, a faster attention and overlap each shorten the same step."""
+    choice = UniformStrategy(dp_size=16, data_parallel=DataParallel.ZERO2)
+    steps_s = []
+    for told in ({}, options):
+        asked = question(seq=4096, **told)
+        steps_s.append(evaluate(plan_of_choice(choice, "mine", asked), asked.profiles).estimate)
+    plain, tuned = (estimate.simulated_step_time_s for estimate in steps_s)
+    assert tuned < plain * 0.99
+    assert any(words in line for line in asked.assumed)
+
+
+def test_eager_attention_keeps_scores_and_plans_say_so():
+    plain, eager = (question(seq=2048, batch=64, attention=kernel) for kernel in (None, AttentionKernel.EAGER))
+    plans = [plan_of_choice(UniformStrategy(tp_size=8, micro_batch_size=8), "mine", asked) for asked in (plain, eager)]
+    assert [plan.attention for plan in plans] == [Attention.AUTO, Attention.EAGER]
+    flash, scores = (evaluate(p, q.profiles).estimate for p, q in zip(plans, (plain, eager), strict=True))
+    # Scores and their softmax of 4 heads a rank in 16 bit, in 32 layers: far more than 1 GiB of 8 samples.
+    assert scores.memory_bytes > flash.memory_bytes + 2**30
+    assert scores.simulated_step_time_s > flash.simulated_step_time_s
