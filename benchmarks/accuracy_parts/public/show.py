@@ -1,12 +1,12 @@
 """The table of published runs, as printed and kept."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from accuracy_parts.public import bloom, fsdp, playbook
+from accuracy_parts.public import bloom, fsdp, nvidia, playbook
 from accuracy_parts.public.pricing import Priced, Unpriced
 from accuracy_parts.public.report import compared, tables
 from accuracy_parts.public.runs import Run
@@ -19,7 +19,12 @@ _SETS: dict[str, Callable[[Path], list[Run]]] = {
     "bloom": bloom.bloom,
     "torchtitan": fsdp.torchtitan,
     "llm_foundry": fsdp.llm_foundry,
+    "nvidia": nvidia.nvidia,
 }
+
+
+_LEFT_OUT = {"nvidia": nvidia.left_out}
+"""Rows of a set that no plan says, by cause."""
 
 
 def told(reference: Path, every_row: bool) -> list[dict[str, Any]]:
@@ -38,6 +43,10 @@ def told(reference: Path, every_row: bool) -> list[dict[str, Any]]:
                     kept.append({"set": name, "how": how, "unpriced": _reasons(unpriced), **table})
                     _line(name, how, table)
                     _more(table, unpriced, every_row, found)
+        if folder in _LEFT_OUT:
+            causes = _LEFT_OUT[folder](reference / folder)
+            kept.append({"set": folder, "left_out": causes})
+            _left_out(folder, causes)
     return kept
 
 
@@ -82,6 +91,12 @@ def _more(table: dict[str, Any], unpriced: Sequence[Unpriced], every_row: bool, 
         )
     for reason, count in _reasons(unpriced).items():
         print(f"    {count} not priced: {reason}")
+
+
+def _left_out(folder: str, causes: Mapping[str, int]) -> None:
+    print(f"{folder}: {sum(causes.values())} rows are left out")
+    for cause, count in causes.items():
+        print(f"    {count} {cause}")
 
 
 def _row(one: Priced) -> None:

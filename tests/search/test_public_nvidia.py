@@ -1,0 +1,76 @@
+"""NVIDIA's published runs in the benchmark: which rows are priced, as what plans, and how the others are counted."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import DataParallel
+
+ROOT = Path(__file__).resolve().parents[2]
+_GPT = {
+    "model": "gpt3-175b", "precision": "BF16", "gpu": "H100", "num_gpus": 128, "seq_len": 2048, "layers": 96, "tp": 4,
+    "pp": 8, "cp": 1, "ep": "", "dp": 4, "vp": 6, "mbs": 1, "gbs": 256, "recompute": "none", "step_s": 8.3, "note": "",
+}  # fmt: skip
+
+
+@pytest.fixture
+def public(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from accuracy_parts import public
+    from accuracy_parts.public import nvidia, pricing
+
+    assert nvidia and pricing
+    return public
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """Return a function that writes changes of one row as the set."""
+
+    def write(*changes):
+        with (tmp_path / "runs.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, _GPT)
+            writer.writeheader()
+            writer.writerows(_GPT | change for change in changes)
+        return tmp_path
+
+    return write
+
+
+def test_a_row_is_its_plan_and_rows_of_one_plan_count_once(public, folder_of):
+    folder = folder_of({}, {"step_s": 8.5, "recompute": ""}, {"step_s": 9.0}, {"precision": "MXFP8", "vp": ""})
+    same, narrow = public.nvidia.nvidia(folder)
+    assert same.measured_s == 8.5 and public.nvidia.left_out(folder) == {"repeats of a plan in another release": 2}
+    assert (same.tp_size, same.pp_size, same.dp_size, same.chunks, same.num_microbatches) == (4, 8, 4, 6, 64)
+    assert (same.global_batch_size, same.data_parallel) == (256, DataParallel.ZERO2)
+    assert (same.set, same.compute, same.reduce) == ("nvidia BF16", "bfloat16", "float32")
+    assert (narrow.set, narrow.compute, narrow.reduce, narrow.chunks) == ("nvidia FP8", "fp8", "bfloat16", 1)
+
+
+def test_rows_that_no_plan_says_are_counted_by_their_first_cause(public, folder_of):
+    cases = {
+        "expert parallelism": {"ep": 8, "cp": 2},
+        "context parallelism": {"cp": 2},
+        "precision NVFP4": {"precision": "NVFP4"},
+        "recomputation of some layers alone": {"recompute": "full, 5 layers"},
+        "activations of some layers on the host": {"note": "cpu offload layers 40"},
+        "chunks of unlike numbers of layers": {"vp": 5},
+    }
+    folder = folder_of(*cases.values(), *cases.values(), {})
+    causes = public.nvidia.left_out(folder)
+    assert causes == dict.fromkeys(cases, 2) | {"repeats of a plan in another release": 0}
+    assert len(public.nvidia.nvidia(folder)) == 1
+    with pytest.raises(BadInput, match="gpu 'V100' is not known: use H100, B200"):
+        public.nvidia.nvidia(folder_of({"gpu": "V100"}))
+
+
+def test_interleaved_runs_fit_and_take_about_what_was_measured(public, folder_of):
+    """Two published rows of GPT-3 175B on 128 H100."""
+    wide, narrow = public.pricing.priced(
+        public.nvidia.nvidia(folder_of({"step_s": 8.309}, {"step_s": 8.91, "vp": 12})), public.pricing.Factors()
+    )
+    assert [one.run.chunks for one in (wide, narrow)] == [6, 12]
+    for one in (wide, narrow):
+        assert abs(one.time_error) < 0.15 and one.memory_bytes < one.limit_bytes
