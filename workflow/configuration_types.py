@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from shardwright_estimate.runtimes import AttentionKernel, RuntimeName
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import Value
 from shardwright_formats.schema.generate import write_or_check
@@ -159,6 +160,10 @@ class ModelChoice(Value, frozen=True, kw_only=True, forbid_unknown_fields=False)
 class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The figures of an analytic profile's devices, as options of `shardwright-profile analytic`."""
 
+    runtime: RuntimeName | None = None
+    """Runtime whose kernels are assumed."""
+    attention: AttentionKernel | None = None
+    """Attention kernel whose rate is taken."""
     fused: bool = False
     """Take norms and activation functions as one kernel each."""
     launch_us: Microseconds | None = None

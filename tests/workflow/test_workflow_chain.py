@@ -168,7 +168,7 @@ def test_a_new_model_leaves_what_is_there_alone(finished):
 
 def test_what_is_analytic_is_estimated_and_not_measured(finished):
     def planned(config):
-        told = {"fused": True, "context_mib": 0, "communicator_mib": 1, "allocator_slack_mib": 2048}
+        told = {"runtime": "nanotron", "fused": True, "context_mib": 0, "communicator_mib": 1, "allocator_slack_mib": 2048}
         config["profiles"]["cpu"] |= {"source": "analytic", "sequence_lengths": [64], "estimate": told}
         config["clusters"]["laptop"] |= {
             "hardware": "analytic", "inter_node_gbit_s": 400, "overlap_slowdowns": "1.25:1.1",
@@ -187,7 +187,8 @@ def test_what_is_analytic_is_estimated_and_not_measured(finished):
     assert hardware["--overlap-slowdowns"] == "1.25:1.1"
     assert (profile["--out"], profile["--node-type"]) == ("results/profiles/demo@cpu.h5", "cpu")
     assert [profile[f"--{key}-mib"] for key in ("context", "communicator", "allocator-slack")] == ["0", "1", "2048"]
-    assert "--fused" in profile and not any("mib" in option for option in hardware)
+    assert profile["--runtime"] == "nanotron" and "--fused" in profile
+    assert not any("mib" in option for option in hardware)
     assert profile["--settings"] == "results/settings/cpu.json" and profile["--model"] == "results/models/demo@64.json"
     finished.configure()
     assert {"hardware", "probes", "measure", "fit"} <= set(finished.snakemake("plans", "-n").jobs)
