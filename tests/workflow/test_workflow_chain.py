@@ -168,7 +168,13 @@ def test_a_new_model_leaves_what_is_there_alone(finished):
 
 def test_what_is_analytic_is_estimated_and_not_measured(finished):
     def planned(config):
-        told = {"runtime": "nanotron", "fused": True, "context_mib": 0, "communicator_mib": 1, "allocator_slack_mib": 2048}
+        told = {
+            "runtime": "nanotron",
+            "fused": True,
+            "context_mib": 0,
+            "communicator_mib": 1,
+            "allocator_slack_mib": 2048,
+        }
         config["profiles"]["cpu"] |= {"source": "analytic", "sequence_lengths": [64], "estimate": told}
         config["clusters"]["laptop"] |= {
             "hardware": "analytic", "inter_node_gbit_s": 400, "overlap_slowdowns": "1.25:1.1",
