@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from shardwright_estimate.devices import DeviceTable, Efficiencies, rates_of, read_devices
 from shardwright_estimate.hardware import NodeRates
 from shardwright_estimate.profile import hardware_profile, model_profile
+from shardwright_estimate.runtimes import SHARDWRIGHT, Runtime
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Table
@@ -79,7 +80,7 @@ def priced(runs: Sequence[Run], factors: Factors) -> Iterator[Priced | Unpriced]
 
 
 def _setting(run: Run) -> tuple[str, ...]:
-    own = run.runtime, run.compiled, run.launch_us, run.compute, run.reduce
+    own = run.runtime, run.compiled, run.launch_us, run.compute, run.reduce, run.habits_left_out
     return tuple(map(repr, (run.config, run.sequence_length, run.machine, *own)))
 
 
@@ -96,7 +97,7 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
         precision=_precision(first),
         compile=first.compiled,
     )
-    runtime = replace(RUNTIMES[first.runtime].assumed, operator_s=first.launch_us / 1e6)
+    runtime = _assumed(first)
     made = model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised, runtime=runtime).profile
     layers = _with_loss(made, model, first.runtime)
     limit = machine.memory_bytes or rates.device.memory_bytes or 0
@@ -108,6 +109,12 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
         profiles = index_profiles(hardware, _NOWHERE, layers, _NOWHERE)
         by = Scaling(forward=factors.time, backward=factors.time, memory=factors.memory)
         yield from _of_one_cluster(list(own), model, cluster, scaled(profiles, by), limit)
+
+
+def _assumed(run: Run) -> Runtime:
+    """What is taken of its runtime."""
+    plain = {name: getattr(SHARDWRIGHT, name) for name in run.habits_left_out}
+    return replace(RUNTIMES[run.runtime].assumed, operator_s=run.launch_us / 1e6, **plain)
 
 
 def _of_one_cluster(

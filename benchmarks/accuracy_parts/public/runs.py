@@ -73,6 +73,8 @@ class Run(NamedTuple):
     """Whether torch.compile compiled the blocks."""
     launch_us: float = 42.0
     """Time of the host for each kernel."""
+    habits_left_out: tuple[str, ...] = ()
+    """Habits of its runtime, by their fields, that are taken to be as this project's."""
 
     @property
     def dp_size(self) -> int:
