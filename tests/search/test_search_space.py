@@ -4,12 +4,14 @@ from itertools import product
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
-from made_up import make_cluster, make_request
+from made_up import make_cluster, make_model, make_profiles, make_request
 from msgspec.structs import replace
+from random_requests import random_model
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB
+from shardwright_formats.types import GIB, Model
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.plan import Plan, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
@@ -27,8 +29,8 @@ FILE = Path("s.json")
 def searched(make):
     """The answer to a request with these options for four layers on four devices."""
 
-    def answer(devices: int = 4, **options: object) -> SearchAnswer | Infeasible:
-        model, cluster = make.model(4), make.cluster(devices)
+    def answer(devices: int = 4, model: Model | None = None, **options: object) -> SearchAnswer | Infeasible:
+        model, cluster = model or make.model(4), make.cluster(devices)
         profiles = make.profiles(model, cluster)
         return find_best(make.request(**options), model, cluster, profiles, FILE, lambda line: None)
 
@@ -194,6 +196,48 @@ def test_interleaved_schedules_cut_layers_into_equal_chunks(planned):
     plan = planned(2, pp_sizes=[2], schedules=["interleaved_1f1b"], chunks_per_stage=[2])
     assert plan.schedule is Schedule.INTERLEAVED_1F1B
     assert [stage.layers for stage in plan.stages] == [((0, 1), (2, 3)), ((1, 2), (3, 4))]
+
+
+@pytest.mark.parametrize("layers", [2, 3, 5, 6, 7])
+def test_the_first_and_the_last_chunk_lack_the_layers_that_there_are_not(planned, layers):
+    """Of 4 chunks."""
+    whole = -(-layers // 4)
+    plan = planned(2, model=make_model(layers), pp_sizes=[2], schedules=["interleaved_1f1b"], chunks_per_stage=[2])
+    sizes = [high - low for chunk in range(2) for low, high in (stage.layers[chunk] for stage in plan.stages)]
+    assert sizes[1:-1] == [whole, whole] and max(sizes) <= whole and sum(sizes) == layers
+
+
+def test_the_layers_of_llama_3_405b_are_cut_into_chunks_as_meta_did():
+    """126 layers on 16 stages of 8 chunks: the embedding and the head are alone in theirs (Llama Team 2024)."""
+    model, cluster = make_model(126), make_cluster(16)
+    request = make_request(
+        global_batch_size=32, pp_sizes=[16], schedules=["interleaved_1f1b"], chunks_per_stage=[8], num_microbatches=[32]
+    )
+    answer = find_best(request, model, cluster, make_profiles(model, cluster), FILE, lambda line: None)
+    stages = answer.chosen.plan.stages
+    assert stages[0].layers[0] == (0, 0) and stages[-1].layers[-1] == (126, 126)
+    assert [sum(high - low for low, high in stage.layers) for stage in stages] == [7, *[8] * 14, 7]
+    assert answer.bound_s == answer.optimum_s
+
+
+def test_chunks_of_unlike_types_are_refused_at_once(searched):
+    """The last block is of another type."""
+    model = random_model(np.random.default_rng(3), 4, tied=False)
+    model = replace(model, layers=("block", "block", "block", "other"))
+    with pytest.raises(BadInput) as caught:
+        searched(model=model, pp_sizes=[2], schedules=["interleaved_1f1b"])
+    assert str(caught.value).startswith("s.json: interleaved_1f1b: no pp_size and chunks_per_stage give all chunks")
+
+
+def test_what_chunks_lack_is_never_less_than_nothing(searched):
+    """Of one chunk a stage a plan would fit."""
+    single = searched(memory_gib=2**20 / GIB, pp_sizes=[2], schedules=["1f1b"])
+    chunks = {"pp_sizes": [2], "schedules": ["interleaved_1f1b"]}
+    answer = searched(memory_gib=single.min_bytes / GIB, **chunks)
+    assert isinstance(answer, Infeasible) and answer.missing_bytes > 0 and not answer.exact
+    assert "lacks more than" in answer.reason
+    budget = single.min_bytes + answer.missing_bytes - 1
+    assert isinstance(searched(memory_gib=budget / GIB, **chunks), Infeasible)
 
 
 def test_a_range_of_batches_is_searched_for_the_most_samples_a_second(searched):

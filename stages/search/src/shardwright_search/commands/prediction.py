@@ -197,8 +197,9 @@ def _scope(request: SearchRequest, answer: SearchAnswer) -> str:
     interleaved = types = ""
     if any(schedule.interleaves for schedule in request.schedules):
         interleaved = (
-            f"; interleaved schedules with {', '.join(map(str, request.chunks_per_stage))} equal chunks a stage and "
-            "the same strategies at each position of a chunk"
+            f"; interleaved schedules with {', '.join(map(str, request.chunks_per_stage))} chunks a stage, as small as "
+            "can be and equal, except that the first one lacks layers at its start and the last one at its end where "
+            "they cannot be, and the same strategies at each position of a chunk"
         )
     if len(set(answer.chosen.plan.cluster.node_type_of_rank)) > 1:
         each = "one type" if not request.span_node_types else f"one type or of several ({_spanning(request)})"

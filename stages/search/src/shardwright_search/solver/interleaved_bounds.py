@@ -100,6 +100,12 @@ class InterleavedBounds:
         least = (self._steps(0) + self._rest[1].transpose(0, 2, 1)).min((1, 2))
         return max(self.relaxed_ps, float(self._bound(least[:, None])[0]))
 
+    @property
+    def missing_bytes(self) -> tuple[int, ...]:
+        """Bytes that the first and the last stage lack at least; 0 or fewer where they may fit."""
+        held = (self._steps(0) + self._rest[1].transpose(0, 2, 1)).min((1, 2))[: self._num_memories]
+        return tuple(int(np.floor(each)) - int(self._budget) for each in rounded_down(held))
+
     def after(self, count: int, chains: Numbers, input_layout: Ints, output_layout: Ints) -> Numbers:
         """Return a lower bound on T behind so many positions; infinity: none fits.
 

@@ -44,7 +44,7 @@ class Shortfall(NamedTuple):
     node_type: str
     """Node type of that stage."""
     missing_bytes: int
-    """Bytes that the stage needs beyond its budget; negative where it fits."""
+    """Bytes that the stage needs beyond its budget; 0 or fewer where it fits."""
 
 
 def budgets_of(request: SearchRequest, cluster: Cluster, file: Path) -> dict[str, int]:
@@ -103,6 +103,7 @@ def infeasible(
     subject: str = "even the leanest",
     deadline: float = inf,
 ) -> Infeasible:
+<<<<<<< HEAD
     """Return what the configuration with the smallest need lacks; `subject` names it in the reason.
 
     Where that takes longer than until a deadline, it is what all states lack on all devices together.
@@ -111,6 +112,13 @@ def infeasible(
     if not ended(lambda: shortfalls.append(min_shortfall(instance, configurations)), deadline):
         return _by_division(instance, file)
     (shortfall,) = shortfalls
+=======
+    """Return what the configuration with the smallest need lacks; `subject` names it in the reason."""
+    shortfall = min_shortfall(instance, configurations)
+    if shortfall.missing_bytes <= 0:
+        shortfall = min((_of_chunks(instance, each) for each in configurations), key=lambda each: each.missing_bytes)
+    cluster, request = instance.costs.cluster, instance.request
+>>>>>>> ca0b5118 (search: what chunks lack is never below nothing; the proof says which chunks lack layers)
     # Measured memory may be more than the tables say by a factor.
     missing_bytes = ceil(shortfall.missing_bytes * instance.costs.profiles_on(shortfall.node_type).memory_factor)
     exact = shortfall.configuration in configurations
@@ -127,6 +135,10 @@ def _lacking(
     min_bytes = budgets_of(request, cluster, file)[node_type] + missing_bytes
     # Rounded up to a number that is read back as enough.
     min_gib = ceil((min_bytes / GIB + request.reserve_gib) * 1e6) / 1e6
+<<<<<<< HEAD
+=======
+    exact = shortfall.configuration in configurations and shortfall.configuration.num_chunks == 1
+>>>>>>> ca0b5118 (search: what chunks lack is never below nothing; the proof says which chunks lack layers)
     amount = f"{'at least' if exact else 'more than'} {min_gib:.6f}"
     remedy = f"raise memory_gib to {amount}"
     if min_gib * GIB > cluster.node_types[node_type].memory_bytes:
@@ -154,7 +166,28 @@ def _by_division(instance: Instance, file: Path) -> Infeasible:
     reason = (
         f"states shared out among all {devices} ranks, without activations, lack more than {missing_bytes} bytes a rank"
     )
+<<<<<<< HEAD
     return _lacking(instance, reason, roomiest, missing_bytes, False, file)
+=======
+
+
+def _of_chunks(instance: Instance, configuration: Configuration) -> Shortfall:
+    """Return the least that is known to be lacking of a configuration of several chunks that has no plan."""
+    from shardwright_search.solver.interleaved_bounds import InterleavedBounds
+
+    missing = InterleavedBounds(instance.interleaved_problem(configuration)).missing_bytes
+    stage = missing.index(max(missing)) * (configuration.pp_size - 1)
+    return Shortfall(configuration, stage, instance.node_type(configuration, 0), max(1, *missing))
+
+
+def _min_share(instance: Instance, configuration: Configuration) -> float:
+    """Return a lower bound on the bytes that are lacking: the least of each layer on all ranks, shared out evenly."""
+    problem = instance.problem(configuration)
+    by_group = [[(o.state_bytes + o.activation_bytes).min() for o in group.options] for group in problem.device_groups]
+    least = (np.array(by_group) * np.array(problem.relative_widths)[:, None]).min(0)
+    total = sum(least[kind] for kind in problem.layers)
+    return float(total / problem.pp_size - max(group.budget_bytes for group in problem.device_groups))
+>>>>>>> ca0b5118 (search: what chunks lack is never below nothing; the proof says which chunks lack layers)
 
 
 def room_bytes(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> int:
