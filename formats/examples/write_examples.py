@@ -189,7 +189,7 @@ def _prediction(plan: Plan) -> Prediction:
             scope="an example",
             examined=4,
             solved=1,
-            certificate="an example: no other solver was asked",
+            second_opinion="an example: no other solver was asked",
         ),
         runners_up=(RunnerUp(plan=_gpipe_plan(plan), estimate=_estimate(1.25)),),
         warnings=("an example: nothing here was predicted",),

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from command_calls import Called, call
@@ -13,9 +14,9 @@ from rest_long import rest_long
 
 from shardwright_formats.io import BadInput, RunFailed, read_document
 from shardwright_formats.types import Prediction, Recompute, Schedule
-from shardwright_search import certify as prove
-from shardwright_search.certify import certificate
+from shardwright_search import second_opinion as prove
 from shardwright_search.cli import APP
+from shardwright_search.second_opinion import verdict
 from shardwright_search.solver import milp as integer_programme
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.milp import HighsAnswer, solve
@@ -115,10 +116,10 @@ def searched() -> tuple[Instance, tuple[Target[Configuration], ...], Best[Config
 
 def ask(searched, best: Best[Configuration] | None = None, seconds: float = SECONDS) -> str:
     instance, _, found = searched
-    return certificate(SearchSpace(instance, FILE), best or found, seconds, lambda line: None)
+    return verdict(SearchSpace(instance, FILE), best or found, seconds, lambda line: None)
 
 
-def test_the_certificate_tells_what_was_compared(searched):
+def test_the_verdict_tells_what_was_compared(searched):
     _, targets, best = searched
     interleaved = sum(target.configuration.num_chunks > 1 for target in targets)
     step_ms = (best.priced.objective_ps + best.target.offset_ps) * 1e-9
@@ -136,7 +137,7 @@ def test_highs_knows_no_better_plan_in_any_case_of_random_requests(seed):
     targets = given.targets(instance)
     space = SearchSpace(instance, FILE)
     best = optimize(targets, space.solvable).best
-    said = certificate(space, best, SECONDS, lambda line: None)
+    said = verdict(space, best, SECONDS, lambda line: None)
     others, interleaved = len(targets) - 1, sum(target.configuration.num_chunks > 1 for target in targets)
     assert "ms, equal" in said
     assert f" {others - interleaved} of {others} other configurations have no better plan" in said
@@ -212,18 +213,20 @@ def inputs(make, files):
     return files(model, cluster, make.request(memory_gib=4 / 1024), make.profile(model))
 
 
-def test_plan_writes_the_certificate_into_the_prediction_and_shows_it(inputs, tmp_path):
+def test_plan_writes_the_second_opinion_into_the_prediction_and_shows_it(inputs, tmp_path):
     result = plan(inputs, tmp_path / "a.json")
     assert result.exit_code == 0, result.output
-    said = read_document(tmp_path / "a.prediction.json", Prediction).proof.certificate
+    said = read_document(tmp_path / "a.prediction.json", Prediction).proof.second_opinion
     assert said.startswith("HiGHS 1.") and said.endswith("ms, equal; 7 of 7 other configurations have no better plan")
-    assert f"certificate: {said}" in result.output
+    assert f"second opinion: {said}" in result.output
+    # The key is that of files from before there were certificates, which are read as they are.
+    assert msgspec.json.decode((tmp_path / "a.prediction.json").read_bytes())["proof"]["certificate"] == said
 
 
-def test_a_stopped_search_has_no_certificate(inputs, tmp_path):
+def test_a_stopped_search_has_no_second_opinion(inputs, tmp_path):
     result = plan(inputs, tmp_path / "a.json", "--time-limit", "0")
     assert result.exit_code == 0, result.output
-    assert "certificate: none: the search was stopped before it was done" in result.output
+    assert "second opinion: none: the search was stopped before it was done" in result.output
 
 
 def test_a_disagreement_ends_with_4_and_both_numbers_and_writes_nothing(inputs, tmp_path, monkeypatch):

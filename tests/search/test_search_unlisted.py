@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB, DataParallel
-from shardwright_search.commands.plan import problems_of
 from shardwright_search.commands.prediction import plan_summary, prediction_of_searched
+from shardwright_search.commands.verify import problems_of
 from shardwright_search.rent.front import find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
@@ -122,7 +122,7 @@ def test_nothing_is_certified_that_was_not_searched(monkeypatch):
     monkeypatch.setattr(choices, "MAX_MOVES", 0)
     space = space_of(*wide_world(), FILE)
     with pytest.raises(BadInput, match=r"no certificate: .*: limit pp_sizes, or list stage_widths"):
-        next(problems_of(space))
+        next(problems_of(space, 8))
 
 
 def test_where_nothing_is_listed_the_search_says_what_to_do(monkeypatch):

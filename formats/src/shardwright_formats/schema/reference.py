@@ -87,10 +87,10 @@ def described_components(kind: type[msgspec.Struct]) -> dict[str, Any]:
     known = _types_of([kind])
     for name, component in components.items():
         component["description"] = class_doc(known[name])
-        meanings = field_docs(known[name])
-        for field, schema in component.get("properties", {}).items():
-            if field in meanings:
-                schema["description"] = meanings[field]
+        meanings, properties = field_docs(known[name]), component.get("properties", {})
+        for field in msgspec.structs.fields(known[name]) if properties else ():
+            if field.name in meanings:
+                properties[field.encode_name]["description"] = meanings[field.name]
     return components
 
 

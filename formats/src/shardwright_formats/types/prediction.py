@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from shardwright_formats.io import Document, Value
 from shardwright_formats.types.limits import Bytes, NonNegativeCount, NonNegativeNumber, Rank, Seconds, Sha256
@@ -57,8 +57,9 @@ class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cases (pipeline degree, microbatches, schedule) that were looked at."""
     solved: NonNegativeCount
     """Cases of these that were solved exactly; the others were ruled out."""
-    certificate: str | None = None
-    """Result of another solver; null where none was asked."""
+    second_opinion: str | None = field(default=None, name="certificate")
+    """Verdict of another solver, HiGHS; null where it was not asked. It is no certificate that `verify` reads: the key
+    has its name from before there were such."""
 
     @property
     def nearness(self) -> str:

@@ -53,7 +53,7 @@ def plan(options: PlanOptions) -> None:
     second_opinion = certificate = None
     if options.prove:
         # Imported where it is asked for; HiGHS is missed before the search, not after it.
-        from shardwright_search.certify import prove
+        from shardwright_search.second_opinion import prove
         from shardwright_search.solver.milp import highs_version
 
         highs_version()

@@ -114,7 +114,7 @@ def prediction_of_searched(
     budgets_bytes: Sequence[int],
     files: Mapping[str, Path],
     warnings: tuple[str, ...] = (),
-    certificate: str | None = None,
+    second_opinion: str | None = None,
 ) -> Prediction:
     """Return the prediction of a plan that was searched, with the proof and the plans it was preferred to.
 
@@ -135,7 +135,7 @@ def prediction_of_searched(
             scope=_scope(request, answer),
             examined=answer.examined,
             solved=answer.solved,
-            certificate=certificate,
+            second_opinion=second_opinion,
         ),
         runners_up=tuple(RunnerUp(plan=c.plan, estimate=c.evaluation.estimate) for c in answer.runners_up),
         robust=answer.regrets,
@@ -246,7 +246,7 @@ def plan_summary(plan: Plan, prediction: Prediction) -> str:
             f"{below if proof.objective_bound_s else 'no bound is known'}; "
             f"{proof.solved} of {proof.examined} cases were solved, {rest}"
         )
-        lines += [] if proof.certificate is None else [f"certificate: {proof.certificate}"]
+        lines += [] if proof.second_opinion is None else [f"second opinion: {proof.second_opinion}"]
     if prediction.robust:
         worst = max(prediction.robust, key=lambda scenario: scenario.regret)
         nominal = max(prediction.robust, key=lambda scenario: scenario.nominal_regret)

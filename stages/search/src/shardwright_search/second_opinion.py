@@ -1,4 +1,4 @@
-"""The independent certificate: HiGHS is handed the search's own configurations and asked for a better plan."""
+"""The second opinion: HiGHS is handed the search's own configurations and asked for a better plan."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,16 +33,14 @@ def prove(
     time_limit_s: float,
     report: Callable[[str], None],
 ) -> str:
-    """Return the certificate of a search's answer, from all that the search was given."""
+    """Return the second opinion on a search's answer, from all that the search was given."""
     if answer.stopped:
         return "none: the search was stopped before it was done"
-    line = certificate(space_of(request, model, cluster, profiles, file), answer.best, time_limit_s, report)
+    line = verdict(space_of(request, model, cluster, profiles, file), answer.best, time_limit_s, report)
     return line if answer.unlisted is None else f"{line}; what has too many places was not asked"
 
 
-def certificate(
-    space: SearchSpace, best: Best[Configuration], time_limit_s: float, report: Callable[[str], None]
-) -> str:
+def verdict(space: SearchSpace, best: Best[Configuration], time_limit_s: float, report: Callable[[str], None]) -> str:
     """Return what HiGHS says of the plan with the least closed form, in one line.
 
     The best plan's configuration is solved to the end. For every other one HiGHS looks for a plan that is better by
