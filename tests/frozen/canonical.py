@@ -86,6 +86,12 @@ CORRECTIONS = (
 
 REFROZEN = (
     (
+        "p*/*",
+        "a layer has one forward time for all kinds of recomputation, and noise makes none of them free: of a measured "
+        "profile, whose plan had taken full recomputation for that; FASOP's activations are estimated and no longer 0, "
+        "and layers that wait for their host are told; devices are more, with FP8; 28 outputs",
+    ),
+    (
         "*",
         "NCCL's buffers are counted from the plan in place of three communicators in every process: analytic profiles "
         "hold 1,440 MiB less and say 480 MiB of each communicator, predictions have them as a term of their own, and "
