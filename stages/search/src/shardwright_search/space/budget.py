@@ -103,7 +103,6 @@ def infeasible(
     subject: str = "even the leanest",
     deadline: float = inf,
 ) -> Infeasible:
-<<<<<<< HEAD
     """Return what the configuration with the smallest need lacks; `subject` names it in the reason.
 
     Where that takes longer than until a deadline, it is what all states lack on all devices together.
@@ -112,16 +111,11 @@ def infeasible(
     if not ended(lambda: shortfalls.append(min_shortfall(instance, configurations)), deadline):
         return _by_division(instance, file)
     (shortfall,) = shortfalls
-=======
-    """Return what the configuration with the smallest need lacks; `subject` names it in the reason."""
-    shortfall = min_shortfall(instance, configurations)
     if shortfall.missing_bytes <= 0:
         shortfall = min((_of_chunks(instance, each) for each in configurations), key=lambda each: each.missing_bytes)
-    cluster, request = instance.costs.cluster, instance.request
->>>>>>> ca0b5118 (search: what chunks lack is never below nothing; the proof says which chunks lack layers)
     # Measured memory may be more than the tables say by a factor.
     missing_bytes = ceil(shortfall.missing_bytes * instance.costs.profiles_on(shortfall.node_type).memory_factor)
-    exact = shortfall.configuration in configurations
+    exact = shortfall.configuration in configurations and shortfall.configuration.num_chunks == 1
     lack = f"lacks {'' if exact else 'more than '}{missing_bytes} bytes a rank in pipeline stage {shortfall.stage}"
     reason = f"{subject} ({shortfall.configuration}) {lack}"
     return _lacking(instance, reason, shortfall.node_type, missing_bytes, exact, file)
@@ -135,10 +129,6 @@ def _lacking(
     min_bytes = budgets_of(request, cluster, file)[node_type] + missing_bytes
     # Rounded up to a number that is read back as enough.
     min_gib = ceil((min_bytes / GIB + request.reserve_gib) * 1e6) / 1e6
-<<<<<<< HEAD
-=======
-    exact = shortfall.configuration in configurations and shortfall.configuration.num_chunks == 1
->>>>>>> ca0b5118 (search: what chunks lack is never below nothing; the proof says which chunks lack layers)
     amount = f"{'at least' if exact else 'more than'} {min_gib:.6f}"
     remedy = f"raise memory_gib to {amount}"
     if min_gib * GIB > cluster.node_types[node_type].memory_bytes:
@@ -166,9 +156,7 @@ def _by_division(instance: Instance, file: Path) -> Infeasible:
     reason = (
         f"states shared out among all {devices} ranks, without activations, lack more than {missing_bytes} bytes a rank"
     )
-<<<<<<< HEAD
     return _lacking(instance, reason, roomiest, missing_bytes, False, file)
-=======
 
 
 def _of_chunks(instance: Instance, configuration: Configuration) -> Shortfall:
@@ -178,16 +166,6 @@ def _of_chunks(instance: Instance, configuration: Configuration) -> Shortfall:
     missing = InterleavedBounds(instance.interleaved_problem(configuration)).missing_bytes
     stage = missing.index(max(missing)) * (configuration.pp_size - 1)
     return Shortfall(configuration, stage, instance.node_type(configuration, 0), max(1, *missing))
-
-
-def _min_share(instance: Instance, configuration: Configuration) -> float:
-    """Return a lower bound on the bytes that are lacking: the least of each layer on all ranks, shared out evenly."""
-    problem = instance.problem(configuration)
-    by_group = [[(o.state_bytes + o.activation_bytes).min() for o in group.options] for group in problem.device_groups]
-    least = (np.array(by_group) * np.array(problem.relative_widths)[:, None]).min(0)
-    total = sum(least[kind] for kind in problem.layers)
-    return float(total / problem.pp_size - max(group.budget_bytes for group in problem.device_groups))
->>>>>>> ca0b5118 (search: what chunks lack is never below nothing; the proof says which chunks lack layers)
 
 
 def room_bytes(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> int:
