@@ -1,17 +1,16 @@
 """Ctrl-C at any moment: behind any call in some code."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 
 @contextmanager
-def interrupted_after(calls: int, where: type) -> Iterator[None]:
-    """Raise KeyboardInterrupt once, behind so many calls and returns in the methods of a class."""
-    codes = {method.__code__ for method in vars(where).values() if hasattr(method, "__code__")}
-    left = calls
+def interrupted_after(calls: int, functions: Collection[Callable[..., object]]) -> Iterator[None]:
+    """Raise KeyboardInterrupt once, behind so many calls, by some functions or to them, and returns."""
+    codes, left = {function.__code__ for function in functions}, calls
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         nonlocal left

@@ -21,6 +21,7 @@ from shardwright_formats.types import GIB
 from shardwright_search import alternatives, search
 from shardwright_search.advise.question import question_of
 from shardwright_search.cli import APP
+from shardwright_search.commands import advise
 from shardwright_search.options import AdviseOptions
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.simulation import simulator
@@ -189,6 +190,16 @@ def test_many_microbatches_take_what_they_take_when_all_are_played(monkeypatch, 
         monkeypatch.setattr(simulator, "_MAX_PASSES", 2 * len(ranges) * 120)
         assert simulator.num_played(len(ranges), len(ranges) // chunks, microbatches) < microbatches
         assert abs(simulator.step_time_ps(ranges, schedule, microbatches, chunks) - whole) <= within * whole
+
+
+def test_rules_of_thumb_that_take_too_long_are_left_out_and_this_is_told(monkeypatch):
+    whole = advise.plan_of_rule
+    monkeypatch.setattr(advise, "plan_of_rule", lambda name, *more: whole(name, *more) if name == "tp8" else spin())
+    began = monotonic()
+    told = call(APP, "advise", "llama-2-7b", "--gpus", "8:H100-SXM", "--batch", 64, "--time-limit", 0)
+    assert told.exit_code == 0 and monotonic() - began < 10
+    assert "rule:tp8" in told.stdout and "rule:smallest" not in told.stdout
+    assert "some rules of thumb were not priced within the time limit" in told.stdout
 
 
 def _long_problem():

@@ -37,9 +37,16 @@ class PricedChoice(NamedTuple):
 
 
 def report(
-    question: Question, answer: SearchAnswer, rules: Sequence[PricedChoice], choices: Sequence[PricedChoice]
+    question: Question,
+    answer: SearchAnswer,
+    rules: Sequence[PricedChoice],
+    choices: Sequence[PricedChoice],
+    all_rules: bool = True,
 ) -> RenderableType:
-    """Return the whole report; `rules` are rows of the table of plans, `choices` have a paragraph each."""
+    """Return the whole report; `rules` are rows of the table of plans, `choices` have a paragraph each.
+
+    Without `all_rules` time was up before the others were priced.
+    """
     plan, evaluation = answer.chosen
     others = [(other.plan, other.evaluation.estimate, "runner-up") for other in answer.runners_up]
     others += [(rule.plan, rule.estimate, rule.name) for rule in rules]
@@ -51,6 +58,8 @@ def report(
     if (node_types := node_types_table(plan, evaluation.estimate)) is not None:
         parts.insert(1, node_types)
     parts += [Text("\n".join(_against(question, plan, evaluation.estimate, choice))) for choice in choices]
+    if not all_rules:
+        parts.append(Text("some rules of thumb were not priced within the time limit"))
     lines = ["assumed", *(f"  {line}" for line in question.assumed), *_assumptions(evaluation.warnings), SEEN]
     return Group(*parts, Text("\n".join(lines)))
 

@@ -1,7 +1,9 @@
 """`shardwright-search advise`: whether a model fits a cluster, the best plan and what it yields, from shapes alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 
 from msgspec.structs import replace
 
@@ -14,9 +16,12 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import show_rich
 from shardwright_search.options import AdviseOptions
 from shardwright_search.search import Candidate, SearchAnswer, find_best
+from shardwright_search.solver.stopping import latest, soon
 from shardwright_search.space.budget import Infeasible
 
 _RULE = "rule:"
+_RULES_S = 1.0
+"""Seconds behind the time limit that rules of thumb may take."""
 
 
 def advise(options: AdviseOptions) -> None:
@@ -25,15 +30,17 @@ def advise(options: AdviseOptions) -> None:
         check_writable(options.out)
     question = question_of(options)
     given = question.request, question.model, question.cluster, question.profiles, Path("--batch")
+    deadline = monotonic() + options.time_limit
     answer = find_best(*given, lambda _: None, options.time_limit)
     if isinstance(answer, Infeasible):
         raise NothingFits(_nothing_fits(question, answer))
-    rules = [choice for name in RULES if (choice := _rule_of_thumb(name, question)) is not None]
+    rules, whole = latest(_rules_of_thumb(question), soon(deadline, _RULES_S))
+    rules = rules or ()
     choices = [_priced_choice(text, question) for text in options.against]
     answer = _never_worse(answer, [*rules, *choices], question)
     if options.out is not None:
         write_document(options.out, answer.chosen.plan)
-    show_rich(report(question, answer, rules, choices))
+    show_rich(report(question, answer, rules, choices, whole))
 
 
 def _priced_choice(text: str, question: Question) -> PricedChoice:
@@ -47,12 +54,13 @@ def _priced_choice(text: str, question: Question) -> PricedChoice:
     return PricedChoice(text, plan, _priced(plan, question), source)
 
 
-def _rule_of_thumb(name: str, question: Question) -> PricedChoice | None:
-    """Return a rule's plan with its price; None where nothing that the rule says divides batch and devices."""
-    try:
-        return _priced_choice(f"{_RULE}{name}", question)
-    except BadInput:
-        return None
+def _rules_of_thumb(question: Question) -> Iterator[tuple[PricedChoice, ...]]:
+    """Yield the rules' plans so far with their prices, without those of which nothing divides batch and devices."""
+    rules: tuple[PricedChoice, ...] = ()
+    for name in RULES:
+        with suppress(BadInput):
+            rules = (*rules, _priced_choice(f"{_RULE}{name}", question))
+        yield rules
 
 
 def _never_worse(answer: SearchAnswer, choices: Sequence[PricedChoice], question: Question) -> SearchAnswer:

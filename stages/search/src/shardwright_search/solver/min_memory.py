@@ -178,7 +178,8 @@ def _lacking(problem: Problem, most_missing_bytes: float) -> MinMemory | None:
                         where = _MemoryState(end, after, on.width, layout)
                         following[where] = min(following.get(where, here), here, key=_missing)
         best = following
-    return min(best.values(), key=_missing, default=None)
+    # Of equal ones that of the first state, whatever was left out.
+    return min((best[state] for state in sorted(best)), key=_missing, default=None)
 
 
 def _first_ends(problem: Problem, most_missing_bytes: float) -> list[int]:
