@@ -48,10 +48,10 @@ def verdict(space: SearchSpace, best: Best[Configuration], time_limit_s: float, 
     so are interleaved schedules, which have another programme. Raises RunFailed where HiGHS finds a better plan,
     or none as good.
     """
-    version, deadline, own = highs_version(), monotonic() + time_limit_s, list[str]()
-    if not ended(lambda: own.append(_own_configuration(space.instance, best, deadline)), deadline):
-        own, deadline = ["the best plan's configuration was not decided in time"], 0.0
-    first = f"{version}: {own[0]}"
+    version, deadline, verdicts = highs_version(), monotonic() + time_limit_s, list[str]()
+    if not ended(lambda: verdicts.append(_own_configuration(space.instance, best, deadline)), deadline):
+        verdicts, deadline = ["the best plan's configuration was not decided in time"], 0.0
+    first = f"{version}: {verdicts[0]}"
     others = [target for target in space.targets if target.configuration != best.target.configuration]
     ruled_out, undecided, interleaved = _other_configurations(space, others, best, deadline, report)
     left = [f"{undecided} not decided within {time_limit_s:g} s"] if undecided else []
