@@ -74,7 +74,19 @@ def _half_on_two(half: int) -> list[Plan]:
     ]
     compiled = _compiled(random_plan(tiny(COMPILED[half]), 0, 2))
     packed = packed[:: len(PACKED) + 1] if half == 0 else [packed[i] for i in (1, 2, 3, 5, 6, 7)]
-    return [*low_precision, *drawn, compiled, *grouped[half::2], *packed]
+    chunked = [_chunked_plan()] if half == 0 else []
+    return [*low_precision, *drawn, compiled, *grouped[half::2], *packed, *chunked]
+
+
+def _chunked_plan() -> Plan:
+    """A plan as a search makes it of 4 layers in chunks of 2, of which the first and the last one lack all."""
+    plan = bare_plan(tiny("llama"), 1, 2)
+    ranges = (((0, 0), (2, 4)), ((0, 2), (4, 4)))
+    stages = tuple(
+        msgspec.structs.replace(stage, layers=layers) for stage, layers in zip(plan.stages, ranges, strict=True)
+    )
+    assert len(plan.layers) == 4 and plan.schedule is Schedule.INTERLEAVED_1F1B
+    return msgspec.structs.replace(plan, name="chunks that lack layers", stages=stages)
 
 
 def _grouped_plans(world_size: int) -> list[Plan]:
