@@ -1,5 +1,7 @@
 """Certificates: what they confirm is never above the best of all plans, and whatever is changed in one is noticed."""
 
+import json
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -298,6 +300,48 @@ def test_a_negative_dual_value_is_refused_where_it_is_read(searched):
     document["configurations"][0]["bands"][0]["exposed_weights"][0] = -1.0
     certificate.write_bytes(msgspec.json.encode(document))
     assert refused(verify(paths, plan, certificate), "exposed_weights")
+
+
+def leaves(value: object, way: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    """Yield the way to every number, text, null and list of a document."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from leaves(inner, (*way, key))
+    if not isinstance(value, dict):
+        yield way
+
+
+def forged(document: dict, rng: np.random.Generator) -> dict:
+    """A certificate of which one or more values are anything else, some by a little."""
+    document = msgspec.json.decode(msgspec.json.encode(document))
+    ways = [way for way in leaves(document) if way[0] not in ("format", "version")]
+    for _ in range(int(rng.integers(1, 4))):
+        *outer, last = ways[int(rng.integers(len(ways)))]
+        held = document
+        try:
+            for key in outer:
+                held = held[key]
+            value = held[last]
+        except (IndexError, KeyError, TypeError):
+            continue  # An outer value was replaced before.
+        number = value if isinstance(value, float) else 1.0
+        others = [0.0, 1e15, 1e-300, -1.0, number * rng.uniform(0, 2), number * (1 + 1e-9), None, "x", [], 10**400]
+        held[last] = [*value, *value[:1]] if isinstance(value, list) else others[int(rng.integers(len(others)))]
+    return document
+
+
+@pytest.mark.parametrize("block", rest_long(1, range(10)))
+def test_a_certificate_with_any_value_forged_is_refused_in_one_line_or_true(searched, block):
+    paths, plan, certificate = searched
+    whole, rng = msgspec.json.decode(certificate.read_bytes()), np.random.default_rng(block)
+    for _ in range(40):
+        document = forged(whole, rng)
+        certificate.write_text(json.dumps(document))
+        result = verify(paths, plan, certificate)
+        if result.exit_code == 0:
+            assert read_document(certificate, Certificate).bound_ps <= whole["bound_ps"] * (1 + 2e-9), document
+        else:
+            assert refused(result, str(certificate)), (document, result.output)
 
 
 def test_a_space_with_interleaved_schedules_has_no_certificate(make, files, tmp_path):

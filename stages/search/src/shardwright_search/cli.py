@@ -4,6 +4,7 @@ from typing import NoReturn
 
 from shardwright_formats.command import Command, CommandLine, run
 from shardwright_search import options
+from shardwright_search.certificate.options import VerifyOptions
 from shardwright_search.rent.options import RentOptions
 
 _COMMANDS = "shardwright_search.commands"
@@ -25,7 +26,7 @@ APP = CommandLine(
         "select": Command(options.SelectOptions, f"{_COMMANDS}.measured:select"),
         "simulate": Command(options.SimulateOptions, f"{_COMMANDS}.explain:simulate_plan"),
         "uniform": Command(options.UniformOptions, f"{_COMMANDS}.given_plans:uniform"),
-        "verify": Command(options.VerifyOptions, f"{_COMMANDS}.verify:verify"),
+        "verify": Command(VerifyOptions, f"{_COMMANDS}.verify:verify"),
     },
 )
 

@@ -98,21 +98,6 @@ class FasopOptions(ModelOptions, frozen=True, kw_only=True):
     """Steps of the training whose cost the table has; FASOP's own number by default."""
 
 
-class VerifyOptions(ProfileOptions, frozen=True, kw_only=True):
-    """Confirm without searching that no plan of a search's space is faster than its certificate says."""
-
-    plan: Annotated[Path, POSITIONAL]
-    """Plan file that a search wrote (shardwright.plan, JSON)."""
-    certificate: Annotated[Path, POSITIONAL]
-    """The certificate that it wrote (shardwright.certificate, JSON)."""
-    search: Path
-    """The search file (shardwright.search, JSON)."""
-    cluster: Path | None = None
-    """Cluster (shardwright.cluster, JSON) that the plan must be for."""
-    model: Path | None = None
-    """Model description (shardwright.model, JSON) that the plan must be for."""
-
-
 class AdviseOptions(RuntimeOptions, frozen=True, kw_only=True):
     """Say whether a model fits a cluster, the best plan, and what it yields: no GPU, no profile, nothing measured.
 

@@ -163,6 +163,10 @@ def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
     tables, moves = rounded_down(tables, unit_ps), rounded_down(moves, unit_ps)
     first, inner, last, alone = tables
     then = {(a, b): (_join(moves[a], inner[b]), _join(moves[a], last[b])) for a, b in set(pairwise(problem.layers))}
+    left = {
+        (before, last): np.array([_most_left(chain, *row, before, last, unit_ps) for row in rows])
+        for before, last in {(run[0], run[-1]) for run in chain.runs}
+    }
     prefixes, whole = np.full((2, len(chain.runs) + 1, len(rows), chain.size, chain.size), np.inf)
     for (before, *layers), run in chain.runs.items():
         if len(layers) > 1:
@@ -171,7 +175,7 @@ def duals_of(chain: Chain, prices: Prices, weights: Array) -> Duals:
             costs = [first[layers[0]], alone[layers[0]]]
             costs = costs if before < 0 else [_join(moves[before], table) for table in costs]
         prefixes[run] = costs[0]
-        whole[run] = costs[1] - [_most_left(chain, *row, before, layers[-1], unit_ps) for row in rows]
+        whole[run] = costs[1] - left[before, layers[-1]]
     return Duals(rows, weighted, unit_ps, prefixes, whole)
 
 

@@ -11,9 +11,9 @@ from shardwright_formats.command import show
 from shardwright_formats.io import BadInput, read_document, sha256_of_file
 from shardwright_formats.types import Certificate, Cluster, Model, Plan
 from shardwright_search.certificate.check import confirms
+from shardwright_search.certificate.options import VerifyOptions
 from shardwright_search.commands.prediction import read_inputs
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.options import VerifyOptions
 from shardwright_search.solver.problem import Problem
 from shardwright_search.space.budget import budgets_of, budgets_of_stages
 from shardwright_search.space.configurations import Configuration
