@@ -8,7 +8,7 @@ from shardwright_estimate.layers import Machine, estimate_layer
 from shardwright_estimate.messages import START_S, Link
 from shardwright_estimate.runtimes import RUNTIMES, AttentionKernel, RuntimeName, RuntimeOptions, attention_of
 from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io import write_document
+from shardwright_formats.io import read_document, write_document
 from shardwright_formats.types import Attention, Cluster, NodeGroup, NodeType, Precision, Recompute
 from shardwright_formats.types.hardware_profile import read_hardware_profile
 from shardwright_formats.types.model_profile import read_model_profile
@@ -91,7 +91,10 @@ def test_a_kernel_s_rate_is_that_of_its_own_source():
     ],
 )
 def test_settings_that_name_a_kernel_hold(asked, wanted):
-    assert attention_of(RUNTIMES[RuntimeName.MEGATRON_CORE], asked) == wanted
+    tuned = RUNTIMES[RuntimeName.MEGATRON_CORE]
+    assert attention_of(tuned, asked) == wanted
+    old = msgspec.structs.replace(tuned, attention=AttentionKernel.EAGER)
+    assert (attention_of(old, asked)[0] is AttentionKernel.EAGER) == (asked in (Attention.AUTO, Attention.SDPA_MATH))
 
 
 def test_both_profiles_say_which_runtime_they_stand_on(llama, command, tmp_path):
@@ -131,4 +134,11 @@ def test_both_profiles_say_which_runtime_they_stand_on(llama, command, tmp_path)
     assert {row.compute_slowdown for row in hardware.overlap.rows} == {1.19}
     eager_s, profile, _ = made("--attention", "eager")
     assert eager_s > plain_s and str(profile.origin.attention) == "eager"
+    named = msgspec.structs.replace(
+        read_document(tmp_path / "settings.json", ProfileSettings), attention=Attention.SDPA
+    )
+    write_document(tmp_path / "settings.json", named)
+    called = command("analytic", *inputs, f"--out={tmp_path / 'n.h5'}", "--attention", "eager")
+    told = "error: --attention: is eager, where the settings have attention sdpa: leave one of them out\n"
+    assert (called.returncode, called.stderr) == (2, told) and not (tmp_path / "n.h5").exists()
     assert "attention is made of matrix products and keeps its scores" in profile.provenance.notes

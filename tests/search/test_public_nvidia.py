@@ -74,3 +74,11 @@ def test_interleaved_runs_fit_and_take_about_what_was_measured(public, folder_of
     assert [one.run.chunks for one in (wide, narrow)] == [6, 12]
     for one in (wide, narrow):
         assert abs(one.time_error) < 0.15 and one.memory_bytes < one.limit_bytes
+
+
+def test_each_habit_of_the_runtime_shortens_a_published_run(public, folder_of):
+    (run,) = public.nvidia.nvidia(folder_of({}))
+    habits = ("fused", "attention", "few_kernels", "message_pieces", "overlap")
+    stated = [run._replace(habits_left_out=habits[taken:]) for taken in range(len(habits) + 1)]
+    times_s = [one.time_s for run in stated for one in public.pricing.priced([run], public.pricing.Factors())]
+    assert times_s == sorted(times_s, reverse=True) and times_s[-1] < 0.9 * times_s[0]

@@ -174,10 +174,7 @@ def attention_of(runtime: Runtime, asked: Attention) -> tuple[AttentionKernel, A
     """Return the kernel that gives the rate, and the plan's attention, by those of the runtime and the settings."""
     if asked is Attention.AUTO:
         return runtime.attention, Attention.EAGER if runtime.attention is AttentionKernel.EAGER else asked
-    if asked is Attention.FLASH_ATTENTION_2:
-        kernel = AttentionKernel.FLASH2
-    elif asked is Attention.SDPA:
-        kernel = runtime.attention
-    else:
-        kernel = AttentionKernel.EAGER
-    return kernel, asked
+    if asked in (Attention.EAGER, Attention.SDPA_MATH):
+        return AttentionKernel.EAGER, asked
+    fused = asked is Attention.SDPA and runtime.attention is not AttentionKernel.EAGER
+    return runtime.attention if fused else AttentionKernel.FLASH2, asked

@@ -7,6 +7,7 @@ from shardwright_estimate.devices import DeviceTable, Efficiencies, Rates, rates
 from shardwright_estimate.hardware import node_rates
 from shardwright_estimate.notes import Process
 from shardwright_estimate.profile import hardware_profile, model_profile
+from shardwright_estimate.runtimes import attention_of
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.io.hdf5 import write_profile
@@ -39,6 +40,9 @@ def _model_profile(options: AnalyticOptions, table: DeviceTable, cluster: Cluste
         raise BadInput("--out", "a model profile needs --model and --settings", "give both, or --hardware-out alone")
     models = [(path, read_document(path, Model)) for path in options.model]
     settings = read_document(options.settings, ProfileSettings)
+    if options.attention not in (None, attention_of(options.assumed, settings.attention)[0]):
+        problem = f"is {options.attention}, where the settings have attention {settings.attention}"
+        raise BadInput("--attention", problem, "leave one of them out")
     rates = _rates(options, table, _device(options, cluster))
     given = options.context_mib, options.communicator_mib, options.allocator_slack_mib
     process = Process(*(None if mib is None else mib * MIB for mib in given))

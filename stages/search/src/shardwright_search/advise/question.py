@@ -116,6 +116,8 @@ def question_of(options: AdviseOptions) -> Question:
     machines = machines_of(options, table)
     runtime = options.assumed
     _, attention = attention_of(runtime, Attention.AUTO)
+    if options.precision == FP8 and attention is Attention.EAGER:
+        raise BadInput("--attention", "eager is not estimated beside fp8", "take flash2 or flash3")
     request = SearchRequest(
         name="advise",
         global_batch_size=options.batch,
