@@ -20,8 +20,6 @@ from shardwright_search.solver.stopping import latest, soon
 from shardwright_search.space.budget import Infeasible
 
 _RULE = "rule:"
-_RULES_S = 1.0
-"""Seconds behind the time limit that rules of thumb may take."""
 
 
 def advise(options: AdviseOptions) -> None:
@@ -34,7 +32,7 @@ def advise(options: AdviseOptions) -> None:
     answer = find_best(*given, lambda _: None, options.time_limit)
     if isinstance(answer, Infeasible):
         raise NothingFits(_nothing_fits(question, answer))
-    rules, whole = latest(_rules_of_thumb(question), soon(deadline, _RULES_S))
+    rules, whole = latest(_rules_of_thumb(question), soon(0.0 if answer.stopped else deadline))
     rules = rules or ()
     choices = [_priced_choice(text, question) for text in options.against]
     answer = _never_worse(answer, [*rules, *choices], question)
