@@ -130,3 +130,26 @@ def test_the_terms_are_taken_in_one_after_another(public, folder_of, capsys):
     (today,) = public.pricing.priced([run], public.pricing.Factors())
     assert biases[-1] == today.time_error
     assert "torchtitan 8B\n    before " in capsys.readouterr().out
+
+
+_PLAYBOOK = {
+    "model": "1B", "layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 32, "ffn": 8192, "vocab": 131072,
+    "tied_embeddings": 1, "seq_len": 4096, "gpus": 16, "dp": 16, "tp": 1, "pp": 1, "zero_stage": 1, "micro_batch": 1,
+    "grad_acc": 16, "global_batch": 256, "status": "ok", "step_time_s": 2.0, "peak_memory_gb": 30, "flags": "",
+}  # fmt: skip
+
+
+def test_the_playbook_s_collectives_are_priced_at_their_own_rates(public, folder_of):
+    folder = folder_of(_PLAYBOOK, _PLAYBOOK | {"dp": 1, "tp": 16, "grad_acc": 256})
+    rates = {"AllReduce": 400, "AllGather": 200, "ReduceScatter": 100}
+    rows = "".join(f"{name},{nodes},{rate}\n" for name, rate in rates.items() for nodes in (1, 2))
+    (folder / "collectives.csv").write_text(f"collective,nodes,bandwidth_gb_s\n{rows}")
+    sharded, across = public.playbook.playbook(folder)
+    assert sharded.machine.node_gbit_s == ((2, 3200.0),)
+    assert dict(sharded.machine.gbit_s_by_collective) == {"all_gather": ((2, 1600.0),), "reduce_scatter": ((2, 800.0),)}
+    # ZeRO gathers and scatters: at the all-reduces' rate it would be faster.
+    equal = sharded._replace(machine=sharded.machine._replace(gbit_s_by_collective=()))
+    slower, faster = (next(public.pricing.priced([run], public.pricing.Factors())) for run in (sharded, equal))
+    assert slower.time_s > 1.01 * faster.time_s
+    # Long steps between nodes are of tensor parallelism that leaves one.
+    assert sharded.machine.network_step_us == 30.0 and across.machine.network_step_us == 300.0
