@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwright_formats.io import BadInput
+from shardwright_formats.types import DataParallel, Recompute, SequenceParallel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def public(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from accuracy_parts import public
-    from accuracy_parts.public import fsdp, playbook, pricing, report, runs, terms
+    from accuracy_parts.public import fsdp, playbook, pricing, report, runs, runtimes, terms
 
-    assert fsdp and playbook and pricing and report and runs and terms
+    assert fsdp and playbook and pricing and report and runs and runtimes and terms
     return public
 
 
@@ -153,3 +154,58 @@ def test_the_playbook_s_collectives_are_priced_at_their_own_rates(public, folder
     assert slower.time_s > 1.01 * faster.time_s
     # Long steps between nodes are of tensor parallelism that leaves one.
     assert sharded.machine.network_step_us == 30.0 and across.machine.network_step_us == 300.0
+
+
+def nanotron_run(public, **changes):
+    """Return a run of one nanotron plan on 16 GPUs, whose eight blocks are cut in two."""
+    config = {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32768, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    plain = public.runs.Run(
+        set="s", group="g", name="n", config=tuple(config.items()), sequence_length=4096,
+        machine=public.runs.Machine("H100-SXM", ((4, 3200.0),)), devices=16, tp_size=8, pp_size=2,
+        data_parallel=DataParallel.DDP, micro_batch_size=1, num_microbatches=16, recompute=Recompute.NONE,
+        runtime="nanotron", sequence_parallel=SequenceParallel.MEGATRON,
+    )  # fmt: skip
+    return plain._replace(**changes)
+
+
+def priced_run(public, **changes):
+    (priced,) = public.pricing.priced([nanotron_run(public, **changes)], public.pricing.Factors())
+    return priced
+
+
+def test_nanotron_s_pipelines_between_nodes_have_a_floor_by_tensor_parallelism(public, monkeypatch):
+    floor_s = public.runtimes.RUNTIMES["nanotron"].pipelined_block_ms[8] / 1e3
+    between, larger = priced_run(public), priced_run(public, micro_batch_size=2, num_microbatches=16)
+    # Of four blocks on each stage, 16 micro-batches and one of the other stage's.
+    assert between.time_s == pytest.approx(17 * 4 * floor_s, rel=0.05)
+    assert larger.time_s == pytest.approx(between.time_s, rel=0.05), "whatever the micro-batch"
+    inside, flat = priced_run(public, devices=8, tp_size=4), priced_run(public, pp_size=1)
+    alone = priced_run(public, tp_size=1)
+    without = public.runtimes.RUNTIMES["nanotron"]._replace(pipelined_block_ms={})
+    monkeypatch.setitem(public.runtimes.RUNTIMES, "nanotron", without)
+    assert priced_run(public).time_s < between.time_s / 2
+    again = [priced_run(public, devices=8, tp_size=4), priced_run(public, pp_size=1), priced_run(public, tp_size=1)]
+    assert [one.time_s for one in again] == [inside.time_s, flat.time_s, alone.time_s], "no floor there"
+
+
+def test_nanotron_holds_gathered_inputs_where_they_fit(public, monkeypatch):
+    size = 4096 * 2048 * 2
+    cases = {
+        "flat": {"pp_size": 1, "devices": 8},
+        "first of two stages": {},
+        "alone": {"tp_size": 1},
+        "between nodes": {"tp_size": 16, "devices": 32},
+    }
+    held = {name: priced_run(public, **case).memory_bytes for name, case in cases.items()}
+    tight = public.runs.Machine("H100-SXM", ((4, 3200.0),), memory_bytes=2**30)
+    small = priced_run(public, machine=tight)
+    without = public.runtimes.RUNTIMES["nanotron"]._replace(gathered_inputs=0)
+    monkeypatch.setitem(public.runtimes.RUNTIMES, "nanotron", without)
+    more = {name: held[name] - priced_run(public, **case).memory_bytes for name, case in cases.items()}
+    assert more["flat"] == 2 * 8 * size
+    assert more["first of two stages"] == 2 * 4 * 2 * size, "four blocks of two micro-batches"
+    assert more["alone"] == more["between nodes"] == 0
+    assert small.memory_bytes == priced_run(public, machine=tight).memory_bytes, "the allocator takes them back"

@@ -6,10 +6,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from accuracy_parts.public.host_floor import added_s
 from accuracy_parts.public.runs import Machine, Run
-from accuracy_parts.public.runtimes import RUNTIMES
+from accuracy_parts.public.runtimes import RUNTIMES, runtime_of
 from msgspec.structs import replace
 
+from shardwright_estimate.accuracy import SPARE_SHARE
 from shardwright_estimate.devices import DeviceTable, Efficiencies, rates_of, read_devices
 from shardwright_estimate.hardware import NodeRates
 from shardwright_estimate.profile import hardware_profile, model_profile
@@ -31,6 +33,7 @@ from shardwright_search.options import UniformRequest
 
 __all__ = ["Factors", "Priced", "Unpriced", "priced"]
 
+_COMPUTE_BYTES = 2
 _NOWHERE = Path("published")
 _COMMUNICATORS = 3
 """Of another runtime's rank: data parallelism or all ranks, tensor parallelism, the pipeline."""
@@ -126,13 +129,17 @@ def _of_one_cluster(
             plan = _plan(run, model, cluster)
             costs = costs or cost_model_of(plan, profiles)
             found = evaluate(plan, profiles, costs, timeline=False).estimate
+            step_s = found.simulated_step_time_s + added_s(run, plan, costs)
         except BadInput as problem:
             yield Unpriced(run, str(problem))
             continue
         process = profiles.process_bytes + _COMMUNICATORS * profiles.communicator_bytes
         process *= run.machine.counts_process
-        held = max(_held_bytes(stage, run) for stage in found.stages)
-        yield Priced(run, found.simulated_step_time_s, round((held + process) * profiles.memory_factor), limit)
+        held = max(
+            _held_bytes(stage, run, _gathered_bytes(run, plan, index), (1 - SPARE_SHARE) * limit)
+            for index, stage in enumerate(found.stages)
+        )
+        yield Priced(run, step_s, round((held + process) * profiles.memory_factor), limit)
 
 
 def _with_loss(profile: ModelProfile, model: Model, runtime: str) -> ModelProfile:
@@ -147,11 +154,28 @@ def _with_loss(profile: ModelProfile, model: Model, runtime: str) -> ModelProfil
     return dataclasses.replace(profile, layers=Table.from_rows(LayerRow, rows))
 
 
-def _held_bytes(stage: StagePrediction, run: Run) -> float:
-    """The most that a stage's ranks hold under the run's own runtime, outside of what the process takes."""
-    terms, runtime = stage.memory_terms_bytes, RUNTIMES[run.runtime]
+def _gathered_bytes(run: Run, plan: Plan, index: int) -> int:
+    """What a stage's rank holds besides of the gathered inputs of its blocks, of every micro-batch in flight.
+
+    Pipelines among more ranks than a node has wait for their host (`host_floor`): nothing is held there.
+    """
+    if run.tp_size == 1 or (run.pp_size > 1 and run.tp_size > run.machine.devices_per_node):
+        return 0
+    features, blocks = plan.model.boundary[-1].features, sum(high - low for low, high in plan.stages[index].layers)
+    in_flight = min(run.pp_size - index, run.num_microbatches)
+    size = _COMPUTE_BYTES * features * run.sequence_length * run.micro_batch_size
+    return runtime_of(run).gathered_inputs * size * blocks * in_flight
+
+
+def _held_bytes(stage: StagePrediction, run: Run, gathered: int, usable: float) -> float:
+    """The most that a stage's ranks hold under the run's own runtime, outside of what the process takes.
+
+    The allocator takes the gathered inputs back where they do not fit into what is usable.
+    """
+    terms, runtime = stage.memory_terms_bytes, runtime_of(run)
     parameters = terms["gathered_parameters"] // 2
     passing = sum(terms.values()) - terms["process"] - terms.get("communicators", 0)
+    passing = max(passing, min(passing + gathered, usable))
     if run.data_parallel is DataParallel.DDP or run.dp_size == 1:
         return passing + runtime.ddp_pass * parameters * (run.dp_size > 1)
     states = terms["parameters"] + terms["gathered_parameters"] + terms["optimizer"] + 4 * parameters

@@ -63,6 +63,8 @@ class Run(NamedTuple):
     measured_s: float | None = None
     measured_bytes: float | None = None
     """Of the fullest device."""
+    uncounted: tuple[str, ...] = ()
+    """Fields of its runtime that are left at their defaults."""
     failed: bool = False
     """It did not run: out of memory, or for another reason that is not known."""
     chunks: int = 1

@@ -26,11 +26,17 @@ TERMS = (
     Term("as few kernels as it starts", lambda run: _without_habits(run, "few_kernels")),
     Term("tensor-parallel messages that it hides", lambda run: _without_habits(run, "message_pieces")),
     Term("data parallelism beside computation", lambda run: _without_habits(run, "overlap")),
+    Term("nanotron's floor of pipelines between nodes", lambda run: _uncounted(run, "pipelined_block_ms")),
+    Term("nanotron's gathered inputs", lambda run: _uncounted(run, "gathered_inputs")),
 )
 
 
 def _without_habits(run: Run, *habits: str) -> Run:
     return run._replace(habits_left_out=(*run.habits_left_out, *habits))
+
+
+def _uncounted(run: Run, field: str) -> Run:
+    return run._replace(uncounted=(*run.uncounted, field))
 
 
 def _with_machine(run: Run, **stated: Any) -> Run:  # noqa: ANN401 (the types are those of the machine's fields)
