@@ -71,11 +71,18 @@ def test_the_answer_says_everything_that_was_asked(config, tmp_path, capsys):
         capsys, config, "--gpus", "8:H100-SXM", "--batch", 16, "--seq", 512, "--out", out, "--against", "tp=8,mbs=1"
     )
     assert code == 0
-    for words in ("fits in 76.0 GiB a GPU", "best plan: pp", "s a step", "tokens/s", "MFU", "USD per billion tokens"):
+    for words in (
+        "fits in 68.8 GiB a GPU, headroom ",
+        "best plan: pp",
+        "s a step",
+        "tokens/s",
+        "MFU",
+        "USD per billion tokens",
+    ):
         assert words in told
     for words in ("proven under these estimates", "memory of the fullest rank", "less of it by", "rule:nvidia-table"):
         assert words in told
-    for words in ("against tp=8,mbs=1", "times as long", "here is what differs", "assumed", "5% of 80 GiB left", SEEN):
+    for words in ("against tp=8,mbs=1", "times as long", "here is what differs", "assumed", "14% of 80 GiB left", SEEN):
         assert words in told
     plan = read_document(out, Plan)
     assert (plan.global_batch_size, plan.model.sequence_length, plan.cluster.num_devices) == (16, 512, 8)
@@ -185,8 +192,9 @@ def test_zero3_holds_a_shard_of_the_gradients_between_microbatches():
     ("name", "model", "gpus", "sizes"),
     [
         ("tp8", "llama-2-7b", "2x8:H100-SXM", (8, 1)),
-        # One stage: 8.8e9 parameters a rank of 6 bytes and 12 over dp 8, and 80 layers of 285 MB: 82 GiB. Two: 58 GiB.
-        ("tp8", "llama-3-70b", "8x8:H100-SXM", (8, 2)),
+        # 8.8e9 parameters a rank of 6 bytes and 12 over dp 8, and 80 layers' activations are 94 GiB; two stages are 69.8
+        # GiB, a little over the 86 % that are used, and four are 58.
+        ("tp8", "llama-3-70b", "8x8:H100-SXM", (8, 4)),
         ("nvidia-table", "llama-2-7b", "2x8:H100-SXM", (4, 1)),
         ("nvidia-table", "llama-3-70b", "8x8:H100-SXM", (8, 4)),
         ("smallest", "gpt2-xl", "8:A100-80", (1, 1)),
@@ -225,7 +233,7 @@ def test_a_choice_that_the_gpus_cannot_hold_says_by_how_much(capsys):
     question = _question(gpus="8:A100-40", batch=16)
     plan = plan_of_choice(choice_of("tp=1,mbs=2", question), "mine", question)
     own = evaluate(plan, question.profiles).estimate.memory_bytes
-    assert f"it does not fit: it lacks {(own - question.budgets['A100-40']) / 2**30:.2f} GiB a rank of 38.0" in told
+    assert f"it does not fit: it lacks {(own - question.budgets['A100-40']) / 2**30:.2f} GiB a rank of 34.4" in told
 
 
 def test_a_search_that_is_stopped_is_never_worse_than_a_rule(capsys, tmp_path):

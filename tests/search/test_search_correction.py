@@ -8,6 +8,7 @@ import pytest
 from command_calls import call
 from made_up import make_curve
 from measured import FACTORS, PLAIN, a_plan, measured_as, scaled, three_plans
+from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput, read_document, sha256_of_file, write_document
 from shardwright_formats.key import rows_by_key
@@ -117,6 +118,21 @@ def test_plans_that_contradict_one_another_are_told(world):
     assert [w for w in warnings if w.startswith("forward: plans contradict")] == [
         "forward: plans contradict one another: from 0.50 to 1.50 of what is predicted"
     ]
+
+
+def test_no_factor_of_memory_refuses_a_plan_that_ran(world):
+    twice = [measured_as(plan, world[2], PLAIN | {Term.MEMORY: 2.0}) for plan in three_plans(world)[:2]]
+    ran = measured_as(three_plans(world)[2], world[2], PLAIN)
+    stages = evaluate(ran.plan, world[2]).estimate.stages
+    fullest = max(stage.memory_bytes for stage in stages)
+    cluster = world[1]
+    (name,) = cluster.node_types
+    tight = replace(cluster.node_types[name], memory_bytes=round(1.5 * fullest))
+    ran = replace(ran, plan=replace(ran.plan, cluster=replace(cluster, node_types={name: tight})))
+    factors, warnings = learned(one for each in (*twice, ran) for one in evidence_of(each, world[2]))
+    assert factors[Term.MEMORY].factor == pytest.approx(1.5, rel=1e-3)
+    assert any(w.startswith("memory: 1.500, not the median 2.000") for w in warnings)
+    assert factors[Term.MEMORY].factor * fullest <= tight.memory_bytes * (1 + 1e-12)
 
 
 def test_a_reduction_lost_in_noise_gives_no_factor(world):

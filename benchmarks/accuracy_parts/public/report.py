@@ -32,7 +32,8 @@ class Group(NamedTuple):
 def compared(runs: Sequence[Run], calibrate: bool) -> tuple[list[Priced], list[Unpriced], Factors]:
     """The runs priced; with `calibrate` those on more devices than the ones that both factors are learned from.
 
-    The factors are medians of measured over predicted, of step times for forward and backward passes alike.
+    The factors are medians of measured over predicted, of step times for forward and backward passes alike; that of
+    memory at most what lets each of these runs fit.
     """
     factors = Factors()
     if calibrate:
@@ -41,7 +42,8 @@ def compared(runs: Sequence[Run], calibrate: bool) -> tuple[list[Priced], list[U
             return [], [], factors
         times = [1 / (1 + one.time_error) for one in known]
         sizes = [1 / (1 + one.memory_error) for one in known if one.run.measured_bytes]
-        factors = Factors(median(times), median(sizes) if sizes else 1.0)
+        fitting = min(one.limit_bytes / one.memory_bytes for one in known)
+        factors = Factors(median(times), min(median(sizes), fitting) if sizes else 1.0)
         runs = [run for run in runs if run.devices > _CALIBRATED_ON]
     found = list(priced(runs, factors))
     return [p for p in found if isinstance(p, Priced)], [p for p in found if isinstance(p, Unpriced)], factors

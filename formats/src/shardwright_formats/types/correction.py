@@ -26,7 +26,7 @@ class CorrectionFactor(Value, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     factor: PositiveNumber
-    """The median over the plans."""
+    """The median over the plans; of memory at most what lets each plan that ran fit its devices."""
     lowest: Number
     """Factor of the plan with the lowest; not positive where noise outweighs what was to be measured."""
     highest: PositiveNumber

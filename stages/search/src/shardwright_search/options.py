@@ -123,7 +123,7 @@ class AdviseOptions(RuntimeOptions, frozen=True, kw_only=True):
     uniform: bool = False
     """Only plans with one strategy for all layers, as Megatron-LM and torchtitan run them."""
     budget_gib: Gib | None = None
-    """The most that a plan may use of a GPU, in GiB; by default 95 % of its memory."""
+    """The most that a plan may use of a GPU, in GiB; by default 86 % of its memory."""
     price_per_gpu_hour: NonNegativeNumber | None = None
     """USD; by default what one provider asks."""
     inter_node_gbit_s: str | None = None

@@ -29,6 +29,7 @@ from shardwright_search.space.budget import (
     min_room_bytes,
     room_bytes,
     states_beyond_budget,
+    with_spare,
 )
 from shardwright_search.space.configurations import Configuration, narrowed
 from shardwright_search.space.instance import Instance
@@ -100,6 +101,7 @@ def find_best(
     Raises BadInput for a request that names no plan, and for profiles that do not fit it.
     """
     deadline = inf if time_limit_s is None else monotonic() + time_limit_s
+    request = with_spare(request, cluster, profiles)
     budgets, asked, spare = budgets_of(request, cluster, file), request, None
     given = model, cluster, profiles
     once = partial(_once, given=given, file=file, report=report, deadline=deadline, budgets=budgets)

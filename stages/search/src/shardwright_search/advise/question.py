@@ -5,6 +5,7 @@ from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwright_estimate.accuracy import SPARE_SHARE
 from shardwright_estimate.devices import Device, DeviceTable, Efficiencies, device_named, rates_of, read_devices
 from shardwright_estimate.hardware import NodeRates, node_rates
 from shardwright_estimate.profile import hardware_profile, model_profile
@@ -33,8 +34,6 @@ from shardwright_search.space.budget import budgets_of_stages
 from shardwright_search.space.request import SearchRequest
 
 _PACKAGE = "shardwright-search"
-_SPARE = 0.05
-"""Share of a device's memory that is left to the driver and the allocator where no budget is given: an assumption."""
 _NETWORKS = {
     "A100-40": (200, "DGX A100 datasheet, NVIDIA, 2020: 8 x 200 Gbit/s InfiniBand for 8 GPUs"),
     "A100-80": (200, "DGX A100 datasheet, NVIDIA, 2020: 8 x 200 Gbit/s InfiniBand for 8 GPUs"),
@@ -237,7 +236,8 @@ def _node_type(options: AdviseOptions, table: DeviceTable, key: str, per_node: i
     if device.memory_bytes is None:
         raise BadInput("--gpus", f"the table has no memory of {key}", "choose another device")
     memory_gib = device.memory_bytes / GIB
-    budget_gib, spare = memory_gib * (1 - _SPARE), f"{_SPARE:.0%} of {memory_gib:g} GiB left to driver and allocator"
+    budget_gib = memory_gib * (1 - SPARE_SHARE)
+    spare = f"{SPARE_SHARE:.0%} of {memory_gib:g} GiB left free, as published runs left it (docs/accuracy.md)"
     if options.budget_gib is not None:
         budget_gib, spare = options.budget_gib, f"a budget of {options.budget_gib:g} GiB a GPU (given)"
     if budget_gib > memory_gib:

@@ -12,6 +12,7 @@ from shardwright_formats.types import EMBEDDING, GIB, HEAD, Estimate, Plan
 from shardwright_search.advise.question import Question
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, table, time_changes
 from shardwright_search.search import SearchAnswer
+from shardwright_search.space.budget import headroom
 
 _LESS_BY = {
     "parameters": "zero3, a larger tp_size, or more pipeline stages",
@@ -93,9 +94,11 @@ def plan_words(plan: Plan) -> str:
 def _answer(question: Question, plan: Plan, estimate: Estimate, answer: SearchAnswer) -> Iterator[str]:
     """Yield the lines of the answer: the plan, what it yields, and what is proven."""
     model, tokens_per_s = question.model, estimate.samples_per_s * question.model.sequence_length
+    free_bytes, share_free = headroom(plan, estimate)
     yield (
         f"{model.name} ({model.parameter_count / 1e9:.3g} B parameters, {model.sequence_length} tokens a sample) on "
-        f"{question.cluster.name}, batch {plan.global_batch_size}: fits in {question.budget_words}"
+        f"{question.cluster.name}, batch {plan.global_batch_size}: fits in {question.budget_words}, "
+        f"headroom {free_bytes / GIB:.1f} GiB, {share_free:.0%} of the fullest GPU"
     )
     yield f"best plan: {plan_words(plan)}"
     yield f"  layers of each pipeline stage: {_layer_counts(plan)}"

@@ -24,7 +24,7 @@ from shardwright_search.explain.what_if import WhatIf, WhatIfAnswer, answer, nei
 from shardwright_search.options import ExplainOptions, SimulateOptions
 from shardwright_search.simulation.chrome_trace import chrome_trace
 from shardwright_search.solver.stopping import was_interrupted
-from shardwright_search.space.budget import budgets_of, budgets_of_stages
+from shardwright_search.space.budget import budgets_of, budgets_of_stages, with_spare
 from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import SearchRequest, batch_sizes
 
@@ -47,9 +47,10 @@ def explain(options: ExplainOptions) -> None:
     other = None if options.other is None else read_document(options.other, Plan)
     inputs = read_inputs(options)
     prediction = read_prediction(options.plan, plan) if prediction_path(options.plan).exists() else None
-    search = (
-        None if options.search is None else _SearchFile(options.search, read_document(options.search, SearchRequest))
-    )
+    search = None
+    if options.search is not None:
+        request = with_spare(read_document(options.search, SearchRequest), plan.cluster, inputs.profiles)
+        search = _SearchFile(options.search, request)
     if search is not None:
         _check_made_by(search, options.plan, plan, prediction)
     if other is not None and other.model != plan.model:

@@ -33,16 +33,17 @@ from shardwright_search.commands.verify import IN_PLAN, check_certifiable, probl
 from shardwright_search.options import PlanOptions
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.solver.stopping import Stopped, soon, stopped_at
-from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
+from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages, with_spare
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.search_space import SearchSpace, space_of
 
 
 def plan(options: PlanOptions) -> None:
     """Find the best plan, and write it, its prediction, and the certificate that is asked for."""
-    request = read_document(options.search, SearchRequest)
+    asked = read_document(options.search, SearchRequest)
     cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
     inputs = read_inputs(options)
+    request = with_spare(asked, cluster, inputs.profiles)
     given = request, model, cluster, inputs.profiles, options.search
     if options.certificate is not None:
         check_certifiable(request, options.search)

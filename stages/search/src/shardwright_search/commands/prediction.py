@@ -16,6 +16,7 @@ from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
 from shardwright_search.options import ProfileOptions
 from shardwright_search.search import SearchAnswer
+from shardwright_search.space.budget import headroom
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
 
 
@@ -236,7 +237,7 @@ def plan_summary(plan: Plan, prediction: Prediction) -> str:
         f"predicted {estimate.simulated_step_time_s * 1e3:.3f} ms a step, {estimate.samples_per_s:.6g} samples/s",
         f"simulated gap {_gap(estimate):.2%}: no order of its passes takes less than "
         f"{estimate.simulated_lower_bound_s * 1e3:.3f} ms",
-        _memory_line(estimate, prediction.memory_budget_bytes),
+        _memory_line(plan, estimate, prediction.memory_budget_bytes),
     ]
     if proof is not None:
         below = f"no plan of the space is below {proof.objective_bound_s * 1e3:.3f} ms (gap {proof.gap:.2%})"
@@ -263,8 +264,10 @@ def _gap(estimate: Estimate) -> float:
     return estimate.simulated_step_time_s / bound_s - 1 if bound_s else 0.0
 
 
-def _memory_line(estimate: Estimate, budget_bytes: int | None) -> str:
+def _memory_line(plan: Plan, estimate: Estimate, budget_bytes: int | None) -> str:
     line = f"memory of the fullest rank {estimate.memory_bytes / MIB:.1f} MiB"
+    free_bytes, share = headroom(plan, estimate)
+    words = f"headroom {free_bytes / MIB:.1f} MiB, {share:.0%} of its device"
     if budget_bytes is None:
-        return line
-    return f"{line} of {budget_bytes / MIB:.1f} MiB ({estimate.memory_bytes / budget_bytes:.1%})"
+        return f"{line}, {words}"
+    return f"{line} of {budget_bytes / MIB:.1f} MiB ({estimate.memory_bytes / budget_bytes:.1%}), {words}"

@@ -15,7 +15,7 @@ from shardwright_search.certificate.options import VerifyOptions
 from shardwright_search.commands.prediction import read_inputs
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.solver.problem import Problem
-from shardwright_search.space.budget import budgets_of, budgets_of_stages
+from shardwright_search.space.budget import budgets_of, budgets_of_stages, with_spare
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.membership import outside
 from shardwright_search.space.request import SearchRequest
@@ -31,7 +31,8 @@ def verify(options: VerifyOptions) -> None:
     """Confirm a plan and its certificate, or raise BadInput for what does not hold; all numbers are priced anew."""
     started = monotonic()
     plan, certificate = read_document(options.plan, Plan), read_document(options.certificate, Certificate)
-    request, inputs = read_document(options.search, SearchRequest), read_inputs(options)
+    asked, inputs = read_document(options.search, SearchRequest), read_inputs(options)
+    request = with_spare(asked, plan.cluster, inputs.profiles)
     _check_pinned(options, certificate, plan, {"search": options.search} | inputs.files)
     _check_given(options, plan)
     check_certifiable(request, options.search)

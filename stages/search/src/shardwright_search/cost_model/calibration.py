@@ -1,6 +1,7 @@
 """Factors of predictions that measured plans teach, and profiles with these applied."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from shardwright_formats.semantics.schedules.passes import Pass, middle
 from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.measurement import PlanMeasurement, RankMeasurement
-from shardwright_formats.types.plan import GradientReduction
+from shardwright_formats.types.plan import GradientReduction, Plan
 from shardwright_formats.types.prediction import StagePrediction
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
@@ -27,6 +28,8 @@ class Evidence(NamedTuple):
     plan_sha256: str
     measured: float
     predicted: float
+    limit: float = inf
+    """What a correction may make of the prediction at most: that of memory, the rank's device, as the plan ran."""
 
 
 def evidence_of(measured: PlanMeasurement, profiles: Profiles) -> tuple[Evidence, ...]:
@@ -39,18 +42,26 @@ def evidence_of(measured: PlanMeasurement, profiles: Profiles) -> tuple[Evidence
     stages = evaluate(measured.plan, profiles).estimate.stages
     slowdown = measured.slowdown(profiles.reference_s)
     return tuple(
-        Evidence(term, measured.plan.sha256, value if term is Term.MEMORY else value / slowdown, predicted)
+        Evidence(term, measured.plan.sha256, value, predicted, max(value, _device_bytes(measured.plan, rank)))
+        if term is Term.MEMORY
+        else Evidence(term, measured.plan.sha256, value / slowdown, predicted)
         for rank in measured.ranks
         for term, value, predicted in _terms(measured, rank, stages[rank.stage], profiles.step_overhead_s)
         if predicted > 0
     )
 
 
+def _device_bytes(plan: Plan, rank: RankMeasurement) -> int:
+    return plan.cluster.of_rank(rank.rank).memory_bytes
+
+
 def learned(evidence: Iterable[Evidence]) -> tuple[dict[Term, CorrectionFactor], tuple[str, ...]]:
     """Return the factor of each term, and where the evidence for it is thin or plans contradict one another."""
     by_term: dict[Term, dict[str, list[float]]] = {term: {} for term in Term}
+    most = dict.fromkeys(Term, inf)
     for each in evidence:
         by_term[each.term].setdefault(each.plan_sha256, []).append(each.measured / each.predicted)
+        most[each.term] = min(most[each.term], each.limit / each.predicted)
     factors: dict[Term, CorrectionFactor] = {}
     warnings: list[str] = []
     for term, ratios in by_term.items():
@@ -65,6 +76,12 @@ def learned(evidence: Iterable[Evidence]) -> tuple[dict[Term, CorrectionFactor],
         if len(plans) < _FEWEST_PLANS:
             warnings.append(f"{term}: thin: {len(plans)} plan(s)")
         lowest, highest = min(plans), max(plans)
+        if factor > most[term]:
+            warnings.append(
+                f"{term}: {most[term]:.3f}, not the median {factor:.3f}, by which a plan that ran would not fit"
+            )
+            factor = most[term]
+            lowest = min(lowest, factor)
         if lowest < 1 < highest:
             share = f"from {lowest:.2f} to {highest:.2f} of what is predicted"
             warnings.append(f"{term}: plans contradict one another: {share}")

@@ -18,7 +18,7 @@ from shardwright_search.cost_model.collectives import collective_time, send_kind
 from shardwright_search.cost_model.compute import layer_cost
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.fasop.partition import is_exact
-from shardwright_search.space.budget import budgets_of
+from shardwright_search.space.budget import budgets_of, with_spare
 from shardwright_search.space.configurations import divisors
 from shardwright_search.space.request import SearchRequest, Space
 from shardwright_search.space.uniform import UniformStrategy
@@ -152,7 +152,7 @@ def problem_of(
     (devices,) = per_node
     layers = (EMBEDDING, *model.layers, HEAD)
     tp_sizes = _tp_sizes(model, profiles, devices)
-    budgets = budgets_of(request, cluster, file)
+    budgets = budgets_of(with_spare(request, cluster, profiles), cluster, file)
     by_type = {name: profiles.of_device(cluster.node_types[name].device) for name in names}
     parameters = {tp: np.array([float(model.types[t].parameter_count(tp)) for t in layers]) for tp in tp_sizes}
     assert isinstance(request.global_batch_size, int)

@@ -9,9 +9,13 @@ from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
+from shardwright_estimate.accuracy import SPARE_SHARE
 from shardwright_formats.io import BadInput
+from shardwright_formats.io.table import Source
 from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes
-from shardwright_formats.types import GIB, ITEMSIZE, Cluster, Model, Plan
+from shardwright_formats.types import GIB, ITEMSIZE, Cluster, Estimate, Model, Plan
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.tied_weights import has_shared
@@ -71,10 +75,44 @@ def budgets_of(request: SearchRequest, cluster: Cluster, file: Path) -> dict[str
     return budgets
 
 
+def with_spare(request: SearchRequest, cluster: Cluster, profiles: Profiles) -> SearchRequest:
+    """Return a request that says its budget: less `SPARE_SHARE` of each device whose profile is estimated.
+
+    A request that has a budget or a reserve is returned as it is.
+    """
+    if request.memory_gib is not None or request.reserve_gib:
+        return request
+    estimated = {each.origin.device for each in profiles.per_device if _is_estimated(each)}
+    types = {group.node_type: cluster.node_types[group.node_type] for group in cluster.nodes}
+    budgets = {
+        name: node_type.memory_bytes / GIB * (1 - SPARE_SHARE)
+        for name, node_type in types.items()
+        if node_type.device in estimated
+    }
+    return replace(request, memory_gib=budgets) if budgets else request
+
+
+def _is_estimated(profiles: Profiles) -> bool:
+    estimated = ("forward_s", str(Source.ANALYTIC))
+    return any(estimated in points.sources for points in profiles.layers.values())
+
+
 def budgets_of_stages(plan: Plan, budgets: Mapping[str, int]) -> tuple[int, ...]:
     """Return the bytes that a rank of each pipeline stage may use: the least of the budgets of the stage's types."""
     types = plan.cluster.node_type_of_rank
     return tuple(min(budgets[types[rank]] for rank in stage.ranks) for stage in plan.stages)
+
+
+def headroom(plan: Plan, estimate: Estimate) -> tuple[int, float]:
+    """Return the least that a plan leaves of a rank's device: its bytes, and their share of the device's memory."""
+    names, types = plan.cluster.node_type_of_rank, plan.cluster.node_types
+    left = [
+        (device_bytes - stage.memory_bytes, device_bytes)
+        for stage, places in zip(estimate.stages, plan.stages, strict=True)
+        for device_bytes in (min(types[names[rank]].memory_bytes for rank in places.ranks),)
+    ]
+    free_bytes, device_bytes = min(left, key=lambda each: each[0] / each[1])
+    return free_bytes, free_bytes / device_bytes
 
 
 def min_shortfall(instance: Instance, configurations: Sequence[Configuration]) -> Shortfall:

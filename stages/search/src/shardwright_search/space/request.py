@@ -115,7 +115,9 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     global_batch_size: Count | BatchRange
     """Samples of one optimizer step, or a range of sizes to choose from."""
     memory_gib: Gib | Annotated[dict[str, Gib], Meta(min_length=1)] | None = None
-    """Budget of one device in GiB, or one for each node type; null: all of the device's memory."""
+    """Budget of one device in GiB, or one for each node type; null: all of the device's memory, or
+    86 % of it where its profile is estimated and there is no `reserve_gib`.
+    """
     reserve_gib: Annotated[float, Meta(ge=0, le=2**20)] = 0.0
     """The part of the budget that is left free, in GiB. The process's own memory, as profiled, is counted anyway."""
     num_microbatches: Counts | None = None

@@ -19,7 +19,7 @@ from shardwright_search.solver.min_memory import plain_plan
 from shardwright_search.solver.partition import Pipeline, PricedSolution
 from shardwright_search.solver.stopping import ended, latest, soon
 from shardwright_search.solver.targets import Best, Solvable, Target
-from shardwright_search.space.budget import budgets_of, room_bytes
+from shardwright_search.space.budget import budgets_of, room_bytes, with_spare
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
 from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.instance import Instance
@@ -243,6 +243,7 @@ def space_of(
     Raises BadInput for profiles that do not fit the request, or a budget that no device has.
     """
     check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
+    request = with_spare(request, cluster, profiles)
     sizes = budgets_of(request, cluster, file)
     profiled = set.intersection(*({key.tp_size for key in each.layers} for each in profiles.used(cluster)))
     request = narrowed(request, cluster, profiled)
