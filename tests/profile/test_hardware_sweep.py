@@ -20,6 +20,7 @@ from shardwright_formats.types.hardware_profile import Collective, HardwareProfi
 from shardwright_launch.ranks import launch
 
 _RATES = {"matrix_flops_per_s", "memory_bytes_per_s"}
+_LAYERS = {"layers_alone_per_s", "layers_in_pipeline_per_s"}
 _ONE_MIB = 1024 * 1024
 
 
@@ -56,25 +57,26 @@ def test_two_ranks_measure_every_kind_of_message_to_one_mebibyte(make_cluster, t
     repeats = np.bincount(profile.repeats["point"])
     assert repeats.min() >= 6
     assert repeats.max() <= 100
-    assert {name.decode() for name in profile.rates["name"]} == {*_RATES, "startup_s"}
+    assert {name.decode() for name in profile.rates["name"]} == {*_RATES, *_LAYERS, "startup_s"}
     lines = progress.splitlines()
-    assert [line.split(":")[0] for line in lines[:3]] == ["1/11 devices", "1/11 devices", "hardware"]
+    assert [line.split(":")[0] for line in lines[:4]] == ["1/11 devices", "1/11 devices", "1/11 layers", "hardware"]
     # What is measured whatever the budget: points, a pair at two sizes, overlap at three.
     assert re.match(
         r"hardware: 30 points, 2 rounds of pairs, 9 overlaps, at least 6 repeats each: about [\d.e+]+ s needed, "
         r"0.5 s given(: the small sizes are timed all the same)?$",
-        lines[2],
+        lines[3],
     )
-    assert lines[3].startswith("2/11 all_gather of 2 consecutive ranks in a node: 1 KiB in ")
-    assert len([line for line in lines if not line.startswith("note: ")]) == 3 + len(repeats) + 2 + 9
+    assert lines[4].startswith("2/11 all_gather of 2 consecutive ranks in a node: 1 KiB in ")
+    assert len([line for line in lines if not line.startswith("note: ")]) == 4 + len(repeats) + 2 + 9
     assert profile.provenance.notes.splitlines() == [line[6:] for line in lines if line.startswith("note: ")]
     _check_what_else_is_in_it(profile)
     assert [path.name for path in out.parent.iterdir()] == ["hardware.h5"]
 
 
 def _check_what_else_is_in_it(profile: HardwareProfile) -> None:
-    assert profile.ranks["rank"].tolist() == [0, 1, 0, 1]
+    assert profile.ranks["rank"].tolist() == [0, 1] * len(_RATES | _LAYERS)
     slowest = {name.decode(): value for name, value in zip(profile.rates["name"], profile.rates["value"], strict=True)}
+    assert all(1 < slowest[name] < 1e6 for name in _LAYERS)
     for name in _RATES:
         assert slowest[name] == profile.ranks["value"][profile.ranks["name"] == name.encode()].min()
         assert 1e8 < slowest[name] < 1e13

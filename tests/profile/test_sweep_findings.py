@@ -63,6 +63,20 @@ def test_a_rank_under_four_fifths_of_the_median_is_named_with_what_it_is_slow_at
     )
 
 
+def test_layers_that_are_slower_in_a_pipeline_than_alone_are_told_with_both_times(made):
+    def told(alone_per_s, in_pipeline_per_s):
+        layers = (("layers_alone_per_s", alone_per_s), ("layers_in_pipeline_per_s", in_pipeline_per_s))
+        rates = [RateEntry(name=name, values=(value, value)) for name, value in layers]
+        return findings(*made(*rates, nodes=((1, 2),)))
+
+    assert told(200.0, 40.0) == (
+        "a layer takes 25 ms inside a pipeline and 5 ms alone, 5.0 times as long: predictions of pipelines count it as "
+        "alone",
+    )
+    assert told(200.0, 140.0) == told(200.0, 400.0) == ()
+    assert findings(*made(nodes=((1, 1),))) == (), "on one device nothing was timed"
+
+
 def test_a_rank_is_held_against_those_on_its_own_type_of_node(made):
     rates = RateEntry(name="matrix_flops_per_s", values=(9e12, 9e12, 9e12, 1e12, 1e12))
     assert slow_ranks(*made(rates, nodes=((1, 3), (1, 2)))) == ()

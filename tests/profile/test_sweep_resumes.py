@@ -18,8 +18,8 @@ from shardwright_profile.hardware.profile import JOURNAL, StartEntry, SweepIdent
 _POINTS = 5 * 4
 _PAIRS = 2
 _OVERLAPS = 3 * 2 * 3
-_LINES = 1 + 1 + 2 + _POINTS + _PAIRS + _OVERLAPS
-"""Of a whole journal: header, start-up, rates, points, pairs, overlaps."""
+_LINES = 1 + 1 + 2 + 2 + _POINTS + _PAIRS + _OVERLAPS
+"""Of a whole journal: header, start-up, rates, layers, points, pairs, overlaps."""
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,8 @@ def test_an_unbroken_sweep_has_every_table(unbroken):
         "pairs/source": _PAIRS,
         "pairs/time_s": _PAIRS,
         "overlap/source": _OVERLAPS,
-        "ranks/source": 4,
-        "rates/source": 3,
+        "ranks/source": 2 * 4,
+        "rates/source": 5,
     }
 
 

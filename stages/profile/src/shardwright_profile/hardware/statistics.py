@@ -16,6 +16,9 @@ MIN_REPEATS = 6
 SETTLED = 0.03
 """Relative half width of the median's confidence interval at which a time needs no more repeats."""
 
+LAYERS_ALONE, LAYERS_IN_PIPELINE = "layers_alone_per_s", "layers_in_pipeline_per_s"
+"""Names of the rates of a small layer alone, and inside a pipeline between two halves of the ranks."""
+
 _CONFIDENCE = 0.95
 _OUTLYING = 3 * 1.4826
 """Three standard deviations, in median absolute deviations of a normal distribution."""
@@ -65,6 +68,7 @@ def more_repeats(have: int, max_repeats: int, left_s: float, one_s: float) -> in
 
 
 _SLOW_RATE = 0.8
+_VERBS = {"matrix": "computes", "memory": "copies memory", "layers": "works on layers"}
 _BAD_TIME = 1.5
 _MIN_PAIRS = 3
 """Minimum number of comparable links among which one can be called slow."""
@@ -74,7 +78,22 @@ _MAX_SENTENCES = 20
 
 def findings(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
     """Return a sentence for everything amiss in a cluster's measurements, the worst of its kind first."""
-    return (*_first(slow_ranks(profile, cluster)), *_first(bad_links(profile, cluster)), *unsettled_points(profile))
+    bad = *_first(slow_ranks(profile, cluster)), *_first(bad_links(profile, cluster))
+    return (*bad, *slowed_in_pipeline(profile), *unsettled_points(profile))
+
+
+def slowed_in_pipeline(profile: HardwareProfile) -> tuple[str, ...]:
+    """Return a sentence where a layer takes over 1.5 times as long inside a pipeline as alone, on the slowest rank."""
+    per_s = {row.name: row.value for row in profile.rates.rows}
+    if not {LAYERS_ALONE, LAYERS_IN_PIPELINE} <= per_s.keys():
+        return ()
+    alone_s, pipelined_s = 1 / per_s[LAYERS_ALONE], 1 / per_s[LAYERS_IN_PIPELINE]
+    if pipelined_s <= _BAD_TIME * alone_s:
+        return ()
+    times = f"{seconds_text(pipelined_s)} inside a pipeline and {seconds_text(alone_s)} alone"
+    return (
+        f"a layer takes {times}, {pipelined_s / alone_s:.1f} times as long: predictions of pipelines count it as alone",
+    )
 
 
 def slow_ranks(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
@@ -85,7 +104,7 @@ def slow_ranks(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
     slow = []
     for (name, node_type), values in rates.items():
         median = float(np.median(list(values.values())))
-        verb = "computes" if name.startswith("matrix") else "copies memory"
+        verb = _VERBS[name.split("_")[0]]
         for rank, value in values.items():
             if value < _SLOW_RATE * median:
                 usual = f"the median rate of the ranks on {node_type} ({name})"

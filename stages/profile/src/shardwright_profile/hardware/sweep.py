@@ -9,6 +9,7 @@ from shardwright_formats.semantics.sweep_plan import CollectiveKind, SweepPlan
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_profile.hardware.measurements import collective_call, pair_tasks, point_tasks, rate_tasks
 from shardwright_profile.hardware.overlap import CASE_MESSAGES, overlap_tasks
+from shardwright_profile.hardware.pipelined import pipeline_tasks
 from shardwright_profile.hardware.profile import Entry, OverlapEntry, PairEntry, Progress, Remark, overlap_key
 from shardwright_profile.hardware.session import WARM_UP_REPEATS, Budget, Session, Task, timed
 
@@ -88,7 +89,10 @@ def _parts(
     session: Session, plan: SweepPlan, budget: Budget, say: Say
 ) -> Iterator[tuple[Sequence[Iterable[Task]], float]]:
     """Yield the tasks for rates, collectives, links and overlap, each with its share of the time that is left then."""
-    yield [rate_tasks(session)], 1.0
+    in_pipeline = pipeline_tasks(session)
+    if not in_pipeline:
+        say(Remark(text="layers in a pipeline are left out: one device has no second stage"))
+    yield [[*rate_tasks(session), *in_pipeline]], 1.0
     work = _workload(session, plan)
     line = _calibrated(session, plan) if plan.kinds else Line(0.0, 0.0)
     needed_s = budget.time_s - budget.left_s() + work.min_s(line)
