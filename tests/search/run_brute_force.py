@@ -1,4 +1,4 @@
-"""`make brute-force`: the solver against every plan of many random problems.
+"""`make brute-force`: the solver against every plan of many random problems, and forged certificates.
 
 python tests/search/run_brute_force.py [PROBLEMS]
 """
