@@ -15,13 +15,13 @@ from shardwright_formats.io.table import Table
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import GIB
-from shardwright_formats.types.model_profile import LayerRow
+from shardwright_formats.types.model_profile import LayerRow, ModelProfile
 from shardwright_search.cost_model.profiles import index_profiles
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 
-__all__ = ["WITHIN", "excess", "excesses", "hostile_world", "simulated_steps", "too_slow"]
+__all__ = ["WITHIN", "excess", "excesses", "hostile_world", "simulated_steps", "too_slow", "without_order"]
 
 WITHIN = 0.005
 """The chosen plan's simulated time is no more than this share above that of the best plan."""
@@ -37,12 +37,7 @@ def hostile_world(seed: int) -> World:
     model, cluster = make_model(int(rng.integers(1, 5 if devices == 2 else 4))), make_cluster(devices)
     hardware = make_hardware(cluster, latency_s=float(rng.choice([1e-6, 2e-5, 2e-4])), bytes_per_s=1e9)
     profile = make_profile(model, tp_sizes=(1, 2, 4), micro_batch_sizes=(1, 2, 4, 8))
-    rows = profile.layers.columns
-    kinds: dict[tuple[object, ...], np.ndarray] = {}
-    keys = zip(*(np.asarray(rows[name]).tolist() for name in ("type", "tp_size", "recompute")), strict=True)
-    factors = np.array([kinds.setdefault(key, rng.uniform(0.3, 3.0, 2)) for key in keys])
-    changed = {"forward_s": rows["forward_s"] * factors[:, 0], "backward_s": rows["backward_s"] * factors[:, 1]}
-    profile = replace(profile, layers=Table(LayerRow, dict(rows) | changed))
+    profile = without_order(rng, profile)
     request = make_request(
         global_batch_size=int(rng.choice([2, 4, 8])),
         schedules=[str(rng.choice(["1f1b", "gpipe"]))],
@@ -51,6 +46,16 @@ def hostile_world(seed: int) -> World:
         recompute=["none", "full"],
     )
     return World(request, model, cluster, index_profiles(hardware, FILE, profile, FILE))
+
+
+def without_order(rng: np.random.Generator, profile: ModelProfile) -> ModelProfile:
+    """The profile with times that each option has at random, forward and backward."""
+    rows = profile.layers.columns
+    kinds: dict[tuple[object, ...], np.ndarray] = {}
+    keys = zip(*(np.asarray(rows[name]).tolist() for name in ("type", "tp_size", "recompute")), strict=True)
+    factors = np.array([kinds.setdefault(key, rng.uniform(0.3, 3.0, 2)) for key in keys])
+    changed = {"forward_s": rows["forward_s"] * factors[:, 0], "backward_s": rows["backward_s"] * factors[:, 1]}
+    return replace(profile, layers=Table(LayerRow, dict(rows) | changed))
 
 
 class _Times(NamedTuple):

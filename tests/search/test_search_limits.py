@@ -18,7 +18,7 @@ from random_problems import random_mixed, random_problem
 from test_search_simulation import F1B, GPIPE, INTERLEAVED
 
 from shardwright_formats.types import GIB
-from shardwright_search import alternatives, search
+from shardwright_search import alternatives, least_simulated, search
 from shardwright_search.advise.question import question_of
 from shardwright_search.cli import APP
 from shardwright_search.commands import advise
@@ -103,7 +103,7 @@ PHASES = (
     (search, "other_configurations"),
     (search, "further"),
     (search, "changed"),
-    (alternatives, "_improved"),
+    (least_simulated, "_improved"),
     (alternatives, "guess"),
 )
 

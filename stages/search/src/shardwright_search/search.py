@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB, MIB, Cluster, Model, Plan, ScenarioRegret
-from shardwright_search.alternatives import MAX_NEAR, NEAR, changed, further, other_configurations, simulated
+from shardwright_search.alternatives import MAX_NEAR, NEAR, further, other_configurations
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.least_simulated import changed, simulated
 from shardwright_search.robust import Regrets, regrets_of
 from shardwright_search.simulation.simulator import num_played
 from shardwright_search.solver.branch_and_bound import optimize

@@ -4,7 +4,7 @@ All numbers are whole (picoseconds and bytes, in float64): sums are exact whatev
 are recognised as equal.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise, product
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_search.step.memory import LayerMemory, Phase, layer_memory, no_layers, phases
@@ -254,6 +255,18 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
                         min_ps[before, behind] = time
             cuts.append(min_ps)
         return tuple(cuts)
+
+    def on_each_placement(self) -> Iterator["Problem"]:
+        """Yield the problem with its stages on one list of device groups, for each list that there is."""
+
+        def walks(stage: int, position: Position) -> Iterator[tuple[Moves, ...]]:
+            if stage == self.pp_size:
+                yield ()
+                return
+            for group, after in self.placements[stage].get(position, ()):
+                yield from (({position: ((group, after),)}, *behind) for behind in walks(stage + 1, after))
+
+        yield from (replace(self, placements=moves) for moves in walks(0, self.start_position))
 
     def groups_of(self, stage: int) -> tuple[int, ...]:
         """Return the device groups that a pipeline stage can be on."""

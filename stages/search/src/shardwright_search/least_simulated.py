@@ -1,0 +1,214 @@
+"""The plan of the least simulated step: near plans, and plans of other placements, simulated and changed.
+
+The closed form orders plans almost as the simulator does, but not quite: it counts sends that are hidden, and does not
+tell forward from backward passes. So plans that it puts near its optimum are simulated, and the quickest of them are
+changed in one place after the other, for as long as that makes the simulated step shorter.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright_formats.types import DataParallel
+from shardwright_search.cost_model.plan import simulated_step_ps
+from shardwright_search.solver.branch_and_bound import optimize
+from shardwright_search.solver.partition import Pipeline, PricedSolution
+from shardwright_search.solver.problem import Problem, Solution, price
+from shardwright_search.solver.targets import Best, Target
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.instance import Instance
+
+_MAX_ACTIONS = 100_000
+"""The most passes that are simulated to tell near plans apart."""
+_MAX_WORK = 12_000
+"""The most passes that are simulated to change them, with what their layers take to price."""
+_ACTIONS_OF_LAYER = 10
+"""Pricing a layer takes as long as simulating so many passes."""
+_EXACT = 1e-3
+"""Where the closed form of a single stage is the simulated time up to this share, it is not changed."""
+_STARTS = 3
+"""Number of plans that are changed, whatever they are."""
+_MAX_STARTS = 16
+"""The most plans that are changed where the simulator may hide much."""
+_HIDDEN = 0.02
+"""Share of a step: the simulator may order plans otherwise than the closed form where it may hide more."""
+_MAX_OPEN = 24
+"""The most configurations, the promising ones, whose best plan on each placement is looked for."""
+_MAX_PLACEMENTS = 12
+"""The most placements of one of them."""
+_MAX_LABELS = 3_000
+"""The most work on the best plan of one placement."""
+
+
+class Simulated(NamedTuple):
+    """A plan and its score by simulation."""
+
+    score: float
+    best: Best[Configuration]
+
+
+def simulated(instance: Instance, plans: Sequence[Best[Configuration]]) -> tuple[Simulated, ...]:
+    """Return plans by ascending simulated score; of many the last ones are left out, never the first."""
+    ranked: list[Simulated] = []
+    left = _MAX_ACTIONS
+    for best in plans:
+        left -= _actions(best.target.configuration)
+        if ranked and left < 0:
+            break
+        ranked.append(Simulated(_score(instance, best.target, best.priced.solution), best))
+    return tuple(sorted(ranked, key=_by_score))
+
+
+def changed(instance: Instance, ranked: Sequence[Simulated]) -> Iterator[Best[Configuration]]:
+    """Yield the first plan, and each better one by the simulator that changes of the first few plans lead to."""
+    best, left = ranked[0], _MAX_WORK
+    yield best.best
+    for start in _starts(instance, ranked):
+        left = _MAX_WORK if _hides(instance, start.best.target, ranked[0].score) else left
+        for improved, work in _improved(instance, start):
+            left -= work
+            if _by_score(improved) < _by_score(best):
+                best = improved
+                yield best.best
+            if left <= 0:
+                break
+
+
+def _starts(instance: Instance, ranked: Sequence[Simulated]) -> Iterator[Simulated]:
+    """Yield the first few plans, and the first of each configuration and placement where the simulator hides much."""
+    yield from ranked[:_STARTS]
+    known = {_place(start.best) for start in ranked[:_STARTS]}
+    for each in ranked[_STARTS:]:
+        if len(known) < _MAX_STARTS and (place := _place(each.best)) not in known:
+            if _hides(instance, each.best.target, ranked[0].score):
+                known.add(place)
+                yield each
+
+
+def _place(best: Best[Configuration]) -> tuple[Configuration, tuple[int, ...]]:
+    return best.target.configuration, best.priced.solution.device_groups
+
+
+def _improved(instance: Instance, here: Simulated) -> Iterator[tuple[Simulated, int]]:
+    """Yield a plan with each change that makes its step shorter, after each that was tried, and what trying it took.
+
+    Interleaved plans stay as they are, and so does a single stage whose closed form is its simulated time, unless
+    layers may be gathered while others work (ZeRO-3).
+    """
+    target = here.best.target
+    single = target.configuration.pp_size == 1 and DataParallel.ZERO3 not in instance.request.data_parallel
+    exact = single and abs(here.best.score - here.score) <= here.score * _EXACT
+    if exact or target.configuration.num_chunks > 1:
+        return
+    problem = instance.problem(target.configuration)
+    work = _actions(target.configuration) + _ACTIONS_OF_LAYER * len(problem.layers)
+    known = {here.best.priced.solution}
+    moves = _within_two(problem, here.best.priced.solution)
+    while (solution := next(moves, None)) is not None:
+        if solution in known:
+            continue
+        known.add(solution)
+        score = _score(instance, target, solution)
+        if score < here.score and (objective_ps := _fitting(problem, solution)) is not None:
+            here = Simulated(score, Best(target, PricedSolution(objective_ps, solution), target.score(objective_ps)))
+            moves = _within_two(problem, solution)
+        yield here, work
+
+
+def _score(instance: Instance, target: Target[Configuration], solution: Solution) -> float:
+    """Return the score by simulation, in the units of the closed form's."""
+    return simulated_step_ps(instance.plan(target.configuration, solution), instance.costs) * target.scale
+
+
+def _actions(configuration: Configuration) -> int:
+    return 2 * configuration.num_microbatches * configuration.pp_size * configuration.num_chunks
+
+
+def _by_score(ranked: Simulated) -> tuple[float, float]:
+    return ranked.score, ranked.best.score
+
+
+def _fitting(problem: Problem, solution: Solution) -> float | None:
+    """Return T of a plan that fits; None where it does not."""
+    objective_ps, memory_bytes = price(problem, solution)
+    budgets = (problem.device_groups[group].budget_bytes for group in solution.device_groups)
+    fits = all(used <= budget for used, budget in zip(memory_bytes, budgets, strict=True))
+    return float(objective_ps) if fits else None
+
+
+def _within_two(problem: Problem, solution: Solution) -> Iterator[Solution]:
+    """Yield what is one change away, then what is two."""
+    yield from _moves(problem, solution)
+    for other in _moves(problem, solution):
+        yield from _moves(problem, other)
+
+
+def _moves(problem: Problem, solution: Solution) -> Iterator[Solution]:
+    """Yield what is one change away: a cut moved by a layer; another option for a run of equal layers, or its end."""
+    yield from _moved_cuts(problem, solution)
+    ends, options, groups = solution
+    stages = [stage for stage, (low, high) in enumerate(pairwise((0, *ends))) for _ in range(low, high)]
+    treated = list(zip(stages, problem.layers, options, strict=True))
+    for (stage, kind, current), run in groupby(range(len(treated)), key=treated.__getitem__):
+        numbers = list(run)
+        for option in range(len(problem.device_groups[groups[stage]].options[kind].time_ps)):
+            for part in dict.fromkeys((tuple(numbers), (numbers[0],), (numbers[-1],))) if option != current else ():
+                yield Solution(ends, tuple(option if i in part else o for i, o in enumerate(options)), groups)
+
+
+def _moved_cuts(problem: Problem, solution: Solution) -> Iterator[Solution]:
+    """Yield what a layer given to the stage beside it makes, which has each option there where widths differ."""
+    ends, options, groups = solution
+    for number, end in enumerate(ends[:-1]):
+        here, there = (problem.device_groups[group] for group in groups[number : number + 2])
+        for moved, layer, group in ((end - 1, end - 1, there), (end + 1, end, here)):
+            cuts = (*ends[:number], moved, *ends[number + 1 :])
+            if all(low < high for low, high in pairwise((0, *cuts))):
+                count = len(group.options[problem.layers[layer]].time_ps)
+                for option in (options[layer],) if here.width == there.width else range(count):
+                    yield Solution(cuts, (*options[:layer], option, *options[layer + 1 :]), groups)
+
+
+def of_placements(
+    instance: Instance, bounds: Sequence[tuple[float, Target[Configuration]]], best: float
+) -> Iterator[Best[Configuration]]:
+    """Yield the best plan on each placement of configurations that the simulator may put before a score.
+
+    `bounds`: the least closed form of each configuration, as a score, by ascending score.
+    """
+    known = instance.prices.bounds
+    single = ((bound, target) for bound, target in bounds if target.configuration.num_chunks == 1)
+    hiding = ((bound, target) for bound, target in single if _hides(instance, target, best))
+    promising = (target for bound, target in hiding if bound - _hidden(instance, target) < best)
+    for target in islice(promising, _MAX_OPEN):
+        placed = instance.problem(target.configuration).on_each_placement()
+        for problem in islice(placed, _MAX_PLACEMENTS):
+            pipelines = {target.configuration: Pipeline(problem, known.costs_of, known.relaxed)}
+            solved = optimize([target], pipelines.__getitem__, max_labels=_MAX_LABELS)
+            yield from () if solved.best is None else (solved.best,)
+
+
+def _hides(instance: Instance, target: Target[Configuration], score: float) -> bool:
+    """Return whether the simulator may hide so much that it may order plans otherwise than the closed form."""
+    return _hidden(instance, target) > _HIDDEN * score
+
+
+def _hidden(instance: Instance, target: Target[Configuration]) -> float:
+    """Return about how much of a configuration's closed form the simulator may hide, as a score.
+
+    These are sends, which pass while stages compute, and ends of later stages, which the last passes of others hide:
+    twice, for the closed form does not know either which part of a stage's time is forward.
+    """
+    asked, prices = target.configuration, instance.prices
+    if asked.pp_size == 1 or asked.num_chunks > 1:
+        return 0.0
+    choice, placed = instance.choices.choice(asked), instance.choices.placed(asked)
+    sends = (prices.handed_over(choice, each)[:-1] for each in instance.choices.handovers(asked).different)
+    send_ps = max(float(times[np.isfinite(times)].max()) for times in sends)
+    groups = (prices.device_group(choice, on, asked.num_microbatches == 1) for on in placed.topologies)
+    layers = instance.types_of_layers
+    end_ps = max(sum(float(group.options[kind].exposed_ps.max()) for kind in layers) for group in groups)
+    passes = asked.pp_size - 1 + asked.num_microbatches - 1
+    return 2 * (2 * passes * send_ps + end_ps / asked.pp_size) * target.scale
