@@ -14,7 +14,7 @@ from shardwright_formats.types import Cluster, Model, Plan, Recompute
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.solver.stopping import Stopped, latest, soon
-from shardwright_search.space.budget import Infeasible, min_shortfall, states_beyond_budget
+from shardwright_search.space.budget import Infeasible, any_fits, states_beyond_budget
 from shardwright_search.space.configurations import configurations, divisors, narrowed
 from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes
 from shardwright_search.space.search_space import space_of
@@ -182,10 +182,10 @@ def _fits(
         if states_beyond_budget(space.instance) > 0:
             return False
         listed = [target.configuration for target in space.targets]
-        if min_shortfall(space.instance, listed).missing_bytes > 0:
+        if not any_fits(space.instance, listed):
             return False
         single = [configuration for configuration in listed if configuration.num_chunks == 1]
-        if single and min_shortfall(space.instance, single).missing_bytes <= 0:
+        if any_fits(space.instance, single):
             return True
         # Several chunks may hold more than one: their need is only known by searching.
         left_s = None if deadline == inf else deadline - monotonic()

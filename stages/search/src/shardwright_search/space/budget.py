@@ -134,6 +134,14 @@ def min_shortfall(instance: Instance, configurations: Sequence[Configuration]) -
     return least
 
 
+def any_fits(instance: Instance, configurations: Sequence[Configuration]) -> bool:
+    """Return whether a plan of some configuration fits, each taken with one chunk: several hold no less."""
+    from shardwright_search.solver.min_memory import least_missing_bytes, min_memory
+
+    problems = (instance.problem(configuration._replace(num_chunks=1)) for configuration in configurations)
+    return any(least_missing_bytes(problem) <= 0 and min_memory(problem, 0) is not None for problem in problems)
+
+
 def infeasible(
     instance: Instance,
     configurations: Sequence[Configuration],
