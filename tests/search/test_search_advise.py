@@ -192,8 +192,8 @@ def test_zero3_holds_a_shard_of_the_gradients_between_microbatches():
     ("name", "model", "gpus", "sizes"),
     [
         ("tp8", "llama-2-7b", "2x8:H100-SXM", (8, 1)),
-        # 8.8e9 parameters a rank of 6 bytes and 12 over dp 8, and 80 layers' activations are 94 GiB; two stages are 69.8
-        # GiB, a little over the 86 % that are used, and four are 58.
+        # 8.8e9 parameters a rank of 6 bytes and 12 over dp 8, and 80 layers' activations are 94 GiB; two stages are
+        # 69.8 GiB, a little over the 86 % that are used, and four are 58.
         ("tp8", "llama-3-70b", "8x8:H100-SXM", (8, 4)),
         ("nvidia-table", "llama-2-7b", "2x8:H100-SXM", (4, 1)),
         ("nvidia-table", "llama-3-70b", "8x8:H100-SXM", (8, 4)),
