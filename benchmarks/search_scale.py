@@ -1,11 +1,12 @@
 """How long a search takes: CPU seconds of the whole command, one thread, and its memory.
 
     snakemake --cores 2 reference                  # once: the imported profiles of three cases
-    python benchmarks/search_scale.py [--work DIR] [--cases WORD ...]
+    python benchmarks/search_scale.py [--work DIR] [--cases WORD ...] [--repeats N]
 
 Three cases of benchmarks/search.py on published profiles, left out where those are not there; large clusters, many
 batch sizes and many layers on analytic profiles (no such machine is needed); and the analytic hardware profile of 2,048
-nodes. Printed as a table, and written to benchmarks/results/search-scale.json.
+nodes. Printed as a table. Where all cases ran, it is also written to docs/search-benchmark.md, with the load of the
+machine, and to benchmarks/results/search-scale.json.
 """
 
 import argparse
@@ -60,11 +61,37 @@ CASES = {
         "nodes": 128,
         "search": {"global_batch_size": {"min": 512, "max": 2048, "step": 512}},
     },
+    "llama 405b on 16,384 devices": {
+        "preset": "llama3-8b",
+        "config": {
+            "hidden_size": 16384,
+            "intermediate_size": 53248,
+            "num_attention_heads": 128,
+            "num_hidden_layers": 126,
+        },
+        "sequence_length": 8192,
+        "device": "H100-SXM",
+        "driver": "NVIDIA H100 80GB HBM3",
+        "inter_node_gbit_s": 3200,
+        "recompute": ["none", "selective", "full"],
+        "nodes": 2048,
+        "search": {"global_batch_size": 2048},
+    },
 }
 
 
 IMPORTED = {case.name: case for case in PUBLISHED if case.name in ("llama-7b-1x8", "vit-xhuge-1x8", "t5-3b-1x8")}
 NODES = "hardware profile of 2,048 nodes"
+HEADINGS = ("case", "CPU s", "goal", "MiB", "gap", "configurations", "plan")
+GOALS_S = {
+    "llama-7b-1x8": "0.5",
+    "vit-xhuge-1x8": "1.0",
+    "t5-3b-1x8": "0.6",
+    "llama-7b of 128 layers on 64 devices": "1.5",
+    "gpt 175b on 1,024 devices, 4 batch sizes": "1.5",
+    "llama 405b on 16,384 devices": "5",
+}
+MARKS = ("<!-- speeds: written by benchmarks/search_scale.py -->", "<!-- end of speeds -->")
 
 
 def main() -> None:
@@ -74,12 +101,12 @@ def main() -> None:
         "--work", type=Path, default=ROOT / "results/benchmark-search-scale", help="folder for the files"
     )
     parser.add_argument("--reference", type=Path, default=ROOT / "results/reference", help="imported profiles")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each command, of which the median counts")
+    parser.add_argument("--repeats", type=int, default=7, help="runs of each command, of which the median counts")
     parser.add_argument("--cases", nargs="+", default=[""], help="those with one of these words in their names")
     asked = parser.parse_args()
     imported = IMPORTED if (asked.reference / "hardware").is_dir() else {}
-    print("| case | CPU s | MiB | gap | configurations | plan |\n| --- | --- | --- | --- | --- | --- |")
-    rows = {}
+    rows, loads, lines = {}, [os.getloadavg()[0]], [_line(*HEADINGS), _line(*["---"] * len(HEADINGS))]
+    print("\n".join(lines))
     for number, name in enumerate((*imported, *CASES, NODES)):
         if any(word in name for word in asked.cases):
             folder = asked.work / str(number)
@@ -89,12 +116,36 @@ def main() -> None:
                 rows[name] = measured(folder, published(folder, name, asked.reference), asked.repeats)
             else:
                 rows[name] = measured(folder, prepared(folder, CASES[name]), asked.repeats)
-            told = [name, f"{rows[name]['cpu_s']:.2f}", str(rows[name]["peak_mib"])]
-            told += [f"{rows[name]['gap']:.2%}", str(rows[name]["cases"]), rows[name]["plan"]] if name != NODES else []
-            print("| " + " | ".join(told + [""] * (6 - len(told))) + " |", flush=True)
-    document = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}
-    out = ROOT / "benchmarks/results/search-scale.json"
-    out.write_text(json.dumps(document | {"rows": rows}, indent=2) + "\n", encoding="utf-8")
+            loads.append(os.getloadavg()[0])
+            lines.append(_row(name, rows[name]))
+            print(lines[-1], flush=True)
+    if len(rows) == len(IMPORTED) + len(CASES) + 1:
+        date, cpus = datetime.now(UTC).strftime("%Y-%m-%d"), os.cpu_count()
+        document = {"date": date, "cpus": cpus, "load": [min(loads), max(loads)], "repeats": asked.repeats}
+        out = ROOT / "benchmarks/results/search-scale.json"
+        out.write_text(json.dumps(document | {"rows": rows}, indent=2) + "\n", encoding="utf-8")
+        said = f"Medians of {asked.repeats} runs on {date}, on {cpus} virtual cores whose load (the mean number of"
+        said += f" processes that ran in the last minute) was {min(loads):.1f} to {max(loads):.1f}."
+        _write_in_page("\n".join((*lines, "", said)))
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _row(name: str, row: dict) -> str:
+    """The table's line of a case."""
+    told = [name, f"{row['cpu_s']:.2f}", GOALS_S.get(name, ""), str(row["peak_mib"])]
+    told += [f"{row['gap']:.2%}", str(row["cases"]), row["plan"]] if "plan" in row else ["", "", ""]
+    return _line(*told)
+
+
+def _write_in_page(table: str) -> None:
+    """Put the table between its marks in the page."""
+    page = ROOT / "docs/search-benchmark.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
+    _, _, behind = rest.partition(MARKS[1])
+    page.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{behind}", encoding="utf-8")
 
 
 def measured(folder: Path, inputs: list[str], repeats: int) -> dict:
@@ -143,17 +194,28 @@ def prepared(folder: Path, case: dict) -> list[str]:
     preset = yaml.safe_load((ROOT / f"config/models/{case['preset']}.yaml").read_text(encoding="utf-8"))
     (folder / "config").mkdir(parents=True, exist_ok=True)
     (folder / "config/config.json").write_text(json.dumps(preset["config"] | case["config"]), encoding="utf-8")
-    cluster = {"name": "large", "nodes": [{"node_type": "a", "count": case["nodes"]}], "node_types": {"a": NODE}}
+    node = NODE | {"device": case.get("driver", NODE["device"])}
+    cluster = {"name": "large", "nodes": [{"node_type": "a", "count": case["nodes"]}], "node_types": {"a": node}}
+    settings = SETTINGS | {"recompute": case.get("recompute", SETTINGS["recompute"])}
     search = {"name": "large", "precision": PRECISION, "max_tp_size": 8} | case["search"]
-    for name, of in (("cluster", cluster), ("profile_settings", SETTINGS), ("search", search)):
+    for name, of in (("cluster", cluster), ("profile_settings", settings), ("search", search)):
         document = {"format": f"shardwright.{name}", "version": 1} | of
         (folder / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
     files = {name: str(folder / name) for name in ("model.json", "cluster.json", "hardware.h5", "profile.h5")}
-    describe = "shardwright-train", "describe", folder / "config", "--name", "large", "--sequence-length", 2048
-    run(*describe, "--out", files["model.json"])
-    analytic = "shardwright-profile", "analytic", "--model", files["model.json"], "--device", "A100-80"
+    describe = "shardwright-train", "describe", folder / "config", "--name", "large"
+    length = case.get("sequence_length", 2048)
+    run(*describe, "--sequence-length", length, "--out", files["model.json"])
+    device = "--device", case.get("device", "A100-80")
+    analytic = "shardwright-profile", "analytic", "--model", files["model.json"], *device
     wanted = "--settings", folder / "profile_settings.json", "--out", files["profile.h5"]
-    machines = "--cluster", files["cluster.json"], "--node-type", "a", "--inter-node-gbit-s", 800
+    machines = (
+        "--cluster",
+        files["cluster.json"],
+        "--node-type",
+        "a",
+        "--inter-node-gbit-s",
+        case.get("inter_node_gbit_s", 800),
+    )
     run(*analytic, *wanted, *machines, "--hardware-out", files["hardware.h5"])
     return [
         *("--cluster", files["cluster.json"], "--model", files["model.json"], "--hardware", files["hardware.h5"]),

@@ -81,6 +81,9 @@ CORRECTIONS = (
     Correction("printed/*", r"(?m)^second opinion: ", "certificate: ", "HiGHS gives no certificate as `verify` reads"),
     Correction("*", "the best plan's configuration", "the best plan's case", "the search's word is configuration"),
     Correction("*", "other configurations have no better", "other cases have no better", "the search's word"),
+    Correction(
+        "printed/plan-*", "search plan --runners-up", "search plan", "runners-up are looked for where asked for"
+    ),
 )
 """Applied in order. One for a renamed key reads Correction("*", '"new_name"', '"old_name"', "why")."""
 

@@ -123,8 +123,8 @@ def _inputs(world: str) -> str:
 def _plan(name: str, more: str = "", out: str = "") -> Case:
     world, _ = SEARCHES[name]
     out = out or name
-    return _case(f"plan-{out}", f"search plan {_inputs(world)} {_profiles(world)} --search searches/{name}.json"
-                 f" --out plans/{out}.json {more}")  # fmt: skip
+    return _case(f"plan-{out}", f"search plan --runners-up {_inputs(world)} {_profiles(world)}"
+                 f" --search searches/{name}.json --out plans/{out}.json {more}")  # fmt: skip
 
 
 _MEGATRON = "--sequence-parallel megatron"

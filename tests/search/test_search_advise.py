@@ -103,6 +103,19 @@ def test_a_small_model_waits_for_the_host_as_it_is_told_to_launch_kernels(config
     assert steps_s[0] > 1.5 * steps_s[1] > 1.5 * steps_s[2]
 
 
+def test_a_batch_size_that_the_gpus_divide_is_named_beside_one_that_they_do_not(capsys):
+    command = "llama-3-8b", "--gpus", "1x13:H100-SXM", "--seq", 4096, "--batch"
+    code, told, _ = _advise(capsys, *command, 32)
+    assert code == 0 and "batch 32: fits" in told
+    gives = dict(
+        re.findall(r"--batch (\d+) gives [\d,]+ tokens/s, MFU ([\d.]+)%.*: 13 GPUs divide it, and not 32", told)
+    )
+    _, divided, _ = _advise(capsys, *command, 26)
+    assert gives.keys() == {"26", "39"} and f"MFU {gives['26']}%" in divided and "GPUs divide it" not in divided
+    asked = float(re.search(r"predicted .*MFU ([\d.]+)%", told)[1])
+    assert float(gives["26"]) > 1.3 * asked
+
+
 def test_utilization_and_price_are_those_by_hand():
     question = _question()
     plan = plan_of_choice(UniformStrategy(tp_size=2, pp_size=2, data_parallel=DataParallel.ZERO2), "mine", question)

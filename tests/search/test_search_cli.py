@@ -29,8 +29,9 @@ def inputs(make, files):
     return files(model, cluster, make.request(memory_gib=4 / 1024), make.profile(model))
 
 
-def plan(paths: dict[str, Path], out: Path) -> Called:
-    return call("plan", *options(paths, "cluster", "model", "hardware", "profile", "search"), "--out", out)
+def plan(paths: dict[str, Path], out: Path, *further: str) -> Called:
+    files = options(paths, "cluster", "model", "hardware", "profile", "search")
+    return call("plan", *files, "--out", out, *further)
 
 
 def test_plan_writes_the_plan_and_its_prediction(inputs, tmp_path):
@@ -122,7 +123,7 @@ def test_uniform_makes_a_valid_plan_without_profiles(inputs, tmp_path):
 
 
 def test_explain_shows_terms_binding_and_runners_up(inputs, tmp_path):
-    plan(inputs, tmp_path / "a.json")
+    plan(inputs, tmp_path / "a.json", "--runners-up")
     result = call("explain", tmp_path / "a.json", *options(inputs, "hardware", "profile"))
     assert result.exit_code == 0, result.output
     for words in ("gradient_sync (once a step)", "activations", "of the budget", "runners-up", "is the slowest"):
@@ -130,6 +131,41 @@ def test_explain_shows_terms_binding_and_runners_up(inputs, tmp_path):
     (tmp_path / "a.prediction.json").unlink()
     alone = call("explain", tmp_path / "a.json", *options(inputs, "hardware", "profile"))
     assert alone.exit_code == 0 and "runners-up" not in alone.output
+
+
+def test_runners_up_are_looked_for_where_they_are_asked_for_alone(inputs, tmp_path, monkeypatch):
+    assert plan(inputs, tmp_path / "asked.json", "--runners-up").exit_code == 0
+    asked = read_document(tmp_path / "asked.prediction.json", Prediction)
+    assert len(asked.runners_up) > 2
+    with monkeypatch.context() as without:
+        without.setattr("shardwright_search.candidates.other_configurations", None)
+        assert plan(inputs, tmp_path / "plain.json").exit_code == 0
+    assert (tmp_path / "plain.json").read_bytes() == (tmp_path / "asked.json").read_bytes()
+    plain = read_document(tmp_path / "plain.prediction.json", Prediction)
+    assert plain == msgspec.structs.replace(asked, runners_up=())
+
+
+def test_explain_looks_for_the_runners_up_that_a_prediction_lacks(inputs, tmp_path):
+    shown = []
+    for name, further in (("asked", ["--runners-up"]), ("plain", [])):
+        plan(inputs, tmp_path / f"{name}.json", *further)
+        result = call("explain", tmp_path / f"{name}.json", *options(inputs, "hardware", "profile", "search"))
+        assert result.exit_code == 0, result.output
+        shown.append(result.stdout)
+    assert "runners-up, against this plan" in shown[0] and shown[0] == shown[1]
+    without_search = call("explain", tmp_path / "plain.json", *options(inputs, "hardware", "profile"))
+    assert "runners-up, against this plan" not in without_search.output
+
+
+def test_plan_names_a_batch_size_that_the_devices_divide(make, files, tmp_path):
+    model, cluster = make.model(4), make.cluster(3)
+    paths = files(model, cluster, make.request(global_batch_size=8), make.profile(model))
+    result = plan(paths, tmp_path / "a.json")
+    assert result.exit_code == 0, result.output
+    *_, smaller, larger = result.stdout.splitlines()
+    for size, line in ((6, smaller), (9, larger)):
+        assert line.startswith(f"global_batch_size {size} gives ") and line.endswith("3 devices divide it, and not 8")
+    assert read_document(tmp_path / "a.json", Plan).global_batch_size == 8
 
 
 def test_a_name_in_a_table_is_shown_as_it_is_not_taken_for_a_style(capsys):

@@ -1,6 +1,7 @@
 """NCCL's buffers: counted from the plan for its prediction, and left room for by the search."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes, communicators
 from shardwright_search import search
 from shardwright_search.commands.prediction import prediction_of_searched
+from shardwright_search.cost_model import layer
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.budget import GIB, Infeasible, budgets_of, budgets_of_stages, room_bytes
@@ -107,6 +109,29 @@ def test_where_plans_make_more_communicators_than_expected_more_is_left_free_and
     same = searched(world._replace(request=asked))
     assert isinstance(same, SearchAnswer)
     assert (same.chosen.plan, same.reserve_gib) == (found.chosen.plan, found.reserve_gib), "as if it had been asked for"
+
+
+def test_a_search_with_more_left_free_prices_no_layer_again(
+    tight: list[tuple[World, SearchAnswer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced, rounds = [0], list[int]()
+    once, slowest = search._once, layer.slowest_compute
+
+    def counted(*given: Any) -> Any:
+        priced[0] += 1
+        return slowest(*given)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        before = priced[0]
+        answer = once(*given, **named)
+        rounds.append(priced[0] - before)
+        return answer
+
+    monkeypatch.setattr(layer, "slowest_compute", counted)
+    monkeypatch.setattr(search, "_once", noted)
+    searched(next(world for world, found in tight if found.reserve_gib > world.request.reserve_gib))
+    first, *others = rounds
+    assert first > 0 and others and not any(others)
 
 
 def test_where_nothing_is_found_with_more_left_free_a_runner_up_that_fits_is_the_answer(

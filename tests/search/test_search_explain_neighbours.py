@@ -1,5 +1,6 @@
 """The best plan of each neighbouring kind, and what more means would bring, each against a search of its own."""
 
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,16 @@ from shardwright_formats.types import GIB, DataParallel, Recompute
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import answers_shown
-from shardwright_search.explain.what_if import answer, faster_links, more_memory, more_nodes, neighbours, outlook
+from shardwright_search.explain.what_if import (
+    WhatIf,
+    answer,
+    better_batches,
+    faster_links,
+    more_memory,
+    more_nodes,
+    neighbours,
+    outlook,
+)
 from shardwright_search.search import find_best
 from shardwright_search.space.budget import Infeasible, budgets_of
 
@@ -44,6 +54,25 @@ def test_where_states_may_be_shared_out_in_groups_one_kind_has_none(world, make)
     kinds = neighbours(best(*world).chosen.plan, replace(request, shard_sizes=(2,)), profiles, FILE)
     (question,) = [own for own in kinds if own.difference == "states shared out among all ranks"]
     assert question.request.shard_sizes is None
+
+
+def test_a_batch_size_nearby_that_all_devices_divide_is_named_where_it_is_much_faster(make):
+    model, cluster = make.model(12), make.cluster(13)
+    profiles = make.profiles(model, cluster)
+
+    def named(size, **more):
+        request = make.request(global_batch_size=size, **more)
+        found = best(request, model, cluster, profiles)
+        question = WhatIf("", request, model, cluster, profiles, FILE)
+        return found.chosen.sample_s, [
+            (each.plan.global_batch_size, each.sample_s) for each in better_batches(question, found, inf)
+        ]
+
+    asked_s, others = named(32)
+    assert others == [(size, named(size)[0]) for size in (26, 39)]
+    assert all(other_s * 1.1 < asked_s for _, other_s in others)
+    assert [size for size, _ in named(33)[1]] == [26, 39] and [size for size, _ in named(19)[1]] == []
+    assert named(26)[1] == [] and named(32, pp_sizes=[13])[1] == [], "it is divided; it gains little"
 
 
 def test_each_kind_is_the_best_plan_of_the_search_that_asks_for_it(world, make):

@@ -86,6 +86,13 @@ def test_the_best_runner_up_that_would_fit_were_it_as_wrong_is_named(needed_gib:
     assert _fitting_plan(found, found.estimate.stages[0], needed_gib * GIB, plan, Path("p.json")) == named
 
 
+def test_a_prediction_without_runners_up_says_how_to_have_some() -> None:
+    plan = plan_of(4)
+    found = prediction(plan, estimate(4.0))
+    said = _fitting_plan(found, found.estimate.stages[0], 5 * GIB, plan, Path("p.json"))
+    assert said == "search with --runners-up, which names plans that may fit, or with a lower memory_gib"
+
+
 def context_of(plan: Plan, rank: int = 0) -> RankContext:
     family, cpu = family_named(plan.model.family, "test"), torch.device("cpu")
     return RankContext(

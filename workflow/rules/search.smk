@@ -31,7 +31,8 @@ rule search:
         "search the plan {wildcards.search}"
     shell:
         "shardwright-search plan --cluster {input.cluster:q} --model {input.model:q} --hardware {input.hardware:q}"
-        " {params.profiles:q} {params.correction:q} --search {input.search:q} --out {output.plan:q} 2> {log:q}"
+        " {params.profiles:q} {params.correction:q} --search {input.search:q} --out {output.plan:q} --runners-up"
+        " 2> {log:q}"
 
 
 rule grid:

@@ -77,7 +77,8 @@ def process_groups(plan: Plan) -> tuple[PlannedGroup, ...]:
 
 def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
     """Return, for each rank, how many NCCL communicators of each purpose it has: groups of one rank have none."""
-    counts = [Counter({Purpose.WORLD: 1} if plan.world_size > 1 else {}) for _ in range(plan.world_size)]
+    size = plan.world_size
+    counts = [Counter(dict.fromkeys([Purpose.WORLD] * (size > 1), 1)) for _ in range(size)]
     for group in process_groups(plan):
         for rank in group.ranks if len(group.ranks) > 1 else ():
             counts[rank][group.purpose] += 1

@@ -128,7 +128,7 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     proof: Proof | None
     """Null for a plan that was not searched."""
     runners_up: tuple[RunnerUp, ...]
-    """Plans that were not chosen, the best first."""
+    """Plans that were not chosen, the best first; empty where nobody asked for them."""
     warnings: tuple[str, ...]
     """Facts beyond measurements that the prediction leans on, such as extrapolation."""
     inputs_sha256: dict[str, Sha256]

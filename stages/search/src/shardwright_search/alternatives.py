@@ -1,11 +1,13 @@
 """Plans beside the optimum: those that the simulator may put before it, and the best of other configurations."""
 
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 from shardwright_search.least_simulated import Simulated, of_placements
 from shardwright_search.solver.branch_and_bound import guess, optimize, plans_below
 from shardwright_search.solver.targets import Best, Optimum, Target
 from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.instance import Instance
 from shardwright_search.space.search_space import SearchSpace
 
 NEAR = 0.01
@@ -27,27 +29,52 @@ def further(
     """Return plans beyond the near ones, up to where the simulator may still put one before all that it has seen.
 
     That is as far above the best simulated time as the closed form of a simulated plan is above its own. Where the
-    simulator may hide much, plans of every placement are among them.
+    simulator may hide much, plans of every placement are among them. Plans of a single stage do not tell it of
+    pipelines, of which the best of each degree are among them where sends may be hidden.
     """
     if optimum.stopped or optimum.best is None:
         return ()
-    plans = list(of_placements(space.instance, optimum.bounds, ranked[0].score))
-    limit = ranked[0].score * max(each.best.score / each.score for each in ranked)
+    score, limit = ranked[0].score, ranked[0].score * max(each.best.score / each.score for each in ranked)
+    plans = list(of_placements(space.instance, optimum.bounds, score))
+    if all(each.best.target.configuration.pp_size == 1 for each in ranked):
+        bounds = {target: bound for bound, target in optimum.bounds}
+
+        def may_be_first(target: Target[Configuration]) -> bool:
+            return bounds[target] - _most_hidden(space.instance, target) < score
+
+        plans += other_configurations(space, optimum, ranked[0].best, may_be_first)
     if limit > optimum.best.score * (1 + NEAR):
         targets = [target for bound, target in optimum.bounds if bound < limit]
         plans += plans_below(targets, space.solvable, limit, MAX_NEAR, _MAX_WIDER_LABELS)
     return tuple(sorted(plans, key=lambda best: best.score))
 
 
+def _most_hidden(instance: Instance, target: Target[Configuration]) -> float:
+    """Return the most of a pipeline's score that the simulator may find hidden: all sends; of chunks any part."""
+    configuration = target.configuration
+    if configuration.num_chunks > 1:
+        return inf
+    problem = instance.problem(configuration)
+    longest_ps = max(
+        (float(each.max(where=each < inf, initial=0.0)) for each in problem.sends_ps.values()), default=0.0
+    )
+    ends = 2 * (configuration.pp_size - 1)
+    return target.scale * problem.closed_form.time(ends * longest_ps, 2 * longest_ps, 0.0)
+
+
 def other_configurations(
-    space: SearchSpace, optimum: Optimum[Configuration], chosen: Best[Configuration]
+    space: SearchSpace,
+    optimum: Optimum[Configuration],
+    chosen: Best[Configuration],
+    wanted: Callable[[Target[Configuration]], bool] = lambda target: True,
 ) -> Iterator[Best[Configuration]]:
-    """Yield the best plans of the most promising other pipeline degrees, and of other microbatch counts."""
+    """Yield the best plans of the most promising other pipeline degrees, and of other microbatch counts, if wanted."""
     configuration = chosen.target.configuration
     sizes = _alike(optimum, lambda other: other.pp_size, configuration.pp_size)
     counts = _alike(optimum, lambda other: other.num_microbatches, configuration.num_microbatches)
     bounds, known = {target: bound for bound, target in optimum.bounds}, dict[Target[Configuration], bool]()
-    for alike in (*(same[:_MAX_GUESSES] for same in sizes[:_MAX_DEGREES]), *(same[:1] for same in counts[:2])):
+    promising = (*(same[:_MAX_GUESSES] for same in sizes[:_MAX_DEGREES]), *(same[:1] for same in counts[:2]))
+    for alike in filter(None, ([target for target in same if wanted(target)] for same in promising)):
         for target in alike:
             if target not in known:
                 guessed = guess(target, bounds[target], space.solvable)

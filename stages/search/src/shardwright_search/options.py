@@ -36,17 +36,16 @@ class ModelOptions(ProfileOptions, frozen=True, kw_only=True):
 
 
 class PlanOptions(ModelOptions, frozen=True, kw_only=True):
-    """Find the best plan that fits the memory budget of the search file, and prove it.
-
-    Ctrl-C takes the best plan so far, with the gap that is proven.
-    """
+    """Find the best plan that fits the memory budget of the search file, and prove it."""
 
     search: Path
     """Search file (shardwright.search, JSON); its memory_gib is in GiB."""
     out: Path
     """Plan file to write; PLAN.prediction.json is written beside it."""
     time_limit: Seconds | None = None
-    """Seconds after which the best plan so far is taken, with its gap."""
+    """Seconds after which the best plan so far is taken, with the gap that is proven; Ctrl-C takes it, too."""
+    runners_up: bool = False
+    """Look for the best plans that do something else, too, and write them into the prediction; `explain` shows them."""
     prove: bool = False
     """Let HiGHS look for a better plan, too."""
     prove_time_limit: Seconds = 60.0
@@ -161,10 +160,10 @@ class SimulateOptions(ProfileOptions, frozen=True, kw_only=True):
 
 
 class ExplainOptions(ProfileOptions, frozen=True, kw_only=True):
-    """Show time (ms) and memory (MiB) of a plan by term and pipeline stage, what binds, and the runners-up.
+    """Show time (ms) and memory (MiB) of a plan by term and pipeline stage, what binds, and known runners-up.
 
-    With --search also the best plan of each neighbouring kind, and what more memory, faster links or a node would
-    bring. With OTHER also how the two plans differ.
+    With --search also the runners-up that a prediction lacks, the best plan of each neighbouring kind, and what more
+    memory, faster links or a node would bring. With OTHER also how the two plans differ.
     """
 
     plan: Annotated[Path, POSITIONAL]
@@ -172,7 +171,7 @@ class ExplainOptions(ProfileOptions, frozen=True, kw_only=True):
     other: Annotated[Path | None, POSITIONAL] = None
     """A second plan for the same model, to be compared."""
     search: Path | None = None
-    """The search file that made PLAN: tells of neighbouring kinds and of more means."""
+    """The search file that made PLAN: tells of runners-up, neighbouring kinds and more means."""
     time_limit: Seconds | None = None
     """Seconds for each search that --search asks."""
 

@@ -1,8 +1,9 @@
 """The best plan of the asked space: all configurations bounded, the promising ones solved and compared."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple, TypeVar
@@ -12,9 +13,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, MIB, Cluster, Model, Plan, ScenarioRegret
-from shardwright_search.alternatives import MAX_NEAR, NEAR, further, other_configurations
-from shardwright_search.cost_model.plan import Evaluation, evaluate
+from shardwright_formats.types import GIB, MIB, Cluster, Model, ScenarioRegret
+from shardwright_search.alternatives import MAX_NEAR, NEAR, further
+from shardwright_search.candidates import Candidate, best_elsewhere, candidate_of, runners_up
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.least_simulated import changed, simulated
 from shardwright_search.robust import Regrets, regrets_of
@@ -39,7 +40,6 @@ from shardwright_search.space.search_space import SearchSpace, Unlisted, space_o
 
 _MAX_NEAR_ELSEWHERE = 16
 """The most plans of each other scenario of a robust search."""
-_MAX_RUNNERS_UP = 5
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -50,14 +50,7 @@ class StoppedEarly(BadInput):
     """A search that was stopped, by its time limit or Ctrl-C, knew no plan yet."""
 
 
-class Candidate(NamedTuple):
-    """A plan and what it is predicted to take."""
-
-    plan: Plan
-    evaluation: Evaluation
-
-
-class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The chosen plan, what is proven, and plans that differ from it."""
 
     chosen: Candidate
@@ -65,7 +58,8 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The least closed form that is known, as a step of the chosen batch size."""
     bound_s: float
     """A closed form that no plan of the space is below, as a step of the chosen batch size."""
-    runners_up: tuple[Candidate, ...]
+    beside: Callable[[], tuple[Candidate, ...]] = tuple
+    """The function that looks for runners-up: as much work as the search itself, which few callers want."""
     examined: int
     solved: int
     near: int
@@ -76,12 +70,19 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the search ended before it was done."""
     best: Best[Configuration]
     """The plan of the least closed form."""
+    instance: Instance
+    """What was priced."""
     regrets: tuple[ScenarioRegret, ...]
     """Regrets of the chosen plan, and of the best one for the profile as it is, where the search was a robust one."""
     unlisted: Unlisted | None = None
     """Configurations that were bounded alone and may have a better plan."""
     reserve_gib: float = 0.0
     """The memory left free in the end: more than the request says where plans make more communicators than expected."""
+
+    @cached_property
+    def runners_up(self) -> tuple[Candidate, ...]:
+        """The best plans that do something else, looked for when they are first read."""
+        return self.beside()
 
 
 def find_best(
@@ -103,20 +104,23 @@ def find_best(
     """
     deadline = inf if time_limit_s is None else monotonic() + time_limit_s
     request = with_spare(request, cluster, profiles)
-    budgets, asked, spare = budgets_of(request, cluster, file), request, None
+    budgets, asked, left = budgets_of(request, cluster, file), request, list[SearchAnswer]()
     given = model, cluster, profiles
     once = partial(_once, given=given, file=file, report=report, deadline=deadline, budgets=budgets)
-    while not isinstance(answer := once(asked), Infeasible):
+    while not isinstance(answer := once(asked, known=left[-1].instance if left else None), Infeasible):
         if (more := beyond_room(*answer.chosen, budgets, asked, profiles)) == 0:
-            if spare is not None and answer.stopped and _sample_s(spare.chosen) < _sample_s(answer.chosen):
-                return spare
-            return answer
-        spare = _with_runner_up(answer) if answer.runners_up else spare
+            spare = _spare(left) if answer.stopped else None
+            return answer if spare is None or spare.chosen.sample_s >= answer.chosen.sample_s else spare
+        left.append(answer)
         report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
         asked = replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
-    if spare is None and request is asked:
-        spare = _with_min_room(once, request, given, budgets, answer)
+    spare = _spare(left) if left else _with_min_room(once, request, given, budgets, answer)
     return answer if spare is None else spare
+
+
+def _spare(answers: Sequence[SearchAnswer]) -> SearchAnswer | None:
+    """Return the last of the answers that has a runner-up, with that in place of its plan; None: there is none."""
+    return next((_with_runner_up(answer) for answer in reversed(answers) if answer.runners_up), None)
 
 
 def _with_min_room(
@@ -134,35 +138,35 @@ def _with_min_room(
     if spared_bytes == 0 or without.missing_bytes > spared_bytes + MIB or isinstance(answer := once(asked), Infeasible):
         return None
     if not beyond_room(*answer.chosen, budgets, asked, profiles):
-        answer = replace(answer, runners_up=(answer.chosen, *answer.runners_up))
+        fitting = answer.chosen, *answer.runners_up
+        answer = replace(answer, beside=lambda: fitting)
     return _with_runner_up(answer) if answer.runners_up else None
-
-
-def _sample_s(candidate: Candidate) -> float:
-    return candidate.evaluation.estimate.simulated_step_time_s / candidate.plan.global_batch_size
 
 
 def _with_runner_up(answer: SearchAnswer) -> SearchAnswer:
     """Return the answer with its fastest runner-up in place of the chosen plan."""
-    best = min(answer.runners_up, key=_sample_s)
+    best = min(answer.runners_up, key=attrgetter("sample_s"))
+    rest = tuple(each for each in answer.runners_up if each is not best)
     samples = best.plan.global_batch_size / answer.chosen.plan.global_batch_size
     return replace(
         answer,
         chosen=best,
         optimum_s=best.evaluation.estimate.objective_s,
         bound_s=answer.bound_s * samples,
-        runners_up=tuple(each for each in answer.runners_up if each is not best),
+        beside=lambda: rest,
     )
 
 
 class _Choice(NamedTuple):
     """The plans that a search would choose, in this order, and what it knows beside them."""
 
+    first: Best[Configuration]
+    """The plan near the optimum of the least simulated time."""
     ranked: tuple[Best[Configuration], ...]
     near: int
     simulated: int = 0
-    others: tuple[Best[Configuration], ...] = ()
-    """The best plans of other configurations."""
+    compared: tuple[Best[Configuration], ...] = ()
+    """All plans that were simulated."""
     regrets: tuple[ScenarioRegret, ...] = ()
 
 
@@ -173,8 +177,9 @@ def _once(
     report: Report,
     deadline: float,
     budgets: Mapping[str, int],
+    known: Instance | None = None,
 ) -> SearchAnswer | Infeasible:
-    space = listed(lambda: _listed_space(request, given, file), file, deadline)
+    space = listed(lambda: _listed_space(request, given, file, known), file, deadline)
     if states_beyond_budget(space.instance) > 0:
         return _no_plan(space, deadline)
     optimum = _optimum_or_plain(space, deadline, report)
@@ -185,13 +190,13 @@ def _once(
     after = soon(0.0 if optimum.stopped else deadline)
     choices = _choices(space, optimum) if request.robust is None else _robust(space, optimum, after, report)
     choice, whole = latest(choices, after)
-    choice = choice or _Choice((optimum.best,), len(optimum.near))
+    choice = choice or _Choice(optimum.best, (optimum.best,), len(optimum.near))
 
     def fits(candidate: Candidate) -> bool:
         return not beyond_room(*candidate, budgets, request, space.instance.costs.profiles)
 
     stopped = optimum.stopped or not whole
-    return replace(_answer(space, optimum, choice, fits), stopped=stopped, reserve_gib=request.reserve_gib)
+    return replace(_answer(space, optimum, choice, fits, deadline), stopped=stopped, reserve_gib=request.reserve_gib)
 
 
 def listed(make: Callable[[], T], file: Path, deadline: float) -> T:
@@ -203,9 +208,9 @@ def listed(make: Callable[[], T], file: Path, deadline: float) -> T:
         raise _too_early(file) from None
 
 
-def _listed_space(request: SearchRequest, given: _Given, file: Path) -> SearchSpace:
+def _listed_space(request: SearchRequest, given: _Given, file: Path, known: Instance | None) -> SearchSpace:
     """Return the space with all configurations listed, those that are only bounded among them."""
-    space = space_of(request, *given, file)
+    space = space_of(request, *given, file, known)
     if request.robust is not None:
         space.check_listed("robust")
     _ = space.unlisted, space.targets
@@ -216,50 +221,58 @@ def _choices(space: SearchSpace, optimum: Optimum[Configuration]) -> Iterator[_C
     """Yield what is chosen of the plans near the optimum: the least simulated time, with others and changes better."""
     instance, near = space.instance, optimum.near
     ranked = simulated(instance, near[:MAX_NEAR])
-    choice = _Choice(tuple(each.best for each in ranked), len(near), len(ranked))
+    choice = _Choice(ranked[0].best, tuple(each.best for each in ranked), len(near), len(ranked))
     yield choice
-    others = () if optimum.stopped else tuple(other_configurations(space, optimum, ranked[0].best))
-    more = (*others, *further(space, optimum, ranked))
+    more = further(space, optimum, ranked)
     ranked = tuple(sorted((*ranked, *simulated(instance, more)), key=lambda each: each.score))
     close = tuple(each.best for each in ranked if any(each.best is other for other in near))
-    others = (*others, *(each.best for each in ranked))
+    compared = tuple(each.best for each in ranked)
     for best in changed(instance, ranked):
-        yield choice._replace(ranked=(best, *close), others=others)
+        yield choice._replace(ranked=(best, *close), compared=compared)
 
 
 def _robust(space: SearchSpace, optimum: Optimum[Configuration], deadline: float, report: Report) -> Iterator[_Choice]:
     """Yield what is chosen by the largest regret over all scenarios."""
     assert space.instance.request.robust is not None
     ranked = simulated(space.instance, optimum.near[:MAX_NEAR])
-    others = () if optimum.stopped else tuple(other_configurations(space, optimum, ranked[0].best))
     all_regrets = _all_regrets(space, optimum.near[:MAX_NEAR], space.instance.request.robust, deadline, report)
     nominal, near = ranked[0].best, all_regrets.least(NEAR)
     ranked = simulated(space.instance, near[:MAX_NEAR])
     plans, regrets = tuple(each.best for each in ranked), all_regrets.reported(ranked[0].best, nominal)
-    yield _Choice(plans[:1], len(near), len(ranked), (*others, *plans), regrets)
+    yield _Choice(nominal, plans[:1], len(near), len(ranked), plans, regrets)
 
 
 def _answer(
-    space: SearchSpace, optimum: Optimum[Configuration], choice: _Choice, fits: Callable[[Candidate], bool]
+    space: SearchSpace,
+    optimum: Optimum[Configuration],
+    choice: _Choice,
+    fits: Callable[[Candidate], bool],
+    deadline: float,
 ) -> SearchAnswer:
     """Return the first of the ranked plans that fits, or the first of all, with what is proven."""
     assert optimum.best is not None
     instance, ranked = space.instance, choice.ranked
     several = len(ranked) > 1
-    chosen = next((each for each in ranked if several and fits(_candidate(instance, each))), ranked[0])
+    chosen = next((each for each in ranked if several and fits(candidate_of(instance, each))), ranked[0])
     left, scale = space.open_below(optimum.best.score), chosen.target.scale * 1e12
-    candidate = _candidate(instance, chosen, timeline=_is_short(chosen.target.configuration))
+    candidate = candidate_of(instance, chosen, timeline=_is_short(chosen.target.configuration))
+
+    def beside() -> tuple[Candidate, ...]:
+        known = (*best_elsewhere(space, optimum, choice.first, deadline), *choice.compared)
+        return tuple(filter(fits, runners_up(instance, candidate.plan, known)))
+
     return SearchAnswer(
         chosen=candidate,
         optimum_s=optimum.best.score / scale,
         bound_s=min(optimum.bound, inf if left is None else left.bound) / scale,
-        runners_up=tuple(filter(fits, _runners_up(instance, candidate.plan, choice.others))),
+        beside=beside,
         examined=optimum.looked_at,
         solved=optimum.solved,
         near=choice.near,
         simulated=choice.simulated,
         stopped=optimum.stopped,
         best=optimum.best,
+        instance=instance,
         regrets=choice.regrets,
         unlisted=left,
     )
@@ -291,11 +304,6 @@ def _all_regrets(
         return _optimum(SearchSpace(other, space.file), deadline, report).near[:_MAX_NEAR_ELSEWHERE]
 
     return regrets_of(space.instance, near, robust, search)
-
-
-def _candidate(instance: Instance, best: Best[Configuration], timeline: bool = False) -> Candidate:
-    plan = instance.plan(best.target.configuration, best.priced.solution)
-    return Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs, timeline=timeline))
 
 
 def _optimum_or_plain(space: SearchSpace, deadline: float, report: Report) -> Optimum[Configuration]:
@@ -330,21 +338,3 @@ def _optimum(space: SearchSpace, deadline: float, report: Report) -> Optimum[Con
         waits=lambda asked: asked.num_chunks > 1,
         wide=len(space.instance.budgets) > 1,
     )
-
-
-def _runners_up(instance: Instance, chosen: Plan, others: Sequence[Best[Configuration]]) -> tuple[Candidate, ...]:
-    """Return a few plans that do something else than the chosen one and one another, by ascending closed form."""
-    decisions = {_decision(chosen)}
-    taken: list[Candidate] = []
-    for other in others:
-        plan = instance.plan(other.target.configuration, other.priced.solution)
-        if len(taken) < _MAX_RUNNERS_UP and (decision := _decision(plan)) not in decisions:
-            decisions.add(decision)
-            taken.append(_candidate(instance, other))
-    return tuple(sorted(taken, key=lambda c: c.evaluation.objective_ps / c.plan.global_batch_size))
-
-
-def _decision(plan: Plan) -> tuple[object, ...]:
-    """Return what a plan does, whatever it is called: with one microbatch all schedules do the same."""
-    schedule = plan.schedule if plan.num_microbatches > 1 else None
-    return plan.stages, plan.embedding, plan.head, plan.layers, plan.global_batch_size, plan.num_microbatches, schedule

@@ -10,6 +10,7 @@ from shardwright_estimate.accuracy import SEEN
 from shardwright_formats.display.plan_words import layer_runs, strategy_words
 from shardwright_formats.types import EMBEDDING, GIB, HEAD, Estimate, Plan
 from shardwright_search.advise.question import Question
+from shardwright_search.candidates import Candidate
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, table, time_changes
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import headroom
@@ -43,6 +44,7 @@ def report(
     rules: Sequence[PricedChoice],
     choices: Sequence[PricedChoice],
     all_rules: bool = True,
+    batches: Sequence[Candidate] = (),
 ) -> RenderableType:
     """Return the whole report; `rules` are rows of the table of plans, `choices` have a paragraph each.
 
@@ -52,7 +54,7 @@ def report(
     others = [(other.plan, other.evaluation.estimate, "runner-up") for other in answer.runners_up]
     others += [(rule.plan, rule.estimate, rule.name) for rule in rules]
     parts: list[RenderableType] = [
-        Text("\n".join(_answer(question, plan, evaluation.estimate, answer))),
+        Text("\n".join(_answer(question, answer, batches))),
         _memory_table(question, plan, evaluation.estimate),
         _plans_table(question, [(plan, evaluation.estimate, "the best"), *others]),
     ]
@@ -91,9 +93,9 @@ def plan_words(plan: Plan) -> str:
     return ", ".join([shape, strategy_words(plan.layers[0])] if len(runs) == 1 else [shape, *runs])
 
 
-def _answer(question: Question, plan: Plan, estimate: Estimate, answer: SearchAnswer) -> Iterator[str]:
-    """Yield the lines of the answer: the plan, what it yields, and what is proven."""
-    model, tokens_per_s = question.model, estimate.samples_per_s * question.model.sequence_length
+def _answer(question: Question, answer: SearchAnswer, batches: Sequence[Candidate]) -> Iterator[str]:
+    """Yield the lines of the answer: the plan, what it yields, what is proven, and batch sizes that yield much more."""
+    model, plan, estimate = question.model, answer.chosen.plan, answer.chosen.evaluation.estimate
     free_bytes, share_free = headroom(plan, estimate)
     yield (
         f"{model.name} ({model.parameter_count / 1e9:.3g} B parameters, {model.sequence_length} tokens a sample) on "
@@ -103,12 +105,21 @@ def _answer(question: Question, plan: Plan, estimate: Estimate, answer: SearchAn
     yield f"best plan: {plan_words(plan)}"
     yield f"  layers of each pipeline stage: {_layer_counts(plan)}"
     yield f"  embedding {strategy_words(plan.embedding)}; head {strategy_words(plan.head)}"
-    share, price = mfu(question, plan, estimate), usd_per_billion_tokens(plan, estimate)
-    words = [f"{estimate.simulated_step_time_s:.4g} s a step", f"{tokens_per_s:,.0f} tokens/s"]
-    words += [] if share is None else [f"MFU {share:.1%}"]
+    price = usd_per_billion_tokens(plan, estimate)
+    words = [f"{estimate.simulated_step_time_s:.4g} s a step", *_yields(question, plan, estimate)]
     words += [] if price is None else [f"{price:,.2f} USD per billion tokens"]
     yield f"  predicted {', '.join(words)}"
     yield f"  {_proven(answer)}"
+    for other, evaluation in batches:
+        gives = ", ".join(_yields(question, other, evaluation.estimate))
+        shape = f"{len(other.stages)} pipeline stage(s), {other.num_microbatches} microbatch(es)"
+        divides = f"{question.cluster.num_devices} GPUs divide it, and not {plan.global_batch_size}"
+        yield f"  --batch {other.global_batch_size} gives {gives} ({shape}): {divides}"
+
+
+def _yields(question: Question, plan: Plan, estimate: Estimate) -> list[str]:
+    share, tokens_per_s = mfu(question, plan, estimate), estimate.samples_per_s * question.model.sequence_length
+    return [f"{tokens_per_s:,.0f} tokens/s", *([] if share is None else [f"MFU {share:.1%}"])]
 
 
 def _proven(answer: SearchAnswer) -> str:

@@ -12,10 +12,12 @@ from shardwright_formats.types import GIB, Estimate, Plan
 from shardwright_search.advise.choices import RULES, choice_of, plan_of_choice, plan_of_rule
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.advise.report import PricedChoice, report
+from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import show_rich
+from shardwright_search.explain.what_if import WhatIf, better_batches
 from shardwright_search.options import AdviseOptions
-from shardwright_search.search import Candidate, SearchAnswer, find_best
+from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.solver.stopping import latest, soon
 from shardwright_search.space.budget import Infeasible
 
@@ -38,7 +40,8 @@ def advise(options: AdviseOptions) -> None:
     answer = _never_worse(answer, [*rules, *choices], question)
     if options.out is not None:
         write_document(options.out, answer.chosen.plan)
-    show_rich(report(question, answer, rules, choices, whole))
+    batches = tuple(better_batches(WhatIf("", *given), answer, deadline))
+    show_rich(report(question, answer, rules, choices, whole, batches))
 
 
 def _priced_choice(text: str, question: Question) -> PricedChoice:

@@ -13,8 +13,15 @@ from rich.text import Text
 from shardwright_formats.display.svg import document
 from shardwright_formats.display.timeline import draw_timeline, idle_s
 from shardwright_formats.io import BadInput, atomic_path, read_document, sha256_of_file
-from shardwright_formats.types import Estimate, Plan, Prediction
-from shardwright_search.commands.prediction import Inputs, prediction_path, progress, read_inputs, read_prediction
+from shardwright_formats.types import Estimate, Plan, Prediction, RunnerUp
+from shardwright_search.commands.prediction import (
+    Inputs,
+    prediction_path,
+    progress,
+    read_inputs,
+    read_prediction,
+    runners_up_of,
+)
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import TimeModel
@@ -22,6 +29,7 @@ from shardwright_search.explain.binding import Change, LayerAlternatives, bindin
 from shardwright_search.explain.tables import answers_shown, difference, explanation, node_types_table, show_rich, table
 from shardwright_search.explain.what_if import WhatIf, WhatIfAnswer, answer, neighbours, outlook
 from shardwright_search.options import ExplainOptions, SimulateOptions
+from shardwright_search.search import SearchAnswer
 from shardwright_search.simulation.chrome_trace import chrome_trace
 from shardwright_search.solver.stopping import was_interrupted
 from shardwright_search.space.budget import budgets_of, budgets_of_stages, with_spare
@@ -56,7 +64,10 @@ def explain(options: ExplainOptions) -> None:
     if other is not None and other.model != plan.model:
         raise BadInput(options.other, f"is for another model than {options.plan.name}", "compare plans for one model")
     evaluation = evaluate(plan, inputs.profiles, _costs(plan, inputs, search))
-    parts = [_why(plan, evaluation, inputs, search, prediction)]
+    runners_up = () if prediction is None else prediction.runners_up
+    if search is not None and not runners_up:
+        runners_up = _runners_up(plan, inputs, search, options.time_limit)
+    parts = [_why(plan, evaluation, inputs, search, prediction, runners_up)]
     if (types := node_types_table(plan, evaluation.estimate)) is not None:
         parts.append(types)
     if search is not None:
@@ -72,10 +83,23 @@ def _costs(plan: Plan, inputs: Inputs, search: _SearchFile | None) -> CostModel:
     return cost_model_of(plan, inputs.profiles, time_model)
 
 
+def _runners_up(plan: Plan, inputs: Inputs, search: _SearchFile, time_limit_s: float | None) -> tuple[RunnerUp, ...]:
+    """Return the plans that the search puts beside this one, the best first; none where it has no plan."""
+    question = WhatIf("the runners-up", search.request, plan.model, plan.cluster, inputs.profiles, search.file)
+    ((_, result),) = _answers([question], time_limit_s)
+    plans = (result.chosen, *result.runners_up) if isinstance(result, SearchAnswer) else ()
+    return runners_up_of([each for each in plans if each.plan.sha256 != plan.sha256])
+
+
 def _why(
-    plan: Plan, evaluation: Evaluation, inputs: Inputs, search: _SearchFile | None, prediction: Prediction | None
+    plan: Plan,
+    evaluation: Evaluation,
+    inputs: Inputs,
+    search: _SearchFile | None,
+    prediction: Prediction | None,
+    runners_up: Sequence[RunnerUp],
 ) -> RenderableType:
-    """Return the tables of the plan itself, what binds, and the runners-up that its prediction has."""
+    """Return the tables of the plan itself, what binds, and the runners-up."""
     budgets_bytes, choices = _predicted_budgets(plan, prediction), LayerAlternatives()
     if search is not None:
         request = narrowed(search.request, plan.cluster)
@@ -86,7 +110,6 @@ def _why(
         changes = faster_changes(plan, evaluation, _costs(plan, inputs, search), budgets_bytes, choices)
     lines = binding_lines(plan, evaluation.estimate, budgets_bytes, changes)
     lines += [f"warning: {warning}" for warning in (*evaluation.warnings, *inputs.warnings)]
-    runners_up = () if prediction is None else prediction.runners_up
     return explanation(plan, evaluation.estimate, budgets_bytes, lines, runners_up)
 
 

@@ -1,6 +1,6 @@
 """`shardwright-search plan`, the best plan within a budget with its proof, and the certificate of its bound."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from math import inf
 from pathlib import Path
@@ -30,6 +30,7 @@ from shardwright_search.commands.prediction import (
     written,
 )
 from shardwright_search.commands.verify import IN_PLAN, check_certifiable, problems_of
+from shardwright_search.explain.what_if import WhatIf, better_batches, further_remedies
 from shardwright_search.options import PlanOptions
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.solver.stopping import Stopped, soon, stopped_at
@@ -63,12 +64,10 @@ def plan(options: PlanOptions) -> None:
     with progress() as report:
         answer = find_best(*given, report, options.time_limit)
         if isinstance(answer, Infeasible):
-            from shardwright_search.explain.what_if import further_remedies
-
             raise NothingFits(f"{options.search}: {answer.reason}{further_remedies(*given, deadline)}")
         if options.prove:
-            searched = msgspec.structs.replace(request, reserve_gib=answer.reserve_gib)
-            second_opinion = prove(answer, searched, *given[1:], options.prove_time_limit, report)
+            reserving = msgspec.structs.replace(request, reserve_gib=answer.reserve_gib)
+            second_opinion = prove(answer, reserving, *given[1:], options.prove_time_limit, report)
         if options.certificate is not None:
             if answer.reserve_gib > request.reserve_gib:
                 problem = f"no certificate: communicators needed a reserve_gib of {answer.reserve_gib:.6f}"
@@ -78,14 +77,26 @@ def plan(options: PlanOptions) -> None:
                     certificate = _certificate(answer, space_of(*given), files, report)
             except Stopped:
                 raise RunFailed("no certificate: the time limit was over before it was made") from None
+        runners_up = answer.runners_up if options.runners_up else ()
+        batches = tuple(_better_batches(WhatIf("", *given), answer, deadline))
     best_plan = answer.chosen.plan
     budgets_bytes = budgets_of_stages(best_plan, budgets_of(request, cluster, options.search))
-    prediction = prediction_of_searched(answer, request, budgets_bytes, files, inputs.warnings, second_opinion)
+    searched = answer, request, budgets_bytes, files, inputs.warnings
+    prediction = prediction_of_searched(*searched, second_opinion, runners_up)
     with ExitStack() as all_or_none:
         if options.certificate is not None and certificate is not None:
             write_document(all_or_none.enter_context(atomic_path(options.certificate)), certificate)
         all_or_none.enter_context(written(options.out, best_plan, prediction))
-        show(plan_summary(best_plan, prediction))
+        show("\n".join((plan_summary(best_plan, prediction), *batches)))
+
+
+def _better_batches(question: WhatIf, answer: SearchAnswer, deadline: float) -> Iterator[str]:
+    """Yield a line for each batch size nearby that all devices divide, and that is much faster by the sample."""
+    asked, estimate = answer.chosen.plan.global_batch_size, answer.chosen.evaluation.estimate
+    for plan, evaluation in better_batches(question, answer, deadline):
+        gives = f"{evaluation.estimate.samples_per_s:.6g} samples/s in place of {estimate.samples_per_s:.6g}"
+        divides = f"{plan.cluster.num_devices} devices divide it, and not {asked}"
+        yield f"global_batch_size {plan.global_batch_size} gives {gives}: {divides}"
 
 
 def _certificate(

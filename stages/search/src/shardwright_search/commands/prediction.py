@@ -12,6 +12,7 @@ from shardwright_formats.display.plan_words import headline, stage_lines
 from shardwright_formats.io import BadInput, atomic_path, read_document, sha256_of_file, write_document
 from shardwright_formats.types import MIB, Correction, Estimate, Plan, Prediction, Proof, RunnerUp
 from shardwright_search.alternatives import NEAR
+from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
 from shardwright_search.options import ProfileOptions
@@ -116,8 +117,9 @@ def prediction_of_searched(
     files: Mapping[str, Path],
     warnings: tuple[str, ...] = (),
     second_opinion: str | None = None,
+    runners_up: Sequence[Candidate] = (),
 ) -> Prediction:
-    """Return the prediction of a plan that was searched, with the proof and the plans it was preferred to.
+    """Return the prediction of a plan that was searched, with the proof and the runners-up that were asked for.
 
     `budgets_bytes` is the budget of a rank of each pipeline stage.
     """
@@ -138,9 +140,14 @@ def prediction_of_searched(
             solved=answer.solved,
             second_opinion=second_opinion,
         ),
-        runners_up=tuple(RunnerUp(plan=c.plan, estimate=c.evaluation.estimate) for c in answer.runners_up),
+        runners_up=runners_up_of(runners_up),
         robust=answer.regrets,
     )
+
+
+def runners_up_of(candidates: Sequence[Candidate]) -> tuple[RunnerUp, ...]:
+    """Return the runners-up of a search as a prediction holds them."""
+    return tuple(RunnerUp(plan=plan, estimate=evaluation.estimate) for plan, evaluation in candidates)
 
 
 def _unlisted(answer: SearchAnswer) -> Iterator[str]:

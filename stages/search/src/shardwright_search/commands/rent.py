@@ -10,6 +10,7 @@ from shardwright_formats.command import show
 from shardwright_formats.io import BadInput, NothingFits, check_writable, read_document, write_bytes
 from shardwright_formats.io.hdf5 import write_profile
 from shardwright_formats.types import Cluster, Model
+from shardwright_search.candidates import Candidate
 from shardwright_search.commands.prediction import (
     Inputs,
     prediction_of_searched,
@@ -24,7 +25,7 @@ from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.options import RentOptions
 from shardwright_search.rent.sub_clusters import sub_clusters
 from shardwright_search.rent.table import Status, SubClusterRow, csv_of, front_file, picture_of, plan_name, rows_of
-from shardwright_search.search import Candidate, SearchAnswer
+from shardwright_search.search import SearchAnswer
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.budget import budgets_of, budgets_of_stages
 from shardwright_search.space.request import Offers, SearchRequest
@@ -124,13 +125,13 @@ def _answer(front: Front, number: int) -> SearchAnswer:
         chosen=Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs)),
         optimum_s=score * 1e-12,
         bound_s=min(answer.bound_s, score * 1e-12),
-        runners_up=(),
         examined=front.looked_at,
         solved=front.solved,
         near=1,
         simulated=0,
         stopped=front.stopped,
         best=Best(Target(configuration, target.offset_ps, target.scale), plan_found, score),
+        instance=instance,
         regrets=(),
         unlisted=front.unlisted.get(number),
     )

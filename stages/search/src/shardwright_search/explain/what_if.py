@@ -1,6 +1,7 @@
 """Searches that differ from a given one: other kinds of plans, more memory or nodes, faster links, smaller batches."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from math import ceil, inf
 from pathlib import Path
@@ -11,9 +12,10 @@ from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Cluster, Model, Plan, Recompute
+from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
-from shardwright_search.solver.stopping import Stopped, latest, soon
+from shardwright_search.solver.stopping import Stopped, ended, latest, soon
 from shardwright_search.space.budget import Infeasible, any_fits, states_beyond_budget
 from shardwright_search.space.configurations import configurations, divisors, narrowed
 from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes
@@ -21,6 +23,10 @@ from shardwright_search.space.search_space import space_of
 
 _MORE_MEMORY = 1.1
 _FASTER_LINKS = 2.0
+_MUCH_FASTER = 1.1
+"""How many times the samples a second of the plan another batch size must give to be named."""
+_NEAR_BATCH = 0.25
+"""The largest share by which it differs from the one that was asked for."""
 
 
 class WhatIf(NamedTuple):
@@ -133,6 +139,39 @@ class Remedies(NamedTuple):
     """The largest divisor of the batch size, or of the smallest in a range, that fits."""
     nodes: int | None
     """The least number of nodes that fits and that the profiles cover; known for clusters of equal nodes."""
+
+
+def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) -> Iterator[Candidate]:
+    """Yield the best plan of each batch size nearby that all devices divide, where it is much faster by the sample.
+
+    `searched` is the answer to the question, whose batch size they do not divide. A bound rules most sizes out, without
+    a search. `deadline` is a time of `monotonic` after which none is looked at.
+    """
+    sizes, devices = batch_sizes(question.request), question.cluster.num_devices
+    if len(sizes) > 1 or sizes[0] % devices == 0 or searched.stopped or question.request.robust is not None:
+        return
+    (asked,) = sizes
+    for size in (asked // devices * devices, -(-asked // devices) * devices):
+        changed = question._replace(request=replace(question.request, global_batch_size=size))
+        near = 0 < size and abs(size - asked) <= _NEAR_BATCH * asked
+        if near and _least_sample_s(changed, deadline) * _MUCH_FASTER < searched.chosen.sample_s:
+            result = answer(changed, None if deadline == inf else deadline - monotonic()).result
+            if isinstance(result, SearchAnswer) and result.chosen.sample_s * _MUCH_FASTER < searched.chosen.sample_s:
+                yield result.chosen
+
+
+def _least_sample_s(question: WhatIf, deadline: float) -> float:
+    """Return a time that no plan of a request takes for a sample; infinity where it is refused, or time is up."""
+    least_ps: list[float] = []
+
+    def bound() -> None:
+        _, request, model, cluster, profiles, file = question
+        with suppress(BadInput):
+            space = space_of(request, model, cluster, profiles, file)
+            least_ps.append(min(space.solvable(each.configuration).relaxed_bound_ps for each in space.targets))
+
+    ended(bound, deadline)
+    return least_ps[0] * 1e-12 / min(batch_sizes(question.request)) if least_ps else inf
 
 
 def remedies(

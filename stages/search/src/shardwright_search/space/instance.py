@@ -43,8 +43,8 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         return cls(request, costs, budgets, StagePrices(costs, layers, budgets, tied_parameters))
 
     def on(self, cluster: Cluster, request: SearchRequest, budgets: dict[str, int]) -> "Instance":
-        """Return the instance of some of the nodes and of other degrees; what depends on neither is priced once."""
-        return Instance(request, self.costs.on(cluster), budgets, self.prices)
+        """Return the instance of some of the nodes, other degrees and budgets; what depends on none is priced once."""
+        return Instance(request, self.costs.on(cluster), budgets, self.prices.within(budgets))
 
     @cached_property
     def choices(self) -> Choices:

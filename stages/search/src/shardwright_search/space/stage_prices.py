@@ -132,6 +132,15 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         costs_of = cache(GroupCosts)
         return Bounds(costs_of, Relaxed(), Counted(costs_of))
 
+    def within(self, budgets: dict[str, int]) -> "StagePrices":
+        """Return the prices within other budgets, of some of the node types; what no budget changes is priced once."""
+        if budgets.items() <= self.budgets.items():
+            return self
+        other = replace(self, budgets=budgets)
+        for name in ("_options", "_layouts", "_moves", "_rank_to_rank", "_to_other_width", "sends", "boundary"):
+            vars(other)[name] = getattr(self, name)
+        return other
+
     @property
     def types(self) -> tuple[str, ...]:
         """The model's layer types; the solver knows them by number."""
@@ -178,6 +187,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         times = (float(self._options(name, choice, topology, False).time_ps.min()) for name in names)
         return topology.size * sum(times)
 
+    @cached_method
     def _options(self, name: str, choice: Choice, topology: StageTopology, single_microbatch: bool) -> Options:
         shardings = self.layers.shardings(choice)
         if not (strategies := shardings.of_type(name, topology.size)):
@@ -205,6 +215,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         )
         return (classes, numbers) if name == EMBEDDING else (numbers, classes)
 
+    @cached_method
     def _moves(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
         """Return times [layouts, layouts], forward and back together, between layouts of the stage's width."""
         shardings = self.layers.shardings(choice)

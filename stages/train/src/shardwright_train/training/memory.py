@@ -83,6 +83,8 @@ def _fitting_plan(prediction: Prediction, stage: StagePrediction, needed: int, p
         if is_smaller and runner_up.plan.sha256 != plan.sha256:
             where = f"runner-up {number} ({runner_up.plan.name}) of {file.with_suffix('.prediction.json')}"
             return f"{where} fits: predicted {memory / GIB:.2f} GiB, {step_s:.4g} s a step"
+    if not prediction.runners_up:
+        return "search with --runners-up, which names plans that may fit, or with a lower memory_gib"
     return "none of its runners-up would fit: search with a lower memory_gib"
 
 

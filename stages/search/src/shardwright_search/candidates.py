@@ -1,0 +1,62 @@
+"""Plans with what they are predicted to take, and those that do something else than a chosen one."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from shardwright_formats.types import Plan
+from shardwright_search.alternatives import other_configurations
+from shardwright_search.cost_model.plan import Evaluation, evaluate
+from shardwright_search.solver.stopping import latest, soon
+from shardwright_search.solver.targets import Best, Optimum
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.instance import Instance
+from shardwright_search.space.search_space import SearchSpace
+
+_MAX_RUNNERS_UP = 5
+
+
+class Candidate(NamedTuple):
+    """A plan and what it is predicted to take."""
+
+    plan: Plan
+    evaluation: Evaluation
+
+    @property
+    def sample_s(self) -> float:
+        """The simulated time of a sample."""
+        return self.evaluation.estimate.simulated_step_time_s / self.plan.global_batch_size
+
+
+def candidate_of(instance: Instance, best: Best[Configuration], timeline: bool = False) -> Candidate:
+    """Return a plan of the search with its prediction; without `timeline` no events are in it."""
+    plan = instance.plan(best.target.configuration, best.priced.solution)
+    return Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs, timeline=timeline))
+
+
+def best_elsewhere(
+    space: SearchSpace, optimum: Optimum[Configuration], first: Best[Configuration], deadline: float
+) -> tuple[Best[Configuration], ...]:
+    """Return the best plans of other configurations than the first plan's, as many as time and Ctrl-C allow."""
+    if optimum.stopped:
+        return ()
+    plans, _ = latest(accumulate((best,) for best in other_configurations(space, optimum, first)), soon(deadline))
+    return plans or ()
+
+
+def runners_up(instance: Instance, chosen: Plan, others: Sequence[Best[Configuration]]) -> tuple[Candidate, ...]:
+    """Return a few plans that do something else than the chosen one and one another, by ascending closed form."""
+    decisions = {_decision(chosen)}
+    taken: list[Candidate] = []
+    for other in others:
+        plan = instance.plan(other.target.configuration, other.priced.solution)
+        if len(taken) < _MAX_RUNNERS_UP and (decision := _decision(plan)) not in decisions:
+            decisions.add(decision)
+            taken.append(candidate_of(instance, other))
+    return tuple(sorted(taken, key=lambda c: c.evaluation.objective_ps / c.plan.global_batch_size))
+
+
+def _decision(plan: Plan) -> tuple[object, ...]:
+    """Return what a plan does, whatever it is called: with one microbatch all schedules do the same."""
+    schedule = plan.schedule if plan.num_microbatches > 1 else None
+    return plan.stages, plan.embedding, plan.head, plan.layers, plan.global_batch_size, plan.num_microbatches, schedule
