@@ -1,6 +1,7 @@
 """`verify`: a plan and its certificate are checked, and whatever is changed in either is noticed."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,10 @@ def test_a_certificate_is_verified_and_the_gap_told(searched):
     assert result.exit_code == 0, result.output
     count = len(read_document(certificate, Certificate).configurations)
     assert result.stdout.startswith("verified: no plan of the space takes less than ")
-    assert "this plan takes" in result.stdout and "% faster" in result.stdout
+    told = r"less than ([\d.]+) ms (?s:.*)this plan takes ([\d.]+) ms: no plan is more than ([\d.]+)% faster"
+    bound_ms, plan_ms, gap = map(float, re.search(told, result.stdout).groups())
+    bound_ps = read_document(certificate, Certificate).bound_ps
+    assert bound_ms * 1e9 <= bound_ps and gap / 100 >= plan_ms * 1e9 / bound_ps - 1
     assert f"{count} configurations confirmed in" in result.stdout
 
 
