@@ -17,7 +17,7 @@ from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduc
 
 _MAX_PASSES = 2**16
 """The most passes of a step that are played, unless it has many stages."""
-_MIN_ROUNDS = 12
+_MIN_ROUNDS = 6
 """The least number of microbatches that are played, for each stage."""
 
 
@@ -135,19 +135,27 @@ def step_time_ps(ranges: Sequence[StageTimes], schedule: Schedule, num_microbatc
     step_ps, starts = _played(ranges, schedule, enough, num_chunks)
     if enough == num_microbatches:
         return step_ps
-    period = _period(np.array(starts).reshape(-1, enough), num_stages)
-    period = lcm(period, num_stages) if num_chunks > 1 else period  # whole groups of interleaved microbatches
+    period, pace_ps = _period(np.array(starts).reshape(-1, enough), num_stages)
+    if num_chunks > 1:  # whole groups of interleaved microbatches
+        times = lcm(period, num_stages) // period
+        period, pace_ps = period * times, None if pace_ps is None else pace_ps * times
     more = (num_microbatches - enough) // period
     fewer = num_microbatches - more * period
-    step_ps, _ = _played(ranges, schedule, fewer, num_chunks)
-    before_ps, _ = _played(ranges, schedule, fewer - period, num_chunks)
-    paced_ps = step_ps + more * (step_ps - before_ps)
-    return max(paced_ps, lower_bound_ps(ranges, num_microbatches, num_chunks))
+    if fewer != enough:
+        step_ps, _ = _played(ranges, schedule, fewer, num_chunks)
+    if pace_ps is None:
+        before_ps, _ = _played(ranges, schedule, fewer - period, num_chunks)
+        pace_ps = step_ps - before_ps
+    return max(step_ps + more * pace_ps, lower_bound_ps(ranges, num_microbatches, num_chunks))
 
 
 def num_played(num_ranges: int, num_stages: int, num_microbatches: int) -> int:
-    """Return after how many microbatches `step_time_ps` looks whether the passes repeat themselves, at most all."""
-    return min(num_microbatches, max(_MIN_ROUNDS * num_stages, _MAX_PASSES // (2 * num_ranges)))
+    """Return after how many microbatches `step_time_ps` looks whether the passes repeat themselves, at most all.
+
+    They are fewer by whole groups: how interleaved passes repeat themselves depends on what is beside those.
+    """
+    enough = max(_MIN_ROUNDS * num_stages, _MAX_PASSES // (2 * num_ranges))
+    return num_microbatches - max(0, num_microbatches - enough) // num_stages * num_stages
 
 
 def _played(
@@ -161,15 +169,19 @@ def _played(
     return step_ps, times.starts[: 2 * len(ranges) * num_microbatches]
 
 
-def _period(starts: NDArray[np.int64], num_stages: int) -> int:
-    """Return after how many microbatches all starts [passes, microbatches] are as much later as those before."""
+def _period(starts: NDArray[np.int64], num_stages: int) -> tuple[int, int | None]:
+    """Return after how many microbatches all starts [passes, microbatches] are as much later as those before.
+
+    And by how much, where that is the same for all passes; that of GPipe's is one for forward and one for backward.
+    """
     count = int(starts.shape[1])
-    tail = starts[:, count // 3 : count - _MIN_ROUNDS // 3 * num_stages]  # neither the first nor the last passes
+    tail = starts[:, count // 3 : count - min(4 * num_stages, count // 3)]  # neither the first nor the last ones
     for period in range(1, int(tail.shape[1]) // 2):
         later = tail[:, period:] - tail[:, :-period]
         if bool((later == later[:, :1]).all()):
-            return period
-    return count // 2
+            paces = set(later[:, 0].tolist())
+            return period, paces.pop() if len(paces) == 1 else None
+    return count // 2, None
 
 
 def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chunks: int = 1) -> int:
