@@ -130,10 +130,10 @@ def question_of(options: AdviseOptions) -> Question:
     )
     profiles = together([_profiles(request, model, machines, key, table, runtime) for key in machines.devices])
     budgets = {key: int(gib * GIB) for key, gib in machines.budgets_gib.items()}
-    told = f"{runtime.text}, of {'compiled' if options.compile else 'eager'} blocks (--runtime)"
+    habits = f"{runtime.text}, of {'compiled' if options.compile else 'eager'} blocks (--runtime)"
     sources = (f"{runtime.name}: {source}" for source in runtime.sources)
     in_fp8 = _FP8_ASSUMED if options.precision == FP8 else ()
-    assumed = (f"shapes: {source}", *machines.assumed, told, *sources, *in_fp8)
+    assumed = (f"shapes: {source}", *machines.assumed, habits, *sources, *in_fp8)
     return Question(request, model, machines.cluster, profiles, machines.devices, budgets, machines.tp_sizes, assumed)
 
 
