@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from certificate_attacks import accepted
+from certificate_attacks import accepted, exact_problem
 from random_problems import best_of
 from rest_long import rest_long
 
@@ -10,6 +10,7 @@ from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_formats.types import Band, ConfigurationProof, MemoryPrice
 from shardwright_search.certificate import bounds
 from shardwright_search.certificate.check import confirms
+from shardwright_search.certificate.make import proof_of
 from shardwright_search.solver.problem import DeviceGroup, Options, Problem
 
 MS = 1e9
@@ -62,6 +63,16 @@ def test_a_bound_a_picosecond_below_the_only_plan_is_confirmed_and_one_above_is_
 def test_no_forged_proof_confirms_what_a_plan_is_below(block):
     """Budgets are exact to the byte, and a byte costs up to 1e15 ps: float64 rounds sums of 1e25 ps by 1e9."""
     assert accepted(range(200 * block, 200 * block + 200)) == {}
+
+
+@pytest.mark.parametrize("block", rest_long(1, range(12)))
+def test_a_picosecond_above_the_best_plan_nothing_is_proven_and_just_below_it_some_is(block):
+    """The dual values are the best that are known: those that certificates are made of."""
+    proven = 0
+    for problem in map(exact_problem, range(5 * block, 5 * block + 5)):
+        assert proof_of(problem, "any", best_of(problem) + 1) is None
+        proven += proof_of(problem, "any", best_of(problem) * (1 - 1e-9)) is not None
+    assert proven
 
 
 def test_costs_that_are_not_rounded_down_are_caught(monkeypatch):
