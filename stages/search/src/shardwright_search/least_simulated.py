@@ -34,6 +34,8 @@ _MAX_STARTS = 16
 """The most plans that are changed where the simulator may hide much."""
 _HIDDEN = 0.02
 """Share of a step: the simulator may order plans otherwise than the closed form where it may hide more."""
+_SMALL = 150
+"""The most work of a trial, in passes, with which all placements are looked at: of larger plans it takes too long."""
 _MAX_OPEN = 24
 """The most configurations, the promising ones, whose best plan on each placement is looked for."""
 _MAX_PLACEMENTS = 12
@@ -103,7 +105,7 @@ def _improved(instance: Instance, here: Simulated) -> Iterator[tuple[Simulated, 
     if exact or target.configuration.num_chunks > 1:
         return
     problem = instance.problem(target.configuration)
-    work = _actions(target.configuration) + _ACTIONS_OF_LAYER * len(problem.layers)
+    work = _work(instance, target.configuration)
     known = {here.best.priced.solution}
     moves = _within_two(problem, here.best.priced.solution)
     while (solution := next(moves, None)) is not None:
@@ -124,6 +126,11 @@ def _score(instance: Instance, target: Target[Configuration], solution: Solution
 
 def _actions(configuration: Configuration) -> int:
     return 2 * configuration.num_microbatches * configuration.pp_size * configuration.num_chunks
+
+
+def _work(instance: Instance, configuration: Configuration) -> int:
+    """Return how many passes a trial counts for."""
+    return _actions(configuration) + _ACTIONS_OF_LAYER * len(instance.types_of_layers)
 
 
 def _by_score(ranked: Simulated) -> tuple[float, float]:
@@ -191,8 +198,8 @@ def of_placements(
 
 
 def _hides(instance: Instance, target: Target[Configuration], score: float) -> bool:
-    """Return whether the simulator may hide so much that it may order plans otherwise than the closed form."""
-    return _hidden(instance, target) > _HIDDEN * score
+    """Return whether plans are small and the simulator may hide so much that it orders them in another way."""
+    return _work(instance, target.configuration) <= _SMALL and _hidden(instance, target) > _HIDDEN * score
 
 
 def _hidden(instance: Instance, target: Target[Configuration]) -> float:
