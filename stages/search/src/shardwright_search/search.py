@@ -107,7 +107,7 @@ def find_best(
     budgets, asked, left = budgets_of(request, cluster, file), request, list[SearchAnswer]()
     given = model, cluster, profiles
     once = partial(_once, given=given, file=file, report=report, deadline=deadline, budgets=budgets)
-    while not isinstance(answer := once(asked, known=left[-1].instance if left else None), Infeasible):
+    while not isinstance(answer := _or_spare(once, asked, left), Infeasible):
         if (more := beyond_room(*answer.chosen, budgets, asked, profiles)) == 0:
             spare = _spare(left) if answer.stopped else None
             return answer if spare is None or spare.chosen.sample_s >= answer.chosen.sample_s else spare
@@ -116,6 +116,18 @@ def find_best(
         asked = replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
     spare = _spare(left) if left else _with_min_room(once, request, given, budgets, answer)
     return answer if spare is None else spare
+
+
+def _or_spare(
+    once: Callable[..., SearchAnswer | Infeasible], request: SearchRequest, left: Sequence[SearchAnswer]
+) -> SearchAnswer | Infeasible:
+    """Return the answer to a request, or the spare one of those before where there is no time for another."""
+    try:
+        return once(request, known=left[-1].instance if left else None)
+    except StoppedEarly:
+        if (spare := _spare(left)) is None:
+            raise
+        return replace(spare, stopped=True)
 
 
 def _spare(answers: Sequence[SearchAnswer]) -> SearchAnswer | None:
@@ -226,9 +238,8 @@ def _choices(space: SearchSpace, optimum: Optimum[Configuration]) -> Iterator[_C
     more = further(space, optimum, ranked)
     ranked = tuple(sorted((*ranked, *simulated(instance, more)), key=lambda each: each.score))
     close = tuple(each.best for each in ranked if any(each.best is other for other in near))
-    compared = tuple(each.best for each in ranked)
     for best in changed(instance, ranked):
-        yield choice._replace(ranked=(best, *close), compared=compared)
+        yield choice._replace(ranked=(best, *close), compared=tuple(each.best for each in ranked))
 
 
 def _robust(space: SearchSpace, optimum: Optimum[Configuration], deadline: float, report: Report) -> Iterator[_Choice]:
@@ -252,8 +263,7 @@ def _answer(
     """Return the first of the ranked plans that fits, or the first of all, with what is proven."""
     assert optimum.best is not None
     instance, ranked = space.instance, choice.ranked
-    several = len(ranked) > 1
-    chosen = next((each for each in ranked if several and fits(candidate_of(instance, each))), ranked[0])
+    chosen = next((each for each in ranked if len(ranked) > 1 and fits(candidate_of(instance, each))), ranked[0])
     left, scale = space.open_below(optimum.best.score), chosen.target.scale * 1e12
     candidate = candidate_of(instance, chosen, timeline=_is_short(chosen.target.configuration))
 
