@@ -42,6 +42,8 @@ _MAX_PLACEMENTS = 12
 """The most placements of one of them."""
 _MAX_LABELS = 3_000
 """The most work on the best plan of one placement."""
+_MAX_RUNS = 12_000
+"""The most pairs of layers on all placements looked at, the first one apart: work on a placement grows with them."""
 
 
 class Simulated(NamedTuple):
@@ -189,9 +191,11 @@ def of_placements(
     single = ((bound, target) for bound, target in bounds if target.configuration.num_chunks == 1)
     hiding = ((bound, target) for bound, target in single if _hides(instance, target, best))
     promising = (target for bound, target in hiding if bound - _hidden(instance, target) < best)
-    for target in islice(promising, _MAX_OPEN):
+    left = max(1, _MAX_RUNS // len(instance.types_of_layers) ** 2)
+    for target in islice(promising, min(_MAX_OPEN, left)):
         placed = instance.problem(target.configuration).on_each_placement()
-        for problem in islice(placed, _MAX_PLACEMENTS):
+        for problem in islice(placed, min(_MAX_PLACEMENTS, left)):
+            left -= 1
             pipelines = {target.configuration: Pipeline(problem, known.costs_of, known.relaxed)}
             solved = optimize([target], pipelines.__getitem__, max_labels=_MAX_LABELS)
             yield from () if solved.best is None else (solved.best,)
