@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +114,36 @@ def _environment(process: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-def fail(node: str) -> None:
-    """Let a node fail: all that runs on it is killed, its slurmd too, and Slurm is told, which would take minutes."""
+def fail(node: str, *, steps_report: bool = False) -> None:
+    """Let a node fail without a word: its slurmd and all that runs on it are killed, and Slurm is told nothing.
+
+    Where the steps report, as on a node that is shut down, srun learns that the tasks there have ended.
+    """
     (pids,) = re.findall(r"^SlurmdPidFile\s*=\s*(\S+)$", slurm("scontrol", "show", "config"), re.MULTILINE)
-    os.kill(int(Path(pids.replace("%n", node)).read_text()), signal.SIGKILL)
-    slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    tasks = {pid for pid, environment in _environments() if environment.get("SLURMD_NODENAME") == node}
+    steps = {parent for parent in map(_parent, tasks) if _name(parent) == "slurmstepd"}
+    for pid in (int(Path(pids.replace("%n", node)).read_text()), *(() if steps_report else steps), *tasks):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _environments() -> Iterator[tuple[int, dict[str, str]]]:
+    """All processes by number, with their environments."""
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if _environment(process).get("SLURMD_NODENAME") == node:
-                os.kill(int(process.name), signal.SIGKILL)
-        except OSError:
-            continue  # it has ended
+        with suppress(OSError):  # it has ended
+            yield int(process.name), _environment(process)
+
+
+def _parent(pid: int) -> int:
+    with suppress(OSError):  # it has ended
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def _name(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")[0]
+    return ""
 
 
 def bring_back(node: str) -> None:

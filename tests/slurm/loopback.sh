@@ -64,6 +64,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=1
 MinJobAge=3600
 KillWait=10
+SlurmdTimeout=60
 InactiveLimit=0
 JobRequeue=1
 PreemptType=preempt/partition_prio
