@@ -29,14 +29,16 @@ def further(
     """Return plans beyond the near ones, up to where the simulator may still put one before all that it has seen.
 
     That is as far above the best simulated time as the closed form of a simulated plan is above its own. Where the
-    simulator may hide much, plans of every placement are among them. Plans of a single stage do not tell it of
-    pipelines, of which the best of each degree are among them where sends may be hidden.
+    simulator may hide much, plans of every placement are among them. Where it hides much of a near plan, the best of
+    other configurations are. Plans of a single stage do not tell it of pipelines: they are where sends may be hidden.
     """
     if optimum.stopped or optimum.best is None:
         return ()
     score, limit = ranked[0].score, ranked[0].score * max(each.best.score / each.score for each in ranked)
     plans = list(of_placements(space.instance, optimum.bounds, score))
-    if all(each.best.target.configuration.pp_size == 1 for each in ranked):
+    if limit > score * (1 + NEAR):
+        plans += other_configurations(space, optimum, ranked[0].best)
+    elif all(each.best.target.configuration.pp_size == 1 for each in ranked):
         bounds = {target: bound for bound, target in optimum.bounds}
 
         def may_be_first(target: Target[Configuration]) -> bool:
