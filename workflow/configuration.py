@@ -19,6 +19,7 @@ from configuration_types import RANDOM, Configuration, ModelChoice, Profile, Run
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.command.options import options_of
 from shardwright_formats.io import BadInput, Document
+from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types import GIB, Cluster
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.data.corpora import Source as Corpus
@@ -279,6 +280,11 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
 
 def _fields(entry: Section, names: Iterable[str]) -> Section:
     return {name: entry[name] for name in names if name in entry}
+
+
+def upgrade_versions() -> str:
+    """Return the versions of the programs that compute results without measuring."""
+    return versions_text([f"shardwright-{program}" for program in ("train", "profile", "search")], on_gpu=False)
 
 
 def spelled_options(values: Section) -> list[str]:

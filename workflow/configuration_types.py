@@ -259,6 +259,8 @@ class Configuration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Further pictures of the report, SVG, of grids and rent fronts: `results/grids/laptop.svg` is made for it."""
     container: Image | None = None
     """The image that every job runs in under `--sdm apptainer`, such as `shardwright.sif`: `docs/containers.md`."""
+    rerun_on_upgrade: bool = False
+    """Whether another version of the programs describes, estimates, fits and searches anew; measurements stay."""
 
 
 DECIDED: dict[str, dict[str, str]] = {

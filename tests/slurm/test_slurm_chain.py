@@ -41,11 +41,15 @@ def _start_again(job):
 
 
 def _fail_in_training(workspace, job, node):
-    """Let a node fail when the job has saved once more, wait until it is queued again, and bring the node back."""
+    """Let a node fail when the job has saved once more, wait until it is queued again, and bring the node back.
+
+    Slurm hears that the ranks have ended there, and not that the node is gone.
+    """
     saved = workspace.checkpoints()[-1]
     until(lambda: len(ranks(workspace.folder)) == 4 and workspace.checkpoints()[-1] > saved, "it has saved again")
-    fail(node)
+    fail(node, steps_report=True)
     until(lambda: state(job) == "PENDING", "the job is queued again")
+    assert f"{job} {node}\n" in (workspace.results / "runs/run/LOST_NODES.txt").read_text()
     bring_back(node)
 
 
@@ -61,8 +65,15 @@ def test_one_command_goes_from_the_hardware_profile_to_a_trained_model(chain):
     job = chain.job()
     assert (state(job), detail(job, "NumNodes")) == ("COMPLETED", "2")
     assert BEGINNING in _said_by_run(chain, job)
-    submitted = {path.name.removeprefix("rule_") for path in (chain.folder / "slurm-logs").iterdir()}
-    assert submitted == {"describe", "hardware", "probes", "measure", "fit", "search", "prepare", "run"}
+    submitted = {path.name for path in (chain.folder / "slurm-logs").iterdir()}
+    grouped = {"group_describe", "group_probes", "group_fit", "group_search"}
+    assert submitted == {"rule_hardware", "rule_measure", "rule_prepare", "rule_run"} | grouped
+
+
+def test_a_job_is_known_by_name_and_comment(chain):
+    job = chain.job()
+    shown = slurm("squeue", "--noheader", "--states=all", "--jobs", job, "--Format=Name:30,Comment:40").split()
+    assert shown[0].startswith("shardwright_") and shown[1] == "rule_run_wildcards_run"
 
 
 def test_a_preempted_run_waits_for_its_nodes_and_comes_to_the_same_loss(chain, planned):

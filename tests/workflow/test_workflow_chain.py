@@ -320,3 +320,22 @@ def test_a_run_that_stops_in_order_is_resumed(finished):
     assert done.status == 0, done.output
     first, *again = _of(finished.calls(), "shardwright-train run")[calls:]
     assert again == [first, first]
+
+
+def test_an_upgrade_reruns_what_is_computed_only_where_the_configuration_says_so(finished, monkeypatch):
+    target = "results/models/demo.json"
+    release = {"version": "1"}
+    monkeypatch.setattr("shardwright_formats.io.versions.version", lambda _package: release["version"])
+    assert "Nothing to be done" in finished.snakemake(target).output
+    finished.configure(lambda config: config.update(rerun_on_upgrade=True))
+    assert finished.snakemake(target).jobs == {"describe": 1}
+    assert "Nothing to be done" in finished.snakemake(target).output
+    release["version"] = "2"
+    assert finished.snakemake(target, "-n").jobs == {"describe": 1}
+
+
+def test_a_result_that_is_deleted_is_made_again_and_an_equal_one_reruns_nothing(finished):
+    (finished.folder / "results/profiles/demo@cpu.h5").unlink()
+    done = finished.snakemake("plans")
+    assert (done.status, done.jobs["fit"]) == (0, 1), done.output
+    assert "Nothing to be done" in finished.snakemake("plans").output

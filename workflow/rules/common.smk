@@ -15,7 +15,7 @@ CONFIG_FILE = os.path.relpath(FILES[-1]) if FILES else "config/config.yaml"
 PREFIX = workflow.modifier.path_modifier.prefix or ""
 
 sys.path.insert(0, str(ROOT / "workflow"))
-from configuration import load_workflow, spelled_options  # noqa: E402
+from configuration import load_workflow, spelled_options, upgrade_versions  # noqa: E402
 from configuration_files import check_configurations  # noqa: E402
 from slurm_jobs import RUN_MIN, job_minutes, job_resources, know_heterogeneous_jobs, signal_lead_s  # noqa: E402
 from shardwright_formats.io import one_line_errors  # noqa: E402
@@ -59,6 +59,9 @@ wildcard_constraints:
 
 # What a job asks for that computes little, in one process.
 LIGHT = {"mem_mb": 2000, "runtime": 10}
+
+# The first parameters of what is computed, not measured. There are none by default: a parameter reruns its rule.
+COMPUTED = {"versions": upgrade_versions()} if CONFIG.settings.rerun_on_upgrade else {}
 
 
 def placed(text):
@@ -108,6 +111,11 @@ def cluster_of_run(wildcards):
 
 def cluster_of_search(wildcards):
     return CONFIG.settings.searches[wildcards.search].cluster
+
+
+def group_of_search(wildcards):
+    """Return the group of jobs of a search; None for a corrected one, which waits for another search to be measured."""
+    return None if CONFIG.corrections_of(wildcards.search) else "search"
 
 
 def profiles_of_search(wildcards):

@@ -20,9 +20,12 @@ rule describe:
         "results/logs/describe/{described}.log",
     benchmark:
         "results/benchmarks/describe/{described}.tsv"
+    group:
+        "describe"
     resources:
         mem_mb=4000,
     params:
+        **COMPUTED,
         folder=lambda wildcards, input: Path(input.config).parent,
         options=lambda wildcards: CONFIG.describe_options(wildcards.described),
     message:
@@ -66,9 +69,12 @@ rule analytic_hardware:
     wildcard_constraints:
         cluster=CONFIG.analytic_clusters(),
     priority: 1  # seconds; what is measured may take minutes
+    group:
+        "analytic"
     resources:
         **LIGHT,
     params:
+        **COMPUTED,
         network=lambda wildcards: CONFIG.network_options(wildcards.cluster),
     message:
         "estimate collectives and device rates on {wildcards.cluster}: analytic, not measured"
@@ -91,9 +97,12 @@ rule analytic_profile:
     wildcard_constraints:
         model=CONFIG.analytic_models(),
     priority: 1  # seconds; what is measured may take minutes
+    group:
+        "analytic"
     resources:
         **LIGHT,
     params:
+        **COMPUTED,
         models=lambda wildcards, input: spelled_options({"model": list(input.models)}),
         estimate=lambda wildcards: CONFIG.estimate_options(wildcards.model),
     message:
@@ -114,9 +123,12 @@ rule probes:
         "results/logs/probes/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/probes/{model}@{node_type}.tsv"
+    group:
+        "probes"
     resources:
         **LIGHT,
     params:
+        **COMPUTED,
         models=lambda wildcards, input: spelled_options({"model": list(input.models)}),
     message:
         "choose the probes of {wildcards.model} on {wildcards.node_type}"
@@ -156,8 +168,12 @@ rule fit:
         "results/logs/fit/{model}@{node_type}.log",
     benchmark:
         "results/benchmarks/fit/{model}@{node_type}.tsv"
+    group:
+        "fit"
     resources:
         **LIGHT,
+    params:
+        **COMPUTED,
     message:
         "fit the profile of {wildcards.model} on {wildcards.node_type}"
     shell:

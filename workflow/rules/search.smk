@@ -21,10 +21,13 @@ rule search:
     benchmark:
         "results/benchmarks/search/{search}.tsv"
     priority: 1
+    group:
+        group_of_search
     resources:
         mem_mb=4000,
         runtime=60,
     params:
+        **COMPUTED,
         profiles=lambda wildcards, input: spelled_options({"profile": list(input.profiles)}),
         correction=lambda wildcards, input: spelled_options({"correction": list(input.correction)}),
     message:

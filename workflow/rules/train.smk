@@ -146,6 +146,8 @@ rule select:
         "results/logs/select/{search}.log",
     benchmark:
         "results/benchmarks/select/{search}.tsv"
+    group:
+        "select"
     resources:
         **LIGHT,
     message:

@@ -1,0 +1,44 @@
+"""How many jobs of Slurm a configuration becomes: searches and steps of seconds share jobs."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+GROUP = re.compile(r"\bGroup job (\w+) \(", re.IGNORECASE)
+
+
+def _groups(workspace):
+    """The jobs that would be submitted for groups, by group."""
+    (workspace.folder / "slurm").symlink_to(ROOT / "slurm")
+    done = workspace.snakemake("plans", "-n", "--profile", "slurm", cores=())
+    assert done.status == 0, done.output
+    return Counter(GROUP.findall(done.output))
+
+
+@pytest.fixture
+def many(bare):
+    """A configuration of 40 searches."""
+
+    def change(config):
+        search = config["searches"]["roomy"]
+        config["searches"] = {f"search-{i}": search | {"global_batch_size": 16 * (1 + i)} for i in range(40)}
+        config["runs"], config["validate"]["searches"] = {}, []
+
+    bare.configure(change)
+    return bare
+
+
+def test_many_searches_are_few_jobs_of_slurm(many):
+    assert _groups(many) == {"describe": 1, "probes": 1, "fit": 1, "search": 3}
+
+
+def test_a_corrected_search_is_in_no_job_with_the_one_that_it_learns_from(many):
+    config = yaml.safe_load((many.folder / "config.yaml").read_text())
+    for name in ("search-1", "search-2"):
+        config["searches"][name]["correction"] = "search-0"
+    (many.folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert _groups(many)["search"] == 3
