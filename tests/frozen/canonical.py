@@ -44,6 +44,9 @@ CORRECTIONS = (
         "",
         "the scope of a proof names stages without blocks, and plans that are simulated beside the near ones",
     ),
+    Correction(
+        "*.json", r',\s*"versions": "shardwright-search [^"]*"', "", "predictions name the version that made them"
+    ),
     Correction("*.json", r'"version": \d+', '"version": 0', "formats get new versions as their keys are renamed"),
     Correction(
         "*", r"\bworkspace(?=\b|_)", "transient", "workspace is the field's word for what a pass holds for a moment"

@@ -49,6 +49,34 @@ def test_plan_writes_the_plan_and_its_prediction(inputs, tmp_path):
     assert (out.read_bytes(), (tmp_path / "plans/a.prediction.json").read_bytes()) == before
 
 
+def test_a_prediction_names_the_version_that_made_it_and_the_plan_does_not(inputs, tmp_path, monkeypatch):
+    made = []
+    for release in ("1.0", "2.0"):
+        monkeypatch.setattr("shardwright_formats.io.versions.version", lambda _package, release=release: release)
+        assert plan(inputs, tmp_path / "a.json").exit_code == 0
+        prediction = read_document(tmp_path / "a.prediction.json", Prediction)
+        assert prediction.versions == f"shardwright-search {release}"
+        made.append((read_document(tmp_path / "a.json", Plan).sha256, msgspec.structs.replace(prediction, versions="")))
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("role", ["hardware", "profile", "model", "cluster"])
+def test_a_truncated_result_is_named_and_is_to_be_deleted(inputs, tmp_path, role):
+    inputs[role].write_bytes(inputs[role].read_bytes()[:-40])
+    result = plan(inputs, tmp_path / "a.json")
+    (line,) = result.stderr.splitlines()
+    assert (result.exit_code, line.startswith(f"error: {inputs[role]}: ")) == (2, True)
+    assert line.endswith("a result of the workflow is made again once you delete it")
+
+
+def test_a_truncated_plan_is_named_and_is_to_be_deleted(inputs, tmp_path):
+    assert plan(inputs, tmp_path / "a.json").exit_code == 0
+    (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text()[:-40])
+    result = call("explain", tmp_path / "a.json", *options(inputs, "hardware", "profile", "search"))
+    assert result.exit_code == 2 and result.stderr.startswith(f"error: {tmp_path}/a.json: not valid JSON")
+    assert result.stderr.rstrip().endswith("a result of the workflow is made again once you delete it")
+
+
 @pytest.mark.parametrize(("out", "told"), [(".", "is a folder: choose another name"), ("/", "--out: '/' has no name")])
 def test_a_plan_needs_the_name_of_a_file(inputs, tmp_path, monkeypatch, out, told):
     (tmp_path / "here").mkdir()

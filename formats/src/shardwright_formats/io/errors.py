@@ -39,6 +39,10 @@ class BadInput(ShardwrightError):
         return ": ".join(_on_one_line(str(part)) for part in self.args)
 
 
+WRITE_AGAIN = "write it again; a result of the workflow is made again once you delete it"
+"""The remedy for a file that is damaged, or of another version."""
+
+
 class NothingFits(ShardwrightError):
     """No plan of the asked space fits the budget."""
 

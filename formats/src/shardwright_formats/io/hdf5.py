@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.io.errors import BadInput
+from shardwright_formats.io.errors import WRITE_AGAIN, BadInput
 from shardwright_formats.io.json import Value, check_regular, checked_header, write_bytes
 from shardwright_formats.io.table import Column, Row, Table, columns_of
 from shardwright_formats.io.text import has_controls
@@ -20,7 +20,6 @@ from shardwright_formats.io.text import has_controls
 _MAX_BYTES = 2**30
 _MAX_ROWS = 10_000_000
 _MAX_ATTRIBUTE_BYTES = 64 * 1024
-_AGAIN = "write the profile again"
 
 
 class Provenance(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,7 +134,7 @@ def _read_table(path: Path, file: h5py.File, name: str, row_type: type[Row]) -> 
         group = _hard_linked(path, file, name, h5py.Group)
         if set(group) != set(columns):
             odd = sorted(set(group) ^ set(columns))
-            raise BadInput(path, f"table {name} has missing or unknown columns {odd}", _AGAIN)
+            raise BadInput(path, f"table {name} has missing or unknown columns {odd}", WRITE_AGAIN)
     values = {column: _read_column(path, file, f"{name}/{column}", spec) for column, spec in columns.items()}
     try:
         return Table(row_type, values)
@@ -146,9 +145,9 @@ def _read_table(path: Path, file: h5py.File, name: str, row_type: type[Row]) -> 
 def _text(path: Path, file: h5py.File, name: str) -> str:
     value = _attribute(path, file, name)
     if not isinstance(value, str):
-        raise BadInput(path, f"attribute {name!r} is absent or no text", _AGAIN)
+        raise BadInput(path, f"attribute {name!r} is absent or no text", WRITE_AGAIN)
     if has_controls(value):
-        raise BadInput(path, f"attribute {name!r} holds a control character", _AGAIN)
+        raise BadInput(path, f"attribute {name!r} holds a control character", WRITE_AGAIN)
     return value
 
 
@@ -158,7 +157,7 @@ def _h5py_errors(path: Path, problem: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise BadInput(path, f"{problem} ({error})", _AGAIN) from None
+        raise BadInput(path, f"{problem} ({error})", WRITE_AGAIN) from None
 
 
 def _check_header(path: Path, file: h5py.File, kind: type[Profile]) -> None:
@@ -173,7 +172,7 @@ def _attribute(path: Path, holder: h5py.File | h5py.Dataset, name: str) -> objec
         if name not in holder.attrs:
             return None
         if holder.attrs.get_id(name).get_storage_size() > _MAX_ATTRIBUTE_BYTES:
-            raise BadInput(path, f"attribute {name!r} is larger than 64 KiB", _AGAIN)
+            raise BadInput(path, f"attribute {name!r} is larger than 64 KiB", WRITE_AGAIN)
         value: object = holder.attrs[name]
         return value
 
@@ -183,15 +182,15 @@ def _read_column(path: Path, file: h5py.File, where: str, spec: Column) -> NDArr
         dataset = _hard_linked(path, file, where, h5py.Dataset)
         dtype, shape = dataset.dtype, dataset.shape
     if dtype != spec.dtype:
-        raise BadInput(path, f"{where} has dtype {dtype}, not {spec.dtype}", _AGAIN)
+        raise BadInput(path, f"{where} has dtype {dtype}, not {spec.dtype}", WRITE_AGAIN)
     unit = _attribute(path, dataset, "unit")
     if not isinstance(unit, str) or unit != spec.unit:
         raise BadInput(path, f"{where} has unit {unit!r}, not {spec.unit!r}", "convert it")
     if shape is None or len(shape) != 1 or shape[0] > _MAX_ROWS:
-        raise BadInput(path, f"{where} has shape {shape}, not that of a column", _AGAIN)
+        raise BadInput(path, f"{where} has shape {shape}, not that of a column", WRITE_AGAIN)
     with _h5py_errors(path, f"{where} is not readable"):
         if (problem := _stored_elsewhere(dataset)) is not None:
-            raise BadInput(path, f"{where} {problem}", _AGAIN)
+            raise BadInput(path, f"{where} {problem}", WRITE_AGAIN)
         values: NDArray[Any] = dataset[()]
         return values
 
@@ -217,10 +216,10 @@ def _hard_linked(path: Path, file: h5py.File, name: str, kind: type) -> h5py.Gro
     for part in name.split("/"):
         link = walked.get(part, getlink=True)
         if link is None:
-            raise BadInput(path, f"{name} is missing", _AGAIN)
+            raise BadInput(path, f"{name} is missing", WRITE_AGAIN)
         if not isinstance(link, h5py.HardLink):
-            raise BadInput(path, f"{name} is a link to elsewhere", _AGAIN)
+            raise BadInput(path, f"{name} is a link to elsewhere", WRITE_AGAIN)
         walked = walked[part]
     if not isinstance(walked, kind):
-        raise BadInput(path, f"{name} is no {kind.__name__.lower()}", _AGAIN)
+        raise BadInput(path, f"{name} is no {kind.__name__.lower()}", WRITE_AGAIN)
     return walked

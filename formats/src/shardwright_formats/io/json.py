@@ -15,7 +15,7 @@ from zlib import crc32
 
 import msgspec
 
-from shardwright_formats.io.errors import BadInput, system_fault
+from shardwright_formats.io.errors import WRITE_AGAIN, BadInput, system_fault
 from shardwright_formats.io.owner import OWNER, is_gone, this_process
 from shardwright_formats.io.text import has_controls
 
@@ -191,7 +191,7 @@ def read_any_document(path: Path, *kinds: type[DocumentType]) -> DocumentType:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise BadInput(path, str(error), "correct the file or write it again") from None
+        raise BadInput(path, str(error), f"correct the file or {WRITE_AGAIN}") from None
 
 
 def checked_header(path: Path, format_name: object, version: object, kinds: Mapping[str, type[Headed]]) -> type[Headed]:
@@ -203,7 +203,7 @@ def checked_header(path: Path, format_name: object, version: object, kinds: Mapp
         raise BadInput(
             path,
             f"version {version!r} of {format_name} is unknown here, only {known} is read",
-            "write the file again with this version of shardwright",
+            WRITE_AGAIN,
         )
     return kinds[format_name]
 
@@ -240,11 +240,11 @@ def read_object(path: Path, max_bytes: int = _MAX_JSON_BYTES, *, any_text: bool 
         raw = json.loads(content, object_pairs_hook=_without_repeats)
         odd = first_odd(raw, _is_no_text if any_text else has_controls)
     except RecursionError:
-        raise BadInput(path, "nested too deeply", "write the file again") from None
+        raise BadInput(path, "nested too deeply", WRITE_AGAIN) from None
     except ValueError as error:
-        raise BadInput(path, f"not valid JSON ({error})", "write the file again") from None
+        raise BadInput(path, f"not valid JSON ({error})", WRITE_AGAIN) from None
     if not isinstance(raw, dict):
-        raise BadInput(path, "the outermost value is no object", "write the file again")
+        raise BadInput(path, "the outermost value is no object", WRITE_AGAIN)
     if odd is not None:
         raise BadInput(path, odd, "measure or enter that value again")
     return raw

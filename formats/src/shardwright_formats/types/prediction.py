@@ -137,3 +137,5 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Time of the reference workload on the machine as it was profiled; 0 where none was run."""
     robust: tuple[ScenarioRegret, ...] = ()
     """The scenarios of a robust search, the profile as it is first; empty for any other."""
+    versions: str = ""
+    """Version of the program that predicted, as `shardwright-search 0.1.0`; empty in files of earlier versions."""

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from shardwright_formats.display.plan_words import headline, stage_lines
 from shardwright_formats.io import BadInput, atomic_path, read_document, sha256_of_file, write_document
+from shardwright_formats.io.versions import versions_text
 from shardwright_formats.types import MIB, Correction, Estimate, Plan, Prediction, Proof, RunnerUp
 from shardwright_search.alternatives import NEAR
 from shardwright_search.candidates import Candidate
@@ -107,6 +108,7 @@ def prediction_of_evaluated(
         warnings=(*warnings, *evaluation.warnings),
         inputs_sha256={role: sha256_of_file(path) for role, path in files.items()},
         reference_s=evaluation.reference_s,
+        versions=versions_text(["shardwright-search"], on_gpu=False),
     )
 
 
