@@ -62,14 +62,14 @@ class NodeRates(NamedTuple):
 
     def scaled(self, factor: float) -> "NodeRates":
         """Return all rates multiplied by a factor."""
-        own = tuple((collective, _scaled(rates, factor)) for collective, rates in self.by_collective)
-        return self._replace(up_to=_scaled(self.up_to, factor), by_collective=own)
+        by_collective = tuple((collective, _scaled(rates, factor)) for collective, rates in self.by_collective)
+        return self._replace(up_to=_scaled(self.up_to, factor), by_collective=by_collective)
 
     @property
     def text(self) -> str:
         """Return the rates for the notes of a profile."""
-        own = (f"{collective} {_rates_text(up_to)}" for collective, up_to in self.by_collective)
-        return "; ".join((_rates_text(self.up_to), *own))
+        others = (f"{collective} {_rates_text(up_to)}" for collective, up_to in self.by_collective)
+        return "; ".join((_rates_text(self.up_to), *others))
 
 
 def _scaled(up_to: _UpTo, factor: float) -> _UpTo:
@@ -89,13 +89,13 @@ def node_rates(text: str, step_s: float = NETWORK_STEP_S) -> NodeRates:
     Raises BadInput, naming the option, where the text says something else.
     """
     first, *others = text.split("+")
-    by_collective = [part.partition("=") for part in others]
-    names = [name for name, _, _ in by_collective]
+    named = [part.partition("=") for part in others]
+    names = [name for name, _, _ in named]
     if unknown := [name for name in names if name not in set(Collective) or names.count(name) > 1]:
         problem = f"{unknown[0]!r:.40} is no collective, or named twice"
         raise BadInput(_OPTION, problem, f"write 400+all_gather=300, with {', '.join(Collective)}")
-    own = tuple((Collective(name), _up_to(rates)) for name, _, rates in by_collective)
-    return NodeRates(_up_to(first), own, step_s)
+    by_collective = tuple((Collective(name), _up_to(rates)) for name, _, rates in named)
+    return NodeRates(_up_to(first), by_collective, step_s)
 
 
 def _up_to(text: str) -> _UpTo:
