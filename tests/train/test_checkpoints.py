@@ -214,6 +214,19 @@ def test_a_run_goes_on_in_the_folder_that_an_earlier_version_named(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_symlink()) == [PLAN.executed_sha256[:16]]
 
 
+def test_a_link_to_a_removed_folder_of_an_earlier_version_is_one_line(tmp_path: Path, one_rank: World) -> None:
+    """Not a traceback of a folder that can neither be made nor read."""
+    older = tmp_path / PLAN.sha256[:16]
+    older.mkdir()
+    adopt_older(tmp_path, PLAN)
+    older.rmdir()
+    with pytest.raises(BadInput, match=f"is a link to {older.name}, which is not there: .*remove the link"):
+        adopt_older(tmp_path, PLAN)
+    folder_of_run(tmp_path, PLAN).unlink()
+    adopt_older(tmp_path, PLAN)
+    assert newest_whole(folder_of_run(tmp_path, PLAN), one_rank) is None
+
+
 def test_a_checkpoint_that_was_copied_from_another_plan_is_refused(run: Path, one_rank: World) -> None:
     with pytest.raises(BadInput, match="was saved under another plan"):
         check_same_run(

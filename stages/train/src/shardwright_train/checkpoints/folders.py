@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.io import Document, Value, sha256_of_value
+from shardwright_formats.io import BadInput, Document, Value, sha256_of_value
 from shardwright_formats.types import Bytes, Count, Model, NonNegativeCount, Plan, Samples, Seconds, Sha256, whole
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 from shardwright_train.options import RunOptions
@@ -50,11 +50,17 @@ def folder_of_run(checkpoints: Path, plan: Plan, parent: Path | None = None) -> 
 
 
 def adopt_older(checkpoints: Path, plan: Plan, parent: Path | None = None) -> None:
-    """Link a run's folder to the one that earlier versions named for the whole plan, if that alone exists."""
+    """Link a run's folder to the one that earlier versions named for the whole plan, if that alone exists.
+
+    Raises BadInput where such a link leads nowhere.
+    """
     run, older = folder_of_run(checkpoints, plan, parent), checkpoints / _name_of_run(plan.sha256, parent)
     if older.is_dir() and not os.path.lexists(run):
         with suppress(FileExistsError):  # another node may be at it
             run.symlink_to(older.name)
+    if run.is_symlink() and not run.exists():
+        problem = f"is a link to {run.readlink()}, which is not there"
+        raise BadInput(run, problem, "bring it back, or remove the link to begin anew")
 
 
 def names_plan(run: Path, plan_sha256: str) -> bool:
