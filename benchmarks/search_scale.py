@@ -53,13 +53,13 @@ CASES = {
         "preset": "llama-7b",
         "config": {"num_hidden_layers": 128},
         "nodes": 8,
-        "search": {"global_batch_size": 512},
+        "search": {"global_batch_size": 512, "memory_gib": 80},
     },
     "gpt 175b on 1,024 devices, 4 batch sizes": {
         "preset": "gpt2-6.7b",
         "config": {"n_embd": 12288, "n_head": 96, "n_layer": 96, "n_positions": 2048, "vocab_size": 51200},
         "nodes": 128,
-        "search": {"global_batch_size": {"min": 512, "max": 2048, "step": 512}},
+        "search": {"global_batch_size": {"min": 512, "max": 2048, "step": 512}, "memory_gib": 80},
     },
     "llama 405b on 16,384 devices": {
         "preset": "llama3-8b",
@@ -75,7 +75,7 @@ CASES = {
         "inter_node_gbit_s": 3200,
         "recompute": ["none", "selective", "full"],
         "nodes": 2048,
-        "search": {"global_batch_size": 2048},
+        "search": {"global_batch_size": 2048, "memory_gib": 80},
     },
 }
 
