@@ -12,6 +12,7 @@ from shardwright_formats.types import Cluster, Model
 from shardwright_formats.types.hardware_profile import write_hardware_profile
 from shardwright_formats.types.model_profile import ModelProfile, write_model_profile
 from shardwright_search.cost_model.profiles import index_profiles
+from shardwright_search.search import Infeasible, SearchAnswer, find_best
 from shardwright_search.space.request import SearchRequest
 
 
@@ -44,3 +45,15 @@ def files(tmp_path: Path) -> Callable[..., dict[str, Path]]:
         return paths
 
     return write
+
+
+@pytest.fixture
+def searched(make: SimpleNamespace) -> Callable[..., SearchAnswer | Infeasible]:
+    """The answer to a request with these options for four layers on four devices."""
+
+    def answer(devices: int = 4, model: Model | None = None, **options: object) -> SearchAnswer | Infeasible:
+        model, cluster = model or make.model(4), make.cluster(devices)
+        profiles = make.profiles(model, cluster)
+        return find_best(make.request(**options), model, cluster, profiles, Path("s.json"), lambda line: None)
+
+    return answer

@@ -121,9 +121,9 @@ class Interleaved:
     def _extended(self, before: ChunkLabels, position: int) -> ChunkLabels:
         """Return every label with every option of the next position."""
         problem = self._problem
-        every = problem.group.options[problem.positions[position]]
-        parent, option = pairs(np.arange(len(before.parent)), len(every.time_ps))
-        options = every.take(option)
+        treated = problem.group.options[problem.positions[position]]
+        parent, option = pairs(np.arange(len(before.parent)), len(treated.time_ps))
+        options = treated.take(option)
         chains = []
         for chain, held in zip(before.take(parent).chains, problem.spans.ranges, strict=True):
             if position not in held:
@@ -169,12 +169,12 @@ class Interleaved:
         states = (self._problem.num_chunks - (outer is not None)) * chain.state_bytes
         return np.asarray(states + most + (0.0 if outer is None else outer.state_bytes))
 
-    def _whole(self, every: ChunkLabels, rows: Ints) -> _Whole:
+    def _whole(self, chunks: ChunkLabels, rows: Ints) -> _Whole:
         """Return some labels with every embedding and head that fit."""
         problem, embedding, head = self._problem, self._embedding, self._head
         index, first, last = np.indices((len(rows), len(embedding.time_ps), len(head.time_ps))).reshape(3, -1)
         label = rows[index]
-        labels = every.take(label)
+        labels = chunks.take(label)
         ends = embedding.take(first), head.take(last)
         times, exposed = self._stage_times(labels, *ends), self._stage_ends(labels, *ends)
         objective = step_time(problem.closed_forms, times.sum(0), times.max(0), exposed.max(0))
@@ -188,7 +188,7 @@ class Interleaved:
         """Return A' of every stage [stages, labels]."""
         problem, (chain, *_) = self._problem, labels.chains
         v, moves, kinds = problem.num_chunks, problem.group.redistribution_ps, problem.positions
-        every, (ahead, behind) = len(kinds), problem.lacking
+        whole, (ahead, behind) = len(kinds), problem.lacking
         first, last = labels.chains[problem.spans.first], labels.chains[problem.spans.last]
         wrap = moves[kinds[-1]][chain.output_layout, chain.input_layout]
         sends = problem.sends_ps[:, kinds[-1]][:, chain.output_layout]
@@ -198,20 +198,22 @@ class Interleaved:
         times[[0, -1]] += (v - 1) * sends[-1] - chain.time_ps
         times[0] += embedding.time_ps + first.time_ps - wrap
         times[-1] += head.time_ps + last.time_ps
-        if ahead < every:
+        if ahead < whole:
             times[0] += moves[problem.embedding][embedding.output_layout, first.input_layout]
-        if behind < every:
-            times[-1] += moves[kinds[every - behind - 1]][last.output_layout, head.input_layout]
+        if behind < whole:
+            times[-1] += moves[kinds[whole - behind - 1]][last.output_layout, head.input_layout]
         else:
             times[-1] += moves[kinds[-1]][chain.output_layout, head.input_layout] - wrap
         return np.asarray(times)
 
     def _stage_ends(self, labels: ChunkLabels, embedding: Options, head: Options) -> Numbers:
         """Return U of the first stage, of the last, and of one between them, if there is one [stages, labels]."""
-        problem, every = self._problem, labels.chains[0].exposed_ps
+        problem, chunk_ps = self._problem, labels.chains[0].exposed_ps
         ends = (embedding, problem.spans.first), (head, problem.spans.last)
-        outer = [o.exposed_ps + labels.chains[span].exposed_ps + (problem.num_chunks - 1) * every for o, span in ends]
-        return np.stack([*outer, problem.num_chunks * every] if problem.pp_size > 2 else outer)
+        outer = [
+            o.exposed_ps + labels.chains[span].exposed_ps + (problem.num_chunks - 1) * chunk_ps for o, span in ends
+        ]
+        return np.stack([*outer, problem.num_chunks * chunk_ps] if problem.pp_size > 2 else outer)
 
     def _peak_bytes(self, labels: ChunkLabels, embedding: Options, head: Options) -> Numbers:
         """Return the most bytes that any stage holds, by label.

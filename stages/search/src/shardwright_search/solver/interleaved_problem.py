@@ -152,8 +152,8 @@ class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_property
     def spans(self) -> Spans:
         """The positions that chunks hold."""
-        every, (ahead, behind) = len(self.positions), self.lacking
-        held = range(every), range(ahead, every), range(every - behind)
+        whole, (ahead, behind) = len(self.positions), self.lacking
+        held = range(whole), range(ahead, whole), range(whole - behind)
         ranges = tuple(dict.fromkeys(held))
         return Spans(ranges, ranges.index(held[1]), ranges.index(held[2]))
 

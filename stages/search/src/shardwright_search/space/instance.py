@@ -129,8 +129,8 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         names, types = self.costs.model.layers, self.costs.model.types
         first, second, *_ = configuration.chunk_ends(len(names))
         (ahead, behind), whole = configuration.lacking, names[first:second]
-        every = whole * (configuration.pp_size * configuration.num_chunks)
-        alike = names == every[ahead : len(every) - behind]
+        repeated = whole * (configuration.pp_size * configuration.num_chunks)
+        alike = names == repeated[ahead : len(repeated) - behind]
         alike = alike and (first > 0 or types[EMBEDDING].outputs == types[whole[-1]].outputs)
         return whole if alike and len(self.choices.placed(configuration).topologies) == 1 else None
 
