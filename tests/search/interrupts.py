@@ -1,5 +1,6 @@
 """Ctrl-C at any moment: behind any call in some code."""
 
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,25 @@ def interrupted_after(calls: int, functions: Collection[Callable[..., object]]) 
         if left < 0:
             sys.setprofile(None)
             raise KeyboardInterrupt
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@contextmanager
+def alarm_after(events: int) -> Iterator[None]:
+    """Send SIGALRM once, at a call or return, of the interpreter's functions too, behind so many others."""
+    left = events
+
+    def count(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGALRM)
 
     sys.setprofile(count)
     try:

@@ -14,6 +14,7 @@ import pytest
 from command_calls import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupts import alarm_after
 from random_problems import random_mixed, random_problem
 from test_search_simulation import F1B, GPIPE, INTERLEAVED
 
@@ -61,6 +62,34 @@ def test_of_nested_limits_the_first_one_counts():
         inner.append(ended(spin, monotonic() + 0.05))
         outer.append("has time")
     assert (inner, outer[1:]) == ([False, False], ["has time"])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_timer_that_fires_where_a_limit_begins_or_ends_hits_nobody_behind_it(nested):
+    """At any of the calls and returns in turn."""
+    before, heard = signal.signal(signal.SIGALRM, lambda *_: heard.append(1)), list[int]()
+    outer = signal.getsignal(signal.SIGALRM)
+    passes = partial(ended, lambda: None, monotonic() + 600)
+    try:
+        for moment in range(60):
+            timer_s, _ = signal.getitimer(signal.ITIMER_REAL)
+            with alarm_after(moment):
+                ended(passes if nested else lambda: None, monotonic() + 600)
+            left_s, _ = signal.getitimer(signal.ITIMER_REAL)
+            assert signal.getsignal(signal.SIGALRM) is outer and timer_s - 10 < left_s <= timer_s, moment
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert 0 < len(heard) < 60
+
+
+def test_a_limit_of_two_nested_blocks_ends_both_at_once():
+    left_s = []
+    for _ in range(20):
+        with suppress(Stopped), stopped_at(deadline := monotonic() + 0.01):
+            assert not ended(spin, deadline)
+            left_s.append(signal.getitimer(signal.ITIMER_REAL)[0])
+            spin()
+    assert max(left_s, default=0.0) < 0.5
 
 
 class Finalized:

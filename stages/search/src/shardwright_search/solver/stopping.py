@@ -3,12 +3,12 @@
 So work has no clock to look at, and stops wherever it is: what it has made so far must be true at any moment.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from math import inf
-from signal import ITIMER_REAL, SIGALRM, getitimer, getsignal, setitimer, signal
+from signal import ITIMER_REAL, SIGALRM, getitimer, setitimer, signal
 from time import monotonic
-from typing import NoReturn, TypeVar
+from types import FrameType
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -16,6 +16,8 @@ GRACE_S = 0.5
 """Seconds that a command may take, once its time is up or Ctrl-C was heard, to make an answer of what it knows."""
 _AGAIN_S = 1.0
 """How soon the timer fires again where the interpreter had to drop the first exception, as in a finalizer."""
+_SOON_S = 0.01
+"""How soon it fires again where a block was about to begin or to end."""
 _AT_ONCE_S = 1e-6
 
 
@@ -66,26 +68,47 @@ def was_interrupted(began_s: float, time_limit_s: float | None) -> bool:
     return time_limit_s is None or monotonic() - began_s < time_limit_s
 
 
-@contextmanager
-def stopped_at(deadline: float) -> Iterator[None]:
-    """Raise Stopped in the block, which is the main thread's, at a deadline; of nested blocks the first one counts."""
-    if deadline == inf:
-        yield
-        return
-    if deadline <= (began := monotonic()):
-        raise Stopped
-    outer_s, outer_again_s = getitimer(ITIMER_REAL)
-    outer = getsignal(SIGALRM)
-    try:
-        signal(SIGALRM, _stop)
-        setitimer(ITIMER_REAL, min(deadline - began, outer_s or inf), _AGAIN_S)
-        yield
-    finally:
+class stopped_at:
+    """A block, of the main thread, in which Stopped is raised at a deadline; of nested blocks the first one counts.
+
+    Nothing is raised where a block begins or ends: the timer then fires again soon, or is not there any more.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+
+    def __enter__(self) -> None:
+        if self._deadline == inf:
+            return
+        self._began = monotonic()
+        if self._deadline <= self._began:
+            raise Stopped
+        self._outer_s, self._outer_again_s = getitimer(ITIMER_REAL)
+        self._outer = signal(SIGALRM, _stop)
+        setitimer(ITIMER_REAL, min(self._deadline - self._began, self._outer_s or inf), _AGAIN_S)
+
+    def __exit__(self, *_: object) -> None:
+        if self._deadline == inf:
+            return
+        signal(SIGALRM, _pass)
         setitimer(ITIMER_REAL, 0)
-        signal(SIGALRM, outer)
-        if outer_s > 0:
-            setitimer(ITIMER_REAL, max(_AT_ONCE_S, began + outer_s - monotonic()), outer_again_s)
+        signal(SIGALRM, self._outer)
+        if self._outer_s > 0:
+            left_s = self._began + self._outer_s - monotonic()
+            setitimer(ITIMER_REAL, max(_AT_ONCE_S, left_s), self._outer_again_s)
 
 
-def _stop(*_: object) -> NoReturn:
+_LIMITS = {stopped_at.__enter__.__code__, stopped_at.__exit__.__code__}
+
+
+def _stop(_: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code in _LIMITS:
+            setitimer(ITIMER_REAL, _SOON_S, _AGAIN_S)
+            return
+        frame = frame.f_back
     raise Stopped
+
+
+def _pass(*_: object) -> None:
+    """Let the last signal of a block go by."""
