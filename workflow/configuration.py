@@ -158,7 +158,7 @@ class Workflow:
         """Return the folder whose tokenizer goes with a run's model: that of its weights, else of its data, or None."""
         entry = self.settings.runs[run]
         if entry.weights is not None:
-            return str(entry.weights)
+            return str(self._located("weights", str(entry.weights)))
         parts, data = self._parts(entry.data), self.settings.data
         return next((self.data_folder(part) for part in parts if data[part].source is not Corpus.IMAGES), None)
 
@@ -173,6 +173,11 @@ class Workflow:
         options = self.options("runs", run, ("search", "data", "valid_data", "export"))
         valid = self.settings.runs[run].valid_data
         return options if valid is None else [*options, "--valid-data", self.data_folder(valid)]
+
+    def parents_of(self, run: str) -> list[str]:
+        """Return the checkpoint that a run branches from, as `run_options` has it; an empty list for other runs."""
+        parent = self.settings.runs[run].resume_from
+        return [] if parent is None else [str(self._located("resume_from", str(parent)))]
 
     def data_folder(self, name: str) -> str:
         """Return the value of `--data` for an entry of `data`."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import UNSET
 
-from configuration_types import ClusterNodes, NodeKind, Run, Slurm
+from configuration_types import ClusterNodes, NodeKind, Slurm
 from shardwright_formats.io import read_document
 from shardwright_formats.types import Plan, Prediction, StepMetrics
 from shardwright_train.checkpoints.folders import METRICS, folder_of_run
@@ -123,20 +123,23 @@ def _options(component: Component, minutes: int, defaults: Mapping[str, str], ea
     return " ".join(filter(None, (_extra(component, each), said, sizes)))
 
 
-def signal_lead_s(plan: Path, prediction: Path, checkpoints: Path, run: Run, job_min: int) -> int:
+def signal_lead_s(
+    plan: Path, prediction: Path, checkpoints: Path, parent: Path | None, grace_s: float | None, job_min: int
+) -> int:
     """Return the seconds before a job's end at which Slurm is to signal it: `grace_s`, else the time of a stop.
 
     A stop takes two predicted steps, a start, and two saves: as long as the longest that the run's metrics tell of, or
-    else as the nodes take at an assumed rate. It is given a quarter of the job at most, and a warning names the way
-    out. Raises FileNotFoundError while the plan's files are not there yet.
+    else as the nodes take at an assumed rate. `parent` is the checkpoint that a branch begins with. A stop is given a
+    quarter of the job at most, and a warning names the way out. Raises FileNotFoundError while the plan's files are not
+    there yet.
     """
-    if run.grace_s is not None:
-        return ceil(run.grace_s)
+    if grace_s is not None:
+        return ceil(grace_s)
     for file in (plan, prediction):
         os.stat(str(file))
     planned = read_document(plan, Plan)
     step_s = _predicted_step_s(planned, read_document(prediction, Prediction))
-    save_s = _measured_save_s(folder_of_run(checkpoints, planned, run.resume_from) / METRICS)
+    save_s = _measured_save_s(folder_of_run(checkpoints, planned, parent) / METRICS)
     if save_s is None:
         rate = SAVE_BYTES_PER_S * planned.cluster.num_nodes
         save_s = _STATE_BYTES * planned.model.parameter_count / rate

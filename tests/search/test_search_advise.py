@@ -60,7 +60,9 @@ def test_fp8_speeds_up_the_products_of_blocks_and_leaves_memory_as_it_is(config,
 
 
 def _advise(capsys, *arguments):
-    code = _exit_code(APP, ["advise", *map(str, arguments)])
+    """Exit code, answer and errors; the answer is the best plan, however busy the machine is."""
+    limit = () if "--time-limit" in arguments else ("--time-limit", 600)
+    code = _exit_code(APP, ["advise", *map(str, (*arguments, *limit))])
     told = capsys.readouterr()
     return code, told.out, told.err
 
@@ -325,6 +327,14 @@ def test_it_takes_under_5_cpu_seconds_and_imports_neither_torch_nor_pandas_nor_s
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+
+
+def test_the_readme_quotes_the_answer(capsys):
+    readme = (ROOT / "README.md").read_text()
+    (command,) = re.findall(r"^shardwright-search advise (.*)$", readme, re.MULTILINE)
+    _, said, _ = _advise(capsys, *command.split())
+    quoted = readme.partition(command)[2].split("```")[2].strip().splitlines()
+    assert len(quoted) > 5 and set(quoted) - {"..."} <= set(said.splitlines())
 
 
 def test_presets_say_who_published_them_and_what_is_said_of_accuracy_stands_in_the_docs():

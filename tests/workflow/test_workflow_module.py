@@ -44,7 +44,12 @@ def test_the_workflow_is_a_module_with_a_prefix_in_a_folder_of_another(stubs):
     (stubs.folder / "corpus").mkdir()
     (stubs.folder / "corpus/text.txt").write_text("some words")
     (stubs.folder / "Snakefile").write_text(MODULE.replace("ROOT", str(ROOT)))
-    stubs.configure(lambda config: config["data"]["stdlib"].update(text="corpus"))
+
+    def change(config):
+        config["data"]["stdlib"].update(text="corpus")
+        config["runs"]["demo"].update(export=True)
+
+    stubs.configure(change)
     (stubs.folder / "config.yaml").rename(stubs.folder / "mine.yaml")
     grids = stubs.folder / "grids"
     grids.mkdir()
@@ -68,7 +73,14 @@ def test_the_workflow_is_a_module_with_a_prefix_in_a_folder_of_another(stubs):
 def test_files_of_the_configuration_are_looked_for_beside_it(stubs):
     (stubs.folder / "there").mkdir()
     (stubs.folder / "there/corpus").mkdir()
-    stubs.configure(lambda config: config["data"]["stdlib"].update(text="corpus"))
+    (stubs.folder / "there/llama").mkdir()
+
+    def change(config):
+        config["data"]["stdlib"].update(text="corpus")
+        config["runs"]["demo"].update(weights="llama", export=True)
+
+    stubs.configure(change)
     (stubs.folder / "config.yaml").rename(stubs.folder / "there/config.yaml")
     called = stubs.snakemake("-n", "-p", "runs", configfile="there/config.yaml")
-    assert "shardwright-train prepare --text there/corpus" in called.output
+    for words in ("prepare --text there/corpus", "--weights there/llama", "--copy-from there/llama"):
+        assert words in called.output

@@ -1,16 +1,20 @@
 """When a run asks for the signal at which it stops in order, and what a changed prediction reruns."""
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 from sample_results import write_sample_results
 
-from configuration_types import Run
+from configuration import load_workflow
 from shardwright_formats.io import read_document, write_document
 from shardwright_formats.types import Plan, Prediction, StepMetrics
 from shardwright_train.checkpoints.folders import METRICS, folder_of_run
 from slurm_jobs import SAVE_BYTES_PER_S, START_S, signal_lead_s
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -19,13 +23,9 @@ def files(tmp_path):
     return tmp_path / "plans/roomy.json", tmp_path / "plans/roomy.prediction.json"
 
 
-def run_of(**changes):
-    return Run(search="roomy", data="random", steps=10, learning_rate=1e-3, **changes)
-
-
-def lead_s(files, job_min=1440, **changes):
+def lead_s(files, job_min=1440, grace_s=None, parent=None):
     plan, prediction = files
-    return signal_lead_s(plan, prediction, plan.parent / "kept", run_of(**changes), job_min)
+    return signal_lead_s(plan, prediction, plan.parent / "kept", parent, grace_s, job_min)
 
 
 def as_large_as_llama_70b(files, nodes):
@@ -66,17 +66,34 @@ def test_each_node_saves_at_the_assumed_rate_and_a_measured_save_replaces_it(fil
     assert 8400 < lead_s(files) < 8500
     as_large_as_llama_70b(files, nodes=2)
     assert 4200 < lead_s(files) < 4300
-    plan = read_document(files[0], Plan)
-    metrics = folder_of_run(files[0].parent / "kept", plan) / METRICS
-    metrics.parent.mkdir(parents=True)
+    write_metrics(folder_of_run(files[0].parent / "kept", read_document(files[0], Plan)))
+    assert 130 <= lead_s(files) < 140
+
+
+def write_metrics(folder):
+    """Write the metrics of a run whose longest save took 50 s, with a line that was cut off."""
+    folder.mkdir(parents=True)
     step = StepMetrics(
         step=1, loss=1.0, step_time_s=1.0, tokens_per_s=1.0, mfu=None, grad_norm=None, learning_rate=1.0,
         peak_memory_bytes=(1,), time_utc="",
     )  # fmt: skip
     saved = (msgspec.structs.replace(step, step=2 + i, save_s=save_s) for i, save_s in enumerate((40.0, 50.0)))
     lines = [msgspec.json.encode(each) for each in (step, *saved)]
-    metrics.write_bytes(b"\n".join([*lines, lines[-1].replace(b"50.0", b"90.0")[:-5]]))
-    assert 130 <= lead_s(files) < 140
+    (folder / METRICS).write_bytes(b"\n".join([*lines, lines[-1].replace(b"50.0", b"90.0")[:-5]]))
+
+
+def test_the_saves_of_a_branch_are_known_whose_checkpoint_lies_beside_the_configuration(files, tmp_path, monkeypatch):
+    """The branch's folder is named for its checkpoint, which the run is given as it was found."""
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "there/kept/step-00000004"
+    checkpoint.mkdir(parents=True)
+    config = yaml.safe_load((ROOT / "config/config.yaml").read_text())
+    config["runs"]["demo"]["resume_from"] = "kept/step-00000004"
+    workflow = load_workflow(config, "there/config.yaml", ROOT)
+    (parent,) = workflow.parents_of("demo")
+    assert parent in workflow.run_options("demo")
+    write_metrics(folder_of_run(files[0].parent / "kept", read_document(files[0], Plan), checkpoint))
+    assert 130 <= lead_s(files, parent=Path(parent)) < 140 and lead_s(files) < 130
 
 
 def test_a_stop_is_given_a_quarter_of_the_job_and_the_way_out_is_named(files, capsys):

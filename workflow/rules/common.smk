@@ -126,8 +126,9 @@ def slurm_extra_of_run(wildcards, input):
     """Return `slurm_extra` of a run, with the signal that stops it in order while there is time."""
     components, run = CONFIG.components(cluster_of_run(wildcards)), CONFIG.settings.runs[wildcards.run]
     checkpoints = Path(placed(f"results/checkpoints/{wildcards.run}"))
+    parent = next((Path(placed(path)) for path in CONFIG.parents_of(wildcards.run)), None)
     minutes = job_minutes(components, RUN_MIN)
-    lead_s = signal_lead_s(Path(input.plan), Path(input.prediction), checkpoints, run, minutes)
+    lead_s = signal_lead_s(Path(input.plan), Path(input.prediction), checkpoints, parent, run.grace_s, minutes)
     return job_resources(components, RUN_MIN, profile_resources(), f"--signal=TERM@{lead_s}")["slurm_extra"]
 
 

@@ -101,7 +101,7 @@ rule convert:
         mem_mb=16000,
         runtime=240,
     params:
-        options=lambda wildcards: CONFIG.convert_options(wildcards.run),
+        options=lambda wildcards: [placed(word) for word in CONFIG.convert_options(wildcards.run)],
     message:
         "write the model of {wildcards.run} as a folder that transformers opens"
     shell:
