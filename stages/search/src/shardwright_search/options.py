@@ -127,8 +127,8 @@ class AdviseOptions(RuntimeOptions, frozen=True, kw_only=True):
     """USD; by default what one provider asks."""
     inter_node_gbit_s: str | None = None
     """Gbit/s from one node to others, by default that of NVIDIA's own; 2:400,4:300 by the nodes that a group spans."""
-    time_limit: Seconds = 3.0
-    """Seconds after which the best plan so far is taken, with its gap."""
+    time_limit: Seconds = 20.0
+    """Seconds of CPU time, which a busy machine does not shorten, until the best plan so far is taken, with its gap."""
     out: Path | None = None
     """Plan file to write."""
 

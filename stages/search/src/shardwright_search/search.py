@@ -5,7 +5,6 @@ from functools import cached_property, partial
 from math import inf
 from operator import attrgetter
 from pathlib import Path
-from time import monotonic
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -21,7 +20,7 @@ from shardwright_search.least_simulated import changed, simulated
 from shardwright_search.robust import Regrets, regrets_of
 from shardwright_search.simulation.simulator import num_played
 from shardwright_search.solver.branch_and_bound import optimize
-from shardwright_search.solver.stopping import Stopped, latest, soon, stopped_at
+from shardwright_search.solver.stopping import Stopped, latest, soon, stopped_at, until
 from shardwright_search.solver.targets import Best, Optimum
 from shardwright_search.space.budget import (
     Infeasible,
@@ -102,7 +101,7 @@ def find_best(
 
     Raises BadInput for a request that names no plan, and for profiles that do not fit it.
     """
-    deadline = inf if time_limit_s is None else monotonic() + time_limit_s
+    deadline = until(time_limit_s)
     request = with_spare(request, cluster, profiles)
     budgets, asked, left = budgets_of(request, cluster, file), request, list[SearchAnswer]()
     given = model, cluster, profiles

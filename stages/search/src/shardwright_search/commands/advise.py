@@ -1,9 +1,10 @@
 """`shardwright-search advise`: whether a model fits a cluster, the best plan and what it yields, from shapes alone."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import process_time
 
 from msgspec.structs import replace
 
@@ -13,15 +14,18 @@ from shardwright_search.advise.choices import RULES, choice_of, plan_of_choice, 
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.advise.report import PricedChoice, report
 from shardwright_search.candidates import Candidate
+from shardwright_search.commands.prediction import progress
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import show_rich
 from shardwright_search.explain.what_if import WhatIf, better_batches
 from shardwright_search.options import AdviseOptions
 from shardwright_search.search import SearchAnswer, find_best
-from shardwright_search.solver.stopping import latest, soon
+from shardwright_search.solver.stopping import CpuSeconds, latest, left, soon, until
 from shardwright_search.space.budget import Infeasible
 
 _RULE = "rule:"
+_SELDOM_S = 5.0
+"""CPU seconds between two lines of progress in a file: a quick answer has none."""
 
 
 def advise(options: AdviseOptions) -> None:
@@ -30,8 +34,9 @@ def advise(options: AdviseOptions) -> None:
         check_writable(options.out)
     question = question_of(options)
     given = question.request, question.model, question.cluster, question.profiles, Path("--batch")
-    deadline = monotonic() + options.time_limit
-    answer = find_best(*given, lambda _: None, options.time_limit)
+    deadline = until(CpuSeconds(options.time_limit))
+    with progress() as tell:
+        answer = find_best(*given, tell if sys.stderr.isatty() else _seldom(tell), left(deadline))
     if isinstance(answer, Infeasible):
         raise NothingFits(_nothing_fits(question, answer))
     rules, whole = latest(_rules_of_thumb(question), soon(0.0 if answer.stopped else deadline))
@@ -42,6 +47,19 @@ def advise(options: AdviseOptions) -> None:
         write_document(options.out, answer.chosen.plan)
     batches = tuple(better_batches(WhatIf("", *given), answer, deadline))
     show_rich(report(question, answer, rules, choices, whole, batches))
+
+
+def _seldom(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that tells a line where none was told for `_SELDOM_S`."""
+    told_s = process_time()
+
+    def line(text: str) -> None:
+        nonlocal told_s
+        if process_time() - told_s >= _SELDOM_S:
+            told_s = process_time()
+            tell(text)
+
+    return line
 
 
 def _priced_choice(text: str, question: Question) -> PricedChoice:

@@ -5,7 +5,6 @@ from contextlib import suppress
 from functools import partial
 from math import ceil, inf
 from pathlib import Path
-from time import monotonic
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -15,7 +14,7 @@ from shardwright_formats.types import Cluster, Model, Plan, Recompute
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
-from shardwright_search.solver.stopping import Stopped, ended, latest, soon
+from shardwright_search.solver.stopping import Stopped, ended, latest, left, soon
 from shardwright_search.space.budget import Infeasible, any_fits, states_beyond_budget
 from shardwright_search.space.configurations import configurations, divisors, narrowed
 from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes
@@ -145,7 +144,7 @@ def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) ->
     """Yield the best plan of each batch size nearby that all devices divide, where it is much faster by the sample.
 
     `searched` is the answer to the question, whose batch size they do not divide. A bound rules most sizes out, without
-    a search. `deadline` is a time of `monotonic` after which none is looked at.
+    a search. None is looked at after `deadline`.
     """
     sizes, devices = batch_sizes(question.request), question.cluster.num_devices
     if len(sizes) > 1 or sizes[0] % devices == 0 or searched.stopped or question.request.robust is not None:
@@ -155,7 +154,7 @@ def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) ->
         changed = question._replace(request=replace(question.request, global_batch_size=size))
         near = 0 < size and abs(size - asked) <= _NEAR_BATCH * asked
         if near and _least_sample_s(changed, deadline) * _MUCH_FASTER < searched.chosen.sample_s:
-            result = answer(changed, None if deadline == inf else deadline - monotonic()).result
+            result = answer(changed, left(deadline)).result
             if isinstance(result, SearchAnswer) and result.chosen.sample_s * _MUCH_FASTER < searched.chosen.sample_s:
                 yield result.chosen
 
@@ -227,7 +226,7 @@ def _fits(
         if any_fits(space.instance, single):
             return True
         # Several chunks may hold more than one: their need is only known by searching.
-        left_s = None if deadline == inf else deadline - monotonic()
+        left_s = left(deadline)
         return not isinstance(find_best(request, model, cluster, profiles, file, lambda _: None, left_s), Infeasible)
     except StoppedEarly:
         raise Stopped from None

@@ -44,7 +44,7 @@ def optimize(
 ) -> Optimum[C]:
     """Return the best plan of all configurations, and up to `most` of each configuration within `near` of it.
 
-    `deadline` is a time of `monotonic`; it and Ctrl-C end the search early. `report` hears the best score, the least
+    `deadline` and Ctrl-C end the search early. `report` hears the best score, the least
     bound and how many configurations are left. After `max_labels` labels it ends early, too. A configuration that
     `waits` comes after the best plan of all others is found, which a search that is stopped then has. `wide`: guesses
     far above loose bounds are plans to be stayed below, too.

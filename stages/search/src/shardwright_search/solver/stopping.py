@@ -1,24 +1,37 @@
 """The end of work whose time is up: a timer interrupts it between two steps of the interpreter, as Ctrl-C does.
 
-So work has no clock to look at, and stops wherever it is: what it has made so far must be true at any moment.
+So work has no clock to look at, and stops wherever it is: what it has made so far must be true at any moment. A limit
+in CPU time stops the same work at the same place, however busy the machine is.
 """
 
 from collections.abc import Callable, Iterable
 from math import inf
-from signal import ITIMER_REAL, SIGALRM, getitimer, setitimer, signal
-from time import monotonic
+from signal import ITIMER_PROF, ITIMER_REAL, SIGALRM, SIGPROF, getitimer, setitimer, signal
+from time import monotonic, process_time
 from types import FrameType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 GRACE_S = 0.5
-"""Seconds that a command may take, once its time is up or Ctrl-C was heard, to make an answer of what it knows."""
+"""CPU seconds that a command may take, once its time is up or Ctrl-C was heard, to make an answer of what it knows."""
 _AGAIN_S = 1.0
 """How soon the timer fires again where the interpreter had to drop the first exception, as in a finalizer."""
 _SOON_S = 0.01
 """How soon it fires again where a block was about to begin or to end."""
 _AT_ONCE_S = 1e-6
+
+
+class CpuSeconds(float):
+    """CPU seconds of this process: a limit, or a deadline by `process_time`; other floats are those of `monotonic`."""
+
+
+class _Clock(NamedTuple):
+    """A clock, the timer that runs by it, and the signal of that timer."""
+
+    now: Callable[[], float]
+    timer: int
+    alarm: int
 
 
 class Stopped(Exception):
@@ -30,7 +43,7 @@ class Spent(Stopped):
 
 
 def ended(work: Callable[[], object], deadline: float | None) -> bool:
-    """Return whether work came to its end before a deadline, a time of `monotonic`; False: then, or by Ctrl-C.
+    """Return whether work came to its end before a deadline; False: it was stopped then, or by Ctrl-C.
 
     None: the work is a part of other work, which the time and Ctrl-C stop; here it ends only where it is `Spent`.
     """
@@ -58,9 +71,26 @@ def latest(values: Iterable[T], deadline: float) -> tuple[T | None, bool]:
     return (last[0] if last else None), whole
 
 
-def soon(deadline: float, seconds: float = GRACE_S) -> float:
-    """Return a deadline that leaves so many seconds from now at least."""
-    return max(deadline, monotonic() + seconds)
+def until(limit_s: float | None) -> float:
+    """Return the deadline at the end of a limit that begins now, by the clock of the limit; None: there is none."""
+    if limit_s is None:
+        return inf
+    now = _clock_of(limit_s).now()
+    return CpuSeconds(now + limit_s) if isinstance(limit_s, CpuSeconds) else now + limit_s
+
+
+def left(deadline: float) -> float | None:
+    """Return the limit that ends at a deadline and begins now; None: there is none."""
+    if deadline == inf:
+        return None
+    left_s = deadline - _clock_of(deadline).now()
+    return CpuSeconds(left_s) if isinstance(deadline, CpuSeconds) else left_s
+
+
+def soon(deadline: float) -> float:
+    """Return the deadline, or one that leaves the CPU seconds of `GRACE_S` from now where it leaves less."""
+    left_s = left(deadline)
+    return deadline if left_s is None or left_s > GRACE_S else until(CpuSeconds(GRACE_S))
 
 
 def was_interrupted(began_s: float, time_limit_s: float | None) -> bool:
@@ -69,42 +99,50 @@ def was_interrupted(began_s: float, time_limit_s: float | None) -> bool:
 
 
 class stopped_at:
-    """A block, of the main thread, in which Stopped is raised at a deadline; of nested blocks the first one counts.
+    """A block, of the main thread, in which Stopped is raised at a deadline; of those of a clock the first one counts.
 
     Nothing is raised where a block begins or ends: the timer then fires again soon, or is not there any more.
     """
 
     def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
+        self._deadline, self._clock = deadline, _clock_of(deadline)
 
     def __enter__(self) -> None:
         if self._deadline == inf:
             return
-        self._began = monotonic()
+        now, timer, alarm = self._clock
+        self._began = now()
         if self._deadline <= self._began:
             raise Stopped
-        self._outer_s, self._outer_again_s = getitimer(ITIMER_REAL)
-        self._outer = signal(SIGALRM, _stop)
-        setitimer(ITIMER_REAL, min(self._deadline - self._began, self._outer_s or inf), _AGAIN_S)
+        self._outer_s, self._outer_again_s = getitimer(timer)
+        self._outer = signal(alarm, _stop)
+        setitimer(timer, min(self._deadline - self._began, self._outer_s or inf), _AGAIN_S)
 
     def __exit__(self, *_: object) -> None:
         if self._deadline == inf:
             return
-        signal(SIGALRM, _pass)
-        setitimer(ITIMER_REAL, 0)
-        signal(SIGALRM, self._outer)
+        now, timer, alarm = self._clock
+        signal(alarm, _pass)
+        setitimer(timer, 0)
+        signal(alarm, self._outer)
         if self._outer_s > 0:
-            left_s = self._began + self._outer_s - monotonic()
-            setitimer(ITIMER_REAL, max(_AT_ONCE_S, left_s), self._outer_again_s)
+            left_s = self._began + self._outer_s - now()
+            setitimer(timer, max(_AT_ONCE_S, left_s), self._outer_again_s)
+
+
+def _clock_of(seconds: float) -> _Clock:
+    if isinstance(seconds, CpuSeconds):
+        return _Clock(process_time, ITIMER_PROF, SIGPROF)
+    return _Clock(monotonic, ITIMER_REAL, SIGALRM)
 
 
 _LIMITS = {stopped_at.__enter__.__code__, stopped_at.__exit__.__code__}
 
 
-def _stop(_: int, frame: FrameType | None) -> None:
+def _stop(alarm: int, frame: FrameType | None) -> None:
     while frame is not None:
         if frame.f_code in _LIMITS:
-            setitimer(ITIMER_REAL, _SOON_S, _AGAIN_S)
+            setitimer(ITIMER_PROF if alarm == SIGPROF else ITIMER_REAL, _SOON_S, _AGAIN_S)
             return
         frame = frame.f_back
     raise Stopped
