@@ -92,7 +92,7 @@ def test_a_device_is_found_by_its_key_and_by_its_drivers_name():
     table = read_devices()
     assert device_named(table, "H100-SXM")[0] == "NVIDIA H100 80GB HBM3"
     assert device_named(table, "A100-SXM4-40GB") == ("A100-SXM4-40GB", table.devices["A100-40"])
-    with pytest.raises(BadInput, match="'H100' is not in the table of devices"):
+    with pytest.raises(BadInput, match="--device: 'H100' is not in the table of devices: did you mean H100-"):
         device_named(table, "H100")
 
 

@@ -12,7 +12,7 @@ from msgspec import Meta
 from shardwright_estimate.layers import Machine
 from shardwright_estimate.messages import STEP_S, Link, moved_bytes
 from shardwright_estimate.runtimes import SHARDWRIGHT, AttentionKernel, Runtime
-from shardwright_formats.io import BadInput, Value, first_odd, read_bytes
+from shardwright_formats.io import BadInput, Value, did_you_mean, first_odd, read_bytes
 from shardwright_formats.types import (
     EMBEDDING,
     FP8,
@@ -124,18 +124,19 @@ def read_devices(path: Path | None = None) -> DeviceTable:
         raise BadInput(path, f"is no table of devices ({error})", "see devices.toml of shardwright-estimate") from None
 
 
-def device_named(table: DeviceTable, name: str) -> tuple[str, Device]:
+def device_named(table: DeviceTable, name: str, option: str = "--device") -> tuple[str, Device]:
     """Return a device by its key or a driver's name, with the name that profiles of it carry: the driver's.
 
-    Raises BadInput when the table has none of that name.
+    Raises BadInput naming the option that has the name when the table has none of it.
     """
     if name in table.devices:
         return table.devices[name].names[0], table.devices[name]
     for device in table.devices.values():
         if name in device.names:
             return name, device
-    known = ", ".join(table.devices)
-    raise BadInput("--device", f"{name!r} is not in the table of devices", f"choose from {known}, or give --devices")
+    names = [*table.devices, *(driver_name for device in table.devices.values() for driver_name in device.names)]
+    meant = did_you_mean(name, names, f"choose from {', '.join(table.devices)}")
+    raise BadInput(option, f"{name!r} is not in the table of devices", meant)
 
 
 def device_lines(table: DeviceTable) -> Iterator[str]:

@@ -2,4 +2,5 @@
 
 from shardwright_formats.io.errors import *
 from shardwright_formats.io.json import *
+from shardwright_formats.io.suggestions import *
 from shardwright_formats.io.text import *
