@@ -276,9 +276,12 @@ def test_what_fits_nowhere_ends_with_3_and_says_by_how_much(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"MODEL": "llama-9"}, "MODEL: llama-9 is no file and no preset"),
+        ({"MODEL": "lama3.1-8B"}, "error: lama3.1-8B: is no file and no preset: did you mean llama-3.1-8b or "),
+        ({"MODEL": "nothing"}, "error: nothing: is no file and no preset: give a config.json, or one of llama-2-7b,"),
         ({"--gpus": "H100-SXM"}, "is not NODESxGPUS:DEVICE"),
-        ({"--gpus": "8:H1000"}, "'H1000' is not in the table of devices"),
+        ({"--gpus": "8:H1000"}, "error: --gpus: 'H1000' is not in the table of devices: did you mean H100-"),
+        ({"--gpus": "8:h100-sxm"}, "did you mean H100-SXM"),
+        ({"--gpus": "8:?"}, "error: --gpus: '?' is not in the table of devices: choose from "),
         ({"--gpus": "0x8:H100-SXM"}, "0 nodes of 8 GPUs"),
         ({"--gpus": "2x8:L4"}, "--inter-node-gbit-s: what nodes of L4 send is not known"),
         ({"--budget-gib": "81"}, "--budget-gib: 81 is more than a H100-SXM has, 80"),
@@ -310,9 +313,40 @@ def test_bad_input_is_one_line_and_2(change, said, capsys, tmp_path):
 
 
 def test_a_config_must_say_how_long_samples_are(config):
-    with pytest.raises(BadInput, match="how long samples are"):
+    with pytest.raises(BadInput, match=r"--seq: .*config.json does not say how long samples are"):
         _question(config)
     assert _question(config.parent, seq=256).model.name == config.parent.name
+
+
+def test_the_patches_of_an_image_need_no_length(tmp_path, capsys):
+    """224 / 16 = 14 patches on a side, and one position for the class."""
+    vit = {"model_type": "vit", "image_size": 224, "patch_size": 16, "hidden_size": 192, "intermediate_size": 768}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(vit | {"num_hidden_layers": 4, "num_attention_heads": 3}))
+    command = path, "--gpus", "1:A100-40", "--batch", 64
+    code, told, error = _advise(capsys, *command)
+    assert code == 0, error
+    assert "197 tokens a sample" in told
+    code, told, error = _advise(capsys, *command, "--seq", 196)
+    assert (code, told) == (2, "")
+    assert error.startswith("error: --seq: sequence length 196 is not the 197 positions of an image in ")
+
+
+def test_scaled_rotary_embeddings_reach_as_far_as_their_configuration_says(config):
+    def longest(**scaling):
+        config.write_text(json.dumps(TINY | {"rope_scaling": scaling}))
+        with pytest.raises(BadInput, match=r"--seq: sequence length 999999 is over \d+ positions") as error:
+            _question(config, seq=999_999)
+        return re.search(r"over (\d+) positions \((.*)\) in", str(error.value)).groups()
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert longest(**yarn) == ("2048", "max_position_embeddings 512 x factor 4 of rope_scaling")
+    assert _question(config, seq=2048).model.sequence_length == 2048
+    assert longest(type="linear", factor=2) == ("1024", "max_position_embeddings 512 x factor 2 of rope_scaling")
+    # What it is scaled to is said in these: 8 x 128 would be more.
+    assert longest(**yarn | {"original_max_position_embeddings": 64}) == ("512", "max_position_embeddings")
+    llama = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128}
+    assert longest(**llama) == ("512", "max_position_embeddings")
 
 
 def test_it_takes_under_5_cpu_seconds_and_imports_neither_torch_nor_pandas_nor_snakemake(tmp_path):

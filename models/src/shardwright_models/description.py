@@ -3,7 +3,7 @@
 Keys that change no shape are not judged: whether the runtime can train the model is for `describe` to say.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -17,6 +17,8 @@ from shardwright_models.registry import FAMILIES
 _TABLES = ("embed_tokens", "wte", "wpe", "embeddings", "shared", "relative_attention_bias")
 """Modules that are looked up in: nothing is multiplied."""
 _MAX_LENGTH = 2**31 - 1
+_STRETCHING = ("linear", "dynamic", "yarn")
+"""Kinds of rotary scaling whose factor comes on top of the positions."""
 
 
 class Contents(NamedTuple):
@@ -26,10 +28,11 @@ class Contents(NamedTuple):
     products: int
 
 
-def model_of_config(given: Config, name: str, sequence_length: int, file: object) -> Model:
-    """Return the description of a configuration for samples of a length in tokens, positions of images included.
+def model_of_config(given: Config, name: str, sequence_length: int | None, file: object) -> Model:
+    """Return the description of a configuration for samples of a length in tokens; None: the configuration tells it.
 
-    Raises BadInput, naming `file`, for families without facts, and for keys that are missing or no lengths.
+    Raises BadInput, naming `file`, for families without facts, and for keys that are missing or no lengths, and naming
+    --seq for a length that is missing or does not suit the configuration.
     """
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -37,8 +40,10 @@ def model_of_config(given: Config, name: str, sequence_length: int, file: object
         raise BadInput(file, f"model_type {kind!r} has no shapes here", f"use a model of {known}")
     family = FAMILIES[kind]
     config = _checked(family, given, file)
-    if (wrong := wrong_length(config, sequence_length)) is not None:
-        raise BadInput(file, wrong, "lower --seq")
+    if sequence_length is None and (sequence_length := family.fixed_positions(config)) is None:
+        raise BadInput("--seq", f"{file} does not say how long samples are", "give it, in tokens")
+    if (wrong := wrong_length(family, config, sequence_length)) is not None:
+        raise BadInput("--seq", f"{wrong} in {file}", "give another")
 
     def contents(layer: str) -> Contents:
         parameters = tuple(family.parameters(layer, config))
@@ -64,15 +69,38 @@ def described_model(
     )
 
 
-def wrong_length(config: Config, sequence_length: int) -> str | None:
-    """Return what the samples' length has too much of: positions that the model has not, or of a window."""
-    longest = config.get("max_position_embeddings")
-    if isinstance(longest, int) and sequence_length > longest:
-        return f"sequence length {sequence_length} is over {longest} positions"
+def wrong_length(family: Family, config: Config, sequence_length: int) -> str | None:
+    """Return what is wrong with the samples' length: over the positions or a window, or not those of an image."""
+    fixed = family.fixed_positions(config)
+    if fixed is not None and sequence_length != fixed:
+        return f"sequence length {sequence_length} is not the {fixed} positions of an image"
+    longest, why = _longest(family, config)
+    if longest is not None and sequence_length > longest:
+        return f"sequence length {sequence_length} is over {longest} positions ({why})"
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if isinstance(window, int) and sequence_length > window:
         return f"sequence length {sequence_length} is over the sliding_window {window}: attention is whole"
     return None
+
+
+def _longest(family: Family, config: Config) -> tuple[int | None, str]:
+    """Return the positions that a configuration allows, and the keys that say so; None: any number.
+
+    Linear, dynamic and YaRN scaling stretch the original positions by their factor; the others' stretched number is
+    max_position_embeddings itself (transformers, modeling_rope_utils).
+    """
+    key = family.aliases.get("max_position_embeddings", "max_position_embeddings")
+    longest = config.get("max_position_embeddings")
+    if not isinstance(longest, int):
+        return None, key
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    scaling = config.get(name)
+    if not isinstance(scaling, Mapping) or scaling.get("rope_type", scaling.get("type")) not in _STRETCHING:
+        return longest, key
+    original, factor = scaling.get("original_max_position_embeddings") or longest, scaling.get("factor", 1)
+    if not isinstance(original, int) or not isinstance(factor, int | float) or original * factor <= longest:
+        return longest, key
+    return int(original * factor), f"{key} {original} x factor {factor:g} of {name}"
 
 
 def wrong_types(family: Family, config: Config) -> str | None:

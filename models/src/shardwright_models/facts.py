@@ -141,6 +141,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Names, by layer type, of something that tensor parallelism cannot divide: one rank has all of it."""
     undivided_by_ulysses: Mapping[str, str] = {}
     """Names, by layer type, of something that the Ulysses degree cannot divide."""
+    fixed_positions: Callable[[Config], int | None] = lambda _: None
+    """Positions of each sample where the configuration tells them; None: samples of text are as long as is asked."""
     positions_without_input: int = 0
     """Positions that the embedding multiplies nothing for: a class of an image has no patch."""
     labels: int | None = None

@@ -8,9 +8,8 @@ from shardwright_models.parameters import Parameters, linear, norm
 def _parameters(layer: str, config: Config) -> Parameters:
     hidden, inner, patch = config["hidden_size"], config["intermediate_size"], config["patch_size"]
     if layer == EMBEDDING:
-        positions = (config["image_size"] // patch) ** 2 + 1
         yield Parameter(name="vit.embeddings.cls_token", shape=(1, 1, hidden))
-        yield Parameter(name="vit.embeddings.position_embeddings", shape=(1, positions, hidden))
+        yield Parameter(name="vit.embeddings.position_embeddings", shape=(1, _positions(config), hidden))
         projection = "vit.embeddings.patch_embeddings.projection"
         yield Parameter(name=f"{projection}.weight", shape=(hidden, config["num_channels"], patch, patch))
         yield Parameter(name=f"{projection}.bias", shape=(hidden,))
@@ -25,6 +24,11 @@ def _parameters(layer: str, config: Config) -> Parameters:
             yield from norm(name, hidden)
         yield from linear("mlp.fc1", inner, hidden, "columns", bias=True)
         yield from linear("mlp.fc2", hidden, inner, "rows", bias=True)
+
+
+def _positions(config: Config) -> int:
+    """Return the patches of an image, and one for its class."""
+    return int((config["image_size"] // config["patch_size"]) ** 2 + 1)
 
 
 VIT = Family(
@@ -45,6 +49,7 @@ VIT = Family(
     ends_in_norm=(),
     # The head uses position 0, which under Ulysses only one rank has.
     undivided_by_ulysses={HEAD: "pooled_positions"},
+    fixed_positions=_positions,
     positions_without_input=1,
     labels=1,
     ignored=("num_labels",),

@@ -11,7 +11,7 @@ from shardwright_estimate.hardware import NodeRates, node_rates
 from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.runtimes import Runtime, attention_of
 from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io import BadInput, read_object
+from shardwright_formats.io import BadInput, did_you_mean, read_object
 from shardwright_formats.types import (
     FP8,
     GIB,
@@ -173,10 +173,8 @@ def _model(options: AdviseOptions) -> tuple[Model, str]:
         return model_of_config(preset.config, options.model, length, f"preset {options.model}"), preset.source
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
-        known = f"give a config.json, or one of {', '.join(presets)}"
-        raise BadInput("MODEL", f"{options.model} is no file and no preset", known)
-    if options.seq is None:
-        raise BadInput("--seq", "a config.json does not say how long samples are", "give it, in tokens")
+        known = did_you_mean(options.model, presets, f"give a config.json, or one of {', '.join(presets)}")
+        raise BadInput(options.model, "is no file and no preset", known)
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     return model_of_config(read_object(file), name, options.seq, file), str(file)
 
@@ -232,7 +230,7 @@ class _TypeFigures(NamedTuple):
 
 def _node_type(options: AdviseOptions, table: DeviceTable, key: str, per_node: int) -> _TypeFigures:
     """Return a node type by its device, with budget and price as given or by default."""
-    name, device = device_named(table, key)
+    name, device = device_named(table, key, "--gpus")
     if device.memory_bytes is None:
         raise BadInput("--gpus", f"the table has no memory of {key}", "choose another device")
     memory_gib = device.memory_bytes / GIB

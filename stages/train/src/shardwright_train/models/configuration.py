@@ -83,7 +83,7 @@ def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
     for key in family.above_zero:
         if (value := getattr(config, key)) is not None and not value > 0:
             raise ValueError(f"{key} {value} must be above 0, or null")
-    if (wrong := wrong_length(family.configured(vars(config)), sequence_length)) is not None:
+    if (wrong := wrong_length(family, family.configured(vars(config)), sequence_length)) is not None:
         raise ValueError(wrong)
     if (wrong := wrong_types(family, vars(config))) is not None:
         raise ValueError(wrong)
