@@ -14,13 +14,14 @@ RUN apt-get update \
 WORKDIR /opt/shardwright
 COPY constraints.txt requirements-dev.txt ./
 COPY .ci .ci
+COPY shardwright shardwright
 COPY formats formats
 COPY models models
 COPY launch launch
 COPY estimate estimate
 COPY stages stages
 # The exact versions of constraints.txt, as `make setup` takes them.
-RUN .ci/venv .venv "$TORCH_INDEX" formats models launch estimate stages/profile stages/search stages/train
+RUN .ci/venv .venv "$TORCH_INDEX" shardwright formats models launch estimate stages/profile stages/search stages/train
 
 COPY . .
 # So that make takes the environment for up to date.

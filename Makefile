@@ -6,7 +6,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 STAMP := $(VENV)/.ready
-PACKAGES := formats models launch estimate $(patsubst %/pyproject.toml,%,$(sort $(wildcard stages/*/pyproject.toml)))
+PACKAGES := shardwright formats models launch estimate $(patsubst %/pyproject.toml,%,$(sort $(wildcard stages/*/pyproject.toml)))
 SOURCES := $(wildcard $(addsuffix /src,$(PACKAGES)))
 WORKFLOW := Snakefile workflow/Snakefile $(wildcard workflow/rules/*.smk)
 
