@@ -12,7 +12,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/shardwright
-COPY constraints.txt requirements-dev.txt ./
+COPY VERSION constraints.txt requirements-dev.txt ./
 COPY .ci .ci
 COPY shardwright shardwright
 COPY formats formats

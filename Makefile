@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-slurm parity compiled kills resumes brute-force grids frozen versions check bench gpu gpu-rehearsal clean
+.PHONY: help setup demo test test-long test-slurm parity compiled kills resumes brute-force grids frozen versions check dist bench gpu gpu-rehearsal clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -17,6 +17,8 @@ PYTEST ?=
 TORCH_VERSIONS ?= 2.11.0 2.12.0 2.13.0
 # Where `make gpu-rehearsal` writes.
 REHEARSAL ?= results/rehearsal
+# Where `make dist` writes.
+DIST ?= dist
 # Where pip finds torch, if not where pip looks anyway, such as https://download.pytorch.org/whl/cpu (a smaller download).
 TORCH_INDEX ?=
 
@@ -78,6 +80,11 @@ check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@python tests/architecture/count_code.py
 	@echo "all checks passed"
 
+dist: $(STAMP) ## wheels of all packages in dist/: docs/install.md
+	@mkdir -p $(DIST) && rm -f $(DIST)/shardwright*.whl
+	@python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) $(addprefix ./,$(PACKAGES))
+	@ls $(DIST)
+
 bench: $(STAMP) ## the side-by-side runs of benchmarks/ (long; on a quiet machine)
 	@for run in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do echo "$$run"; python "$$run"; done
 
@@ -91,6 +98,6 @@ clean: ## remove .venv, results and caches
 	@rm -rf $(VENV) .venvs results .snakemake .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES))
+$(STAMP): VERSION constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES))
 	@.ci/venv $(VENV) "$(TORCH_INDEX)" $(PACKAGES)
 	@touch $@

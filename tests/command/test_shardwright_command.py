@@ -55,9 +55,11 @@ def test_advice_imports_neither_another_stage_nor_torch():
     code = """
 import sys
 from shardwright.cli import APP
-APP.call(["advise", "llama-3-8b", "--gpus", "8:H100-SXM", "--batch", "8"])
+APP.call(["advise", "llama-3-8b", "--gpus", "8:H100"])
 odd = {"torch", "transformers", "shardwright_train", "shardwright_profile", "shardwright_launch"} & sys.modules.keys()
 raise SystemExit(", ".join(odd) or 0)
 """
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60)
     assert done.returncode == 0 and "best plan: " in done.stdout, done.stderr
+    assert "batch: 512 samples, about 4 Mi tokens a step as Llama 2 took (--batch)" in done.stdout
+    assert "H100: taken for H100-SXM (--gpus)" in done.stdout

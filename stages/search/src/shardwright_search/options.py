@@ -108,8 +108,8 @@ class AdviseOptions(RuntimeOptions, frozen=True, kw_only=True):
     """A Hugging Face config.json, its folder, or a preset such as llama-3-8b."""
     gpus: str
     """NODESxGPUS:DEVICE (`shardwright-profile devices`), as 8x8:H100-SXM; of several types 2x8:A100-40+2x8:A10G."""
-    batch: Samples
-    """Samples of a step, of all GPUs together."""
+    batch: Samples | None = None
+    """Samples of a step, of all GPUs together; by default as many for each GPU as make about 4 Mi tokens."""
     seq: Tokens | None = None
     """Tokens of a sample; by default a preset's own."""
     against: tuple[str, ...] = ()

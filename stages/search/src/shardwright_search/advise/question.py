@@ -46,6 +46,10 @@ _NETWORKS = {
 }
 """Gbit/s that a node sends for each of its GPUs, and who says so, by key in the table of devices."""
 _FP8_ASSUMED = ("fp8: products with the weights of blocks alone, without their casts; estimated, not trained here",)
+_SHORT_NAMES = {"H100": "H100-SXM"}
+"""Names that people write for one of several devices of the table."""
+_USUAL_TOKENS = 2**22
+"""Tokens of a step: Touvron et al. 2023, Llama 2, table 1, and Grattafiori et al. 2024, section 3.4.1."""
 _GPUS = re.compile(r"(?:(\d{1,6})x)?(\d{1,6}):([^+]+)")
 
 
@@ -117,9 +121,11 @@ def question_of(options: AdviseOptions) -> Question:
     _, attention = attention_of(runtime, Attention.AUTO)
     if options.precision == FP8 and attention is Attention.EAGER:
         raise BadInput("--attention", "eager is not estimated beside fp8", "take flash2 or flash3")
+    batch = options.batch or _usual_batch(model, machines.cluster)
+    unsaid = () if options.batch else (f"batch: {batch} samples, about 4 Mi tokens a step as Llama 2 took (--batch)",)
     request = SearchRequest(
         name="advise",
-        global_batch_size=options.batch,
+        global_batch_size=batch,
         memory_gib=machines.budgets_gib,
         tp_sizes=machines.tp_sizes,
         recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL),
@@ -133,8 +139,13 @@ def question_of(options: AdviseOptions) -> Question:
     habits = f"{runtime.text}, of {'compiled' if options.compile else 'eager'} blocks (--runtime)"
     sources = (f"{runtime.name}: {source}" for source in runtime.sources)
     in_fp8 = _FP8_ASSUMED if options.precision == FP8 else ()
-    assumed = (f"shapes: {source}", *machines.assumed, habits, *sources, *in_fp8)
+    assumed = (f"shapes: {source}", *unsaid, *machines.assumed, habits, *sources, *in_fp8)
     return Question(request, model, machines.cluster, profiles, machines.devices, budgets, machines.tp_sizes, assumed)
+
+
+def _usual_batch(model: Model, cluster: Cluster) -> int:
+    """Return the samples of about `_USUAL_TOKENS` tokens that all devices divide: one or more for each of them."""
+    return cluster.num_devices * max(1, round(_USUAL_TOKENS / model.sequence_length / cluster.num_devices))
 
 
 def _profiles(
@@ -182,6 +193,8 @@ def _model(options: AdviseOptions) -> tuple[Model, str]:
 def machines_of(options: AdviseOptions, table: DeviceTable) -> Machines:
     """Read `--gpus`, and what is said of the GPUs besides; raises BadInput naming the option at fault."""
     groups = tuple(map(_group, options.gpus.split("+")))
+    short = {name for text in options.gpus.split("+") if (name := text.rpartition(":")[2]) in _SHORT_NAMES}
+    taken = (f"{name}: taken for {_SHORT_NAMES[name]} (--gpus)" for name in sorted(short))
     sizes = dict[str, int]()
     for node_type, _, per_node in groups:
         if sizes.setdefault(node_type, per_node) != per_node:
@@ -204,7 +217,7 @@ def machines_of(options: AdviseOptions, table: DeviceTable) -> Machines:
         {key: figures.device for key, figures in types.items()},
         {key: figures.budget_gib for key, figures in types.items()},
         {key: rates for key, (rates, _) in networks.items()},
-        (*(line for figures in types.values() for line in figures.assumed), *sent),
+        (*taken, *(line for figures in types.values() for line in figures.assumed), *sent),
     )
 
 
@@ -216,7 +229,7 @@ def _group(text: str) -> tuple[str, int, int]:
     nodes, per_node = int(match[1] or 1), int(match[2])
     if nodes < 1 or per_node < 1 or nodes * per_node > MAX_DEVICES:
         raise BadInput("--gpus", f"{nodes} nodes of {per_node} GPUs", f"give 1 to {MAX_DEVICES} GPUs")
-    return match[3], nodes, per_node
+    return _SHORT_NAMES.get(match[3], match[3]), nodes, per_node
 
 
 class _TypeFigures(NamedTuple):
