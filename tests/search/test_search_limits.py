@@ -15,6 +15,7 @@ from command_calls import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import alarm_after
+from msgspec.structs import replace
 from random_problems import random_mixed, random_problem
 from test_search_simulation import F1B, GPIPE, INTERLEAVED
 
@@ -224,16 +225,28 @@ def test_runners_up_without_an_end_are_none(make, monkeypatch, limit_s):
     assert not elsewhere and process_time() - began < (limit_s or 0) + SLACK_S
 
 
-def test_where_time_is_up_before_a_second_round_the_fastest_runner_up_that_fits_is_the_answer(make, monkeypatch):
+def _stopped_early():
+    raise StoppedEarly(FILE, "no plan was found", "give it more time")
+
+
+def _interrupted():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("second", [_stopped_early, _interrupted, None])
+def test_where_a_second_round_is_stopped_the_fastest_runner_up_that_fits_is_the_answer(make, monkeypatch, second):
+    """Before it knows a plan, by its limit and by Ctrl-C, and with one that is slower."""
     model, cluster = make.model(3), make.cluster()
     given = make.request(), model, cluster, make.profiles(model, cluster), FILE, lambda _: None
     first, rounds, whole = find_best(*given), [], search._once
 
     def once(request, **more):
         rounds.append(request)
-        if len(rounds) > 1:
-            raise StoppedEarly(FILE, "no plan was found", "give it more time")
-        return whole(request, **more)
+        answer = whole(request, **more)
+        if len(rounds) == 1:
+            return answer
+        slowest = max(first.runners_up, key=lambda each: each.sample_s)
+        return replace(answer, chosen=slowest, stopped=True) if second is None else second()
 
     def beyond(plan, *_):
         return 2**20 if len(rounds) == 1 and plan == first.chosen.plan else 0
@@ -241,7 +254,8 @@ def test_where_time_is_up_before_a_second_round_the_fastest_runner_up_that_fits_
     monkeypatch.setattr(search, "_once", once)
     monkeypatch.setattr(search, "beyond_room", beyond)
     answer = find_best(*given)
-    assert len(rounds) == 2 and answer.stopped and answer.chosen.plan in [each.plan for each in first.runners_up]
+    fastest = min(first.runners_up, key=lambda each: each.sample_s)
+    assert len(rounds) == 2 and answer.stopped and answer.chosen.plan == fastest.plan
 
 
 def test_a_space_whose_listing_has_no_end_is_given_up(make, monkeypatch):

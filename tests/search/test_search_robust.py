@@ -202,3 +202,20 @@ def test_a_prediction_tells_regrets_and_progress_names_the_scenario():
     assert prediction.robust == found.regrets
     assert "of the least largest regret over all scenarios" in prediction.proof.scope
     assert "scenario: sends across nodes 3 times as slow" in said
+
+
+def test_ctrl_c_in_a_scenario_leaves_the_best_plan_of_the_profile_as_it_is_and_says_so():
+    """A scenario of which the best plan is not known has no regrets."""
+
+    def interrupted(line: str) -> None:
+        if interrupted.armed and "configurations left" in line:
+            interrupted.armed = False
+            raise KeyboardInterrupt
+        interrupted.armed = interrupted.armed or line.startswith("scenario:")
+
+    interrupted.armed = False
+    profiles = make_profiles(MODEL, TWO_NODES, slow=0.3)
+    found = search(torn(3.0), TWO_NODES, profiles, interrupted)
+    nominal = search(torn(3.0, robust=None), TWO_NODES, profiles)
+    assert found.stopped and found.regrets == () and found.optimum_s == nominal.optimum_s
+    assert found.chosen.evaluation.estimate.objective_s == nominal.optimum_s

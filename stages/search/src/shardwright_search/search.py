@@ -109,7 +109,8 @@ def find_best(
     while not isinstance(answer := _or_spare(once, asked, left), Infeasible):
         if (more := beyond_room(*answer.chosen, budgets, asked, profiles)) == 0:
             spare = _spare(left) if answer.stopped else None
-            return answer if spare is None or spare.chosen.sample_s >= answer.chosen.sample_s else spare
+            faster = spare is not None and spare.chosen.sample_s < answer.chosen.sample_s
+            return replace(spare, stopped=True) if spare is not None and faster else answer
         left.append(answer)
         report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
         asked = replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
@@ -120,10 +121,10 @@ def find_best(
 def _or_spare(
     once: Callable[..., SearchAnswer | Infeasible], request: SearchRequest, left: Sequence[SearchAnswer]
 ) -> SearchAnswer | Infeasible:
-    """Return the answer to a request, or the spare one of those before where there is no time for another."""
+    """Return the answer to a request, or the spare one of those before where time or Ctrl-C leave no other."""
     try:
         return once(request, known=left[-1].instance if left else None)
-    except StoppedEarly:
+    except (StoppedEarly, KeyboardInterrupt):
         if (spare := _spare(left)) is None:
             raise
         return replace(spare, stopped=True)
@@ -199,7 +200,7 @@ def _once(
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
     # What follows a stopped search has little time, or none with a second Ctrl-C.
     after = soon(0.0 if optimum.stopped else deadline)
-    choices = _choices(space, optimum) if request.robust is None else _robust(space, optimum, after, report)
+    choices = _choices(space, optimum) if request.robust is None else _robust(space, optimum, report)
     choice, whole = latest(choices, after)
     choice = choice or _Choice(optimum.best, (optimum.best,), len(optimum.near))
 
@@ -241,11 +242,11 @@ def _choices(space: SearchSpace, optimum: Optimum[Configuration]) -> Iterator[_C
         yield choice._replace(ranked=(best, *close), compared=tuple(each.best for each in ranked))
 
 
-def _robust(space: SearchSpace, optimum: Optimum[Configuration], deadline: float, report: Report) -> Iterator[_Choice]:
+def _robust(space: SearchSpace, optimum: Optimum[Configuration], report: Report) -> Iterator[_Choice]:
     """Yield what is chosen by the largest regret over all scenarios."""
     assert space.instance.request.robust is not None
     ranked = simulated(space.instance, optimum.near[:MAX_NEAR])
-    all_regrets = _all_regrets(space, optimum.near[:MAX_NEAR], space.instance.request.robust, deadline, report)
+    all_regrets = _all_regrets(space, optimum.near[:MAX_NEAR], space.instance.request.robust, report)
     nominal, near = ranked[0].best, all_regrets.least(NEAR)
     ranked = simulated(space.instance, near[:MAX_NEAR])
     plans, regrets = tuple(each.best for each in ranked), all_regrets.reported(ranked[0].best, nominal)
@@ -303,14 +304,12 @@ def _is_short(configuration: Configuration) -> bool:
     return num_played(num_stages * configuration.num_chunks, num_stages, num_microbatches) == num_microbatches
 
 
-def _all_regrets(
-    space: SearchSpace, near: Sequence[Best[Configuration]], robust: Robust, deadline: float, report: Report
-) -> Regrets:
+def _all_regrets(space: SearchSpace, near: Sequence[Best[Configuration]], robust: Robust, report: Report) -> Regrets:
     """Return the regrets of the near plans of all scenarios; `near` are those of the profile as it is."""
 
     def search(scenario: str, other: Instance) -> tuple[Best[Configuration], ...]:
         report(f"scenario: {scenario}")
-        return _optimum(SearchSpace(other, space.file), deadline, report).near[:_MAX_NEAR_ELSEWHERE]
+        return _optimum(SearchSpace(other, space.file), None, report).near[:_MAX_NEAR_ELSEWHERE]
 
     return regrets_of(space.instance, near, robust, search)
 
@@ -330,7 +329,7 @@ def _too_early(file: Path) -> StoppedEarly:
     return StoppedEarly(file, "no plan was found before the search was stopped", "give it more time")
 
 
-def _optimum(space: SearchSpace, deadline: float, report: Report) -> Optimum[Configuration]:
+def _optimum(space: SearchSpace, deadline: float | None, report: Report) -> Optimum[Configuration]:
     def progress(best: float, bound: float, left: int) -> None:
         known = "no plan yet" if not np.isfinite(best) else f"best {best * 1e-9:.6g} ms, gap {best / bound - 1:.2%}"
         unit = "step" if space.instance.request.objective is Objective.STEP_TIME else "sample"
