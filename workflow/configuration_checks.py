@@ -14,6 +14,7 @@ import msgspec
 from configuration_files import read_yaml
 from configuration_types import DECIDED, RANDOM, Configuration, ModelChoice, Name, Search, Validate, components
 from shardwright_formats.io import BadInput
+from shardwright_models.presets import read_presets
 from shardwright_train.data.corpora import Source
 
 Section = Mapping[str, Any]
@@ -143,10 +144,12 @@ def _check_blend(name: str, blend: Mapping[str, float], settings: Configuration,
 
 
 def read_preset(preset: str, model: str, file: str, root: Path) -> Section:
-    """Return the preset of a model; raise BadInput where it is missing or malformed."""
-    path = root / "config" / "models" / f"{preset}.yaml"
+    """Return the preset of a model, a file or a published model; raise BadInput where it is missing or malformed."""
+    path, published = root / "config" / "models" / f"{preset}.yaml", read_presets()
     if not path.is_file():
-        known = sorted(each.stem for each in path.parent.glob("*.yaml"))
+        if preset in published:
+            return {"sequence_length": published[preset].sequence_length, "config": published[preset].config}
+        known = sorted({*published, *(each.stem for each in path.parent.glob("*.yaml"))})
         raise BadInput(file, f"models.{model}.preset: there is no config/models/{preset}.yaml", _hint(preset, known))
     content = read_yaml(path)
     if set(content) != {"sequence_length", "config"} or "model_type" not in content["config"]:

@@ -55,7 +55,7 @@ def test_advice_imports_neither_another_stage_nor_torch():
     code = """
 import sys
 from shardwright.cli import APP
-APP.call(["advise", "llama-3-8b", "--gpus", "8:H100"])
+APP.call(["advise", "llama-3-8b", "--gpus", "8:H100", "--time-limit", "60"])
 odd = {"torch", "transformers", "shardwright_train", "shardwright_profile", "shardwright_launch"} & sys.modules.keys()
 raise SystemExit(", ".join(odd) or 0)
 """

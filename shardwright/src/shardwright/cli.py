@@ -5,6 +5,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import NoReturn
 
+from shardwright.options import NewOptions
 from shardwright_formats.command import Command, CommandLine, run
 from shardwright_formats.io import BadInput
 from shardwright_search.cli import APP as SEARCH
@@ -40,7 +41,10 @@ APP = Program(
     name="shardwright",
     purpose="Find the fastest way to distribute the training of a Transformer, prove it, and train with it.\n\n"
     "profile and train come with shardwright[train]; shardwright-search has further commands of the planner.",
-    commands={name: SEARCH.commands[name] for name in _PLANNER},
+    commands={
+        **{name: SEARCH.commands[name] for name in _PLANNER},
+        "new": Command(NewOptions, "shardwright.new:write_configuration"),
+    },
 )
 
 
