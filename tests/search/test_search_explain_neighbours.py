@@ -12,6 +12,7 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB, DataParallel, Recompute
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.explain import what_if
 from shardwright_search.explain.tables import answers_shown
 from shardwright_search.explain.what_if import (
     WhatIf,
@@ -73,6 +74,24 @@ def test_a_batch_size_nearby_that_all_devices_divide_is_named_where_it_is_much_f
     assert all(other_s * 1.1 < asked_s for _, other_s in others)
     assert [size for size, _ in named(33)[1]] == [26, 39] and [size for size, _ in named(19)[1]] == []
     assert named(26)[1] == [] and named(32, pp_sizes=[13])[1] == [], "it is divided; it gains little"
+
+
+@pytest.mark.parametrize("where", ["space_of", "find_best"])
+def test_ctrl_c_ends_the_search_for_better_batch_sizes(make, monkeypatch, where):
+    """While a size is bounded, and while it is searched."""
+    model, cluster, sizes = make.model(12), make.cluster(13), []
+    question = WhatIf("", make.request(global_batch_size=32), model, cluster, make.profiles(model, cluster), FILE)
+    found, whole = best(*question[1:5]), getattr(what_if, where)
+
+    def interrupted(request, *more):
+        sizes.append(request.global_batch_size)
+        if where == "space_of":
+            raise KeyboardInterrupt
+        return replace(whole(request, *more), stopped=True)
+
+    monkeypatch.setattr(what_if, where, interrupted)
+    named = [each.plan.global_batch_size for each in better_batches(question, found, inf)]
+    assert sizes == [26] and named == ([] if where == "space_of" else [26])
 
 
 def test_each_kind_is_the_best_plan_of_the_search_that_asks_for_it(world, make):

@@ -1,7 +1,6 @@
 """Searches that differ from a given one: other kinds of plans, more memory or nodes, faster links, smaller batches."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from math import ceil, inf
 from pathlib import Path
@@ -14,7 +13,7 @@ from shardwright_formats.types import Cluster, Model, Plan, Recompute
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
-from shardwright_search.solver.stopping import Stopped, ended, latest, left, soon
+from shardwright_search.solver.stopping import Stopped, latest, left, soon
 from shardwright_search.space.budget import Infeasible, any_fits, states_beyond_budget
 from shardwright_search.space.configurations import configurations, divisors, narrowed
 from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes
@@ -144,7 +143,7 @@ def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) ->
     """Yield the best plan of each batch size nearby that all devices divide, where it is much faster by the sample.
 
     `searched` is the answer to the question, whose batch size they do not divide. A bound rules most sizes out, without
-    a search. None is looked at after `deadline`.
+    a search. None is looked at after `deadline` or Ctrl-C.
     """
     sizes, devices = batch_sizes(question.request), question.cluster.num_devices
     if len(sizes) > 1 or sizes[0] % devices == 0 or searched.stopped or question.request.robust is not None:
@@ -152,25 +151,29 @@ def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) ->
     (asked,) = sizes
     for size in (asked // devices * devices, -(-asked // devices) * devices):
         changed = question._replace(request=replace(question.request, global_batch_size=size))
-        near = 0 < size and abs(size - asked) <= _NEAR_BATCH * asked
-        if near and _least_sample_s(changed, deadline) * _MUCH_FASTER < searched.chosen.sample_s:
-            result = answer(changed, left(deadline)).result
+        if size == 0 or abs(size - asked) > _NEAR_BATCH * asked:
+            continue
+        bounds = (_least_sample_s(each) for each in (changed,))
+        least_s, _ = latest(bounds, deadline)
+        if least_s is None:
+            return
+        if least_s * _MUCH_FASTER < searched.chosen.sample_s:
+            _, result = other = answer(changed, left(deadline))
             if isinstance(result, SearchAnswer) and result.chosen.sample_s * _MUCH_FASTER < searched.chosen.sample_s:
                 yield result.chosen
+            if other.stopped:
+                return
 
 
-def _least_sample_s(question: WhatIf, deadline: float) -> float:
-    """Return a time that no plan of a request takes for a sample; infinity where it is refused, or time is up."""
-    least_ps: list[float] = []
-
-    def bound() -> None:
-        _, request, model, cluster, profiles, file = question
-        with suppress(BadInput):
-            space = space_of(request, model, cluster, profiles, file)
-            least_ps.append(min(space.solvable(each.configuration).relaxed_bound_ps for each in space.targets))
-
-    ended(bound, deadline)
-    return least_ps[0] * 1e-12 / min(batch_sizes(question.request)) if least_ps else inf
+def _least_sample_s(question: WhatIf) -> float:
+    """Return a time that no plan of a request takes for a sample; infinity where it is refused."""
+    _, request, model, cluster, profiles, file = question
+    try:
+        space = space_of(request, model, cluster, profiles, file)
+        least_ps = min(space.solvable(each.configuration).relaxed_bound_ps for each in space.targets)
+    except BadInput:
+        return inf
+    return least_ps * 1e-12 / min(batch_sizes(request))
 
 
 def remedies(
