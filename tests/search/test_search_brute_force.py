@@ -101,6 +101,9 @@ def test_a_search_that_is_stopped_knows_a_true_bound():
             with interrupted_after(calls, methods):
                 answer = optimize.optimize(targets, solvable, 0.01, 8, deadline=np.inf)
             assert answer.bound <= best, (first, calls)
+            known = {target: bound for bound, target in answer.bounds}
+            for target in targets[: answer.looked_at]:
+                assert known[target] <= target.score(times[target.configuration]) * (1 + 1e-12), (first, calls)
             if answer.best is not None:
                 assert answer.best.score >= best, (first, calls)
                 told += answer.stopped and 0 < answer.bound

@@ -158,6 +158,12 @@ class Search(Generic[C]):
         return [*self.heap, *self._waiting]
 
     @property
+    def _open(self) -> dict[int, float]:
+        """Bounds of configurations left, the one worked on among them, by number."""
+        now = {self._now.number: self._now.bound} if self._now.number >= 0 else {}
+        return {one.number: one.bound for one in self._left} | now
+
+    @property
     def num_left(self) -> int:
         """Number of configurations that are not solved."""
         return len(self._left)
@@ -204,13 +210,12 @@ class Search(Generic[C]):
         heapq.heapify(self.heap)
         while self.heap and self.heap[0].bound <= limit:
             self._step(self.heap[0], float(np.nextafter(limit, np.inf)))
+            self._now = _NOTHING
         self._widen(limit)
 
     def unsolved(self) -> dict[int, float]:
         """Return the bounds of configurations neither solved nor left out, by number; 0: it was not looked at."""
-        known = {number: 0.0 for number in range(self.looked_at, len(self._targets))}
-        now = {self._now.number: self._now.bound} if self._now.number >= 0 else {}
-        return known | {one.number: one.bound for one in self._left} | now
+        return {number: 0.0 for number in range(self.looked_at, len(self._targets))} | self._open
 
     def final_scores(self) -> dict[int, float]:
         """Return the scores of the best plans, and the bounds that are no lower than their limits, by number."""
@@ -302,7 +307,7 @@ class Search(Generic[C]):
 
     def bounds(self) -> tuple[tuple[float, Target[C]], ...]:
         """Return each configuration that a plan may fit in, with a lower bound on its score, the least first."""
-        known = {one.number: one.bound for one in self._left} | self.final_scores()
+        known = self._open | self.final_scores()
         return tuple((bound, self._targets[number]) for number, bound in sorted(known.items(), key=lambda i: i[::-1]))
 
 

@@ -35,8 +35,8 @@ def exhaust(
     """Pass the best plan of each target that has one below its limit to `take`, as soon as it is found.
 
     Targets are worked on by ascending bound. So where limits come from plans with a lower score alone, a target is
-    solved no further than it must be: all plans below its bound are known. `deadline` is a time of `monotonic`; it and
-    Ctrl-C end the search early. `report` hears the least bound and how many targets are left.
+    solved no further than it must be: all plans below its bound are known. `deadline` and Ctrl-C end the search early.
+    `report` hears the least bound and how many targets are left.
     """
     search = Search(targets, solvable, 1, np.inf, wide=True)
     stopped = not ended(partial(search.run, limit_of, report, take), deadline)
