@@ -119,6 +119,8 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Latency of one step of a collective between nodes, in µs; for analytic hardware."""
     overlap_slowdowns: Annotated[str, whole(_SLOWDOWNS)] | None = None
     """Slowdowns of computation and collectives that overlap, as `1.25:1.1`; for analytic hardware."""
+    runtime: RuntimeName | None = None
+    """Runtime whose overlap is assumed, as in `estimate` of the profiles; for analytic hardware."""
 
     def __post_init__(self) -> None:
         if self.hardware is Source.MEASURED and self.hardware_time_budget_s is None:
@@ -127,7 +129,7 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError(
                 "inter_node_gbit_s is missing: what one of its several nodes sends, as nothing is measured"
             )
-        for name in ("overlap_slowdowns", "network_step_us"):
+        for name in ("overlap_slowdowns", "network_step_us", "runtime"):
             if self.hardware is Source.MEASURED and getattr(self, name) is not None:
                 raise ValueError(f"{name} is told of what is measured: leave it out, or say `hardware: analytic`")
 

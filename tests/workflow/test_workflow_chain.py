@@ -177,7 +177,7 @@ def test_what_is_analytic_is_estimated_and_not_measured(finished):
         }
         config["profiles"]["cpu"] |= {"source": "analytic", "sequence_lengths": [64], "estimate": told}
         config["clusters"]["laptop"] |= {
-            "hardware": "analytic", "inter_node_gbit_s": 400, "overlap_slowdowns": "1.25:1.1",
+            "hardware": "analytic", "inter_node_gbit_s": 400, "overlap_slowdowns": "1.25:1.1", "runtime": "torchtitan",
         }  # fmt: skip
 
     finished.configure(planned)
@@ -190,7 +190,7 @@ def test_what_is_analytic_is_estimated_and_not_measured(finished):
     (hardware,) = [options for options in calls if "--hardware-out" in options]
     (profile,) = [options for options in calls if "--out" in options]
     assert (hardware["--hardware-out"], hardware["--inter-node-gbit-s"]) == ("results/hardware/laptop.h5", "400")
-    assert hardware["--overlap-slowdowns"] == "1.25:1.1"
+    assert (hardware["--overlap-slowdowns"], hardware["--runtime"]) == ("1.25:1.1", "torchtitan")
     assert (profile["--out"], profile["--node-type"]) == ("results/profiles/demo@cpu.h5", "cpu")
     assert [profile[f"--{key}-mib"] for key in ("context", "communicator", "allocator-slack")] == ["0", "1", "2048"]
     assert profile["--runtime"] == "nanotron" and "--fused" in profile
