@@ -66,13 +66,13 @@ def test_one_command_goes_from_the_hardware_profile_to_a_trained_model(chain):
     assert (state(job), detail(job, "NumNodes")) == ("COMPLETED", "2")
     assert BEGINNING in _said_by_run(chain, job)
     submitted = {path.name for path in (chain.folder / "slurm-logs").iterdir()}
-    grouped = {"group_describe", "group_probes", "group_fit", "group_search"}
+    grouped = {f"group_{name}_{name}" for name in ("describe", "probes", "fit", "search")}
     assert submitted == {"rule_hardware", "rule_measure", "rule_prepare", "rule_run"} | grouped
 
 
 def test_a_job_is_known_by_name_and_comment(chain):
     job = chain.job()
-    shown = slurm("squeue", "--noheader", "--states=all", "--jobs", job, "--Format=Name:30,Comment:40").split()
+    shown = slurm("squeue", "--noheader", "--states=all", "--jobs", job, "--Format=Name:60,Comment:40").split()
     assert shown[0].startswith("shardwright_") and shown[1] == "rule_run_wildcards_run"
 
 
