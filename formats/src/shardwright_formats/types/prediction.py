@@ -138,4 +138,4 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     robust: tuple[ScenarioRegret, ...] = ()
     """The scenarios of a robust search, the profile as it is first; empty for any other."""
     versions: str = ""
-    """Version of the program that predicted, as `shardwright-search 0.1.0`; empty in files of earlier versions."""
+    """Name and version of the program that predicted; empty in files of earlier versions."""
