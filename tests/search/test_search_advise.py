@@ -14,12 +14,15 @@ from shardwright_formats.command.command_line import _exit_code
 from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.types import DataParallel, Plan
 from shardwright_models.presets import read_presets
+from shardwright_models.registry import FAMILIES
 from shardwright_search.advise.choices import RULES, choice_of, plan_of_choice, plan_of_rule
 from shardwright_search.advise.question import question_of
-from shardwright_search.advise.report import mfu, usd_per_billion_tokens
+from shardwright_search.advise.report import MFU_COUNTS, mfu, usd_per_billion_tokens
 from shardwright_search.cli import APP
+from shardwright_search.commands import advise
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import AdviseOptions
+from shardwright_search.search import StoppedEarly
 from shardwright_search.space.uniform import UniformStrategy
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +59,7 @@ def test_fp8_speeds_up_the_products_of_blocks_and_leaves_memory_as_it_is(config,
         capsys, config, "--gpus", "8:A100-80", "--batch", 8, "--seq", 512, "--precision", "fp8"
     )
     assert (code, told) == (2, "")
-    assert refused.startswith("error: device NVIDIA A100-SXM4-80GB: the table has no rate for fp8 matrix products: ")
+    assert refused == "error: --precision: the table has no rate for fp8 products of A100-80: take bfloat16\n"
 
 
 def _advise(capsys, *arguments):
@@ -82,10 +85,27 @@ def test_the_answer_says_everything_that_was_asked(config, tmp_path, capsys):
         "USD per billion tokens",
     ):
         assert words in told
-    for words in ("proven under these estimates", "memory of the fullest rank", "less of it by", "rule:nvidia-table"):
+    for words in (
+        "proven under these estimates",
+        "not searched: interleaved schedules (",
+        "expert parallelism",
+        "memory of the fullest rank",
+        "less of it by",
+        "rule:nvidia-table",
+    ):
         assert words in told
-    for words in ("against tp=8,mbs=1", "times as long", "here is what differs", "assumed", "14% of 80 GiB left", SEEN):
+    for words in (
+        "against tp=8,mbs=1",
+        "times as long",
+        "here is what differs",
+        "assumed",
+        "14% of 80 GiB left",
+        MFU_COUNTS,
+        SEEN,
+    ):
         assert words in told
+    assert MFU_COUNTS in told
+    assert "  not searched: interleaved schedules (--against pp=2,vpp=2 prices one), context and expert " in told
     plan = read_document(out, Plan)
     assert (plan.global_batch_size, plan.model.sequence_length, plan.cluster.num_devices) == (16, 512, 8)
 
@@ -196,6 +216,7 @@ def test_what_fits_nowhere_ends_with_3_and_says_by_how_much(capsys, tmp_path):
         ({"--against": "tp=many"}, "tp 'many' is no number from 1"),
         ({"--against": "zero=4"}, "zero '4': choose 0, 1, 2, 3"),
         ({"--against": "rule:tp9"}, "rule:tp9 is no rule"),
+        ({"--against": "rule:nvidia-table", "--gpus": "6:H100-SXM"}, "error: --against rule:nvidia-table: none of "),
         ({"--against=--context-parallel-size 2": None}, "context_parallel 2 is not priced"),
         ({"--against": "nowhere.toml"}, "nowhere.toml"),
     ],
@@ -272,6 +293,22 @@ def test_the_readme_quotes_the_answer(capsys):
     _, said, _ = _advise(capsys, *command.split())
     quoted = readme.partition(command)[2].split("```")[2].strip().splitlines()
     assert len(quoted) > 5 and set(quoted) - {"..."} <= set(said.splitlines())
+
+
+def test_a_search_without_an_answer_in_time_names_the_option(capsys, monkeypatch, config):
+    def stopped(*_):
+        raise StoppedEarly("--batch", "no plan was found", "give it more time")
+
+    monkeypatch.setattr(advise, "find_best", stopped)
+    code, told, error = _advise(capsys, config, "--gpus", "8:H100-SXM", "--batch", 16, "--seq", 512)
+    assert (code, told) == (2, "")
+    assert error == "error: --time-limit: was over before a plan was found: give more seconds\n"
+
+
+def test_the_docs_list_the_families_of_the_registry_and_all_presets():
+    page = " ".join((ROOT / "docs" / "advise.md").read_text().split())
+    assert f"The families are {', '.join(f'`{name}`' for name in FAMILIES)}," in page
+    assert all(f"`{name}`" in page for name in read_presets())
 
 
 def test_presets_say_who_published_them_and_what_is_said_of_accuracy_stands_in_the_docs():

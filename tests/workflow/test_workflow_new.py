@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 from command_calls import call
-from configuration import load_workflow
 
+from configuration import load_workflow
 from shardwright.cli import APP
 
 ROOT = Path(__file__).parents[2]

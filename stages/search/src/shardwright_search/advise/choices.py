@@ -270,15 +270,15 @@ def plan_of_rule(name: str, question: Question, fits: Callable[[Plan], bool]) ->
     """
     if name not in RULES:
         raise BadInput("--against", f"rule:{name} is no rule", f"use {', '.join(f'rule:{known}' for known in RULES)}")
-    plan, refused = None, None
+    plan = None
     for choice in RULES[name].choices(question):
         try:
             plan = plan_of_choice(choice, f"rule:{name}", question)
-        except BadInput as error:
-            refused = error
+        except BadInput:
             continue
         if fits(plan):
             return plan
     if plan is None:
-        raise refused or BadInput(f"rule:{name}", "nothing divides the devices", "choose another number of GPUs")
+        problem = "none of its plans divides the GPUs and the batch"
+        raise BadInput(f"--against rule:{name}", problem, "choose other --gpus or another --batch")
     return plan

@@ -169,10 +169,12 @@ def _profiles(
         compile=request.compile,
     )
     rates, efficiencies, revised = rates_of(table, node_type), Efficiencies(), table.revised
-    made = model_profile([(Path("--model"), model)], settings, rates, efficiencies, revised, _PACKAGE, runtime)
+    if settings.precision.compute == FP8 and FP8 not in map(str, machines.devices[node_type].peaks):
+        raise BadInput("--precision", f"the table has no rate for fp8 products of {node_type}", "take bfloat16")
+    made = model_profile([(Path(model.name), model)], settings, rates, efficiencies, revised, _PACKAGE, runtime)
     alone, across = machines.alone(node_type), machines.networks.get(node_type)
     hardware = hardware_profile(alone, [rates], efficiencies, across, revised, _PACKAGE, runtime.overlap)
-    return index_profiles(hardware, Path("--gpus"), made.profile, Path("--model"))
+    return index_profiles(hardware, Path("--gpus"), made.profile, Path(model.name))
 
 
 def _model(options: AdviseOptions) -> tuple[Model, str]:

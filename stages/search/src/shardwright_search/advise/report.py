@@ -28,6 +28,13 @@ _LESS_BY = {
 """Remedies that make a category of memory smaller."""
 
 
+MFU_COUNTS = (
+    "MFU: 6 FLOPs a token for each weight of a matrix, the head's too, and 12 x length x width a layer for attention "
+    "to all positions, masked ones too; no recomputation; over the GPUs' published peak"
+)
+"""Convention of `mfu` (Chowdhery et al. 2022, appendix B) in words."""
+
+
 class PricedChoice(NamedTuple):
     """A choice of the user's, or a rule's, priced."""
 
@@ -63,7 +70,8 @@ def report(
     parts += [Text("\n".join(_against(question, plan, evaluation.estimate, choice))) for choice in choices]
     if not all_rules:
         parts.append(Text("some rules of thumb were not priced within the time limit"))
-    lines = ["assumed", *(f"  {line}" for line in question.assumed), *_assumptions(evaluation.warnings), SEEN]
+    assumed = *question.assumed, MFU_COUNTS
+    lines = ["assumed", *(f"  {line}" for line in assumed), *_assumptions(evaluation.warnings), SEEN]
     return Group(*parts, Text("\n".join(lines)))
 
 
@@ -110,6 +118,7 @@ def _answer(question: Question, answer: SearchAnswer, batches: Sequence[Candidat
     words += [] if price is None else [f"{price:,.2f} USD per billion tokens"]
     yield f"  predicted {', '.join(words)}"
     yield f"  {_proven(answer)}"
+    yield f"  not searched: {', '.join(_not_searched(question))}"
     for other, evaluation in batches:
         gives = ", ".join(_yields(question, other, evaluation.estimate))
         shape = f"{len(other.stages)} pipeline stage(s), {other.num_microbatches} microbatch(es)"
@@ -129,6 +138,15 @@ def _proven(answer: SearchAnswer) -> str:
     if answer.stopped:
         return f"stopped by the time limit: no plan is more than {gap:.1%} faster (--time-limit)"
     return f"proven under these estimates: no plan of the space is more than {gap:.2%} faster"
+
+
+def _not_searched(question: Question) -> Iterator[str]:
+    """Yield the ways of running a step that no plan of the space has."""
+    if not any(schedule.interleaves for schedule in question.request.schedules):
+        yield "interleaved schedules (--against pp=2,vpp=2 prices one)"
+    yield from ("context and expert parallelism", "a split backward pass (zero bubble)", "offloading to the host")
+    if not question.request.fine_grained:
+        yield "strategies of each layer (--uniform)"
 
 
 def _layer_counts(plan: Plan) -> str:

@@ -19,7 +19,7 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import show_rich
 from shardwright_search.explain.what_if import WhatIf, better_batches
 from shardwright_search.options import AdviseOptions
-from shardwright_search.search import SearchAnswer, find_best
+from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.solver.stopping import CpuSeconds, latest, left, soon, until
 from shardwright_search.space.budget import Infeasible
 
@@ -36,7 +36,10 @@ def advise(options: AdviseOptions) -> None:
     given = question.request, question.model, question.cluster, question.profiles, Path("--batch")
     deadline = until(CpuSeconds(options.time_limit))
     with progress() as tell:
-        answer = find_best(*given, tell if sys.stderr.isatty() else _seldom(tell), left(deadline))
+        try:
+            answer = find_best(*given, tell if sys.stderr.isatty() else _seldom(tell), left(deadline))
+        except StoppedEarly:
+            raise StoppedEarly("--time-limit", "was over before a plan was found", "give more seconds") from None
     if isinstance(answer, Infeasible):
         raise NothingFits(_nothing_fits(question, answer))
     rules, whole = latest(_rules_of_thumb(question), soon(0.0 if answer.stopped else deadline))
