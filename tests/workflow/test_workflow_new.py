@@ -55,7 +55,7 @@ def _nodes(workflow):
 
 def test_a_dry_run_of_a_new_configuration_plans_and_trains(bare):
     _new(bare.folder, "--model", "llama-3.1-8b", "--gpus", "8x8:H100", "--data", "random")
-    assert {"plan": 1, "run": 1}.items() <= bare.snakemake("-n", configfile="mine.yaml").jobs.items()
+    assert {"search": 1, "run": 1}.items() <= bare.snakemake("-n", configfile="mine.yaml").jobs.items()
 
 
 class _Terminal(io.StringIO):
