@@ -45,7 +45,7 @@ def test_what_a_command_prints_and_how_it_ends_is_its_own():
 def test_a_stage_that_is_not_installed_is_one_line(monkeypatch, stage):
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == f"shardwright_{stage}" else find_spec(name))
     asked = call(cli.APP, stage, "run", "plan.json")
-    expected = f"the package shardwright-{stage} is not installed: pip install 'shardwright[train]'"
+    expected = f"there is no package shardwright-{stage}: pip install 'shardwright[train]'"
     assert (asked.exit_code, asked.output) == (2, f"error: shardwright {stage}: {expected}\n")
     overview = call(cli.APP, "--help")
     assert overview.exit_code == 0 and f"  {stage} " not in overview.stdout and "  advise " in overview.stdout
@@ -61,5 +61,5 @@ raise SystemExit(", ".join(odd) or 0)
 """
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60)
     assert done.returncode == 0 and "best plan: " in done.stdout, done.stderr
-    assert "batch: 512 samples, about 4 Mi tokens a step as Llama 2 took (--batch)" in done.stdout
+    assert "batch: 512 samples, about 4 Mi tokens a step as published runs took (--batch)" in done.stdout
     assert "H100: taken for H100-SXM (--gpus)" in done.stdout

@@ -33,7 +33,7 @@ def _is_installed(stage: str) -> bool:
 def _commands_of(stage: str) -> dict[str, Command]:
     if not _is_installed(stage):
         remedy = "pip install 'shardwright[train]'"
-        raise BadInput(f"shardwright {stage}", f"the package shardwright-{stage} is not installed", remedy)
+        raise BadInput(f"shardwright {stage}", f"there is no package shardwright-{stage}", remedy)
     return dict(import_module(f"shardwright_{stage}.cli").APP.commands)
 
 

@@ -60,7 +60,7 @@ def write_configuration(options: NewOptions) -> None:
 def _answered(options: NewOptions) -> NewOptions:
     """Return the options with model, GPUs and data; BadInput where one is neither given nor answered, or unknown."""
     presets = read_presets()
-    model = options.model or _asked("--model", "Model, such as llama-3.1-8b")
+    model = options.model or _asked("--model", f"Model, one of {', '.join(presets)}")
     if model not in presets:
         close = get_close_matches(model, presets, n=1)
         remedy = f"did you mean {close[0]}?" if close else f"give one of {', '.join(presets)}"

@@ -122,7 +122,9 @@ def question_of(options: AdviseOptions) -> Question:
     if options.precision == FP8 and attention is Attention.EAGER:
         raise BadInput("--attention", "eager is not estimated beside fp8", "take flash2 or flash3")
     batch = options.batch or _usual_batch(model, machines.cluster)
-    unsaid = () if options.batch else (f"batch: {batch} samples, about 4 Mi tokens a step as Llama 2 took (--batch)",)
+    unsaid = (
+        () if options.batch else (f"batch: {batch} samples, about 4 Mi tokens a step as published runs took (--batch)",)
+    )
     request = SearchRequest(
         name="advise",
         global_batch_size=batch,
