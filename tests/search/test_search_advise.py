@@ -289,7 +289,7 @@ def test_it_takes_under_5_cpu_seconds_and_imports_neither_torch_nor_pandas_nor_s
 
 def test_the_readme_quotes_the_answer(capsys):
     readme = (ROOT / "README.md").read_text()
-    (command,) = re.findall(r"^shardwright-search advise (.*)$", readme, re.MULTILINE)
+    (command,) = re.findall(r"^shardwright advise (.*)$", readme, re.MULTILINE)
     _, said, _ = _advise(capsys, *command.split())
     quoted = readme.partition(command)[2].split("```")[2].strip().splitlines()
     assert len(quoted) > 5 and set(quoted) - {"..."} <= set(said.splitlines())
