@@ -1,6 +1,6 @@
 """Named runtimes: what each does beside a plan, as estimates take it, and who says so.
 
-No figure here is fitted to a measured run.
+No figure here is fitted to a measured run; the host's time for each kernel is, to layer times (`layers.OPERATOR_S`).
 """
 
 from collections.abc import Mapping
