@@ -25,6 +25,7 @@ from shardwright_formats.types import (
     Plan,
     Precision,
     Recompute,
+    Schedule,
 )
 from shardwright_models.description import model_of_config
 from shardwright_models.presets import read_presets
@@ -34,6 +35,8 @@ from shardwright_search.space.budget import budgets_of_stages
 from shardwright_search.space.request import SearchRequest
 
 _PACKAGE = "shardwright-search"
+_CHUNKS = (2, 4)
+"""Layer ranges of a stage of interleaved schedules that are searched."""
 _NETWORKS = {
     "A100-40": (200, "DGX A100 datasheet, NVIDIA, 2020: 8 x 200 Gbit/s InfiniBand for 8 GPUs"),
     "A100-80": (200, "DGX A100 datasheet, NVIDIA, 2020: 8 x 200 Gbit/s InfiniBand for 8 GPUs"),
@@ -131,6 +134,8 @@ def question_of(options: AdviseOptions) -> Question:
         memory_gib=machines.budgets_gib,
         tp_sizes=machines.tp_sizes,
         recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL),
+        schedules=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B),
+        chunks_per_stage=_CHUNKS,
         fine_grained=not options.uniform,
         precision=Precision(compute=options.precision),
         attention=attention,
