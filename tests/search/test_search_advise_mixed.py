@@ -44,7 +44,7 @@ def _text(told):
 def test_the_answer_names_the_type_of_each_stage_its_budget_and_what_binds(answer):
     plan, told = answer
     said = _text(told)
-    assert "38.0 GiB of A100-40 and 22.8 GiB of A10" in said
+    assert "34.4 GiB of A100-40 and 20.6 GiB of A10" in said
     types = [plan.cluster.node_type_of_rank[stage.ranks[0]] for stage in plan.stages]
     counts = [high - low for ((low, high),) in (stage.layers for stage in plan.stages)]
     assert set(types) == {"A100-40", "A10"}

@@ -35,6 +35,8 @@ from shardwright_search.space.budget import budgets_of_stages
 from shardwright_search.space.request import SearchRequest
 
 _PACKAGE = "shardwright-search"
+_MAX_INTERLEAVED = 2**16
+"""The largest batch that interleaved schedules are searched for: of more microbatches bubbles are no share."""
 _CHUNKS = (2, 4)
 """Layer ranges of a stage of interleaved schedules that are searched."""
 _NETWORKS = {
@@ -128,13 +130,14 @@ def question_of(options: AdviseOptions) -> Question:
     unsaid = (
         () if options.batch else (f"batch: {batch} samples, about 4 Mi tokens a step as published runs took (--batch)",)
     )
+    interleaved = (Schedule.INTERLEAVED_1F1B,) if batch <= _MAX_INTERLEAVED else ()
     request = SearchRequest(
         name="advise",
         global_batch_size=batch,
         memory_gib=machines.budgets_gib,
         tp_sizes=machines.tp_sizes,
         recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL),
-        schedules=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B),
+        schedules=(Schedule.ONE_F_ONE_B, *interleaved),
         chunks_per_stage=_CHUNKS,
         fine_grained=not options.uniform,
         precision=Precision(compute=options.precision),

@@ -142,8 +142,11 @@ def _proven(answer: SearchAnswer) -> str:
 
 def _not_searched(question: Question) -> Iterator[str]:
     """Yield the ways of running a step that no plan of the space has."""
-    chunks = max(question.request.chunks_per_stage)
-    yield f"interleaved schedules of over {chunks} chunks a stage (--against pp=2,vpp={2 * chunks} prices one)"
+    if any(schedule.interleaves for schedule in question.request.schedules):
+        chunks = max(question.request.chunks_per_stage)
+        yield f"interleaved schedules of over {chunks} chunks a stage (--against pp=2,vpp={2 * chunks} prices one)"
+    else:
+        yield "interleaved schedules (--against pp=2,vpp=2 prices one)"
     yield from ("context and expert parallelism", "a split backward pass (zero bubble)", "offloading to the host")
     if not question.request.fine_grained:
         yield "strategies of each layer (--uniform)"
