@@ -12,7 +12,7 @@ import pytest
 from shardwright_estimate.accuracy import SEEN
 from shardwright_formats.command.command_line import _exit_code
 from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.types import DataParallel, Plan
+from shardwright_formats.types import DataParallel, Plan, Schedule
 from shardwright_models.presets import read_presets
 from shardwright_models.registry import FAMILIES
 from shardwright_search.advise.choices import RULES, choice_of, plan_of_choice, plan_of_rule
