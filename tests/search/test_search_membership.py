@@ -14,9 +14,9 @@ from shardwright_search.space.search_space import SearchSpace, space_of
 
 
 def some_plans(space: SearchSpace, seed: int, count: int) -> list[Plan]:
-    """Random plans of random configurations; those with an option that stands for none are left out."""
+    """Random plans of random configurations, if any; those with an option that stands for none are left out."""
     rng, instance, plans = np.random.default_rng(seed), space.instance, list[Plan]()
-    single = [each.configuration for each in space.targets if each.configuration.num_chunks == 1]
+    single = [each.configuration for each in space.listed if each.configuration.num_chunks == 1]
     for number in rng.permutation(len(single))[:count]:
         problem = instance.problem(single[number])
         solution = random_solution(rng, problem)
