@@ -93,10 +93,11 @@ CORRECTIONS = (
 REFROZEN = (
     (
         "*",
-        "analytic profiles: the host takes 42 us for a kernel, not 15, all-reduces of NVLink 4 have published times, "
-        "steps between nodes take 30 us and each collective has its rate; notes name the runtime. Searches on them "
-        "leave 14 % of a device free by default, name their room and the program's version, and the least simulated plan is "
-        "looked for on each placement; interleaved chunks may lack layers at the ends; 187 outputs",
+        "analytic profiles: the host takes 42 us for a kernel, not 15, all-reduces of NVLink 4 have published "
+        "times, steps between nodes take 30 us and each collective has its rate; notes name the runtime. Searches "
+        "on them leave 14 % of a device free by default, name their room and the program's version, and the least "
+        "simulated plan is looked for on each placement; interleaved chunks may lack layers at the ends; 187 "
+        "outputs",
     ),
     (
         "p*/*",
