@@ -128,7 +128,10 @@ def test_without_spread_and_slow_links_the_robust_plan_is_the_nominal_one(seed):
     nothing = {"spreads": 0, "slow_link": 1}
     found = search(make_request(robust=nothing), cluster, profiles)
     nominal = search(make_request(), cluster, profiles)
-    assert found.chosen == nominal.chosen and found.runners_up == nominal.runners_up
+    assert found.chosen == nominal.chosen
+    # The nominal search also looks at plans further from its optimum.
+    known = [each.plan for each in nominal.runners_up]
+    assert found.runners_up and all(each.plan in known for each in found.runners_up)
     assert [(one.scenario, one.regret == one.nominal_regret) for one in found.regrets] == [(NOMINAL, True)]
     assert nominal.regrets == ()
 

@@ -116,7 +116,7 @@ def test_a_decoder_block_of_t5_attends_twice() -> None:
         (T5_SMALL | {"num_decoder_layers": 0}, "num_layers and num_decoder_layers must be 1 or more"),
         (T5_SMALL | {"pad_token_id": None, "decoder_start_token_id": None}, "no pad_token_id"),
         (T5_SMALL | {"d_modl": 512}, "unknown key 'd_modl' for models of the family t5"),
-        (VIT_BASE | {"image_size": [224, 240]}, "sequence length 197 is not that of the patches and the class: 211"),
+        (VIT_BASE | {"image_size": [224, 240]}, "sequence length 197 is not the 211 positions of an image"),
         (VIT_BASE | {"id2label": {}}, "there are no classes"),
         (VIT_BASE | {"vocab_size": 5}, "unknown key 'vocab_size' for models of the family vit"),
     ],

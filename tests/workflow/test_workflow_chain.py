@@ -308,7 +308,11 @@ def test_a_run_that_may_lose_nodes_is_told_what_to_plan_again_with(finished):
     done = finished.snakemake("results/runs/demo/DONE.json")
     assert done.status == 0, done.output
     given = _options(_of(finished.calls(), "shardwright-train run")[-1])
-    (plan,) = (call for call in _of(finished.calls(), "shardwright-search plan") if call[-1].endswith("roomy.json"))
+    (plan,) = (
+        call
+        for call in _of(finished.calls(), "shardwright-search plan")
+        if _options(call)["--out"].endswith("roomy.json")
+    )
     for name in ("hardware", "profile", "search"):
         assert given[f"--replan-{name}"] == _options(plan)[f"--{name}"]
 

@@ -1,5 +1,7 @@
 """ViT (Dosovitskiy et al. 2021): patches of an image instead of tokens, and a class instead of the next token."""
 
+from collections.abc import Sequence
+
 from shardwright_formats.types import EMBEDDING, HEAD, Parameter
 from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Mask, Norm, Stack
 from shardwright_models.parameters import Parameters, linear, norm
@@ -27,8 +29,17 @@ def _parameters(layer: str, config: Config) -> Parameters:
 
 
 def _positions(config: Config) -> int:
-    """Return the patches of an image, and one for its class."""
-    return int((config["image_size"] // config["patch_size"]) ** 2 + 1)
+    """Return the patches of an image, whose size is a length or height and width, and one for its class."""
+    height, width = _sides(config["image_size"])
+    patch_height, patch_width = _sides(config["patch_size"])
+    return (height // patch_height) * (width // patch_width) + 1
+
+
+def _sides(size: int | Sequence[int]) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    height, width = size
+    return height, width
 
 
 VIT = Family(
