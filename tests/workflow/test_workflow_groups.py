@@ -11,10 +11,11 @@ ROOT = Path(__file__).parents[2]
 GROUP = re.compile(r"\bGroup job (\w+) \(", re.IGNORECASE)
 
 
-def _groups(workspace):
+def _groups(workspace, *options):
     """The jobs that would be submitted for groups, by group."""
-    (workspace.folder / "slurm").symlink_to(ROOT / "slurm")
-    done = workspace.snakemake("plans", "-n", "--profile", "slurm", cores=())
+    if not (workspace.folder / "slurm").exists():
+        (workspace.folder / "slurm").symlink_to(ROOT / "slurm")
+    done = workspace.snakemake("plans", "-n", "--profile", "slurm", *options, cores=())
     assert done.status == 0, done.output
     return Counter(GROUP.findall(done.output))
 
@@ -33,7 +34,12 @@ def many(bare):
 
 
 def test_many_searches_are_few_jobs_of_slurm(many):
-    assert _groups(many) == {"describe": 1, "probes": 1, "fit": 1, "search": 3}
+    asked = "--group-components", "search=16", "fit=16"
+    assert _groups(many, *asked) == {"describe": 1, "probes": 1, "fit": 1, "search": 3}
+
+
+def test_a_search_that_fits_nowhere_takes_no_other_with_it_unless_that_is_asked_for(many):
+    assert _groups(many) == {"describe": 1, "probes": 1, "fit": 1, "search": 40}
 
 
 def test_a_corrected_search_is_in_no_job_with_the_one_that_it_learns_from(many):
@@ -41,4 +47,4 @@ def test_a_corrected_search_is_in_no_job_with_the_one_that_it_learns_from(many):
     for name in ("search-1", "search-2"):
         config["searches"][name]["correction"] = "search-0"
     (many.folder / "config.yaml").write_text(yaml.safe_dump(config))
-    assert _groups(many)["search"] == 3
+    assert _groups(many, "--group-components", "search=16")["search"] == 3
