@@ -1,5 +1,6 @@
 """A label of the interleaved schedule replaces another only where no plan through the other is better for it."""
 
+import itertools
 from collections import Counter
 from typing import NamedTuple
 
@@ -8,6 +9,9 @@ import pytest
 from interleaved_problems import random_interleaved, with_budget
 from numpy.typing import NDArray
 
+from shardwright_formats.semantics.schedules.registry import schedule_of
+from shardwright_formats.types import Schedule
+from shardwright_search.solver import interleaved_problem
 from shardwright_search.solver.interleaved import Interleaved
 from shardwright_search.solver.interleaved_labels import Chain, ChunkLabels
 from shardwright_search.solver.interleaved_problem import InterleavedProblem
@@ -133,3 +137,18 @@ def test_each_number_that_is_compared_is_needed(every: list[Lost]) -> None:
     without = sum((one.without for one in equal), Counter[str]())
     assert {"time 0", "time 1", "peak 0, corner 4", "peak 1, corner 2", "peak 2, corner 1"} <= names
     assert {name for name in names if not without[name]} == set()
+
+
+@pytest.mark.parametrize("frees_outputs", [False, True])
+def test_further_rounds_of_microbatches_bring_no_new_moment(monkeypatch, frees_outputs):
+    """Moments of four rounds are those of any more, walked through whole."""
+    schedule = schedule_of(Schedule.INTERLEAVED_1F1B)
+    whole = interleaved_problem.moments_in_flight.__wrapped__
+    for pp_size, num_chunks in itertools.product((2, 3, 4, 6, 8), (2, 3, 4)):
+        few = whole(schedule, pp_size, 4 * pp_size, num_chunks, frees_outputs)
+        monkeypatch.setattr(interleaved_problem, "_ROUNDS", 100)
+        for rounds in (5, 8):
+            assert whole(schedule, pp_size, rounds * pp_size, num_chunks, frees_outputs) == few, (pp_size, num_chunks)
+        assert whole(schedule, pp_size, pp_size, num_chunks, frees_outputs) != few
+        monkeypatch.undo()
+        assert whole(schedule, pp_size, 4000 * pp_size, num_chunks, frees_outputs) == few

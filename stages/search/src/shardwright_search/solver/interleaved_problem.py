@@ -6,7 +6,7 @@ list.
 """
 
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +17,10 @@ from shardwright_formats.semantics.schedules.schedule import PipelineSchedule
 from shardwright_search.solver.problem import DeviceGroup
 from shardwright_search.step.memory import PassCounts, pass_counts
 from shardwright_search.step.pareto import Numbers
+
+
+_ROUNDS = 4
+"""Rounds of one microbatch for each stage, after which further ones bring no new moment."""
 
 
 class Place(Enum):
@@ -49,14 +53,18 @@ class InFlight(NamedTuple):
     """True in the first backward pass of the chunk worked on, which makes its gradients layer by layer."""
 
 
+@lru_cache(maxsize=1024)
 def moments_in_flight(
     schedule: PipelineSchedule, pp_size: int, num_microbatches: int, num_chunks: int, frees_outputs: bool
 ) -> tuple[tuple[InFlight, ...], ...]:
     """Return the moments of the first stage, of the stages in the middle, and of the last that no other exceeds.
 
     `frees_outputs` is that of the problem. Of fewer than three stages the last stands for the middle. Stages further on
-    have no more in flight, but in a short step as much as the second, of which they may have freed less.
+    have no more in flight, but in a short step as much as the second, of which they may have freed less. Whole rounds of
+    one microbatch for each stage repeat the same moments, so that four of them stand for more.
     """
+    if num_microbatches % pp_size == 0:
+        num_microbatches = min(num_microbatches, _ROUNDS * pp_size)
     is_short = frees_outputs and num_microbatches < 2 * (pp_size - 1)
     middle = range(1, pp_size - 1) if is_short else (min(1, pp_size - 1),)
     walk = partial(pass_counts, schedule, pp_size, num_microbatches, num_chunks=num_chunks)

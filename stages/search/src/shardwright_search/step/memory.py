@@ -13,7 +13,6 @@ and gradients that all chunks hold. The runtime frees an output when a message o
 received. There it is counted so; of a stage with one chunk outputs are counted until their backward pass.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -160,20 +159,24 @@ def pass_counts(
         return order.get(action._replace(chunk=chunk)) if at == receiver else None
 
     in_flight, made, pending = [0] * num_chunks, [False] * num_chunks, list[tuple[int, int]]()
+    held = [0] * num_chunks
     sends = [number_there(Action(Pass.FORWARD, 0, chunk), 1) is not None for chunk in range(num_chunks)]
     for action in here:
         kind, _, chunk = action
         backward = kind is Pass.BACKWARD
         in_flight[chunk] -= backward
         done = number_there(action, 1 if backward else -1)
-        pending = [(number, at) for number, at in pending if done is None or number > done]
-        held = Counter(at for _, at in pending)
+        if done is not None:
+            for _, at in (each for each in pending if each[0] <= done):
+                held[at] -= 1
+            pending = [each for each in pending if each[0] > done]
         freed = tuple((count - held[at]) * sends[at] for at, count in enumerate(in_flight))
         yield PassCounts(chunk, tuple(in_flight), freed, tuple(made), backward and not made[chunk])
         in_flight[chunk] += not backward
         made[chunk] |= backward
         if not backward and (received := number_there(action, 1)) is not None:
             pending.append((received, chunk))
+            held[chunk] += 1
 
 
 def layer_passes(gradients: ArrayLike, activation: ArrayLike, workspace: ArrayLike) -> LayerMemory:
