@@ -18,7 +18,6 @@ from shardwright_search.solver.problem import DeviceGroup
 from shardwright_search.step.memory import PassCounts, pass_counts
 from shardwright_search.step.pareto import Numbers
 
-
 _ROUNDS = 4
 """Rounds of one microbatch for each stage, after which further ones bring no new moment."""
 
@@ -60,8 +59,8 @@ def moments_in_flight(
     """Return the moments of the first stage, of the stages in the middle, and of the last that no other exceeds.
 
     `frees_outputs` is that of the problem. Of fewer than three stages the last stands for the middle. Stages further on
-    have no more in flight, but in a short step as much as the second, of which they may have freed less. Whole rounds of
-    one microbatch for each stage repeat the same moments, so that four of them stand for more.
+    have no more in flight, but in a short step as much as the second, of which they may have freed less. Whole rounds
+    of one microbatch for each stage repeat the same moments, so that four of them stand for more.
     """
     if num_microbatches % pp_size == 0:
         num_microbatches = min(num_microbatches, _ROUNDS * pp_size)
