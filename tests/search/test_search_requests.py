@@ -11,8 +11,7 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_search.search import Infeasible, SearchAnswer
-from shardwright_search.space.budget import budgets_of, with_spare
-from shardwright_search.space.search_space import space_of
+from shardwright_search.space.budget import budgets_of
 
 FILE = Path("s.json")
 
@@ -34,23 +33,6 @@ def test_budgets_are_told_for_each_node_type_less_the_reserve(make):
     assert budgets_of(one, cluster, FILE) == {"small": GIB // 4, "large": GIB // 4}
     some = replace(plain, memory_gib={"large": 1.5}, reserve_gib=0.25)
     assert budgets_of(some, cluster, FILE) == {"small": GIB * 3 // 4, "large": GIB * 5 // 4}
-
-
-def test_estimated_devices_keep_a_share_free_unless_a_budget_or_a_reserve_is_given(make):
-    model, cluster, plain = make.model(), make.cluster(2), make.request()
-    measured = make.profiles(model, cluster)
-    points = {key: each._replace(sources=frozenset({("forward_s", "analytic")})) for key, each in
-              measured.layers.items()}  # fmt: skip
-    estimated = measured._replace(layers=points)
-    (whole,) = budgets_of(plain, cluster, FILE).values()
-    assert with_spare(plain, cluster, measured) == plain
-    (left,) = budgets_of(with_spare(plain, cluster, estimated), cluster, FILE).values()
-    assert left == pytest.approx(0.86 * whole, abs=2)
-    for asked in (replace(plain, memory_gib=whole / GIB), replace(plain, reserve_gib=whole / GIB / 100)):
-        assert with_spare(asked, cluster, estimated) == asked
-    budgets = {space_of(plain, model, cluster, each, FILE).instance.request.memory_gib is None
-               for each in (measured, estimated)}  # fmt: skip
-    assert budgets == {True, False}
 
 
 @pytest.mark.parametrize(
