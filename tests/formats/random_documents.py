@@ -216,7 +216,7 @@ proofs = st.builds(
     scope=names,
     examined=st.integers(0, 2**31 - 1),
     solved=st.integers(0, 2**31 - 1),
-    certificate=st.none() | names,
+    second_opinion=st.none() | names,
 )
 predictions = st.builds(
     Prediction,
