@@ -55,6 +55,15 @@ def test_collectives_get_the_rates_and_steps_that_are_told_of_them(command, tmp_
         assert time_s == pytest.approx(START_S + way * steps + way * 15 / 16 * (1 << 20) / (0.75 * rate))
 
 
+def test_a_latency_of_links_without_a_rate_is_refused(command, tmp_path):
+    write_document(tmp_path / "c.json", a_cluster(1))
+    files = ("--cluster", tmp_path / "c.json", "--hardware-out", tmp_path / "h.h5")
+    finished = command("analytic", *files, "--network-step-us", 50)
+    assert finished.returncode == 2 and finished.stderr.count("\n") == 1
+    assert finished.stderr.startswith("error: --network-step-us: is of links between nodes, which have no rate: give")
+    assert not (tmp_path / "h.h5").exists()
+
+
 @pytest.mark.parametrize("text", ["400+gather=3", "400+all_gather=3+all_gather=4", "400+=3", "400+all_gather"])
 def test_a_collective_that_is_none_or_has_no_rate_is_refused(text):
     with pytest.raises(BadInput, match=r"--inter-node-gbit-s: '.*' is no (collective, or named twice|rate): write 400"):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from shardwright_estimate.devices import DeviceTable, Efficiencies, Rates, rates_of, read_devices
 from shardwright_estimate.hardware import node_rates
+from shardwright_estimate.messages import NETWORK_STEP_S
 from shardwright_estimate.notes import Process
 from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.runtimes import attention_of
@@ -65,7 +66,9 @@ def _hardware_profile(options: AnalyticOptions, table: DeviceTable, cluster: Clu
     if cluster is None:
         raise BadInput("--hardware-out", "a hardware profile needs --cluster", "give it")
     names = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
-    step_s = options.network_step_us / _MICRO
+    if options.network_step_us is not None and options.inter_node_gbit_s is None:
+        raise BadInput("--network-step-us", "is of links between nodes, which have no rate", "give --inter-node-gbit-s")
+    step_s = NETWORK_STEP_S if options.network_step_us is None else options.network_step_us / _MICRO
     between = None if options.inter_node_gbit_s is None else node_rates(options.inter_node_gbit_s, step_s)
     rates = [_rates(options, table, name) for name in names]
     return hardware_profile(

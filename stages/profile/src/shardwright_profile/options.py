@@ -273,8 +273,8 @@ class AnalyticOptions(RuntimeOptions, frozen=True, kw_only=True):
     As 2:400,4:300 by the maximum number of nodes that a group of ranks spans, where wide groups get less. Collectives
     with rates of their own follow: 2:400,4:300+all_gather=2:200,4:150+reduce_scatter=2:200,4:150.
     """
-    network_step_us: Microseconds = 30.0
-    """Latency of one step of a collective from a node to the next, in µs."""
+    network_step_us: Microseconds | None = None
+    """Latency of one step of a collective from a node to the next, in µs; by default 30. It needs inter_node_gbit_s."""
     context_mib: NonNegativeCount | None = None
     """Memory of CUDA's context on a device, in MiB, such as an idle process takes; by default 512."""
     communicator_mib: NonNegativeCount | None = None
