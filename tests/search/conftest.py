@@ -1,5 +1,6 @@
 """Made-up models, clusters and profiles, and the files they are read from."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,3 +58,14 @@ def searched(make: SimpleNamespace) -> Callable[..., SearchAnswer | Infeasible]:
         return find_best(make.request(**options), model, cluster, profiles, Path("s.json"), lambda line: None)
 
     return answer
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config.json of a tiny Llama, for advice."""
+    shape = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"model_type": "llama", **shape, "num_attention_heads": 8, "max_position_embeddings": 512})
+    )
+    return path

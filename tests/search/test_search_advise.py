@@ -26,15 +26,6 @@ from shardwright_search.search import StoppedEarly
 from shardwright_search.space.uniform import UniformStrategy
 
 ROOT = Path(__file__).parents[2]
-TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704}
-TINY |= {"num_hidden_layers": 4, "num_attention_heads": 8, "max_position_embeddings": 512}
-
-
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(TINY))
-    return path
 
 
 def _question(model="llama-2-7b", gpus="2x8:H100-SXM", batch=64, **more):
@@ -259,7 +250,7 @@ def test_the_patches_of_an_image_need_no_length(tmp_path, capsys):
 
 def test_scaled_rotary_embeddings_reach_as_far_as_their_configuration_says(config):
     def longest(**scaling):
-        config.write_text(json.dumps(TINY | {"rope_scaling": scaling}))
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_scaling": scaling}))
         with pytest.raises(BadInput, match=r"--seq: sequence length 999999 is over \d+ positions") as error:
             _question(config, seq=999_999)
         return re.search(r"over (\d+) positions \((.*)\) in", str(error.value)).groups()
@@ -315,7 +306,7 @@ def test_the_docs_list_the_families_of_the_registry_and_all_presets():
 def test_interleaved_schedules_are_searched(capsys, config, tmp_path):
     """Memory leaves 4 stages and 4 microbatches: of two chunks a stage the bubble is 3/8 of the work, not 3/4."""
     wide = {"num_hidden_layers": 16, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
-    config.write_text(json.dumps(TINY | wide | {"num_key_value_heads": 8}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | wide | {"num_key_value_heads": 8}))
     out = tmp_path / "plan.json"
     command = config, "--gpus", "4x1:A100-80", "--batch", 4, "--seq", 512, "--inter-node-gbit-s", 100, "--out", out
     code, told, error = _advise(capsys, *command, "--launch-us", 0)

@@ -1,7 +1,5 @@
 """The runtime that `shardwright-search advise` assumes: what it changes, and what the answer says of it."""
 
-import json
-
 import pytest
 
 from shardwright_estimate.runtimes import AttentionKernel, RuntimeName
@@ -13,16 +11,6 @@ from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import AdviseOptions
 from shardwright_search.space.uniform import UniformStrategy
-
-TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704}
-TINY |= {"num_hidden_layers": 4, "num_attention_heads": 8, "max_position_embeddings": 512}
-
-
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(TINY))
-    return path
 
 
 def question(model="llama-2-7b", gpus="2x8:H100-SXM", batch=64, **more):
