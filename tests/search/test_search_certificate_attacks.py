@@ -59,10 +59,10 @@ def test_a_bound_a_picosecond_below_the_only_plan_is_confirmed_and_one_above_is_
     assert not confirms(problem, proof, 4e12 + 1)
 
 
-@pytest.mark.parametrize("block", rest_long(1, range(10)))
+@pytest.mark.parametrize("block", rest_long(1, range(20)))
 def test_no_forged_proof_confirms_what_a_plan_is_below(block):
     """Budgets are exact to the byte, and a byte costs up to 1e15 ps: float64 rounds sums of 1e25 ps by 1e9."""
-    assert accepted(range(200 * block, 200 * block + 200)) == {}
+    assert accepted(range(100 * block, 100 * block + 100)) == {}
 
 
 @pytest.mark.parametrize("block", rest_long(1, range(12)))
