@@ -99,7 +99,8 @@ def find_best(
     begins again with as much in reserve as the best one's take beyond the room that was left for them; a runner-up that
     fits is the answer where that finds nothing, or is stopped before it finds something better.
 
-    Raises BadInput for a request that names no plan, and for profiles that do not fit it.
+    Raises BadInput for a request that names no plan, and for profiles that do not fit it; RuntimeError where a time
+    limit is given in another thread than the main one.
     """
     deadline = until(time_limit_s)
     request = with_spare(request, cluster, profiles)
@@ -114,7 +115,8 @@ def find_best(
         left.append(answer)
         report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
         asked = replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
-    spare = _spare(left) if left else _with_min_room(once, request, given, budgets, answer)
+    last = partial(once, deadline=0.0) if answer.stopped else once
+    spare = _spare(left) if left else _with_min_room(last, request, given, budgets, answer)
     return answer if spare is None else spare
 
 

@@ -67,9 +67,9 @@ class _Cells(NamedTuple):
         key, file, time_limit_s, began_s = self.key(search), self.options.grid, self.options.time_limit, monotonic()
         given = search, self.model, self.cluster, self.inputs.profiles, file
         try:
-            answer: SearchAnswer | Infeasible | None = find_best(*given, lambda _: None, time_limit_s)
+            answer = find_best(*given, lambda _: None, time_limit_s)
             reason = answer.reason if isinstance(answer, Infeasible) else None
-            is_stopped = isinstance(answer, SearchAnswer) and answer.stopped
+            is_stopped = answer.stopped
         except BadInput as error:
             answer, reason, is_stopped = None, ": ".join(map(str, error.args[1:])), isinstance(error, StoppedEarly)
         if is_stopped and was_interrupted(began_s, time_limit_s):

@@ -30,13 +30,17 @@ from shardwright_search.commands.prediction import (
     written,
 )
 from shardwright_search.commands.verify import IN_PLAN, check_certifiable, problems_of
+from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.what_if import WhatIf, better_batches, further_remedies
 from shardwright_search.options import PlanOptions
 from shardwright_search.search import SearchAnswer, find_best
-from shardwright_search.solver.stopping import Stopped, soon, stopped_at
+from shardwright_search.solver.stopping import ended, soon
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages, with_spare
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.search_space import SearchSpace, space_of
+
+_STOPPED = "it was stopped before it was made"
+_Given = tuple[SearchRequest, Model, Cluster, Profiles, Path]
 
 
 def plan(options: PlanOptions) -> None:
@@ -52,7 +56,8 @@ def plan(options: PlanOptions) -> None:
         check_writable(options.certificate)
     for path in (options.out, prediction_path(options.out)):
         check_writable(path)
-    second_opinion = certificate = None
+    second_opinion: str | None = None
+    certificate: Certificate | str | None = None
     if options.prove:
         # Imported where it is asked for; HiGHS is missed before the search, not after it.
         from shardwright_search.second_opinion import prove
@@ -64,7 +69,9 @@ def plan(options: PlanOptions) -> None:
     with progress() as report:
         answer = find_best(*given, report, options.time_limit)
         if isinstance(answer, Infeasible):
-            raise NothingFits(f"{options.search}: {answer.reason}{further_remedies(*given, deadline)}")
+            raise NothingFits(
+                f"{options.search}: {answer.reason}{further_remedies(*given, 0.0 if answer.stopped else deadline)}"
+            )
         if options.prove:
             reserving = msgspec.structs.replace(request, reserve_gib=answer.reserve_gib)
             second_opinion = prove(answer, reserving, *given[1:], options.prove_time_limit, report)
@@ -72,22 +79,22 @@ def plan(options: PlanOptions) -> None:
             if answer.reserve_gib > request.reserve_gib:
                 problem = f"no certificate: communicators needed a reserve_gib of {answer.reserve_gib:.6f}"
                 raise BadInput(options.search, problem, "write this reserve_gib")
-            try:
-                with stopped_at(soon(deadline)):
-                    certificate = _certificate(answer, space_of(*given), files, report)
-            except Stopped:
-                raise RunFailed("no certificate: the time limit was over before it was made") from None
+            certificate = _certificate_or_reason(answer, given, files, report, deadline)
         runners_up = answer.runners_up if options.runners_up else ()
-        batches = tuple(_better_batches(WhatIf("", *given), answer, deadline))
+        # After Ctrl-C nothing else is begun.
+        later = 0.0 if certificate == _STOPPED else deadline
+        batches = tuple(_better_batches(WhatIf("", *given), answer, later))
     best_plan = answer.chosen.plan
     budgets_bytes = budgets_of_stages(best_plan, budgets_of(request, cluster, options.search))
     searched = answer, request, budgets_bytes, files, inputs.warnings
     prediction = prediction_of_searched(*searched, second_opinion, runners_up)
     with ExitStack() as all_or_none:
-        if options.certificate is not None and certificate is not None:
+        if options.certificate is not None and isinstance(certificate, Certificate):
             write_document(all_or_none.enter_context(atomic_path(options.certificate)), certificate)
         all_or_none.enter_context(written(options.out, best_plan, prediction))
         show("\n".join((plan_summary(best_plan, prediction), *batches)))
+    if isinstance(certificate, str):
+        raise RunFailed(f"no certificate: {certificate}: {options.out} is written without one")
 
 
 def _better_batches(question: WhatIf, answer: SearchAnswer, deadline: float) -> Iterator[str]:
@@ -99,18 +106,26 @@ def _better_batches(question: WhatIf, answer: SearchAnswer, deadline: float) -> 
         yield f"global_batch_size {plan.global_batch_size} gives {gives}: {divides}"
 
 
+def _certificate_or_reason(
+    answer: SearchAnswer, given: _Given, files: Mapping[str, Path], report: Callable[[str], None], deadline: float
+) -> Certificate | str:
+    """Return the certificate of a search's answer, or why there is none."""
+    made: list[Certificate | None] = []
+    if not ended(lambda: made.append(_certificate(answer, space_of(*given), files, report)), soon(deadline)):
+        return _STOPPED
+    (certificate,) = made
+    return certificate or "nothing near the search's bound could be confirmed"
+
+
 def _certificate(
     answer: SearchAnswer, space: SearchSpace, files: Mapping[str, Path], report: Callable[[str], None]
-) -> Certificate:
-    """Return the certificate of a search's answer.
-
-    Raises RunFailed where nothing could be confirmed.
-    """
+) -> Certificate | None:
+    """Return the certificate of a search's answer; None where nothing could be confirmed."""
     best, plan = answer.best, answer.chosen.plan
     samples = plan.global_batch_size / best.target.configuration.global_batch_size
     best_ps = (best.target.time_ps(best.score) + best.target.offset_ps) * samples
     if (made := certified(problems_of(space, plan.global_batch_size), best_ps, report)) is None:
-        raise RunFailed("no certificate: nothing near the search's bound could be confirmed")
+        return None
     bound_ps, proofs = made
     return Certificate(
         plan_sha256=plan.sha256,

@@ -49,7 +49,9 @@ class WhatIfAnswer(NamedTuple):
     @property
     def stopped(self) -> bool:
         """Whether the search ended before it was done."""
-        return isinstance(self.result, StoppedEarly) or (isinstance(self.result, SearchAnswer) and self.result.stopped)
+        return isinstance(self.result, StoppedEarly) or (
+            isinstance(self.result, SearchAnswer | Infeasible) and self.result.stopped
+        )
 
 
 def answer(question: WhatIf, time_limit_s: float | None = None) -> WhatIfAnswer:

@@ -6,7 +6,8 @@ in CPU time stops the same work at the same place, however busy the machine is.
 
 from collections.abc import Callable, Iterable
 from math import inf
-from signal import ITIMER_PROF, ITIMER_REAL, SIGALRM, SIGPROF, getitimer, setitimer, signal
+from signal import ITIMER_PROF, ITIMER_REAL, SIGALRM, SIGPROF, getitimer, getsignal, setitimer, signal
+from threading import current_thread, main_thread
 from time import monotonic, process_time
 from types import FrameType
 from typing import NamedTuple, TypeVar
@@ -99,28 +100,37 @@ def was_interrupted(began_s: float, time_limit_s: float | None) -> bool:
 
 
 class stopped_at:
-    """A block, of the main thread, in which Stopped is raised at a deadline; of those of a clock the first one counts.
+    """A block, of the main thread, in which Stopped is raised at a deadline; of nested ones the first one counts.
 
-    Nothing is raised where a block begins or ends: the timer then fires again soon, or is not there any more.
+    Nothing is raised where a block begins or ends: the timer then fires again soon, or is not there any more. Where the
+    deadline of an outer block stopped an inner one, of either clock, the outer one is stopped once that has ended.
     """
 
     def __init__(self, deadline: float) -> None:
-        self._deadline, self._clock = deadline, _clock_of(deadline)
+        self._deadline, self._clock, self._fired = deadline, _clock_of(deadline), False
 
     def __enter__(self) -> None:
         if self._deadline == inf:
             return
+        if current_thread() is not main_thread():
+            raise RuntimeError("a time limit holds in the main thread only: search without one in other threads")
         now, timer, alarm = self._clock
         self._began = now()
         if self._deadline <= self._began:
             raise Stopped
         self._outer_s, self._outer_again_s = getitimer(timer)
-        self._outer = signal(alarm, _stop)
+        self._outer = signal(alarm, self._stop)
         setitimer(timer, min(self._deadline - self._began, self._outer_s or inf), _AGAIN_S)
 
     def __exit__(self, *_: object) -> None:
-        if self._deadline == inf:
-            return
+        if self._deadline != inf:
+            self._give_back_timer()
+        for clock in _CLOCKS:
+            outer = getattr(getsignal(clock.alarm), "__self__", None)
+            if isinstance(outer, stopped_at) and outer._fired:
+                setitimer(clock.timer, _AT_ONCE_S, _AGAIN_S)
+
+    def _give_back_timer(self) -> None:
         now, timer, alarm = self._clock
         signal(alarm, _pass)
         setitimer(timer, 0)
@@ -129,23 +139,24 @@ class stopped_at:
             left_s = self._began + self._outer_s - now()
             setitimer(timer, max(_AT_ONCE_S, left_s), self._outer_again_s)
 
+    def _stop(self, alarm: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code in _LIMITS:
+                setitimer(self._clock.timer, _SOON_S, _AGAIN_S)
+                return
+            frame = frame.f_back
+        self._fired = True
+        raise Stopped
+
+
+_CLOCKS = _Clock(process_time, ITIMER_PROF, SIGPROF), _Clock(monotonic, ITIMER_REAL, SIGALRM)
+
 
 def _clock_of(seconds: float) -> _Clock:
-    if isinstance(seconds, CpuSeconds):
-        return _Clock(process_time, ITIMER_PROF, SIGPROF)
-    return _Clock(monotonic, ITIMER_REAL, SIGALRM)
+    return _CLOCKS[not isinstance(seconds, CpuSeconds)]
 
 
 _LIMITS = {stopped_at.__enter__.__code__, stopped_at.__exit__.__code__}
-
-
-def _stop(alarm: int, frame: FrameType | None) -> None:
-    while frame is not None:
-        if frame.f_code in _LIMITS:
-            setitimer(ITIMER_PROF if alarm == SIGPROF else ITIMER_REAL, _SOON_S, _AGAIN_S)
-            return
-        frame = frame.f_back
-    raise Stopped
 
 
 def _pass(*_: object) -> None:

@@ -38,6 +38,8 @@ class Infeasible(NamedTuple):
     missing_bytes: int
     min_bytes: int
     exact: bool
+    stopped: bool = False
+    """Whether time or Ctrl-C ended the search for what is missing; that no plan fits is known."""
 
 
 class Shortfall(NamedTuple):
@@ -154,17 +156,23 @@ def infeasible(
     Where that takes longer than until a deadline, it is what all states lack on all devices together.
     """
     shortfalls: list[Shortfall] = []
-    if not ended(lambda: shortfalls.append(min_shortfall(instance, configurations)), deadline):
-        return _by_division(instance, file)
+    if not ended(lambda: shortfalls.append(_shortfall(instance, configurations)), deadline):
+        return _by_division(instance, file)._replace(stopped=True)
     (shortfall,) = shortfalls
-    if shortfall.missing_bytes <= 0:
-        shortfall = min((_of_chunks(instance, each) for each in configurations), key=lambda each: each.missing_bytes)
     # Measured memory may be more than the tables say by a factor.
     missing_bytes = ceil(shortfall.missing_bytes * instance.costs.profiles_on(shortfall.node_type).memory_factor)
     exact = shortfall.configuration in configurations and shortfall.configuration.num_chunks == 1
     lack = f"lacks {'' if exact else 'more than '}{missing_bytes} bytes a rank in pipeline stage {shortfall.stage}"
     reason = f"{subject} ({shortfall.configuration}) {lack}"
     return _lacking(instance, reason, shortfall.node_type, missing_bytes, exact, file)
+
+
+def _shortfall(instance: Instance, configurations: Sequence[Configuration]) -> Shortfall:
+    """Return the least that is lacking; where a plan with one chunk fits, the least known of several chunks."""
+    shortfall = min_shortfall(instance, configurations)
+    if shortfall.missing_bytes > 0:
+        return shortfall
+    return min((_of_chunks(instance, each) for each in configurations), key=lambda each: each.missing_bytes)
 
 
 def _lacking(
@@ -195,8 +203,12 @@ def states_beyond_budget(instance: Instance) -> int:
 
 
 def _by_division(instance: Instance, file: Path) -> Infeasible:
-    """Return what is lacking however the states are shared out, which is less than any plan lacks."""
+    """Return what is lacking however the states are shared out, which is less than any plan lacks and may be 0."""
     missing, roomiest = states_beyond_budget(instance), max(instance.budgets, key=instance.prices.with_process)
+    if missing == 0:
+        problem = "how much memory is missing was not known when the search was stopped: give it more time"
+        budget = budgets_of(instance.request, instance.costs.cluster, file)[roomiest]
+        return Infeasible(f"no plan fits: {problem}", 0, budget, False)
     missing_bytes = int(missing * instance.costs.profiles_on(roomiest).memory_factor)
     devices = instance.costs.cluster.num_devices
     reason = (
