@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "config").glob("*.md"))]
-_PROGRAM = re.compile(r"^ *make(?= )|(?<![\w`./-])(?:snakemake|shardwright-(?:train|profile|search))(?= )")
+_PROGRAM = re.compile(
+    r"^ *(?:make|shardwright)(?= )|(?<![\w`./-])(?:snakemake|shardwright-(?:train|profile|search))(?= )"
+)
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```|^((?: {4}[^\s*-].*\n)+)", re.M | re.S)
 _SHELLS = ("", "sh", "bash", "console")
 _INLINE = re.compile(r"`((?:snakemake|make) [^`\n]+)`")
