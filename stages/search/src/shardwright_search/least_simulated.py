@@ -174,7 +174,7 @@ def _moved_cuts(problem: Problem, solution: Solution) -> Iterator[Solution]:
         here, there = (problem.device_groups[group] for group in groups[number : number + 2])
         for moved, layer, group in ((end - 1, end - 1, there), (end + 1, end, here)):
             cuts = (*ends[:number], moved, *ends[number + 1 :])
-            if all(low < high for low, high in pairwise((0, *cuts))):
+            if problem.can_cut(cuts):
                 count = len(group.options[problem.layers[layer]].time_ps)
                 for option in (options[layer],) if here.width == there.width else range(count):
                     yield Solution(cuts, (*options[:layer], option, *options[layer + 1 :]), groups)

@@ -33,6 +33,7 @@ from shardwright_search.space.budget import (
     with_spare,
 )
 from shardwright_search.space.configurations import Configuration, narrowed
+from shardwright_search.space.demands import NO_DEMANDS, Demands
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, Robust, SearchRequest
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
@@ -92,6 +93,7 @@ def find_best(
     file: Path,
     report: Report,
     time_limit_s: float | None = None,
+    demands: Demands = NO_DEMANDS,
 ) -> SearchAnswer | Infeasible:
     """Return the best plan of a request; `report` hears of the progress, `file` names the request in errors.
 
@@ -106,7 +108,7 @@ def find_best(
     request = with_spare(request, cluster, profiles)
     budgets, asked, left = budgets_of(request, cluster, file), request, list[SearchAnswer]()
     given = model, cluster, profiles
-    once = partial(_once, given=given, file=file, report=report, deadline=deadline, budgets=budgets)
+    once = partial(_once, given=given, file=file, report=report, deadline=deadline, budgets=budgets, demands=demands)
     while not isinstance(answer := _or_spare(once, asked, left), Infeasible):
         if (more := beyond_room(*answer.chosen, budgets, asked, profiles)) == 0:
             spare = _spare(left) if answer.stopped else None
@@ -192,8 +194,9 @@ def _once(
     deadline: float,
     budgets: Mapping[str, int],
     known: Instance | None = None,
+    demands: Demands = NO_DEMANDS,
 ) -> SearchAnswer | Infeasible:
-    space = listed(lambda: _listed_space(request, given, file, known), file, deadline)
+    space = listed(lambda: _listed(space_of(request, *given, file, known, demands)), file, deadline)
     if states_beyond_budget(space.instance) > 0:
         return _no_plan(space, deadline)
     optimum = _optimum_or_plain(space, deadline, report)
@@ -222,10 +225,9 @@ def listed(make: Callable[[], T], file: Path, deadline: float) -> T:
         raise _too_early(file) from None
 
 
-def _listed_space(request: SearchRequest, given: _Given, file: Path, known: Instance | None) -> SearchSpace:
+def _listed(space: SearchSpace) -> SearchSpace:
     """Return the space with all configurations listed, those that are only bounded among them."""
-    space = space_of(request, *given, file, known)
-    if request.robust is not None:
+    if space.instance.request.robust is not None:
         space.check_listed("robust")
     _ = space.unlisted, space.targets
     return space
@@ -311,7 +313,7 @@ def _all_regrets(space: SearchSpace, near: Sequence[Best[Configuration]], robust
 
     def search(scenario: str, other: Instance) -> tuple[Best[Configuration], ...]:
         report(f"scenario: {scenario}")
-        return _optimum(SearchSpace(other, space.file), None, report).near[:_MAX_NEAR_ELSEWHERE]
+        return _optimum(SearchSpace(other, space.file, space.demands), None, report).near[:_MAX_NEAR_ELSEWHERE]
 
     return regrets_of(space.instance, near, robust, search)
 

@@ -150,6 +150,8 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     It is the sum over its ranks of a positive number that is the same for all of a node type. Bounds are the tightest
     where it is the type's speed.
     """
+    block_in_each_stage: bool = False
+    """Whether neither the embedding nor the head may be alone in its stage."""
 
     @property
     def pp_size(self) -> int:
@@ -280,8 +282,15 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def ends(self, stage: int, start: int) -> range:
         """Return where a pipeline stage that starts at layer `start` can end, so that each stage gets a layer."""
-        total, later = len(self.layers), self.pp_size - 1 - stage
-        return range(start + 1, total - later + 1) if later else range(total, total + (start < total))
+        total, later, more = len(self.layers), self.pp_size - 1 - stage, int(self.block_in_each_stage)
+        if later == 0:
+            return range(total, total + (start < total))
+        return range(start + 1 + more * (stage == 0), total - later + 1 - more)
+
+    def can_cut(self, ends: Sequence[int]) -> bool:
+        """Return whether the pipeline stages before these layers, and the last one, have the layers that they need."""
+        starts = (0, *ends)
+        return all(end in self.ends(stage, start) for stage, (start, end) in enumerate(zip(starts, ends, strict=False)))
 
 
 class Solution(NamedTuple):

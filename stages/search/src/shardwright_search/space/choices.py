@@ -31,6 +31,7 @@ class Choice(NamedTuple):
     samples: int
     """Samples of a microbatch."""
     layers: LayerStrategy | None
+    outer: Strategy | None
     buffer_tokens: int | None
     tp_sizes: tuple[int, ...] | None
     """The asked tensor-parallel sizes that divide a width; None: all."""
@@ -90,9 +91,9 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
         tokens = self.gathered_tokens(strategy, choice.samples)
         if choice.buffer_tokens is not None and tokens > choice.buffer_tokens:
             return False
-        if choice.layers is None or not isinstance(strategy, LayerStrategy):
-            return True
-        return strategy == replace(choice.layers, type=type_name)
+        if not isinstance(strategy, LayerStrategy):
+            return choice.outer is None or strategy == choice.outer
+        return choice.layers is None or strategy == replace(choice.layers, type=type_name)
 
     def gathered_tokens(self, strategy: Strategy, samples: int) -> int:
         """Return the tokens that Megatron's sequence parallelism gathers whole."""
@@ -200,6 +201,11 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         layers = (s for s in by_type[first] if isinstance(s, LayerStrategy))
         return tuple(s for s in layers if all(replace(s, type=other) in by_type[other] for other in others))
 
+    def outer_strategies(self, configuration: Configuration) -> tuple[Strategy, ...]:
+        """Return what embedding and head can share on stages of any of the configuration's widths."""
+        by_width = self.layers.shardings(self.choice(configuration)).strategies.values()
+        return tuple(dict.fromkeys(s for by_type in by_width for s in by_type[EMBEDDING] if s in by_type[HEAD]))
+
     def buffer_tokens(self, configuration: Configuration) -> tuple[int, ...]:
         """Return the sizes that Megatron's gather buffer can have, in tokens; 0 without sequence parallelism."""
         choice = self.choice(configuration)
@@ -218,7 +224,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
             case listed:
                 sizes = tuple(sorted(set(listed)))
         degrees = (_dividing(asked, sizes) for asked in (self.request.tp_sizes, self.request.shard_sizes))
-        fixed = configuration.layers, configuration.buffer_tokens
+        fixed = configuration.layers, configuration.outer, configuration.buffer_tokens
         return Choice(sizes, configuration.microbatch_samples, *fixed, *degrees)
 
     def placed(self, configuration: Configuration) -> Placements:

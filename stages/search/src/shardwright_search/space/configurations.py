@@ -10,7 +10,16 @@ from msgspec.structs import replace
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.schedules.closed_form import ClosedForm
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import Cluster, DataParallel, LayerStrategy, Model, Recompute, Schedule, SequenceParallel
+from shardwright_formats.types import (
+    Cluster,
+    DataParallel,
+    LayerStrategy,
+    Model,
+    Recompute,
+    Schedule,
+    SequenceParallel,
+    Strategy,
+)
 from shardwright_search.space.placements import NodeTypes, pools_of
 from shardwright_search.space.request import Dimension, SearchRequest, Space, StageWidths, batch_sizes
 
@@ -44,6 +53,10 @@ class Configuration(NamedTuple):
     """Ranks of the pipeline stages; a tuple where they are unequal."""
     ends: tuple[NodeTypes, NodeTypes] | None = None
     """The node types of the first and last stage, where what tied parameters cost depends on them; None: any."""
+    outer: Strategy | None = None
+    """The one strategy of embedding and head; None: each has its own."""
+    block_in_each_stage: bool = False
+    """Whether no pipeline stage has the embedding or the head alone."""
 
     @property
     def microbatch_samples(self) -> int:

@@ -119,6 +119,7 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             closed_form=configuration.closed_forms[0],
             boundary_bytes=self.prices.boundary(choice),
             tied_ps=self._tied_parameters.costs_ps(self.choices.layers.shardings(choice), p, configuration.ends),
+            block_in_each_stage=configuration.block_in_each_stage,
         )
 
     def chunk_types(self, configuration: Configuration) -> tuple[str, ...] | None:

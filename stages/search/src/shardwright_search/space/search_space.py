@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import Cluster, LayerStrategy, Model
+from shardwright_formats.types import Cluster, LayerStrategy, Model, Strategy
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.tied_weights import has_shared
@@ -21,6 +21,7 @@ from shardwright_search.solver.stopping import ended, latest, soon
 from shardwright_search.solver.targets import Best, Solvable, Target
 from shardwright_search.space.budget import budgets_of, room_bytes, with_spare
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
+from shardwright_search.space.demands import NO_DEMANDS, Demands, Outer
 from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest, StageWidths
@@ -29,6 +30,10 @@ _ROUNDING_BYTES = 16
 """The most that rounding up each term of a corrected memory can add."""
 _MAX_RECENT = 6
 _MAX_PLAIN = 20
+
+
+class NothingListed(BadInput):
+    """No configuration of a space has a plan, whatever the memory."""
 
 
 class Unlisted(NamedTuple):
@@ -88,6 +93,7 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     instance: Instance
     file: Path
+    demands: Demands = NO_DEMANDS
 
     @cached_property
     def _configurations(self) -> tuple[Configuration, ...]:
@@ -101,16 +107,16 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def targets(self) -> tuple[Target[Configuration], ...]:
-        """The configurations that are searched; raises BadInput where none has a plan, whatever the memory."""
+        """The configurations that are searched; raises NothingListed where none has a plan at all."""
         if self.listed:
             return self.listed
         if self.unlisted is not None:
             raise self.unlisted.error(self.file)
         if any(self.instance.choices.has_plans(each) for each in self._configurations):
             problem = "interleaved_1f1b: no pp_size and chunks_per_stage give all chunks the same types of layers"
-            raise BadInput(self.file, f"{problem} on stages that lie alike", "allow 1f1b or gpipe, or other sizes")
+            raise NothingListed(self.file, f"{problem} on stages that lie alike", "allow 1f1b or gpipe, or other sizes")
         problem = "no strategy divides the batch, the model and the devices evenly"
-        raise BadInput(self.file, problem, "allow other sizes")
+        raise NothingListed(self.file, problem, "allow other sizes")
 
     @cached_property
     def unlisted(self) -> Unlisted | None:
@@ -204,12 +210,34 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         ways = (configuration,) if choices.is_listed(configuration) else self._of_equal_width(configuration)
         for way in filter(self._has_plans, chain.from_iterable(map(self._by_ends, ways))):
             shared: Sequence[LayerStrategy | None] = [None] if request.fine_grained else choices.layer_strategies(way)
-            for split in (way._replace(layers=layers) for layers in shared):
+            for split in self._demanded(way._replace(layers=layers) for layers in shared):
                 if not request.megatron_gather_buffer:
                     yield split
                     continue
                 sizes = (split._replace(buffer_tokens=tokens) for tokens in choices.buffer_tokens(split))
                 yield from filter(choices.has_plans, sizes)
+
+    def _demanded(self, configurations: Iterable[Configuration]) -> Iterator[Configuration]:
+        """Yield what of the configurations is as it is demanded, one for each strategy that embedding and head share.
+
+        Where embedding and head are as the layers, these have to share one strategy.
+        """
+        demands, choices = self.demands, self.instance.choices
+        if demands == NO_DEMANDS:
+            yield from configurations
+            return
+        for asked in configurations:
+            configuration = asked._replace(block_in_each_stage=demands.block_in_each_stage)
+            if demands.block_in_each_stage and asked.pp_size > len(self.instance.costs.model.layers):
+                continue
+            shared: Sequence[Strategy | None] = [None]
+            if demands.outer is Outer.ALIKE:
+                shared = choices.outer_strategies(configuration)
+            elif demands.outer is Outer.AS_LAYERS:
+                assert asked.layers is not None
+                shared = [Strategy(**{name: getattr(asked.layers, name) for name in Strategy.__struct_fields__})]
+            each = (configuration._replace(outer=outer) for outer in shared)
+            yield from (split for split in each if demands.allows(split) and choices.has_plans(split))
 
     def _has_plans(self, configuration: Configuration) -> bool:
         """Return whether a configuration has plans, whatever the memory: several chunks have to be alike."""
@@ -237,6 +265,7 @@ def space_of(
     profiles: Profiles,
     file: Path,
     known: Instance | None = None,
+    demands: Demands = NO_DEMANDS,
 ) -> SearchSpace:
     """Return what is searched of a request; `known`: prices of a cluster with the same node types, or more.
 
@@ -253,9 +282,9 @@ def space_of(
         for name, size in sizes.items()
     }
     if known is not None:
-        return SearchSpace(known.on(cluster, request, budgets), file)
+        return SearchSpace(known.on(cluster, request, budgets), file, demands)
     costs = CostModel(model, cluster, profiles, request.precision, request.gradient_reduction, request.time_model)
-    return SearchSpace(Instance.made(request, costs, budgets), file)
+    return SearchSpace(Instance.made(request, costs, budgets), file, demands)
 
 
 def _without_process(budget_bytes: int, profiles: Profiles) -> int:

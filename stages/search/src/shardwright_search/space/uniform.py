@@ -11,6 +11,7 @@ from shardwright_formats.semantics.axes import effective
 from shardwright_formats.types import (
     Cluster,
     DataParallel,
+    GradientReduction,
     LayerStrategy,
     Model,
     PipelineStage,
@@ -35,6 +36,7 @@ class UniformStrategy(NamedTuple):
     sequence_parallel: SequenceParallel = SequenceParallel.NONE
     recompute: Recompute = Recompute.NONE
     tp_consecutive: bool = True
+    gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     chunks: int = 1
     """Layer ranges of a pipeline stage."""
     ranges: tuple[tuple[int, int], ...] = ()
