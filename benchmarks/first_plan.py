@@ -18,7 +18,7 @@ from accuracy_parts.commands import run, write_json_document
 
 from shardwright_formats.io import one_line_errors, read_document
 from shardwright_formats.types import Estimate, Model, Plan, Prediction
-from shardwright_search.advise.choices import RULES, choice_of, plan_of_choice, plan_of_rule
+from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.advise.report import mfu, plan_words
 from shardwright_search.cost_model.plan import evaluate
@@ -149,7 +149,7 @@ def rows(files: Files, question: Question) -> Iterator[Row]:
         if rule in RULES:
             own = plan_of_rule(rule, question, lambda tried: priced(tried).memory_bytes <= limit)
         else:
-            own = plan_of_choice(choice_of(text, question), text, question)
+            own = reading_of(text, question.setting).plan
         yield Row(words, own, priced(own))
 
 

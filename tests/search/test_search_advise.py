@@ -15,7 +15,7 @@ from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.types import DataParallel, Plan, Schedule
 from shardwright_models.presets import read_presets
 from shardwright_models.registry import FAMILIES
-from shardwright_search.advise.choices import RULES, choice_of, plan_of_choice, plan_of_rule
+from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.question import question_of
 from shardwright_search.advise.report import MFU_COUNTS, mfu, usd_per_billion_tokens
 from shardwright_search.cli import APP
@@ -37,7 +37,7 @@ def test_fp8_speeds_up_the_products_of_blocks_and_leaves_memory_as_it_is(config,
     steps, memory = {}, {}
     for precision in ("bfloat16", "fp8"):
         question = _question("llama-3-8b", "1x8:B200", 64, seq=4096, precision=precision)
-        plan = plan_of_choice(UniformStrategy(tp_size=2, pp_size=1, micro_batch_size=8), "mine", question)
+        plan = question.setting.plan(UniformStrategy(tp_size=2, pp_size=1, micro_batch_size=8), "mine")
         estimate = evaluate(plan, question.profiles).estimate
         steps[precision], memory[precision] = estimate.simulated_step_time_s, estimate.memory_bytes
     assert 1.2 < steps["bfloat16"] / steps["fp8"] < 2
@@ -132,7 +132,7 @@ def test_a_batch_size_that_the_gpus_divide_is_named_beside_one_that_they_do_not(
 
 def test_utilization_and_price_are_those_by_hand():
     question = _question()
-    plan = plan_of_choice(UniformStrategy(tp_size=2, pp_size=2, data_parallel=DataParallel.ZERO2), "mine", question)
+    plan = question.setting.plan(UniformStrategy(tp_size=2, pp_size=2, data_parallel=DataParallel.ZERO2), "mine")
     estimate = evaluate(plan, question.profiles).estimate
     # 6 FLOPs a weight of a matrix and token, and 12 a feature, layer and position attended to.
     matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096
@@ -142,7 +142,7 @@ def test_utilization_and_price_are_those_by_hand():
     usd_per_s = 16 * question.devices["H100-SXM"].usd_per_hour / 3600
     assert usd_per_billion_tokens(plan, estimate) == pytest.approx(usd_per_s / tokens_per_s * 1e9)
     given = _question(price_per_gpu_hour=2.0)
-    priced = evaluate(plan_of_choice(UniformStrategy(tp_size=2, pp_size=2), "mine", given), given.profiles).estimate
+    priced = evaluate(given.setting.plan(UniformStrategy(tp_size=2, pp_size=2), "mine"), given.profiles).estimate
     assert usd_per_billion_tokens(plan, priced) == pytest.approx(
         16 * 2 / 3600 * priced.simulated_step_time_s / (64 * 4096) * 1e9
     )
@@ -161,7 +161,7 @@ def test_a_choice_that_the_gpus_cannot_hold_says_by_how_much(capsys):
     )
     assert code == 0
     question = _question(gpus="8:A100-40", batch=16)
-    plan = plan_of_choice(choice_of("tp=1,mbs=2", question), "mine", question)
+    plan = reading_of("tp=1,mbs=2", question.setting).plan
     own = evaluate(plan, question.profiles).estimate.memory_bytes
     assert f"it does not fit: it lacks {(own - question.budgets['A100-40']) / 2**30:.2f} GiB a rank of 34.4" in told
 

@@ -1,9 +1,18 @@
 """Choices of a user, read from three languages, and rules of thumb, each as a plan."""
 
 import pytest
+from msgspec.structs import replace
 
-from shardwright_formats.types import DataParallel, Recompute, Schedule, SequenceParallel
-from shardwright_search.advise.choices import RULES, choice_of, plan_of_choice, plan_of_rule
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import (
+    Attention,
+    DataParallel,
+    GradientReduction,
+    Recompute,
+    Schedule,
+    SequenceParallel,
+)
+from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.question import question_of
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import AdviseOptions
@@ -16,14 +25,14 @@ def _question(model="llama-2-7b", gpus="2x8:H100-SXM", batch=64, **more):
 
 MEGATRON = """--tensor-model-parallel-size 4 --pipeline-model-parallel-size=2 # of the run
 --sequence-parallel --micro-batch-size 2 --use-distributed-optimizer --recompute-granularity selective
---num-layers 32 --lr 3e-4"""
+--recompute-modules mlp --num-layers 32 --lr 3e-4"""
 TORCHTITAN = """[parallelism]
 tensor_parallel_degree = 4
 pipeline_parallel_degree = 2
 pipeline_parallel_microbatch_size = 2
 fsdp_reshard_after_forward = "never"
 [activation_checkpoint]
-mode = "selective"
+mode = "full"
 """
 WANTED = UniformStrategy(
     tp_size=4,
@@ -31,42 +40,108 @@ WANTED = UniformStrategy(
     micro_batch_size=2,
     data_parallel=DataParallel.ZERO2,
     sequence_parallel=SequenceParallel.MEGATRON,
-    recompute=Recompute.SELECTIVE,
+    recompute=Recompute.MLP,
 )
+
+
+def _read(text, setting):
+    """The plan that a text stands for, called `mine`."""
+    return replace(reading_of(str(text), setting).plan, name="mine")
 
 
 def test_one_choice_is_read_alike_in_three_languages(tmp_path):
     (tmp_path / "args.txt").write_text(MEGATRON)
     (tmp_path / "run.toml").write_text(TORCHTITAN)
-    question = _question()
-    assert choice_of("tp=4,pp=2,mbs=2,zero=1,recompute=selective", question) == WANTED
-    assert choice_of(" ".join(MEGATRON.replace("# of the run", "").split()), question) == WANTED
-    assert choice_of(str(tmp_path / "args.txt"), question) == WANTED
-    assert choice_of(str(tmp_path / "run.toml"), question) == WANTED
+    setting = _question().setting
+    wanted = setting.plan(WANTED, "mine")
+    assert _read("tp=4,pp=2,mbs=2,zero=1,recompute=mlp", setting) == wanted
+    assert _read(" ".join(MEGATRON.replace("# of the run", "").split()), setting) == wanted
+    assert _read(tmp_path / "args.txt", setting) == wanted
+    full = setting.plan(WANTED._replace(recompute=Recompute.FULL), "mine")
+    assert _read(tmp_path / "run.toml", setting) == full
 
 
 def test_what_torchtitan_leaves_out_means_what_it_means_there(tmp_path):
-    (tmp_path / "run.toml").write_text("[training]\nlocal_batch_size = 4\n")
-    choice = choice_of(str(tmp_path / "run.toml"), _question())
-    assert choice == UniformStrategy(
-        micro_batch_size=4,
-        data_parallel=DataParallel.ZERO3,
-        sequence_parallel=SequenceParallel.MEGATRON,
-        recompute=Recompute.SELECTIVE,
-    )
-    (tmp_path / "run.toml").write_text("[parallelism]\ndata_parallel_replicate_degree = 2\n")
-    assert choice_of(str(tmp_path / "run.toml"), _question()).shard_size == 8
-    (tmp_path / "run.toml").write_text("[parallelism]\ndata_parallel_replicate_degree = 16\n")
-    assert choice_of(str(tmp_path / "run.toml"), _question()).data_parallel is DataParallel.DDP
+    """FSDP2 over all ranks, resharding, every second layer recomputed, each microbatch's gradients reduced."""
+    run, setting = tmp_path / "run.toml", _question().setting
+    run.write_text("[training]\nlocal_batch_size = 4\n")
+    plan = _read(run, setting)
+    assert (plan.microbatch_samples, plan.gradient_reduction) == (64, GradientReduction.EVERY_MICROBATCH)
+    assert {layer.data_parallel for layer in plan.layers} == {DataParallel.ZERO3}
+    assert [layer.recompute for layer in plan.layers[:4]] == [Recompute.NONE, Recompute.FULL] * 2
+    run.write_text("[parallelism]\ndata_parallel_replicate_degree = 2\n")
+    assert _read(run, setting).layers[0].shard_size == 8
+    run.write_text("[parallelism]\ndata_parallel_replicate_degree = 16\n")
+    assert _read(run, setting).layers[0].data_parallel is DataParallel.DDP
+    run.write_text('[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "op"\n')
+    reading = reading_of(str(run), setting)
+    assert {layer.recompute for layer in reading.plan.layers} == {Recompute.SELECTIVE}
+    assert "it keeps every second one" in reading.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "notes"),
+    [
+        ("--recompute-granularity selective", Recompute.NONE, ["core_attn"]),
+        ("--recompute-activations", Recompute.NONE, ["core_attn"]),
+        ("--recompute-granularity selective --recompute-modules core_attn mlp", Recompute.MLP, ["core_attn"]),
+        ("--recompute-granularity selective --recompute-modules layernorm", Recompute.NONE, ["layernorm"]),
+        ("--recompute-granularity selective --recompute-modules mlp", Recompute.MLP, []),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", Recompute.FULL, []),
+        ("", Recompute.NONE, []),
+    ],
+)
+def test_megatron_recomputes_the_modules_that_it_lists_and_core_attention_alone_by_default(words, kind, notes):
+    reading = reading_of(f"--micro-batch-size 1 {words}", _question().setting)
+    assert {layer.recompute for layer in reading.plan.layers} == {kind}
+    assert len(reading.notes) == len(notes) and all(a in b for a, b in zip(notes, reading.notes, strict=True))
+
+
+def test_modules_that_no_plan_recomputes_and_eager_core_attention_are_refused():
+    setting = _question().setting
+    for words, named in (
+        ("--recompute-granularity selective --recompute-modules mla_up_proj", "recompute_modules mla_up_proj is not"),
+        ("--recompute-granularity selective --recompute-modules mlp moe", "recompute_modules moe is not priced"),
+        ("--recompute-granularity half", "recompute_granularity 'half': choose full, selective"),
+    ):
+        with pytest.raises(BadInput, match=named):
+            reading_of(words, setting)
+    with pytest.raises(BadInput, match="core_attn beside eager attention is not priced"):
+        reading_of("--recompute-activations", setting._replace(attention=Attention.EAGER))
+
+
+@pytest.mark.parametrize(
+    ("words", "chunks", "sizes"),
+    [
+        ("--pipeline-model-parallel-layout Et*7|t*9|(tt|)*2t*12L", 1, None),
+        ("--pipeline-model-parallel-layout Et*7|t*9|t*9|t*7L", 1, [7, 9, 9, 7]),
+        ("--pipeline-model-parallel-layout E|t*16|t*16|L", 1, [0, 16, 16, 0]),
+        ("--pipeline-model-parallel-layout Ett|(ttttt|)*6L", 2, [2, 5, 5, 5, 5, 5, 5, 0]),
+        ("--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 5", 1, [7, 10, 10, 5]),
+        ("--decoder-first-pipeline-num-layers 5", 1, [5, 9, 9, 9]),
+        ("--num-layers-per-virtual-pipeline-stage 2", 4, [2] * 16),
+        ("--num-virtual-stages-per-pipeline-rank 2", 2, [4] * 8),
+    ],
+)
+def test_megatron_s_layouts_are_read(words, chunks, sizes):
+    words = f"--pipeline-model-parallel-size 4 --micro-batch-size 1 {words}"
+    if sizes is None:
+        with pytest.raises(BadInput, match="5 ranges of 32 layers for 4 pipeline stages"):
+            reading_of(words, _question().setting)
+        return
+    plan = reading_of(words, _question().setting).plan
+    assert len(plan.stages[0].layers) == chunks
+    ranges = [stage.layers[chunk] for chunk in range(chunks) for stage in plan.stages]
+    assert [high - low for low, high in ranges] == sizes
 
 
 def test_a_choice_is_the_plan_that_it_says():
-    plan = plan_of_choice(WANTED._replace(chunks=2), "mine", _question())
+    plan = _question().setting.plan(WANTED._replace(chunks=2), "mine")
     assert (len(plan.stages), plan.num_microbatches, plan.microbatch_samples) == (2, 16, 4)
     assert plan.schedule is Schedule.INTERLEAVED_1F1B and len(plan.stages[0].layers) == 2
     layer = plan.layers[0]
     assert (layer.tp_size, layer.dp_size, layer.sequence_parallel) == (4, 2, SequenceParallel.MEGATRON)
-    assert (layer.data_parallel, layer.recompute) == (DataParallel.ZERO2, Recompute.SELECTIVE)
+    assert (layer.data_parallel, layer.recompute) == (DataParallel.ZERO2, Recompute.MLP)
 
 
 def test_zero3_holds_a_shard_of_the_gradients_between_microbatches():
@@ -75,10 +150,21 @@ def test_zero3_holds_a_shard_of_the_gradients_between_microbatches():
     A rank that kept all gradients would hold 25.1 GiB.
     """
     question = _question()
-    plan = plan_of_choice(choice_of("zero=3,mbs=1,recompute=full", question), "fsdp", question)
+    plan = reading_of("zero=3,mbs=1,recompute=full", question.setting).plan
     assert plan.num_microbatches == 4
     (stage,) = evaluate(plan, question.profiles).estimate.stages
     assert stage.memory_terms_bytes["gradients"] == pytest.approx(4 * (6.738e9 / 16 + 32000 * 4096), rel=1e-3)
+
+
+def test_each_kind_of_recomputation_that_is_documented_is_priced():
+    """Kinds that the search does not choose from were missing in the estimated profile, so that they were refused."""
+    question = _question()
+    held = {}
+    for kind in Recompute:
+        plan = reading_of(f"tp=8,mbs=1,recompute={kind}", question.setting).plan
+        held[kind] = evaluate(plan, question.profiles).estimate.memory_bytes
+    assert held[Recompute.FULL] < held[Recompute.SELECTIVE] < held[Recompute.NONE]
+    assert max(held[Recompute.MLP], held[Recompute.ATTENTION]) < held[Recompute.NONE]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pytest
 from shardwright_estimate.runtimes import AttentionKernel, RuntimeName
 from shardwright_formats.command.command_line import _exit_code
 from shardwright_formats.types import Attention, DataParallel, SequenceParallel
-from shardwright_search.advise.choices import plan_of_choice
 from shardwright_search.advise.question import question_of
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
@@ -30,7 +29,7 @@ def test_a_tuned_runtime_is_faster_and_predictions_say_what_is_assumed_of_it():
         choice = UniformStrategy(
             tp_size=4, data_parallel=DataParallel.ZERO2, sequence_parallel=SequenceParallel.MEGATRON
         )
-        evaluation = evaluate(plan_of_choice(choice, "mine", asked), asked.profiles)
+        evaluation = evaluate(asked.setting.plan(choice, "mine"), asked.profiles)
         steps_s[name] = evaluation.estimate.simulated_step_time_s
         assert any(line.startswith("assumed: ") and f"runtime {name}: " in line for line in evaluation.warnings)
     assert steps_s["megatron-core"] < min(steps_s["torchtitan"], steps_s["nanotron"])
@@ -65,7 +64,7 @@ def test_one_habit_of_the_runtime_is_told_alone(options, words):
     steps_s = []
     for told in ({}, options):
         asked = question(seq=4096, **told)
-        steps_s.append(evaluate(plan_of_choice(choice, "mine", asked), asked.profiles).estimate)
+        steps_s.append(evaluate(asked.setting.plan(choice, "mine"), asked.profiles).estimate)
     plain, tuned = (estimate.simulated_step_time_s for estimate in steps_s)
     assert tuned < plain * 0.99
     assert any(words in line for line in asked.assumed)
@@ -73,7 +72,7 @@ def test_one_habit_of_the_runtime_is_told_alone(options, words):
 
 def test_eager_attention_keeps_scores_and_plans_say_so():
     plain, eager = (question(seq=2048, batch=64, attention=kernel) for kernel in (None, AttentionKernel.EAGER))
-    plans = [plan_of_choice(UniformStrategy(tp_size=8, micro_batch_size=8), "mine", asked) for asked in (plain, eager)]
+    plans = [asked.setting.plan(UniformStrategy(tp_size=8, micro_batch_size=8), "mine") for asked in (plain, eager)]
     assert [plan.attention for plan in plans] == [Attention.AUTO, Attention.EAGER]
     flash, scores = (evaluate(p, q.profiles).estimate for p, q in zip(plans, (plain, eager), strict=True))
     # Scores and their softmax of 4 heads a rank in 16 bit, in 32 layers: far more than 1 GiB of 8 samples.

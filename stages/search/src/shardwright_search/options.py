@@ -97,6 +97,14 @@ class FasopOptions(ModelOptions, frozen=True, kw_only=True):
     """Steps of the training whose cost the table has; FASOP's own number by default."""
 
 
+class System(StrEnum):
+    """Whom plans are exported for."""
+
+    GALVATRON = "galvatron"
+    MEGATRON = "megatron"
+    TORCHTITAN = "torchtitan"
+
+
 class AdviseOptions(RuntimeOptions, frozen=True, kw_only=True):
     """Say whether a model fits a cluster, the best plan, and what it yields: no GPU, no profile, nothing measured.
 
@@ -112,9 +120,15 @@ class AdviseOptions(RuntimeOptions, frozen=True, kw_only=True):
     """Samples of a step, of all GPUs together; by default as many for each GPU as make about 4 Mi tokens."""
     seq: Tokens | None = None
     """Tokens of a sample; by default a preset's own."""
+    target: System | None = field(default=None, name="for")
+    """The system that is to run the plan: only what it runs is searched, and what starts it is told."""
+    launch: Path | None = None
+    """Folder to write of what starts the plan in the system of --for."""
+    take: str = "best"
+    """The plan that --out and --launch write: best, runner-up:N, a rule:NAME, or one of --against."""
     against: tuple[str, ...] = ()
-    """A choice to price beside the best plan: tp=8,pp=4,mbs=1,zero=1, a file of Megatron-LM arguments, a torchtitan
-    TOML, or rule:tp8, rule:smallest, rule:nvidia-table."""
+    """A choice to price beside the best plan: tp=8,pp=4,mbs=1,zero=1, a file of another system as --launch writes it,
+    such as Megatron-LM arguments or a torchtitan TOML, or rule:tp8, rule:smallest, rule:nvidia-table."""
     precision: Literal["float32", "bfloat16", "float16", "fp8"] = "bfloat16"
     """Type of forward and backward (fp8: of blocks' products, estimated alone); the rest is kept in float32."""
     compile: bool = False
@@ -272,14 +286,6 @@ class UniformOptions(UniformRequest, frozen=True, kw_only=True):
     """Model profile (HDF5): see --hardware."""
 
 
-class System(StrEnum):
-    """Whom plans are exported for."""
-
-    GALVATRON = "galvatron"
-    MEGATRON = "megatron"
-    TORCHTITAN = "torchtitan"
-
-
 class ExportOptions(Options, frozen=True, kw_only=True):
     """Write a plan for another system, or say in one line what that system cannot express."""
 
@@ -287,6 +293,10 @@ class ExportOptions(Options, frozen=True, kw_only=True):
     """Plan file (shardwright.plan, JSON)."""
     to: System
     """The system that is to run the plan."""
+    runner_up: Count | None = None
+    """Number of a runner-up in the prediction beside PLAN, to export in its place; 1 is the first."""
+    against: str | None = None
+    """A choice as `advise --against` takes it, to export in the place of PLAN, with its model, devices and batch."""
     out: Path
     """Its file: JSON, command-line arguments or TOML."""
     launch: Path | None = None

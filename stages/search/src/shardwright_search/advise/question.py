@@ -30,6 +30,7 @@ from shardwright_formats.types import (
 from shardwright_models.description import model_of_config
 from shardwright_models.presets import read_presets
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
+from shardwright_search.interop.limits import Setting
 from shardwright_search.options import AdviseOptions
 from shardwright_search.space.budget import budgets_of_stages
 from shardwright_search.space.request import SearchRequest
@@ -96,6 +97,14 @@ class Question(NamedTuple):
     tp_sizes: tuple[int, ...]
     """Tensor-parallel sizes that fit in a node of each type."""
     assumed: tuple[str, ...]
+
+    @property
+    def setting(self) -> Setting:
+        """Return what plans of the user's choices share with those that are searched."""
+        request = self.request
+        assert isinstance(request.global_batch_size, int)
+        settings = request.precision, request.attention, request.compile
+        return Setting(self.model, self.cluster, request.global_batch_size, *settings)
 
     def left_bytes(self, plan: Plan, estimate: Estimate) -> tuple[int, ...]:
         """Return the bytes that a plan leaves of the budget of a rank of each stage; negative where it does not fit."""
@@ -172,7 +181,7 @@ def _profiles(
     settings = ProfileSettings(
         tp_sizes=machines.tp_sizes,
         sequence_parallel=request.sequence_parallel,
-        recompute=request.recompute,
+        recompute=tuple(Recompute),
         micro_batch_sizes=tuple(2**power for power in range(batch.bit_length())),
         precision=request.precision or Precision(),
         attention=request.attention,

@@ -10,8 +10,10 @@ from shardwright_estimate.accuracy import SEEN
 from shardwright_formats.display.plan_words import layer_runs, strategy_words
 from shardwright_formats.types import EMBEDDING, GIB, HEAD, Estimate, Plan
 from shardwright_search.advise.question import Question
+from shardwright_search.advise.targeted import Within
 from shardwright_search.candidates import Candidate
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, table, time_changes
+from shardwright_search.interop.limits import Target
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import headroom
 
@@ -52,6 +54,7 @@ def report(
     choices: Sequence[PricedChoice],
     all_rules: bool = True,
     batches: Sequence[Candidate] = (),
+    within: Within | None = None,
 ) -> RenderableType:
     """Return the whole report; `rules` are rows of the table of plans, `choices` have a paragraph each.
 
@@ -61,7 +64,7 @@ def report(
     others = [(other.plan, other.evaluation.estimate, "runner-up") for other in answer.runners_up]
     others += [(rule.plan, rule.estimate, rule.name) for rule in rules]
     parts: list[RenderableType] = [
-        Text("\n".join(_answer(question, answer, batches))),
+        Text("\n".join(_answer(question, answer, batches, within))),
         _memory_table(question, plan, evaluation.estimate),
         _plans_table(question, [(plan, evaluation.estimate, "the best"), *others]),
     ]
@@ -70,7 +73,10 @@ def report(
     parts += [Text("\n".join(_against(question, plan, evaluation.estimate, choice))) for choice in choices]
     if not all_rules:
         parts.append(Text("some rules of thumb were not priced within the time limit"))
-    assumed = *question.assumed, MFU_COUNTS
+    if within is not None:
+        parts.append(Text("\n".join(_starts(within))))
+    limits = () if within is None else _limits_of(question, within.target)
+    assumed = *question.assumed, *limits, MFU_COUNTS
     lines = ["assumed", *(f"  {line}" for line in assumed), *_assumptions(evaluation.warnings), SEEN]
     return Group(*parts, Text("\n".join(lines)))
 
@@ -101,7 +107,9 @@ def plan_words(plan: Plan) -> str:
     return ", ".join([shape, strategy_words(plan.layers[0])] if len(runs) == 1 else [shape, *runs])
 
 
-def _answer(question: Question, answer: SearchAnswer, batches: Sequence[Candidate]) -> Iterator[str]:
+def _answer(
+    question: Question, answer: SearchAnswer, batches: Sequence[Candidate], within: Within | None
+) -> Iterator[str]:
     """Yield the lines of the answer: the plan, what it yields, what is proven, and batch sizes that yield much more."""
     model, plan, estimate = question.model, answer.chosen.plan, answer.chosen.evaluation.estimate
     free_bytes, share_free = headroom(plan, estimate)
@@ -117,8 +125,12 @@ def _answer(question: Question, answer: SearchAnswer, batches: Sequence[Candidat
     words = [f"{estimate.simulated_step_time_s:.4g} s a step", *_yields(question, plan, estimate)]
     words += [] if price is None else [f"{price:,.2f} USD per billion tokens"]
     yield f"  predicted {', '.join(words)}"
-    yield f"  {_proven(answer)}"
-    yield f"  not searched: {', '.join(_not_searched(question))}"
+    yield f"  {_proven(answer, within)}"
+    if within is None:
+        yield f"  not searched: {', '.join(_not_searched(question))}"
+    else:
+        yield f"  {_cost_of_limits(answer, within)}"
+        yield f"  not searched of what {within.target.title} has: {', '.join(within.target.unsearched)}"
     for other, evaluation in batches:
         gives = ", ".join(_yields(question, other, evaluation.estimate))
         shape = f"{len(other.stages)} pipeline stage(s), {other.num_microbatches} microbatch(es)"
@@ -131,7 +143,39 @@ def _yields(question: Question, plan: Plan, estimate: Estimate) -> list[str]:
     return [f"{tokens_per_s:,.0f} tokens/s", *([] if share is None else [f"MFU {share:.1%}"])]
 
 
-def _proven(answer: SearchAnswer) -> str:
+def _cost_of_limits(answer: SearchAnswer, within: Within) -> str:
+    """Return how many times as long as the best of all plans the answer's takes, in words."""
+    name = within.target.title
+    if within.unlimited is None:
+        return f"what the limits of {name} cost is not known: no other plan was found in time (--time-limit)"
+    other, estimate = within.unlimited.chosen.plan, within.unlimited.chosen.evaluation.estimate
+    ratio = answer.chosen.sample_s / within.unlimited.chosen.sample_s
+    best = f"{estimate.simulated_step_time_s:.4g} s a step, {plan_words(other)}"
+    known = ", as far as is known" if within.unlimited.stopped else ""
+    if other == answer.chosen.plan:
+        return f"the limits of {name} cost nothing{known}: this is the best of all plans that Shardwright runs"
+    return f"the limits of {name} cost a factor of {ratio:.3f}{known}: Shardwright's own best plan takes {best}"
+
+
+def _starts(within: Within) -> Iterator[str]:
+    """Yield how the plan is started in the system that it is for."""
+    yield f"to start it in {within.target.title}, on each node ({', '.join(within.started.files)}: --launch FOLDER):"
+    yield f"  {within.started.command}"
+    yield from (f"  {note}" for note in within.started.notes)
+
+
+def _limits_of(question: Question, target: Target) -> Iterator[str]:
+    """Yield what is searched of a system, and where it is read."""
+    ways = "; or ".join(way.words for way in target.limits(question.model, question.request.precision))
+    yield f"{target.version} runs: {ways}"
+    yield from (f"{target.version}: {source}" for source in target.sources)
+
+
+def _proven(answer: SearchAnswer, within: Within | None) -> str:
+    if within is not None and not answer.stopped and answer.bound_s:
+        gap = answer.optimum_s / answer.bound_s - 1
+        runs = f"proven within what {within.target.title} runs, under these estimates"
+        return f"{runs}: no such plan is more than {gap:.2%} faster"
     if not answer.bound_s:
         return "stopped by the time limit before there was a bound: how much faster other plans are is not known"
     gap = answer.optimum_s / answer.bound_s - 1

@@ -9,47 +9,112 @@ from time import process_time
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput, NothingFits, check_writable, write_document
-from shardwright_formats.types import GIB, Estimate, Plan
-from shardwright_search.advise.choices import RULES, choice_of, plan_of_choice, plan_of_rule
+from shardwright_formats.types import GIB, Cluster, Estimate, Model, Plan
+from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.advise.report import PricedChoice, report
+from shardwright_search.advise.targeted import Within, best_for, started
 from shardwright_search.candidates import Candidate
+from shardwright_search.commands.given_plans import written_files
 from shardwright_search.commands.prediction import progress
 from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.tables import show_rich
 from shardwright_search.explain.what_if import WhatIf, better_batches
-from shardwright_search.options import AdviseOptions
+from shardwright_search.interop.registry import TARGETS
+from shardwright_search.options import AdviseOptions, System
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.solver.stopping import CpuSeconds, latest, left, soon, until
 from shardwright_search.space.budget import Infeasible
+from shardwright_search.space.request import SearchRequest
 
 _RULE = "rule:"
+_RUNNER_UP = "runner-up:"
 _SELDOM_S = 5.0
 """CPU seconds between two lines of progress in a file: a quick answer has none."""
 
 
 def advise(options: AdviseOptions) -> None:
-    """Show the answer, and write the plan where it is asked for."""
-    if options.out is not None:
-        check_writable(options.out)
+    """Show the answer, and write the plan and what starts it where it is asked for."""
+    _check(options)
     question = question_of(options)
-    given = question.request, question.model, question.cluster, question.profiles, Path("--batch")
     deadline = until(CpuSeconds(options.time_limit))
     with progress() as tell:
-        try:
-            answer = find_best(*given, tell if sys.stderr.isatty() else _seldom(tell), left(deadline))
-        except StoppedEarly:
-            raise StoppedEarly("--time-limit", "was over before a plan was found", "give more seconds") from None
-    if isinstance(answer, Infeasible):
-        raise NothingFits(_nothing_fits(question, answer))
-    rules, whole = latest(_rules_of_thumb(question), soon(0.0 if answer.stopped else deadline))
-    rules = rules or ()
-    choices = [_priced_choice(text, question) for text in options.against]
-    answer = _never_worse(answer, [*rules, *choices], question)
+        answer = _searched(options, question, tell if sys.stderr.isatty() else _seldom(tell), deadline)
+        if isinstance(answer, Infeasible):
+            raise NothingFits(_nothing_fits(question, answer, options.target))
+        rules, whole = latest(_rules_of_thumb(question), soon(0.0 if answer.stopped else deadline))
+        rules = rules or ()
+        choices = [_priced_choice(text, question) for text in options.against]
+        answer = _never_worse(answer, [*rules, *choices], question, options.target)
+        taken = _taken(options.take, answer, [*rules, *choices])
+        within, batches = None, tuple[Candidate, ...]()
+        if options.target is None:
+            batches = tuple(better_batches(WhatIf("", *_given(question)), answer, deadline))
+        else:
+            within = _within(options.target, question, answer, taken, _seldom(tell), options.time_limit)
+    files = {} if within is None or options.launch is None else within.started.files
+    texts = {options.launch / name: text for name, text in files.items()} if options.launch is not None else {}
+    with written_files(texts, executable=texts):
+        if options.out is not None:
+            write_document(options.out, taken)
+        show_rich(report(question, answer, rules, choices, whole, batches, within))
+
+
+def _check(options: AdviseOptions) -> None:
+    """Raise BadInput for files that cannot be written, and for options that need others."""
     if options.out is not None:
-        write_document(options.out, answer.chosen.plan)
-    batches = tuple(better_batches(WhatIf("", *given), answer, deadline))
-    show_rich(report(question, answer, rules, choices, whole, batches))
+        check_writable(options.out)
+    if options.launch is not None:
+        if options.target is None:
+            raise BadInput("--launch", "names a folder of what starts a plan in another system", "pass --for too")
+        check_writable(options.launch / TARGETS[options.target].file_name)
+
+
+def _given(question: Question) -> tuple[SearchRequest, Model, Cluster, Profiles, Path]:
+    return question.request, question.model, question.cluster, question.profiles, Path("--batch")
+
+
+def _searched(
+    options: AdviseOptions, question: Question, tell: Callable[[str], None], deadline: float
+) -> SearchAnswer | Infeasible:
+    try:
+        if options.target is not None:
+            return best_for(options.target, question, tell, options.time_limit)
+        return find_best(*_given(question), tell, left(deadline))
+    except StoppedEarly:
+        raise StoppedEarly("--time-limit", "was over before a plan was found", "give more seconds") from None
+
+
+def _within(
+    system: System,
+    question: Question,
+    answer: SearchAnswer,
+    taken: Plan,
+    tell: Callable[[str], None],
+    limit_s: float,
+) -> Within:
+    """Return what starts the plan that is taken, and the best plan without the system's limits, found in as much time.
+
+    Where that one is slower, having reduced gradients once a step alone, the system's own is the best of all.
+    """
+    start = started(system, taken)
+    try:
+        unlimited = find_best(*_given(question), tell, CpuSeconds(limit_s))
+    except StoppedEarly:
+        return Within(TARGETS[system], start, None)
+    slower = isinstance(unlimited, Infeasible) or unlimited.chosen.sample_s > answer.chosen.sample_s
+    return Within(TARGETS[system], start, answer if slower else unlimited)  # type: ignore[arg-type]
+
+
+def _taken(name: str, answer: SearchAnswer, choices: Sequence[PricedChoice]) -> Plan:
+    """Return the plan that is written; raises BadInput where nothing has that name."""
+    plans = {"best": answer.chosen.plan} | {choice.name: choice.plan for choice in choices}
+    if name not in plans and name.startswith(_RUNNER_UP):
+        plans |= {f"{_RUNNER_UP}{i}": other.plan for i, other in enumerate(answer.runners_up, 1)}
+    if name not in plans:
+        raise BadInput("--take", f"{name} is none of the plans", f"choose {', '.join(plans)} or {_RUNNER_UP}N")
+    return plans[name]
 
 
 def _seldom(tell: Callable[[str], None]) -> Callable[[str], None]:
@@ -69,7 +134,8 @@ def _priced_choice(text: str, question: Question) -> PricedChoice:
     """Return a rule, or a choice of the user's, with its price."""
     name = text.removeprefix(_RULE)
     if name == text:
-        plan, source = plan_of_choice(choice_of(text, question), f"--against {text}", question), ""
+        plan, notes = reading_of(text, question.setting)
+        source = "; ".join(notes)
     else:
         plan = plan_of_rule(name, question, lambda plan: question.fits(plan, _priced(plan, question)))
         source = RULES[name].source
@@ -85,27 +151,40 @@ def _rules_of_thumb(question: Question) -> Iterator[tuple[PricedChoice, ...]]:
         yield rules
 
 
-def _never_worse(answer: SearchAnswer, choices: Sequence[PricedChoice], question: Question) -> SearchAnswer:
-    """Return a choice that fits and takes less time as the answer, where the search was stopped."""
+def _never_worse(
+    answer: SearchAnswer, choices: Sequence[PricedChoice], question: Question, system: System | None
+) -> SearchAnswer:
+    """Return a choice that fits, is quicker and runs in the system as the answer, where the search was stopped."""
     best = answer.chosen
     for choice in choices if answer.stopped else ():
         quicker = choice.estimate.simulated_step_time_s < best.evaluation.estimate.simulated_step_time_s
-        if quicker and question.fits(choice.plan, choice.estimate):
+        if quicker and question.fits(choice.plan, choice.estimate) and _runs(system, choice.plan):
             best = Candidate(choice.plan, evaluate(choice.plan, question.profiles))
     if best is answer.chosen:
         return answer
     return replace(answer, chosen=best, optimum_s=min(answer.optimum_s, best.evaluation.estimate.objective_s))
 
 
+def _runs(system: System | None, plan: Plan) -> bool:
+    """Return whether a system can run a plan; None: it is any."""
+    if system is not None:
+        try:
+            started(system, plan)
+        except BadInput:
+            return False
+    return True
+
+
 def _priced(plan: Plan, question: Question) -> Estimate:
     return evaluate(plan, question.profiles, timeline=False).estimate
 
 
-def _nothing_fits(question: Question, answer: Infeasible) -> str:
+def _nothing_fits(question: Question, answer: Infeasible, system: System | None) -> str:
     """Return by how much each plan lacks memory, and what would do."""
+    kind = "plan" if system is None else f"plan that {TARGETS[system].title} runs"
     more = "" if answer.exact else "more than "
     return (
-        f"{question.model.name} on {question.cluster.name}: no plan fits in {question.budget_words}, "
+        f"{question.model.name} on {question.cluster.name}: no {kind} fits in {question.budget_words}, "
         f"even the leanest lacks {more}{answer.missing_bytes / GIB:.2f} GiB a rank: take more GPUs, GPUs that leave "
         f"{more}{answer.min_bytes / GIB:.2f} GiB, a smaller --batch or --seq"
     )

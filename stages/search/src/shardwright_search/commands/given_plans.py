@@ -1,17 +1,28 @@
 """Plans that are not searched: `shardwright-search evaluate`, `uniform`, `import` and `export`."""
 
-from contextlib import ExitStack
+from collections.abc import Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from os.path import realpath
+from pathlib import Path
 
 from shardwright_formats.command import show
 from shardwright_formats.io import BadInput, atomic_path, read_document, sync_path, write_document
 from shardwright_formats.types import Cluster, Model, Plan
-from shardwright_search.commands.prediction import plan_summary, prediction_of_evaluated, read_inputs, written
+from shardwright_search.advise.choices import reading_of
+from shardwright_search.commands.prediction import (
+    plan_summary,
+    prediction_of_evaluated,
+    prediction_path,
+    read_inputs,
+    read_prediction,
+    written,
+)
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.interop.galvatron import plan_of_galvatron
 from shardwright_search.interop.galvatron_file import read_galvatron
 from shardwright_search.interop.launch import Launch
-from shardwright_search.interop.registry import EXPORTERS
+from shardwright_search.interop.limits import Setting
+from shardwright_search.interop.registry import LAUNCHERS, TARGETS
 from shardwright_search.interop.uniform import uniform_plan
 from shardwright_search.options import (
     EvaluateOptions,
@@ -60,23 +71,48 @@ def import_galvatron(options: ImportGalvatronOptions) -> None:
 
 def export_plan(options: ExportOptions) -> None:
     """Write another system's file and, if asked, the scripts that start it; show what these cannot hold."""
-    plan, exporter = read_document(options.plan, Plan), EXPORTERS[options.to]
+    plan = _plan_to_export(options)
     if options.launch is None:
         if options.hosts is not None:
             raise BadInput("--hosts", "names the hosts of scripts", "pass --launch too")
-        exported, launch = exporter.export(plan, options.plan), Launch({}, ())
-    elif exporter.launch is None:
+        exported, launch = TARGETS[options.to].export(plan, options.plan), Launch({}, ())
+    elif options.to not in LAUNCHERS:
         raise BadInput("--launch", f"there are no scripts for {options.to}", "leave it out, or pass --to megatron")
     else:
-        exported, launch = exporter.launch(plan, options.plan, options.hosts)
+        exported, launch = LAUNCHERS[options.to](plan, options.plan, options.hosts)
     files = {options.launch / name: text for name, text in launch.files.items()} if options.launch else {}
     if realpath(options.out) in map(realpath, files):
         raise BadInput(options.out, "is a file of --launch too", "choose another name")
-    with ExitStack() as stack:  # Each file is complete before the first gets its name.
-        for path, text in {**files, options.out: exported.text}.items():
+    with written_files({**files, options.out: exported.text}, executable=files):
+        show("\n".join((*exported.notes, *launch.notes)))
+
+
+@contextmanager
+def written_files(files: Mapping[Path, str], executable: Container[Path]) -> Iterator[None]:
+    """Write texts, scripts among them executable: each file is complete before the first gets its name."""
+    with ExitStack() as stack:
+        for path, text in files.items():
             temporary = stack.enter_context(atomic_path(path))
             temporary.write_bytes(text.encode())
             sync_path(temporary)
-            if path.suffix == ".sh" and path in files:
+            if path.suffix == ".sh" and path in executable:
                 temporary.chmod(_EXECUTABLE)
-        show("\n".join((*exported.notes, *launch.notes)))
+        yield
+
+
+def _plan_to_export(options: ExportOptions) -> Plan:
+    """Return the plan of the file, a runner-up of its search, or a choice on the plan's devices."""
+    plan = read_document(options.plan, Plan)
+    if options.runner_up is None and options.against is None:
+        return plan
+    if options.runner_up is not None and options.against is not None:
+        raise BadInput("--runner-up and --against", "each names a plan", "give one of them")
+    if options.against is not None:
+        settings = plan.global_batch_size, plan.precision, plan.attention, plan.compile
+        return reading_of(options.against, Setting(plan.model, plan.cluster, *settings)).plan
+    assert options.runner_up is not None
+    runners_up = read_prediction(options.plan, plan).runners_up
+    if options.runner_up > len(runners_up):
+        problem = f"{options.runner_up}: {prediction_path(options.plan)} has {len(runners_up)} of them"
+        raise BadInput("--runner-up", problem, "search with --runners-up, or give a lower number")
+    return runners_up[options.runner_up - 1].plan

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import effective
 from shardwright_formats.types import (
@@ -20,6 +22,7 @@ from shardwright_formats.types import (
     GradientReduction,
     Model,
     Plan,
+    Precision,
     Recompute,
     Schedule,
     SequenceParallel,
@@ -31,8 +34,11 @@ from shardwright_search.interop.galvatron_file import (
     GalvatronStrategy,
     PipelineType,
     galvatron_keys,
+    strategy_of_keys,
 )
+from shardwright_search.interop.limits import Limits, Reading, Setting, Target, torchrun
 from shardwright_search.interop.target import (
+    WHOLE_LAYERS,
     Exported,
     ExportTarget,
     check_recompute,
@@ -41,6 +47,7 @@ from shardwright_search.interop.target import (
     strategies,
 )
 from shardwright_search.options import GalvatronRun
+from shardwright_search.space.demands import Demands, Outer
 from shardwright_search.space.uniform import layer_of, stages_of
 
 _DEFAULTS: dict[DataParallel, DataParallelType] = {DataParallel.DDP: "ddp", DataParallel.ZERO2: "zero2"}
@@ -53,6 +60,7 @@ _PIPELINE_TYPES: dict[Schedule, PipelineType] = {
 """Names of the schedules of a stage with one layer range, which is all that Galvatron has."""
 _UNUSED_DEFAULT: DataParallelType = "zero2"
 """Value that is written where nothing is left to `default_dp_type`; Galvatron's own launch scripts ask for it."""
+_SHARES_SEQUENCE = "read as a run with --sequence-parallel, which the file does not say"
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -229,3 +237,52 @@ def _options(plan: Plan) -> Iterator[str]:
         yield "--sequence-parallel"
     if plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH and plan.num_microbatches > 1:
         yield "--no_async_grad_reduce"
+
+
+def galvatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
+    """Return its two ways: one of ddp and zero2, which holds for all layers, beside zero3."""
+    return tuple(
+        Limits(
+            f"{kind} and zero3, tensor parallelism that shares the sequence",
+            data_parallel=(kind, DataParallel.ZERO3),
+            gradient_reduction=GradientReduction.DEFERRED,
+            recompute=WHOLE_LAYERS,
+            sequence_parallel=(SequenceParallel.MEGATRON,),
+            uniform=False,
+            demands=Demands(outer=Outer.ALIKE, block_in_each_stage=True),
+        )
+        for kind in (DataParallel.DDP, DataParallel.ZERO2)
+    )
+
+
+def read_strategy(text: str, file: str, setting: Setting) -> Reading:
+    """Return the plan of a strategy file under a run with the setting's precision and --sequence-parallel."""
+    path = Path(file)
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(path, f"not valid JSON ({error})", "write the file again") from None
+    run = GalvatronRun(sequence_parallel="megatron", attention=setting.attention)
+    plan = plan_of_galvatron(file, strategy_of_keys(raw, path), setting.model, setting.cluster, run, path)
+    return Reading(replace(plan, precision=setting.precision), (_SHARES_SEQUENCE,))
+
+
+def _command(plan: Plan, file: str) -> str:
+    return torchrun(plan, f"train_dist.py --galvatron_config_path {file} {' '.join(_options(plan))}")
+
+
+GALVATRON = Target(
+    title="Galvatron",
+    version="hetu-galvatron 2.4.0",
+    sources=(
+        "galvatron/core/runtime/hybrid_parallel_config.py: keys, one default_dp_type, one strategy of the vocabulary",
+        "galvatron/core/runtime/arguments.py: --galvatron_config_path, --sequence-parallel",
+    ),
+    limits=galvatron_limits,
+    unsearched=("Ulysses", "tensor parallelism without --sequence-parallel", "gpipe", "strided groups"),
+    file_name="galvatron.json",
+    mark="pp_deg",
+    export=galvatron_file,
+    read=read_strategy,
+    command=_command,
+)

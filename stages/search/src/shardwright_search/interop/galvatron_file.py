@@ -79,12 +79,17 @@ _FOREIGN = {
 
 
 def read_galvatron(path: Path) -> GalvatronStrategy:
-    """Read a strategy file.
+    """Read a strategy file; raises BadInput as `strategy_of_keys` does."""
+    return strategy_of_keys(read_object(path), path)
+
+
+def strategy_of_keys(raw: object, path: Path) -> GalvatronStrategy:
+    """Return the content of a strategy file.
 
     Raises BadInput for a key that is unknown, missing or contradicts another, and for features that no plan has.
     """
     try:
-        keys = msgspec.convert(read_object(path), _Keys)
+        keys = msgspec.convert(raw, _Keys)
     except msgspec.ValidationError as error:
         remedy = "pass a strategy file of Galvatron; what a run's options decide must stand in it"
         raise BadInput(path, str(error), remedy) from None

@@ -21,19 +21,25 @@ from shardwright_formats.types import (
     Heads,
     Model,
     Plan,
+    Precision,
     Recompute,
     Schedule,
     SequenceParallel,
 )
 from shardwright_models.facts import Family
 from shardwright_models.registry import FAMILIES
+from shardwright_search.interop.limits import Limits, Target, torchrun, whole_groups
+from shardwright_search.interop.megatron_reader import read_megatron
 from shardwright_search.interop.target import Exported, ExportTarget, kernel_notes, uniform_of
+from shardwright_search.space.demands import Demands, Outer
 from shardwright_search.space.uniform import UniformStrategy
 
 Arguments = Mapping[str, str | int | float]
 """Arguments by name; True for one without a value, False for one that is left out."""
 
 _TARGET = "Megatron-LM"
+_KINDS = (Recompute.NONE, Recompute.FULL, Recompute.MLP)
+"""Recomputation that it has in common with plans; the last is its selective kind of the module `mlp`."""
 _FSDP = "--use-megatron-fsdp"
 _SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B)
 """Schedules of a pipeline; the layer ranges of a stage decide between them."""
@@ -45,7 +51,7 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
     Raises BadInput naming the first thing that Megatron-LM cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
-    uniform = uniform_of(plan, target)
+    uniform = uniform_of(plan, target, _KINDS)
     holds = plan.schedule in _SCHEDULES or uniform.pp_size == 1
     target.demand(holds, f"the schedule {plan.schedule}", f"choose {' or '.join(_SCHEDULES)}")
     options = {
@@ -129,7 +135,16 @@ def _environment(uniform: UniformStrategy, options: Arguments) -> tuple[str, ...
 
 
 def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarget) -> Arguments:
-    """Return every layer, or as many first layers of each range: Megatron's methods `uniform` and `block`."""
+    """Return every layer, or as many first layers of each range: Megatron's methods `uniform` and `block`.
+
+    The feed-forward parts are recomputed in every layer or none, and in no layer beside whole ones.
+    """
+    parts = [layer.recompute is Recompute.MLP for layer in plan.layers]
+    if any(parts):
+        i = parts.index(False) if not all(parts) else 0
+        feature = f"layers[{i}]: recompute {plan.layers[i].recompute}, where others have mlp"
+        target.demand(all(parts), feature, "recompute all layers alike")
+        return {"--recompute-granularity": "selective", "--recompute-modules": "mlp"}
     recomputed = [layer.recompute is Recompute.FULL for layer in plan.layers]
     most = max(sum(recomputed[low:high]) for low, high in ranges)
     if not most:
@@ -245,3 +260,47 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" in config:
         parameters.setdefault("rope_theta", config["rope_theta"])
     return parameters
+
+
+def megatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
+    """Return its two ways: its own optimizers over pipelines, and Megatron-FSDP, documented without one."""
+    parallel = SequenceParallel.NONE, SequenceParallel.MEGATRON
+    demands = Demands(outer=Outer.AS_LAYERS, allows=whole_groups)
+    return (
+        Limits(
+            "DDP or its distributed optimizer, gradients reduced once a step",
+            data_parallel=(DataParallel.DDP, DataParallel.ZERO2),
+            gradient_reduction=GradientReduction.DEFERRED,
+            recompute=_KINDS,
+            sequence_parallel=parallel,
+            schedules=_SCHEDULES,
+            demands=demands,
+        ),
+        Limits(
+            "Megatron-FSDP without a pipeline, gradients reduced after every micro-batch",
+            data_parallel=(DataParallel.ZERO2, DataParallel.ZERO3),
+            gradient_reduction=GradientReduction.EVERY_MICROBATCH,
+            recompute=_KINDS,
+            sequence_parallel=parallel,
+            pipeline=False,
+            demands=demands,
+        ),
+    )
+
+
+MEGATRON = Target(
+    title=_TARGET,
+    version="megatron-core 0.16.1",
+    sources=(
+        "megatron/core/transformer/transformer_config.py: recompute_modules, pipeline_model_parallel_layout",
+        "megatron/core/distributed/distributed_data_parallel_config.py: use_distributed_optimizer, use_megatron_fsdp",
+        "megatron/core/pipeline_parallel/schedules.py: interleaved micro-batches are a multiple of the stages",
+    ),
+    limits=megatron_limits,
+    unsearched=("recomputation of some layers of a stage (block)", "optimizer instances", "core_attn and layernorm"),
+    file_name="args.txt",
+    mark="",
+    export=megatron_arguments,
+    read=read_megatron,
+    command=lambda plan, file: torchrun(plan, f'"$PRETRAIN" $(cat {file}) --data-path DATA --train-iters N --lr LR'),
+)

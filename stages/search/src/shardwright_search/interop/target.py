@@ -1,6 +1,6 @@
 """Demands of other systems on a plan, and refusals of plans that one of them cannot express."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardwright_formats.io import BadInput
@@ -8,6 +8,9 @@ from shardwright_formats.semantics.axes import effective
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import EMBEDDING, HEAD, Attention, Plan, Recompute, SequenceParallel, Strategy
 from shardwright_search.space.uniform import UniformStrategy
+
+WHOLE_LAYERS = (Recompute.NONE, Recompute.FULL)
+"""Recomputation that each system has."""
 
 
 class Exported(NamedTuple):
@@ -37,19 +40,19 @@ class ExportTarget(NamedTuple):
         self.demand(holds, f"precision {plan.precision.text}{where}", remedy)
 
 
-def uniform_of(plan: Plan, target: ExportTarget) -> UniformStrategy:
-    """Return the one strategy of a plan that shards all its layers alike, as Megatron-LM and torchtitan want it.
+def uniform_of(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute] = WHOLE_LAYERS) -> UniformStrategy:
+    """Return the one strategy of a plan that shards all its layers alike, as all systems but Galvatron want it.
 
     Recomputation is left out: layers may differ in it. Raises BadInput naming the first layer, embedding and head
-    included, that is sharded otherwise than the first layer, and for what neither system has: strided tensor-parallel
-    groups, Ulysses, layers of several types, recomputation of a layer's part, interleaved microbatches in unequal
+    included, that is sharded otherwise than the first layer, and for what none of them has: strided tensor-parallel
+    groups, Ulysses, layers of several types, recomputation but of these kinds, interleaved microbatches in unequal
     groups.
     """
     check_stages(plan, target)
     for i, layer in enumerate(plan.layers):
         types = f"layers[{i}]: type {layer.type}, where layers[0] has {plan.layers[0].type}"
         target.demand(layer.type == plan.layers[0].type, types, "export plans of models with layers of one type")
-    check_recompute(plan, target)
+    check_recompute(plan, target, kinds)
     count, pp_size, chunks = plan.num_microbatches, len(plan.stages), len(plan.stages[0].layers)
     feature = f"{count} interleaved microbatches, which {pp_size} pipeline stages do not divide"
     target.demand(chunks == 1 or count % pp_size == 0, feature, "choose a multiple of the pipeline stages")
@@ -62,6 +65,7 @@ def uniform_of(plan: Plan, target: ExportTarget) -> UniformStrategy:
         data_parallel=first.data_parallel,
         shard_size=first.shard_size,
         sequence_parallel=first.sequence_parallel,
+        gradient_reduction=plan.gradient_reduction,
         chunks=chunks,
         ranges=tuple(stage.layers[chunk] for chunk in range(chunks) for stage in plan.stages),
     )
@@ -92,11 +96,11 @@ def check_stages(plan: Plan, target: ExportTarget) -> None:
     target.demand(holds, f"{plan.schedule} in a single pipeline stage", "choose the schedule 1f1b")
 
 
-def check_recompute(plan: Plan, target: ExportTarget) -> None:
-    """Raise BadInput where a part of a layer is recomputed."""
+def check_recompute(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute] = WHOLE_LAYERS) -> None:
+    """Raise BadInput where a layer is recomputed in a way that is none of these kinds."""
+    remedy = "recompute all of it or nothing" if kinds == WHOLE_LAYERS else f"choose {', '.join(kinds)}"
     for i, layer in enumerate(plan.layers):
-        holds = layer.recompute in (Recompute.NONE, Recompute.FULL)
-        target.demand(holds, f"layers[{i}]: recompute {layer.recompute}", "recompute all of it or nothing")
+        target.demand(layer.recompute in kinds, f"layers[{i}]: recompute {layer.recompute}", remedy)
 
 
 def kernel_notes(plan: Plan) -> Iterator[str]:

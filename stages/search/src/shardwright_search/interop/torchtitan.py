@@ -15,12 +15,17 @@ from shardwright_formats.types import (
     GradientReduction,
     Model,
     Plan,
+    Precision,
     Recompute,
     Schedule,
     SequenceParallel,
 )
 from shardwright_models.registry import FAMILIES
-from shardwright_search.interop.target import Exported, ExportTarget, kernel_notes, uniform_of
+from shardwright_search.interop.limits import Limits, Target, torchrun, whole_groups
+from shardwright_search.interop.target import WHOLE_LAYERS, Exported, ExportTarget, kernel_notes, uniform_of
+from shardwright_search.interop.torchtitan_reader import read_torchtitan
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.demands import Demands, Outer
 from shardwright_search.space.uniform import UniformStrategy
 
 Toml = str | int | Sequence[Sequence[str]]
@@ -178,3 +183,71 @@ def _recompute(plan: Plan, target: ExportTarget) -> dict[str, Toml]:
 def _section(name: str, keys: Mapping[str, Toml]) -> str:
     """Return a section as text; JSON spells these values as TOML does: names, numbers, lists of lists of names."""
     return "".join((f"[{name}]\n", *(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())))
+
+
+def _reads(configuration: Configuration, casts: bool) -> bool:
+    """Return whether its parallelism goes together: ddp is alone, and casts are those of FSDP's ranks."""
+    layers = configuration.layers
+    assert layers is not None
+    alone = layers.tp_size == configuration.pp_size == 1
+    if layers.dp_size == 1:
+        return alone or not casts
+    return layers.data_parallel is not DataParallel.DDP or alone
+
+
+def torchtitan_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
+    """Return its two ways: accumulation, which reduces each microbatch's gradients, and a pipeline, the last one's."""
+    casts = precision.compute != precision.parameters
+    parallel = SequenceParallel.MEGATRON, SequenceParallel.NONE
+
+    def accumulates(configuration: Configuration) -> bool:
+        return _shares_sequence(configuration) and _reads(configuration, casts)
+
+    def fills(configuration: Configuration) -> bool:
+        filled = configuration.num_microbatches >= configuration.pp_size
+        return filled and whole_groups(configuration) and accumulates(configuration)
+
+    flat = Limits(
+        "FSDP2, HSDP aside, or DDP without a pipeline, gradients reduced after every micro-batch",
+        data_parallel=tuple(DataParallel),
+        gradient_reduction=GradientReduction.EVERY_MICROBATCH,
+        recompute=WHOLE_LAYERS,
+        sequence_parallel=parallel,
+        pipeline=False,
+        demands=Demands(outer=Outer.AS_LAYERS, allows=accumulates),
+    )
+    pipeline = Limits(
+        "FSDP2 in a pipeline, gradients reduced with the last micro-batch",
+        data_parallel=(DataParallel.ZERO2, DataParallel.ZERO3),
+        gradient_reduction=GradientReduction.DEFERRED,
+        recompute=WHOLE_LAYERS,
+        sequence_parallel=parallel,
+        pipeline=True,
+        schedules=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B),
+        demands=Demands(outer=Outer.AS_LAYERS, allows=fills),
+    )
+    return (flat,) if model.tied else (flat, pipeline)
+
+
+def _shares_sequence(configuration: Configuration) -> bool:
+    layers = configuration.layers
+    assert layers is not None
+    return layers.tp_size == 1 or layers.sequence_parallel is SequenceParallel.MEGATRON
+
+
+TORCHTITAN = Target(
+    title=_TARGET,
+    version="torchtitan 0.2.2",
+    sources=(
+        "torchtitan/config/job_config.py: its keys",
+        "torchtitan/models/llama3/infra/parallelize.py: sequence parallelism beside tensor parallelism, DDP alone",
+        "torch/distributed/pipelining/schedules.py: 1F1B has as many micro-batches as stages or more",
+    ),
+    limits=torchtitan_limits,
+    unsearched=("recomputation of every n-th layer", "recomputation by operator", "HSDP"),
+    file_name="torchtitan.toml",
+    mark="",
+    export=torchtitan_toml,
+    read=read_torchtitan,
+    command=lambda plan, file: torchrun(plan, f"-m torchtitan.train --job.config_file {file}"),
+)

@@ -1,0 +1,121 @@
+"""The best plan of those that another system runs, proven among them, beside the best of all plans."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Model, Plan
+from shardwright_search.advise.question import Question
+from shardwright_search.candidates import Candidate
+from shardwright_search.interop.launch import in_pipeline_order
+from shardwright_search.interop.limits import Limits, Target
+from shardwright_search.interop.registry import LAUNCHERS, TARGETS
+from shardwright_search.options import System
+from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
+from shardwright_search.solver.stopping import CpuSeconds, left, until
+from shardwright_search.space.budget import Infeasible
+from shardwright_search.space.search_space import NothingListed
+
+_MAX_RUNNERS_UP = 5
+
+
+class Started(NamedTuple):
+    """What starts a plan in another system."""
+
+    command: str
+    """Command of each node."""
+    files: dict[str, str]
+    """Texts by name in a folder."""
+    notes: tuple[str, ...]
+    """Points that the files cannot hold, a line each."""
+
+
+class Within(NamedTuple):
+    """A system that an answer is for, what starts the answer's plan there, and the best plan without its limits."""
+
+    target: Target
+    started: Started
+    unlimited: SearchAnswer | None
+    """None where it was not found in time."""
+
+
+def started(system: System, plan: Plan) -> Started:
+    """Return what starts a plan; BadInput names the first thing of the plan that the system cannot express."""
+    target, name = TARGETS[system], f"--for {system}"
+    ordered = in_pipeline_order(plan, name)
+    if system in LAUNCHERS:
+        exported, launch = LAUNCHERS[system](plan, name, None)
+        files, notes = launch.files, (*exported.notes, *launch.notes)
+    else:
+        exported = target.export(ordered, name)
+        files, notes = {}, exported.notes
+    return Started(target.command(ordered, target.file_name), {target.file_name: exported.text, **files}, notes)
+
+
+def best_for(
+    system: System, question: Question, tell: Callable[[str], None], limit_s: float
+) -> SearchAnswer | Infeasible:
+    """Return the best plan of those that a system runs in any of its ways; what is proven is proven of all of them.
+
+    Each way has an equal share of the time that is left. Raises StoppedEarly where no plan was found in time, and
+    BadInput where the system runs no plan of the model on these devices.
+    """
+    target, deadline = TARGETS[system], until(CpuSeconds(limit_s))
+    ways = _ways(target, question)
+    answers, lacking, late = list[SearchAnswer](), list[Infeasible](), list[StoppedEarly]()
+    given = question.model, question.cluster, question.profiles, Path(f"--for {system}")
+    for number, way in enumerate(ways):
+        request = way.narrowed(question.request, question.cluster.num_devices)
+        if request is None:
+            continue
+        tell(f"{target.title}: {way.words}")
+        share = CpuSeconds((left(deadline) or 0.0) / (len(ways) - number))
+        try:
+            answer = find_best(request, *given, tell, share, way.demands)
+        except NothingListed:
+            continue
+        except StoppedEarly as error:
+            late.append(error)
+        else:
+            (lacking if isinstance(answer, Infeasible) else answers).append(answer)  # type: ignore[arg-type]
+    if answers:
+        return _best(answers, late)
+    if late:
+        raise late[0]
+    if not lacking:
+        raise BadInput(
+            f"--for {system}", f"{target.title} runs no plan of {question.model.name} here", "see docs/interop.md"
+        )
+    return min(lacking, key=lambda each: each.missing_bytes)
+
+
+def _ways(target: Target, question: Question) -> Sequence[Limits]:
+    ways = target.limits(question.model, question.request.precision)
+    return [way for way in ways if not way.uniform or _is_of_one_type(question.model)]
+
+
+def _is_of_one_type(model: Model) -> bool:
+    """Return whether all layers of a model are of one type, as those of a system with one strategy have to be."""
+    return len(set(model.layers)) == 1
+
+
+def _best(answers: Sequence[SearchAnswer], late: Sequence[StoppedEarly]) -> SearchAnswer:
+    """Return the answer with the quickest plan, with what is proven of all: nothing where one was stopped too early."""
+    best, *others = sorted(answers, key=lambda answer: answer.chosen.sample_s)
+
+    def beside() -> tuple[Candidate, ...]:
+        plans = sorted((*best.runners_up, *(other.chosen for other in others)), key=lambda each: each.sample_s)
+        return tuple(plans[:_MAX_RUNNERS_UP])
+
+    return replace(
+        best,
+        beside=beside,
+        optimum_s=min(answer.optimum_s for answer in answers),
+        bound_s=0.0 if late else min(answer.bound_s for answer in answers),
+        examined=sum(answer.examined for answer in answers),
+        solved=sum(answer.solved for answer in answers),
+        stopped=bool(late) or any(answer.stopped for answer in answers),
+    )

@@ -1,0 +1,114 @@
+"""A TOML configuration of torchtitan as a plan: what its run does with it."""
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import DataParallel, GradientReduction, Plan, Recompute, SequenceParallel
+from shardwright_search.interop.limits import Reading, Setting
+from shardwright_search.space.uniform import UniformStrategy
+
+_NOT_PRICED = ("context_parallel_degree", "expert_parallel_degree")
+_MODES = ("none", "full", "selective")
+_BY_OPERATOR = (
+    "torchtitan's selective recomputation by operator is priced as results of products kept; it keeps every second one"
+)
+
+
+def read_torchtitan(text: str, file: str, setting: Setting) -> Reading:
+    """Return the plan of a configuration, with its defaults for what it leaves out.
+
+    Raises BadInput naming `file` for what is wrong, and for what no plan has.
+    """
+    try:
+        sections: Mapping[str, Any] = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise BadInput(file, f"is no TOML ({error})", "correct the file") from None
+    parallel, training = sections.get("parallelism", {}), sections.get("training", {})
+    for name in _NOT_PRICED:
+        if parallel.get(name, 1) != 1:
+            raise BadInput(file, f"{name} {parallel[name]} is not priced", "leave it at 1")
+    uniform = UniformStrategy(
+        tp_size=_number(file, parallel, "tensor_parallel_degree"),
+        pp_size=_number(file, parallel, "pipeline_parallel_degree"),
+        sequence_parallel=SequenceParallel.MEGATRON,
+    )
+    uniform = _with_states(file, parallel, setting.with_dp_size(uniform, file))
+    in_pipeline = uniform.pp_size > 1
+    sample_key = "pipeline_parallel_microbatch_size" if in_pipeline else "local_batch_size"
+    uniform = uniform._replace(micro_batch_size=_number(file, parallel if in_pipeline else training, sample_key))
+    if in_pipeline:
+        uniform = _with_ranges(file, parallel, uniform)
+    return _recomputed(file, sections.get("activation_checkpoint", {}), setting, uniform)
+
+
+def _number(file: str, keys: Mapping[str, Any], name: str) -> int:
+    number = keys.get(name, 1)
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number < 10**7:
+        raise BadInput(file, f"{name} {number!r} is no number from 1", "correct it")
+    return number
+
+
+def _with_states(file: str, parallel: Mapping[str, Any], uniform: UniformStrategy) -> UniformStrategy:
+    """Return the choice with who shares the states out; by default all, who reshard but in a pipeline."""
+    replicas = _number(file, parallel, "data_parallel_replicate_degree")
+    whole = parallel.get("data_parallel_shard_degree", -1) == -1
+    shards = uniform.dp_size // replicas if whole else _number(file, parallel, "data_parallel_shard_degree")
+    if replicas * shards != uniform.dp_size:
+        problem = f"data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards}"
+        raise BadInput(file, f"{problem} are not the {uniform.dp_size} data-parallel ranks", "correct them")
+    reshards = parallel.get("fsdp_reshard_after_forward", "default")
+    kind = DataParallel.ZERO3 if reshards == "always" else DataParallel.ZERO2
+    if reshards == "default" and uniform.pp_size == 1:
+        kind = DataParallel.ZERO3
+    return uniform._replace(
+        data_parallel=kind if shards > 1 else DataParallel.DDP,
+        shard_size=shards if 1 < shards < uniform.dp_size else 0,
+        gradient_reduction=GradientReduction.EVERY_MICROBATCH if uniform.pp_size == 1 else GradientReduction.DEFERRED,
+    )
+
+
+def _with_ranges(file: str, parallel: Mapping[str, Any], uniform: UniformStrategy) -> UniformStrategy:
+    """Return the choice with the layers of each stage and chunk, where `module_fqns_per_model_part` lists them."""
+    parts = parallel.get("module_fqns_per_model_part")
+    if parts is None:
+        return uniform
+    ranges, low = [], 0
+    for part in parts:
+        count = sum(name.startswith("layers.") for name in part)
+        if [name for name in part if name.startswith("layers.")] != [f"layers.{i}" for i in range(low, low + count)]:
+            raise BadInput(file, "module_fqns_per_model_part has layers in another order", "list layers.0 and on")
+        ranges.append((low, low + count))
+        low += count
+    if len(ranges) % uniform.pp_size:
+        problem = f"module_fqns_per_model_part has {len(ranges)} parts for {uniform.pp_size} pipeline stages"
+        raise BadInput(file, problem, "list as many for each")
+    return uniform._replace(chunks=len(ranges) // uniform.pp_size, ranges=tuple(ranges))
+
+
+def _recomputed(file: str, keys: Mapping[str, Any], setting: Setting, uniform: UniformStrategy) -> Reading:
+    """Return the plan with what is recomputed: all, none, every n-th layer of a rank, or some results of a layer."""
+    mode, option = keys.get("mode", "selective"), str(keys.get("selective_ac_option", "2"))
+    if mode not in _MODES:
+        raise BadInput(file, f"activation_checkpoint.mode {mode!r}", f"choose {', '.join(_MODES)}")
+    if mode == "selective" and option == "op":
+        return Reading(setting.plan(uniform._replace(recompute=Recompute.SELECTIVE), file), (_BY_OPERATOR,))
+    if mode != "selective":
+        kind = Recompute.FULL if mode == "full" else Recompute.NONE
+        return Reading(setting.plan(uniform._replace(recompute=kind), file))
+    if not option.isdecimal() or int(option) < 1:
+        raise BadInput(file, f"selective_ac_option {option!r}", "choose op, or a number from 1")
+    return Reading(_every_nth(setting.plan(uniform, file), int(option)))
+
+
+def _every_nth(plan: Plan, period: int) -> Plan:
+    """Return the plan with every n-th of the layers that a rank holds recomputed."""
+    layers = list(plan.layers)
+    for stage in plan.stages:
+        held = [i for low, high in stage.layers for i in range(low, high)]
+        for i in held[period - 1 :: period]:
+            layers[i] = replace(layers[i], recompute=Recompute.FULL)
+    return replace(plan, layers=tuple(layers))
