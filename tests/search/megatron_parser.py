@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--position-embedding-type", choices=["learned_absolute", "rope", "mrope", "relative", "none"])
     own.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"])
     own.add_argument("--recompute-granularity", choices=["full", "selective"])
+    own.add_argument("--recompute-modules", nargs="*", choices=["core_attn", "layernorm", "mlp"])
     own.add_argument("--recompute-method", choices=["uniform", "block"])
     own.add_argument("--data-parallel-sharding-strategy", default="no_shard")
     own.add_argument("--outer-dp-sharding-strategy", choices=["no_shard", "optim"])

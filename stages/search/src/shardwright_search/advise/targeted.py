@@ -86,9 +86,8 @@ def best_for(
     if late:
         raise late[0]
     if not lacking:
-        raise BadInput(
-            f"--for {system}", f"{target.title} runs no plan of {question.model.name} here", "see docs/interop.md"
-        )
+        problem = f"{target.title} runs no plan of {question.model.name} on {question.cluster.name}"
+        raise BadInput(f"--for {system}", problem, "choose another system, or leave --for out")
     return min(lacking, key=lambda each: each.missing_bytes)
 
 

@@ -1,0 +1,108 @@
+"""Plans that are searched for another system: its parser takes them, and read back they take the same time."""
+
+import json
+import shlex
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+from megatron_parser import parser
+
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import EMBEDDING, HEAD
+from shardwright_search.advise.question import question_of
+from shardwright_search.advise.targeted import best_for, started
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.interop.galvatron_file import strategy_of_keys
+from shardwright_search.interop.registry import TARGETS
+from shardwright_search.options import AdviseOptions, System
+from shardwright_search.search import SearchAnswer
+
+ACCEPTED = json.loads((Path(__file__).parent / "accepted_keys.json").read_text())
+WORLDS = (
+    ("llama-3-8b", "2x8:H100-SXM", 256),
+    ("qwen2.5-0.5b", "1x4:A100-40", 64),
+    ("llama-2-7b", "1x8:A100-80", 128),
+    ("llama-3-70b", "8x8:H100-SXM", 512),
+    ("llama-3.2-1b", "1x8:A100-40", 64),
+    ("llama-3.2-3b", "2x4:A100-80", 96),
+    ("mistral-7b", "2x8:A100-40", 64),
+    ("qwen2.5-1.5b", "1x8:H100-SXM", 64),
+    ("qwen2.5-3b", "4x8:A100-40", 128),
+    ("qwen2.5-7b", "2x8:H200", 256),
+    ("qwen2.5-14b", "4x8:H100-SXM", 256),
+    ("qwen2.5-32b", "8x8:A100-80", 512),
+    ("qwen3-0.6b", "1x2:H100-SXM", 32),
+    ("qwen3-1.7b", "1x8:B200", 64),
+    ("qwen3-4b", "2x8:A100-80", 128),
+    ("qwen3-8b", "2x8:H100-SXM", 64),
+    ("qwen3-14b", "4x8:H200", 256),
+    ("gpt2-xl", "1x8:A100-40", 64),
+    ("llama-3.1-8b", "4x8:A100-80", 128),
+    ("llama-2-70b", "8x8:H200", 256),
+)
+"""Models, GPUs and batches; few of them are searched in `make test`."""
+
+
+def _taken_by_megatron(text):
+    given = parser().parse_args(shlex.split(text))
+    assert given.micro_batch_size and given.global_batch_size
+
+
+def _taken_by_torchtitan(text):
+    for section, keys in tomllib.loads(text).items():
+        assert set(keys) <= set(ACCEPTED["torchtitan 0.2.2"][section])
+
+
+def _taken_by_galvatron(text):
+    assert strategy_of_keys(json.loads(text), Path("galvatron.json")).chunks >= 1
+
+
+TAKEN = {
+    System.MEGATRON: _taken_by_megatron,
+    System.TORCHTITAN: _taken_by_torchtitan,
+    System.GALVATRON: _taken_by_galvatron,
+}
+
+
+def _cases():
+    for number, world in enumerate(WORLDS):
+        for system in TARGETS:
+            yield pytest.param(system, *world, marks=[pytest.mark.long] if number > 1 else [])
+
+
+@pytest.mark.parametrize(("system", "model", "gpus", "batch"), list(_cases()))
+def test_what_is_written_is_taken_there_and_takes_the_same_time_read_back(system, model, gpus, batch):
+    question = question_of(AdviseOptions(model=model, gpus=gpus, batch=batch, seq=1024))
+    answer = best_for(system, question, lambda _: None, 6.0)
+    assert isinstance(answer, SearchAnswer)
+    for candidate in (answer.chosen, *answer.runners_up):
+        start, target = started(system, candidate.plan), TARGETS[system]
+        text = start.files[target.file_name]
+        TAKEN[system](text)
+        assert target.file_name in start.command
+        assert target.is_its_file(Path(target.file_name), text)
+        plan = target.read(text, target.file_name, question.setting).plan
+        here, there = (evaluate(each, question.profiles).estimate for each in (candidate.plan, plan))
+        assert there.simulated_step_time_s == here.simulated_step_time_s
+        assert there.memory_bytes == here.memory_bytes
+    assert 0 < answer.bound_s <= answer.optimum_s or answer.stopped
+
+
+def test_embedding_and_head_are_as_the_system_has_them():
+    """Without a limit the head of this model is sharded otherwise than its layers."""
+    question = question_of(AdviseOptions(model="llama-3-8b", gpus="2x8:H100-SXM", batch=256))
+    for system in (System.MEGATRON, System.TORCHTITAN):
+        plan = best_for(system, question, lambda _: None, 20.0).chosen.plan
+        layers = {msgspec.structs.replace(layer, type="") for layer in plan.layers}
+        (layer,) = layers
+        for name, strategy in ((EMBEDDING, plan.embedding), (HEAD, plan.head)):
+            shared = {field: getattr(layer, field) for field in type(strategy).__struct_fields__}
+            assert shared == msgspec.structs.asdict(strategy), name
+
+
+def test_models_that_no_system_with_one_strategy_runs_are_refused_in_one_line():
+    question = question_of(AdviseOptions(model="t5-3b", gpus="8:H100-SXM", batch=64))
+    with pytest.raises(BadInput, match="--for torchtitan: torchtitan runs no plan of t5-3b on 8:H100-SXM: choose"):
+        best_for(System.TORCHTITAN, question, lambda _: None, 5.0)
