@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shardwright_formats.types import Plan
+from shardwright_search.interop.deepspeed import DEEPSPEED
 from shardwright_search.interop.galvatron import GALVATRON
 from shardwright_search.interop.launch import Launch, megatron_launch
 from shardwright_search.interop.limits import Target
@@ -13,6 +14,7 @@ from shardwright_search.interop.torchtitan import TORCHTITAN
 from shardwright_search.options import System
 
 TARGETS: Mapping[System, Target] = {
+    System.DEEPSPEED: DEEPSPEED,
     System.GALVATRON: GALVATRON,
     System.MEGATRON: MEGATRON,
     System.TORCHTITAN: TORCHTITAN,
