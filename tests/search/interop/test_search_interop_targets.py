@@ -1,6 +1,7 @@
 """Plans that are searched for another system: its parser takes them, and read back they take the same time."""
 
 import json
+import re
 import shlex
 import tomllib
 from pathlib import Path
@@ -68,7 +69,16 @@ def _taken_by_deepspeed(text):
     assert ranks >= 1
 
 
+def _taken_by_megatron_bridge(text):
+    accepted = ACCEPTED["megatron-bridge 0.3.1"]
+    compile(text, "recipe.py", "exec")
+    for field in re.findall(r"cfg\.([\w.]+) = ", text):
+        section, _, key = field.rpartition(".")
+        assert key in accepted[section]
+
+
 TAKEN = {
+    System.MEGATRON_BRIDGE: _taken_by_megatron_bridge,
     System.DEEPSPEED: _taken_by_deepspeed,
     System.MEGATRON: _taken_by_megatron,
     System.TORCHTITAN: _taken_by_torchtitan,
@@ -79,6 +89,8 @@ TAKEN = {
 def _cases():
     for number, world in enumerate(WORLDS):
         for system in TARGETS:
+            if system is System.MEGATRON_BRIDGE and world[0].startswith("gpt2"):
+                continue  # it has no bridge
             yield pytest.param(system, *world, marks=[pytest.mark.long] if number > 1 else [])
 
 

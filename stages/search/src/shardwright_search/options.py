@@ -103,6 +103,7 @@ class System(StrEnum):
     DEEPSPEED = "deepspeed"
     GALVATRON = "galvatron"
     MEGATRON = "megatron"
+    MEGATRON_BRIDGE = "megatron-bridge"
     TORCHTITAN = "torchtitan"
 
 

@@ -9,6 +9,7 @@ from shardwright_search.interop.galvatron import GALVATRON
 from shardwright_search.interop.launch import Launch, megatron_launch
 from shardwright_search.interop.limits import Target
 from shardwright_search.interop.megatron import MEGATRON
+from shardwright_search.interop.megatron_bridge import MEGATRON_BRIDGE
 from shardwright_search.interop.target import Exported
 from shardwright_search.interop.torchtitan import TORCHTITAN
 from shardwright_search.options import System
@@ -17,6 +18,7 @@ TARGETS: Mapping[System, Target] = {
     System.DEEPSPEED: DEEPSPEED,
     System.GALVATRON: GALVATRON,
     System.MEGATRON: MEGATRON,
+    System.MEGATRON_BRIDGE: MEGATRON_BRIDGE,
     System.TORCHTITAN: TORCHTITAN,
 }
 LAUNCHERS: Mapping[System, Callable[[Plan, object, Path | None], tuple[Exported, Launch]]] = {
