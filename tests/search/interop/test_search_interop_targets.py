@@ -1,5 +1,6 @@
 """Plans that are searched for another system: its parser takes them, and read back they take the same time."""
 
+import ast
 import json
 import re
 import shlex
@@ -77,7 +78,26 @@ def _taken_by_megatron_bridge(text):
         assert key in accepted[section]
 
 
+def _taken_by_accelerate(text):
+    accepted = ACCEPTED["accelerate 1.15.0"]
+    calls = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    known = [call for call in calls if call.func.id in accepted]
+    assert len(known) == 3
+    for call in known:
+        assert {keyword.arg for keyword in call.keywords} <= set(accepted[call.func.id])
+
+
+def _launch_file_taken_by_accelerate(text):
+    given, accepted = json.loads(text), ACCEPTED["accelerate 1.15.0"]
+    assert set(given) <= set(accepted[""])
+    for section in ("fsdp_config", "parallelism_config"):
+        assert set(given[section]) <= set(accepted[section])
+
+
 TAKEN = {
+    System.ACCELERATE: _taken_by_accelerate,
     System.MEGATRON_BRIDGE: _taken_by_megatron_bridge,
     System.DEEPSPEED: _taken_by_deepspeed,
     System.MEGATRON: _taken_by_megatron,
@@ -99,12 +119,14 @@ def test_what_is_written_is_taken_there_and_takes_the_same_time_read_back(system
     question = question_of(AdviseOptions(model=model, gpus=gpus, batch=batch, seq=1024))
     answer = best_for(system, question, lambda _: None, 6.0)
     if isinstance(answer, Infeasible):  # ZeRO without tensor parallelism or a pipeline
-        assert system is System.DEEPSPEED and answer.missing_bytes > 0
+        assert system in (System.DEEPSPEED, System.ACCELERATE) and answer.missing_bytes > 0
         return
     for candidate in (answer.chosen, *answer.runners_up):
         start, target = started(system, candidate.plan), TARGETS[system]
         text = start.files[target.file_name]
         TAKEN[system](text)
+        if system is System.ACCELERATE:
+            _launch_file_taken_by_accelerate(start.files["accelerate.json"])
         assert target.file_name in start.command
         assert target.is_its_file(Path(target.file_name), text)
         plan = target.read(text, target.file_name, question.setting).plan

@@ -100,6 +100,7 @@ class FasopOptions(ModelOptions, frozen=True, kw_only=True):
 class System(StrEnum):
     """Whom plans are exported for."""
 
+    ACCELERATE = "accelerate"
     DEEPSPEED = "deepspeed"
     GALVATRON = "galvatron"
     MEGATRON = "megatron"

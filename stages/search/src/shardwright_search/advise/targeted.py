@@ -51,7 +51,7 @@ def started(system: System, plan: Plan) -> Started:
         files, notes = launch.files, (*exported.notes, *launch.notes)
     else:
         exported = target.export(ordered, name)
-        files, notes = {}, exported.notes
+        files, notes = dict(exported.beside), exported.notes
     return Started(target.command(ordered, target.file_name), {target.file_name: exported.text, **files}, notes)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shardwright_formats.types import Plan
+from shardwright_search.interop.accelerate import ACCELERATE
 from shardwright_search.interop.deepspeed import DEEPSPEED
 from shardwright_search.interop.galvatron import GALVATRON
 from shardwright_search.interop.launch import Launch, megatron_launch
@@ -15,6 +16,7 @@ from shardwright_search.interop.torchtitan import TORCHTITAN
 from shardwright_search.options import System
 
 TARGETS: Mapping[System, Target] = {
+    System.ACCELERATE: ACCELERATE,
     System.DEEPSPEED: DEEPSPEED,
     System.GALVATRON: GALVATRON,
     System.MEGATRON: MEGATRON,

@@ -22,6 +22,8 @@ class Exported(NamedTuple):
     """Points that the file cannot hold and the user has to see to, a line each."""
     environment: tuple[str, ...] = ()
     """Lines of a shell that set up the environment of the system's processes."""
+    beside: tuple[tuple[str, str], ...] = ()
+    """Names and contents of files that a folder of what starts the plan has, too."""
 
 
 class ExportTarget(NamedTuple):
