@@ -17,7 +17,6 @@ EXCEPTIONS = {
     "stages/profile/src/shardwright_profile/importers/": "reads the profiles of Galvatron and FASOP, by their degrees",
     "stages/search/src/shardwright_search/interop/": "reads and writes files of other systems, by their degrees",
     "stages/search/src/shardwright_search/space/uniform.py": "one strategy for all layers, as others spell it",
-    "stages/search/src/shardwright_search/advise/": "choices as other systems' configurations spell them",
     "stages/search/src/shardwright_search/fasop/": "FASOP's own estimates of its own degrees",
     "stages/search/src/shardwright_search/cost_model/parameters.py": "a profile's column: how the probed ranks lay",
 }

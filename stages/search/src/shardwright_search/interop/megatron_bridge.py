@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Model, Plan, Precision
+from shardwright_models.registry import FAMILIES
 from shardwright_search.interop.limits import Limits, Reading, Setting, Target, torchrun
 from shardwright_search.interop.megatron import megatron_arguments, megatron_limits
 from shardwright_search.interop.megatron_reader import read_megatron, words_of
@@ -45,7 +46,6 @@ _DEFAULTS: Mapping[str, object] = {
     "model.sequence_parallel": False,
 }
 """Fields that a recipe's base sets otherwise than Megatron-LM does without an argument."""
-_BRIDGED = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 _LINE = re.compile(r"^    cfg\.(\w+\.\w+) = (.+)$", re.MULTILINE)
 _RECIPE = '''\
 """Recipe of plan {name}: PATH is a folder or a name of Hugging Face's hub."""
@@ -75,7 +75,8 @@ if __name__ == "__main__":
 def bridge_recipe(plan: Plan, plan_file: object) -> Exported:
     """Return the recipe; BadInput names the first thing that Megatron's core or the bridge cannot express."""
     target = ExportTarget(_TITLE, plan_file)
-    target.demand(plan.model.family in _BRIDGED, f"a {plan.model.family} model", f"choose {', '.join(_BRIDGED)}")
+    bridged = ", ".join(sorted(name for name in FAMILIES if _is_bridged(name)))
+    target.demand(_is_bridged(plan.model.family), f"a {plan.model.family} model", f"choose {bridged}")
     compute, reduce = plan.precision.compute, plan.precision.reduce
     target.demand_precision(
         plan, (compute, reduce) == ("bfloat16", "float32"), "compute in bfloat16, reduce in float32"
@@ -131,7 +132,13 @@ def read_recipe(text: str, file: str, setting: Setting) -> Reading:
 
 def bridge_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
     """Return Megatron-LM's ways, for models that the bridge has."""
-    return megatron_limits(model, precision) if model.family in _BRIDGED else ()
+    return megatron_limits(model, precision) if _is_bridged(model.family) else ()
+
+
+def _is_bridged(name: str) -> bool:
+    """Return whether a bridge converts a family: one whose blocks Megatron-LM runs, with rotary positions."""
+    family = FAMILIES.get(name)
+    return family is not None and family.megatron and family.positions == "rope"
 
 
 MEGATRON_BRIDGE = Target(
