@@ -11,10 +11,12 @@ import msgspec
 import pytest
 from megatron_parser import parser
 
+from shardwright_formats.command.command_line import _exit_code
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import EMBEDDING, HEAD
 from shardwright_search.advise.question import question_of
 from shardwright_search.advise.targeted import best_for, started
+from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.interop.galvatron_file import strategy_of_keys
 from shardwright_search.interop.registry import TARGETS
@@ -152,3 +154,23 @@ def test_models_that_no_system_with_one_strategy_runs_are_refused_in_one_line():
     question = question_of(AdviseOptions(model="t5-3b", gpus="8:H100-SXM", batch=64))
     with pytest.raises(BadInput, match="--for torchtitan: torchtitan runs no plan of t5-3b on 8:H100-SXM: choose"):
         best_for(System.TORCHTITAN, question, lambda _: None, 5.0)
+
+
+def test_advice_for_a_system_starts_there_and_export_takes_another_choice(tmp_path, capsys):
+    """The first answer says what is proven and what the limits cost; the folder's file is what --against reads."""
+    folder, plan, asked = tmp_path / "start", tmp_path / "plan.json", ("llama-3.2-1b", "--gpus", "1x8:A100-80")
+    options = ("--batch", "64", "--seq", "1024", "--time-limit", "60")
+    words = (*asked, *options, "--for", "megatron", "--launch", str(folder), "--out", str(plan))
+    assert _exit_code(APP, ["advise", *words, "--take", "runner-up:1"]) == 0
+    told = capsys.readouterr().out
+    for said in ("proven within what Megatron-LM runs", "the limits of Megatron-LM cost", "torchrun --nnodes 1"):
+        assert said in told
+    assert {"args.txt", "node.sh", "nodes.txt"} <= {path.name for path in folder.iterdir()}
+    assert _exit_code(APP, ["export", str(plan), "--to", "megatron", "--out", str(tmp_path / "again.txt")]) == 0
+    assert (tmp_path / "again.txt").read_text() == (folder / "args.txt").read_text()
+    to = ("--to", "torchtitan", "--out", str(tmp_path / "run.toml"))
+    assert _exit_code(APP, ["export", str(plan), *to, "--against", "tp=2,mbs=2,zero=3"]) == 0
+    assert tomllib.loads((tmp_path / "run.toml").read_text())["parallelism"]["tensor_parallel_degree"] == 2
+    capsys.readouterr()
+    assert _exit_code(APP, ["advise", *asked, *options, "--launch", str(folder)]) == 2
+    assert capsys.readouterr().err.endswith("of what starts a plan in another system: pass --for too\n")
