@@ -7,6 +7,7 @@ from typing import NamedTuple
 from shardwright_formats.types import Plan
 from shardwright_search.alternatives import other_configurations
 from shardwright_search.cost_model.plan import Evaluation, evaluate
+from shardwright_search.simulation.simulator import num_played
 from shardwright_search.solver.stopping import latest, soon
 from shardwright_search.solver.targets import Best, Optimum
 from shardwright_search.space.configurations import Configuration
@@ -32,6 +33,12 @@ def candidate_of(instance: Instance, best: Best[Configuration], timeline: bool =
     """Return a plan of the search with its prediction; without `timeline` no events are in it."""
     plan = instance.plan(best.target.configuration, best.priced.solution)
     return Candidate(plan, evaluate(plan, instance.costs.profiles, instance.costs, timeline=timeline))
+
+
+def is_short(configuration: Configuration) -> bool:
+    """Return whether all passes of a step are played, so that a timeline may have them."""
+    num_stages, num_microbatches = configuration.pp_size, configuration.num_microbatches
+    return num_played(num_stages * configuration.num_chunks, num_stages, num_microbatches) == num_microbatches
 
 
 def best_elsewhere(

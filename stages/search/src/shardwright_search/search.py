@@ -14,11 +14,10 @@ from msgspec.structs import replace
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB, MIB, Cluster, Model, ScenarioRegret
 from shardwright_search.alternatives import MAX_NEAR, NEAR, further
-from shardwright_search.candidates import Candidate, best_elsewhere, candidate_of, runners_up
+from shardwright_search.candidates import Candidate, best_elsewhere, candidate_of, is_short, runners_up
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.least_simulated import changed, simulated
 from shardwright_search.robust import Regrets, regrets_of
-from shardwright_search.simulation.simulator import num_played
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.stopping import Stopped, latest, soon, stopped_at, until
 from shardwright_search.solver.targets import Best, Optimum
@@ -269,7 +268,7 @@ def _answer(
     instance, ranked = space.instance, choice.ranked
     chosen = next((each for each in ranked if len(ranked) > 1 and fits(candidate_of(instance, each))), ranked[0])
     left, scale = space.open_below(optimum.best.score), chosen.target.scale * 1e12
-    candidate = candidate_of(instance, chosen, timeline=_is_short(chosen.target.configuration))
+    candidate = candidate_of(instance, chosen, timeline=is_short(chosen.target.configuration))
 
     def beside() -> tuple[Candidate, ...]:
         known = (*best_elsewhere(space, optimum, choice.first, deadline), *choice.compared)
@@ -300,12 +299,6 @@ def _no_plan(space: SearchSpace, deadline: float) -> Infeasible:
     name = "even the leanest" if unlisted is None else "the leanest of equal widths"
     configurations = [target.configuration for target in space.targets]
     return infeasible(space.instance, configurations, space.file, name, soon(deadline))
-
-
-def _is_short(configuration: Configuration) -> bool:
-    """Return whether all passes of a step are played, so that a timeline may have them."""
-    num_stages, num_microbatches = configuration.pp_size, configuration.num_microbatches
-    return num_played(num_stages * configuration.num_chunks, num_stages, num_microbatches) == num_microbatches
 
 
 def _all_regrets(space: SearchSpace, near: Sequence[Best[Configuration]], robust: Robust, report: Report) -> Regrets:

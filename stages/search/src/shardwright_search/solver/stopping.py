@@ -107,7 +107,7 @@ class stopped_at:
     """
 
     def __init__(self, deadline: float) -> None:
-        self._deadline, self._clock, self._fired = deadline, _clock_of(deadline), False
+        self._deadline, self._clock, self.fired = deadline, _clock_of(deadline), False
 
     def __enter__(self) -> None:
         if self._deadline == inf:
@@ -127,7 +127,7 @@ class stopped_at:
             self._give_back_timer()
         for clock in _CLOCKS:
             outer = getattr(getsignal(clock.alarm), "__self__", None)
-            if isinstance(outer, stopped_at) and outer._fired:
+            if isinstance(outer, stopped_at) and outer.fired:
                 setitimer(clock.timer, _AT_ONCE_S, _AGAIN_S)
 
     def _give_back_timer(self) -> None:
@@ -145,7 +145,7 @@ class stopped_at:
                 setitimer(self._clock.timer, _SOON_S, _AGAIN_S)
                 return
             frame = frame.f_back
-        self._fired = True
+        self.fired = True
         raise Stopped
 
 
