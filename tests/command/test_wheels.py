@@ -1,5 +1,6 @@
 """The wheels of `make dist` in an environment that holds nothing else."""
 
+import json
 import re
 import resource
 import subprocess
@@ -10,10 +11,27 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 VERSION = (ROOT / "VERSION").read_text().strip()
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+NODE = {"device": "cpu", "devices_per_node": 1, "memory_bytes": 2**31}
+CLUSTER = {
+    "format": "shardwright.cluster",
+    "version": 1,
+    "name": "one",
+    "nodes": [{"node_type": "cpu", "count": 1}],
+    "node_types": {"cpu": NODE},
+}
 
 
 def _done(*command, cwd=ROOT):
-    done = subprocess.run([*map(str, command)], cwd=cwd, text=True, capture_output=True, timeout=600)
+    done = subprocess.run([*map(str, command)], cwd=cwd, text=True, capture_output=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -25,14 +43,17 @@ def wheels(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def installed(wheels, tmp_path_factory):
-    """Programs of an environment with the planner from wheels, and the pinned libraries from pip's index."""
-    folder = tmp_path_factory.mktemp("empty") / "venv"
+def _installed(package, wheels, folder):
+    """Programs of a new environment with a package from wheels, and the pinned libraries from pip's index."""
     _done(sys.executable, "-m", "venv", folder)
     pip = [folder / "bin/python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    _done(*pip, "--constraint", "constraints.txt", "--find-links", wheels, "shardwright")
+    _done(*pip, "--constraint", "constraints.txt", "--find-links", wheels, package)
     return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def installed(wheels, tmp_path_factory):
+    return _installed("shardwright", wheels, tmp_path_factory.mktemp("empty") / "venv")
 
 
 @pytest.mark.long
@@ -72,3 +93,21 @@ def test_what_only_training_needs_is_asked_for_in_one_line(installed, tmp_path):
         done = subprocess.run([installed / "shardwright", stage, "run"], cwd=tmp_path, text=True, capture_output=True)
         told = f"there is no package shardwright-{stage}: pip install 'shardwright[train]'"
         assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: shardwright {stage}: {told}\n")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_what_trains_is_installed_and_trains(wheels, tmp_path):
+    programs = _installed("shardwright[train]", wheels, tmp_path / "venv")
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny/config.json").write_text(json.dumps(TINY))
+    (tmp_path / "cluster.json").write_text(json.dumps(CLUSTER))
+    kept = ["--sequence-length", "64", "--out", "model.json"]
+    _done(programs / "shardwright", "train", "describe", "tiny", "--name", "tiny", *kept, cwd=tmp_path)
+    files = ["--cluster", "cluster.json", "--model", "model.json", "--out", "plan.json"]
+    numbers = [word for kind in ("parameters", "compute", "reduce") for word in (f"--precision-{kind}", "float32")]
+    sizes = ["--global-batch-size", "4", "--num-microbatches", "2"]
+    _done(programs / "shardwright-search", "uniform", *files, *sizes, *numbers, cwd=tmp_path)
+    run = ["plan.json", "--data", "random", "--steps", "2", "--out", "run", "--checkpoints", "checkpoints"]
+    _done(programs / "shardwright", "train", "run", *run, cwd=tmp_path)
+    assert json.loads((tmp_path / "run/DONE.json").read_text())["steps"] == 2
