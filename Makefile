@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-slurm parity compiled kills resumes brute-force grids frozen versions check dist bench gpu gpu-rehearsal clean
+.PHONY: help setup demo test test-long test-slurm parity compiled kills resumes brute-force grids frozen versions check docs dist bench gpu gpu-rehearsal clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -71,7 +71,7 @@ versions: ## a short suite under each declared version of torch, in environments
 check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@ruff check -q .
 	@ruff format -q --check . || { ruff format --check .; exit 1; }
-	@mypy $(SOURCES) workflow
+	@mypy $(SOURCES) workflow docs/site
 	@snakefmt --check $(WORKFLOW) 2>&1 | { grep -v -E '^\[INFO\]' || true; }
 	@lint-imports --no-logo | tail -n 3
 	@python -m shardwright_formats.schema.generate --check
@@ -79,6 +79,11 @@ check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@python workflow/configuration_types.py --check
 	@python tests/architecture/count_code.py
 	@echo "all checks passed"
+
+docs: $(STAMP) ## the documentation as a site in build/docs, with every link checked: docs/testing.md
+	@rm -rf build/docs
+	@sphinx-build --quiet --fail-on-warning --keep-going -c docs/site . build/docs
+	@python docs/site/check_links.py build/docs
 
 dist: $(STAMP) ## wheels of all packages in dist/: docs/install.md
 	@mkdir -p $(DIST) && rm -f $(DIST)/shardwright*.whl
