@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-slurm parity compiled kills resumes brute-force grids frozen versions check docs dist bench gpu gpu-rehearsal clean
+.PHONY: help setup demo test test-long test-slurm test-browser parity compiled kills resumes brute-force grids frozen versions check docs dist bench gpu gpu-rehearsal clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -24,7 +24,7 @@ TORCH_INDEX ?=
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Several processes share the cores here; without this, each would start a thread for every core.
-demo test test-long test-slurm parity compiled kills resumes brute-force grids frozen bench: export OMP_NUM_THREADS := 1
+demo test test-long test-slurm test-browser parity compiled kills resumes brute-force grids frozen bench: export OMP_NUM_THREADS := 1
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -43,6 +43,10 @@ test-long: $(STAMP) ## the long ones: parity on 4 and 8 ranks, real profiles of 
 test-slurm: $(STAMP) ## the workflow on a real Slurm on loopback, of Debian's packages, which it installs (root; minutes)
 	@tests/slurm/loopback.sh install
 	@python -m pytest -q tests/slurm --timeout 1200 $(PYTEST)
+
+test-browser: $(STAMP) ## pages in a real browser, 1,280 and 420 pixels wide: Debian's chromium, which it installs (root)
+	@tests/browser/chromium.sh
+	@python -m pytest -q tests/browser $(PYTEST)
 
 parity: $(STAMP) ## 416 random plans of eight families on 2, 4 and 8 ranks against one process, in float64 (long)
 	@python tests/train/run_parity.py

@@ -7,10 +7,12 @@ import msgspec
 import pytest
 from sample_results import a_plan, an_estimate
 
-from pictures import StrategyColours, draw_memory, draw_plan
+from shardwright_formats.display.colours import strategy_colour, term_colour
+from shardwright_formats.display.plan_picture import draw_memory, draw_plan
 from shardwright_formats.display.svg import WIDTH, document, ticks
 from shardwright_formats.display.timeline import draw_timeline
 from shardwright_formats.display.units import bytes_text, seconds_text
+from shardwright_formats.types import DataParallel, Recompute, SequenceParallel
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 1024 * 1024
@@ -27,7 +29,7 @@ def _rectangles(drawing):
 
 def test_a_plans_picture_shows_each_layer_once_in_order():
     plan = a_plan()
-    cells = _rectangles(draw_plan(plan, StrategyColours([plan])))
+    cells = _rectangles(draw_plan(plan))
     shown = sorted({(x, title) for title, x, _ in cells})
     names = [title.partition(":")[0] for _, title in shown]
     assert names == ["embedding", *(f"layer {i}" for i in range(8)), "head"]
@@ -44,7 +46,7 @@ def test_the_words_above_a_plan_neither_meet_nor_leave_the_picture(layers):
     )
     every = (*plan.layers[:4], *plan.layers[4:5] * (layers - 4))
     plan = msgspec.structs.replace(plan, model=model, stages=stages, layers=every)
-    root = ElementTree.fromstring(draw_plan(plan, StrategyColours([plan])))
+    root = ElementTree.fromstring(draw_plan(plan))
     spans = []
     for word in (each for each in root.iter(f"{SVG}text") if each.get("y") == "16"):
         x, wide = float(word.get("x")), 6.0 * len(word.text)
@@ -55,10 +57,60 @@ def test_the_words_above_a_plan_neither_meet_nor_leave_the_picture(layers):
     assert all(one[1] < other[0] for one, other in pairwise(spans)), spans
 
 
-def test_the_plans_picture_can_stand_in_a_file_of_its_own():
+def _colours(drawing):
+    """The fills of what has a hover text, by the first word of that."""
+    rectangles = [
+        each for each in ElementTree.fromstring(drawing).iter(f"{SVG}rect") if each.find(f"{SVG}title") is not None
+    ]
+    return {each.find(f"{SVG}title").text.split(":")[0]: each.get("fill") for each in rectangles}
+
+
+def test_what_has_a_colour_in_one_picture_has_it_in_all():
+    """Whatever comes first: a stage without gradients, a plan of which the layers come in another order."""
     plan = a_plan()
-    root = ElementTree.fromstring(document(draw_plan(plan, StrategyColours([plan]))))
-    assert "--c0" in root.find(f"{SVG}style").text
+    estimate = an_estimate(plan, 0.2)
+    first = estimate.stages[0]
+    lean = {name: size for name, size in reversed(first.memory_terms_bytes.items()) if name != "parameters"}
+    other = msgspec.structs.replace(estimate, stages=(msgspec.structs.replace(first, memory_terms_bytes=lean),))
+    usual, lacking = _colours(draw_memory(estimate, None)), _colours(draw_memory(other, None))
+    assert lacking == {name: colour for name, colour in usual.items() if name != "parameters"}
+    assert usual["optimizer"] == term_colour("optimizer") and usual["gradients"] == term_colour("gradient_sync")
+    layers = _colours(draw_plan(plan))
+    turned = _colours(draw_plan(msgspec.structs.replace(plan, layers=tuple(reversed(plan.layers)))))
+    assert layers["layer 0"] == turned["layer 7"] != layers["layer 7"] == turned["layer 0"]
+
+
+def test_layers_of_unlike_sharing_and_width_have_unlike_colours_and_recomputation_none_of_its_own():
+    layer = a_plan().layers[-1]
+    kinds = [
+        msgspec.structs.replace(layer, **changed)
+        for changed in (
+            {"tp_size": 1, "dp_size": 4, "data_parallel": DataParallel.DDP, "sequence_parallel": SequenceParallel.NONE},
+            {
+                "tp_size": 1,
+                "dp_size": 4,
+                "data_parallel": DataParallel.ZERO3,
+                "sequence_parallel": SequenceParallel.NONE,
+            },
+            {"data_parallel": DataParallel.ZERO3},
+            {"data_parallel": DataParallel.ZERO3, "tp_consecutive": False},
+            {"sequence_parallel": SequenceParallel.ULYSSES},
+            {"tp_size": 4, "dp_size": 1},
+            {},
+        )
+    ]
+    assert len({strategy_colour(kind) for kind in kinds}) == len(kinds)
+    assert strategy_colour(msgspec.structs.replace(layer, recompute=Recompute.FULL)) == strategy_colour(layer)
+
+
+@pytest.mark.parametrize("draw", [lambda plan: draw_plan(plan), lambda plan: draw_memory(an_estimate(plan, 0.2), MIB)])
+def test_a_picture_shows_in_a_viewer_that_knows_no_style_sheet(draw):
+    """Its colours and sizes are attributes; a style sheet only turns them dark where the reader's page is."""
+    drawn = document(draw(a_plan()))
+    root = ElementTree.fromstring(drawn)
+    assert "var(" not in drawn and "class=" not in drawn
+    assert "@media (prefers-color-scheme: dark)" in root.find(f"{SVG}style").text.strip().splitlines()[0]
+    assert root.get("fill").startswith("#") and root.get("font-size") == "13"
 
 
 def test_memory_bars_are_as_long_as_their_bytes():

@@ -130,10 +130,31 @@ def test_the_page_begins_with_the_answer(results):
     assert said["Memory"] == "60 MiB on the fullest device, measured: fits 64 MiB, 4 MiB to spare"
     assert "it was run, and took 1.05 × as long as predicted" in said["How sure"]
     page = report.page([search], [])
-    order = ("<h1>", "<dt>Plan", "<dt>Why", 'aria-label="the plan roomy"', "<nav>", "<h2>")
+    order = ("<h1>", 'class="first"', "<nav", "<dt>Plan", "<dt>Why", 'aria-label="the plan roomy"', "<h2>")
     assert sorted(order, key=page.index) == list(order)
     tight = search._replace(prediction=msgspec.structs.replace(search.prediction, memory_budget_bytes=50 * MIB))
     assert "measured: does not fit 50 MiB, by 10 MiB" in report.page([tight], [])
+
+
+def test_the_first_line_needs_no_knowledge_of_plans(results):
+    search, run = read_search(results, "roomy"), read_run(results, "demo")
+    said = re.search(r'<p class="first">(.*?)</p>', report.page([search], [run]))[1]
+    assert said == (
+        "The best known way to train demo on the 8 devices of laptop takes 210 ms for each step of 32 samples, as "
+        "measured; the fullest device needs 60 MiB of the 64 MiB that it may use. It was trained for 100 steps, and "
+        "its loss went from 7.60 to 1.70."
+    )
+    alone = search._replace(comparisons=(search.comparisons[0]._replace(measured=None),))
+    assert "200 ms for each step of 32 samples, as predicted, and not yet tried;" in report.page([alone], [])
+
+
+def test_each_cell_of_a_table_carries_the_name_of_its_column(results):
+    """A narrow page shows a row's cells one below another, where the table's head is out of sight."""
+    page = report.page([read_search(results, "roomy")], [])
+    for table in re.findall(r"<table>.*?</table>", page):
+        names = re.findall(r'<th(?: class="number")?>(.*?)</th>', table)
+        for row in re.findall(r'<tr(?: class="chosen")?>(<td.*?)</tr>', table):
+            assert re.findall(r'data-name="(.*?)"', row) == names and len(set(names)) == len(names)
 
 
 def test_it_is_told_why_a_plan_takes_as_long_as_it_does(results):
@@ -151,7 +172,7 @@ def test_it_is_told_why_a_plan_takes_as_long_as_it_does(results):
 def test_of_several_searches_the_first_is_told_and_drawn_before_the_next(results):
     write_sample_results(results, search="tight", budget_mib=50)
     page = report.page([read_search(results, name) for name in ("tight", "roomy")], [])
-    order = ("<b>tight</b>", 'aria-label="the plan tight"', "<b>roomy</b>", 'aria-label="the plan roomy"', "<nav>")
+    order = ("<b>tight</b>", 'aria-label="the plan tight"', "<b>roomy</b>", 'aria-label="the plan roomy"', "<h2>")
     assert sorted(order, key=page.index) == list(order)
 
 
@@ -307,8 +328,7 @@ def test_a_profile_is_told_with_its_sources_and_how_well_curves_explain_it(tmp_p
     assert "<h2>Profile: demo@cpu</h2>" in page
     assert "3 points, absent, measured; 2026-01-31, torch 2.13.0" in page
     assert "<li>Made up.</li>" in page
-    row = '<tr><td>forward</td><td>line in the micro-batch size</td><td class="number">1</td>'
-    assert row + '<td class="number">1.0%</td><td class="number">2.0%</td><td class="number">3.0%</td></tr>' in page
+    assert ["forward", "line in the micro-batch size", "1", "1.0%", "2.0%", "3.0%"] in _cells(page, 0)
     assert f'src="data:image/svg+xml;base64,{base64.b64encode(b"<svg>&</svg>").decode()}"' in page
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from shardwright_formats.display.chart import Panel, linear_axis, logarithmic_axis
 from shardwright_formats.display.plan_words import shape_words
-from shardwright_formats.display.svg import PALETTE, WIDTH, element, legend, line, marker, picture, text
+from shardwright_formats.display.svg import FAINT, SOFT, WIDTH, legend, line, marker, picture, text
 from shardwright_formats.io import read_document
 from shardwright_formats.types import GIB, Plan
 from shardwright_search.rent.table import Status
@@ -105,6 +105,11 @@ def _cells(point: dict[Any, Any], plan: Plan) -> tuple[str, ...]:
     return point["nodes"], *times, *numbers, shape_words(plan)
 
 
+def series_of(space: str) -> int:
+    """Return the number of a space's sign, the same in all pictures of grids."""
+    return [*map(str, Space), "even"].index(space)
+
+
 def draw_grid(cells: pd.DataFrame) -> str:
     """Draw the ratio of predicted step times on a logarithmic axis; a space without a plan has no mark."""
     spaces = [space for space in dict.fromkeys(cells["space"]) if space != OURS]
@@ -121,18 +126,24 @@ def draw_grid(cells: pd.DataFrame) -> str:
     drawn = [
         Panel(x, linear_axis(0, 1, bottom, _TOP)._replace(tick_labels=())).frame("", "step time over the full space's")
     ]
-    drawn.append(line(x.at(1), _TOP, x.at(1), bottom, stroke="var(--soft)"))
+    drawn.append(line(x.at(1), _TOP, x.at(1), bottom, stroke=SOFT))
     for place, size in enumerate(rows):
         y = _TOP + _ROW * (place + 0.5)
         model, cluster, memory_gib, batch = size
         name = f"{model}, {cluster}, {memory_gib:g} GiB, batch {batch}"
-        drawn.append(text(_LEFT - 10, y + 4, name, text_anchor="end", class_="small"))
-        drawn.append(line(_LEFT, y, WIDTH - _RIGHT, y, stroke="var(--faint)"))
+        drawn.append(text(_LEFT - 10, y + 4, name, text_anchor="end", look="small"))
+        drawn.append(line(_LEFT, y, WIDTH - _RIGHT, y, stroke=FAINT))
         drawn += [
-            marker(number, x.at(ratios[size, space]), y, 4, f"{space}: {ratios[size, space]:.3f} times as long; {name}")
-            for number, space in enumerate(spaces)
+            marker(
+                series_of(space),
+                x.at(ratios[size, space]),
+                y,
+                4,
+                f"{space}: {ratios[size, space]:.3f} times as long; {name}",
+            )
+            for space in spaces
             if (size, space) in ratios
         ]
-    entries = [(element("rect", width=13, height=13, rx=2, fill=PALETTE[i % 8]), each) for i, each in enumerate(spaces)]
+    entries = [(marker(series_of(space), 6.5, 6.5, 4.5), space) for space in spaces]
     named, _ = legend(entries, _LEFT, 8, WIDTH - _LEFT)
     return picture(named + "".join(drawn), WIDTH, bottom + 40, "step times of each space over the full space's")

@@ -1,153 +1,15 @@
-"""Pictures of a plan, of its stages' memory, and of a run's losses and step times."""
+"""Pictures of a run's losses and step times."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from statistics import median
 
 from results import RunOutcome
-from shardwright_formats.display.chart import Panel, bytes_axis, linear_axis
-from shardwright_formats.display.plan_words import strategy_words
-from shardwright_formats.display.svg import PALETTE, WIDTH, bar, element, legend, line, marker, picture, text, ticks
-from shardwright_formats.display.units import bytes_text, seconds_text
-from shardwright_formats.semantics.axes import layout_of
-from shardwright_formats.types import EMBEDDING, HEAD, Estimate, LayerStrategy, Plan, Recompute, Strategy
+from shardwright_formats.display.chart import Panel, linear_axis
+from shardwright_formats.display.colours import PREDICTED
+from shardwright_formats.display.svg import WIDTH, line, marker, picture, text, ticks
+from shardwright_formats.display.units import seconds_text
 
 _STEPS_HEIGHT = 260.0
-_LEFT, _ROW, _GAP = 150.0, 46.0, 8.0
-"""Measures of a plan's picture in px: left edge of the cells, height of a stage, and space below it."""
-_WORD = 30.0
-"""Width in px that the words above a cell need."""
-# Recomputed layers are hatched, so that the colour is left for how they are sharded.
-_HATCH = (
-    '<pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<rect width="2.6" height="7" fill="#fff" fill-opacity="0.5"/></pattern>'
-)
-
-
-class StrategyColours:
-    """The colour of each way of sharding a layer, the same in every picture of a page."""
-
-    def __init__(self, plans: Iterable[Plan]) -> None:
-        shardings = dict.fromkeys(_sharding(s) for plan in plans for s in (*plan.layers, plan.embedding, plan.head))
-        self._colours = {sharding: PALETTE[i % len(PALETTE)] for i, sharding in enumerate(shardings)}
-
-    def colour(self, strategy: Strategy) -> str:
-        """Return the CSS colour of a strategy."""
-        return self._colours[_sharding(strategy)]
-
-
-def draw_plan(plan: Plan, colours: StrategyColours) -> str:
-    """Draw a plan as inline SVG."""
-    layers = ((str(i), layer, plan.stage_of(f"layers[{i}]")) for i, layer in enumerate(plan.layers))
-    cells = [(EMBEDDING, plan.embedding, 0), *layers, (HEAD, plan.head, len(plan.stages) - 1)]
-    width = (WIDTH - _LEFT) / len(cells)
-    drawn = [_row_frame(plan, stage) for stage in range(len(plan.stages))]
-    for column, (name, strategy, stage) in enumerate(cells):
-        x, y = _LEFT + column * width, 24 + stage * (_ROW + _GAP)
-        drawn.append(_cell(x, y, width, name, strategy, colours))
-        if _is_labelled(column, len(cells), width):
-            drawn.append(_label(x, width, name))
-    top = 24 + len(plan.stages) * (_ROW + _GAP) + 14
-    marks, height = legend(_legend_entries(cells, colours), _LEFT, top, WIDTH - _LEFT)
-    return picture("".join(drawn) + marks, WIDTH, top + height, f"the plan {plan.name}", _HATCH)
-
-
-def _row_frame(plan: Plan, stage: int) -> str:
-    y = 24 + stage * (_ROW + _GAP)
-    ranks = plan.stages[stage].ranks
-    node_types = dict.fromkeys(plan.cluster.node_type_of_rank[rank] for rank in ranks)
-    several = f"ranks {ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-    frame = element("rect", x=_LEFT, y=y, width=WIDTH - _LEFT, height=_ROW, fill="var(--faint)", rx=4)
-    name = text(0, y + 19, f"stage {stage}", class_="strong")
-    return frame + name + text(0, y + 36, f"{several} · {'/'.join(node_types)}"[:24], class_="soft small")
-
-
-def _cell(x: float, y: float, width: float, name: str, strategy: Strategy, colours: StrategyColours) -> str:
-    inset = 1.5 if width > 10 else 0.4
-    title = f"{name if name in (EMBEDDING, HEAD) else f'layer {name}'}: {strategy_words(strategy)}"
-    left, top, wide, high = x + inset, y + 3, width - 2 * inset, _ROW - 6
-    drawn = bar(left, top, wide, high, title, fill=colours.colour(strategy), rx=3)
-    if _is_recomputed(strategy):
-        place = {"x": left, "y": top, "width": wide, "height": high}
-        drawn += element("rect", **place, fill="url(#hatch)", rx=3, pointer_events="none")
-    if name in (EMBEDDING, HEAD):
-        edge = x + width if name == EMBEDDING else x
-        drawn += line(edge, y + 3, edge, y + _ROW - 3, stroke="var(--paper)", stroke_width=4)
-    return drawn
-
-
-def _label(x: float, width: float, name: str) -> str:
-    """Draw the label above a cell; where cells are too narrow, labels at both ends stand left of their cell's end."""
-    is_end, words = name in (EMBEDDING, HEAD), {EMBEDDING: "emb", HEAD: "head"}.get(name, name)
-    if is_end and width < _WORD:
-        return text(x + width, 16, words, text_anchor="end", class_="soft small")
-    return text(x + width / 2, 16, words, text_anchor="middle", class_="soft small")
-
-
-def _legend_entries(cells: list[tuple[str, Strategy, int]], colours: StrategyColours) -> list[tuple[str, str]]:
-    entries: dict[str, str] = {}
-    for _, strategy, _ in cells:
-        mark = element("rect", width=13, height=13, rx=3, fill=colours.colour(strategy))
-        if _is_recomputed(strategy):
-            mark += element("rect", width=13, height=13, rx=3, fill="url(#hatch)")
-        entries.setdefault(strategy_words(strategy), mark)
-    return [(mark, word) for word, mark in entries.items()]
-
-
-def _is_labelled(column: int, columns: int, width: float) -> bool:
-    interval = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if step * width >= 26 or step == 128)
-    free = (columns - 1.5 - column) * width if width < _WORD else 2 * _WORD
-    return column in (0, columns - 1) or ((column - 1) % interval == 0 and free >= _WORD)
-
-
-def _is_recomputed(strategy: Strategy) -> bool:
-    return isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE
-
-
-def _sharding(strategy: Strategy) -> tuple[object, ...]:
-    """Return how a strategy shards a layer; what does not apply is None, as it must make no colour of its own."""
-    layout = layout_of(strategy)
-    sequence = strategy.sequence_parallel if layout.sample_ranks > 1 else None
-    data = strategy.data_parallel if layout.samples.size > 1 else None
-    return strategy.tp_size, strategy.dp_size, data, strategy.shard_size, sequence, strategy.tp_consecutive
-
-
-def draw_memory(estimate: Estimate, budget_bytes: int | None) -> str:
-    """Draw each pipeline stage's peak memory, stacked by term, against the budget."""
-    left, right, top, height, gap = 76.0, 84.0, 22.0, 28.0, 10.0
-    terms = [term for stage in estimate.stages for term, size in stage.memory_terms_bytes.items() if size]
-    colours = {term: PALETTE[i % len(PALETTE)] for i, term in enumerate(dict.fromkeys(terms))}
-    peak = max(*(sum(stage.memory_terms_bytes.values()) for stage in estimate.stages), estimate.memory_bytes)
-    # A budget far above what is needed is said in words: drawn to scale it would leave no picture.
-    budget_shown = budget_bytes if budget_bytes is not None and budget_bytes <= 2.5 * peak else 0
-    axis = bytes_axis(max(peak, budget_shown) * 1.02, left, WIDTH - right)
-    bottom = top + len(estimate.stages) * (height + gap)
-    drawn = []
-    for value, words in axis.tick_labels:
-        drawn.append(line(axis.at(value), 16, axis.at(value), bottom))
-        drawn.append(text(axis.at(value), bottom + 15, words, text_anchor="middle", class_="soft small"))
-    for row, stage in enumerate(estimate.stages):
-        held, y = 0, top + row * (height + gap)
-        drawn.append(text(0, y + 19, f"stage {row}", class_="strong"))
-        for term in (term for term in colours if stage.memory_terms_bytes.get(term)):
-            size = stage.memory_terms_bytes[term]
-            x, title = axis.at(held), f"{_words(term)}: {bytes_text(size)}"
-            drawn.append(bar(x, y, axis.at(held + size) - x, height, title, fill=colours[term]))
-            held += size
-        drawn.append(text(axis.at(max(held, stage.memory_bytes)) + 8, y + 19, bytes_text(stage.memory_bytes)))
-    if budget_shown:
-        x = axis.at(budget_shown)
-        drawn.append(line(x, 14, x, bottom, stroke="var(--c7)", stroke_width=2, stroke_dasharray="5 3"))
-        drawn.append(text(x, 10, f"budget {bytes_text(budget_shown)}", text_anchor="end", class_="small"))
-    elif budget_bytes:
-        words = f"budget {bytes_text(budget_bytes)}, off the scale"
-        drawn.append(text(WIDTH - 2, 10, words, text_anchor="end", class_="soft small"))
-    entries = [(element("rect", width=13, height=13, rx=3, fill=colours[term]), _words(term)) for term in colours]
-    named, legend_height = legend(entries, left, bottom + 34, WIDTH - left)
-    return picture("".join(drawn) + named, WIDTH, bottom + 34 + legend_height, "memory by pipeline stage")
-
-
-def _words(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
 
 
 def draw_loss(run: RunOutcome) -> str:
@@ -160,7 +22,7 @@ def draw_loss(run: RunOutcome) -> str:
     panel = _step_panel(run, low, most)
     curve = panel.curve(((step.step, step.loss) for step in run.steps), 0, width=2)
     x, y = panel.x.at(run.steps[-1].step), panel.y.at(losses[-1])
-    end = marker(0, x, y, 3.5) + text(x + 8, y + 4, f"{losses[-1]:.3f}", class_="strong")
+    end = marker(0, x, y, 3.5) + text(x + 8, y + 4, f"{losses[-1]:.3f}", look="strong")
     curve += panel.curve(evaluated, 1, width=2) if len(evaluated) > 1 else ""
     for step, loss in evaluated:
         curve += marker(1, panel.x.at(step), panel.y.at(loss), 3, f"validation loss after step {step}: {loss:.3f}")
@@ -180,8 +42,8 @@ def draw_step_times(run: RunOutcome) -> str:
     drawn = panel.curve(((step.step, min(step.step_time_s, high)) for step in run.steps), 0)
     if predicted is not None:
         y = panel.y.at(predicted)
-        drawn += line(panel.x.start, y, panel.x.end, y, stroke=PALETTE[1], stroke_width=2)
-        drawn += text(panel.x.end + 4, y + 4, "predicted", class_="small")
+        drawn += line(panel.x.start, y, panel.x.end, y, stroke=PREDICTED, stroke_width=2)
+        drawn += text(panel.x.end + 4, y + 4, "predicted", look="small")
     return picture(panel.frame("", "step") + drawn, WIDTH, _STEPS_HEIGHT, f"step times of {run.name}")
 
 

@@ -4,10 +4,9 @@ import base64
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import product
-from pathlib import Path
 from statistics import median
 
-from pictures import StrategyColours, draw_loss, draw_memory, draw_plan, draw_step_times
+from pictures import draw_loss, draw_step_times
 from results import (
     Comparison,
     GivenPicture,
@@ -20,23 +19,32 @@ from results import (
     ratio_text,
     speed_text,
 )
-from shardwright_formats.display.svg import STYLE
+from shardwright_formats.display.html import (
+    html_drawing,
+    html_figure,
+    html_list,
+    html_page,
+    html_table,
+    html_tiles,
+    with_contents,
+)
+from shardwright_formats.display.plan_picture import draw_memory, draw_plan
 from shardwright_formats.display.timeline import draw_timeline
 from shardwright_formats.display.units import bytes_text, seconds_text, usd_text
 from shardwright_formats.types import Correction
 from shardwright_formats.types.model_profile import ModelProfile
-from summaries import answer, provenance
+from summaries import answer, first_line, provenance
 
-_COMPARED = ("step, predicted", "measured", "ratio", "at equal speed", "memory, predicted", "measured", "ratio")
+_COMPARED = (
+    "step, predicted", "step, measured", "ratio", "ratio at equal speed", "memory, predicted", "memory, measured",
+    "ratio of memory",
+)  # fmt: skip
 _MODES = {
     "batch": "line in the micro-batch size",
     "sequence": "parabola in the sequence length",
     "joint": "both together",
 }
 _QUANTITIES = {"forward_s": "forward", "backward_s": "backward", "activation_bytes": "activations"}
-
-_Row = tuple[Sequence[str], Sequence[str], bool]
-"""Words and numbers of a row, and whether it stands out."""
 
 
 def page(
@@ -46,35 +54,23 @@ def page(
     pictures: Sequence[GivenPicture] = (),
 ) -> str:
     """Return the whole page."""
-    colours = StrategyColours(plan for search in searches for plan in (search.plan, search.in_use.plan))
-    answers = [answer(search) + _drawing(draw_plan(search.in_use.plan, colours)) for search in searches]
+    answers = [answer(search) + html_drawing(draw_plan(search.in_use.plan)) for search in searches]
     answers[1:1] = ['<p class="soft">Pictures grow when they are clicked.</p>']
-    css = STYLE + (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     sections = [
         *((f"Plan: {search.name}", _search_section(search)) for search in searches),
         *((f"Run: {run.name}", _run_section(run)) for run in runs),
-        *((f"Picture: {given.name}", _drawing(given.drawing)) for given in pictures),
+        *((f"Picture: {given.name}", html_drawing(given.drawing)) for given in pictures),
         *((f"Profile: {profile.name}", _profile_section(profile)) for profile in profiles),
     ]
-    parts, listed = "", ""
-    for number, (title, content) in enumerate(sections, start=1):
-        parts += f'<section id="part-{number}"><h2>{escape(title)}</h2>{content}</section>'
-        listed += f'<li><a href="#part-{number}">{escape(title)}</a></li>'
     numbers = "All numbers of this page are in the file of its name that ends in .json, beside it."
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Shardwright report</title><style>{css}</style></head><body><main>"
-        f"<h1>Shardwright report</h1>{''.join(answers)}{_losses(runs)}"
-        f'<nav><ol>{listed}</ol><p class="soft">{numbers}</p></nav>{parts}'
-        "</main></body></html>\n"
-    )
+    body = with_contents(sections, numbers, before="".join(answers) + _losses(runs))
+    return html_page("Shardwright report", escape(first_line(searches, runs)), body)
 
 
 def _losses(runs: Sequence[RunOutcome]) -> str:
     losses = (f"{run.result.first_loss:.2f} → {run.result.final_loss:.2f}" for run in runs)
     words = (f"{run.name}: loss over {run.result.steps} steps" for run in runs)
-    return _tiles(zip(losses, words, strict=True)) if runs else ""
+    return html_tiles(zip(losses, words, strict=True)) if runs else ""
 
 
 def _search_section(search: SearchOutcome) -> str:
@@ -100,9 +96,9 @@ def _search_section(search: SearchOutcome) -> str:
             f"<p class='soft'>{escape(facts)}</p>",
             f"<p>{escape(plan_text(plan))}</p>",
             "".join(f"<p><strong>{kind}</strong>{escape(words)}</p>" for kind, words in provenance(search).items()),
-            _tiles(tiles),
-            _figure("Predicted memory of a rank, by pipeline stage", draw_memory(estimate, budget)),
-            _figure(f"Simulated step ({escape(plan.schedule)})", draw_timeline(plan, estimate))
+            html_tiles(tiles),
+            html_figure("Predicted memory of a rank, by pipeline stage", draw_memory(estimate, budget)),
+            html_figure(f"Simulated step ({escape(plan.schedule)})", draw_timeline(plan, estimate))
             if estimate.timeline
             else "",
             _measured(search),
@@ -127,8 +123,8 @@ def _run_section(run: RunOutcome) -> str:
         (
             f"<p class='soft'>{escape(facts)}</p>",
             f"<p>{escape(evaluation_text(run))}</p>" if evaluated else "",
-            _figure(title, draw_loss(run)),
-            _figure("Step time, measured and predicted" if predicted else "Step time", draw_step_times(run)),
+            html_figure(title, draw_loss(run)),
+            html_figure("Step time, measured and predicted" if predicted else "Step time", draw_step_times(run)),
         )
     )
 
@@ -144,7 +140,7 @@ def _proof_and_warnings(search: SearchOutcome) -> str:
             f"{proof.examined:,} configurations examined, {proof.solved:,} solved.</p>"
         )
     if search.prediction.warnings:
-        drawn += f"<h3>Warnings</h3>{_html_list(search.prediction.warnings)}"
+        drawn += f"<h3>Warnings</h3>{html_list(search.prediction.warnings)}"
     return drawn + f"<p><code>plan {search.plan.sha256}</code></p>"
 
 
@@ -157,7 +153,7 @@ def _measured(search: SearchOutcome) -> str:
         drawn += f"<details><summary>Every rank of these plans</summary>{ranks}</details>"
     if (learned := search.correction) is not None:
         drawn += "<h3>What was learned (a search uses it only where its <code>correction</code> says so)</h3>"
-        drawn += _correction_table(learned) + _html_list(learned.warnings)
+        drawn += _correction_table(learned) + html_list(learned.warnings)
     return drawn
 
 
@@ -175,26 +171,11 @@ def _profile_section(outcome: ProfileOutcome) -> str:
     return "".join(
         (
             f"<p class='soft'>{escape(facts)}</p>",
-            _html_list(provenance.notes.splitlines()),
+            html_list(provenance.notes.splitlines()),
             f"<h3>{explained}</h3>{fits}" if fits else "",
-            _drawing(f'<img alt="points and curves" src="data:image/svg+xml;base64,{encoded}"/>'),
+            html_drawing(f'<img alt="points and curves" src="data:image/svg+xml;base64,{encoded}"/>'),
         )
     )
-
-
-def _figure(title: str, drawing: str) -> str:
-    return f"<h3>{title}</h3>{_drawing(drawing)}"
-
-
-def _drawing(drawing: str) -> str:
-    """Return a drawing as wide as the page, which a click shows at its own width, to be scrolled, without a script."""
-    return f'<label class="wide"><input type="checkbox" aria-label="larger"/>{drawing}</label>'
-
-
-def _tiles(tiles: Iterable[tuple[str, str]]) -> str:
-    """Return numbers, each with words below it, as tiles in a row."""
-    drawn = (f'<div class="tile"><b>{escape(value)}</b><span>{escape(words)}</span></div>' for value, words in tiles)
-    return f'<div class="tiles">{"".join(drawn)}</div>'
 
 
 def _plans_table(comparisons: Iterable[Comparison]) -> str:
@@ -207,7 +188,7 @@ def _plans_table(comparisons: Iterable[Comparison]) -> str:
         )
         for each in comparisons
     ]
-    return _table(("", "plan"), _COMPARED, rows)
+    return html_table(("", "plan"), _COMPARED, rows)
 
 
 def _ranks_table(comparisons: Iterable[Comparison]) -> str:
@@ -218,7 +199,7 @@ def _ranks_table(comparisons: Iterable[Comparison]) -> str:
             predicted, held = each.estimate.stages[rank.stage], rank.memory.peak_bytes + rank.memory.process_bytes
             numbers = _compared(each, predicted.memory_bytes, median(rank.step_s), held)
             rows.append(((each.role,), (str(rank.rank), str(rank.stage), *numbers), False))
-    return _table(("plan",), ("rank", "pipeline stage", *_COMPARED), rows)
+    return html_table(("plan",), ("rank", "pipeline stage", *_COMPARED), rows)
 
 
 def _correction_table(correction: Correction) -> str:
@@ -231,7 +212,7 @@ def _correction_table(correction: Correction) -> str:
         )
         for term, row in correction.factors.items()
     ]
-    return _table(("term",), ("measured over predicted", "of single plans", "plans", "ranks"), rows)
+    return html_table(("term",), ("measured over predicted", "of single plans", "plans", "ranks"), rows)
 
 
 def _fits_table(profile: ModelProfile) -> str:
@@ -247,13 +228,7 @@ def _fits_table(profile: ModelProfile) -> str:
                 f"{median(left_out):.1%}" if left_out else "–",
             )
             rows.append(((name, words), numbers, False))
-    return _table(("", "curve"), ("curves", "typical residual", "worst", "left out and predicted"), rows)
-
-
-def _html_list(sentences: Iterable[str]) -> str:
-    """Return sentences as an HTML list; empty where there are none."""
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return f"<ul>{items}</ul>" if items else ""
+    return html_table(("", "curve"), ("curves", "typical residual", "worst", "left out and predicted"), rows)
 
 
 def _compared(compared: Comparison, size: int, measured_s: float | None, measured_bytes: int | None) -> Sequence[str]:
@@ -267,20 +242,3 @@ def _compared(compared: Comparison, size: int, measured_s: float | None, measure
         or_dash(bytes_text, measured_bytes),
         ratio_text(size, measured_bytes),
     )
-
-
-def _table(words: Sequence[str], numbers: Sequence[str], rows: Sequence[_Row]) -> str:
-    """Return a table whose last columns are `numbers`; empty where it has no row."""
-    if not rows:
-        return ""
-    head = "".join(f"<th>{name}</th>" for name in words)
-    head += "".join(f'<th class="number">{name}</th>' for name in numbers)
-    body = "".join(_row(*row) for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _row(words: Sequence[str], numbers: Sequence[str], stands_out: bool) -> str:
-    cells = "".join(f"<td>{escape(word)}</td>" for word in words)
-    cells += "".join(f'<td class="number">{escape(number)}</td>' for number in numbers)
-    style = ' class="chosen"' if stands_out else ""
-    return f"<tr{style}>{cells}</tr>"

@@ -7,10 +7,10 @@ python workflow/scripts/show.py picture results/plans/tight.json --out docs/imag
 from pathlib import Path
 from typing import Annotated
 
-from pictures import StrategyColours, draw_plan
 from report import page
 from results import RunOutcome, SearchOutcome, read_picture, read_profile, read_run, read_search
 from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run, show
+from shardwright_formats.display.plan_picture import draw_plan
 from shardwright_formats.display.svg import document
 from shardwright_formats.io import read_document, write_bytes
 from shardwright_formats.types import Plan
@@ -87,7 +87,7 @@ def write_grid(options: GridOptions) -> None:
 def write_picture(options: PictureOptions) -> None:
     """Write the picture of a plan."""
     plan = read_document(options.plan, Plan)
-    write_bytes(options.out, document(draw_plan(plan, StrategyColours([plan]))).encode())
+    write_bytes(options.out, document(draw_plan(plan)).encode())
 
 
 APP = CommandLine(

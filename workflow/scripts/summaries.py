@@ -38,6 +38,31 @@ def answer(search: SearchOutcome) -> str:
     return f'<div class="answer"><b>{escape(search.name)}</b><dl>{lines}</dl></div>'
 
 
+def first_line(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> str:
+    """Return the answer of the first search and the end of the first run, in words that need no knowledge of plans."""
+    sentences = [_in_short(search) for search in searches[:1]]
+    sentences += [
+        f"It was trained for {run.result.steps} steps, and its loss went from {run.result.first_loss:.2f} to "
+        f"{run.result.final_loss:.2f}."
+        for run in runs[:1]
+    ]
+    return " ".join(sentences) or "Nothing was searched, and nothing was trained."
+
+
+def _in_short(search: SearchOutcome) -> str:
+    chosen = search.in_use
+    plan, measured_s = chosen.plan, chosen.measured_time_s
+    step_s = chosen.estimate.simulated_step_time_s if measured_s is None else measured_s
+    known = "as predicted, and not yet tried" if measured_s is None else "as measured"
+    budget, size = search.prediction.memory_budget_bytes, bytes_text(_held_bytes(chosen))
+    allowed = "" if budget is None else f" of the {bytes_text(budget)} that it may use"
+    return (
+        f"The best known way to train {plan.model.name} on the {plan.world_size} devices of {plan.cluster.name} takes "
+        f"{seconds_text(step_s)} for each step of {plan.global_batch_size} samples, {known}; the fullest device needs "
+        f"{size}{allowed}."
+    )
+
+
 def provenance(search: SearchOutcome) -> dict[str, str]:
     """Return the first warning on each kind of number that was not measured, by kind; it says how far off it may be."""
     warnings: dict[str, str] = {}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import ceil, floor, log
 from typing import NamedTuple
 
-from shardwright_formats.display.svg import PALETTE, element, line, marker, text, ticks
+from shardwright_formats.display.svg import PALETTE, SOFT, element, line, marker, text, ticks
 from shardwright_formats.display.units import bytes_text
 
 
@@ -63,15 +63,15 @@ class Panel(NamedTuple):
     def frame(self, title: str = "", below: str = "") -> str:
         """Return the marks of both axes with their lines, a title above and what the horizontal axis counts below."""
         left, right, bottom, top = self.x.start, self.x.end, self.y.start, self.y.end
-        soft = {"class_": "soft small"}
-        drawn = [text(left, top - 8, title, class_="strong")] if title else []
+        soft = {"look": "soft small"}
+        drawn = [text(left, top - 8, title, look="strong")] if title else []
         for value, words in self.y.tick_labels:
             drawn.append(line(left, self.y.at(value), right, self.y.at(value)))
             drawn.append(text(left - 6, self.y.at(value) + 4, words, text_anchor="end", **soft))
         for value, words in self.x.tick_labels:
             drawn.append(line(self.x.at(value), bottom, self.x.at(value), bottom + 4))
             drawn.append(text(self.x.at(value), bottom + 16, words, text_anchor="middle", **soft))
-        drawn.append(line(left, bottom, right, bottom, stroke="var(--soft)"))
+        drawn.append(line(left, bottom, right, bottom, stroke=SOFT))
         drawn.append(text(right, bottom + 30, below, text_anchor="end", **soft) if below else "")
         return "".join(drawn)
 

@@ -9,26 +9,43 @@ WIDTH = 1020.0
 """Width of a picture, in px: that of the report's page."""
 
 # Mid-tones of Okabe & Ito's colours that any reader can tell apart, on white as on black.
-COLOURS = {
-    "c0": "#3a86c8", "c1": "#e08a1e", "c2": "#2a9d76", "c3": "#c45a9c", "c4": "#8a7bd0", "c5": "#c9b01f",
-    "c6": "#58b3d6", "c7": "#d0583a", "ink": "#1d2329", "soft": "#66707a", "line": "#d9dee3", "faint": "#eef1f4",
-    "paper": "#ffffff", "on": "#ffffff",
-}  # fmt: skip
-_DARK = {"ink": "#e6e9ec", "soft": "#9aa4ae", "line": "#3a424a", "faint": "#22282e", "paper": "#15191d"}
-PALETTE = tuple(f"var(--c{i})" for i in range(8))
+PALETTE = ("#3a86c8", "#e08a1e", "#2a9d76", "#c45a9c", "#8a7bd0", "#c9b01f", "#58b3d6", "#d0583a")
+INK, SOFT, LINE, FAINT, PAPER = "#1d2329", "#66707a", "#d9dee3", "#eef1f4", "#ffffff"
+"""Colours of words, of words that matter less, of thin lines, of empty areas, and of what all is drawn on."""
+ON_COLOUR = "#fefefe"
+"""Colour of words on a coloured area, which is the same on a dark page."""
+_DARK = {INK: "#e6e9ec", SOFT: "#9aa4ae", LINE: "#3a424a", FAINT: "#22282e", PAPER: "#15191d"}
+_NAMES = {"ink": INK, "soft": SOFT, "line": LINE, "faint": FAINT, "paper": PAPER}
+_FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif'
+_LOOKS: dict[str, dict[str, object]] = {
+    "soft": {"fill": SOFT},
+    "small": {"font_size": 11},
+    "strong": {"font_weight": 600},
+    "on": {"fill": ON_COLOUR, "font_weight": 600, "font_size": 11},
+}
+"""Attributes of text by the name of a look, without a style sheet, so that any viewer shows them."""
+
+DARK_PICTURES = f"""
+@media (prefers-color-scheme: dark) {{ {
+    " ".join(
+        f'svg [{part}="{light}"], svg[{part}="{light}"] {{ {part}: {dark}; }}'
+        for light, dark in _DARK.items()
+        for part in ("fill", "stroke")
+    )
+} }}
+"""
+"""Style sheet of pictures on a dark page; a viewer that knows none shows them as on a light one."""
 
 
 def _variables(colours: dict[str, str]) -> str:
-    return f":root, svg {{ {' '.join(f'--{name}:{colour};' for name, colour in colours.items())} }}"
+    return f":root {{ {' '.join(f'--{name}:{colour};' for name, colour in colours.items())} }}"
 
 
 STYLE = f"""
-{_variables(COLOURS)}
-@media (prefers-color-scheme: dark) {{ {_variables(_DARK)} }}
-svg text {{ font: 13px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: var(--ink); }}
-svg text.soft {{ fill: var(--soft); }} svg text.on {{ fill: var(--on); font-weight: 600; font-size: 11px; }}
-svg text.small {{ font-size: 11px; }} svg text.strong {{ font-weight: 600; }}
-"""
+{_variables(_NAMES)}
+@media (prefers-color-scheme: dark) {{ {_variables({name: _DARK[light] for name, light in _NAMES.items()})} }}
+{DARK_PICTURES}"""
+"""Style sheet of a page with pictures: the same colours under names, light and dark."""
 
 _CHARACTER = 7.0
 """Width of a character of 13 px text, for laying out; generous."""
@@ -49,8 +66,10 @@ def element(name: str, content: str = "", /, **attributes: object) -> str:
     return f"<{name}{written}>{content}</{name}>" if content else f"<{name}{written}/>"
 
 
-def text(x: float, y: float, content: str, **attributes: object) -> str:
-    """Return a line of text; `y` is its baseline."""
+def text(x: float, y: float, content: str, look: str = "", **attributes: object) -> str:
+    """Return a line of text; `y` is its baseline, `look` names of looks, such as `soft small`."""
+    for name in look.split():
+        attributes = _LOOKS[name] | attributes
     return element("text", escape(content), x=x, y=y, **attributes)
 
 
@@ -59,14 +78,14 @@ def bar(x: float, y: float, width: float, height: float, title: str, **attribute
     return element("rect", element("title", escape(title)), x=x, y=y, width=width, height=height, **attributes)
 
 
-def line(x1: float, y1: float, x2: float, y2: float, stroke: str = "var(--line)", **attributes: object) -> str:
+def line(x1: float, y1: float, x2: float, y2: float, stroke: str = LINE, **attributes: object) -> str:
     """Return a straight line, thin and pale unless said otherwise."""
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, **attributes)
 
 
-def marker(number: int, x: float, y: float, size: float = 4.0, title: str = "") -> str:
+def marker(number: int, x: float, y: float, size: float = 4.0, title: str = "", colour: str = "") -> str:
     """Return the sign of the series of this number, in a colour and a shape that 32 series do not share."""
-    look = {"fill": PALETTE[number % 8], "fill_opacity": 0.9}
+    look = {"fill": colour or PALETTE[number % 8], "fill_opacity": 0.9}
     said = element("title", escape(title)) if title else ""
     corners = _CORNERS[(number + number // 8) % 4]
     if not corners:
@@ -92,7 +111,7 @@ def legend(entries: Sequence[tuple[str, str]], x: float, y: float, width: float,
 
 
 def picture(content: str, width: float, height: float, label: str, definitions: str = "") -> str:
-    """Return an SVG element, as wide as there is room; the page or the file that it stands in has its `STYLE`."""
+    """Return an SVG element, as wide as there is room; only on a dark page does it need `DARK_PICTURES`."""
     return element(
         "svg",
         (element("defs", definitions) if definitions else "") + content,
@@ -101,6 +120,9 @@ def picture(content: str, width: float, height: float, label: str, definitions: 
         width="100%",
         role="img",
         aria_label=label,
+        font_family=_FONT,
+        font_size=13,
+        fill=INK,
     )
 
 
@@ -110,13 +132,8 @@ def document(drawing: str, margin: int = 12) -> str:
     width, height = (int(number) + 2 * margin for number in re.findall(r'viewBox="0 0 (\d+) (\d+)"', head)[0])
     head = re.sub(r'viewBox="[^"]*"', f'viewBox="{-margin} {-margin} {width} {height}"', head)
     head = re.sub(r' width="[^"]*"', f' width="{width}" height="{height}"', head)
-    paper = element("rect", x=-margin, y=-margin, width="100%", height="100%", fill="var(--paper)")
-    return head + end + element("style", STYLE) + paper + content + "\n"
-
-
-def without_variables(drawing: str) -> str:
-    """Return a picture in its light colours alone, for programs that know no CSS variables."""
-    return re.sub(r"var\(--(\w+)\)", lambda name: COLOURS[name[1]], drawing)
+    paper = element("rect", x=-margin, y=-margin, width="100%", height="100%", fill=PAPER)
+    return head + end + element("style", DARK_PICTURES) + paper + content + "\n"
 
 
 def ticks(high: float, count: int = 5, low: float = 0.0) -> list[float]:

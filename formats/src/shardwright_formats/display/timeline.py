@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-from shardwright_formats.display.svg import COLOURS, WIDTH, bar, element, legend, line, picture, text, ticks
+from shardwright_formats.display.colours import chunk_colour, term_colour
+from shardwright_formats.display.svg import FAINT, PAPER, WIDTH, bar, element, legend, line, picture, text, ticks
 from shardwright_formats.types import Estimate, Plan, TimelineEvent
 
 PASSES, GRADIENTS, FORTH, BACK = "passes", "gradients", "send_forward", "send_backward"
@@ -12,14 +13,8 @@ PASSES, GRADIENTS, FORTH, BACK = "passes", "gradients", "send_forward", "send_ba
 _LEFT, _RIGHT, _TOP, _GAP = 92.0, 84.0, 56.0, 2.0
 _HEIGHTS = {PASSES: 26.0, GRADIENTS: 10.0, FORTH: 10.0, BACK: 10.0}
 _PER_MS = 1e3
-_COLOURS = {
-    "forward": COLOURS["c0"],
-    "backward": COLOURS["c2"],
-    "gradient_sync": COLOURS["c1"],
-    "optimizer": COLOURS["c4"],
-    "send_forward": "#7fb2de",
-    "send_backward": "#74bfa5",
-}
+_KINDS = ("forward", "backward", "gradient_sync", "optimizer", "send_forward", "send_backward")
+"""Kinds of events in the order of the legend."""
 
 
 class Lane(NamedTuple):
@@ -39,9 +34,9 @@ def draw_timeline(plan: Plan, estimate: Estimate) -> str:
     drawn = [*_heading(plan, estimate), *_axis(end_s, scale, bottom)]
     for lane, y in rows.items():
         height, big = _HEIGHTS[lane.kind], lane.kind == PASSES
-        drawn.append(element("rect", x=_LEFT, y=y, width=end_s * scale, height=height, fill="var(--faint)"))
+        drawn.append(element("rect", x=_LEFT, y=y, width=end_s * scale, height=height, fill=FAINT))
         label, look = lane_name(lane, len(plan.stages)), "strong" if big else "soft small"
-        drawn.append(text(0, y + height / 2 + (5 if big else 4), label, class_=look))
+        drawn.append(text(0, y + height / 2 + (5 if big else 4), label, look=look))
         if big:
             share = idle_s(events, lane.stage, end_s) / end_s
             drawn.append(text(WIDTH, y + height / 2 + 5, f"idle {share:.1%}", text_anchor="end"))
@@ -76,16 +71,16 @@ def _heading(plan: Plan, estimate: Estimate) -> Iterator[str]:
         )
     ]
     counts = f"{plan.schedule}, pipeline stages: {len(plan.stages)}, microbatches: {plan.num_microbatches}"
-    yield text(0, 20, plan.name, class_="strong")
-    yield text(0, 38, ", ".join([counts, *times]), class_="soft small")
+    yield text(0, 20, plan.name, look="strong")
+    yield text(0, 38, ", ".join([counts, *times]), look="soft small")
 
 
 def _axis(end_s: float, scale: float, bottom: float) -> Iterator[str]:
     for mark_ms in ticks(end_s * _PER_MS, 8):
         x = _LEFT + mark_ms / _PER_MS * scale
         yield line(x, _TOP - 6, x, bottom)
-        yield text(x, bottom + 15, f"{mark_ms:g}", class_="soft small", text_anchor="middle")
-    yield text(WIDTH - _RIGHT + 20, bottom + 15, "ms", class_="soft small")
+        yield text(x, bottom + 15, f"{mark_ms:g}", look="soft small", text_anchor="middle")
+    yield text(WIDTH - _RIGHT + 20, bottom + 15, "ms", look="soft small")
 
 
 def _event(event: TimelineEvent, y: float, height: float, scale: float, chunks: int) -> str:
@@ -94,15 +89,15 @@ def _event(event: TimelineEvent, y: float, height: float, scale: float, chunks: 
     chunk = f", chunk {event.chunk}" if chunks > 1 and event.chunk is not None else ""
     span_ms = f"{event.start_s * _PER_MS:.6g} to {event.end_s * _PER_MS:.6g} ms"
     title = f"{f'{_words(event.kind)} {number}'.strip()}{chunk}: {span_ms}"
-    look = {"fill": _colour(event.kind, event.chunk or 0, chunks), "stroke": "var(--paper)"}
+    look = {"fill": _colour(event.kind, event.chunk or 0, chunks), "stroke": PAPER}
     drawn = bar(x, y, width, height, title, stroke_width=min(0.8, width / 4), **look)
     if number and height == _HEIGHTS[PASSES] and width > 7 * len(number) + 2:
-        drawn += text(x + width / 2, y + height / 2 + 4, number, class_="on", text_anchor="middle")
+        drawn += text(x + width / 2, y + height / 2 + 4, number, look="on", text_anchor="middle")
     return drawn
 
 
 def _legend_entries(kinds: set[str], chunks: int) -> Iterator[tuple[str, str]]:
-    for kind in sorted(kinds, key=[*_COLOURS, *kinds].index):
+    for kind in sorted(kinds, key=[*_KINDS, *kinds].index):
         chunked = chunks if kind in ("forward", "backward") else 1
         for chunk in range(chunked):
             words = _words(kind) + (f", chunk {chunk}" if chunked > 1 else "")
@@ -110,13 +105,7 @@ def _legend_entries(kinds: set[str], chunks: int) -> Iterator[tuple[str, str]]:
 
 
 def _colour(kind: str, chunk: int, chunks: int) -> str:
-    """Return the colour of a kind of event, the darker the later the chunk."""
-    colour = _COLOURS.get(kind, COLOURS["c5"])
-    if kind == "optimizer" or chunks == 1:
-        return colour
-    light = 1 - 0.4 * chunk / (chunks - 1)
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part * light):02x}" for part in parts)
+    return term_colour(kind) if kind == "optimizer" else chunk_colour(term_colour(kind), chunk, chunks)
 
 
 def _words(kind: str) -> str:

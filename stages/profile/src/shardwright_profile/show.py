@@ -15,7 +15,7 @@ from rich.table import Table as Printed
 from shardwright_estimate.curves import design_of
 from shardwright_formats.command import show
 from shardwright_formats.display.chart import ChartAxis, Panel, bytes_axis, linear_axis, logarithmic_axis
-from shardwright_formats.display.svg import document, legend, line, marker, picture, text, without_variables
+from shardwright_formats.display.svg import SOFT, document, legend, line, marker, picture, text
 from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
 from shardwright_formats.io import BadInput, write_bytes
 from shardwright_formats.io.hdf5 import format_of
@@ -68,7 +68,7 @@ def _converted(svg: str, suffix: str) -> bytes:
         remedy = "name it .svg, or install shardwright-profile[pictures] and libcairo2"
         raise BadInput("--picture", f"a {suffix} needs CairoSVG ({error})", remedy) from None
     convert = {".png": cairosvg.svg2png, ".pdf": cairosvg.svg2pdf}[suffix]
-    converted: bytes = convert(bytestring=without_variables(svg).encode(), scale=2)
+    converted: bytes = convert(bytestring=svg.encode(), scale=2)
     return converted
 
 
@@ -243,7 +243,7 @@ def _page(drawn: Sequence[str], title: str, numbers: dict[str, int], columns: in
     width = columns * _COLUMN
     entries = [(marker(number, 6.5, 6.5, 4.5), label) for label, number in numbers.items()]
     marks, height = legend(entries, _LEFT, bottom, width - _LEFT)
-    heading = text(0, 18, title, class_="strong")
+    heading = text(0, 18, title, look="strong")
     return picture(heading + "".join(drawn) + marks, width, bottom + height, title)
 
 
@@ -262,8 +262,8 @@ def _column(
     above = Panel(across, up)
     below = Panel(across, linear_axis(-worst, worst, bottom + 34 + _RESIDUALS, bottom + 34, "{:.0%}".format, 4))
     drawn = [above.frame(title), below.frame("", "micro-batch size, samples")]
-    drawn.append(text(left + _LEFT, bottom + 30, "residuals", class_="soft small"))
-    drawn.append(line(across.start, below.y.at(0), across.end, below.y.at(0), stroke="var(--soft)"))
+    drawn.append(text(left + _LEFT, bottom + 30, "residuals", look="soft small"))
+    drawn.append(line(across.start, below.y.at(0), across.end, below.y.at(0), stroke=SOFT))
     for each in series:
         drawn.append(_points(each, numbers[each.label], above, below, seconds_text if is_time else bytes_text))
     return "".join(drawn)

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from shardwright_formats.display.chart import ChartAxis, linear_axis
-from shardwright_formats.display.svg import PALETTE, document, element, line, marker, picture, text
+from shardwright_formats.display.svg import PALETTE, SOFT, document, element, line, marker, picture, text
 from shardwright_formats.io.hdf5 import Profile, Provenance
 from shardwright_formats.io.table import Row, Table
 from shardwright_formats.types import NonNegativeCount, NonNegativeNumber
@@ -167,8 +167,8 @@ def _drawing(
     for row in drawn:
         is_bound = " (a bound)" if row.is_bound else ""
         title = f"{row.nodes}: {row.expected_step_s:.6g} s, {row.usd_per_step:.6g} USD a step{is_bound}"
-        shape, size = (0, 4.0) if row.status is Status.FRONT else (1, 2.0)
-        yield marker(shape, x.at(row.expected_step_s), y.at(row.usd_per_step), size, title)
+        size, colour = (4.0, PALETTE[0]) if row.status is Status.FRONT else (2.0, SOFT)
+        yield marker(0, x.at(row.expected_step_s), y.at(row.usd_per_step), size, title, colour)
     yield from _names(places, chosen)
 
 

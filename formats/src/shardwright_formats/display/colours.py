@@ -1,0 +1,68 @@
+"""Colours by meaning: what has a colour in one picture has it in all of them."""
+
+from math import log2
+
+from shardwright_formats.display.svg import PALETTE, SOFT
+from shardwright_formats.semantics.axes import axes_of
+from shardwright_formats.types import DataParallel, SequenceParallel, Strategy
+
+_BLUE, _ORANGE, _GREEN, _PINK, _VIOLET, _YELLOW, _SKY, _RED = PALETTE
+PREDICTED, MEASURED, VALIDATION, BUDGET = _ORANGE, _BLUE, _ORANGE, _RED
+"""Colours of what was predicted and measured, of validation, and of the most that is allowed."""
+
+_TERMS = {
+    "forward": _BLUE,
+    "backward": _GREEN,
+    "send_forward": "#7fb2de",
+    "send_backward": "#74bfa5",
+    "gradient_sync": _ORANGE,
+    "gradients": _ORANGE,
+    "optimizer": _VIOLET,
+    "parameters": _YELLOW,
+    "gathered_parameters": "#e0d27e",
+    "activations": _PINK,
+    "workspace": "#dfa3cb",
+    "process": "#a3abb3",
+    "communicators": "#7b858f",
+}
+"""Colours of the kinds of time and memory; the same for gradients as bytes and for the time that their sum takes."""
+
+_SHARINGS = {
+    None: ("#a08f7c", "#8f8a5a"),
+    DataParallel.DDP: (_SKY, "#8d9ed6"),
+    DataParallel.ZERO2: ("#2aa198", "#8fae3f"),
+    DataParallel.ZERO3: (_RED, "#d6964a"),
+}
+"""Colours of layers by what data-parallel ranks share out (None: there is one such rank); the second under Ulysses."""
+_DARKEST, _WIDEST = 0.55, 6
+"""Share of its light that a colour keeps at a tp_size of 2^6, and the power of two from which none is darker."""
+_LIGHTER = 0.35
+"""Share of white in the colour of a layer whose shards lie otherwise: in groups of fewer ranks, or ranks apart."""
+
+
+def term_colour(term: str) -> str:
+    """Return the colour of a kind of time or memory, such as `forward` or `optimizer_bytes`; grey if it is unknown."""
+    return _TERMS.get(term.removesuffix("_bytes"), SOFT)
+
+
+def chunk_colour(colour: str, chunk: int, chunks: int) -> str:
+    """Return the colour of one of the chunks of a pipeline stage, the darker the later it comes."""
+    return colour if chunks == 1 else _scaled(colour, 1 - 0.4 * chunk / (chunks - 1))
+
+
+def strategy_colour(strategy: Strategy) -> str:
+    """Return the colour of a layer: by what data-parallel ranks share out, the darker the larger its tp_size is."""
+    shares = axes_of(strategy).dense.states.size > 1
+    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1
+    colour = _SHARINGS[strategy.data_parallel if shares else None][ulysses]
+    colour = _scaled(colour, 1 - (1 - _DARKEST) * min(log2(strategy.tp_size), _WIDEST) / _WIDEST)
+    return _scaled(colour, 1 - _LIGHTER, white=_LIGHTER) if strategy.shard_size or not _is_usual(strategy) else colour
+
+
+def _is_usual(strategy: Strategy) -> bool:
+    return strategy.tp_consecutive or strategy.tp_size == 1 or strategy.dp_size == 1
+
+
+def _scaled(colour: str, light: float, white: float = 0.0) -> str:
+    parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{round(part * light + 255 * white):02x}" for part in parts)
