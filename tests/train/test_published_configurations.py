@@ -125,7 +125,12 @@ def vit(layers: int, width: int, heads: int, **more: Any) -> Config:
 
 PUBLISHED: dict[str, tuple[Config, int, int]] = {
     "Llama-2-7b": (llama_2(4096, 11008, 32, 32, 32), 4096, 6_738_415_616),
-    "Llama-2-13b": (llama_2(5120, 13824, 40, 40, 40), 4096, 13_015_864_320),
+    "Llama-2-13b": (
+        # Files that were published with code name it: it is not run.
+        llama_2(5120, 13824, 40, 40, 40) | {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}},
+        4096,
+        13_015_864_320,
+    ),
     "Llama-2-70b": (llama_2(8192, 28672, 80, 64, 8), 4096, 68_976_648_192),
     "Llama-3-8B": (llama_3(4096, 14336, 32, 32, 8), 8192, 8_030_261_248),
     "Llama-3-70B": (llama_3(8192, 28672, 80, 64, 8), 8192, 70_553_706_496),
@@ -196,8 +201,8 @@ def test_a_published_configuration_is_described_as_it_is(tmp_path: Path, name: s
     assert describe(tmp_path, config, sequence_length) == (0, "")
     model = read_document(tmp_path / "model.json", Model)
     assert model.parameter_count == parameters
-    # Neither names of classes, nor what says a second time how many layers there are.
-    assert not {"id2label", "label2id", "layer_types"} & set(model.config)
+    # Neither names of classes or code, nor what says a second time how many layers there are.
+    assert not {"auto_map", "id2label", "label2id", "layer_types"} & set(model.config)
     # What a description keeps is a configuration again, of as many layers as it lists.
     counts = {"gpt2": "n_layer", "t5": "num_layers"}
     layers = len(model.layers) // (2 if model.family == "t5" else 1)
@@ -234,7 +239,11 @@ REFUSED: list[tuple[Config, int, str]] = [
         "rope_parameters: 'mrope_section' cannot be trained",
     ),
     (PUBLISHED["Llama-3-8B"][0] | {"partial_rotary_factor": 0.5}, 4096, "unknown key 'partial_rotary_factor'"),
-    (PUBLISHED["Llama-3-8B"][0] | {"auto_map": {"AutoModel": "x.Y"}}, 4096, "unknown key 'auto_map'"),
+    (
+        PUBLISHED["Llama-3-8B"][0] | {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        4096,
+        "rope_parameters: 'partial_rotary_factor' cannot be trained",
+    ),
     (
         PUBLISHED["Llama-3-8B"][0] | {"quantization_config": {"bits": 4}},
         4096,

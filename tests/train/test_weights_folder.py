@@ -134,7 +134,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: indexed(folder, "part.safetensors", ("x.weight",)),
         "says that x.weight is in part.safetensors, which lacks it",
     ),
-    "code of its own": (lambda folder: change_config(folder, auto_map={"AutoModel": "x.Y"}), "auto_map names code"),
     "another family": (lambda folder: change_config(folder, model_type="gpt2"), "model_type is 'gpt2'"),
     "another activation": (lambda folder: change_config(folder, hidden_act="relu"), "hidden_act is relu"),
     "another width": (lambda folder: change_config(folder, hidden_size=64), "hidden_size is 64"),
@@ -186,6 +185,12 @@ def test_the_hubs_cache_links_to_its_blobs(folder: Path) -> None:
         (folder / name).rename(blobs / name)
         (revision / name).symlink_to(f"../../blobs/{name}")
     assert agreed(revision).files == (revision / FILE,)
+
+
+def test_code_that_a_folder_names_is_not_run(folder: Path) -> None:
+    (folder / "x.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Y: pass\n")
+    change_config(folder, auto_map={"AutoModelForMaskedLM": "x.Y"})
+    assert agreed(folder).new == () and not (folder / "ran").exists()
 
 
 def test_two_values_of_one_parameter_are_no_tie(folder: Path) -> None:

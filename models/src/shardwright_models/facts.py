@@ -217,10 +217,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return {**usual, **given, **self.implied(config)}
 
     def described(self, given: Config) -> dict[str, Any]:
-        """Return a configuration as descriptions keep it: the layers are listed there, and classes need no names."""
+        """Return a configuration as descriptions keep it: with neither counts of layers, names of classes nor code."""
         counted = {*self.counts, *(usual for usual, short in self.aliases.items() if short in self.counts)}
-        counted |= {"layer_types", "id2label", "label2id", *(key for stack in self.stacks if (key := stack.typed_by))}
-        kept = {key: given[key] for key in given if key not in counted}
+        counted |= {"layer_types", *(key for stack in self.stacks if (key := stack.typed_by))}
+        kept = {key: given[key] for key in given if key not in counted | {"auto_map", "id2label", "label2id"}}
         named = isinstance(given.get("id2label"), Mapping)
         return kept | {"num_labels": self.configured(given)["num_labels"]} if named else kept
 

@@ -14,6 +14,7 @@ _NO_MEANING = frozenset(
     (
         *("model_type", "architectures", "_name_or_path", "transformers_version", "_commit_hash", "finetuning_task"),
         *("torch_dtype", "dtype", "torchscript", "use_bfloat16", "gradient_checkpointing"),  # the plan says
+        "auto_map",  # Code that comes with a folder is never run: the model is transformers' own, or this runtime's.
         *("task_specific_params", "prefix", "output_past", "tokenizer_class", "n_special", "predict_special_tokens"),
         *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"),
         *("pooler_type", "directionality", "pretraining_tp"),
@@ -28,6 +29,8 @@ _ROPE_KEYS = frozenset(
         *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
     )
 )
+_PARTIAL = "partial_rotary_factor"
+"""The share of a head's features that is rotated, for classes whose default configuration has one."""
 _MAX_LENGTH = 2**31 - 1
 _MAX_LAYERS = 4096
 
@@ -61,7 +64,13 @@ def _keys_of(config_class: Any) -> frozenset[str]:
     """Return the keys of a config.json that a class reads, or that have no meaning here."""
     default = config_class()
     rotary = ("rope_theta", "rope_scaling") if hasattr(default, "rope_parameters") else ()
-    return frozenset({*default.to_dict(), *config_class.attribute_map, *_NO_MEANING, *_EVERYWHERE, *rotary})
+    partly = (_PARTIAL,) if _rotates_partly(config_class) else ()
+    return frozenset({*default.to_dict(), *config_class.attribute_map, *_NO_MEANING, *_EVERYWHERE, *rotary, *partly})
+
+
+def _rotates_partly(config_class: Any) -> bool:
+    """Return whether the models of a configuration class rotate a share of the features that the configuration says."""
+    return _PARTIAL in (getattr(config_class(), "rope_parameters", None) or {})
 
 
 def check_only(config: Mapping[str, Any], family: Family) -> None:
@@ -91,13 +100,13 @@ def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
     for kind in () if listed else getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer_types {kind!r} cannot be trained: layers attend to the whole sequence")
-    _check_rotary(getattr(config, "rope_parameters", None))
+    _check_rotary(getattr(config, "rope_parameters", None), _rotates_partly(type(config)))
 
 
-def _check_rotary(parameters: Mapping[str, Any] | None) -> None:
+def _check_rotary(parameters: Mapping[str, Any] | None, partly: bool) -> None:
     if parameters is None:
         return
-    if unknown := sorted(set(parameters) - _ROPE_KEYS):
+    if unknown := sorted(set(parameters) - _ROPE_KEYS - ({_PARTIAL} if partly else set())):
         raise ValueError(f"rope_parameters: {unknown[0]!r} cannot be trained: it is no key of a rotary embedding here")
     if (kind := parameters.get("rope_type")) not in _ROPE_TYPES:
         raise ValueError(f"rope_type {kind!r} cannot be trained: use one of {', '.join(_ROPE_TYPES)}")

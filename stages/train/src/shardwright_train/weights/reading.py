@@ -51,20 +51,17 @@ class Stored(NamedTuple):
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a folder; raise BadInput where it is missing or names code to run."""
+    """Return the config.json of a folder; raise BadInput where it is missing. Code that it names is not run."""
     if not folder.is_dir():
         raise BadInput(folder, "is no folder", "name one with config.json and safetensors files")
-    file = inside(folder, CONFIG)
-    config = read_object(file)
-    refuse_code(file, config)
-    return config
+    return read_object(inside(folder, CONFIG))
 
 
 def refuse_code(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise BadInput where a configuration of the Hub names code that comes with it."""
+    """Raise BadInput where a tokenizer's configuration names code that comes with it."""
     if "auto_map" in content:
         problem = "auto_map names code that comes with the folder, which is not run here"
-        raise BadInput(file, problem, "take a model that transformers knows itself")
+        raise BadInput(file, problem, "take a tokenizer that transformers knows itself")
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
