@@ -27,6 +27,7 @@ from shardwright_train.data.share import Batch, with_boundaries
 from shardwright_train.data.split import Boundaries
 from shardwright_train.engine import optimizer
 from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor
+from shardwright_train.models.registry import family_named
 from shardwright_train.parallel import checkpointing, collectives, parallelize
 from shardwright_train.parallel import data as data_parallel
 from shardwright_train.parallel.data import local_tensor
@@ -64,7 +65,8 @@ def factor_of(name: str) -> float:
 def batches(plan: Plan) -> list[Batch]:
     found = [batch_of(plan.model, plan.global_batch_size, seed) for seed in range(STEPS)]
     if plan.name.startswith("packed"):
-        found = [packed(batch, seed, plan.model.family != "bert") for seed, batch in enumerate(found)]
+        predicts_next = family_named(plan.model.family, "test").learns(plan.model).predicts_next
+        found = [packed(batch, seed, predicts_next) for seed, batch in enumerate(found)]
     return found
 
 

@@ -65,7 +65,7 @@ def _compiled(plan: Plan) -> Plan:
 
 
 def _half_on_two(half: int) -> list[Plan]:
-    """Half of the plans on two ranks; of packed ones the first half is a third."""
+    """Half of the plans on two ranks; of packed ones the first half has three."""
     exact, grouped, packed = _plans(2), _grouped_plans(2), _packed_plans(2)
     families = len(FAMILIES)
     drawn = [exact[(i + half) % 2 * families + i] for i in range(families)]
@@ -73,7 +73,7 @@ def _half_on_two(half: int) -> list[Plan]:
         random_plan(tiny(family), 1, 2, LOW_PRECISION[(i + half) % 2][0]) for i, family in enumerate(FAMILIES)
     ]
     compiled = _compiled(random_plan(tiny(COMPILED[half]), 0, 2))
-    packed = packed[:: len(PACKED) + 1] if half == 0 else [packed[i] for i in (1, 2, 3, 5, 6, 7)]
+    packed = [plan for i, plan in enumerate(packed) if (i % (len(PACKED) + 1) == 0) == (half == 0)]
     chunked = [_chunked_plan()] if half == 0 else []
     return [*low_precision, *drawn, compiled, *grouped[half::2], *packed, *chunked]
 
@@ -194,7 +194,7 @@ def test_plans_on_two_ranks_train_exactly_as_one_process(
     request: pytest.FixtureRequest, ranks: str, family: str
 ) -> None:
     found: Errors = request.getfixturevalue(ranks)
-    exact = {name: errors for name, errors in found.items() if name.startswith(family) and "float64" in name}
+    exact = {name: errors for name, errors in found.items() if name.startswith(f"{family} ") and "float64" in name}
     assert len(exact) == 1
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
@@ -207,7 +207,12 @@ def test_compiled_plans_train_exactly_as_one_process(request: pytest.FixtureRequ
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip((*ON_TWO, "more_ranks"), (5, 4, 9), strict=True)))
+_MORE = (*ON_TWO, "more_ranks")
+_GROUPED = (-(-(len(FAMILIES) + 1) // 2), (len(FAMILIES) + 1) // 2, len(FAMILIES) + 1)
+_PACKED = (3, 3 * len(PACKED) - 3, 2 * len(PACKED))
+
+
+@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip(_MORE, _GROUPED, strict=True)))
 def test_parameters_that_decay_and_learn_otherwise_train_as_in_one_process(
     request: pytest.FixtureRequest, ranks: str, count: int
 ) -> None:
@@ -217,7 +222,7 @@ def test_parameters_that_decay_and_learn_otherwise_train_as_in_one_process(
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip((*ON_TWO, "more_ranks"), (3, 6, 6), strict=True)))
+@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip(_MORE, _PACKED, strict=True)))
 def test_documents_of_one_sample_train_as_if_each_were_alone(
     request: pytest.FixtureRequest, ranks: str, count: int
 ) -> None:
@@ -240,7 +245,7 @@ def test_replicated_layers_that_fsdp_holds_train_as_one_process(two_ranks: Error
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plans_on_more_ranks_train_exactly_as_one_process(more_ranks: Errors, family: str) -> None:
-    exact = {name: errors for name, errors in more_ranks.items() if name.startswith(family) and "+" not in name}
+    exact = {name: errors for name, errors in more_ranks.items() if name.startswith(f"{family} ") and "+" not in name}
     assert len(exact) == len(NUMBERS[4]) + (family in ON_EIGHT)
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
@@ -281,7 +286,7 @@ def test_lower_precision_stays_near_one_process(
 ) -> None:
     found: Errors = request.getfixturevalue(ranks)
     near = {name: errors["loss"] for name, errors in found.items() if name.endswith(dtype)}
-    assert len(near) == len(FAMILIES) // 2
+    assert len(near) in (len(FAMILIES) // 2, -(-len(FAMILIES) // 2))
     assert {name: error for name, error in near.items() if error > tolerance} == {}
 
 

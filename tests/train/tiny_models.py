@@ -6,15 +6,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import T5ForConditionalGeneration, ViTForImageClassification
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from shardwright_formats.types import Model, Plan
@@ -151,16 +143,10 @@ def norm_in_the_inputs_format() -> None:
 def stock_model(model: Model, attention: str | None = None) -> nn.Module:
     """The stock model of a description."""
     family = family_named(model.family, "test")
-    config, attention = family.configuration(model), attention or family.plain_kernel
-    config._attn_implementation = attention
-    classes = {
-        BertConfig: BertForMaskedLM,
-        T5Config: T5ForConditionalGeneration,
-        ViTConfig: ViTForImageClassification,
-    }
-    if type(config) in classes:
-        return classes[type(config)](config)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    config = family.configuration(model)
+    config._attn_implementation = attention or family.plain_kernel
+    stock: nn.Module = family.stock(config)
+    return stock
 
 
 def initial_stock(model: Model) -> nn.Module:
@@ -196,15 +182,13 @@ def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:
     if "documents" in batch:
         return torch.stack([_logits_of_documents(stock, batch, sample) for sample in range(len(batch["documents"]))])
     match stock:
-        case BertForMaskedLM():
-            logits = stock(batch["tokens"], attention_mask=batch["attention_mask"]).logits
         case T5ForConditionalGeneration():
             # Stock makes the decoder's tokens from the labels itself.
             logits = stock(batch["tokens"], labels=batch["labels"].contiguous()).logits
         case ViTForImageClassification():
             logits = stock(batch["pixel_values"]).logits[:, None]
         case _:
-            logits = stock(batch["tokens"]).logits
+            logits = stock(batch["tokens"], attention_mask=batch.get("attention_mask")).logits
     return logits
 
 
