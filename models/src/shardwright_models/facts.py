@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from shardwright_formats.types import Attention, Parameter
+from shardwright_formats.types import Attention, Parameter, base_type
 
 Config = Mapping[str, Any]
 """The keys of a config.json; once `configured` has read it, also those that are absent, and under the usual names."""
@@ -68,7 +68,7 @@ class Stack(NamedTuple):
 
     def counted(self, layers: Sequence[str]) -> dict[str, Any]:
         """Return the keys of the configuration that follow from the types of all blocks of a model."""
-        inside = [layer for layer in layers if layer in self.types]
+        inside = [base for layer in layers if (base := base_type(layer)) in self.types]
         return {self.counted_by: len(inside)} | ({} if self.typed_by is None else {self.typed_by: inside})
 
 

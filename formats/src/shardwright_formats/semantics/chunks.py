@@ -29,6 +29,26 @@ def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
     return schedule.actions(len(stages), plan.num_microbatches, stage, len(stages[stage].layers))
 
 
+def needs_gradient(plan: Plan, stage: int, chunk: int) -> bool:
+    """Return whether a backward pass hands a gradient out of a model chunk: something before it is trained."""
+    if stage == chunk == 0:
+        return False
+    first, _ = plan.stages[stage].layers[chunk]
+    return plan.model.types[plan.layers[first - 1].type if first else EMBEDDING].has_backward
+
+
+def has_backward(plan: Plan, stage: int, chunk: int) -> bool:
+    """Return whether a backward pass goes through a model chunk."""
+    kinds = (kind for _, kind, _ in chunk_layers(plan, stage, chunk))
+    return needs_gradient(plan, stage, chunk) or any(plan.model.types[kind].has_backward for kind in kinds)
+
+
+def computed_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
+    """Return a pipeline stage's actions without the backward passes of chunks through which no gradient goes."""
+    backward = [has_backward(plan, stage, chunk) for chunk in range(len(plan.stages[stage].layers))]
+    return tuple(a for a in stage_actions(plan, stage) if a.kind is Pass.FORWARD or backward[a.chunk])
+
+
 class Cut(NamedTuple):
     """A cut that a microbatch crosses from one model chunk to the next, on another pipeline stage.
 
@@ -79,10 +99,11 @@ def gathers_spared(plan: Plan, stage: int, chunk: int) -> Counter[tuple[str, Pas
     Where a pass begins with the layer that the rank's pass before has ended with, that layer stays gathered.
     """
     layers = list(chunk_layers(plan, stage, chunk))
-    actions = stage_actions(plan, stage)
+    actions = computed_actions(plan, stage)
     pairs = [(a.kind, b.kind) for a, b in pairwise(actions) if a.chunk == b.chunk == chunk]
     spared: Counter[tuple[str, Pass | bool | None]] = Counter()
-    for during, (name, _, strategy) in zip(Pass, (layers[0], layers[-1]) if layers else (), strict=False):
-        if strategy.data_parallel is DataParallel.ZERO3:
+    for during, (name, kind, strategy) in zip(Pass, (layers[0], layers[-1]) if layers else (), strict=False):
+        # A backward pass ends before the layers that no gradient goes through.
+        if strategy.data_parallel is DataParallel.ZERO3 and plan.model.types[kind].has_backward:
             spared[name, during] = sum(here is not during is there for here, there in pairs)
     return spared

@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 from shardwright_formats.semantics import tied_weights
 from shardwright_formats.semantics.axes import Axis, Layout, axes_of, layout_of
-from shardwright_formats.semantics.chunks import chunk_layers, cuts, gathers_spared, incoming_layout
+from shardwright_formats.semantics.chunks import (
+    chunk_layers,
+    cuts,
+    gathers_spared,
+    incoming_layout,
+    needs_gradient,
+)
 from shardwright_formats.semantics.layout import closed_groups, parameter_box, sent_numel
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.hardware_profile import Collective
@@ -97,25 +103,31 @@ def parameter_messages(
     gathers once a step, ZeRO-3 for every forward and every backward pass (recomputation happens inside the latter; what
     a layer at a chunk's end is spared, `gathers_spared` says).
     Where groups of ranks hold replicas of each other's parts (HSDP), each part's gradients are then summed over these.
+    Frozen parameters are gathered and have no gradients; where no backward pass goes through the layer, none gathers.
     """
     dense = axes_of(strategy).dense
     ranks, replicas = dense.shards, dense.replicas
     if ranks == replicas == 1:
         return
-    shapes = [_share(parameter.shape, parameter.tp_dim, dense.tensor.size) for parameter in kind.parameters]
+    shapes, trained = (
+        [_share(parameter.shape, parameter.tp_dim, dense.tensor.size) for parameter in parameters]
+        for parameters in (kind.parameters, kind.trained_parameters)
+    )
     reductions = microbatches if reduce_every_microbatch else 1
     if strategy.data_parallel is DataParallel.DDP:
-        size = sum(prod(shape) for shape in shapes) * reduce_itemsize
-        yield Message(Cause.GRADIENTS, Collective.ALL_REDUCE, replicas, size, Pass.BACKWARD, reductions)
+        if size := sum(prod(shape) for shape in trained) * reduce_itemsize:
+            yield Message(Cause.GRADIENTS, Collective.ALL_REDUCE, replicas, size, Pass.BACKWARD, reductions)
         return
-    padded = sum(-(-shape[0] // ranks) * ranks * prod(shape[1:]) for shape in shapes)
-    size = padded * compute_itemsize
+    size = _padded(shapes, ranks) * compute_itemsize
     if strategy.data_parallel is DataParallel.ZERO3:
         yield Message(Cause.PARAMETERS, Collective.ALL_GATHER, ranks, size, Pass.FORWARD, microbatches)
-        yield Message(Cause.PARAMETERS, Collective.ALL_GATHER, ranks, size, Pass.BACKWARD, microbatches)
+        if kind.has_backward:
+            yield Message(Cause.PARAMETERS, Collective.ALL_GATHER, ranks, size, Pass.BACKWARD, microbatches)
     else:
         yield Message(Cause.PARAMETERS, Collective.ALL_GATHER, ranks, size, Pass.FORWARD)
-    size = padded * reduce_itemsize
+    if not trained:
+        return
+    size = _padded(trained, ranks) * reduce_itemsize
     yield Message(Cause.GRADIENTS, Collective.REDUCE_SCATTER, ranks, size, Pass.BACKWARD, reductions)
     if replicas > 1:
         yield Message(Cause.GRADIENTS, Collective.ALL_REDUCE, replicas, size // ranks, Pass.BACKWARD, reductions)
@@ -129,7 +141,7 @@ def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, param
     axes = axes_of(strategy)
     if axes.dense.tensor.size == 1:
         return 0
-    parts = (p for p in kind.parameters if p.tp_dim is None and (p.inside or axes.gathers_sequence))
+    parts = (p for p in kind.trained_parameters if p.tp_dim is None and (p.inside or axes.gathers_sequence))
     boxes = (parameter_box(parameter, strategy, rank) for parameter in parts)
     return sum(prod(high - low for low, high in box) for box in boxes) * parameter_itemsize
 
@@ -145,7 +157,7 @@ def region_messages(
     result, and their gradients (Jacobs et al. 2023), key and value heads repeated until the degree divides their
     number. Recomputation repeats in the backward pass what the forward pass did, but stops when it has all it needs:
     the last sum of what is recomputed is left out, unless `replays_sum` names the kind. Selective recomputation keeps
-    the sums and repeats none.
+    the sums and repeats none. Without a backward pass there are those of the forward pass alone.
     """
     axes = axes_of(strategy)
     kind, ranks = model.types[type_name], axes.layout.sample_ranks
@@ -161,7 +173,8 @@ def region_messages(
         ends = (alone or index == len(kind.regions) - 1) and recompute.value not in region.replays_sum
         if axes.exchanges_heads:
             sizes = {name: positions * tensor.sequence_length for name, tensor in tensors.items()}
-            yield from _ulysses_messages(region, ranks, sizes, replays, microbatches)
+            exchanges = _ulysses_messages(region, ranks, sizes, replays, microbatches)
+            yield from (m for m in exchanges if kind.has_backward or m.during is Pass.FORWARD)
             continue
         entering, leaving = _GATHERED_SEQUENCE if axes.gathers_sequence else _WHOLE_SEQUENCE
         # What is gathered in a replay stays gathered until the backward pass behind it.
@@ -172,7 +185,7 @@ def region_messages(
             size = positions * tensors[name].sequence_length * tensors[name].features
             collectives = [(Pass.FORWARD, forward), (Pass.BACKWARD, backward)]
             for during, collective in [*collectives, (Pass.BACKWARD, forward)] if replayed else collectives:
-                if collective is not None:
+                if collective is not None and (kind.has_backward or during is Pass.FORWARD):
                     yield Message(Cause.TENSOR_PARALLEL, collective, ranks, size, during, microbatches)
 
 
@@ -221,11 +234,12 @@ def redistribution_messages(
     samples: int,
     itemsize: int,
     microbatches: int,
+    backward: bool = True,
 ) -> Iterator[Message]:
     """Yield what one rank sends in a step where tensors change their layout: an uneven all_to_all each, and one back.
 
-    A rank that keeps all it has takes part in none. Recomputation does not repeat it: the layer's input is kept as it
-    arrived.
+    Where they have no gradient (`backward` is False) there is none back. A rank that keeps all it has takes part in
+    none. Recomputation does not repeat it: the layer's input is kept as it arrived.
     """
     if source == target:
         return
@@ -233,7 +247,8 @@ def redistribution_messages(
         length = tensor.sequence_length
         members = next(group for group in closed_groups(source, target, samples, length) if rank in group)
         if len(members) > 1:
-            for during, before, after in ((Pass.FORWARD, source, target), (Pass.BACKWARD, target, source)):
+            ways = ((Pass.FORWARD, source, target), (Pass.BACKWARD, target, source))
+            for during, before, after in ways if backward else ways[:1]:
                 size = sent_numel(before, after, samples, length, tensor.features)[rank] * itemsize
                 yield Message(Cause.REDISTRIBUTION, Collective.ALL_TO_ALL, len(members), size, during, microbatches)
 
@@ -244,12 +259,13 @@ def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[M
     compute, reduce = ITEMSIZE[plan.precision.compute], ITEMSIZE[plan.precision.reduce]
     each_microbatch = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
     current = incoming_layout(plan, stage, chunk)
-    spared = gathers_spared(plan, stage, chunk)
+    spared, gradient = gathers_spared(plan, stage, chunk), needs_gradient(plan, stage, chunk)
     for name, type_name, strategy in chunk_layers(plan, stage, chunk):
         kind, wanted = model.types[type_name], layout_of(strategy)
         if current is not None:
-            yield from redistribution_messages(model.boundary, current, wanted, me, samples, compute, microbatches)
-        current = wanted
+            moved = current, wanted, me, samples, compute, microbatches
+            yield from redistribution_messages(model.boundary, *moved, gradient)
+        current, gradient = wanted, kind.has_backward
         for message in parameter_messages(kind, strategy, compute, reduce, microbatches, each_microbatch):
             times = message.times - spared[name, message.cause is Cause.PARAMETERS and message.during]
             if times:
@@ -263,7 +279,8 @@ def _sends(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
     """Yield a message to each rank of a neighbouring pipeline stage that wants a piece of a tensor."""
     me, itemsize = plan.stages[stage].ranks.index(rank), ITEMSIZE[plan.precision.compute]
     for cut in cuts(plan):
-        for during, (sender, _) in ((Pass.FORWARD, cut.source), (Pass.BACKWARD, cut.target)):
+        ways = ((Pass.FORWARD, cut.source), (Pass.BACKWARD, cut.target))
+        for during, (sender, _) in ways if needs_gradient(plan, *cut.target) else ways[:1]:
             for tensor in plan.model.boundary if sender == stage else ():
                 for transfer in cut.transfers(during, plan.microbatch_samples, tensor.sequence_length):
                     if transfer.source == me:
@@ -286,11 +303,16 @@ def _partial_sums(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
 
 def _tied_parameter_messages(plan: Plan, rank: int) -> Iterator[Message]:
     tied = tied_weights.tied_parameters(plan)
-    members = tied_weights.ranks_of_replicas(tied)
-    if rank in members:
-        for pieces in (tied_weights.pieces_to_owners(tied), tied_weights.pieces_from_owners(tied)):
+    members, trained = tied_weights.ranks_of_replicas(tied), tied_weights.trained_ones(tied)
+    if rank in members and trained:
+        for pieces in (tied_weights.pieces_to_owners(trained), tied_weights.pieces_from_owners(trained)):
             size = sum(p.numel for p in pieces if p.source == rank != p.target) * ITEMSIZE[plan.precision.parameters]
             yield Message(Cause.TIED_PARAMETERS, Collective.ALL_TO_ALL, len(members), size, None)
+
+
+def _padded(shapes: Sequence[tuple[int, ...]], ranks: int) -> int:
+    """Return the number of elements of tensors whose first dims are padded to equal parts."""
+    return sum(-(-shape[0] // ranks) * ranks * prod(shape[1:]) for shape in shapes)
 
 
 def _share(shape: tuple[int, ...], tp_dim: int | None, parts: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardwright_formats.semantics.layout import Box, overlap, parameter_box
-from shardwright_formats.types import EMBEDDING, HEAD, Parameter, Plan, Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, Parameter, Plan, Strategy, base_type
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,18 @@ def tied_parameters(plan: Plan) -> tuple[TiedParameter, ...]:
     for first, second in plan.model.tied:
         outer = [(EMBEDDING, plan.embedding, first), (HEAD, plan.head, second)]
         tied.append(tuple(_replica(plan, layer, strategy, layer, name) for layer, strategy, name in outer))
-    for kind in dict.fromkeys(plan.model.layers):
-        layers = [(i, layer) for i, layer in enumerate(plan.layers) if layer.type == kind]
-        for parameter in plan.model.types[kind].parameters:
+    for base, kinds in plan.model.layers_by_base.items():
+        layers = [(i, layer) for i, layer in enumerate(plan.layers) if base_type(layer.type) == base]
+        for parameter in plan.model.types[kinds[0]].parameters:
             if parameter.shared and len(layers) > 1:
-                replicas = (_replica(plan, f"layers[{i}]", layer, kind, parameter.name) for i, layer in layers)
+                replicas = (_replica(plan, f"layers[{i}]", layer, layer.type, parameter.name) for i, layer in layers)
                 tied.append(tuple(replicas))
     return tuple(tied)
+
+
+def trained_ones(tied: Sequence[TiedParameter]) -> tuple[TiedParameter, ...]:
+    """Return the parameters whose replicas have gradients."""
+    return tuple(one for one in tied if one[0].parameter.trained)
 
 
 def ranks_of_replicas(tied: Sequence[TiedParameter]) -> tuple[int, ...]:

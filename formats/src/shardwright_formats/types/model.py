@@ -3,13 +3,18 @@
 from math import prod
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, field
+from msgspec import UNSET, Meta, UnsetType, field
 
 from shardwright_formats.io import Document, Value, sha256_of_value
 from shardwright_formats.types.limits import MAX_DIMS, MAX_LAYERS, Flops, Length, Name, NonNegativeCount, Tokens
 
 EMBEDDING = "embedding"
 HEAD = "head"
+
+
+def base_type(name: str) -> str:
+    """Return the family's layer type that a type is: what stands behind a dot says which parameters are frozen."""
+    return name.partition(".")[0]
 
 
 class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,10 +30,17 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """True for a replicated tensor used inside a region, where each rank of the group has a part of its gradient."""
     shared: bool = False
     """True where all layers of the type hold replicas of one and the same parameter."""
+    frozen: bool | UnsetType = UNSET
+    """True where it is not trained: it has no gradient and no optimizer state."""
 
     def __post_init__(self) -> None:
         if self.tp_dim is not None and self.tp_dim >= len(self.shape):
             raise ValueError(f"tp_dim {self.tp_dim} of {self.name} is outside its shape")
+
+    @property
+    def trained(self) -> bool:
+        """Return whether it has a gradient and an optimizer state."""
+        return self.frozen is not True
 
     def numel(self, parts: int) -> int:
         """Return the number of elements of each of so many tensor-parallel parts: an even share, rounded up."""
@@ -96,10 +108,30 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Regions at whose ends tensor parallelism communicates, in order."""
     labels: NonNegativeCount = 0
     """Positions per sample that the head computes a loss for; 0 elsewhere."""
+    backward: bool | UnsetType = UNSET
+    """False where neither it nor any layer before it has a trained parameter: no backward pass goes through it."""
+
+    def __post_init__(self) -> None:
+        if not self.has_backward and any(self.trained_parameters):
+            raise ValueError("a layer type without a backward pass has trained parameters")
+
+    @property
+    def has_backward(self) -> bool:
+        """Return whether a backward pass goes through it."""
+        return self.backward is not False
+
+    @property
+    def trained_parameters(self) -> tuple[Parameter, ...]:
+        """Return the parameters that are not frozen."""
+        return tuple(p for p in self.parameters if p.trained)
 
     def parameter_count(self, parts: int = 1) -> int:
         """Return the number of parameters in each of so many tensor-parallel parts."""
         return sum(p.numel(parts) for p in self.parameters)
+
+    def trained_count(self, parts: int = 1) -> int:
+        """Return the number of parameters that are trained in each of so many tensor-parallel parts."""
+        return sum(p.numel(parts) for p in self.trained_parameters)
 
 
 class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,6 +160,11 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"layer type {needed!r} is not among types")
         if {EMBEDDING, HEAD} & set(self.layers):
             raise ValueError("embedding and head cannot be among the layers")
+        backward = [self.types[name].has_backward for name in (EMBEDDING, *self.layers, HEAD)]
+        if backward != sorted(backward):
+            raise ValueError("a layer without a backward pass stands behind one that has one")
+        if not backward[-1]:
+            raise ValueError("the head has no backward pass: there is nothing to train")
         shapes = self._outer_shapes()
         for first, second in self.tied:
             if shapes.get(first) is None or shapes.get(first) != shapes.get(second):
@@ -142,6 +179,11 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return sha256_of_value([self.family, self.config, {name: t.parameters for name, t in self.types.items()}])
 
     @property
+    def is_frozen(self) -> bool:
+        """Return whether some parameter is frozen."""
+        return any(not p.trained for name in (EMBEDDING, *self.layers, HEAD) for p in self.types[name].parameters)
+
+    @property
     def boundary(self) -> tuple[BoundaryTensor, ...]:
         """Return the tensors between embedding and first layer; all layers hand on tensors of these names."""
         return self.types[EMBEDDING].outputs
@@ -152,8 +194,19 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         total = sum(self.types[name].parameter_count() for name in (EMBEDDING, *self.layers, HEAD))
         shapes = self._outer_shapes()
         tied = sum(prod(shapes[second]) for _, second in self.tied)
-        replicas = ((self.layers.count(name) - 1, self.types[name].parameters) for name in set(self.layers))
-        return total - tied - sum(n * prod(p.shape) for n, parameters in replicas for p in parameters if p.shared)
+        shared = sum(
+            (len(kinds) - 1) * prod(p.shape)
+            for kinds in self.layers_by_base.values()
+            for p in self.types[kinds[0]].parameters
+            if p.shared
+        )
+        return total - tied - shared
+
+    @property
+    def layers_by_base(self) -> dict[str, tuple[str, ...]]:
+        """Return the types of the blocks, in order, by the family's type that they are."""
+        bases = dict.fromkeys(map(base_type, self.layers))
+        return {base: tuple(name for name in self.layers if base_type(name) == base) for base in bases}
 
     def _outer_shapes(self) -> dict[str, tuple[int, ...]]:
         return {p.name: p.shape for name in (EMBEDDING, HEAD) for p in self.types[name].parameters}

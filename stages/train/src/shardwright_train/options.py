@@ -36,6 +36,9 @@ class DescribeOptions(Options, frozen=True, kw_only=True):
     """Tokens of one sample."""
     out: Path
     """Model description to write (JSON)."""
+    frozen: tuple[_Text, ...] = ()
+    """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and behind a dot which parameters,
+    as in layers.mlp.*; it has no gradients and no optimizer state. May be repeated."""
 
 
 class PrepareOptions(Options, frozen=True, kw_only=True):

@@ -43,6 +43,7 @@ from shardwright_search.interop.target import (
     ExportTarget,
     check_recompute,
     check_stages,
+    check_trained,
     kernel_notes,
     strategies,
 )
@@ -120,6 +121,7 @@ def galvatron_file(plan: Plan, plan_file: object) -> Exported:
 def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
     """Return the content of Galvatron's file for a plan; BadInput names the first thing that it cannot say."""
     target = ExportTarget("Galvatron", plan_file)
+    check_trained(plan, target)
     check_stages(plan, target)
     _check_ranges(plan, target)
     _check_precision(plan, target)

@@ -50,6 +50,7 @@ def uniform_of(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute] = WH
     groups, Ulysses, layers of several types, recomputation but of these kinds, interleaved microbatches in unequal
     groups.
     """
+    check_trained(plan, target)
     check_stages(plan, target)
     for i, layer in enumerate(plan.layers):
         types = f"layers[{i}]: type {layer.type}, where layers[0] has {plan.layers[0].type}"
@@ -71,6 +72,11 @@ def uniform_of(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute] = WH
         chunks=chunks,
         ranges=tuple(stage.layers[chunk] for chunk in range(chunks) for stage in plan.stages),
     )
+
+
+def check_trained(plan: Plan, target: ExportTarget) -> None:
+    """Raise BadInput where some parameters are frozen: no file for another system says which."""
+    target.demand(not plan.model.is_frozen, "frozen parameters", "export a plan of the model that is trained whole")
 
 
 def strategies(plan: Plan) -> Iterator[tuple[str, Strategy]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from shardwright_formats.command import show
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.types import Plan
+from shardwright_models.frozen import FrozenPart, freeze
 from shardwright_train.data.corpora import Source
 from shardwright_train.imports import without_collection
 from shardwright_train.models.describe import describe_folder
@@ -16,7 +17,9 @@ from shardwright_train.options import CheckOptions, ConvertOptions, DescribeOpti
 
 def describe(options: DescribeOptions) -> None:
     """Write the description of a model."""
-    write_document(options.out, describe_folder(options.config_dir, options.name, options.sequence_length))
+    frozen = tuple(map(FrozenPart.parse, options.frozen))
+    model = describe_folder(options.config_dir, options.name, options.sequence_length)
+    write_document(options.out, freeze(model, frozen) if frozen else model)
 
 
 def prepare_text(options: PrepareOptions) -> None:

@@ -1,0 +1,127 @@
+"""Frozen parts of a model: which parameters are not trained, and through which layers no backward pass goes.
+
+Layers of one type are alike, so that a type is split where its layers are frozen differently. The family's own name
+stays that of layers that are trained whole; behind a dot stands what is frozen otherwise.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from shardwright_formats.io import BadInput
+from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, base_type
+
+OPTION = "--frozen"
+NO_BACKWARD = "no_grad"
+"""What stands behind the dot where neither a layer nor any before it has a trained parameter."""
+_FROZEN, _PARTLY = "frozen", "part"
+_PART = re.compile(r"(?:(embedding|head|layers)|layers\[(?:(\d+)|(\d*):(\d*))\])(?:\.(.+))?", re.ASCII)
+_REMEDY = "name embedding, head, layers, layers[2] or layers[0:8], and behind a dot parameters, as in layers.mlp.*"
+
+
+class FrozenPart(NamedTuple):
+    """Parameters of some layers of a model."""
+
+    text: str
+    layer: str
+    """`embedding`, `head` or `layers`."""
+    first: int
+    end: int | None
+    """The first block behind them; None: up to the last one."""
+    pattern: str
+    """Pattern of names in the description: `*` matches any text, dots included, `?` one character."""
+
+    @classmethod
+    def parse(cls, text: str) -> "FrozenPart":
+        """Parse `LAYERS` or `LAYERS.PATTERN`; raise BadInput where a text is malformed."""
+        if (match := _PART.fullmatch(text)) is None:
+            raise BadInput(OPTION, f"{text!r} names no part of a model", _REMEDY)
+        layer, number, low, high, pattern = match.groups()
+        first = int(number or low or 0)
+        end = first + 1 if number else int(high) if high else None
+        return cls(text, layer or "layers", first, end, pattern or "*")
+
+    def matches(self, place: int | str, parameter: str) -> bool:
+        """Return whether a parameter of the embedding, the head or the block with a number is one of them."""
+        if isinstance(place, str):
+            return place == self.layer and fnmatchcase(parameter, self.pattern)
+        inside = self.layer == "layers" and self.first <= place and (self.end is None or place < self.end)
+        return inside and fnmatchcase(parameter, self.pattern)
+
+
+def freeze(model: Model, parts: Sequence[FrozenPart], file: object = OPTION) -> Model:
+    """Return the model with the named parts frozen, besides those that are; its layers' types are split accordingly.
+
+    Raises BadInput, naming `file`, where a part matches no parameter, where replicas of one parameter would be frozen
+    and trained, and where nothing is left to train.
+    """
+    places: tuple[int | str, ...] = (EMBEDDING, *range(len(model.layers)), HEAD)
+    kinds = (EMBEDDING, *model.layers, HEAD)
+    for part in parts:
+        if not any(part.matches(at, p.name) for at, kind in zip(places, kinds, strict=True) for p in _of(model, kind)):
+            raise BadInput(file, f"{part.text!r} matches no parameter of the model", _REMEDY)
+    frozen = [
+        frozenset(p.name for p in _of(model, kind) if not p.trained or any(x.matches(at, p.name) for x in parts))
+        for at, kind in zip(places, kinds, strict=True)
+    ]
+    _check_replicas(model, dict(zip(places, frozen, strict=True)), file)
+    if all(len(names) == len(_of(model, kind)) for names, kind in zip(frozen, kinds, strict=True)):
+        raise BadInput(file, "every parameter is frozen", "leave some to be trained")
+    return _split(model, kinds, frozen)
+
+
+def _split(model: Model, kinds: Sequence[str], frozen: Sequence[frozenset[str]]) -> Model:
+    """Return the model with a type for each kind of layer, its frozen parameters, and whether gradients pass."""
+    split: dict[tuple[str, frozenset[str], bool], str] = {}
+    types: dict[str, LayerType] = {}
+    names, backward = list[str](), False
+    for kind, held in zip(kinds, frozen, strict=True):
+        backward = backward or len(held) < len(_of(model, kind)) or kind == HEAD
+        key = base_type(kind), held, backward
+        if key not in split:
+            split[key] = kind if kind in (EMBEDDING, HEAD) else _name(model, *key, taken=types)
+            types[split[key]] = _frozen_type(model.types[kind], held, backward)
+        names.append(split[key])
+    return replace(model, layers=tuple(names[1:-1]), types=types)
+
+
+def _name(model: Model, base: str, held: frozenset[str], backward: bool, taken: Mapping[str, object]) -> str:
+    """Return the name of a type of block."""
+    count = max(len(_of(model, kind)) for kind in model.layers if base_type(kind) == base)
+    if not held:
+        return base
+    word = NO_BACKWARD if not backward else _FROZEN if len(held) == count else _PARTLY
+    numbers = (word, *(f"{word}{number}" for number in range(2, len(taken) + 3)))
+    return next(name for name in (f"{base}.{word}" for word in numbers) if name not in taken)
+
+
+def _frozen_type(kind: LayerType, held: frozenset[str], backward: bool) -> LayerType:
+    parameters = tuple(replace(p, frozen=True) if p.name in held else p for p in kind.parameters)
+    plain = replace(kind, parameters=parameters)
+    return plain if backward else replace(plain, backward=False)
+
+
+def _of(model: Model, kind: str) -> tuple[Parameter, ...]:
+    return model.types[kind].parameters
+
+
+def _check_replicas(model: Model, frozen: Mapping[int | str, frozenset[str]], file: object) -> None:
+    """Raise BadInput where one parameter is frozen in one layer and trained in another."""
+    for states in _replicas(model, frozen):
+        name, held = next(iter(states.items()))
+        if len(set(held)) > 1:
+            remedy = "freeze it in all of them, or in none"
+            raise BadInput(file, f"{name} is one parameter of several layers, and frozen in some of them", remedy)
+
+
+def _replicas(model: Model, frozen: Mapping[int | str, frozenset[str]]) -> Iterator[dict[str, list[bool]]]:
+    for first, second in model.tied:
+        yield {first: [first in frozen[EMBEDDING], second in frozen[HEAD]]}
+    for base in dict.fromkeys(map(base_type, model.layers)):
+        numbers = [number for number, kind in enumerate(model.layers) if base_type(kind) == base]
+        for parameter in _of(model, model.layers[numbers[0]]):
+            if parameter.shared:
+                yield {parameter.name: [parameter.name in frozen[number] for number in numbers]}
