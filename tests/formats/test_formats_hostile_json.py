@@ -90,6 +90,11 @@ def _three_heads_for_ulysses(plan: dict[str, Any]) -> None:
     plan["model"]["types"]["block"]["ulysses_must_divide"] = {"heads": 3}
 
 
+def _sequence_of_one_part(plan: dict[str, Any]) -> None:
+    _block(plan, sequence_parallel="megatron")
+    plan["model"]["types"]["block"]["sequence_must_divide"] = {"windows": 1}
+
+
 def _empty_middle_stage(plan: dict[str, Any]) -> None:
     ranges = ([0, 2], [2, 2], [2, 2], [2, 3])
     plan["stages"] = [{"ranks": [i], "layers": [layers]} for i, layers in enumerate(ranges)]
@@ -178,6 +183,7 @@ PLANS: dict[str, tuple[Change, str]] = {
         _three_heads_for_ulysses,
         "layers[1]: tp_size 2 does not divide heads 3",
     ),
+    "sequence that no ranks share out": (_sequence_of_one_part, "layers[1]: tp_size 2 does not divide windows 1"),
     "width that tp does not divide": (
         lambda p: p["model"]["types"]["block"].update(tp_must_divide={"intermediate_size": 33}),
         "layers[1]: tp_size 2 does not divide intermediate_size 33",

@@ -121,6 +121,34 @@ def test_a_message_has_the_size_of_the_layers_own_outputs(model: Model) -> None:
     assert {message.bytes for message in messages_of(pyramid, "none", "none")} == {3 * 4 * 4 * 64}
 
 
+def test_over_a_cut_goes_what_the_layer_before_it_hands_on() -> None:
+    """Of another size than the embedding hands on, as between levels of a pyramid; where the layout changes, too."""
+    example = read_document(EXAMPLES / "plan.json", Plan)
+    narrow = (BoundaryTensor(name=STREAM, sequence_length=4, features=24),)
+    types = example.model.types
+    types |= {"merge": msgspec.structs.replace(types["block"], outputs=narrow)}
+    alone, shared = ({"tp_size": 1, "dp_size": 2}, {"tp_size": 2, "dp_size": 1})
+    plan = msgspec.structs.replace(
+        example,
+        model=msgspec.structs.replace(example.model, layers=("block", "merge", "merge"), types=types),
+        global_batch_size=16,
+        num_microbatches=4,
+        stages=(PipelineStage(ranks=(0, 1), layers=((0, 2),)), PipelineStage(ranks=(2, 3), layers=((2, 3),))),
+        embedding=Strategy(**shared),
+        layers=tuple(LayerStrategy(type=t, **d) for t, d in (("block", shared), ("merge", alone), ("merge", shared))),
+        head=Strategy(**shared),
+    )
+    itemsize = ITEMSIZE[plan.precision.compute]
+    first, later = ([m for m in step_messages(plan, rank)] for rank in (0, 2))
+    (sent,) = (m.bytes for m in first if m.cause is Cause.PIPELINE)
+    assert sent == 2 * 4 * 24 * itemsize
+    (wide,) = plan.model.boundary
+    # Four samples: whole on both ranks, then two on each, then whole again.
+    before, behind = ([m.bytes for m in part if m.cause is Cause.REDISTRIBUTION] for part in (first, later))
+    assert before == [0, 2 * wide.sequence_length * wide.features * itemsize] and behind == [sent, 0]
+    assert plan.model.received_by("head") == narrow and plan.model.received_by("embedding") == ()
+
+
 def test_zero3_gathers_in_both_passes_and_zero2_in_the_first_forward_pass(model: Model) -> None:
     for kind, forward, backward in ((DataParallel.ZERO3, 5, 5), (DataParallel.ZERO2, 1, 0)):
         strategy = LayerStrategy(type="block", tp_size=1, dp_size=2, data_parallel=kind)

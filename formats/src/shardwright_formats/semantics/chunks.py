@@ -9,7 +9,7 @@ from shardwright_formats.semantics.axes import Layout, layout_of
 from shardwright_formats.semantics.layout import Transfer, redistribution_plan
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import EMBEDDING, HEAD, DataParallel, Plan, Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel, Plan, Strategy
 
 
 def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
@@ -63,6 +63,8 @@ class Cut(NamedTuple):
     after: Layout
     """Layout in which the target receives it: the source's, to be redistributed, where the stages are equally wide;
     else as its first layer wants it."""
+    tensors: tuple[BoundaryTensor, ...]
+    """Tensors that go over it: what the target's first layer receives."""
 
     @property
     def around(self) -> bool:
@@ -82,9 +84,10 @@ def cuts(plan: Plan) -> tuple[Cut, ...]:
     crossed = []
     for source, target in pairwise(way):
         *_, (_, _, last) = chunk_layers(plan, *source)
-        first = next(strategy for _, _, strategy in chunk_layers(plan, *target))
+        name, _, first = next(chunk_layers(plan, *target))
         before, after = layout_of(last), layout_of(first)
-        crossed.append(Cut(source, target, before, before if before.stage_size == after.stage_size else after))
+        received = before if before.stage_size == after.stage_size else after
+        crossed.append(Cut(source, target, before, received, plan.model.received_by(name)))
     return tuple(crossed)
 
 

@@ -264,7 +264,7 @@ def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[M
         kind, wanted = model.types[type_name], layout_of(strategy)
         if current is not None:
             moved = current, wanted, me, samples, compute, microbatches
-            yield from redistribution_messages(model.boundary, *moved, gradient)
+            yield from redistribution_messages(model.received_by(name), *moved, gradient)
         current, gradient = wanted, kind.has_backward
         for message in parameter_messages(kind, strategy, compute, reduce, microbatches, each_microbatch):
             times = message.times - spared[name, message.cause is Cause.PARAMETERS and message.during]
@@ -281,7 +281,7 @@ def _sends(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
     for cut in cuts(plan):
         ways = ((Pass.FORWARD, cut.source), (Pass.BACKWARD, cut.target))
         for during, (sender, _) in ways if needs_gradient(plan, *cut.target) else ways[:1]:
-            for tensor in plan.model.boundary if sender == stage else ():
+            for tensor in cut.tensors if sender == stage else ():
                 for transfer in cut.transfers(during, plan.microbatch_samples, tensor.sequence_length):
                     if transfer.source == me:
                         size = transfer.piece.tokens * tensor.features * itemsize

@@ -110,13 +110,13 @@ def planned_group(purpose: Purpose, ranks: tuple[int, ...]) -> PlannedGroup:
 def _of_chunk(plan: Plan, stage: int, chunk: int) -> Iterator[PlannedGroup]:
     ranks, current = plan.stages[stage].ranks, incoming_layout(plan, stage, chunk)
     known = set[Strategy]()
-    for *_, strategy in chunk_layers(plan, stage, chunk):
+    for name, _, strategy in chunk_layers(plan, stage, chunk):
         if strategy not in known:
             known.add(strategy)
             yield from strategy_groups(strategy, ranks)
         wanted = layout_of(strategy)
         if current is not None and current != wanted:
-            for tensor in plan.model.boundary:
+            for tensor in plan.model.received_by(name):
                 for members in closed_groups(current, wanted, plan.microbatch_samples, tensor.sequence_length):
                     if len(members) > 1:
                         yield PlannedGroup(Purpose.EXCHANGE, tuple(ranks[member] for member in members))
@@ -128,7 +128,7 @@ def _edges(plan: Plan) -> Iterator[PlannedGroup]:
     for cut in cuts(plan):
         for kind, (source, target) in ((Pass.FORWARD, cut[:2]), (Pass.BACKWARD, cut[1::-1])):
             senders, receivers = plan.stages[source[0]].ranks, plan.stages[target[0]].ranks
-            for tensor in plan.model.boundary:
+            for tensor in cut.tensors:
                 for transfer in cut.transfers(kind, plan.microbatch_samples, tensor.sequence_length):
                     pair = senders[transfer.source], receivers[transfer.target]
                     yield PlannedGroup(Purpose.EDGE, pair, kind, cut.around)

@@ -102,6 +102,8 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Lengths, by name, of which tp_size must be a divisor."""
     ulysses_must_divide: dict[str, Length] = field(default_factory=dict)
     """Lengths, by name, of which the Ulysses degree must be a divisor."""
+    sequence_must_divide: dict[str, Length] = field(default_factory=dict)
+    """Lengths, by name, of which tp_size must be a divisor where ranks hold parts of the sequence in any way."""
     outputs: tuple[BoundaryTensor, ...] = ()
     """Tensors that the next layer receives; empty for the head."""
     regions: tuple[Region, ...] = ()
@@ -187,6 +189,16 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def boundary(self) -> tuple[BoundaryTensor, ...]:
         """Return the tensors between embedding and first layer; all layers hand on tensors of these names."""
         return self.types[EMBEDDING].outputs
+
+    def received_by(self, layer: str) -> tuple[BoundaryTensor, ...]:
+        """Return the tensors that a layer (`embedding`, `layers[i]`, `head`) receives: what the one before hands on.
+
+        Their shapes may differ from layer to layer, as between the levels of a pyramid.
+        """
+        if layer == EMBEDDING:
+            return ()
+        number = len(self.layers) if layer == HEAD else int(layer.removeprefix("layers[").removesuffix("]"))
+        return self.types[self.layers[number - 1]].outputs if number else self.boundary
 
     @property
     def parameter_count(self) -> int:

@@ -149,7 +149,8 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_method
     def device_group(self, choice: Choice, topology: StageTopology, single_microbatch: bool) -> DeviceGroup:
         """Return the costs of every strategy on stages of this topology."""
-        features = max(tensor.features for tensor in self.costs.model.boundary)
+        handed_on = (tensor.features for kind in self.costs.model.types.values() for tensor in kind.outputs)
+        features = max(handed_on)
         buffer_bytes = (choice.buffer_tokens or 0) * features * self.costs.compute_bytes
         return DeviceGroup(
             options=tuple(self._options(name, choice, topology, single_microbatch) for name in self.types),

@@ -93,7 +93,7 @@ def _port(context: RankContext, cut: Cut, kind: Pass, there: tuple[int, int], se
     layout = cut.before if sends is (kind is Pass.FORWARD) else cut.after
     ranks = plan.stages[there[0]].ranks
     shapes, pieces = [], []
-    for tensor in plan.model.boundary:
+    for tensor in cut.tensors:
         size = plan.microbatch_samples, tensor.sequence_length
         shard = layout.activation_shard(me, *size)
         shapes.append((shard.batch_end - shard.batch_start, shard.sequence_end - shard.sequence_start, tensor.features))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwright_formats.semantics.axes import layout_of
 from shardwright_formats.semantics.chunks import chunk_layers, incoming_layout
 from shardwright_formats.semantics.schedules.passes import Action
-from shardwright_formats.types import EMBEDDING, HEAD, DataParallel
+from shardwright_formats.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel
 from shardwright_train.data.share import Batch
 from shardwright_train.models.base import States
 from shardwright_train.parallel.collectives import Redistribution, RedistributionSite, all_reduce_together
@@ -167,21 +167,22 @@ def build_stage(context: RankContext) -> Stage:
 def _build_chunk(context: RankContext, chunk: int) -> Chunk:
     plan, stage = context.plan, context.stage_index
     current = incoming_layout(plan, stage, chunk)
-    sites = [
-        RedistributionSite(
-            context.stage_ranks, context.me, plan.microbatch_samples, tensor.sequence_length, context.groups
-        )
-        for tensor in plan.model.boundary
-    ]
     layers = []
     for name, kind, strategy in chunk_layers(plan, stage, chunk):
         wanted = layout_of(strategy)
         moves = tuple(
-            None if current is None or current == wanted else Redistribution(current, wanted, site) for site in sites
+            None if current is None or current == wanted else Redistribution(current, wanted, _site(context, tensor))
+            for tensor in plan.model.received_by(name)
         )
         layers.append(build_layer(context, name, kind, strategy, moves))
         current = wanted
     return Chunk(layers)
+
+
+def _site(context: RankContext, tensor: BoundaryTensor) -> RedistributionSite:
+    return RedistributionSite(
+        context.stage_ranks, context.me, context.plan.microbatch_samples, tensor.sequence_length, context.groups
+    )
 
 
 def _hooked_both_ways(states: States, hook: Hook, ended: str, begun: str, is_output: bool = False) -> States:
