@@ -78,7 +78,7 @@ def test_feed_forward_parts_have_the_stock_models_activation_and_gate(name, acti
     facts, runtime = FAMILIES[name], family_named(name, "test")
     given = dict.fromkeys(facts.counts, 1) | ({} if activation is None else {"feed_forward_proj": activation})
     with torch.device("meta"):
-        block = runtime.module(runtime.stock(runtime.stock.config_class(**given)), next(iter(runtime.parts)), 0)
+        block = runtime.module(runtime.skeleton(runtime.stock.config_class(**given)), next(iter(runtime.parts)), 0)
     function, gated = facts.feed_forward(facts.configured(given))
     assert type(ACT2FN[function]) in {type(module) for module in block.modules()}
     matrices = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D)]

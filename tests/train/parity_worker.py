@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from file_forms import as_in_runtime
 from tiny_models import batch_of, engine_of, initial_stock, made_by_first, norm_in_the_inputs_format, stock_logits
 from torch import Tensor, nn
 
@@ -82,7 +83,6 @@ class Reference:
 
     def __init__(self, plan: Plan) -> None:
         model = plan.model
-        self.aliases = {second: first for first, second in model.tied}
         self.first_gradients: dict[str, Tensor] = {}
         self.losses: list[float] = []
         self.auxiliary: list[float] = []
@@ -124,11 +124,15 @@ class Reference:
         found = []
         for layer in stage.layers:
             described = {p.name: p for p in model.types[layer.kind].parameters}
-            for local, _ in layer.module.named_parameters():
-                parameter = described[family.described_name(layer.kind, local)]
-                name = family.hugging_face_name(model, layer.name, local)
+            held = {
+                local: described[family.described_name(layer.kind, local)]
+                for local, _ in layer.module.named_parameters()
+            }
+            names = {local: family.owner_name(model, layer.name, local) for local in held}
+            whole = as_in_runtime(family, values, {names[local]: held[local].shape for local in held})
+            for local, parameter in held.items():
                 box = parameter_box(parameter, layer.parallel.unit_of[local].strategy, me)
-                value = values[self.aliases.get(name, name)].view(parameter.shape)
+                value = whole[names[local]].view(parameter.shape)
                 found.append(value[tuple(slice(low, high) for low, high in box)])
         return found
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from command_calls import call
+from file_forms import as_in_files
 from random_plans import on_devices
 from tiny_models import CONFIGS, stock_model, tiny
 
@@ -41,12 +42,13 @@ def test_the_description_has_every_parameter_of_the_stock_model(name: str) -> No
     model = tiny(name)
     family = family_named(name, "test")
     stock = {name: p.numel() for name, p in stock_model(model).named_parameters()}
-    described: dict[str, int] = {}
+    described: dict[str, torch.Tensor] = {}
     for layer in ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head"):
         for local, parameter in family.build(model, layer).named_parameters():
-            described.setdefault(family.hugging_face_name(model, layer, local), parameter.numel())
+            described.setdefault(family.hugging_face_name(model, layer, local), parameter)
     aliases = {second for _, second in model.tied}
-    assert {name: size for name, size in described.items() if name not in aliases} == stock
+    stored = as_in_files(family, {name: x for name, x in described.items() if name not in aliases})
+    assert {name: x.numel() for name, x in stored.items()} == stock
     assert model.parameter_count == sum(stock.values())
 
 

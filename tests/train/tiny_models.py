@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from file_forms import as_in_files
 from torch import Tensor, nn
 from transformers import T5ForConditionalGeneration, ViTForImageClassification
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -156,7 +157,7 @@ def initial_stock(model: Model) -> nn.Module:
     for layer in ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head"):
         for local, values in initial_layer(model, layer).items():
             state.setdefault(family.hugging_face_name(model, layer, local), values)
-    named = dict(stock.named_parameters())
+    named, state = dict(stock.named_parameters()), as_in_files(family, state)
     assert set(named) <= set(state), set(named) - set(state)
     with torch.no_grad():
         for name, parameter in named.items():

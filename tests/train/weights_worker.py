@@ -33,7 +33,6 @@ class Loaded(Reference):
         stock_class: Any = type(stock_model(plan.model))
         kernel = family_named(plan.model.family, "plan").plain_kernel
         stock: nn.Module = stock_class.from_pretrained(folder, dtype=torch.float64, attn_implementation=kernel)
-        self.aliases = {second: first for first, second in plan.model.tied}
         self.losses, self.auxiliary, self.norms = [], [], []
         self._train(plan, stock.train())
 

@@ -17,7 +17,7 @@ from shardwright_train.data.share import POSITIONS, Batch
 from shardwright_train.models.configuration import parse
 from shardwright_train.models.initial_weights import Filling
 from shardwright_train.models.masks import mask_for
-from shardwright_train.models.stock import Pieces, skeleton, stock_fillings
+from shardwright_train.models.stock import Pieces, skeleton, stock_fillings, unstack
 from shardwright_train.parallel.sharding_rules import WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.vocab import loss_of_logits, token_embedding
@@ -53,6 +53,8 @@ class Family:
     """Parts of each type of block."""
     counted_per_rank: tuple[str, ...] = ()
     """Attributes of stock modules that count heads or features, of which each rank has its share."""
+    stacked: Mapping[str, tuple[str, ...]] = {}
+    """Matrices of files, by their paths in a block, that hold the rows of several matrices of the runtime, in order."""
     shared: Mapping[str, str] = {}
     """Parameters that all blocks of a type hold replicas of, with their paths in the stock model."""
     normed_behind: tuple[str, ...] = ()
@@ -173,6 +175,30 @@ class Family:
             "positions": positions,
         }
 
+    def skeleton(self, config: Any) -> Any:
+        """Return the stock model of a transformers configuration on the meta device.
+
+        In place of each matrix of `stacked` that the stock model has stand those whose rows it holds, as the facts list
+        them. Raises ValueError where transformers cannot build it.
+        """
+        stock = skeleton(self.stock, config)
+        if self.stacked:
+            read = self.facts.completed(self.facts.configured(vars(config)))
+            layers = self.facts.layers(read)
+            for number, kind in enumerate(layers):
+                block = stock.get_submodule(f"{self.parts[kind].path}.{self.index(layers, number)}")
+                unstack(block, self.stacked, {p.name: p.shape for p in self.facts.parameters(kind, read)})
+        return stock
+
+    def file_name(self, name: str) -> tuple[str, int]:
+        """Return the name in files of a parameter with a Hugging Face name, and its place among those stacked there."""
+        module, _, kind = name.rpartition(".")
+        for path, parts in self.stacked.items():
+            for place, part in enumerate(parts):
+                if module.endswith(f".{part}"):
+                    return f"{module.removesuffix(part)}{path}.{kind}", place
+        return name, 0
+
     def build(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
         """Return the stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, unweighted.
 
@@ -276,7 +302,7 @@ def _cached_skeleton(
 ) -> Any:
     configured = family.configured(msgspec.json.decode(config) | family.facts.counted(layers))
     configured._attn_implementation = attention
-    return skeleton(family.stock, configured)
+    return family.skeleton(configured)
 
 
 def _within(parameter: str, paths: tuple[str, ...]) -> bool:

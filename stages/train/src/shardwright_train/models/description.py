@@ -9,7 +9,6 @@ from shardwright_formats.types import EMBEDDING, HEAD, Model, Parameter
 from shardwright_models.description import Contents, described_model
 from shardwright_train.models.base import Family
 from shardwright_train.models.configuration import check_only, check_sizes
-from shardwright_train.models.stock import skeleton
 from shardwright_train.parallel.sharding_rules import cuts
 
 
@@ -21,7 +20,7 @@ def describe(family: Family, config: dict[str, Any], name: str, sequence_length:
     facts, parsed = family.facts, family.configured(config)
     check_only(config, facts)
     check_sizes(parsed, facts, sequence_length)
-    stock = skeleton(family.stock, parsed)
+    stock = family.skeleton(parsed)
     family.objective.from_config(stock.config, sequence_length)
     read = facts.completed(facts.configured(vars(stock.config)))
     layers = facts.layers(read)

@@ -1,7 +1,7 @@
 """The stock models of transformers, without weights: the modules taken out of them, and how they are initialized."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,34 @@ class Pieces(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Call the family's function with the pieces and the inputs."""
         return self.compute(self, *inputs)
+
+
+class Stacked(nn.Module):
+    """Matrices in place of one that holds the rows of all, so that tensor parallelism shards each by itself."""
+
+    def __init__(self, matrix: nn.Linear, rows: Mapping[str, int]) -> None:
+        super().__init__()
+        if sum(rows.values()) != matrix.out_features:
+            raise ValueError(f"{dict(rows)} are not the {matrix.out_features} rows of the stock matrix")
+        like = {"device": matrix.weight.device, "dtype": matrix.weight.dtype}
+        for name, count in rows.items():
+            self.add_module(name, nn.Linear(matrix.in_features, count, matrix.bias is not None, **like))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the outputs of all, side by side."""
+        return torch.cat([matrix(states) for matrix in self.children()], -1)
+
+
+def unstack(block: nn.Module, stacked: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Put matrices in place of each stock one that a block has under a path of `stacked`, which names them by paths.
+
+    `shapes` are those of the block's parameters, matrices [outputs, inputs].
+    """
+    for path, parts in stacked.items():
+        matrix = dict(block.named_modules()).get(path)
+        if isinstance(matrix, nn.Linear):
+            rows = {part.removeprefix(f"{path}."): shapes[f"{part}.weight"][0] for part in parts}
+            block.set_submodule(path, Stacked(matrix, rows))
 
 
 def skeleton(stock: Any, config: Any) -> Any:

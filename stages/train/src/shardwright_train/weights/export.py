@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
+from torch import Tensor
 
 from shardwright_formats.io import BadInput, read_document, read_object, sync_path, system_fault
 from shardwright_formats.types import EMBEDDING, GIB, HEAD, Model, Plan, RunResult
@@ -23,6 +24,7 @@ from shardwright_train.models.registry import family_named
 from shardwright_train.options import ConvertOptions
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.weights.reading import CONFIG, INDEX, inside, read_config, refuse_code, stored_names
+from shardwright_train.weights.stacks import row_ranges, stacked_shape, tensors_of_files
 
 _COPIED = (
     *("generation_config.json", "preprocessor_config.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -35,18 +37,25 @@ _FORMATS = ("dtype", "torch_dtype")
 
 
 class _Exported(NamedTuple):
-    """A parameter: its names in the checkpoint and in files of transformers, and its shapes there."""
+    """A tensor of a file of transformers: its name, its shape, and the parameters whose rows it holds, in order."""
 
-    saved: str
     name: str
-    saved_shape: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    saved_shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of the parameters in the checkpoint, by their names there."""
+    rows: Mapping[str, tuple[int, ...]]
+    """Their shapes in the file, by the same names."""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the parameter's values."""
+        """Return the bytes of the tensor's values."""
         return prod(self.shape) * self.dtype.itemsize
+
+    def windows(self, values: Tensor) -> dict[str, Tensor]:
+        """Return the parts of the tensor that its parameters fill, by their names in the checkpoint."""
+        parts = {name: values[begin:end] for name, begin, end in row_ranges(self.rows)} if len(self.rows) > 1 else {}
+        return {name: parts.get(name, values).view(shape) for name, shape in self.saved_shapes.items()}
 
 
 def export(options: ConvertOptions) -> None:
@@ -102,11 +111,13 @@ def _parameters(
         for local in family.parameter_names(model, layer):
             saved = family.full_name(model, layer, local), shapes[family.described_name(kind, local)]
             saved_as.setdefault(family.hugging_face_name(model, layer, local), saved)
-    names = stored_names(stock, [name for name in saved_as if name not in stock.all_tied_weights_keys])
-    for name, file_name in names.items():
-        saved_name, shape = saved_as[name]
-        dtype = dtypes[saved_name] if asked is None else asked
-        yield _Exported(saved_name, file_name, shape, tuple(stock.get_parameter(name).shape), dtype)
+    kept = [name for name in saved_as if name not in stock.all_tied_weights_keys]
+    held = tensors_of_files(family, {name: tuple(stock.get_parameter(name).shape) for name in kept})
+    for name, file_name in stored_names(stock, tuple(held)).items():
+        shapes = {saved_as[parameter][0]: shape for parameter, shape in held[name].items()}
+        dtype = dtypes[next(iter(shapes))] if asked is None else asked
+        saved_shapes = dict(saved_as[parameter] for parameter in held[name])
+        yield _Exported(file_name, stacked_shape(shapes.values()), dtype, saved_shapes, shapes)
 
 
 def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exported], max_bytes: int) -> None:
@@ -119,9 +130,10 @@ def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exporte
     )
     for file, names in split.filename_to_tensors.items():
         part = [by_name[name] for name in names]
-        tensors = {one.saved: torch.empty(one.saved_shape, dtype=one.dtype) for one in part}
-        read_tensors(checkpoint, tensors)
-        save_file({one.name: tensors[one.saved].view(one.shape) for one in part}, folder / file, {"format": "pt"})
+        tensors = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in part}
+        windows = [one.windows(tensors[one.name]) for one in part]
+        read_tensors(checkpoint, {name: window for each in windows for name, window in each.items()})
+        save_file(tensors, folder / file, {"format": "pt"})
         shutil.copymode(folder / CONFIG, folder / file)  # safetensors leaves it to its owner alone
         sync_path(folder / file)
     if split.is_sharded:

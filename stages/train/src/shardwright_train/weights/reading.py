@@ -22,6 +22,7 @@ from shardwright_formats.semantics.layout import Box
 from shardwright_formats.types import HEAD, Model
 from shardwright_train.models.base import Family
 from shardwright_train.parallel.world import World
+from shardwright_train.weights.stacks import row_ranges, stacked_shape, tensors_of_files
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -42,12 +43,14 @@ _Slices = tuple[slice | int, ...]
 
 
 class Stored(NamedTuple):
-    """A tensor of a file, as the file's header says; `dtype` in the words of safetensors, such as BF16."""
+    """A tensor of a file, or some rows of one, as the file's header says; `dtype` in the words of safetensors."""
 
     file: Path
     key: str
     shape: tuple[int, ...]
     dtype: str
+    first: int = 0
+    """Number of its first row in the file's tensor."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -193,13 +196,16 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool) ->
     matches: dict[str, tuple[Stored, ...]] = {}
     surplus: list[str] = []
     transforms = _by_kind(get_model_conversion_mapping(stock))
+    held = tensors_of_files(family, shapes)
+    file_shapes = {name: stacked_shape(parts.values()) for name, parts in held.items()}
     for key, stored in stored_tensors(folder).items():
         # A file may be older than transformers, or of the base model without a head.
-        name, _ = rename_source_key(key, *transforms, stock.base_model_prefix, shapes)
-        if name in shapes:
-            _check_form(stored, shapes[name])
-            parameter = aliases.get(name, name)
-            matches[parameter] = (*matches.get(parameter, ()), stored)
+        name, _ = rename_source_key(key, *transforms, stock.base_model_prefix, file_shapes)
+        if name in held:
+            _check_form(stored, file_shapes[name])
+            for parameter, rows in _rows_of(stored, held[name]):
+                tied = aliases.get(parameter, parameter)
+                matches[tied] = (*matches.get(tied, ()), rows)
         elif not _is_buffer(name, stock):
             surplus.append(name)
     if inner := [name for name in surplus if any(name.startswith(f"{parts.path}.") for parts in family.parts.values())]:
@@ -224,6 +230,15 @@ def _by_kind(transforms: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def _is_buffer(name: str, stock: Any) -> bool:
     patterns = (*_BUFFERS, *(stock._keys_to_ignore_on_load_unexpected or ()))
     return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _rows_of(stored: Stored, parameters: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Stored]]:
+    """Yield the parameters that a tensor of a file holds, each with its rows of it."""
+    if len(parameters) == 1:
+        yield next(iter(parameters)), stored
+        return
+    for name, begin, _ in row_ranges(parameters):
+        yield name, stored._replace(shape=parameters[name], first=begin)
 
 
 def _check_form(stored: Stored, shape: tuple[int, ...]) -> None:
@@ -265,9 +280,14 @@ def _read(stored: Stored, window: Tensor, shape: Sequence[int], box: Box) -> Non
         with safe_open(stored.file, "pt") as opened:
             tensor = opened.get_slice(stored.key)
             for place, part in _parts(tuple(shape), stored.shape, box):
-                window[place].copy_(tensor[part])
+                window[place].copy_(tensor[_moved(part, stored.first)])
     except (SafetensorError, OSError) as error:
         raise BadInput(stored.file, f"{stored.key} cannot be read ({error})", "fetch the folder again") from None
+
+
+def _moved(part: tuple[slice, ...], rows: int) -> tuple[slice, ...]:
+    """Return slices of a tensor by those of its rows from a number on."""
+    return (slice(part[0].start + rows, part[0].stop + rows), *part[1:]) if rows else part
 
 
 def _parts(shape: tuple[int, ...], stored: tuple[int, ...], box: Box) -> Iterator[tuple[_Slices, tuple[slice, ...]]]:
