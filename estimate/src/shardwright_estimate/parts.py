@@ -154,6 +154,7 @@ def _attention_part(model: Model, region: Region, hidden: int, fused: bool) -> P
     stream = _stream(model, region)
     width = 2 * a.query_width * a.queries + 2 * a.key_width * a.keys
     elements, more = (width // 2 * n * family.query_key_norms for n in _norm_keeps(model, fused))
+    copies = a.query_width * a.queries * family.joins_features
     drops = _drops(model, region)
     return Part(
         name="attention",
@@ -161,7 +162,7 @@ def _attention_part(model: Model, region: Region, hidden: int, fused: bool) -> P
         attention_flops=4.0 * a.queries * a.keys * a.query_width,
         causal=family.mask is Mask.CAUSAL,
         weights=2 * hidden * (a.query_width + a.key_width),
-        inside=width + elements,
+        inside=width + elements + copies,
         inside_bytes=more,
         products=width,
         scores=(2 if drops else 1) * a.scores,

@@ -129,6 +129,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Norms of each part of a block: one before or behind it, or both."""
     query_key_norms: bool = False
     """Whether queries and keys are normed."""
+    joins_features: bool = False
+    """Whether a head's features are joined after some were rotated; attention's output is then kept in two layouts."""
     soft_caps: bool = False
     """Whether hyperbolic tangents bound the logits, and attention scores: sdpa would ignore it."""
     above_zero: tuple[str, ...] = ()
