@@ -39,6 +39,11 @@ VARIANTS = {
     "qwen2": {"model_type": "qwen2", **TINY, "num_key_value_heads": 2, "use_sliding_window": False},
     "qwen3": {"model_type": "qwen3", **TINY, "num_key_value_heads": 2, "head_dim": 24, "layer_types": None},
     "qwen3-defaults": {"model_type": "qwen3", **TINY, "num_key_value_heads": 4},
+    "mixtral": {"model_type": "mixtral", **TINY, "num_key_value_heads": 2, "num_local_experts": 5},
+    "mixtral-defaults": {"model_type": "mixtral", **TINY, "num_attention_heads": 8},
+    "qwen3-moe": {"model_type": "qwen3_moe", **TINY, "num_experts": 6, "num_experts_per_tok": 3}
+    | {"mlp_only_layers": [1]},
+    "qwen3-moe-defaults": {"model_type": "qwen3_moe", **TINY},
     "olmo2": {"model_type": "olmo2", **TINY, "num_key_value_heads": 2, "attention_bias": True},
     "gemma2": {"model_type": "gemma2", **TINY, "num_key_value_heads": 2, "head_dim": 24, "hidden_act": "gelu"},
     "gemma2-defaults": {"model_type": "gemma2", **TINY},
@@ -85,6 +90,11 @@ def random_configuration(name, rng):
         case _:
             key_value_heads = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
             config = shape | numbers | {"num_key_value_heads": key_value_heads}
+            if name in ("mixtral", "qwen3_moe"):
+                config |= {"num_local_experts": rng.randint(4, 9), "num_experts_per_tok": rng.randint(1, 4)}
+            if name == "qwen3_moe":
+                config |= {"moe_intermediate_size": rng.randint(3, 40), "decoder_sparse_step": rng.randint(1, 3)}
+                config |= {"mlp_only_layers": rng.choice(([], [0], [1, 2], None))}
             further = {} if name in ("olmo2", "qwen2") else {"head_dim": size + 2}
             further |= {"tie_word_embeddings": True, "max_position_embeddings": 64}
             biases = {"llama": ("attention_bias", "mlp_bias")}
@@ -131,7 +141,11 @@ def test_shapes_are_those_of_every_committed_description(path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral' has no shapes here"),
+        ({"model_type": "dbrx"}, "model_type 'dbrx' has no shapes here"),
+        ({"model_type": "mixtral", "num_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok 3 is over num_l"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts 0 is no length"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers 1 is no list of numbers of layers"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step 0 is no length"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size 'many' is no length"),
         ({"num_attention_heads": 0}, "num_attention_heads 0 is no length"),
@@ -164,7 +178,8 @@ _BILLIONS = {
     "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "llama-3.1-405b": 405.85, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21,
     "llama-3.3-70b": 70.55, "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.62,
     "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72,
-    "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
+    "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53,
+    "qwen3-235b-a22b": 235.09, "mixtral-8x7b": 46.70, "mixtral-8x22b": 140.62,
 }  # fmt: skip
 """Parameters in billions, as the pages of the published weights count them; tied matrices once."""
 

@@ -83,7 +83,10 @@ def test_feed_forward_parts_have_the_stock_models_activation_and_gate(name, acti
     assert type(ACT2FN[function]) in {type(module) for module in block.modules()}
     matrices = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D)]
     attention = 2 if name == "gpt2" else 4
-    assert len(matrices) - attention == (3 if gated else 2)
+    assert len(matrices) - attention == (0 if facts.experts else 3 if gated else 2)
+    if facts.experts:
+        first, last = block.mlp.experts.gate_up_proj, block.mlp.experts.down_proj
+        assert first.shape[1] == (2 if gated else 1) * last.shape[2]
 
 
 def test_tied_parameters_are_those_of_the_stock_model(stock):

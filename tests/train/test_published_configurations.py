@@ -78,6 +78,20 @@ def qwen3(*shape: int, **more: Any) -> Config:
     return qwen2(*shape, vocab=151936, windowed=shape[2]) | kind | window | more
 
 
+def mixtral(*shape: int, **more: Any) -> Config:
+    kind = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False}
+    numbers = {"rope_theta": 1e6, "vocab_size": 32000, "sliding_window": None, "router_aux_loss_coef": 0.001}
+    return llama(*shape) | kind | experts | numbers | {"bos_token_id": 1, "eos_token_id": 2} | more
+
+
+def qwen3_moe(*shape: int, inner: int, **more: Any) -> Config:
+    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": inner}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "output_router_logits": False}
+    layers = {"decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001}
+    return qwen3(*shape) | kind | experts | layers | more
+
+
 def gpt2(layers: int, width: int, heads: int, **more: Any) -> Config:
     task = {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}
     dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"), 0.1)
@@ -162,6 +176,10 @@ PUBLISHED: dict[str, tuple[Config, int, int]] = {
     "Qwen2.5-14B": (qwen2(5120, 13824, 48, 40, 8, vocab=152064, windowed=48), 4096, 14_770_033_664),
     "Qwen3-0.6B": (qwen3(1024, 3072, 28, 16, 8, tie_word_embeddings=True), 4096, 596_049_920),
     "Qwen3-8B": (qwen3(4096, 12288, 36, 32, 8, layer_types=["full_attention"] * 36), 4096, 8_190_735_360),
+    "Mixtral-8x7B-v0.1": (mixtral(4096, 14336, 32, 32, 8, router_aux_loss_coef=0.02), 4096, 46_702_792_704),
+    "Mixtral-8x22B-v0.1": (mixtral(6144, 16384, 56, 48, 8), 4096, 140_620_634_112),
+    "Qwen3-30B-A3B": (qwen3_moe(2048, 6144, 48, 32, 4, inner=768), 4096, 30_532_122_624),
+    "Qwen3-235B-A22B": (qwen3_moe(4096, 12288, 94, 64, 4, inner=1536), 4096, 235_093_634_560),
     "OLMo-2-1124-7B": (olmo_2(4096, 11008, 32, 32, 32), 4096, 7_298_617_344),
     "OLMo-2-1124-13B": (olmo_2(5120, 13824, 40, 40, 40), 4096, 13_716_198_400),
     "gemma-2-2b": (gemma_2(2304, 9216, 26, 8, 4), 4096, 2_614_341_888),
@@ -251,6 +269,8 @@ REFUSED: list[tuple[Config, int, str]] = [
     ),
     (PUBLISHED["Llama-3-8B"][0] | {"pad_token_id": 128256}, 4096, "pad_token_id 128256 is not below vocab_size 128256"),
     (PUBLISHED["Llama-3-8B"][0], 16384, "sequence length 16384 is over 8192 positions"),
+    (PUBLISHED["Mixtral-8x7B-v0.1"][0] | {"router_jitter_noise": 0.1}, 64, "router_jitter_noise 0.1 cannot be trained"),
+    (PUBLISHED["Qwen3-30B-A3B"][0] | {"num_experts_per_tok": 200}, 64, "num_experts_per_tok 200 is over num_local_ex"),
     (PUBLISHED["gpt2"][0] | {"reorder_and_upcast_attn": True}, 64, "reorder_and_upcast_attn true cannot be trained"),
     (
         PUBLISHED["bert-base-uncased"][0] | {"position_embedding_type": "relative_key"},

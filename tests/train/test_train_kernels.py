@@ -104,6 +104,13 @@ def test_a_dry_run_refuses_a_kernel_that_the_family_cannot_use(tmp_path: Path) -
     assert "plan.json: attention sdpa_math is not for gemma2 models: use one of: auto," in ended.stderr
 
 
+def test_blocks_with_experts_are_not_compiled(tmp_path: Path) -> None:
+    write_document(tmp_path / "plan.json", planned("qwen3_moe", compile=True, device="cpu"))
+    ended = call(APP, "check", str(tmp_path / "plan.json"))
+    assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
+    assert "plan.json: compile: blocks with experts are not compiled" in ended.stderr
+
+
 @pytest.mark.parametrize(
     "command", [("check",), ("measure", "--out"), ("run", "--data", "d", "--checkpoints", "c", "--steps", "1", "--out")]
 )

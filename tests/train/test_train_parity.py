@@ -16,7 +16,7 @@ from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Reco
 Errors = dict[str, dict[str, float]]
 Compare = Callable[..., Errors]
 
-FAMILIES = ("llama", "qwen3", "gpt2", "bert", "t5", "vit", "olmo2", "gemma2")
+FAMILIES = ("llama", "qwen3", "gpt2", "bert", "t5", "vit", "olmo2", "gemma2", "mixtral", "qwen3_moe")
 PACKED = ("llama", "gpt2", "bert")
 COMPILED = ("llama", "t5")
 """`make compiled` has all of them."""
@@ -202,7 +202,7 @@ def test_plans_on_two_ranks_train_exactly_as_one_process(
 @pytest.mark.parametrize(("ranks", "family"), rest_long(1, zip(ON_TWO, COMPILED, strict=True)))
 def test_compiled_plans_train_exactly_as_one_process(request: pytest.FixtureRequest, ranks: str, family: str) -> None:
     found: Errors = request.getfixturevalue(ranks)
-    exact = {name: errors for name, errors in found.items() if name.startswith(f"compiled {family}")}
+    exact = {name: errors for name, errors in found.items() if name.startswith(f"compiled {family} ")}
     assert len(exact) == 1
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 

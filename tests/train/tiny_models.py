@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from file_forms import as_in_files
+from stock_experts import with_balance
 from torch import Tensor, nn
 from transformers import T5ForConditionalGeneration, ViTForImageClassification
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -123,6 +124,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 0.2,
         "sliding_window": 16,
     },
+    "mixtral": {
+        "model_type": "mixtral",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.5,
+        "initializer_range": 0.1,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [0],
+        "router_aux_loss_coef": 0.5,
+        "initializer_range": 0.1,
+    },
 }
 
 
@@ -147,7 +179,7 @@ def stock_model(model: Model, attention: str | None = None) -> nn.Module:
     config = family.configuration(model)
     config._attn_implementation = attention or family.plain_kernel
     stock: nn.Module = family.stock(config)
-    return stock
+    return with_balance(stock) if family.facts.experts else stock
 
 
 def initial_stock(model: Model) -> nn.Module:

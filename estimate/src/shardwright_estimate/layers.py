@@ -67,7 +67,12 @@ class _Share(NamedTuple):
         scores = part.scores * self.itemsize + part.scores // 2 + part.score_bytes if self.scores_kept else 0
         inside = part.inside * self.itemsize + part.inside_bytes + scores
         outside = part.outside * self.itemsize + part.outside_bytes
-        return self.samples * (inside * self.inside + outside * self.outside)
+        whole = part.whole * self.itemsize + part.whole_bytes
+        return self.samples * (inside * self.inside + outside * self.outside + whole * self.entering)
+
+    def passing_bytes(self, part: Part) -> float:
+        whole = part.passing * self.itemsize
+        return self.samples * (part.passing_bytes * self.inside + whole * self.entering)
 
     def product_bytes(self, part: Part) -> float:
         return self.samples * part.products * self.itemsize * self.inside
@@ -82,7 +87,8 @@ class _Share(NamedTuple):
     def widest_bytes(self, part: Part) -> float:
         """Return the bytes of the largest tensor of a part and its gradient."""
         inside = (part.widest * self.itemsize + part.widest_bytes) * self.inside
-        return 2 * self.samples * max(inside, part.result * self.itemsize * self.entering)
+        whole = max(part.result, part.widest_whole) * self.itemsize * self.entering
+        return 2 * self.samples * max(inside, whole)
 
 
 def estimate_layer(
@@ -187,7 +193,7 @@ def _share(strategy: Strategy, samples: int, precision: Precision, attention: At
 
 def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
     """Return the seconds of the forward pass, without messages."""
-    kept = share.kept_bytes(part) + share.samples * part.passing_bytes * share.inside
+    kept = share.kept_bytes(part) + share.passing_bytes(part)
     product_bytes = part.weights * share.itemsize * share.weights + kept if part.weights else 0.0
     operations = part.flops * share.samples * share.inside
     product_s = max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)
@@ -210,7 +216,7 @@ def _attention_s(part: Part, share: _Share, machine: Machine) -> float:
 
 def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:
     """Return the seconds of the forward pass between its products."""
-    moved = share.kept_bytes(part) + share.samples * part.passing_bytes * share.inside
+    moved = share.kept_bytes(part) + share.passing_bytes(part)
     return 2 * moved / machine.memory_bytes_per_s + part.kernels * KERNEL_START_S
 
 

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.communication import LOSS_ELEMENTS
-from shardwright_formats.types import EMBEDDING, HEAD, LayerType, Model, Region
+from shardwright_formats.types import EMBEDDING, HEAD, Experts, LayerType, Model, Region
 from shardwright_models.facts import Mask
 from shardwright_models.registry import facts_of
 
@@ -20,7 +21,11 @@ _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15}
 """Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
 _COMPILED_KERNELS = _KERNELS | {"attention": 8, "mlp": 5}
 """The same of compiled blocks: products and attention, and one kernel for what lies between two of them."""
+_EXPERT_KERNELS = 35
+"""Kernels that choosing experts, sorting rows by them and back add, where grouped products are one kernel each."""
 _FLOAT32_BYTES = 4
+_ROW_BYTES = 3 * 8 + 3 * _FLOAT32_BYTES
+"""Bytes kept of a row for an expert: its expert and its places sorted and back, and its weight thrice."""
 _NORM_KEEPS = {"LayerNorm": (1, 0), "RMSNorm": (1, _FLOAT32_BYTES), "RMSNorm in float32": (0, 2 * _FLOAT32_BYTES)}
 """Elements and further bytes that a norm of single operators keeps of a feature.
 
@@ -62,6 +67,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Further elements kept of attention scores, where the kernel keeps them."""
     score_bytes: int = 0
     """Further bytes kept of them there."""
+    whole: int = 0
+    """Elements kept in the compute format that each tensor-parallel rank has whole inside the region: experts' rows."""
+    whole_bytes: int = 0
+    """Further bytes kept so: what a router tells."""
+    passing: int = 0
+    """Elements of the compute format that are written and read beside these, and not kept."""
     outside: int
     """Elements kept in the compute format: what enters the region, and the stream behind it."""
     outside_bytes: int = 0
@@ -70,6 +81,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of the stream that leaves: all that is kept of a part that is recomputed."""
     widest: int = 0
     """Elements of the largest tensor that ranks share out."""
+    widest_whole: int = 0
+    """Elements of the largest tensor that each of them has whole inside the region."""
     widest_bytes: int = 0
     """Bytes of the largest float32 tensor beside them."""
     kernels: int
@@ -97,7 +110,10 @@ def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: boo
     if not compiled or type_name in (EMBEDDING, HEAD):
         return _parts(model, type_name, fused)
     blocks = _parts(model, type_name, fused=True)
-    return tuple(msgspec.structs.replace(part, kernels=_COMPILED_KERNELS[part.name]) for part in blocks)
+    return tuple(
+        msgspec.structs.replace(part, kernels=part.kernels + _COMPILED_KERNELS[part.name] - _KERNELS[part.name])
+        for part in blocks
+    )
 
 
 def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
@@ -109,12 +125,7 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     if type_name == HEAD:
         return (_with_norms(model, _logits(model, kind), 1, fused),)
     regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
-    made = (
-        _mlp_part(model, kind, region, hidden, fused)
-        if region.attention is None
-        else _attention_part(model, region, hidden, fused)
-        for region in regions
-    )
+    made = (_block_part(model, kind, region, hidden, fused) for region in regions)
     norms = facts_of(model).norms
     parts = [_with_norms(model, part, norms, fused) for part in made]
     # The description's count of operations holds; the shapes only say how it is shared out.
@@ -129,7 +140,15 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
 def block_kernels(kind: LayerType) -> int:
     """Return about how many kernels the forward pass of a block starts."""
     names = ("mlp" if region.attention is None else "attention" for region in kind.regions)
-    return sum(_KERNELS[name] for name in names) or _KERNELS["mlp"]
+    return (sum(_KERNELS[name] for name in names) or _KERNELS["mlp"]) + _EXPERT_KERNELS * (kind.experts is not UNSET)
+
+
+def _block_part(model: Model, kind: LayerType, region: Region, hidden: int, fused: bool) -> Part:
+    if region.attention is not None:
+        return _attention_part(model, region, hidden, fused)
+    if kind.experts is not UNSET:
+        return _experts_part(model, kind.experts, region, hidden)
+    return _mlp_part(model, kind, region, hidden, fused)
 
 
 def _with_norms(model: Model, part: Part, norms: int, fused: bool) -> Part:
@@ -196,6 +215,33 @@ def _mlp_part(model: Model, kind: LayerType, region: Region, hidden: int, fused:
         result=stream,
         widest=wide,
         kernels=_KERNELS["mlp"],
+    )
+
+
+def _experts_part(model: Model, experts: Experts, region: Region, hidden: int) -> Part:
+    """Return a router and the experts that it chooses, of even load: each position has a row for each of them.
+
+    Rows are kept, the results of the first products, the gated product, and that times the weights of the choice.
+    """
+    stream, family = _stream(model, region), facts_of(model)
+    positions = stream // hidden
+    rows, (_, gated) = positions * experts.top_k, family.feed_forward(family.configured(model.config))
+    matrices = 3 if gated else 2
+    wide = rows * experts.features
+    return Part(
+        name="mlp",
+        flops=2.0 * hidden * (positions * experts.number + matrices * wide),
+        weights=hidden * experts.number * (1 + matrices * experts.features),
+        inside=(matrices + gated + 1) * wide,
+        products=(matrices - 1) * wide,
+        whole=rows * hidden,
+        whole_bytes=_FLOAT32_BYTES * positions * (experts.number + 1) + _ROW_BYTES * rows,
+        passing=2 * rows * hidden,
+        outside=2 * stream,
+        result=stream,
+        widest=(matrices - 1) * wide,
+        widest_whole=rows * hidden,
+        kernels=_KERNELS["mlp"] + _EXPERT_KERNELS,
     )
 
 

@@ -8,9 +8,21 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
+from msgspec import UNSET, UnsetType
+
 from shardwright_formats.io import BadInput
 from shardwright_formats.types.limits import MAX_LAYERS
-from shardwright_formats.types.model import EMBEDDING, HEAD, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright_formats.types.model import (
+    EMBEDDING,
+    HEAD,
+    BoundaryTensor,
+    Experts,
+    Heads,
+    LayerType,
+    Model,
+    Parameter,
+    Region,
+)
 from shardwright_models.facts import Config, Family
 from shardwright_models.registry import FAMILIES
 
@@ -22,7 +34,7 @@ _STRETCHING = ("linear", "dynamic", "yarn")
 
 
 class Contents(NamedTuple):
-    """The parameters of a layer type, and the elements of those that are matrices, not tables."""
+    """The parameters of a layer type, and the elements of those that are matrices: no tables, experts or router."""
 
     parameters: tuple[Parameter, ...]
     products: int
@@ -47,7 +59,7 @@ def model_of_config(given: Config, name: str, sequence_length: int | None, file:
 
     def contents(layer: str) -> Contents:
         parameters = tuple(family.parameters(layer, config))
-        return Contents(parameters, sum(prod(p.shape) for p in parameters if _is_matrix(p)))
+        return Contents(parameters, sum(prod(p.shape) for p in parameters if _is_matrix(family, p)))
 
     return described_model(family, config, given, name, sequence_length, contents)
 
@@ -104,7 +116,7 @@ def _longest(family: Family, config: Config) -> tuple[int | None, str]:
 
 
 def wrong_types(family: Family, config: Config) -> str | None:
-    """Return what is wrong with a list of the blocks' types in a configuration: its length, or a type."""
+    """Return what is wrong with the blocks' types in a configuration: with a list of them, or with experts."""
     for stack in family.stacks:
         if (listed := stack.listed(config)) is None:
             continue
@@ -112,7 +124,7 @@ def wrong_types(family: Family, config: Config) -> str | None:
             return f"{stack.typed_by} is no list of the types of {config[stack.counted_by]} layers"
         if unknown := [kind for kind in listed if kind not in stack.types]:
             return f"{stack.typed_by} {unknown[0]!r} is none of {', '.join(stack.types)}"
-    return None
+    return None if family.experts is None else family.experts.wrong(config)
 
 
 def _checked(family: Family, given: Config, file: object) -> Config:
@@ -146,27 +158,40 @@ def _layer_type(family: Family, config: Config, layer: str, sequence_length: int
     positions = {EMBEDDING: sequence_length - family.positions_without_input, HEAD: labels}
     attended = sequence_length * len(family.attended(layer)) if inside else 0
     scores = 4 * attended * config["head_dim"] * config["num_attention_heads"]
-    divided = {key: config[key] for key in family.divided} if inside else {}
+    divided = {key: config[key] for key in family.split(layer)} if inside else {}
+    experts = family.experts_of(layer, config)
+    products = contents.products + _chosen_products(family, config, experts)
     heads = {key: config[key] for key in family.divided[:1]} if inside else {}
     boundary = partial(BoundaryTensor, sequence_length=sequence_length, features=config["hidden_size"])
     return LayerType(
         parameters=contents.parameters,
-        forward_flops_per_sample=(2 * contents.products + scores) * positions.get(layer, sequence_length),
+        forward_flops_per_sample=(2 * products + scores) * positions.get(layer, sequence_length),
         tp_must_divide=divided | _one_rank(family.undivided, layer),
         ulysses_must_divide=heads | _one_rank(family.undivided_by_ulysses, layer),
         outputs=() if layer == HEAD else tuple(boundary(name=name) for name in family.states),
         regions=tuple(_regions(family, config, layer, any(p.tp_dim is not None for p in contents.parameters))),
         labels=labels if layer == HEAD else 0,
+        experts=experts,
     )
+
+
+def _chosen_products(family: Family, config: Config, experts: Experts | UnsetType) -> int:
+    """Return the elements of the matrices that multiply each position: the router's, and those of its experts."""
+    if experts is UNSET:
+        return 0
+    matrices = 3 if family.feed_forward(config).gated else 2
+    hidden: int = config["hidden_size"]
+    return hidden * (experts.number + experts.top_k * matrices * experts.features)
 
 
 def _one_rank(undivided: Config, layer: str) -> dict[str, int]:
     return {undivided[layer]: 1} if layer in undivided else {}
 
 
-def _is_matrix(parameter: Parameter) -> bool:
-    *_, module, kind = parameter.name.split(".")
-    return kind == "weight" and len(parameter.shape) > 1 and not module.endswith(_TABLES)
+def _is_matrix(family: Family, parameter: Parameter) -> bool:
+    path, _, kind = parameter.name.rpartition(".")
+    others = path.endswith(_TABLES) or (family.experts is not None and path == family.experts.router)
+    return kind == "weight" and len(parameter.shape) > 1 and not others
 
 
 def _regions(family: Family, config: Config, layer: str, is_cut: bool) -> Iterator[Region]:

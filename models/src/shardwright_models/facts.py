@@ -5,8 +5,9 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from shardwright_formats.types import Attention, Parameter, base_type
+from shardwright_formats.types import Attention, Experts, Parameter, base_type
 
 Config = Mapping[str, Any]
 """The keys of a config.json; once `configured` has read it, also those that are absent, and under the usual names."""
@@ -15,6 +16,8 @@ Layers = Callable[[str, Config], Iterator[Parameter]]
 Recomputation = Literal["full", "attention", "mlp"]
 BLOCK = "block"
 """The layer type of families that have one."""
+DENSE, SPARSE = "dense", "sparse"
+"""The types of block, of which each of the second has experts."""
 
 
 class Mask(StrEnum):
@@ -88,6 +91,48 @@ class Dropouts(NamedTuple):
         return tuple(dict.fromkeys(key for key in (self.attention, self.hidden, self.embedding) if key is not None))
 
 
+class ExpertKeys(NamedTuple):
+    """The keys that say what experts the feed-forward part of some types of block has, and how a router chooses."""
+
+    number: str
+    features: str
+    """The key of the features between the matrices of one expert."""
+    top_k: str = "num_experts_per_tok"
+    balance: str = "router_aux_loss_coef"
+    """The key of the strength of the balance loss."""
+    router: str = "mlp.gate"
+    """Path in a block of the module whose matrix [experts, hidden] scores the experts."""
+    router_first: bool = False
+    """Whether the stock model lists the router's matrix before the experts'."""
+    without: str | None = None
+    """The key that lists the numbers of blocks without experts."""
+    step: str | None = None
+    """The key of how many blocks there are for each one with experts, which is the last of them."""
+
+    def type_at(self, config: Config, index: int) -> str:
+        """Return the type of a block by its index."""
+        step = 1 if self.step is None else config[self.step]
+        return DENSE if index in self._without(config) or (index + 1) % step else SPARSE
+
+    def read(self, layer: str, config: Config) -> Experts | UnsetType:
+        """Return the experts of a type of layer in a configuration; UNSET where it has none."""
+        if layer != SPARSE:
+            return UNSET
+        return Experts(number=config[self.number], top_k=config[self.top_k], features=config[self.features])
+
+    def wrong(self, config: Config) -> str | None:
+        """Return what is wrong with what a configuration says of experts, whose lengths are lengths."""
+        if config[self.top_k] > (number := config[self.number]):
+            return f"{self.top_k} {config[self.top_k]} is over {self.number} {number}"
+        listed = self._without(config)
+        if not isinstance(listed, list | tuple) or not all(isinstance(index, int) for index in listed):
+            return f"{self.without} {listed!r} is no list of numbers of layers"
+        return None
+
+    def _without(self, config: Config) -> Sequence[int]:
+        return () if self.without is None else config.get(self.without) or ()
+
+
 class Only(NamedTuple):
     """The only value of a key that can be trained, and why."""
 
@@ -131,6 +176,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Whether queries and keys are normed."""
     joins_features: bool = False
     """Whether a head's features are joined after some were rotated; attention's output is then kept in two layouts."""
+    experts: ExpertKeys | None = None
+    """What its experts are; None: it has none."""
     soft_caps: bool = False
     """Whether hyperbolic tangents bound the logits, and attention scores: sdpa would ignore it."""
     above_zero: tuple[str, ...] = ()
@@ -180,6 +227,16 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     def counts(self) -> tuple[str, ...]:
         """Return the keys that number the layers, one for each stack."""
         return tuple(stack.counted_by for stack in self.stacks)
+
+    def experts_of(self, layer: str, config: Config) -> Experts | UnsetType:
+        """Return the experts of a type of layer in a configuration; UNSET where it has none."""
+        return UNSET if self.experts is None else self.experts.read(layer, config)
+
+    def split(self, layer: str) -> tuple[str, ...]:
+        """Return the keys of the lengths that tensor parallelism must divide in a type of block, as `divided` does."""
+        if self.experts is None or layer != SPARSE:
+            return self.divided
+        return (*self.divided[:-1], self.experts.features)
 
     def attended(self, layer: str) -> tuple[str, ...]:
         """Return the states that each attention of a block attends to: its stack's, then those of stacks before.

@@ -4,6 +4,7 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.types import Model
 from shardwright_models.facts import Family
 from shardwright_models.families.bert import BERT
+from shardwright_models.families.experts import MIXTRAL, QWEN3_MOE
 from shardwright_models.families.gemma2 import GEMMA2
 from shardwright_models.families.gpt2 import GPT2
 from shardwright_models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -11,7 +12,8 @@ from shardwright_models.families.olmo2 import OLMO2
 from shardwright_models.families.t5 import T5
 from shardwright_models.families.vit import VIT
 
-FAMILIES = {family.model_type: family for family in (BERT, GEMMA2, GPT2, LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3, T5, VIT)}
+_ALL = (BERT, GEMMA2, GPT2, LLAMA, MISTRAL, MIXTRAL, OLMO2, QWEN2, QWEN3, QWEN3_MOE, T5, VIT)
+FAMILIES = {family.model_type: family for family in _ALL}
 
 
 def facts_of(model: Model) -> Family:

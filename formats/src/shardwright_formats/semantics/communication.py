@@ -11,6 +11,8 @@ from enum import StrEnum
 from math import lcm, prod
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from shardwright_formats.semantics import tied_weights
 from shardwright_formats.semantics.axes import Axis, Layout, axes_of, layout_of
 from shardwright_formats.semantics.chunks import (
@@ -31,6 +33,8 @@ LOSS_ELEMENTS = 1 << 24
 """Logits that the cross entropy has in float32 at a time."""
 _REDUCTIONS = 2
 """Sums of the cross entropy over the ranks for a position: of the exponentials and of the label's logit."""
+COUNT_BYTES = 4
+"""Bytes of the number that counts how often an expert was chosen."""
 _NORM_BYTES = 3 * 8
 """Loss, squared gradient norm and the wish to stop, in float64."""
 
@@ -48,6 +52,8 @@ class Cause(StrEnum):
     """Activations enter and leave matrices that ranks share."""
     ULYSSES = "ulysses"
     """Positions are exchanged for heads."""
+    EXPERTS = "experts"
+    """Ranks that share a sequence count how often each expert was chosen."""
     LOSS = "loss"
     """Ranks that share a vocabulary sum their parts of the cross entropy."""
     REDISTRIBUTION = "redistribution"
@@ -173,7 +179,9 @@ def region_messages(
         ends = (alone or index == len(kind.regions) - 1) and recompute.value not in region.replays_sum
         if axes.exchanges_heads:
             sizes = {name: positions * tensor.sequence_length for name, tensor in tensors.items()}
-            exchanges = _ulysses_messages(region, ranks, sizes, replays, microbatches)
+            exchanges = list(_ulysses_messages(region, ranks, sizes, replays, microbatches))
+            if region.name == "mlp":
+                exchanges += _expert_counts(kind, ranks, axes.rank_samples(samples), replays, microbatches)
             yield from (m for m in exchanges if kind.has_backward or m.during is Pass.FORWARD)
             continue
         entering, leaving = _GATHERED_SEQUENCE if axes.gathers_sequence else _WHOLE_SEQUENCE
@@ -210,6 +218,14 @@ def _ulysses_messages(
     for size in (queries, keys):
         for during, times in ((Pass.FORWARD, 2), (Pass.BACKWARD, 4 if replays else 2)):
             yield Message(Cause.ULYSSES, Collective.ALL_TO_ALL, ranks, size, during, times * microbatches)
+
+
+def _expert_counts(kind: LayerType, ranks: int, samples: int, replays: bool, microbatches: int) -> Iterator[Message]:
+    """Yield the sums of how often each expert was chosen in each sample, which a balance loss takes whole."""
+    if kind.experts is not UNSET:
+        size = samples * kind.experts.number * COUNT_BYTES
+        for during in (Pass.FORWARD, Pass.BACKWARD) if replays else (Pass.FORWARD,):
+            yield Message(Cause.EXPERTS, Collective.ALL_REDUCE, ranks, size, during, microbatches)
 
 
 def loss_messages(

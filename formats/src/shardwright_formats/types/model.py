@@ -91,6 +91,21 @@ class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The attention inside."""
 
 
+class Experts(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The experts of a layer: feed-forward networks, of which a router chooses some for each position."""
+
+    number: Length
+    """Experts of the layer."""
+    top_k: Length
+    """Experts that compute each position."""
+    features: Length
+    """Features between the matrices of one expert."""
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.number:
+            raise ValueError(f"{self.top_k} of {self.number} experts cannot compute a position")
+
+
 class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A kind of layer; layers of one type are alike in everything but their weights."""
 
@@ -112,6 +127,8 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Positions per sample that the head computes a loss for; 0 elsewhere."""
     backward: bool | UnsetType = UNSET
     """False where neither it nor any layer before it has a trained parameter: no backward pass goes through it."""
+    experts: Experts | UnsetType = UNSET
+    """The experts of its feed-forward part; left out where it has none."""
 
     def __post_init__(self) -> None:
         if not self.has_backward and any(self.trained_parameters):

@@ -21,8 +21,8 @@ once it has one; `FSDPModule.unshard` gathers so one by one |
 order, if checkpoints may then lie otherwise |
 | `DTensor._spec`, `DTensor.__new__` with a spec | gradients as DTensors | `DTensor.from_local`, which takes 0.1 ms \
 more each |
-| `torch._subclasses.fake_tensor.FakeTensorMode`, `FakeStore` | the dry run | none; the `fake` backend and the fake \
-tensors of `torch.export` are the nearest |
+| `torch._subclasses.fake_tensor`: `FakeTensor`, `FakeTensorMode`; `FakeStore` | the dry run | none; the `fake` \
+backend and the fake tensors of `torch.export` are the nearest |
 | `TorchDispatchMode` | counting collectives and storages | none; `TorchFunctionMode` sees no collective |
 | `_EventType`, `_ExtraFields_Allocation`, `_ProfilerEvent` | allocations on CPU | `export_memory_timeline`, or an \
 allocator of CPU memory with counters |
@@ -38,6 +38,7 @@ parts; no layer that runs uncompiled in silence | `torch.compiler.config`, which
 | `torch._C._distributed_c10d._dump_fr_trace_json`, `_dump_nccl_trace_json` | what collectives a rank that hangs has \
 entered | `torch.distributed.flight_recorder`, which reads pickles, once it makes and reads JSON |
 | `torch.ops._c10d_functional` | what collectives are in a compiled graph | none |
+| `torch.ops.aten._grouped_mm` | telling grouped products, whose results selective recomputation keeps | none |
 """
 
 from collections.abc import Callable, Iterator
@@ -50,7 +51,7 @@ from torch import Tensor, nn
 from torch._C._profiler import _EventType as EventType
 from torch._C._profiler import _ExtraFields_Allocation as AllocationFields
 from torch._C._profiler import _ProfilerEvent as ProfilerEvent
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule
@@ -66,6 +67,7 @@ __all__ = [
     "EventType",
     "FSDPParam",
     "FakeStore",
+    "FakeTensor",
     "FakeTensorMode",
     "ProfilerEvent",
     "StridedShard",
@@ -82,6 +84,7 @@ _DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 collective_operators = torch.ops._c10d_functional
+grouped_product = torch.ops.aten._grouped_mm.default
 
 
 def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:

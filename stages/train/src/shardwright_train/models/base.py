@@ -18,7 +18,7 @@ from shardwright_train.models.configuration import parse
 from shardwright_train.models.initial_weights import Filling
 from shardwright_train.models.masks import mask_for
 from shardwright_train.models.stock import Pieces, skeleton, stock_fillings, unstack
-from shardwright_train.parallel.sharding_rules import WORDS, Parts, Rule
+from shardwright_train.parallel.sharding_rules import OF_OUTPUTS, WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.vocab import loss_of_logits, token_embedding
 
@@ -234,6 +234,7 @@ class Family:
         """Return the sharding rules by the ends of paths; parameters without a rule are replicated."""
         stock = {**(self.stock.config_class.base_model_tp_plan or {}), **(self.stock._tp_plan or {})}
         words = {path.rpartition("*.")[2]: word for path, word in {**stock, **self.plan}.items()}
+        words = {path: word for path, word in words.items() if word not in OF_OUTPUTS}
         return {path: word if isinstance(word, Rule) else WORDS[word] for path, word in words.items()}
 
     def full_name(self, model: Model, layer: str, parameter: str) -> str:

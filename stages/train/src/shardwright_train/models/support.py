@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import axes_of
@@ -74,6 +75,8 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
         yield f"precision {'/'.join(formats)} is not run", "keep float16 to compute, parameters and reduce in float32"
     if plan.attention is Attention.FLASH_ATTENTION_2 and (obstacle := flash_obstacle(plan)) is not None:
         yield f"attention {plan.attention} {obstacle}", "use auto, sdpa or eager"
+    if plan.compile and any(kind.experts is not UNSET for kind in plan.model.types.values()):
+        yield "compile: blocks with experts are not compiled, for the host tells their rows apart", "leave it out"
     if plan.fused and (obstacle := _fused_obstacle(plan)) is not None:
         yield f"fused {obstacle}", "leave it out"
 

@@ -26,9 +26,9 @@ from shardwright_formats.types import Recompute
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Parts
-from shardwright_train.torch_private import TorchDispatchMode, collective_operators, compiled
+from shardwright_train.torch_private import TorchDispatchMode, collective_operators, compiled, grouped_product
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, grouped_product)
 _ATTENTION = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn_")
 _GATHER = (
     collective_operators.all_gather_into_tensor.default,
@@ -78,8 +78,8 @@ class KeptResults(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         product = func in _PRODUCTS
         if self._replays and product and self._is_summed:
-            rows, columns = args[-2:]
-            return rows.new_empty(rows.shape[0], columns.shape[1])  # nothing reads it
+            rows, columns = args[:2] if func is grouped_product else args[-2:]
+            return rows.new_empty(rows.shape[0], columns.shape[-1])  # nothing reads it
         keeps = not self._is_summed if product else _is_attention(func)
         if keeps and self._replays:
             return self._results.pop(0)

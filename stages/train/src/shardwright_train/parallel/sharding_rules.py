@@ -36,6 +36,8 @@ WORDS = {
     "replicated_with_grad_allreduce": INSIDE,
 }
 """The rules by the words of transformers' tensor-parallel plans; outputs are never gathered: the loss takes shares."""
+OF_OUTPUTS = ("moe_tp_experts",)
+"""Words of these plans for what modules give, not for their parameters."""
 
 Rules = Mapping[str, Rule]
 """Rules by the ends of parameters' paths, or of those of their modules, for all parameters of a module."""

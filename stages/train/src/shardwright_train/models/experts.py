@@ -1,0 +1,157 @@
+"""Mixtral (Jiang et al. 2024) and Qwen3-MoE (Qwen team 2025): Llama with experts in some blocks or in all."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from shardwright_models.facts import BLOCK, DENSE, SPARSE
+from shardwright_train.data.share import Batch
+from shardwright_train.models.base import States, WithLoss
+from shardwright_train.models.llama import Llama
+from shardwright_train.parallel.collectives import with_transpose
+from shardwright_train.parallel.experts import Dispatch, dispatch, expert_products
+from shardwright_train.parallel.sharding_rules import INSIDE, Rule
+from shardwright_train.parallel.tensor import TensorParallel
+
+
+class Sparse(Llama):
+    """Llama's rules, and experts whose features tensor-parallel ranks share; each rank has all experts.
+
+    The stock modules hold the parameters; what they compute is written anew, without the stock's loop over experts.
+    """
+
+    parts = dict.fromkeys((DENSE, SPARSE), Llama.parts[BLOCK])
+    plan = Llama.plan | {
+        "mlp.gate": INSIDE,
+        "mlp.experts.gate_up_proj": Rule("cut", fused=2, dim=1),
+        "mlp.experts.down_proj": Rule("cut", dim=2),
+    }
+    auxiliary_loss = True
+
+    def block(self, stock: Any, kind: str, index: int) -> nn.Module:
+        """Return a stock block; one with experts also returns the balance loss."""
+        block = super().block(stock, kind, index)
+        if kind == SPARSE:
+            part: Any = block.mlp
+            part.routing = self._routing(stock.config)
+            part.forward = partial(_forward, part)
+            part.losses = None
+            block.register_forward_pre_hook(lambda _block, _inputs: setattr(part, "losses", []))
+            block.register_forward_hook(lambda _block, _inputs, output: (output, _taken(part)))
+        return block
+
+    def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States | WithLoss:
+        """Run a block; one with experts returns its balance loss, too."""
+        output: Any = super().call(block, states, batch, constants)[0]
+        return WithLoss((output[0],), output[1]) if isinstance(output, tuple) else (output,)
+
+    def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
+        """Tell the experts which ranks share them."""
+        super().after_split(block, config, tensor_parallel)
+        block.mlp.tensor_parallel = tensor_parallel  # type: ignore[union-attr]
+
+    def _routing(self, config: Any) -> "_Routing":
+        keys = self.facts.experts
+        assert keys is not None
+        layers = self.facts.layers(vars(config)).count(SPARSE)
+        return _Routing(
+            top_k=getattr(config, keys.top_k),
+            normed=getattr(config, "norm_topk_prob", True),
+            strength=getattr(config, keys.balance) / layers,
+        )
+
+
+class _Routing(NamedTuple):
+    top_k: int
+    normed: bool
+    """Whether the weights of a position's experts add up to 1."""
+    strength: float
+    """Factor of the balance loss of one layer and one sample."""
+
+
+class Choice(NamedTuple):
+    """The choice of a router."""
+
+    probabilities: Tensor
+    """Probabilities of all experts [positions, experts], in float32 or wider."""
+    experts: Tensor
+    """Experts of each position [positions, top_k]."""
+    weights: Tensor
+    """Weights of their results [positions, top_k], in the format of the probabilities."""
+
+
+def chosen(x: Tensor, matrix: Tensor, top_k: int, normed: bool) -> Choice:
+    """Return what a router of a matrix [experts, hidden] chooses for positions x [positions, hidden].
+
+    In float32 and narrower formats the result is the stock routers', to the bit.
+    """
+    logits = linear(x, matrix)
+    probabilities = logits.softmax(-1, dtype=torch.promote_types(torch.float32, logits.dtype))
+    weights, index = probabilities.topk(top_k, -1)
+    return Choice(probabilities, index, weights / weights.sum(-1, keepdim=True) if normed else weights)
+
+
+def balance(probabilities: Tensor, counts: Tensor, length: int) -> Tensor:
+    """Return the sum over samples of E sum_e f_e P_e (Fedus et al. 2021), for E experts and samples of a `length`.
+
+    f_e: how often expert e is chosen for a position, from `counts` [samples, E]; P_e: its mean probability, of which
+    the `probabilities` [samples, positions, E] of some positions give a part. A batch of several samples has the same
+    loss in one microbatch and in many.
+    """
+    often = counts / length
+    return counts.shape[-1] * (often.to(probabilities.dtype) * probabilities.sum(1) / length).sum()
+
+
+def _forward(part: Any, hidden: Tensor) -> Tensor:
+    """Return the sum of the chosen experts' results for states [samples, positions, hidden] of a stock sparse part."""
+    tensor_parallel: TensorParallel = part.tensor_parallel
+    samples, positions, _ = hidden.shape
+    x, routing = hidden.flatten(0, 1), part.routing
+    choice = chosen(x, part.gate.weight, routing.top_k, routing.normed)
+    counts = _counts(choice.experts.view(samples, -1), choice.probabilities.shape[-1])
+    rows = dispatch(choice.experts, counts.sum(0))
+    loss = _loss(choice.probabilities.unflatten(0, (samples, positions)), counts, tensor_parallel)
+    # A replay computes it like the pass before, but nothing is noted twice.
+    if part.losses is not None:
+        part.losses.append(routing.strength * loss)
+    return tensor_parallel.leave(_compute(part.experts, x, choice.weights, rows, tensor_parallel).view_as(hidden))
+
+
+def _counts(index: Tensor, experts: int) -> Tensor:
+    """Return how often each expert is chosen in each sample [samples, experts]: whole numbers, in any order."""
+    ones = index.new_ones((), dtype=torch.int32).expand_as(index)
+    return index.new_zeros(len(index), experts, dtype=torch.int32).scatter_add_(1, index, ones)
+
+
+def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel) -> Tensor:
+    """Return this rank's part of the balance loss, or all of it where ranks hold replicas of the states."""
+    length, ranks = probabilities.shape[1], tensor_parallel.size
+    if tensor_parallel.splits_everything:
+        group = tensor_parallel.sequence_group
+        dist.all_reduce(counts, group=group)
+        length *= group.size()
+    # Inside a region the gradients of all its ranks add up.
+    part, replicas = balance(probabilities, counts, length) / ranks, tensor_parallel.axes.layout.replicas
+    return with_transpose(part, lambda x: x * replicas, lambda gradient: gradient) if replicas > 1 else part
+
+
+def _compute(experts: Any, x: Tensor, weights: Tensor, rows: Dispatch, tensor_parallel: TensorParallel) -> Tensor:
+    """Return the sums over each position's experts; of the features of this rank alone.
+
+    Results are weighted before the last product, which is linear: so its results need not be kept.
+    """
+    gate, up = expert_products(rows.sort(x), experts.gate_up_proj.flatten(1, -2), rows.counts).chunk(2, -1)
+    inner = experts.act_fn(gate) * up * rows.sort_copies(weights)[:, None]
+    product = tensor_parallel.recomputation.product
+    return rows.collect(product(expert_products, inner.to(x.dtype), experts.down_proj, rows.counts))
+
+
+def _taken(part: Any) -> Tensor:
+    (loss,) = part.losses
+    part.losses = None
+    taken: Tensor = loss
+    return taken
