@@ -173,6 +173,25 @@ def test_runners_up_are_looked_for_where_they_are_asked_for_alone(inputs, tmp_pa
     assert plain == msgspec.structs.replace(asked, runners_up=())
 
 
+def test_export_takes_a_runner_up_by_its_number(inputs, tmp_path):
+    assert plan(inputs, tmp_path / "a.json", "--runners-up").exit_code == 0
+    runners_up = read_document(tmp_path / "a.prediction.json", Prediction).runners_up
+
+    def exported(name: str, *given: object) -> tuple[int, str]:
+        result = call("export", *given, "--to", "galvatron", "--out", tmp_path / name)
+        return result.exit_code, (tmp_path / name).read_text() if result.exit_code == 0 else ""
+
+    seen = [exported("chosen", tmp_path / "a.json")]
+    for number, runner_up in enumerate(runners_up, 1):
+        write_document(tmp_path / f"{number}.json", runner_up.plan)
+        seen.append(exported(f"by-number-{number}", tmp_path / "a.json", "--runner-up", number))
+        assert seen[-1] == exported(f"by-file-{number}", tmp_path / f"{number}.json")
+    assert len({text for code, text in seen if code == 0}) > 1
+    beyond = call("export", tmp_path / "a.json", "--runner-up", 99, "--to", "galvatron", "--out", tmp_path / "none")
+    assert beyond.exit_code == 2 and not (tmp_path / "none").exists()
+    assert beyond.stderr.endswith("search with --runners-up, or give a lower number\n")
+
+
 def test_explain_looks_for_the_runners_up_that_a_prediction_lacks(inputs, tmp_path):
     shown = []
     for name, further in (("asked", ["--runners-up"]), ("plain", [])):
