@@ -35,6 +35,7 @@ VARIANTS = {
     "llama-grouped": {"model_type": "llama", **TINY, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "llama-biased": {"model_type": "llama", **TINY, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
     "mistral": {"model_type": "mistral", **TINY, "num_key_value_heads": 2, "sliding_window": None},
+    "mistral-windowed": {"model_type": "mistral", **TINY, "num_key_value_heads": 2, "sliding_window": 24},
     "mistral-defaults": {"model_type": "mistral", **TINY, "num_attention_heads": 8},
     "qwen2": {"model_type": "qwen2", **TINY, "num_key_value_heads": 2, "use_sliding_window": False},
     "qwen3": {"model_type": "qwen3", **TINY, "num_key_value_heads": 2, "head_dim": 24, "layer_types": None},
@@ -152,12 +153,27 @@ def test_shapes_are_those_of_every_committed_description(path):
         ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000 is over"),
         ({"max_position_embeddings": 16}, "sequence length 32 is over 16 positions"),
         ({"sliding_window": 16}, "over the sliding_window 16"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window -1 is no length"),
     ],
 )
 def test_what_has_no_shapes_is_refused_in_one_line(change, said):
     with pytest.raises(BadInput) as refused:
         model_of_config({"model_type": "llama", **TINY, **change}, "m", 32, "config.json")
     assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("window", "kept"), [(24, 24), (31, 31), (32, None), (None, None)])
+def test_a_window_shorter_than_samples_is_described_with_the_scores_that_it_leaves(window, kept):
+    config = VARIANTS["mistral-windowed"] | {"sliding_window": window}
+    model = model_of_config(config, "m", 32, "config.json")
+    whole = model_of_config(config | {"sliding_window": None}, "m", 32, "config.json").types["block"]
+    block = model.types["block"]
+    assert block.window == kept
+    # As many pairs as a causal mask leaves out are counted with those that it leaves.
+    outside = 2 * sum(i - j >= window for i in range(32) for j in range(i + 1)) if window else 0
+    diagonal = 32 - kept if kept else 0
+    left_out = 4 * (outside - diagonal) * TINY["hidden_size"]
+    assert block.forward_flops_per_sample == whole.forward_flops_per_sample - left_out
 
 
 def test_shapes_need_no_torch():

@@ -161,6 +161,7 @@ PUBLISHED: dict[str, tuple[Config, int, int]] = {
         3_212_749_824,
     ),
     "Mistral-7B-v0.1": (mistral(sliding_window=4096), 4096, 7_241_732_096),
+    "Mistral-7B-v0.1 beyond its window": (mistral(sliding_window=4096), 8192, 7_241_732_096),
     "Mistral-7B-v0.3": (mistral(sliding_window=None, vocab_size=32768, rope_theta=1e6), 8192, 7_248_023_552),
     "Qwen2-0.5B": (
         qwen2(896, 4864, 24, 14, 2, vocab=151936, windowed=24, tie_word_embeddings=True),
@@ -238,7 +239,7 @@ REFUSED: list[tuple[Config, int, str]] = [
     ),
     (PUBLISHED["gemma-2-2b"][0] | {"attn_logit_softcapping": -1.0}, 4096, "attn_logit_softcapping -1.0 must be above"),
     (PUBLISHED["gemma-2-2b"][0], 8192, "sequence length 8192 is over the sliding_window 4096"),
-    (PUBLISHED["Mistral-7B-v0.1"][0], 8192, "sequence length 8192 is over the sliding_window 4096"),
+    (PUBLISHED["Mistral-7B-v0.1"][0] | {"sliding_window": 0}, 8192, "sliding_window 0 is no length"),
     (
         PUBLISHED["Qwen2-7B"][0] | {"use_sliding_window": True, "sliding_window": 1024},
         4096,

@@ -7,7 +7,7 @@ from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 from shardwright_train.models.registry import family_named
 
 
-@pytest.mark.parametrize(("name", "causal"), [("bert", False), ("gpt2", True), ("llama", True)])
+@pytest.mark.parametrize(("name", "causal"), [("bert", False), ("gpt2", True), ("llama", True), ("mistral", True)])
 def test_every_attention_kernel_attends_to_the_same_positions(name: str, causal: bool) -> None:
     model, family = tiny(name), family_named(name, "test")
     batch = batch_of(model, 4, 0)
@@ -17,7 +17,7 @@ def test_every_attention_kernel_attends_to_the_same_positions(name: str, causal:
         torch.manual_seed(0)
         block = family.build(model, "layers[0]", kernel)
         family.initialize(model, block)
-        constants = family.constants(model, slice(0, SEQUENCE_LENGTH), states, kernel)
+        constants = family.constants(model, model.layers[0], slice(0, SEQUENCE_LENGTH), states, kernel)
         (output,) = family.call(block, (states,), batch, constants)
         outputs.append(output)
     for other in outputs[1:]:
@@ -28,3 +28,10 @@ def test_every_attention_kernel_attends_to_the_same_positions(name: str, causal:
     (output,) = family.call(block, (changed,), batch, constants)
     before = slice(0, SEQUENCE_LENGTH // 2)
     assert torch.equal(output[:, before], outputs[2][:, before]) == causal
+    # What comes first changes as many positions as a window has, itself among them.
+    changed = states.clone()
+    changed[:, 0] *= -1
+    (output,) = family.call(block, (changed,), batch, constants)
+    last = model.types[model.layers[0]].window or SEQUENCE_LENGTH
+    differs = (output != outputs[2]).any(-1).all(0).tolist()
+    assert differs == [position < last for position in range(SEQUENCE_LENGTH)]

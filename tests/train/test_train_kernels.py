@@ -325,7 +325,7 @@ def test_ulysses_wraps_flash_attention_as_what_it_is(one_rank: World, monkeypatc
     model, family = tiny("llama"), family_named("llama", "test")
     batch = batch_of(model, 2, 0)
     states = torch.randn(2, SEQUENCE_LENGTH, 32, generator=torch.Generator().manual_seed(0))
-    constants = family.constants(model, slice(0, SEQUENCE_LENGTH), states, FLASH.value)
+    constants = family.constants(model, model.layers[0], slice(0, SEQUENCE_LENGTH), states, FLASH.value)
     outputs = []
     for kernel in (SDPA.value, ULYSSES_ATTENTION):
         torch.manual_seed(0)

@@ -16,7 +16,7 @@ from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Reco
 Errors = dict[str, dict[str, float]]
 Compare = Callable[..., Errors]
 
-FAMILIES = ("llama", "qwen3", "gpt2", "bert", "t5", "vit", "olmo2", "gemma2", "mixtral", "qwen3_moe")
+FAMILIES = ("llama", "qwen3", "mistral", "gpt2", "bert", "t5", "vit", "olmo2", "gemma2", "mixtral", "qwen3_moe")
 PACKED = ("llama", "gpt2", "bert")
 COMPILED = ("llama", "t5")
 """`make compiled` has all of them."""

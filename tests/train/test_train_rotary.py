@@ -30,7 +30,7 @@ STATES = torch.randn(2, SEQUENCE_LENGTH, 32, dtype=torch.float64, generator=torc
 
 def rotated(model: Model, positions: slice) -> tuple[Tensor, Tensor]:
     family = family_named(model.family, "test")
-    found: tuple[Tensor, Tensor] = family.constants(model, positions, STATES, "sdpa")["arguments"][
+    found: tuple[Tensor, Tensor] = family.constants(model, model.layers[0], positions, STATES, "sdpa")["arguments"][
         "position_embeddings"
     ]
     return found
@@ -42,7 +42,7 @@ def test_every_rotary_embedding_gives_the_hidden_states_of_the_stock_model(kind:
     model, family = tiny(family_name, head_dim=4, **KINDS[kind]), family_named(family_name, "test")
     torch.manual_seed(0)
     stock: Any = stock_model(model).double()
-    constants = family.constants(model, slice(0, SEQUENCE_LENGTH), STATES, "sdpa")
+    constants = family.constants(model, model.layers[0], slice(0, SEQUENCE_LENGTH), STATES, "sdpa")
     states: tuple[Tensor, ...] = (STATES,)
     for number in range(len(model.layers)):
         block = family.build(model, f"layers[{number}]", "sdpa").double()

@@ -152,7 +152,7 @@ def t5_block(number: int, kernel: str, encoder_states: Tensor, decoder_states: T
     torch.manual_seed(0)
     block = family.build(model, f"layers[{number}]", kernel)
     family.initialize(model, block)
-    constants = family.constants(model, slice(0, SEQUENCE_LENGTH), encoder_states, kernel)
+    constants = family.constants(model, model.layers[0], slice(0, SEQUENCE_LENGTH), encoder_states, kernel)
     return family.call(block, (encoder_states, decoder_states), batch_of(model, 2, 0), constants)
 
 

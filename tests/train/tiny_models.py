@@ -51,6 +51,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "max_position_embeddings": 64,
     },
+    "mistral": {
+        "model_type": "mistral",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        "sliding_window": 6,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 61,

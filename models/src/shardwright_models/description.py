@@ -6,7 +6,7 @@ Keys that change no shape are not judged: whether the runtime can train the mode
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from msgspec import UNSET, UnsetType
 
@@ -28,6 +28,7 @@ from shardwright_models.registry import FAMILIES
 
 _TABLES = ("embed_tokens", "wte", "wpe", "embeddings", "shared", "relative_attention_bias")
 """Modules that are looked up in: nothing is multiplied."""
+_HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_features": "head_dim"}
 _MAX_LENGTH = 2**31 - 1
 _STRETCHING = ("linear", "dynamic", "yarn")
 """Kinds of rotary scaling whose factor comes on top of the positions."""
@@ -38,6 +39,11 @@ class Contents(NamedTuple):
 
     parameters: tuple[Parameter, ...]
     products: int
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether tensor parallelism shards any of them."""
+        return any(p.tp_dim is not None for p in self.parameters)
 
 
 def model_of_config(given: Config, name: str, sequence_length: int | None, file: object) -> Model:
@@ -82,7 +88,10 @@ def described_model(
 
 
 def wrong_length(family: Family, config: Config, sequence_length: int) -> str | None:
-    """Return what is wrong with the samples' length: over the positions or a window, or not those of an image."""
+    """Return what is wrong with the samples' length: over the positions, or not those of an image.
+
+    Nor may it be over a window that the family's blocks do not have.
+    """
     fixed = family.fixed_positions(config)
     if fixed is not None and sequence_length != fixed:
         return f"sequence length {sequence_length} is not the {fixed} positions of an image"
@@ -90,7 +99,7 @@ def wrong_length(family: Family, config: Config, sequence_length: int) -> str | 
     if longest is not None and sequence_length > longest:
         return f"sequence length {sequence_length} is over {longest} positions ({why})"
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if isinstance(window, int) and sequence_length > window:
+    if family.window is None and isinstance(window, int) and sequence_length > window:
         return f"sequence length {sequence_length} is over the sliding_window {window}: attention is whole"
     return None
 
@@ -127,6 +136,16 @@ def wrong_types(family: Family, config: Config) -> str | None:
     return None if family.experts is None else family.experts.wrong(config)
 
 
+def wrong_window(family: Family, config: Config) -> str | None:
+    """Return what is wrong with the windows of a configuration's blocks: one is no length."""
+    if (window_of := family.window) is None:
+        return None
+    for window in (window_of(layer, config) for layer in family.layers(config)):
+        if window is not None and not _is_length(window):
+            return f"sliding_window {window!r} is no length"
+    return None
+
+
 def _checked(family: Family, given: Config, file: object) -> Config:
     """Return all keys that shapes are read from, each of which is a length."""
     read = family.configured(given)
@@ -138,26 +157,45 @@ def _checked(family: Family, given: Config, file: object) -> Config:
     for key in family.counts:
         if config[key] > MAX_LAYERS:
             raise BadInput(file, f"{key} {config[key]} is over {MAX_LAYERS}", "correct the configuration")
-    if (wrong := wrong_types(family, config)) is not None:
+    if (wrong := wrong_types(family, config) or wrong_window(family, config)) is not None:
         raise BadInput(file, wrong, "correct the configuration")
     return config
 
 
 def _length(family: Family, config: Config, key: str, file: object) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_LENGTH:
+    if not _is_length(value):
         named = family.aliases.get(key, key)
         problem = f"{named} is missing" if value is None else f"{named} {value!r} is no length"
         raise BadInput(file, problem, "correct the configuration")
     return value
 
 
+def _is_length(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_LENGTH
+
+
+def _window(family: Family, config: Config, layer: str, sequence_length: int) -> int | None:
+    """Return the window of a type of block; None where it holds a whole sample."""
+    window = None if family.window is None else family.window(layer, config)
+    return window if window is not None and window < sequence_length else None
+
+
+def _pairs(positions: int, window: int | None) -> int:
+    """Return the pairs of positions whose scores count: all, as if nothing was masked.
+
+    A window leaves out pairs before it, and counts as many behind.
+    """
+    return positions**2 - (0 if window is None else (positions - window) ** 2)
+
+
 def _layer_type(family: Family, config: Config, layer: str, sequence_length: int, contents: Contents) -> LayerType:
     inside = layer not in (EMBEDDING, HEAD)
     labels = sequence_length if family.labels is None else family.labels
     positions = {EMBEDDING: sequence_length - family.positions_without_input, HEAD: labels}
-    attended = sequence_length * len(family.attended(layer)) if inside else 0
-    scores = 4 * attended * config["head_dim"] * config["num_attention_heads"]
+    window = _window(family, config, layer, sequence_length) if inside else None
+    pairs = sum(_pairs(sequence_length, window) for _ in family.attended(layer)) if inside else 0
+    scores = 4 * pairs * config["head_dim"] * config["num_attention_heads"]
     divided = {key: config[key] for key in family.split(layer)} if inside else {}
     experts = family.experts_of(layer, config)
     products = contents.products + _chosen_products(family, config, experts)
@@ -165,11 +203,11 @@ def _layer_type(family: Family, config: Config, layer: str, sequence_length: int
     boundary = partial(BoundaryTensor, sequence_length=sequence_length, features=config["hidden_size"])
     return LayerType(
         parameters=contents.parameters,
-        forward_flops_per_sample=(2 * products + scores) * positions.get(layer, sequence_length),
+        forward_flops_per_sample=2 * products * positions.get(layer, sequence_length) + scores,
         tp_must_divide=divided | _one_rank(family.undivided, layer),
         ulysses_must_divide=heads | _one_rank(family.undivided_by_ulysses, layer),
         outputs=() if layer == HEAD else tuple(boundary(name=name) for name in family.states),
-        regions=tuple(_regions(family, config, layer, any(p.tp_dim is not None for p in contents.parameters))),
+        regions=tuple(_regions(family, config, layer, contents.is_cut, window)),
         labels=labels if layer == HEAD else 0,
         experts=experts,
     )
@@ -194,7 +232,7 @@ def _is_matrix(family: Family, parameter: Parameter) -> bool:
     return kind == "weight" and len(parameter.shape) > 1 and not others
 
 
-def _regions(family: Family, config: Config, layer: str, is_cut: bool) -> Iterator[Region]:
+def _regions(family: Family, config: Config, layer: str, is_cut: bool, window: int | None) -> Iterator[Region]:
     stream = family.attended(layer)[0]
     if layer == EMBEDDING:
         yield from (Region(name="lookup", leaves=name) for name in family.states if is_cut)
@@ -203,9 +241,9 @@ def _regions(family: Family, config: Config, layer: str, is_cut: bool) -> Iterat
         yield Region(name="logits", enters=(stream,))
         return
     replays = family.replays_sum(config)
-    heads, kv_heads, head_features = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    shape = {name: config[key] for name, key in _HEADS.items()}
     for keys in family.attended(layer):
-        attention = Heads(queries=stream, keys=keys, heads=heads, kv_heads=kv_heads, head_features=head_features)
+        attention = Heads(queries=stream, keys=keys, **shape, window=window)
         enters = tuple(dict.fromkeys((stream, keys)))
         yield Region(name="attention", enters=enters, leaves=stream, attention=attention, replays_sum=replays)
     yield Region(name="mlp", enters=(stream,), leaves=stream, replays_sum=replays)

@@ -186,6 +186,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """The family's words for keys, by the usual ones."""
     implied: Callable[[Config], Config] = lambda _: {}
     """Further keys that follow from others."""
+    window: Callable[[str, Config], int | None] | None = None
+    """Positions that those of a type of block attend to at most, each its own the last; None: all before it.
+
+    Without this fact, samples must be no longer than the configuration's sliding_window.
+    """
     undivided: Mapping[str, str] = {}
     """Names, by layer type, of something that tensor parallelism cannot divide: one rank has all of it."""
     undivided_by_ulysses: Mapping[str, str] = {}

@@ -101,6 +101,12 @@ def test_megatron_is_told_rotary_angles_heads_of_their_own_width_and_biases(make
         megatron_arguments(_plan(make, "llama-2-7b", attention_bias=True), PLAN)
 
 
+def test_a_window_that_samples_are_longer_than_is_refused(make):
+    megatron_arguments(_plan(make, "mistral-7b", sliding_window=8192), PLAN)
+    with pytest.raises(BadInput, match="cannot express a sliding window of 4096 positions"):
+        megatron_arguments(_plan(make, "mistral-7b", sliding_window=4096), PLAN)
+
+
 def test_what_the_arguments_cannot_hold_of_a_model_is_told(make):
     notes = megatron_arguments(_plan(make, "bert-large"), PLAN).notes
     assert any("of a bert model it is told the sizes alone" in note for note in notes)

@@ -61,7 +61,7 @@ class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Elements per position."""
 
 
-class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The attention of a region: what Ulysses exchanges positions for."""
 
     queries: str
@@ -74,6 +74,8 @@ class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Key and value heads."""
     head_features: Length
     """Features of one head."""
+    window: Length | None = None
+    """Positions that each attends to at most, itself the last; null: all that a mask leaves. Shorter than samples."""
 
 
 class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,6 +153,11 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def trained_count(self, parts: int = 1) -> int:
         """Return the number of parameters that are trained in each of so many tensor-parallel parts."""
         return sum(p.numel(parts) for p in self.trained_parameters)
+
+    @property
+    def window(self) -> int | None:
+        """Return the sliding window of its attention; None where positions attend to all that a mask leaves."""
+        return next((region.attention.window for region in self.regions if region.attention is not None), None)
 
 
 class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):

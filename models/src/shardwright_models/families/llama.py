@@ -61,7 +61,10 @@ def _kin(stock: str, parameters: Layers = _parameters, torchtitan: str | None = 
 
 
 LLAMA = _kin("LlamaForCausalLM", torchtitan="llama3")
-MISTRAL = _kin("MistralForCausalLM", num_key_value_heads=8, sliding_window=4096)
+MISTRAL = replace(
+    _kin("MistralForCausalLM", num_key_value_heads=8, sliding_window=4096),
+    window=lambda _layer, config: config["sliding_window"],
+)
 # Biases of queries, keys and values alone, whatever the configuration says.
 QWEN2 = _kin("Qwen2ForCausalLM", partial(_parameters, input_biases=True), num_key_value_heads=32)
 QWEN3 = replace(

@@ -224,6 +224,8 @@ def _heads(heads: Heads, hidden: int) -> Arguments:
 def _exact(family: Family, model: Model, target: ExportTarget) -> Arguments:
     """Return the options that follow from a family's facts."""
     config, rope, hidden = family.configured(model.config), _rope(model.config), family.dropouts.hidden
+    if (window := model.types[model.layers[0]].window) is not None:
+        target.demand(False, f"a sliding window of {window} positions", "describe the model for samples no longer")
     rotary = family.positions == "rope"
     options: dict[str, str | int | float] = {
         "--position-embedding-type": family.positions,

@@ -121,10 +121,11 @@ def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool
     dtype, config = getattr(torch, plan.precision.compute), family.configuration(plan.model)
     attentions = (region.attention for kind in plan.model.types.values() for region in kind.regions)
     leaves_out = family.facts.mask
-    masked, learned = by_document or leaves_out in (Mask.PADDING, Mask.BIAS), leaves_out is Mask.BIAS
-    causal, length = leaves_out is Mask.CAUSAL and not masked, plan.model.sequence_length
-    make = partial(torch.zeros, dtype=dtype, device=device)
+    by_mask, learned = by_document or leaves_out in (Mask.PADDING, Mask.BIAS), leaves_out is Mask.BIAS
+    length, make = plan.model.sequence_length, partial(torch.zeros, dtype=dtype, device=device)
     for heads in {heads for heads in attentions if heads is not None}:
+        masked = by_mask or heads.window is not None
+        causal = leaves_out is Mask.CAUSAL and not masked
         group = 1 if masked else heads.heads // heads.kv_heads
         query = make(1, group, length, heads.head_features, requires_grad=True)
         key = make(1, 1, length, heads.head_features, requires_grad=True)

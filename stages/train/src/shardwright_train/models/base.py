@@ -16,7 +16,7 @@ from shardwright_train.data.objectives import Causal, Classification, Text
 from shardwright_train.data.share import POSITIONS, Batch
 from shardwright_train.models.configuration import parse
 from shardwright_train.models.initial_weights import Filling
-from shardwright_train.models.masks import mask_for
+from shardwright_train.models.masks import mask_for, window_mask
 from shardwright_train.models.stock import Pieces, skeleton, stock_fillings, unstack
 from shardwright_train.parallel.sharding_rules import OF_OUTPUTS, WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
@@ -104,7 +104,7 @@ class Family:
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States | WithLoss:
         """Run a block; what it computes with its parameters stands in the block's forward."""
-        mask = mask_for(self.facts.mask, states[0], batch, constants["kernel"])
+        mask = mask_for(self.facts.mask, states[0], batch, constants)
         arguments = constants["arguments"]
         if POSITIONS in batch and "every_angle" in constants:
             positions = batch[POSITIONS][:, constants["positions"]]
@@ -157,19 +157,23 @@ class Family:
         """Return the transformers configuration of a described model, number of layers included."""
         return self.configured(model.config | self.facts.counted(model.layers))
 
-    def constants(self, model: Model, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
-        """Return the constants of every pass through a block: the kernel, and rotary cosines and sines.
+    def constants(self, model: Model, kind: str, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
+        """Return the constants of every pass through a type of block: kernel, window, mask, rotary cosines and sines.
 
         Cosines and sines are for this rank's positions, in the dtype and on the device of `example`.
         """
+        window, adds = model.types[kind].window, kernel != Attention.FLASH_ATTENTION_2.value
+        mask = window_mask(model.sequence_length, window, example) if window is not None and adds else None
+        return {"kernel": kernel, "window": window, "mask": mask, **self._angles(model, positions, example)}
+
+    def _angles(self, model: Model, positions: slice, example: Tensor) -> dict[str, Any]:
         if self.rotary is None:
-            return {"kernel": kernel, "arguments": {}}
+            return {"arguments": {}}
         rotary = type(self.stock_model(model).get_submodule(self.rotary))(self.configuration(model))
         # Some kinds look at the length of the whole sequence, of which this rank may have a part.
         whole = torch.arange(model.sequence_length, device=example.device)[None]
         angles = rotary.to(example.device)(example, whole)
         return {
-            "kernel": kernel,
             "arguments": {"position_embeddings": tuple(x[:, positions].clone() for x in angles)},
             "every_angle": tuple(x[0] for x in angles),
             "positions": positions,

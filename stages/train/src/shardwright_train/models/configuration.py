@@ -6,7 +6,7 @@ from copy import deepcopy
 from functools import cache
 from typing import Any
 
-from shardwright_models.description import wrong_length, wrong_types
+from shardwright_models.description import wrong_length, wrong_types, wrong_window
 from shardwright_models.facts import Family, Only
 from shardwright_train.models.stock import refusals
 
@@ -94,7 +94,7 @@ def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
             raise ValueError(f"{key} {value} must be above 0, or null")
     if (wrong := wrong_length(family, family.configured(vars(config)), sequence_length)) is not None:
         raise ValueError(wrong)
-    if (wrong := wrong_types(family, vars(config))) is not None:
+    if (wrong := wrong_types(family, vars(config)) or wrong_window(family, vars(config))) is not None:
         raise ValueError(wrong)
     listed = any(stack.typed_by == "layer_types" for stack in family.stacks)
     for kind in () if listed else getattr(config, "layer_types", None) or ():

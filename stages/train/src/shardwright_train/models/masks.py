@@ -1,5 +1,9 @@
 """Attention masks in the form that each kernel expects."""
 
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
 import torch
 from torch import Tensor
 
@@ -7,14 +11,29 @@ from shardwright_formats.types import Attention
 from shardwright_models.facts import Mask
 from shardwright_train.data.share import Batch
 
-MASK = "mask"
-"""Key in a microbatch of the mask that all its layers share, of the form of `document_mask`."""
+_SHARED = "mask"
+_WINDOWS: WeakValueDictionary[tuple[int, int, torch.dtype, torch.device], Tensor] = WeakValueDictionary()
+"""Masks of windows that some layer holds."""
 
 
-def mask_for(mask: Mask, states: Tensor, batch: Batch, kernel: str) -> Tensor | None:
-    """Return the mask of a block for states [b, s, h] and a kernel; a causal one covers all positions of the tokens."""
-    if MASK in batch:
-        return batch[MASK]
+def shared_mask(window: int | None) -> str:
+    """Return the key in a microbatch of the mask that its layers with a window share, of the form of `document_mask`.
+
+    The window may be None: layers without one.
+    """
+    return _SHARED if window is None else f"{_SHARED} {window}"
+
+
+def mask_for(mask: Mask, states: Tensor, batch: Batch, constants: Mapping[str, Any]) -> Tensor | None:
+    """Return the mask of a block for states [b, s, h]; a causal one covers all positions of the tokens.
+
+    `constants`: the block's kernel, its window and the window's mask, each None without one.
+    """
+    if (shared := batch.get(shared_mask(constants["window"]))) is not None:
+        return shared
+    kernel, window = constants["kernel"], constants["mask"]
+    if window is not None:
+        return window  # type: ignore[no-any-return]
     if mask is Mask.PADDING:
         return padding_mask(batch["attention_mask"], states.dtype, kernel)
     return causal_mask(states, batch["tokens"], kernel) if mask is Mask.CAUSAL else None
@@ -27,6 +46,20 @@ def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
     length = tokens.shape[1]
     after = torch.full((length, length), torch.finfo(states.dtype).min, dtype=states.dtype, device=states.device)
     return after.triu(1)[None, None]
+
+
+def window_mask(length: int, window: int, example: Tensor) -> Tensor:
+    """Return the causal mask [1, 1, s, s] to add to scores so that positions attend to `window`, themselves the last.
+
+    It is in the dtype and on the device of `example`; as long as one exists, it is returned again.
+    """
+    key = length, window, example.dtype, example.device
+    if (mask := _WINDOWS.get(key)) is None:
+        seen = torch.ones(length, length, dtype=torch.bool, device=example.device).tril_().triu_(1 - window)
+        mask = torch.zeros(length, length, dtype=example.dtype, device=example.device)
+        mask = mask.masked_fill_(~seen, torch.finfo(example.dtype).min)[None, None]
+        _WINDOWS[key] = mask
+    return mask
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None) -> Tensor:

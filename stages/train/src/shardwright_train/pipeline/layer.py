@@ -65,6 +65,13 @@ class RankContext:
         """Return this rank's number inside its pipeline stage."""
         return self.stage_ranks.index(self.rank)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Return the windows of this rank's blocks, each once; None for those without one."""
+        ranges = self.plan.stages[self.stage_index].layers
+        kinds = (kind for low, high in ranges for kind in self.plan.model.layers[low:high])
+        return tuple(dict.fromkeys(self.plan.model.types[kind].window for kind in kinds))
+
     @cached_property
     def share(self) -> BatchShare:
         """Return this rank's share of a global batch: the samples that some layer of it works on."""
@@ -210,7 +217,7 @@ def build_layer(
         family=family,
         parallel=parallel,
         redistributions=redistributions,
-        constants=_constants(context, sharings[""].tensor_parallel) if kind in family.parts else {},
+        constants=_constants(context, kind, sharings[""].tensor_parallel) if kind in family.parts else {},
         samples=slice(shard.batch_start - context.share.first, shard.batch_end - context.share.first),
         compiled=compiled,
         randomness=randomness if family.dropout(config) > 0 else None,
@@ -243,10 +250,10 @@ def _stock_module(context: RankContext, name: str, strategy: Strategy) -> nn.Mod
     return module
 
 
-def _constants(context: RankContext, tensor_parallel: TensorParallel) -> dict[str, Any]:
+def _constants(context: RankContext, kind: str, tensor_parallel: TensorParallel) -> dict[str, Any]:
     example = torch.zeros(1, dtype=torch_dtype(context.plan.precision.compute), device=context.device)
     positions = tensor_parallel.positions_inside(context.plan.model.sequence_length)
-    return context.family.constants(context.plan.model, positions, example, context.attention)
+    return context.family.constants(context.plan.model, kind, positions, example, context.attention)
 
 
 def _fill(context: RankContext, parallel: ParallelModule, name: str, kind: str) -> None:

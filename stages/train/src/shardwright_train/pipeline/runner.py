@@ -19,7 +19,7 @@ from shardwright_formats.types import ITEMSIZE, GradientReduction
 from shardwright_models.facts import Mask
 from shardwright_train.data.share import DOCUMENTS, Batch, BatchShare
 from shardwright_train.models.base import States
-from shardwright_train.models.masks import MASK, document_mask
+from shardwright_train.models.masks import document_mask, shared_mask, window_mask
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.vocab import IGNORED
@@ -50,34 +50,43 @@ def no_hook(name: str, at: MicrobatchChunk | None = None) -> None:
 
 @dataclass
 class Microbatches:
-    """The microbatches of a batch, each with the one mask that all its layers on this rank read.
+    """The microbatches of a batch, each with the masks that all its layers on this rank read: one for each window.
 
-    The mask is made for the first chunk of a microbatch, kept here until the last one has it, and then lives as long as
-    what the layers keep of it for their backward passes.
+    They are made for the first chunk of a microbatch, kept here until the last one has them, and then live as
+    long as what the layers keep of them for their backward passes.
     """
 
     stage: Stage
     batch: Batch
     """Batch on the device."""
-    _masks: dict[int, Tensor] = field(default_factory=dict)
+    _masks: dict[int, Batch] = field(default_factory=dict)
 
     def taken_by(self, action: Action) -> Batch:
-        """Return the microbatch of a forward pass, its layers' mask aside."""
+        """Return the microbatch of a forward pass, its layers' masks aside."""
         samples = self.stage.context.share.local_samples
         return {name: x[action.microbatch * samples :][:samples] for name, x in self.batch.items()}
 
     def masked(self, batch: Batch, action: Action) -> Batch:
-        """Return a microbatch with the mask that its layers share, where its samples tell their documents apart."""
-        context = self.stage.context
+        """Return a microbatch with the masks that its layers share, where its samples tell their documents apart."""
         if DOCUMENTS not in batch or not self.stage.has_blocks:
             return batch
-        mask = self._masks.pop(action.microbatch, None)
-        if mask is None:
-            padding = batch["attention_mask"] if context.family.facts.mask is Mask.PADDING else None
-            mask = document_mask(batch[DOCUMENTS], torch_dtype(context.plan.precision.compute), padding)
+        masks = self._masks.pop(action.microbatch, None)
+        if masks is None:
+            masks = self._made(batch)
         if action.chunk < len(self.stage.chunks) - 1:
-            self._masks[action.microbatch] = mask
-        return {**batch, MASK: mask}
+            self._masks[action.microbatch] = masks
+        return {**batch, **masks}
+
+    def _made(self, batch: Batch) -> Batch:
+        """Return the masks of documents for each window of this rank's blocks."""
+        context = self.stage.context
+        padding = batch["attention_mask"] if context.family.facts.mask is Mask.PADDING else None
+        whole = document_mask(batch[DOCUMENTS], torch_dtype(context.plan.precision.compute), padding)
+        masks = {}
+        for window in context.windows:
+            within = None if window is None else window_mask(whole.shape[-1], window, whole)
+            masks[shared_mask(window)] = whole if within is None else torch.minimum(whole, within)
+        return masks
 
 
 @dataclass(frozen=True)
@@ -211,15 +220,14 @@ def mask_bytes(context: RankContext) -> int:
     """Return the most bytes of masks that a rank holds at once where its samples tell their documents apart."""
     plan, stage = context.plan, context.stage_index
     ranges = plan.stages[stage].layers
-    if all(low == high for low, high in ranges):
-        return 0
     passes, alive, largest = Counter[int](), 0, 0
     for _, microbatch, _ in stage_actions(plan, stage):
         alive += passes[microbatch] == 0
         passes[microbatch] += 1
         largest = max(largest, alive)
         alive -= passes[microbatch] == 2 * len(ranges)
-    return largest * context.share.local_samples * plan.model.sequence_length**2 * ITEMSIZE[plan.precision.compute]
+    masks = largest * len(context.windows) * context.share.local_samples
+    return masks * plan.model.sequence_length**2 * ITEMSIZE[plan.precision.compute]
 
 
 @contextmanager
