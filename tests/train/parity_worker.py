@@ -18,7 +18,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from file_forms import as_in_runtime
-from tiny_models import batch_of, engine_of, initial_stock, made_by_first, norm_in_the_inputs_format, stock_logits
+from tiny_models import (
+    batch_of,
+    engine_of,
+    initial_stock,
+    made_by_first,
+    named_parameters,
+    norm_in_the_inputs_format,
+    stock_logits,
+)
 from torch import Tensor, nn
 
 from shardwright_formats.io import read_document
@@ -90,7 +98,7 @@ class Reference:
         self._train(plan, initial_stock(model))
 
     def _train(self, plan: Plan, stock: nn.Module) -> None:
-        named = dict(stock.named_parameters())
+        named = named_parameters(stock, plan.model)
         settings = settings_of(plan)
         grouped = settings is GROUPED
         groups = [

@@ -16,8 +16,21 @@ from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Reco
 Errors = dict[str, dict[str, float]]
 Compare = Callable[..., Errors]
 
-FAMILIES = ("llama", "qwen3", "mistral", "gpt2", "bert", "t5", "vit", "olmo2", "gemma2", "mixtral", "qwen3_moe")
-PACKED = ("llama", "gpt2", "bert")
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "mistral",
+    "gpt2",
+    "bert",
+    "t5",
+    "vit",
+    "olmo2",
+    "gemma2",
+    "mixtral",
+    "qwen3_moe",
+    "roberta",
+)
+PACKED = ("llama", "gpt2", "bert", "roberta")
 COMPILED = ("llama", "t5")
 """`make compiled` has all of them."""
 # Several launches of many processes on two cores.

@@ -11,7 +11,7 @@ import torch
 from command_calls import call
 from file_forms import as_in_files
 from random_plans import on_devices
-from tiny_models import CONFIGS, stock_model, tiny
+from tiny_models import CONFIGS, named_parameters, stock_model, tiny
 
 from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.types import Plan
@@ -41,7 +41,7 @@ def test_utilization_is_known_only_where_the_peak_is(random_plan: PlanMaker) -> 
 def test_the_description_has_every_parameter_of_the_stock_model(name: str) -> None:
     model = tiny(name)
     family = family_named(name, "test")
-    stock = {name: p.numel() for name, p in stock_model(model).named_parameters()}
+    stock = {name: p.numel() for name, p in named_parameters(stock_model(model), model).items()}
     described: dict[str, torch.Tensor] = {}
     for layer in ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head"):
         for local, parameter in family.build(model, layer).named_parameters():

@@ -86,6 +86,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mask_token_id": 60,
         **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     },
+    **{
+        name: {
+            "model_type": name,
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 64,
+            "pad_token_id": 5,
+            "mask_token_id": 60,
+            **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+        }
+        for name in ("roberta", "xlm-roberta")
+    },
     "t5": {
         "model_type": "t5",
         "vocab_size": 61,
@@ -193,6 +208,16 @@ def stock_model(model: Model, attention: str | None = None) -> nn.Module:
     return with_balance(stock) if family.facts.experts else stock
 
 
+def named_parameters(stock: nn.Module, model: Model) -> dict[str, nn.Parameter]:
+    """The parameters of a stock model, each once; tied ones under the embedding's name, wherever the head stands."""
+    tied = {second for _, second in model.tied}
+    distinct: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in stock.named_parameters(remove_duplicate=False):
+        if name not in tied:
+            distinct.setdefault(id(parameter), (name, parameter))
+    return dict(distinct.values())
+
+
 def initial_stock(model: Model) -> nn.Module:
     """The stock model with the weights of seed 0."""
     stock, family = stock_model(model), family_named(model.family, "test")
@@ -200,7 +225,7 @@ def initial_stock(model: Model) -> nn.Module:
     for layer in ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head"):
         for local, values in initial_layer(model, layer).items():
             state.setdefault(family.hugging_face_name(model, layer, local), values)
-    named, state = dict(stock.named_parameters()), as_in_files(family, state)
+    named, state = named_parameters(stock, model), as_in_files(family, state)
     assert set(named) <= set(state), set(named) - set(state)
     with torch.no_grad():
         for name, parameter in named.items():

@@ -114,6 +114,8 @@ def _longest(family: Family, config: Config) -> tuple[int | None, str]:
     longest = config.get("max_position_embeddings")
     if not isinstance(longest, int):
         return None, key
+    if before := family.positions_before(config):
+        return longest - before, f"{key} {longest}, of which tokens have none of the first {before}"
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(name)
     if not isinstance(scaling, Mapping) or scaling.get("rope_type", scaling.get("type")) not in _STRETCHING:

@@ -197,6 +197,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Names, by layer type, of something that the Ulysses degree cannot divide."""
     fixed_positions: Callable[[Config], int | None] = lambda _: None
     """Positions of each sample where the configuration tells them; None: samples of text are as long as is asked."""
+    positions_before: Callable[[Config], int] = lambda _: 0
+    """Rows of the table of positions before that of a sample's first token."""
     positions_without_input: int = 0
     """Positions that the embedding multiplies nothing for: a class of an image has no patch."""
     labels: int | None = None

@@ -9,10 +9,26 @@ from shardwright_models.families.gemma2 import GEMMA2
 from shardwright_models.families.gpt2 import GPT2
 from shardwright_models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from shardwright_models.families.olmo2 import OLMO2
+from shardwright_models.families.roberta import ROBERTA, XLM_ROBERTA
 from shardwright_models.families.t5 import T5
 from shardwright_models.families.vit import VIT
 
-_ALL = (BERT, GEMMA2, GPT2, LLAMA, MISTRAL, MIXTRAL, OLMO2, QWEN2, QWEN3, QWEN3_MOE, T5, VIT)
+_ALL = (
+    BERT,
+    GEMMA2,
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    OLMO2,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    ROBERTA,
+    T5,
+    VIT,
+    XLM_ROBERTA,
+)
 FAMILIES = {family.model_type: family for family in _ALL}
 
 

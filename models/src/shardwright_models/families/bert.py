@@ -10,10 +10,7 @@ _HEAD = "cls.predictions"
 def _parameters(layer: str, config: Config) -> Parameters:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     if layer == EMBEDDING:
-        yield from vocabulary("bert.embeddings.word_embeddings.weight", config)
-        for name, rows in (("position", "max_position_embeddings"), ("token_type", "type_vocab_size")):
-            yield Parameter(name=f"bert.embeddings.{name}_embeddings.weight", shape=(config[rows], hidden))
-        yield from norm("bert.embeddings.LayerNorm", hidden)
+        yield from embeddings("bert", config)
     elif layer == HEAD:
         yield from linear(f"{_HEAD}.transform.dense", hidden, hidden, bias=True)
         yield from norm(f"{_HEAD}.transform.LayerNorm", hidden)
@@ -27,6 +24,15 @@ def _parameters(layer: str, config: Config) -> Parameters:
         yield from linear("intermediate.dense", inner, hidden, "columns", bias=True)
         yield from linear("output.dense", hidden, inner, "rows", bias=True)
         yield from norm("output.LayerNorm", hidden)
+
+
+def embeddings(base: str, config: Config) -> Parameters:
+    """Yield those of the tables of tokens, positions and types, and of the norm, of a base model by its name."""
+    hidden = config["hidden_size"]
+    yield from vocabulary(f"{base}.embeddings.word_embeddings.weight", config)
+    for name, rows in (("position", "max_position_embeddings"), ("token_type", "type_vocab_size")):
+        yield Parameter(name=f"{base}.embeddings.{name}_embeddings.weight", shape=(config[rows], hidden))
+    yield from norm(f"{base}.embeddings.LayerNorm", hidden)
 
 
 BERT = Family(

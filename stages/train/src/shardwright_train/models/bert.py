@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright_models.facts import BLOCK
 from shardwright_train.data.objectives import Masked
@@ -19,7 +20,7 @@ class Bert(Family):
     """The BERT family: column-parallel q, k, v, intermediate; row-parallel outputs; norms, head's dense replicated."""
 
     embedding = tuple(f"bert.embeddings.{name}" for name in _EMBEDDINGS)
-    head = ("cls.predictions.transform", "cls.predictions.decoder")
+    head: tuple[str, ...] = ("cls.predictions.transform", "cls.predictions.decoder")
     parts = {
         BLOCK: Parts(
             "bert.encoder.layer",
@@ -38,9 +39,13 @@ class Bert(Family):
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
         """Return the sum of the vectors of token, position and type (always 0), normed."""
-        stock: Any = pieces.get_submodule("bert.embeddings")
-        positions = positions_of(batch["tokens"], pieces.tensor_parallel, batch.get(POSITIONS))
+        stock: Any = pieces.get_submodule(self.embedding[0].rpartition(".")[0])
+        positions = self.numbers(pieces, batch)
         summed = token_embedding(stock.word_embeddings, batch["tokens"], pieces.tensor_parallel)
         summed = summed + stock.position_embeddings(positions)
         summed = summed + stock.token_type_embeddings(torch.zeros_like(positions))
         return (stock.dropout(stock.LayerNorm(summed)),)
+
+    def numbers(self, pieces: Pieces, batch: Batch) -> Tensor:
+        """Return the rows of the table of positions of this rank's tokens."""
+        return positions_of(batch["tokens"], pieces.tensor_parallel, batch.get(POSITIONS))
