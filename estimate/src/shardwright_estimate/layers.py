@@ -5,7 +5,7 @@ A matrix product takes the longer of its operations over the reached rate and it
 backward pass is written once and read once. Kernels follow one another, so their times add up, and each adds what it
 takes to start; no layer is faster than the host can start its kernels. A backward pass does twice the work of its
 forward pass, a flash kernel two and a half times, repeats what was not kept, and adds its gradients to those of other
-microbatches.
+microbatches. Frozen matrices cost the gradient of their inputs alone, and layers before all that is trained nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -116,6 +116,11 @@ def estimate_layer(
         + sum(replay_time_s(part, share, machine) for part in replayed)
         + (table_bytes + accumulated) / machine.memory_bytes_per_s
     )
+    if not model.types[type_name].has_backward:
+        there_s = max(
+            forward_s + _exposed_s(there, forward_s, machine), sum(p.kernels for p in parts) * machine.operator_s
+        )
+        return LayerFigures(there_s, 0.0, 0, round(max(share.widest_bytes(part) for part in parts)))
     kernels, again_kernels = (sum(part.kernels for part in some) for some in (parts, replayed))
     return LayerFigures(
         max(forward_s + _exposed_s(there, forward_s, machine), kernels * machine.operator_s),
@@ -162,7 +167,7 @@ def _memory(parts: Sequence[Part], share: _Share, recompute: Recompute) -> tuple
 
 def _accumulated_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
     """Return the bytes that adding a microbatch's gradients to those of others reads and writes."""
-    return kind.parameter_count(axes_of(strategy).dense.tensor.size) * (
+    return kind.trained_count(axes_of(strategy).dense.tensor.size) * (
         2 * ITEMSIZE[precision.reduce] + ITEMSIZE[precision.compute]
     )
 
@@ -174,7 +179,7 @@ def optimizer_time_s(kind: LayerType, parts: int, precision: Precision, machine:
     writes it once.
     """
     stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
-    moved = kind.parameter_count(parts) * (6 * stored + 4 * reduced)
+    moved = kind.trained_count(parts) * (6 * stored + 4 * reduced)
     return moved / machine.memory_bytes_per_s
 
 
@@ -193,17 +198,26 @@ def _share(strategy: Strategy, samples: int, precision: Precision, attention: At
 
 def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
     """Return the seconds of the forward pass, without messages."""
+    products_s = _products_s(part, share, machine)
+    return products_s + _attention_s(part, share, machine) + _between_products_s(part, share, machine)
+
+
+def _products_s(part: Part, share: _Share, machine: Machine) -> float:
+    """Return the seconds of the forward pass's products with matrices."""
     kept = share.kept_bytes(part) + share.passing_bytes(part)
     product_bytes = part.weights * share.itemsize * share.weights + kept if part.weights else 0.0
     operations = part.flops * share.samples * share.inside
-    product_s = max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)
-    return product_s + _attention_s(part, share, machine) + _between_products_s(part, share, machine)
+    return max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)
 
 
 def _part_backward_s(part: Part, share: _Share, machine: Machine) -> float:
-    """Return the seconds of the backward pass, without messages: two products for each, and flash scores again."""
+    """Return the seconds of the backward pass, without messages: two products for each, and flash scores again.
+
+    Of a frozen matrix there is the product for its input alone.
+    """
     more = 0.0 if share.scores_kept else ATTENTION_BACKWARD - 2
-    return 2 * _part_time_s(part, share, machine) + more * _attention_s(part, share, machine)
+    spared_s = (1 - part.trained) * _products_s(part, share, machine)
+    return 2 * _part_time_s(part, share, machine) + more * _attention_s(part, share, machine) - spared_s
 
 
 def _attention_s(part: Part, share: _Share, machine: Machine) -> float:

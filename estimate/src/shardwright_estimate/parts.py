@@ -86,6 +86,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     widest_bytes: int = 0
     """Bytes of the largest float32 tensor beside them."""
     kernels: int
+    trained: float = 1.0
+    """Share of the matrices' elements that have gradients: the others cost the gradient of their inputs alone."""
 
 
 class _Attention(NamedTuple):
@@ -123,11 +125,11 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     if type_name == EMBEDDING:
         return tuple(_lookup(model, kind))
     if type_name == HEAD:
-        return (_with_norms(model, _logits(model, kind), 1, fused),)
+        return (_as_trained(_with_norms(model, _logits(model, kind), 1, fused), kind, model, fused),)
     regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
-    made = (_block_part(model, kind, region, hidden, fused) for region in regions)
+    made = [_block_part(model, kind, region, hidden, fused) for region in regions]
     norms = facts_of(model).norms
-    parts = [_with_norms(model, part, norms, fused) for part in made]
+    parts = [_as_trained(_with_norms(model, part, norms, fused), kind, model, fused) for part in made]
     # The description's count of operations holds; the shapes only say how it is shared out.
     counted = sum(part.flops + part.attention_flops for part in parts)
     share = kind.forward_flops_per_sample / counted if counted else 0.0
@@ -159,6 +161,41 @@ def _with_norms(model: Model, part: Part, norms: int, fused: bool) -> Part:
         outside=part.outside + (norms * elements - 1) * part.result,
         outside_bytes=part.outside_bytes + norms * more * part.result,
     )
+
+
+def _as_trained(part: Part, kind: LayerType, model: Model, fused: bool) -> Part:
+    """Return a part of a layer with some parameters frozen.
+
+    Where all of them are, nothing is kept for gradients of weights alone: what norms multiply by theirs, and what goes
+    into the matrices, but not what else attention or an activation function keeps. Where some are, all counts as kept.
+    """
+    trained = trained_share(kind)
+    if trained > 0 or kind.trained_parameters:
+        return msgspec.structs.replace(part, trained=trained)
+    norms = 1 if part.name == "logits" else facts_of(model).norms
+    scaled, scaled_bytes = _norm_scales(model, fused)
+    return msgspec.structs.replace(
+        part,
+        trained=0.0,
+        inside=part.inside - (part.widest if part.name == "mlp" else 0),
+        outside=part.outside - (1 + norms * scaled) * part.result,
+        outside_bytes=part.outside_bytes - norms * scaled_bytes * part.result,
+    )
+
+
+def trained_share(kind: LayerType) -> float:
+    """Return the share of the elements of a layer type's matrices that are trained; of none, all are."""
+    matrices = [p for p in kind.parameters if len(p.shape) > 1]
+    total = sum(p.numel(1) for p in matrices)
+    return sum(p.numel(1) for p in matrices if p.trained) / total if total else 1.0
+
+
+def _norm_scales(model: Model, fused: bool) -> tuple[int, int]:
+    """Return the elements and bytes of a feature that a norm keeps for the gradient of its weights alone."""
+    norm = facts_of(model).norm
+    if fused or norm.kind == "LayerNorm":
+        return 0, 0
+    return (0, _FLOAT32_BYTES) if norm.in_float32 else (1, 0)
 
 
 def _norm_keeps(model: Model, fused: bool) -> tuple[int, int]:
@@ -254,7 +291,7 @@ def _lookup(model: Model, kind: LayerType) -> Iterator[Part]:
         yield Part(
             name="lookup",
             flops=kind.forward_flops_per_sample / len(kind.outputs),
-            dense_gradient=kind.parameter_count() if number == 0 else 0,
+            dense_gradient=kind.trained_count() if number == 0 else 0,
             outside=size,
             outside_bytes=(size if drops else 0) + _ID_BYTES * tensor.sequence_length,
             result=size,

@@ -177,13 +177,13 @@ def _state_rows(model: Model, tp_sizes: Sequence[int], precision: Precision, mac
         kind = model.types[name]
         if misfit(model, name, Strategy(tp_size=tp_size, dp_size=1)) is not None:
             continue
-        count = kind.parameter_count(tp_size)
+        trained = kind.trained_count(tp_size)
         yield StateRow(
             type=name,
             tp_size=tp_size,
-            parameter_bytes=stored * count,
-            gradient_bytes=reduced * count,
-            optimizer_bytes=2 * stored * count,
+            parameter_bytes=stored * kind.parameter_count(tp_size),
+            gradient_bytes=reduced * trained,
+            optimizer_bytes=2 * stored * trained,
             bytes_source=Source.ANALYTIC,
             optimizer_s=optimizer_time_s(kind, tp_size, precision, machine),
             optimizer_source=Source.ANALYTIC,

@@ -61,14 +61,18 @@ def freeze(model: Model, parts: Sequence[FrozenPart], file: object = OPTION) -> 
     places: tuple[int | str, ...] = (EMBEDDING, *range(len(model.layers)), HEAD)
     kinds = (EMBEDDING, *model.layers, HEAD)
     for part in parts:
-        if not any(part.matches(at, p.name) for at, kind in zip(places, kinds, strict=True) for p in _of(model, kind)):
+        if not any(
+            part.matches(at, p.name) for at, kind in zip(places, kinds, strict=True) for p in _parameters(model, kind)
+        ):
             raise BadInput(file, f"{part.text!r} matches no parameter of the model", _REMEDY)
     frozen = [
-        frozenset(p.name for p in _of(model, kind) if not p.trained or any(x.matches(at, p.name) for x in parts))
+        frozenset(
+            p.name for p in _parameters(model, kind) if not p.trained or any(x.matches(at, p.name) for x in parts)
+        )
         for at, kind in zip(places, kinds, strict=True)
     ]
     _check_replicas(model, dict(zip(places, frozen, strict=True)), file)
-    if all(len(names) == len(_of(model, kind)) for names, kind in zip(frozen, kinds, strict=True)):
+    if all(len(names) == len(_parameters(model, kind)) for names, kind in zip(frozen, kinds, strict=True)):
         raise BadInput(file, "every parameter is frozen", "leave some to be trained")
     return _split(model, kinds, frozen)
 
@@ -79,7 +83,7 @@ def _split(model: Model, kinds: Sequence[str], frozen: Sequence[frozenset[str]])
     types: dict[str, LayerType] = {}
     names, backward = list[str](), False
     for kind, held in zip(kinds, frozen, strict=True):
-        backward = backward or len(held) < len(_of(model, kind)) or kind == HEAD
+        backward = backward or len(held) < len(_parameters(model, kind)) or kind == HEAD
         key = base_type(kind), held, backward
         if key not in split:
             split[key] = kind if kind in (EMBEDDING, HEAD) else _name(model, *key, taken=types)
@@ -90,7 +94,7 @@ def _split(model: Model, kinds: Sequence[str], frozen: Sequence[frozenset[str]])
 
 def _name(model: Model, base: str, held: frozenset[str], backward: bool, taken: Mapping[str, object]) -> str:
     """Return the name of a type of block."""
-    count = max(len(_of(model, kind)) for kind in model.layers if base_type(kind) == base)
+    count = max(len(_parameters(model, kind)) for kind in model.layers if base_type(kind) == base)
     if not held:
         return base
     word = NO_BACKWARD if not backward else _FROZEN if len(held) == count else _PARTLY
@@ -104,7 +108,7 @@ def _frozen_type(kind: LayerType, held: frozenset[str], backward: bool) -> Layer
     return plain if backward else replace(plain, backward=False)
 
 
-def _of(model: Model, kind: str) -> tuple[Parameter, ...]:
+def _parameters(model: Model, kind: str) -> tuple[Parameter, ...]:
     return model.types[kind].parameters
 
 
@@ -122,6 +126,6 @@ def _replicas(model: Model, frozen: Mapping[int | str, frozenset[str]]) -> Itera
         yield {first: [first in frozen[EMBEDDING], second in frozen[HEAD]]}
     for base in dict.fromkeys(map(base_type, model.layers)):
         numbers = [number for number, kind in enumerate(model.layers) if base_type(kind) == base]
-        for parameter in _of(model, model.layers[numbers[0]]):
+        for parameter in _parameters(model, model.layers[numbers[0]]):
             if parameter.shared:
                 yield {parameter.name: [parameter.name in frozen[number] for number in numbers]}

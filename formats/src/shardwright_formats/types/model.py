@@ -1,5 +1,6 @@
 """Descriptions of models for the planner: layer types, their shapes, and what must divide what."""
 
+from collections.abc import Callable
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -227,22 +228,26 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def parameter_count(self) -> int:
         """Return the number of parameters, tied and shared ones counted once."""
-        total = sum(self.types[name].parameter_count() for name in (EMBEDDING, *self.layers, HEAD))
-        shapes = self._outer_shapes()
-        tied = sum(prod(shapes[second]) for _, second in self.tied)
-        shared = sum(
-            (len(kinds) - 1) * prod(p.shape)
-            for kinds in self.layers_by_base.values()
-            for p in self.types[kinds[0]].parameters
-            if p.shared
-        )
-        return total - tied - shared
+        return self._count(lambda kind: kind.parameters)
+
+    @property
+    def trained_count(self) -> int:
+        """Return the number of parameters that are not frozen, tied and shared ones counted once."""
+        return self._count(lambda kind: kind.trained_parameters)
 
     @property
     def layers_by_base(self) -> dict[str, tuple[str, ...]]:
         """Return the types of the blocks, in order, by the family's type that they are."""
         bases = dict.fromkeys(map(base_type, self.layers))
         return {base: tuple(name for name in self.layers if base_type(name) == base) for base in bases}
+
+    def _count(self, counted: Callable[[LayerType], tuple[Parameter, ...]]) -> int:
+        """Return the number of elements of some parameters of each layer, tied and shared ones counted once."""
+        total = sum(prod(p.shape) for name in (EMBEDDING, *self.layers, HEAD) for p in counted(self.types[name]))
+        ends = {p.name: prod(p.shape) for name in (EMBEDDING, HEAD) for p in counted(self.types[name])}
+        tied = sum(ends.get(second, 0) for _, second in self.tied)
+        replicas = ((len(kinds) - 1, counted(self.types[kinds[0]])) for kinds in self.layers_by_base.values())
+        return total - tied - sum(n * prod(p.shape) for n, parameters in replicas for p in parameters if p.shared)
 
     def _outer_shapes(self) -> dict[str, tuple[int, ...]]:
         return {p.name: p.shape for name in (EMBEDDING, HEAD) for p in self.types[name].parameters}

@@ -79,13 +79,20 @@ def _block_rows(pairs: Sequence[LayerPair]) -> Iterator[LayerRow]:
     for pair in pairs:
         figures = LayerFigures(
             _measured(*seconds_per_layer(pair, "forward time", lambda probe: probe.segments[LAYERS].forward)),
-            _measured(*seconds_per_layer(pair, "backward time", lambda probe: probe.segments[LAYERS].backward)),
+            _backward(pair),
             _measured(
                 bytes_per_layer(pair, "activation memory", lambda probe: probe.segments[LAYERS].activation_bytes)
             ),
             _measured(pair.few.segments[LAYERS].workspace_bytes),
         )
         yield LayerRow.from_figures(LayerKey.from_fields(pair.few.key, type=pair.type), figures)
+
+
+def _backward(pair: LayerPair) -> Sourced:
+    """Return the time of a block's backward pass, which does not go through what stands before all that is trained."""
+    if not pair.few.plan.model.types[pair.type].has_backward:
+        return Sourced(0.0, Source.DERIVED)
+    return _measured(*seconds_per_layer(pair, "backward time", lambda probe: probe.segments[LAYERS].backward))
 
 
 def _end_rows(probes: Sequence[ProbeResult]) -> Iterator[LayerRow]:
@@ -164,8 +171,9 @@ def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates 
     """Return one row per tp_size and layer type.
 
     A block's bytes are the difference of its probes, the most over strategies and micro-batch sizes. What the layers
-    leave over is split between embedding and head by their numbers of parameters. Time of the gradient reduction is
-    shared out by gradient bytes. Probes under Ulysses are left out: their parameters are not split by tp_size.
+    leave over is split between embedding and head by their numbers of parameters, or of trained ones. Time of the
+    gradient reduction is shared out by gradient bytes. Probes under Ulysses are left out: their parameters are not
+    split by tp_size.
     """
     usable = [pair for pair in pairs if not axes_of(pair.few.plan.layers[0]).exchanges_heads]
     if not usable:
@@ -186,7 +194,7 @@ def _state_rows(
     ranks, rate = _reduction_ranks(probes), _reduction_s_per_byte(probes)
     for name in (EMBEDDING, *pairs[0].few.counts, HEAD):
         parameters, gradients, optimizer = (column[name] for column in columns)
-        count = model.types[name].parameter_count(tp_size)
+        count, trained = model.types[name].parameter_count(tp_size), model.types[name].trained_count(tp_size)
         # All derived: times come off a line, and the bytes of embedding and head from a split.
         yield StateRow(
             type=name,
@@ -195,12 +203,12 @@ def _state_rows(
             gradient_bytes=gradients,
             optimizer_bytes=optimizer,
             bytes_source=Source.DERIVED,
-            optimizer_s=line.s_per_parameter * count,
+            optimizer_s=line.s_per_parameter * trained,
             optimizer_source=Source.DERIVED,
             reduction_s=rate * gradients,
             reduction_ranks=ranks,
             reduction_source=Source.DERIVED,
-            scatter_s=zero.scatter_s * count if zero else 0.0,
+            scatter_s=zero.scatter_s * trained if zero else 0.0,
             gather_s=zero.gather_s * count if zero else 0.0,
             zero_ranks=zero.ranks if zero else 1,
             zero_source=Source.DERIVED if zero else Source.ABSENT,
@@ -240,8 +248,11 @@ def _state_bytes(
             f"{quantity} of {few.plan.name!r} are {-rest} bytes fewer than its layers have by their difference",
             "measure it again",
         )
-    types = few.plan.model.types
-    embedding, head = (types[name].parameter_count(tp_size) for name in (EMBEDDING, HEAD))
+    types, stored = few.plan.model.types, quantity == _STATE_BYTES[0][0]
+    embedding, head = (
+        types[name].parameter_count(tp_size) if stored else types[name].trained_count(tp_size)
+        for name in (EMBEDDING, HEAD)
+    )
     by_type[EMBEDDING] = rest * embedding // max(1, embedding + head)
     by_type[HEAD] = rest - by_type[EMBEDDING]
     return by_type
@@ -251,13 +262,13 @@ def _rank_parameters(probe: ProbeResult) -> int:
     """Return the number of parameters that the optimizer of one rank updates; tied ones count once."""
     model = probe.plan.model
     split = parameter_parts(probe)
-    all_parameters = sum(model.types[name].parameter_count(split) for name in (EMBEDDING, *model.layers, HEAD))
+    all_parameters = sum(model.types[name].trained_count(split) for name in (EMBEDDING, *model.layers, HEAD))
     return all_parameters - _tied_parameters(model, split)
 
 
 def _tied_parameters(model: Model, parts: int) -> int:
-    ends = {p.name: p.numel(parts) for name in (EMBEDDING, HEAD) for p in model.types[name].parameters}
-    return sum(ends[second] for _, second in model.tied)
+    ends = {p.name: p.numel(parts) for name in (EMBEDDING, HEAD) for p in model.types[name].trained_parameters}
+    return sum(ends.get(second, 0) for _, second in model.tied)
 
 
 def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
@@ -270,15 +281,13 @@ def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
     plain_s = None if zero3 is None else _plain_microbatch_s(zero3, probes)
     if zero2 is None or zero3 is None or plain_s is None:
         return None
-    parts, types = parameter_parts(zero3), zero3.plan.model.types
-    layers, ends = (
-        sum(types[name].parameter_count(parts) for name in names)
-        for names in (zero3.plan.model.layers, (EMBEDDING, HEAD))
-    )
+    parts, types, names = parameter_parts(zero3), zero3.plan.model.types, zero3.plan.model.layers
+    layers, ends = (sum(types[name].parameter_count(parts) for name in some) for some in (names, (EMBEDDING, HEAD)))
+    trained = sum(types[name].trained_count(parts) for name in (EMBEDDING, *names, HEAD))
     reduction_s = fmean((zero2.reduction_s, zero3.reduction_s))
     return ZeroRates(
         ranks=axes_of(zero3.plan.embedding).dense.states.size,
-        scatter_s=max(0.0, reduction_s) / (layers + ends),
+        scatter_s=max(0.0, reduction_s) / max(1, trained),
         gather_s=max(0.0, zero3.microbatch_s - plain_s) / (2 * layers + ends),
     )
 
@@ -319,7 +328,7 @@ def uncertain_times(probes: Sequence[ProbeResult], layers: Iterable[LayerRow]) -
     for row in (row for row in layers if row.type not in (EMBEDDING, HEAD)):
         for way in ("forward", "backward"):
             time = Duration(getattr(row, f"{way}_s"), getattr(row, f"{way}_error_s"))
-            if time.relative_error > MAX_RELATIVE_ERROR:
+            if time.median_s > 0 and time.relative_error > MAX_RELATIVE_ERROR:
                 yield (
                     f"uncertain: {way} time of {row.type} (tp_size {row.tp_size}, sequence_parallel "
                     f"{row.sequence_parallel}, recompute {row.recompute}, micro_batch_size {row.micro_batch_size}, "

@@ -34,7 +34,7 @@ def with_replays(rows: Iterable[LayerRow]) -> Iterator[LayerRow]:
         plain = next((row for row in alike if row.recompute is Recompute.NONE), None)
         for row in alike:
             one = msgspec.structs.replace(row, forward_s=forward.median_s, forward_error_s=forward.error_s)
-            yield one if plain is None or row is plain else _with_replay(one, plain)
+            yield one if plain is None or row is plain or plain.backward_s == 0 else _with_replay(one, plain)
 
 
 def _with_replay(row: LayerRow, plain: LayerRow) -> LayerRow:
@@ -58,7 +58,7 @@ def hidden_replays(measured: Iterable[LayerRow], fitted: Iterable[LayerRow]) -> 
     """Yield a sentence for each backward time that noise made doubtful and that was replaced."""
     times_s = {row.key: row.backward_s for row in measured}
     for row in fitted:
-        if row.key in times_s and row.backward_source is Source.DERIVED:
+        if times_s.get(row.key) and row.backward_source is Source.DERIVED:
             yield (
                 f"replay hidden by noise: backward time of {row.key} was measured as {times_s[row.key]:.4g} s, "
                 f"{row.backward_s:.4g} s is taken: that without recomputation"

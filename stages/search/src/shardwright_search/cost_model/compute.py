@@ -60,7 +60,7 @@ def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_mo
         problem = f"no point for {strategy} at sequence_length {key.sequence_length}"
         raise BadInput(profiles.model_file, problem, f"{_AGAIN}, or take time_model sequence")
     figures, beyond = _at(points, micro_batch_size), _beyond(key, points, micro_batch_size)
-    if figures is None or (beyond is not None and min(figures.forward_s, figures.backward_s) <= 0):
+    if figures is None or (beyond is not None and not _is_possible(figures, points)):
         sizes = points.micro_batch_sizes.tolist()
         problem = f"{strategy}: micro_batch_size {micro_batch_size} cannot be extrapolated from {sizes}"
         remedy = "add it to micro_batch_sizes of the profile settings and measure the probes again"
@@ -87,6 +87,11 @@ def _at(points: LayerPoints, size: int) -> LayerFigures[float] | None:
     near, far = (0, 1) if size < sizes[0] else (-1, -2)
     slope = (points.values[near] - points.values[far]) / (sizes[near] - sizes[far])
     return _with_bytes((points.values[near] + slope * (size - sizes[near])).tolist())
+
+
+def _is_possible(figures: LayerFigures[float], points: LayerPoints) -> bool:
+    """Return whether times are above 0, but for a backward pass that no measured size has."""
+    return figures.forward_s > 0 and (figures.backward_s > 0 or not points.values[:, 1].any())
 
 
 def _with_bytes(values: Sequence[float]) -> LayerFigures[float]:

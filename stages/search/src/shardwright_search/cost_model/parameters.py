@@ -2,7 +2,8 @@
 
 Memory is as this project's runtime holds it, which leaves most to FSDP2.
 
-P: parameters of a rank's share of a layer before ZeRO (under Ulysses the whole layer); w: the ranks that share them by
+P: parameters of a rank's share of a layer before ZeRO (under Ulysses the whole layer), of which gradients, moments and
+reductions count the trained ones; w: the ranks that share them by
 data parallelism (of a shard group); s, c, r: bytes of a number as stored, computed with and reduced. P/w is rounded up
 to FSDP2's shards.
 """
@@ -95,21 +96,22 @@ def parameter_memory(
     by one. With a single microbatch neither holds.
     """
     axes, ddp = axes_of(strategy).dense, strategy.data_parallel is DataParallel.DDP
-    numel, shard = kind.parameter_count(axes.tensor.size), _shard_numel(kind, axes)
-    full_bytes, computed = ITEMSIZE[precision.reduce] * numel, ITEMSIZE[precision.compute] * numel
-    shard_bytes = ITEMSIZE[precision.parameters] * shard
+    computed = ITEMSIZE[precision.compute] * kind.parameter_count(axes.tensor.size)
+    full_bytes = ITEMSIZE[precision.reduce] * kind.trained_count(axes.tensor.size)
+    stored, trained = (_shard_numel(group, axes) for group in (kind.parameters, kind.trained_parameters))
+    shard_bytes = ITEMSIZE[precision.parameters] * trained
     one_format = precision.parameters == precision.compute == precision.reduce
     without_fsdp = (ddp or axes.states.size == 1) and one_format
     replicated = ddp and axes.states.size > 1
     zero3, fsdp = strategy.data_parallel is DataParallel.ZERO3, not (replicated or without_fsdp)
     summed = (
-        ITEMSIZE[precision.reduce] * shard * bool(axes.replicates_shards and precision.reduce != precision.parameters)
+        ITEMSIZE[precision.reduce] * trained * bool(axes.replicates_shards and precision.reduce != precision.parameters)
     )
     gradients = shard_bytes + summed + full_bytes * (reduce_every_microbatch and is_first_layer)
     if replicated or deferred or without_fsdp:
         gradients = full_bytes
     return ParameterMemory(
-        parameters=shard_bytes,
+        parameters=ITEMSIZE[precision.parameters] * stored,
         gathered_parameters=0 if without_fsdp or (zero3 and not is_first_layer) else computed,
         gradients=gradients,
         gradient_sums=shard_bytes * (replicated and reduce_every_microbatch),
@@ -122,12 +124,12 @@ def parameter_memory(
 
 
 def _bucket_bytes(kind: LayerType, parts: int, precision: Precision) -> int:
-    return copied_bucket_bytes([ITEMSIZE[precision.reduce] * p.numel(parts) for p in kind.parameters])
+    return copied_bucket_bytes([ITEMSIZE[precision.reduce] * p.numel(parts) for p in kind.trained_parameters])
 
 
-def _shard_numel(kind: LayerType, axes: ParameterAxes) -> int:
-    """Return the numbers in a layer's largest shard: FSDP2 cuts the first dim of each parameter evenly, rounded up."""
-    return sum(_rows_numel(parameter, axes.tensor.size, axes.shards) for parameter in kind.parameters)
+def _shard_numel(parameters: Sequence[Parameter], axes: ParameterAxes) -> int:
+    """Return the numbers in parameters' largest shard: FSDP2 cuts the first dim of each evenly, rounded up."""
+    return sum(_rows_numel(parameter, axes.tensor.size, axes.shards) for parameter in parameters)
 
 
 def _rows_numel(parameter: Parameter, parts: int, shards: int) -> int:

@@ -23,7 +23,8 @@ def tied_cost_ps(
     if first == last and tied_class(embedding) == tied_class(head):
         return 0
     total = 0
-    for one, other in costs.model.tied:
+    trained = {parameter.name for parameter in costs.model.types[EMBEDDING].trained_parameters}
+    for one, other in ((one, other) for one, other in costs.model.tied if one in trained):
         for layer, name, strategy, mine, others in (
             (EMBEDDING, one, embedding, first, last),
             (HEAD, other, head, last, first),
@@ -37,9 +38,9 @@ def tied_cost_ps(
 def shared_cost_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
     """Return the time of parameters that all layers of a type share: as if one rank sent those of all layers."""
     total = 0
-    for name in dict.fromkeys(costs.model.layers):
-        replicas = costs.model.layers.count(name) - 1
-        shared = sum(prod(p.shape) for p in costs.model.types[name].parameters if p.shared)
+    for kinds in costs.model.layers_by_base.values():
+        replicas = len(kinds) - 1
+        shared = sum(prod(p.shape) for p in costs.model.types[kinds[0]].trained_parameters if p.shared)
         if sent := replicas * shared * ITEMSIZE[costs.precision.parameters]:
             total += 2 * _sent_ps(costs, stages[0], stages[-1], sent)
     return total

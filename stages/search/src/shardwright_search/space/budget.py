@@ -193,11 +193,13 @@ def _lacking(
 def states_beyond_budget(instance: Instance) -> int:
     """Return bytes that a rank lacks in the mean, however the states of all parameters are shared out; 0: none.
 
-    States are the parameters as stored, their gradients in the smaller format, and the optimizer's two moments.
+    States are the parameters as stored, and of trained ones gradients in the smaller format and the optimizer's two
+    moments.
     """
     precision, counts = instance.costs.precision, Counter(instance.costs.cluster.node_type_of_rank)
     stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
-    states = instance.costs.model.parameter_count * (3 * stored + min(stored, reduced))
+    model = instance.costs.model
+    states = model.parameter_count * stored + model.trained_count * (2 * stored + min(stored, reduced))
     budgets = sum(count * instance.budgets[name] for name, count in counts.items())
     return max(0, (states - budgets) // counts.total())
 
