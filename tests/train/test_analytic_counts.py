@@ -92,7 +92,7 @@ def runs_experts(stock):
     def run(tokens):
         states = (stock.model.embed_tokens(tokens),)
         angles = stock.model.rotary_emb(states[0], torch.arange(LENGTH)[None])
-        constants = {"kernel": "sdpa", "arguments": {"position_embeddings": angles}}
+        constants = {"kernel": "sdpa", "window": None, "mask": None, "arguments": {"position_embeddings": angles}}
         for block in blocks:
             states, _ = family.call(block, states, {"tokens": tokens}, constants)
 
