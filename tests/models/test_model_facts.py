@@ -48,6 +48,10 @@ VARIANTS = {
     "olmo2": {"model_type": "olmo2", **TINY, "num_key_value_heads": 2, "attention_bias": True},
     "gemma2": {"model_type": "gemma2", **TINY, "num_key_value_heads": 2, "head_dim": 24, "hidden_act": "gelu"},
     "gemma2-defaults": {"model_type": "gemma2", **TINY},
+    "glm4": {"model_type": "glm4", **TINY, "num_key_value_heads": 2, "head_dim": 24, "pad_token_id": 0},
+    "glm4-defaults": {"model_type": "glm4", **TINY, "attention_bias": False, "pad_token_id": 0},
+    "granite": {"model_type": "granite", **TINY, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+    "granite-scaled": {"model_type": "granite", **TINY, "logits_scaling": 8.0, "embedding_multiplier": 12.0},
     "gpt2": GPT2,
     "gpt2-usual-names": {"model_type": "gpt2", "vocab_size": 96, "max_position_embeddings": 64, "hidden_size": 32}
     | {"num_attention_heads": 4, "num_hidden_layers": 3},
@@ -98,11 +102,12 @@ def random_configuration(name, rng):
             if name == "qwen3_moe":
                 config |= {"moe_intermediate_size": rng.randint(3, 40), "decoder_sparse_step": rng.randint(1, 3)}
                 config |= {"mlp_only_layers": rng.choice(([], [0], [1, 2], None))}
-            further = {} if name in ("olmo2", "qwen2") else {"head_dim": size + 2}
+            further = {} if name in ("granite", "olmo2", "qwen2") else {"head_dim": size + 2}
             further |= {"tie_word_embeddings": True, "max_position_embeddings": 64}
-            biases = {"llama": ("attention_bias", "mlp_bias")}
-            biases |= dict.fromkeys(("gemma2", "olmo2", "qwen3"), ("attention_bias",))
+            biases = dict.fromkeys(("granite", "llama"), ("attention_bias", "mlp_bias"))
+            biases |= dict.fromkeys(("gemma2", "glm4", "olmo2", "qwen3"), ("attention_bias",))
             further |= dict.fromkeys(biases.get(name, ()), True)
+            config |= {"pad_token_id": 0} if name == "glm4" else {}
     config |= {key: value for key, value in further.items() if rng.random() < 0.5}
     return {"model_type": name} | config, 65 if name == "vit" else rng.randint(1, 64)
 
@@ -192,6 +197,7 @@ _BILLIONS = {
     "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72,
     "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53,
     "qwen3-235b-a22b": 235.09, "mixtral-8x7b": 46.70, "mixtral-8x22b": 140.62,
+    "glm-4-9b": 9.40, "glm-4-32b": 32.57, "granite-3.0-8b": 8.17,
 }  # fmt: skip
 """Parameters in billions, as the pages of the published weights count them; tied matrices once."""
 

@@ -26,6 +26,8 @@ FAMILIES = (
     "vit",
     "olmo2",
     "gemma2",
+    "glm4",
+    "granite",
     "mixtral",
     "qwen3_moe",
     "roberta",

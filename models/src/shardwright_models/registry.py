@@ -6,7 +6,9 @@ from shardwright_models.facts import Family
 from shardwright_models.families.bert import BERT
 from shardwright_models.families.experts import MIXTRAL, QWEN3_MOE
 from shardwright_models.families.gemma2 import GEMMA2
+from shardwright_models.families.glm4 import GLM4
 from shardwright_models.families.gpt2 import GPT2
+from shardwright_models.families.granite import GRANITE
 from shardwright_models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from shardwright_models.families.olmo2 import OLMO2
 from shardwright_models.families.roberta import ROBERTA, XLM_ROBERTA
@@ -16,7 +18,9 @@ from shardwright_models.families.vit import VIT
 _ALL = (
     BERT,
     GEMMA2,
+    GLM4,
     GPT2,
+    GRANITE,
     LLAMA,
     MISTRAL,
     MIXTRAL,
