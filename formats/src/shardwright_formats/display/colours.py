@@ -4,7 +4,7 @@ from math import log2
 
 from shardwright_formats.display.svg import PALETTE, SOFT
 from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import DataParallel, SequenceParallel, Strategy
+from shardwright_formats.types import DataParallel, Strategy
 
 _BLUE, _ORANGE, _GREEN, _PINK, _VIOLET, _YELLOW, _SKY, _RED = PALETTE
 PREDICTED, MEASURED, VALIDATION, BUDGET = _ORANGE, _BLUE, _ORANGE, _RED
@@ -52,15 +52,11 @@ def chunk_colour(colour: str, chunk: int, chunks: int) -> str:
 
 def strategy_colour(strategy: Strategy) -> str:
     """Return the colour of a layer: by what data-parallel ranks share out, the darker the larger its tp_size is."""
-    shares = axes_of(strategy).dense.states.size > 1
-    ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES and strategy.tp_size > 1
-    colour = _SHARINGS[strategy.data_parallel if shares else None][ulysses]
+    axes = axes_of(strategy)
+    shared = strategy.data_parallel if axes.dense.states.size > 1 else None
+    colour = _SHARINGS[shared][axes.exchanges_heads]
     colour = _scaled(colour, 1 - (1 - _DARKEST) * min(log2(strategy.tp_size), _WIDEST) / _WIDEST)
-    return _scaled(colour, 1 - _LIGHTER, white=_LIGHTER) if strategy.shard_size or not _is_usual(strategy) else colour
-
-
-def _is_usual(strategy: Strategy) -> bool:
-    return strategy.tp_consecutive or strategy.tp_size == 1 or strategy.dp_size == 1
+    return _scaled(colour, 1 - _LIGHTER, white=_LIGHTER) if strategy.shard_size or not axes.layout.consecutive else colour
 
 
 def _scaled(colour: str, light: float, white: float = 0.0) -> str:
