@@ -52,6 +52,8 @@ VARIANTS = {
     "glm4-defaults": {"model_type": "glm4", **TINY, "attention_bias": False, "pad_token_id": 0},
     "granite": {"model_type": "granite", **TINY, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     "granite-scaled": {"model_type": "granite", **TINY, "logits_scaling": 8.0, "embedding_multiplier": 12.0},
+    "smollm3": {"model_type": "smollm3", **TINY, "pad_token_id": 5, "no_rope_layers": [0, 1]},
+    "smollm3-defaults": {"model_type": "smollm3", **TINY, "pad_token_id": None, "num_hidden_layers": 9},
     "gpt2": GPT2,
     "gpt2-usual-names": {"model_type": "gpt2", "vocab_size": 96, "max_position_embeddings": 64, "hidden_size": 32}
     | {"num_attention_heads": 4, "num_hidden_layers": 3},
@@ -102,9 +104,13 @@ def random_configuration(name, rng):
             if name == "qwen3_moe":
                 config |= {"moe_intermediate_size": rng.randint(3, 40), "decoder_sparse_step": rng.randint(1, 3)}
                 config |= {"mlp_only_layers": rng.choice(([], [0], [1, 2], None))}
-            further = {} if name in ("granite", "olmo2", "qwen2") else {"head_dim": size + 2}
+            if name == "smollm3":
+                rotated = [rng.randint(0, 1) for _ in range(config["num_hidden_layers"])]
+                config |= {"pad_token_id": None, "no_rope_layer_interval": rng.randint(1, 3)}
+                config |= {"no_rope_layers": rng.choice((rotated, None))}
+            further = {} if name in ("granite", "olmo2", "qwen2", "smollm3") else {"head_dim": size + 2}
             further |= {"tie_word_embeddings": True, "max_position_embeddings": 64}
-            biases = dict.fromkeys(("granite", "llama"), ("attention_bias", "mlp_bias"))
+            biases = dict.fromkeys(("granite", "llama", "smollm3"), ("attention_bias", "mlp_bias"))
             biases |= dict.fromkeys(("gemma2", "glm4", "olmo2", "qwen3"), ("attention_bias",))
             further |= dict.fromkeys(biases.get(name, ()), True)
             config |= {"pad_token_id": 0} if name == "glm4" else {}

@@ -43,6 +43,11 @@ CONFIGS = {
         "model_type": "gemma2", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64, "head_dim": 32, "sliding_window": 96,
     },
+    "smollm3": {
+        "model_type": "smollm3", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0,
+        "no_rope_layer_interval": 3,  # the third block, which rotates nothing, keeps as much as others
+    },
     "gpt2": {
         "model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 96,
         "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,

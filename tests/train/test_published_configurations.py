@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from command_calls import call
+from published_decoders import DECODERS, REFUSED_DECODERS
 from published_encoders import ENCODERS, REFUSED_ENCODERS
 
 from shardwright_formats.io import read_document
@@ -225,6 +226,7 @@ PUBLISHED: dict[str, tuple[Config, int, int]] = {
     "gpt2-xl": (gpt2(48, 1600, 25, output_past=True), 1024, 1_557_611_200),
     "bert-base-uncased": (bert(12, 768, 12), 512, 109_514_298),
     "bert-large-uncased": (bert(24, 1024, 16), 512, 335_174_458),
+    **DECODERS,
     **ENCODERS,
     "t5-small": (t5(6, 512, 2048, 8, n_positions=512), 512, 60_506_624),
     "t5-base": (t5(12, 768, 3072, 12, n_positions=512), 512, 222_903_552),
@@ -328,6 +330,7 @@ REFUSED: list[tuple[Config, int, str]] = [
     (PUBLISHED["Llama-2-7b"][0] | {"num_attention_heads": 0}, 1024, "ZeroDivisionError"),
     (PUBLISHED["Llama-2-7b"][0] | {"hidden_size": -4096}, 1024, "negative dimension -4096"),
     (PUBLISHED["Llama-2-7b"][0] | {"hidden_act": "sillu"}, 1024, "sillu"),
+    *REFUSED_DECODERS,
     *REFUSED_ENCODERS,
 ]
 

@@ -31,6 +31,7 @@ FAMILIES = (
     "mixtral",
     "qwen3_moe",
     "roberta",
+    "smollm3",
 )
 PACKED = ("llama", "gpt2", "bert", "roberta")
 COMPILED = ("llama", "t5")

@@ -62,6 +62,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
         "sliding_window": 6,
     },
+    "smollm3": {
+        "model_type": "smollm3",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "no_rope_layer_interval": 2,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 61,

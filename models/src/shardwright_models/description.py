@@ -134,7 +134,7 @@ def wrong_types(family: Family, config: Config) -> str | None:
         if not isinstance(listed, list | tuple) or len(listed) != config[stack.counted_by]:
             return f"{stack.typed_by} is no list of the types of {config[stack.counted_by]} layers"
         if unknown := [kind for kind in listed if kind not in stack.types]:
-            return f"{stack.typed_by} {unknown[0]!r} is none of {', '.join(stack.types)}"
+            return f"{stack.typed_by} {unknown[0]!r} is none of {', '.join(map(str, stack.values))}"
     return None if family.experts is None else family.experts.wrong(config)
 
 

@@ -59,10 +59,20 @@ class Stack(NamedTuple):
     """The boundary tensor that its blocks change."""
     typed_by: str | None = None
     """The key of the configuration, such as layer_types, that lists the type of each block by the names in `types`."""
+    written: Mapping[str, object] = {}
+    """What that key lists in place of the names of types."""
+
+    @property
+    def values(self) -> tuple[object, ...]:
+        """Return what that key may list."""
+        return tuple(self.written.get(kind, kind) for kind in self.types)
 
     def listed(self, config: Config) -> Sequence[str] | None:
         """Return the types that a configuration lists; None where `type_at` tells them."""
-        return None if self.typed_by is None else config.get(self.typed_by)
+        listed = None if self.typed_by is None else config.get(self.typed_by)
+        if not self.written or not isinstance(listed, list | tuple):
+            return listed
+        return [next((kind for kind, value in self.written.items() if value == each), each) for each in listed]
 
     def layers(self, config: Config) -> Sequence[str]:
         """Return the type of each of its blocks in a configuration, in order."""
@@ -72,7 +82,8 @@ class Stack(NamedTuple):
     def counted(self, layers: Sequence[str]) -> dict[str, Any]:
         """Return the keys of the configuration that follow from the types of all blocks of a model."""
         inside = [base for layer in layers if (base := base_type(layer)) in self.types]
-        return {self.counted_by: len(inside)} | ({} if self.typed_by is None else {self.typed_by: inside})
+        listed = [self.written.get(kind, kind) for kind in inside]
+        return {self.counted_by: len(inside)} | ({} if self.typed_by is None else {self.typed_by: listed})
 
 
 class Dropouts(NamedTuple):

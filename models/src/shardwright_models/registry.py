@@ -12,6 +12,7 @@ from shardwright_models.families.granite import GRANITE
 from shardwright_models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from shardwright_models.families.olmo2 import OLMO2
 from shardwright_models.families.roberta import ROBERTA, XLM_ROBERTA
+from shardwright_models.families.smollm3 import SMOLLM3
 from shardwright_models.families.t5 import T5
 from shardwright_models.families.vit import VIT
 
@@ -29,6 +30,7 @@ _ALL = (
     QWEN3,
     QWEN3_MOE,
     ROBERTA,
+    SMOLLM3,
     T5,
     VIT,
     XLM_ROBERTA,

@@ -56,7 +56,8 @@ def strategy_colour(strategy: Strategy) -> str:
     shared = strategy.data_parallel if axes.dense.states.size > 1 else None
     colour = _SHARINGS[shared][axes.exchanges_heads]
     colour = _scaled(colour, 1 - (1 - _DARKEST) * min(log2(strategy.tp_size), _WIDEST) / _WIDEST)
-    return _scaled(colour, 1 - _LIGHTER, white=_LIGHTER) if strategy.shard_size or not axes.layout.consecutive else colour
+    usual = not strategy.shard_size and axes.layout.consecutive
+    return colour if usual else _scaled(colour, 1 - _LIGHTER, white=_LIGHTER)
 
 
 def _scaled(colour: str, light: float, white: float = 0.0) -> str:
