@@ -47,6 +47,11 @@ VARIANTS = {
     "qwen3-moe-defaults": {"model_type": "qwen3_moe", **TINY},
     "olmo2": {"model_type": "olmo2", **TINY, "num_key_value_heads": 2, "attention_bias": True},
     "gemma2": {"model_type": "gemma2", **TINY, "num_key_value_heads": 2, "head_dim": 24, "hidden_act": "gelu"},
+    "gemma2-windowed": {"model_type": "gemma2", **TINY, "num_hidden_layers": 3, "sliding_window": 8},
+    "qwen2-windowed": {"model_type": "qwen2", **TINY, "num_hidden_layers": 4, "num_key_value_heads": 2}
+    | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "qwen3-listed": {"model_type": "qwen3", **TINY, "num_key_value_heads": 2, "use_sliding_window": True}
+    | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma2-defaults": {"model_type": "gemma2", **TINY},
     "glm4": {"model_type": "glm4", **TINY, "num_key_value_heads": 2, "head_dim": 24, "pad_token_id": 0},
     "glm4-defaults": {"model_type": "glm4", **TINY, "attention_bias": False, "pad_token_id": 0},

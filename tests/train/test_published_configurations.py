@@ -187,6 +187,11 @@ PUBLISHED: dict[str, tuple[Config, int, int]] = {
         494_032_768,
     ),
     "Qwen2-7B": (qwen2(3584, 18944, 28, 28, 4, vocab=152064, windowed=28), 4096, 7_615_616_512),
+    "Qwen2-7B, some blocks with a window": (
+        qwen2(3584, 18944, 28, 28, 4, vocab=152064, windowed=20, use_sliding_window=True, sliding_window=2048),
+        4096,
+        7_615_616_512,
+    ),
     "Qwen2.5-1.5B": (
         qwen2(1536, 8960, 28, 12, 2, vocab=151936, windowed=28, tie_word_embeddings=True, use_mrope=False),
         4096,
@@ -202,6 +207,7 @@ PUBLISHED: dict[str, tuple[Config, int, int]] = {
     "OLMo-2-1124-7B": (olmo_2(4096, 11008, 32, 32, 32), 4096, 7_298_617_344),
     "OLMo-2-1124-13B": (olmo_2(5120, 13824, 40, 40, 40), 4096, 13_716_198_400),
     "gemma-2-2b": (gemma_2(2304, 9216, 26, 8, 4), 4096, 2_614_341_888),
+    "gemma-2-2b beyond its window": (gemma_2(2304, 9216, 26, 8, 4), 8192, 2_614_341_888),
     "gemma-2-9b": (gemma_2(3584, 14336, 42, 16, 8, sliding_window_size=4096), 4096, 9_241_705_984),
     "gemma-2-27b": (
         gemma_2(4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
@@ -270,19 +276,19 @@ REFUSED: list[tuple[Config, int, str]] = [
         "final_logit_softcapping 0.0 must be above 0",
     ),
     (PUBLISHED["gemma-2-2b"][0] | {"attn_logit_softcapping": -1.0}, 4096, "attn_logit_softcapping -1.0 must be above"),
-    (PUBLISHED["gemma-2-2b"][0], 8192, "sequence length 8192 is over the sliding_window 4096"),
+    (PUBLISHED["gemma-2-2b"][0] | {"sliding_window": 2.5}, 8192, "sliding_window"),
     (PUBLISHED["granite-3.0-2b"][0] | {"logits_scaling": 0.0}, 4096, "logits_scaling 0.0 must be above 0"),
     (PUBLISHED["Mistral-7B-v0.1"][0] | {"sliding_window": 0}, 8192, "sliding_window 0 is no length"),
     (
-        PUBLISHED["Qwen2-7B"][0] | {"use_sliding_window": True, "sliding_window": 1024},
+        PUBLISHED["Qwen2-7B"][0] | {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 4},
         4096,
-        "sequence length 4096 is over the sliding_window 1024",
+        "sliding_window 0 is no length",
     ),
     (PUBLISHED["Qwen2-7B"][0] | {"use_mrope": True}, 4096, "use_mrope true cannot be trained: positions count tokens"),
     (
         PUBLISHED["Qwen3-0.6B"][0] | {"layer_types": ["full_attention"] * 27 + ["linear_attention"]},
         4096,
-        "layer_types 'linear_attention' cannot be trained",
+        "layer_types 'linear_attention' is none of sliding_attention, full_attention",
     ),
     (PUBLISHED["Llama-3-8B"][0] | {"rope_scaling": {"type": "su"} | SCALED}, 4096, "rope_type 'su' cannot be trained"),
     (

@@ -33,7 +33,7 @@ FAMILIES = (
     "roberta",
     "smollm3",
 )
-PACKED = ("llama", "gpt2", "bert", "roberta")
+PACKED = ("qwen3", "gpt2", "bert", "roberta")
 COMPILED = ("llama", "t5")
 """`make compiled` has all of them."""
 # Several launches of many processes on two cores.

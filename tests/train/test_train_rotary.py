@@ -42,11 +42,11 @@ def test_every_rotary_embedding_gives_the_hidden_states_of_the_stock_model(kind:
     model, family = tiny(family_name, head_dim=4, **KINDS[kind]), family_named(family_name, "test")
     torch.manual_seed(0)
     stock: Any = stock_model(model).double()
-    constants = family.constants(model, model.layers[0], slice(0, SEQUENCE_LENGTH), STATES, "sdpa")
     states: tuple[Tensor, ...] = (STATES,)
     for number in range(len(model.layers)):
         block = family.build(model, f"layers[{number}]", "sdpa").double()
         block.load_state_dict(stock.model.layers[number].state_dict())
+        constants = family.constants(model, model.layers[number], slice(0, SEQUENCE_LENGTH), STATES, "sdpa")
         states = family.call(block, states, {"tokens": torch.zeros(2, SEQUENCE_LENGTH)}, constants)
     torch.testing.assert_close(stock.model.norm(states[0]), stock.model(inputs_embeds=STATES)[0], rtol=0, atol=1e-12)
 

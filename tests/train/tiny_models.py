@@ -50,6 +50,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 8,
         "max_position_embeddings": 64,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 2,
     },
     "mistral": {
         "model_type": "mistral",
@@ -185,7 +188,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 12,
         "attn_logit_softcapping": 0.05,
         "final_logit_softcapping": 0.2,
-        "sliding_window": 16,
+        "sliding_window": 6,
     },
     "mixtral": {
         "model_type": "mixtral",

@@ -74,7 +74,7 @@ def described_model(
     family: Family, config: Config, given: Config, name: str, sequence_length: int, contents: Callable[[str], Contents]
 ) -> Model:
     """Return a description by what a family's layer types contain; `config` is what `given` means."""
-    layers = family.layers(config)
+    layers = family.described_layers(config, sequence_length)
     kinds = (EMBEDDING, *dict.fromkeys(layers), HEAD)
     return Model(
         name=name,
@@ -177,12 +177,6 @@ def _is_length(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_LENGTH
 
 
-def _window(family: Family, config: Config, layer: str, sequence_length: int) -> int | None:
-    """Return the window of a type of block; None where it holds a whole sample."""
-    window = None if family.window is None else family.window(layer, config)
-    return window if window is not None and window < sequence_length else None
-
-
 def _pairs(positions: int, window: int | None) -> int:
     """Return the pairs of positions whose scores count: all, as if nothing was masked.
 
@@ -195,7 +189,7 @@ def _layer_type(family: Family, config: Config, layer: str, sequence_length: int
     inside = layer not in (EMBEDDING, HEAD)
     labels = sequence_length if family.labels is None else family.labels
     positions = {EMBEDDING: sequence_length - family.positions_without_input, HEAD: labels}
-    window = _window(family, config, layer, sequence_length) if inside else None
+    window = family.effective_window(layer, config, sequence_length) if inside else None
     pairs = sum(_pairs(sequence_length, window) for _ in family.attended(layer)) if inside else 0
     scores = 4 * pairs * config["head_dim"] * config["num_attention_heads"]
     divided = {key: config[key] for key in family.split(layer)} if inside else {}

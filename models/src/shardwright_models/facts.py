@@ -16,6 +16,8 @@ Layers = Callable[[str, Config], Iterator[Parameter]]
 Recomputation = Literal["full", "attention", "mlp"]
 BLOCK = "block"
 """The layer type of families that have one."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Types of block that differ by a sliding window, by transformers' names."""
 DENSE, SPARSE = "dense", "sparse"
 """The types of block, of which each of the second has experts."""
 
@@ -61,6 +63,8 @@ class Stack(NamedTuple):
     """The key of the configuration, such as layer_types, that lists the type of each block by the names in `types`."""
     written: Mapping[str, object] = {}
     """What that key lists in place of the names of types."""
+    alike_within_window: bool = False
+    """Whether its types differ by their windows alone: where these hold whole samples, each block is a BLOCK."""
 
     @property
     def values(self) -> tuple[object, ...]:
@@ -77,13 +81,25 @@ class Stack(NamedTuple):
     def layers(self, config: Config) -> Sequence[str]:
         """Return the type of each of its blocks in a configuration, in order."""
         listed = self.listed(config)
-        return [self.type_at(config, i) for i in range(config[self.counted_by])] if listed is None else listed
+        return self._by_rule(config) if listed is None else listed
+
+    def may_be_alike(self, config: Config) -> bool:
+        """Return whether a configuration need not list the types of its blocks, should these be alike."""
+        return self.alike_within_window and list(self.layers(config)) == self._by_rule(config)
+
+    def has(self, layer: str) -> bool:
+        """Return whether it has blocks of a type."""
+        return layer in self.types or (self.alike_within_window and layer == BLOCK)
 
     def counted(self, layers: Sequence[str]) -> dict[str, Any]:
         """Return the keys of the configuration that follow from the types of all blocks of a model."""
-        inside = [base for layer in layers if (base := base_type(layer)) in self.types]
+        inside = [base for layer in layers if self.has(base := base_type(layer))]
+        lists = self.typed_by is not None and not (self.alike_within_window and BLOCK in inside)
         listed = [self.written.get(kind, kind) for kind in inside]
-        return {self.counted_by: len(inside)} | ({} if self.typed_by is None else {self.typed_by: listed})
+        return {self.counted_by: len(inside)} | ({self.typed_by: listed} if self.typed_by and lists else {})
+
+    def _by_rule(self, config: Config) -> list[str]:
+        return [self.type_at(config, i) for i in range(config[self.counted_by])]
 
 
 class Dropouts(NamedTuple):
@@ -261,12 +277,26 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
         The head has those of the last stack.
         """
-        number = next((n for n, stack in enumerate(self.stacks) if layer in stack.types), len(self.stacks) - 1)
+        number = next((n for n, stack in enumerate(self.stacks) if stack.has(layer)), len(self.stacks) - 1)
         return self.states[number::-1]
 
     def layers(self, config: Config) -> tuple[str, ...]:
         """Return the type of each block of a configuration, in order."""
         return tuple(layer for stack in self.stacks for layer in stack.layers(config))
+
+    def described_layers(self, config: Config, sequence_length: int) -> tuple[str, ...]:
+        """Return the types as descriptions list them: blocks that samples of a length make alike are of one."""
+        return tuple(layer for stack in self.stacks for layer in self._alike(stack, config, sequence_length))
+
+    def effective_window(self, layer: str, config: Config, sequence_length: int) -> int | None:
+        """Return the window of a type of block; None where it holds a whole sample."""
+        window = None if self.window is None else self.window(layer, config)
+        return window if window is not None and window < sequence_length else None
+
+    def _alike(self, stack: Stack, config: Config, sequence_length: int) -> Sequence[str]:
+        layers = stack.layers(config)
+        whole = all(self.effective_window(layer, config, sequence_length) is None for layer in {*layers})
+        return [BLOCK] * len(layers) if whole and stack.may_be_alike(config) else layers
 
     def counted(self, layers: Sequence[str]) -> dict[str, Any]:
         """Return the keys that number the layers or list their types, with the values that say these layers."""

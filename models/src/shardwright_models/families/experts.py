@@ -74,6 +74,7 @@ QWEN3_MOE = _with_experts(
     | {"use_sliding_window": False},
     lengths=(*QWEN3.lengths, _NUMBER, _QWEN3.top_k, _QWEN3.features, "decoder_sparse_step"),
     aliases={"num_experts": _NUMBER},
+    window=lambda _layer, config: config.get("sliding_window", 4096) if config["use_sliding_window"] else None,
     # Published files say how wide heads are, which the configuration of transformers does not list.
     ignored=("head_dim", "max_window_layers"),
 )

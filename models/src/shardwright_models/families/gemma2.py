@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from shardwright_formats.types import EMBEDDING, HEAD
-from shardwright_models.facts import Config, FeedForward, Norm, Only
+from shardwright_models.facts import FULL, SLIDING, Config, FeedForward, Norm, Only, Stack
 from shardwright_models.families.llama import LLAMA
 from shardwright_models.parameters import Parameters, norm
 
@@ -15,11 +15,18 @@ def _parameters(layer: str, config: Config) -> Parameters:
             yield from norm(name, config["hidden_size"], bias=False)
 
 
+def _type_at(_config: Config, index: int) -> str:
+    """Return the type of a block: every second has no window."""
+    return FULL if index % 2 else SLIDING
+
+
 GEMMA2 = replace(
     LLAMA,
     model_type="gemma2",
     stock="Gemma2ForCausalLM",
     runtime="gemma2:Gemma2",
+    stacks=(Stack(types=(SLIDING, FULL), type_at=_type_at, typed_by="layer_types", alike_within_window=True),),
+    window=lambda layer, config: config["sliding_window"] if layer == SLIDING else None,
     parameters=_parameters,
     defaults={
         **{"attention_bias": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from shardwright_formats.types import EMBEDDING, HEAD, Parameter
-from shardwright_models.facts import Config, Dropouts, Family, FeedForward, Layers, Mask, Norm, Stack
+from shardwright_models.facts import FULL, SLIDING, Config, Dropouts, Family, FeedForward, Layers, Mask, Norm, Stack
 from shardwright_models.parameters import Parameters, linear, norm, vocabulary
 
 
@@ -65,9 +65,31 @@ MISTRAL = replace(
     _kin("MistralForCausalLM", num_key_value_heads=8, sliding_window=4096),
     window=lambda _layer, config: config["sliding_window"],
 )
+
+
+def _windowed(family: Family) -> Family:
+    """Return the facts of a family of Qwen: the blocks from one on may have a window, if the configuration says so."""
+    return replace(
+        family,
+        stacks=(Stack(types=(SLIDING, FULL), type_at=_type_at, typed_by="layer_types", alike_within_window=True),),
+        window=lambda layer, config: _window(config) if layer == SLIDING else None,
+    )
+
+
+def _type_at(config: Config, index: int) -> str:
+    first = config.get("max_window_layers", 28)
+    return FULL if _window(config) is None or index < first else SLIDING
+
+
+def _window(config: Config) -> int | None:
+    """Return the window, which transformers gives a default where it is used."""
+    return config.get("sliding_window", 4096) if config["use_sliding_window"] else None
+
+
+_QWEN: dict[str, Any] = {"num_key_value_heads": 32, "use_sliding_window": False}
 # Biases of queries, keys and values alone, whatever the configuration says.
-QWEN2 = _kin("Qwen2ForCausalLM", partial(_parameters, input_biases=True), num_key_value_heads=32)
+QWEN2 = _windowed(_kin("Qwen2ForCausalLM", partial(_parameters, input_biases=True), **_QWEN))
 QWEN3 = replace(
-    _kin("Qwen3ForCausalLM", partial(_parameters, head_norms=True), "qwen3", head_dim=128, num_key_value_heads=32),
+    _windowed(_kin("Qwen3ForCausalLM", partial(_parameters, head_norms=True), "qwen3", head_dim=128, **_QWEN)),
     query_key_norms=True,
 )

@@ -23,7 +23,7 @@ def describe(family: Family, config: dict[str, Any], name: str, sequence_length:
     stock = family.skeleton(parsed)
     family.objective.from_config(stock.config, sequence_length)
     read = facts.completed(facts.configured(vars(stock.config)))
-    layers = facts.layers(read)
+    layers = facts.described_layers(read, sequence_length)
 
     def contents(layer: str) -> Contents:
         index = 0 if layer in (EMBEDDING, HEAD) else family.index(layers, layers.index(layer))

@@ -32,9 +32,7 @@ _MAX_FILE = 2**60
 _SHOWN = 8
 _AGAIN = "fetch the folder again"
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_FREE = re.compile(
-    r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cache|pretraining_tp|layer_types|.*dropout.*"
-)
+_FREE = re.compile(r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cache|pretraining_tp|.*dropout.*")
 """Keys of a configuration that say nothing about what its weights compute."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that older files of transformers hold in addition to parameters."""
