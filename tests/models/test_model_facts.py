@@ -57,6 +57,8 @@ VARIANTS = {
     "glm4-defaults": {"model_type": "glm4", **TINY, "attention_bias": False, "pad_token_id": 0},
     "granite": {"model_type": "granite", **TINY, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     "granite-scaled": {"model_type": "granite", **TINY, "logits_scaling": 8.0, "embedding_multiplier": 12.0},
+    "phi3": {"model_type": "phi3", **TINY, "num_key_value_heads": 2, "sliding_window": 20, "pad_token_id": 0},
+    "phi3-defaults": {"model_type": "phi3", **TINY, "pad_token_id": 0, "resid_pdrop": 0.1, "mlp_bias": False},
     "smollm3": {"model_type": "smollm3", **TINY, "pad_token_id": 5, "no_rope_layers": [0, 1]},
     "smollm3-defaults": {"model_type": "smollm3", **TINY, "pad_token_id": None, "num_hidden_layers": 9},
     "gpt2": GPT2,
@@ -113,12 +115,12 @@ def random_configuration(name, rng):
                 rotated = [rng.randint(0, 1) for _ in range(config["num_hidden_layers"])]
                 config |= {"pad_token_id": None, "no_rope_layer_interval": rng.randint(1, 3)}
                 config |= {"no_rope_layers": rng.choice((rotated, None))}
-            further = {} if name in ("granite", "olmo2", "qwen2", "smollm3") else {"head_dim": size + 2}
+            further = {} if name in ("granite", "olmo2", "phi3", "qwen2", "smollm3") else {"head_dim": size + 2}
             further |= {"tie_word_embeddings": True, "max_position_embeddings": 64}
             biases = dict.fromkeys(("granite", "llama", "smollm3"), ("attention_bias", "mlp_bias"))
             biases |= dict.fromkeys(("gemma2", "glm4", "olmo2", "qwen3"), ("attention_bias",))
             further |= dict.fromkeys(biases.get(name, ()), True)
-            config |= {"pad_token_id": 0} if name == "glm4" else {}
+            config |= {"pad_token_id": 0} if name in ("glm4", "phi3") else {}
     config |= {key: value for key, value in further.items() if rng.random() < 0.5}
     return {"model_type": name} | config, 65 if name == "vit" else rng.randint(1, 64)
 

@@ -17,8 +17,51 @@ def smollm3(**more: Any) -> Config:
     return shape | kind | rotary | window | tokens | numbers | biases | rest | more
 
 
+_LENGTHS = "max_position_embeddings", "original_max_position_embeddings"
+
+
+def phi3(hidden: int, feed_forward: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Config:
+    shape = {"hidden_size": hidden, "intermediate_size": feed_forward, "num_hidden_layers": layers}
+    kind = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "hidden_act": "silu", "use_cache": True}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    code = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    dropout = {"attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_bias": False}
+    tokens = {"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000, "vocab_size": 32064}
+    lengths = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "sliding_window": 2047}
+    numbers = {"initializer_range": 0.02, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0}
+    tied = {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "auto_map": code}
+    return shape | kind | heads_of | dropout | tokens | lengths | numbers | tied | more
+
+
+def stretched(**more: Any) -> Config:
+    """What Phi files for 131072 positions have; the factors, one for each pair of features, are others."""
+    factors = {"long_factor": [4.0] * 48, "short_factor": [1.0] * 48}
+    return {"rope_scaling": {"type": "longrope", **factors}, "max_position_embeddings": 131072} | more
+
+
 DECODERS: dict[str, tuple[Config, int, int]] = {
     "SmolLM3-3B": (smollm3(), 16384, 3_075_098_624),
+    "Phi-3-mini-4k-instruct": (phi3(3072, 8192, 32, 32, 32), 4096, 3_821_079_552),
+    "Phi-3-mini-128k-instruct": (phi3(3072, 8192, 32, 32, 32, **stretched()), 8192, 3_821_079_552),
+    "Phi-3.5-mini-instruct": (
+        phi3(3072, 8192, 32, 32, 32, **stretched(sliding_window=262144)),
+        8192,
+        3_821_079_552,
+    ),
+    "Phi-3-medium-4k-instruct": (phi3(5120, 17920, 40, 40, 10), 4096, 13_960_238_080),
+    "phi-4": (
+        phi3(5120, 17920, 40, 40, 10, **dict.fromkeys(_LENGTHS, 16384), sliding_window=None, rope_theta=250000)
+        | {"vocab_size": 100352, "bos_token_id": 100257, "eos_token_id": 100265, "pad_token_id": 100349},
+        16384,
+        14_659_507_200,
+    ),
+    "Phi-4-mini-instruct": (
+        phi3(3072, 8192, 32, 24, 8, **stretched(sliding_window=262144), partial_rotary_factor=0.75)
+        | {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}
+        | {"vocab_size": 200064, "eos_token_id": 199999, "pad_token_id": 199999, "tie_word_embeddings": True},
+        8192,
+        3_836_021_760,
+    ),
 }
 """config.json, a length to train with, and the published number of parameters."""
 
@@ -27,5 +70,8 @@ REFUSED_DECODERS: list[tuple[Config, int, str]] = [
     (smollm3(no_rope_layers=[1, 1, 2, 0] * 9), 64, "no_rope_layers 2 is none of 1, 0"),
     (smollm3(no_rope_layers=[1, 0]), 64, "no_rope_layers is no list of the types of 36 layers"),
     (smollm3(use_sliding_window=True, sliding_window=512), 64, "use_sliding_window true cannot be trained"),
+    (phi3(3072, 8192, 32, 32, 32, lm_head_bias=True), 64, "lm_head_bias true cannot be trained: matrices have no"),
+    (phi3(3072, 8192, 32, 32, 32, rope_scaling={"type": "linear", "factor": 2.0}), 64, "must be one of ['longrope']"),
+    (phi3(3072, 8192, 32, 32, 32, sliding_window=0), 64, "sliding_window 0 is no length"),
     (smollm3(layer_types=_WINDOWED * 9), 64, "layer_types 'sliding_attention' cannot be trained"),
 ]

@@ -43,6 +43,10 @@ CONFIGS = {
         "model_type": "gemma2", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64, "head_dim": 32, "sliding_window": 96,
     },
+    "phi3": {
+        "model_type": "phi3", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0,
+    },
     "smollm3": {
         "model_type": "smollm3", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0,

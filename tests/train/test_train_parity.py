@@ -32,6 +32,7 @@ FAMILIES = (
     "qwen3_moe",
     "roberta",
     "smollm3",
+    "phi3",
 )
 PACKED = ("qwen3", "gpt2", "bert", "roberta")
 COMPILED = ("llama", "t5")

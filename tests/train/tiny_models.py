@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from file_forms import as_in_files
 from stock_experts import with_balance
+from tiny_decoders import DECODERS, LAYERS
 from torch import Tensor, nn
 from transformers import T5ForConditionalGeneration, ViTForImageClassification
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -24,7 +25,6 @@ from shardwright_train.pipeline.layer import RankContext
 
 T = TypeVar("T")
 SEQUENCE_LENGTH = 16
-LAYERS = 4
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -65,17 +65,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
         "sliding_window": 6,
     },
-    "smollm3": {
-        "model_type": "smollm3",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "no_rope_layer_interval": 2,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    },
+    **DECODERS,
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 61,

@@ -210,7 +210,7 @@ def _attention_part(model: Model, region: Region, hidden: int, fused: bool) -> P
     stream = _stream(model, region)
     width = 2 * a.query_width * a.queries + 2 * a.key_width * a.keys
     elements, more = (width // 2 * n * family.query_key_norms for n in _norm_keeps(model, fused))
-    copies = a.query_width * a.queries * family.joins_features
+    copies = a.query_width * a.queries * family.joins_features + width // 2 * family.keeps_unrotated
     drops = _drops(model, region)
     return Part(
         name="attention",

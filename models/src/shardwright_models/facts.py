@@ -203,6 +203,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Whether queries and keys are normed."""
     joins_features: bool = False
     """Whether a head's features are joined after some were rotated; attention's output is then kept in two layouts."""
+    keeps_unrotated: bool = False
+    """Whether queries and keys are kept unrotated, too: one tensor holds them and the values."""
     experts: ExpertKeys | None = None
     """What its experts are; None: it has none."""
     soft_caps: bool = False

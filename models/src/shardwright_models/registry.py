@@ -11,6 +11,7 @@ from shardwright_models.families.gpt2 import GPT2
 from shardwright_models.families.granite import GRANITE
 from shardwright_models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from shardwright_models.families.olmo2 import OLMO2
+from shardwright_models.families.phi3 import PHI3
 from shardwright_models.families.roberta import ROBERTA, XLM_ROBERTA
 from shardwright_models.families.smollm3 import SMOLLM3
 from shardwright_models.families.t5 import T5
@@ -26,6 +27,7 @@ _ALL = (
     MISTRAL,
     MIXTRAL,
     OLMO2,
+    PHI3,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
