@@ -1,5 +1,9 @@
 """Pictures of a plan and of the memory of its pipeline stages."""
 
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
 from shardwright_formats.display.chart import bytes_axis
 from shardwright_formats.display.colours import BUDGET, strategy_colour, term_colour
 from shardwright_formats.display.plan_words import strategy_words
@@ -9,6 +13,8 @@ from shardwright_formats.types import EMBEDDING, HEAD, Estimate, LayerStrategy, 
 
 _LEFT, _ROW, _GAP = 150.0, 46.0, 8.0
 """Measures of a plan's picture in px: left edge of the cells, height of a stage, and space below it."""
+_SIZE = 70.0
+"""Width in px of a size in words."""
 _WORD = 30.0
 """Width in px that the words above a cell need."""
 # Recomputed layers are hatched, so that the colour is left for how they are sharded.
@@ -18,20 +24,38 @@ _HATCH = (
 )
 
 
-def draw_plan(plan: Plan) -> str:
-    """Draw a plan as inline SVG."""
-    layers = ((str(i), layer, plan.stage_of(f"layers[{i}]")) for i, layer in enumerate(plan.layers))
-    cells = [(EMBEDDING, plan.embedding, 0), *layers, (HEAD, plan.head, len(plan.stages) - 1)]
-    width = (WIDTH - _LEFT) / len(cells)
+class _Cell(NamedTuple):
+    """A layer of a plan, or equal neighbours of one stage together."""
+
+    name: str
+    strategy: Strategy
+    stage: int
+    columns: int = 1
+
+
+def draw_plan(plan: Plan, *, together: bool = False) -> str:
+    """Draw a plan as inline SVG; equal neighbours of a stage are one bar where they are drawn `together`."""
+    layers = [_Cell(str(i), layer, plan.stage_of(f"layers[{i}]")) for i, layer in enumerate(plan.layers)]
+    head = _Cell(HEAD, plan.head, len(plan.stages) - 1)
+    cells = [_Cell(EMBEDDING, plan.embedding, 0), *(_runs(layers) if together else layers), head]
+    width = (WIDTH - _LEFT) / (len(layers) + 2)
     drawn = [_row_frame(plan, stage) for stage in range(len(plan.stages))]
-    for column, (name, strategy, stage) in enumerate(cells):
-        x, y = _LEFT + column * width, 24 + stage * (_ROW + _GAP)
-        drawn.append(_cell(x, y, width, name, strategy))
-        if _is_labelled(column, len(cells), width):
-            drawn.append(_label(x, width, name))
+    starts = accumulate((cell.columns for cell in cells), initial=0)
+    for column, cell in zip(starts, cells, strict=False):
+        drawn.append(_bar(_LEFT + column * width, 24 + cell.stage * (_ROW + _GAP), width * cell.columns, cell))
+    for column, name in enumerate((EMBEDDING, *map(str, range(len(layers))), HEAD)):
+        if _is_labelled(column, len(layers) + 2, width):
+            drawn.append(_label(_LEFT + column * width, width, name))
     top = 24 + len(plan.stages) * (_ROW + _GAP) + 14
     marks, height = legend(_legend_entries(cells), _LEFT, top, WIDTH - _LEFT)
     return picture("".join(drawn) + marks, WIDTH, top + height, f"the plan {plan.name}", _HATCH)
+
+
+def _runs(layers: Sequence[_Cell]) -> Iterator[_Cell]:
+    for _, equal in groupby(layers, key=lambda cell: (cell.strategy, cell.stage)):
+        first, *rest = equal
+        name = f"{first.name}-{rest[-1].name}" if rest else first.name
+        yield first._replace(name=name, columns=len(rest) + 1)
 
 
 def _row_frame(plan: Plan, stage: int) -> str:
@@ -44,9 +68,11 @@ def _row_frame(plan: Plan, stage: int) -> str:
     return frame + name + text(0, y + 36, f"{several} · {'/'.join(node_types)}"[:24], look="soft small")
 
 
-def _cell(x: float, y: float, width: float, name: str, strategy: Strategy) -> str:
+def _bar(x: float, y: float, width: float, cell: _Cell) -> str:
+    name, strategy, _, columns = cell
     inset = 1.5 if width > 10 else 0.4
-    title = f"{name if name in (EMBEDDING, HEAD) else f'layer {name}'}: {strategy_words(strategy)}"
+    layers = "layers" if columns > 1 else "layer"
+    title = f"{name if name in (EMBEDDING, HEAD) else f'{layers} {name}'}: {strategy_words(strategy)}"
     left, top, wide, high = x + inset, y + 3, width - 2 * inset, _ROW - 6
     drawn = bar(left, top, wide, high, title, fill=strategy_colour(strategy), rx=3)
     if _is_recomputed(strategy):
@@ -66,9 +92,9 @@ def _label(x: float, width: float, name: str) -> str:
     return text(x + width / 2, 16, words, text_anchor="middle", look="soft small")
 
 
-def _legend_entries(cells: list[tuple[str, Strategy, int]]) -> list[tuple[str, str]]:
+def _legend_entries(cells: Sequence[_Cell]) -> list[tuple[str, str]]:
     entries: dict[str, str] = {}
-    for _, strategy, _ in cells:
+    for _, strategy, _, _ in cells:
         mark = element("rect", width=13, height=13, rx=3, fill=strategy_colour(strategy))
         if _is_recomputed(strategy):
             mark += element("rect", width=13, height=13, rx=3, fill="url(#hatch)")
@@ -108,7 +134,9 @@ def draw_memory(estimate: Estimate, budget_bytes: int | None) -> str:
             x, title = axis.at(held), f"{_words(term)}: {bytes_text(size)}"
             drawn.append(bar(x, y, axis.at(held + size) - x, height, title, fill=term_colour(term)))
             held += size
-        drawn.append(text(axis.at(max(held, stage.memory_bytes)) + 8, y + 19, bytes_text(stage.memory_bytes)))
+        end, line_at = axis.at(max(held, stage.memory_bytes)), axis.at(budget_shown)
+        beside = line_at if budget_shown and end <= line_at < end + _SIZE else end
+        drawn.append(text(beside + 8, y + 19, bytes_text(stage.memory_bytes)))
     if budget_shown:
         x = axis.at(budget_shown)
         drawn.append(line(x, 14, x, bottom, stroke=BUDGET, stroke_width=2, stroke_dasharray="5 3"))

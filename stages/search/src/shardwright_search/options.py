@@ -148,6 +148,10 @@ class AdviseOptions(RuntimeOptions, frozen=True, kw_only=True):
     """Seconds of CPU time, which a busy machine does not shorten, until the best plan so far is taken, with its gap."""
     out: Path | None = None
     """Plan file to write."""
+    html: Path | None = None
+    """Page to write that opens offline: pictures, and sliders over other GPUs, batches, lengths and budgets."""
+    html_limit: Seconds = 120.0
+    """CPU seconds for these searches; what is not computed in them, the page says."""
 
 
 class EvaluateOptions(ProfileOptions, frozen=True, kw_only=True):

@@ -128,7 +128,7 @@ def question_of(options: AdviseOptions) -> Question:
 
     Raises BadInput naming the option at fault.
     """
-    model, source = _model(options)
+    model, source = model_of(options)
     table = read_devices()
     machines = machines_of(options, table)
     runtime = options.assumed
@@ -196,7 +196,7 @@ def _profiles(
     return index_profiles(hardware, Path("--gpus"), made.profile, Path(model.name))
 
 
-def _model(options: AdviseOptions) -> tuple[Model, str]:
+def model_of(options: AdviseOptions) -> tuple[Model, str]:
     """Return the description of a preset, a config.json or its folder, and where its shapes come from."""
     presets, path = read_presets(), Path(options.model)
     if options.model in presets:
@@ -213,7 +213,7 @@ def _model(options: AdviseOptions) -> tuple[Model, str]:
 
 def machines_of(options: AdviseOptions, table: DeviceTable) -> Machines:
     """Read `--gpus`, and what is said of the GPUs besides; raises BadInput naming the option at fault."""
-    groups = tuple(map(_group, options.gpus.split("+")))
+    groups = tuple(map(group_of, options.gpus.split("+")))
     short = {name for text in options.gpus.split("+") if (name := text.rpartition(":")[2]) in _SHORT_NAMES}
     taken = (f"{name}: taken for {_SHORT_NAMES[name]} (--gpus)" for name in sorted(short))
     sizes = dict[str, int]()
@@ -242,7 +242,7 @@ def machines_of(options: AdviseOptions, table: DeviceTable) -> Machines:
     )
 
 
-def _group(text: str) -> tuple[str, int, int]:
+def group_of(text: str) -> tuple[str, int, int]:
     """Return device, nodes, and GPUs of each node: `8x8:H100-SXM`, or `8:H100-SXM` for one node."""
     match = _GPUS.fullmatch(text)
     if match is None:

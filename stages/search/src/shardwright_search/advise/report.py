@@ -47,38 +47,58 @@ class PricedChoice(NamedTuple):
     """Statement of the rule, and who says so; empty for the user's own."""
 
 
-def report(
-    question: Question,
-    answer: SearchAnswer,
-    rules: Sequence[PricedChoice],
-    choices: Sequence[PricedChoice],
-    all_rules: bool = True,
-    batches: Sequence[Candidate] = (),
-    within: Within | None = None,
-) -> RenderableType:
-    """Return the whole report; `rules` are rows of the table of plans, `choices` have a paragraph each.
+class Advice(NamedTuple):
+    """The answer to a question, with what stands beside it."""
 
-    Without `all_rules` time was up before the others were priced.
-    """
-    plan, evaluation = answer.chosen
-    others = [(other.plan, other.evaluation.estimate, "runner-up") for other in answer.runners_up]
-    others += [(rule.plan, rule.estimate, rule.name) for rule in rules]
+    question: Question
+    answer: SearchAnswer
+    rules: Sequence[PricedChoice]
+    """Rules of thumb, rows of the table of plans."""
+    choices: Sequence[PricedChoice]
+    """The user's own, with a paragraph each."""
+    all_rules: bool = True
+    """Without it, time was up before the other rules were priced."""
+    batches: Sequence[Candidate] = ()
+    within: Within | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the answer in lines: the plan, what it yields, what is proven, and what starts it elsewhere."""
+        lines = list(_answer(self.question, self.answer, self.batches, self.within))
+        return lines if self.within is None else [*lines, *_starts(self.within)]
+
+    @property
+    def plans(self) -> list[tuple[Plan, Estimate, str]]:
+        """Return the best plan, its runners-up and those of rules, each with its name."""
+        plan, evaluation = self.answer.chosen
+        others = [(other.plan, other.evaluation.estimate, "runner-up") for other in self.answer.runners_up]
+        others += [(rule.plan, rule.estimate, rule.name) for rule in self.rules]
+        return [(plan, evaluation.estimate, "the best"), *others]
+
+    @property
+    def assumed(self) -> list[str]:
+        """Return what is assumed, a line each."""
+        limits = () if self.within is None else _limits_of(self.question, self.within.target)
+        warnings = _assumptions(self.answer.chosen.evaluation.warnings)
+        return [*self.question.assumed, *limits, MFU_COUNTS, *warnings]
+
+
+def report(advice: Advice) -> RenderableType:
+    """Return the whole report."""
+    question, (plan, evaluation) = advice.question, advice.answer.chosen
     parts: list[RenderableType] = [
-        Text("\n".join(_answer(question, answer, batches, within))),
+        Text("\n".join(_answer(question, advice.answer, advice.batches, advice.within))),
         _memory_table(question, plan, evaluation.estimate),
-        _plans_table(question, [(plan, evaluation.estimate, "the best"), *others]),
+        _plans_table(question, advice.plans),
     ]
     if (node_types := node_types_table(plan, evaluation.estimate)) is not None:
         parts.insert(1, node_types)
-    parts += [Text("\n".join(_against(question, plan, evaluation.estimate, choice))) for choice in choices]
-    if not all_rules:
+    parts += [Text("\n".join(_against(question, plan, evaluation.estimate, choice))) for choice in advice.choices]
+    if not advice.all_rules:
         parts.append(Text("some rules of thumb were not priced within the time limit"))
-    if within is not None:
-        parts.append(Text("\n".join(_starts(within))))
-    limits = () if within is None else _limits_of(question, within.target)
-    assumed = *question.assumed, *limits, MFU_COUNTS
-    lines = ["assumed", *(f"  {line}" for line in assumed), *_assumptions(evaluation.warnings), SEEN]
-    return Group(*parts, Text("\n".join(lines)))
+    if advice.within is not None:
+        parts.append(Text("\n".join(_starts(advice.within))))
+    return Group(*parts, Text("\n".join(["assumed", *(f"  {line}" for line in advice.assumed), SEEN])))
 
 
 def mfu(question: Question, plan: Plan, estimate: Estimate) -> float | None:
@@ -205,22 +225,38 @@ def _layer_counts(plan: Plan) -> str:
     return str(counts[0]) if len(set(counts)) == 1 else " + ".join(map(str, counts))
 
 
-def _memory_table(question: Question, plan: Plan, estimate: Estimate) -> RenderableType:
-    """Return the table of the categories of memory of a rank of the fullest pipeline stage."""
-    left, number = min((left, number) for number, left in enumerate(question.left_bytes(plan, estimate)))
+def memory_rows(question: Question, plan: Plan, estimate: Estimate) -> list[tuple[str, str, str, str]]:
+    """Return the categories of memory of a rank of the fullest stage: name, GiB, share, and what makes it less."""
+    _, number = _fullest(question, plan, estimate)
     stage = estimate.stages[number]
     terms = sorted(stage.memory_terms_bytes.items(), key=lambda term: -term[1])
-    rows = [
+    return [
         (name, f"{size / GIB:.2f}", f"{size / stage.memory_bytes:.0%}", _LESS_BY[name]) for name, size in terms if size
     ]
-    last = [("together", f"{stage.memory_bytes / GIB:.2f}", "100%", ""), ("left", f"{left / GIB:.2f}", "", "")]
+
+
+def _fullest(question: Question, plan: Plan, estimate: Estimate) -> tuple[int, int]:
+    """Return the bytes that the stage with the least to spare leaves of its budget, and its number."""
+    return min((left, number) for number, left in enumerate(question.left_bytes(plan, estimate)))
+
+
+def _memory_table(question: Question, plan: Plan, estimate: Estimate) -> RenderableType:
+    """Return the table of the categories of memory of a rank of the fullest pipeline stage."""
+    left, number = _fullest(question, plan, estimate)
+    whole = f"{estimate.stages[number].memory_bytes / GIB:.2f}"
+    last = [("together", whole, "100%", ""), ("left", f"{left / GIB:.2f}", "", "")]
     title = f"memory of the fullest rank (pipeline stage {number})"
-    return table(title, ("what", "GiB", "share", "less of it by"), rows, last)
+    return table(title, ("what", "GiB", "share", "less of it by"), memory_rows(question, plan, estimate), last)
 
 
-def _plans_table(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]) -> RenderableType:
+PLAN_HEADINGS = ("", "plan", "s a step", "times as long", "GiB", "fits")
+"""Headings of `plan_rows`."""
+
+
+def plan_rows(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]) -> list[tuple[str, ...]]:
+    """Return a row for each plan, against the first."""
     plan, estimate, _ = plans[0]
-    rows = [
+    return [
         (
             name,
             plan_words(other),
@@ -231,8 +267,11 @@ def _plans_table(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]
         )
         for other, there, name in plans
     ]
-    headings = ("", "plan", "s a step", "times as long", "GiB", "fits")
-    return table("the best plan, others, and rules of thumb (--against tells how they differ)", headings, rows)
+
+
+def _plans_table(question: Question, plans: Sequence[tuple[Plan, Estimate, str]]) -> RenderableType:
+    title = "the best plan, others, and rules of thumb (--against tells how they differ)"
+    return table(title, PLAN_HEADINGS, plan_rows(question, plans))
 
 
 def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedChoice) -> Iterator[str]:
@@ -256,4 +295,4 @@ def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedC
 
 def _assumptions(warnings: Iterable[str]) -> Iterator[str]:
     """Yield the warnings of a prediction but those that repeat how far estimates were off."""
-    yield from (f"  {warning}" for warning in warnings if "nothing was measured" not in warning)
+    yield from (warning for warning in warnings if "nothing was measured" not in warning)

@@ -8,11 +8,13 @@ from time import process_time
 
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput, NothingFits, check_writable, write_document
+from shardwright_formats.io import BadInput, NothingFits, check_writable, write_bytes, write_document
 from shardwright_formats.types import GIB, Cluster, Estimate, Model, Plan
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
+from shardwright_search.advise.page import advice_page
 from shardwright_search.advise.question import Question, question_of
-from shardwright_search.advise.report import PricedChoice, report
+from shardwright_search.advise.report import Advice, PricedChoice, report
+from shardwright_search.advise.sizes import Sized, axes_of, column_of, outcomes_of
 from shardwright_search.advise.targeted import Within, best_for, started
 from shardwright_search.candidates import Candidate
 from shardwright_search.commands.given_plans import written_files
@@ -53,22 +55,46 @@ def advise(options: AdviseOptions) -> None:
             batches = tuple(better_batches(WhatIf("", *_given(question)), answer, deadline))
         else:
             within = _within(options.target, question, answer, taken, _seldom(tell), options.time_limit)
+        advice = Advice(question, answer, rules, choices, whole, batches, within)
+        page = None if options.html is None else _page(options, advice, tell)
     files = {} if within is None or options.launch is None else within.started.files
     texts = {options.launch / name: text for name, text in files.items()} if options.launch is not None else {}
     with written_files(texts, executable=texts):
         if options.out is not None:
             write_document(options.out, taken)
-        show_rich(report(question, answer, rules, choices, whole, batches, within))
+        if options.html is not None and page is not None:
+            write_bytes(options.html, page.encode())
+        show_rich(report(advice))
 
 
 def _check(options: AdviseOptions) -> None:
     """Raise BadInput for files that cannot be written, and for options that need others."""
     if options.out is not None:
         check_writable(options.out)
+    if options.html is not None:
+        check_writable(options.html)
     if options.launch is not None:
         if options.target is None:
             raise BadInput("--launch", "names a folder of what starts a plan in another system", "pass --for too")
         check_writable(options.launch / TARGETS[options.target].file_name)
+
+
+def _page(options: AdviseOptions, advice: Advice, tell: Callable[[str], None]) -> str:
+    """Return the page, with other sizes searched beside as time allows."""
+
+    def search(question: Question, limit_s: float) -> SearchAnswer | Infeasible:
+        if options.target is not None:
+            return best_for(options.target, question, _quiet, limit_s)
+        return find_best(*_given(question), _quiet, CpuSeconds(limit_s))
+
+    axes, asked = axes_of(options, advice.question), Sized.of_answer(advice.question, advice.answer)
+    deadline = until(CpuSeconds(options.html_limit))
+    outcomes = outcomes_of(options, axes, asked, search, tell, deadline)
+    return advice_page(advice, column_of(advice.question, options.gpus), axes, outcomes)
+
+
+def _quiet(_line: str) -> None:
+    pass
 
 
 def _given(question: Question) -> tuple[SearchRequest, Model, Cluster, Profiles, Path]:
