@@ -7,11 +7,12 @@ from msgspec import Meta, field
 
 from configuration_types import Name, Text
 from shardwright_formats.io import Value
-from shardwright_formats.types import MAX_DEVICES, Count, Gib, NonNegativeNumber
+from shardwright_formats.types import MAX_DEVICES, Count, Gib, NonNegativeNumber, PositiveNumber
 from shardwright_search.space.request import Counts, Space
 
 Devices = Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
-Gibs = Annotated[tuple[Gib, ...], Meta(min_length=1)]
+Gibs = Annotated[tuple[Gib | None, ...], Meta(min_length=1)]
+"""Budgets of one device in GiB; null: all that each device has."""
 
 
 class Profiles(StrEnum):
@@ -42,6 +43,19 @@ class MixedCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Number of nodes of each cluster, in this order; links and profiles are those of these clusters."""
 
 
+class PublishedTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The step time that others state for their best plan, shown beside ours for the same cluster, budget and batch."""
+
+    cluster: Name
+    memory_gib: Gib | None = None
+    global_batch_size: Count
+    step_s: PositiveNumber
+    plan: Text
+    """Their plan in words."""
+    space: str | None = None
+    """The grid's space that is theirs, whose best plan is shown, too."""
+
+
 class Front(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The exact front of step time against price over all sub-clusters of a cluster."""
 
@@ -53,6 +67,8 @@ class Front(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     space: str = str(Space.FULL)
     memory_gib: Gib | None = None
     """Budget of one device; null: all that it has."""
+    published_step_s: dict[str, PositiveNumber] = field(default_factory=dict)
+    """Step times that others state, by nodes such as 1xa100+3xa10, in the order of the cluster's node types."""
 
 
 class Published(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,6 +104,7 @@ class GridModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     global_batch_size: Counts | None = None
     search: dict[str, Any] = field(default_factory=dict)
     published: tuple[Published, ...] = ()
+    published_times: tuple[PublishedTime, ...] = ()
     even: Even | None = None
     """Even plan to compare with the searched ones."""
 
@@ -110,6 +127,8 @@ class GridSettings(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Clusters of several devices of a grid with reference profiles."""
     memory_gib: Gibs
     global_batch_size: Counts
+    source_of_times: Text | None = None
+    """Who states the published times."""
     spaces: Annotated[tuple[str, ...], Meta(min_length=1)]
     """Search spaces, with `full` among them."""
     search: dict[str, Any] = field(default_factory=dict)

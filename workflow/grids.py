@@ -76,11 +76,21 @@ class GridFile:
         entry, usual = self.settings.models[model], self.settings
         sizes = set(product(entry.memory_gib or usual.memory_gib, entry.global_batch_size or usual.global_batch_size))
         sizes |= {(each.memory_gib, each.global_batch_size) for each in entry.published if each.cluster == cluster}
+        stated = (each for each in entry.published_times if each.cluster == cluster)
+        sizes |= {(each.memory_gib, each.global_batch_size) for each in stated}
         searches = [
             self._search(model, f"{_size_name(*size)}-{space.replace('+', '.')}", *size, space)
-            for size, space in product(sorted(sizes), self.settings.spaces)
+            for size, space in product(sorted(sizes, key=_ascending), self.settings.spaces)
         ]
         return self._document(Grid, {"searches": searches})
+
+    @property
+    def published_times_json(self) -> str:
+        """Return the step times that others state, of the grid's cells and of its fronts."""
+        models, fronts = self.settings.models.items(), self.settings.fronts.items()
+        cells = [{"model": name, **asdict(each)} for name, model in models for each in model.published_times]
+        by_nodes = {name: front.published_step_s for name, front in fronts if front.published_step_s}
+        return json.dumps({"source": self.settings.source_of_times, "cells": cells, "fronts": by_nodes})
 
     def front_json(self, name: str) -> str:
         """Return the search document of a front."""
@@ -205,10 +215,22 @@ class GridFile:
             self._check_cluster(
                 f"models.{model}", (*entry.clusters, *(each.cluster for each in entry.published)), known
             )
+            self._check_published_times(model)
         for model, cluster in self.pairs:
             self.cells_json(model, cluster)
         for name in settings.fronts:
             self._check_front(name, known)
+
+    def _check_published_times(self, name: str) -> None:
+        """Raise BadInput for a time without a row of the grid's table to stand beside, or without a source."""
+        model, where = self.settings.models[name], f"models.{name}.published_times"
+        for each in model.published_times:
+            self._check_cluster(where, (each.cluster,), model.clusters)
+            if each.space is not None and each.space not in self.settings.spaces:
+                raise BadInput(self.file, f"{where}: there is no space {each.space!r}", "add it to spaces")
+        times = (model.published_times, *(front.published_step_s for front in self.settings.fronts.values()))
+        if any(times) and self.settings.source_of_times is None:
+            raise BadInput(self.file, f"{where}: nobody is named who states them", "give source_of_times")
 
     def _check_cluster(self, where: str, clusters: Iterable[str], known: Collection[str]) -> None:
         for cluster in clusters:
@@ -243,9 +265,14 @@ def _evaluation(plan: str, files: Inputs) -> str:
     return command_line("evaluate", plan, *files.profiles, out=prediction)
 
 
-def _size_name(memory_gib: float, batch: int) -> str:
+def _ascending(size: tuple[float | None, int]) -> tuple[bool, float, int]:
+    """Return a key by which budgets ascend, the whole device last, and then batches."""
+    return size[0] is None, size[0] or 0.0, size[1]
+
+
+def _size_name(memory_gib: float | None, batch: int) -> str:
     """Return the prefix of the cells' names for a budget and batch, which also names the published plan for both."""
-    return f"m{memory_gib:g}-b{batch}"
+    return f"whole-b{batch}" if memory_gib is None else f"m{memory_gib:g}-b{batch}"
 
 
 def read_grids(folders: Iterable[Path], workflow: Workflow) -> dict[str, GridFile]:

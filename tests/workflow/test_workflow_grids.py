@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 
 import h5py
@@ -14,7 +15,7 @@ import yaml
 from sample_results import a_plan, write_sample_results
 
 from configuration import load_workflow
-from grid_page import front_markdown
+from grid_page import front_markdown, published_markdown
 from grids import GridFile, read_grids
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.types import Cluster, Plans, Prediction
@@ -54,12 +55,12 @@ def test_clusters_of_published_tables_are_clusters():
 
 def test_a_mixed_cluster_has_the_nodes_links_and_profiles_of_its_parts():
     grid = GRIDS["fasop"]
-    raw = json.loads(grid.cluster_json("fasop-4a100-4a10"))
+    raw = json.loads(grid.cluster_json("fasop-1a100-3a10"))
     cluster = msgspec.convert({k: v for k, v in raw.items() if k not in ("format", "version")}, Cluster)
-    assert [(group.node_type, group.count) for group in cluster.nodes] == [("a100", 4), ("a10", 4)]
-    assert cluster.node_types["a10"].device == "A10" and cluster.num_devices == 32
-    inputs = grid.inputs("bert", "fasop-4a100-4a10")
-    assert [Path(path).stem for path in inputs.hardware] == ["fasop-a100-8x4", "fasop-a10-8x4"]
+    assert [(group.node_type, group.count) for group in cluster.nodes] == [("a100", 1), ("a10", 3)]
+    assert cluster.node_types["a10"].device == "A10" and cluster.num_devices == 16
+    inputs = grid.inputs("bert", "fasop-1a100-3a10")
+    assert [Path(path).stem for path in inputs.hardware] == ["fasop-a100-8x4", "fasop-a10-4x4"]
     assert [Path(path).stem for path in inputs.profile] == ["fasop-bert@A100", "fasop-bert@A10"]
     assert inputs.profiles[::2] == ["--hardware"] * 2 + ["--profile"] * 2
 
@@ -69,6 +70,19 @@ def test_published_plans_are_imported_and_priced_by_commands_that_exist():
         words = [word.strip("'") for word in line.split(" ")]
         name = "import galvatron" if words[0] == "import" else words[0]
         assert APP.commands[name].parse(name, words[len(name.split()) :])
+
+
+def test_fasops_grid_has_its_batches_its_clusters_and_the_seconds_that_it_states():
+    grid = GRIDS["fasop"]
+    cells = {pair: json.loads(grid.cells_json(*pair))["searches"] for pair in grid.pairs}
+    batches = {pair: {cell["global_batch_size"] for cell in of} for pair, of in cells.items()}
+    assert {model: sizes for (model, _), sizes in batches.items()} == {"gpt2XL": {64}, "bert": {256}, "T5": {128}}
+    names = {cell["name"] for of in cells.values() for cell in of}
+    assert {"whole-b64-full", "whole-b256-fasop"} <= names
+    assert {cell["memory_gib"] for of in cells.values() for cell in of} == {None}
+    stated = json.loads(grid.published_times_json)
+    assert {(each["model"], each["cluster"]) for each in stated["cells"]} == set(grid.pairs)
+    assert stated["fronts"]["gpt2XL"]["4xa100"] == 0.5978 and "FASOP" in stated["source"]
 
 
 def test_two_made_up_node_types_of_this_machine_are_planned_with_the_profile_of_each():
@@ -124,7 +138,7 @@ def test_a_front_is_searched_over_nodes_with_prices():
     assert list(grid.settings.fronts) == ["gpt2XL", "bert", "T5"]
     raw = json.loads(grid.front_json("bert"))
     request = msgspec.convert({k: v for k, v in raw.items() if k not in ("format", "version")}, SearchRequest)
-    assert (request.space, request.global_batch_size, request.memory_gib, request.max_tp_size) == ("full", 128, None, 4)
+    assert (request.space, request.global_batch_size, request.memory_gib, request.max_tp_size) == ("full", 256, None, 4)
     cluster = json.loads(grid.cluster_json(grid.settings.fronts["bert"].cluster))
     assert {name: of["usd_per_hour"] for name, of in cluster["node_types"].items()} == {"a100": 32.7726, "a10": 9.773}
     assert Path(grid.front_inputs("T5").profile[1]).stem == "fasop-T5@A10"
@@ -135,7 +149,7 @@ def test_a_front_is_searched_over_nodes_with_prices():
     [
         ({"model": "nobody"}, "fronts.f: there is no model 'nobody': add it to models"),
         ({"cluster": "nowhere"}, "fronts.f: there is no cluster 'nowhere': add it to clusters"),
-        ({"cluster": "fasop-4a100-4a10"}, "fronts.f: nodes of a10 have no price: give them usd_per_hour"),
+        ({"cluster": "fasop-1a100-7a10"}, "fronts.f: nodes of a10 have no price: give them usd_per_hour"),
         ({"space": "nowhere"}, "space"),
     ],
 )
@@ -170,6 +184,36 @@ def test_a_grid_that_cannot_be_is_one_line(tmp_path, change, says):
     with pytest.raises(BadInput, match=says) as error:
         GridFile(tmp_path / "config/grids/mine.yaml", WORKFLOW)
     assert str(error.value).startswith(str(folder / "mine.yaml"))
+
+
+_STATED = {"cluster": "fasop-a10-8x4", "global_batch_size": 64, "step_s": 1.0, "plan": "dp"}
+
+
+@pytest.mark.parametrize(
+    ("time", "change", "says"),
+    [
+        ({"cluster": "fasop-a10-4x4"}, {}, "gpt2XL.published_times: there is no cluster 'fasop-a10-4x4'"),
+        ({"space": "3d"}, {}, "gpt2XL.published_times: there is no space '3d': add it to spaces"),
+        ({"step_s": 0}, {}, "step_s"),
+        ({}, {"source_of_times": None}, "nobody is named who states them: give source_of_times"),
+    ],
+)
+def test_a_published_time_that_cannot_be_is_one_line(tmp_path, time, change, says):
+    models = yaml.safe_load((ROOT / "config/grids/fasop.yaml").read_text())["models"]
+    models["gpt2XL"]["published_times"] = [_STATED]
+    assert _written(tmp_path / "good", "fasop", {"models": models}).published_times_json
+    models["gpt2XL"]["published_times"] = [_STATED | time]
+    with pytest.raises(BadInput, match=says):
+        _written(tmp_path, "fasop", {"models": models} | change)
+
+
+def test_a_size_that_only_a_published_time_has_is_searched(tmp_path):
+    models = yaml.safe_load((ROOT / "config/grids/fasop.yaml").read_text())["models"]
+    models["gpt2XL"]["published_times"] = [_STATED | {"global_batch_size": 32, "memory_gib": 20}]
+    grid = _written(tmp_path, "fasop", {"models": models})
+    (first, *_, last) = json.loads(grid.cells_json("gpt2XL", "fasop-a10-8x4"))["searches"]
+    assert (first["name"], first["memory_gib"], first["global_batch_size"]) == ("m20-b32-dp", 20, 32)
+    assert last["name"] == "whole-b64-full", "the whole device comes last"
 
 
 def test_a_grid_is_one_job_for_each_pair(finished):
@@ -267,8 +311,25 @@ def test_a_front_is_a_section_with_its_points_and_the_number_of_the_others(tmp_p
         _front_row("3xa", Status.NO_PLAN),
     )
     (tmp_path / "bert" / "front.csv").write_bytes(csv_of(rows))
-    said = front_markdown(tmp_path / "bert" / "front.csv")
+    said = front_markdown(tmp_path / "bert" / "front.csv", {}, None)
     assert said.startswith("## Step time against price: bert\n\ndemo on sub-clusters of laptop, batch 32: ")
     assert "1 of 3 are on the front, 1 are dominated, 1 are without a plan." in said
     assert "| 2xa | 2 s | 1.9 s | 16 | 900 | 500 | pp2, 4 microbatch(es), 1f1b |" in said
     assert "1xa |" not in said
+    assert "published" not in said.lower()
+    beside = front_markdown(tmp_path / "bert" / "front.csv", {"2xa": 2.5, "1xa": 4.0}, "somebody")
+    assert "without a plan. Published: stated by somebody." in beside
+    assert "| nodes | step, closed form | simulated | published | samples/s |" in beside
+    assert "| 2xa | 2 s | 1.9 s | 2.5 s | 16 | 900 | 500 | pp2, 4 microbatch(es), 1f1b |" in beside
+
+
+def test_published_times_stand_beside_ours():
+    sizes = {"model": "m", "cluster": "c", "memory_gib": inf, "global_batch_size": 8}
+    steps_s = {"dp": 3.0, "fasop": 2.5, "full": 2.0}
+    cells = pd.DataFrame([{**sizes, "space": space, "predicted_step_s": time} for space, time in steps_s.items()])
+    cells.loc[cells["space"] == "dp", "predicted_step_s"] = None
+    stated = {"model": "m", "cluster": "c", "memory_gib": None, "global_batch_size": 8, "step_s": 3.0, "plan": "pp 2"}
+    for space, shown in (("fasop", "2.5 s"), ("dp", "–"), (None, "–")):
+        said = published_markdown(cells, [stated | {"space": space}], "somebody")
+        assert "as stated by somebody" in said
+        assert f"| m | c | all | 8 | pp 2 | 3 s | {shown} | 2 s | 1.50 |" in said

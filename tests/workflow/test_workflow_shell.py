@@ -140,6 +140,11 @@ def hostile(tmp_path_factory, workspace_in):
         for published in model.get("published", ()):
             published["file"] = HOSTILE
     (clone / "config/grids/galvatron.yaml").write_text(yaml.safe_dump(grid))
+    grid = yaml.safe_load((clone / "config/grids/fasop.yaml").read_text())
+    grid["source_of_times"] = HOSTILE
+    for each in (each for model in grid["models"].values() for each in model["published_times"]):
+        each["plan"] = HOSTILE
+    (clone / "config/grids/fasop.yaml").write_text(yaml.safe_dump(grid))
     workspace = workspace_in(folder / "workspace")
     workspace.folder.mkdir()
     config, taken = _hostile()
@@ -163,6 +168,7 @@ def test_every_rule_is_asked_for_of_a_hostile_configuration(hostile):
         "search",
         "grid_cells",
         "grid_cluster",
+        "grid_published_times",
     )
     rules |= {f"write_{kind}" for kind in (*documents, "grid_front")} | {"grid_published_plans", "grid_even_plans"}
     assert rules - called.jobs.keys() == {"plans", "profiles", "runs"}

@@ -9,6 +9,7 @@ for kind, path, text_of in (
     ("blend", "data/{name}/blend", lambda w: CONFIG.blend_json(w.name)),
     ("grid_cells", "grids/{grid}/asked/{model}@{cluster}", lambda w: GRIDS[w.grid].cells_json(w.model, w.cluster)),
     ("grid_cluster", "grids/{grid}/clusters/{cluster}", lambda w: GRIDS[w.grid].cluster_json(w.cluster)),
+    ("grid_published_times", "grids/{grid}/published_times", lambda w: GRIDS[w.grid].published_times_json),
     ("grid_front", "grids/{grid}/fronts/{front}.search", lambda w: GRIDS[w.grid].front_json(w.front)),
 ):
 

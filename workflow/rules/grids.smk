@@ -136,6 +136,7 @@ rule grid_table:
         ],
         measured=lambda wildcards: GRIDS[wildcards.grid].measurements,
         fronts=lambda wildcards: GRIDS[wildcards.grid].fronts,
+        published_times="results/grids/{grid}/published_times.json",
         scripts=sorted((ROOT / "workflow/scripts").glob("*.py")),
     output:
         multiext("results/grids/{grid}", ".csv", ".h5", ".md"),
@@ -156,4 +157,4 @@ rule grid_table:
         "write the tables of the grid {wildcards.grid}"
     shell:
         "python {params.script:q} tables {params.tables:q} --folder {params.kept:q} {params.measured:q}"
-        " {params.fronts:q} > {log:q} 2>&1"
+        " {params.fronts:q} --published-times {input.published_times:q} > {log:q} 2>&1"

@@ -1,7 +1,8 @@
 """The Markdown page and the picture of a grid: speeds by space, fronts of step time against price."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,11 +22,24 @@ SIZE = ["model", "cluster", "memory_gib", "global_batch_size"]
 """Columns of a grid's cells that tell its sizes apart."""
 _HEAD = ("nodes", "step, closed form", "simulated", "samples/s", "USD an hour", "USD a thousand steps", "plan")
 _RULE = ("---", *["---:"] * 5, "---")
+_STATED = 3
+"""Place of the column of times that others state, behind ours."""
 _OTHERS = {
     Status.DOMINATED: "dominated",
     Status.NO_PLAN: "without a plan",
     Status.OPEN: "open, as the search was stopped",
 }
+_TIMES_HEAD = (
+    "model",
+    "cluster",
+    "GiB",
+    "batch",
+    "published plan",
+    "published",
+    "in its space",
+    "full",
+    "published / full",
+)
 _LEFT, _RIGHT, _TOP, _ROW = 330.0, 20.0, 40.0, 18.0
 
 
@@ -53,7 +67,7 @@ def grid_markdown(cells: pd.DataFrame) -> str:
         last = f"{row['samples_per_s']:.4g}" if is_measured else _ratio(gain_on_published) + _too_large(row, size[2])
         model, cluster, memory_gib, batch = size
         texts = ["–" if pd.isna(speed.get(space)) else f"{speed[space]:.4g}" for space in spaces]
-        lines.append(_markdown_line([model, cluster, f"{memory_gib:g}", str(batch), *texts, _ratio(gain), last]))
+        lines.append(_markdown_line([model, cluster, gib_text(memory_gib), str(batch), *texts, _ratio(gain), last]))
     origin = "as measured" if is_measured else "as predicted (simulated)"
     words = [
         f"Samples a second, {origin}; – where no plan fits. {len(cells)} cells,"
@@ -70,24 +84,64 @@ def _too_large(row: "pd.Series[Any]", memory_gib: float) -> str:
     return f" (it lacks {over:.1f} GiB)" if over > 0 else ""
 
 
+def gib_text(memory_gib: float) -> str:
+    """Return a budget in words: infinite where a plan may use all that each device has."""
+    return "all" if memory_gib == inf else f"{memory_gib:g}"
+
+
+def published_markdown(cells: pd.DataFrame, times: Sequence[Mapping[str, Any]], source: str | None) -> str:
+    """Return a section on step times (s) that others state, beside ours for the same batch, cluster and budget."""
+    steps_s = cells.set_index([*SIZE, "space"])["predicted_step_s"].to_dict()
+    lines = [
+        "## Published step times",
+        "",
+        f"Seconds a step as stated by {source}, beside what this project predicts (simulated) for its best plans.",
+        "",
+        _markdown_line(_TIMES_HEAD),
+        _markdown_line(("---", "---", "---:", "---:", "---", *["---:"] * 4)),
+    ]
+    for each in times:
+        budget = inf if each["memory_gib"] is None else each["memory_gib"]
+        size = each["model"], each["cluster"], budget, each["global_batch_size"]
+        ours, same_space = steps_s[*size, OURS], steps_s.get((*size, each["space"]))
+        words = each["plan"], f"{each['step_s']:.4g} s", _seconds(same_space), _seconds(ours)
+        place = each["model"], each["cluster"], gib_text(budget), str(each["global_batch_size"])
+        lines.append(_markdown_line((*place, *words, _ratio(each["step_s"] / ours))))
+    return "\n".join([*lines, ""])
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None or pd.isna(value) else f"{value:.4g} s"
+
+
 def _ratio(value: float | None) -> str:
     return "–" if value is None or pd.isna(value) else f"{value:.2f}"
 
 
-def front_markdown(path: Path) -> str:
-    """Return a section on a front.csv: its points, the fastest first, and counts of other sub-clusters by status."""
+def front_markdown(path: Path, published_step_s: Mapping[str, float], source: str | None) -> str:
+    """Return a section on a front.csv: its points, the fastest first, and counts of other sub-clusters by status.
+
+    Times (s) that others state, by nodes, are a column and counted in the text.
+    """
     rows = pd.read_csv(path, keep_default_na=False)
     points = rows[rows["status"] == str(Status.FRONT)].to_dict("records")
     plans = [read_document(path.parent / str(point["plan"]), Plan) for point in points]
     counts = rows["status"].value_counts()
     others = [f"{counts[str(status)]} are {words}" for status, words in _OTHERS.items() if str(status) in counts]
+    columns = list(zip(_HEAD, _RULE, strict=True))
+    table = [_cells(point, plan) for point, plan in zip(points, plans, strict=True)]
+    if published_step_s:
+        columns.insert(_STATED, ("published", "---:"))
+        stated = [_seconds(published_step_s.get(point["nodes"])) for point in points]
+        table = [(*row[:_STATED], text, *row[_STATED:]) for row, text in zip(table, stated, strict=True)]
     lines = (
         f"## Step time against price: {path.parent.name}",
         "",
         f"{plans[0].model.name} on sub-clusters of {plans[0].cluster.name}, batch {plans[0].global_batch_size}: "
-        + ", ".join([f"{len(points)} of {len(rows)} are on the front", *others]) + ".",
+        + ", ".join([f"{len(points)} of {len(rows)} are on the front", *others]) + "."
+        + (f" Published: stated by {source}." if published_step_s else ""),
         "",
-        *map(_markdown_line, (_HEAD, _RULE, *map(_cells, points, plans))),
+        *map(_markdown_line, (*zip(*columns, strict=True), *table)),
         "",
     )  # fmt: skip
     return "\n".join(lines)
@@ -130,7 +184,7 @@ def draw_grid(cells: pd.DataFrame) -> str:
     for place, size in enumerate(rows):
         y = _TOP + _ROW * (place + 0.5)
         model, cluster, memory_gib, batch = size
-        name = f"{model}, {cluster}, {memory_gib:g} GiB, batch {batch}"
+        name = f"{model}, {cluster}, {gib_text(memory_gib)} GiB, batch {batch}"
         drawn.append(text(_LEFT - 10, y + 4, name, text_anchor="end", look="small"))
         drawn.append(line(_LEFT, y, WIDTH - _RIGHT, y, stroke=FAINT))
         drawn += [

@@ -5,6 +5,7 @@ python workflow/scripts/grid_tables.py plans results/grids/g/answers/m@c.json --
 """
 
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -13,11 +14,11 @@ import h5py
 import msgspec
 import pandas as pd
 
-from grid_page import OURS, SIZE, draw_grid, front_markdown, grid_markdown
+from grid_page import OURS, SIZE, draw_grid, front_markdown, grid_markdown, published_markdown
 from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run
 from shardwright_formats.display.plan_words import layers_summary
 from shardwright_formats.display.svg import document
-from shardwright_formats.io import BadInput, atomic_path, read_document, write_bytes, write_document
+from shardwright_formats.io import BadInput, atomic_path, read_document, read_object, write_bytes, write_document
 from shardwright_formats.types import GIB, Measurement, Plan, Plans, Prediction
 from shardwright_search.space.request import Grid, GridAnswers
 
@@ -35,6 +36,8 @@ class TablesOptions(Options, frozen=True, kw_only=True):
     """Measurements of the plans."""
     front: tuple[Path, ...] = ()
     """Tables of fronts, front.csv, each with its plans in the same folder."""
+    published_times: Path | None = None
+    """Step times that others state (JSON): of cells, and of fronts by nodes."""
 
 
 class PlansOptions(Options, frozen=True, kw_only=True):
@@ -61,8 +64,19 @@ def write_tables(options: TablesOptions) -> None:
     out = {end: options.name.with_name(f"{options.name.name}.{end}") for end in ("csv", "h5", "md", "svg")}
     write_bytes(out["csv"], cells.to_csv(index=False).encode())
     _write_hdf5(out["h5"], cells)
-    write_bytes(out["md"], "\n".join([grid_markdown(cells), *map(front_markdown, options.front)]).encode())
+    write_bytes(out["md"], "\n".join(_sections(cells, options)).encode())
     write_bytes(out["svg"], document(draw_grid(cells)).encode())
+
+
+def _sections(cells: pd.DataFrame, options: TablesOptions) -> Iterator[str]:
+    """Yield the sections of the page."""
+    stated = {} if options.published_times is None else read_object(options.published_times)
+    source, cells_s, fronts_s = (stated.get(name) for name in ("source", "cells", "fronts"))
+    yield grid_markdown(cells)
+    if cells_s:
+        yield published_markdown(cells, cells_s, source)
+    for path in options.front:
+        yield front_markdown(path, (fronts_s or {}).get(path.parent.name, {}), source)
 
 
 def write_plans(options: PlansOptions) -> None:
@@ -97,7 +111,8 @@ def _rows(name: Path, folder: Path, times: dict[str, float]) -> Iterator[dict[st
             size, _, _ = search.name.rpartition("-")
             published = name / "published" / pair / f"{size}.json"
             even = name / "even" / pair / f"b{search.global_batch_size}.json"
-            place = dict(zip(SIZE, (model, cluster, search.memory_gib, search.global_batch_size), strict=True))
+            budget = inf if search.memory_gib is None else search.memory_gib
+            place = dict(zip(SIZE, (model, cluster, budget, search.global_batch_size), strict=True))
             yield {
                 **place, "space": str(search.space),
                 **_figures(folder / f"{answer.key}.json", answer.reason, times),
