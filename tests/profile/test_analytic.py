@@ -11,6 +11,7 @@ from shardwright_estimate.layers import (
     OPERATOR_S,
     Machine,
     estimate_layer,
+    masks_bytes,
     optimizer_time_s,
 )
 from shardwright_estimate.messages import START_S, Link
@@ -151,6 +152,35 @@ def test_a_causal_flash_kernel_computes_half_of_the_scores_at_its_own_rate():
         flash, eager = (estimate_fused(kind, slow, how).forward_s for how in (Attention.SDPA, Attention.EAGER))
         kept = 2 * 5 * HEADS * LENGTH**2 / 1e11
         assert eager - flash == pytest.approx(scores / 1e9 + kept - computed / 5e8, rel=1e-9)
+
+
+def windowed(model, window):
+    """The toy, causal, whose positions attend within a window, described as the facts would."""
+    kind = model.types["block"]
+    attention, feed_forward = kind.regions
+    heads = msgspec.structs.replace(attention.attention, window=window)
+    block = msgspec.structs.replace(
+        kind,
+        regions=(msgspec.structs.replace(attention, attention=heads), feed_forward),
+        forward_flops_per_sample=kind.forward_flops_per_sample - 4 * (LENGTH - window) ** 2 * HIDDEN,
+    )
+    return msgspec.structs.replace(model, family="llama", types={**model.types, "block": block})
+
+
+def test_a_flash_kernel_leaves_out_what_a_window_does_and_others_add_a_mask_to_all_scores():
+    causal = msgspec.structs.replace(decoder(gated=True), family="llama")
+    slow = MACHINE._replace(flops_per_s=1e9, attention_flops_per_s=5e8)
+    scores, left_out = 4 * LENGTH**2 * HIDDEN, 4 * (LENGTH - 8) ** 2 * HIDDEN
+    kernels = {Attention.FLASH_ATTENTION_2: -left_out / 2, Attention.SDPA: scores / 2}
+    for kernel, more in kernels.items():
+        whole, part = (estimate_fused(model, slow, kernel).forward_s for model in (causal, windowed(causal, 8)))
+        assert part - whole == pytest.approx(more / 5e8, rel=1e-9)
+    whole, part = (estimate_fused(model, slow, Attention.EAGER) for model in (causal, windowed(causal, 8)))
+    assert part == pytest.approx(whole, rel=1e-9)
+    # One mask of all scores in the compute format, whatever the number of layers.
+    assert masks_bytes(windowed(causal, 8), MIXED, Attention.SDPA) == 2 * LENGTH**2
+    for model, kernel in ((windowed(causal, 8), Attention.FLASH_ATTENTION_2), (causal, Attention.SDPA)):
+        assert masks_bytes(model, MIXED, kernel) == 0
 
 
 def estimate_fused(model, machine, attention=Attention.SDPA):

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from shardwright_estimate.messages import Link, messages_time_s
-from shardwright_estimate.parts import Part, layer_parts
+from shardwright_estimate.part import Part
+from shardwright_estimate.parts import layer_parts
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
 from shardwright_formats.semantics.schedules.passes import Pass
@@ -32,6 +33,8 @@ ATTENTION_BACKWARD = 2.5
 
 SCORES_KEPT = (Attention.EAGER, Attention.SDPA_MATH)
 """Attention kernels that keep all scores."""
+_MASKED = (*SCORES_KEPT, Attention.SDPA)
+"""Attention kernels that know no window: a mask is added to all scores."""
 
 
 class Machine(NamedTuple):
@@ -62,13 +65,19 @@ class _Share(NamedTuple):
     entering: float
     weights: float
     scores_kept: bool
+    adds_masks: bool
 
     def kept_bytes(self, part: Part) -> float:
         scores = part.scores * self.itemsize + part.scores // 2 + part.score_bytes if self.scores_kept else 0
-        inside = part.inside * self.itemsize + part.inside_bytes + scores
+        repeated = part.repeated * self.itemsize if self.scores_kept or self.masks(part) else 0
+        inside = part.inside * self.itemsize + part.inside_bytes + scores + repeated
         outside = part.outside * self.itemsize + part.outside_bytes
         whole = part.whole * self.itemsize + part.whole_bytes
         return self.samples * (inside * self.inside + outside * self.outside + whole * self.entering)
+
+    def masks(self, part: Part) -> bool:
+        """Return whether a window's mask is added to all scores."""
+        return self.adds_masks and part.left_out > 0
 
     def passing_bytes(self, part: Part) -> float:
         whole = part.passing * self.itemsize
@@ -146,6 +155,12 @@ def estimate_memory(
     )
 
 
+def masks_bytes(model: Model, precision: Precision, attention: Attention) -> int:
+    """Return the bytes of the masks that a rank holds: one for each length of window, added to its layers' scores."""
+    windows = {kind.window for kind in model.types.values()} - {None} if attention in _MASKED else ()
+    return len(windows) * model.sequence_length**2 * ITEMSIZE[precision.compute]
+
+
 def _replayed(parts: Sequence[Part], recompute: Recompute) -> list[Part]:
     return [part for part in parts if recompute in (Recompute.FULL, Recompute.SELECTIVE, part.name)]
 
@@ -193,6 +208,7 @@ def _share(strategy: Strategy, samples: int, precision: Precision, attention: At
         entering=1 / axes.heads.size,
         weights=1 / axes.dense.tensor.size,
         scores_kept=attention in SCORES_KEPT,
+        adds_masks=attention in _MASKED,
     )
 
 
@@ -221,11 +237,16 @@ def _part_backward_s(part: Part, share: _Share, machine: Machine) -> float:
 
 
 def _attention_s(part: Part, share: _Share, machine: Machine) -> float:
-    """Return the seconds of scores and what they weigh; a flash kernel leaves out what a causal mask does."""
-    operations = part.attention_flops * share.samples * share.inside
+    """Return the seconds of scores and what they weigh; a flash kernel leaves out what a causal mask does, or a window.
+
+    Where a window's mask is added to the scores, it leaves out nothing.
+    """
+    masked = share.masks(part)
+    operations = (part.attention_flops + masked * part.left_out) * share.samples * share.inside
     if share.scores_kept:
         return operations / machine.flops_per_s
-    return operations * (0.5 if part.causal else 1.0) / (machine.attention_flops_per_s or machine.flops_per_s)
+    seen = 0.5 if part.causal and not masked else 1.0
+    return operations * seen / (machine.attention_flops_per_s or machine.flops_per_s)
 
 
 def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import UNSET
 
+from shardwright_estimate.part import Part
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.communication import LOSS_ELEMENTS
 from shardwright_formats.types import EMBEDDING, HEAD, Experts, LayerType, Model, Region
@@ -38,68 +39,22 @@ _TANH_GELU_COPIES = 3
 _ID_BYTES = 8
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a layer; numbers of elements and bytes are those of one sample over all ranks.
-
-    What is kept for the backward pass is counted as Korthikanti et al. (2022) do, of any shape: `inside` is what
-    tensor-parallel ranks share out, `outside` what each holds whole unless the sequence is split.
-    """
-
-    name: str
-    flops: float
-    """Operations of matrix products."""
-    attention_flops: float = 0.0
-    """Operations of scores and of what they weigh, those that a causal mask leaves out included."""
-    causal: bool = False
-    weights: int = 0
-    """Elements of the matrices."""
-    dense_gradient: int = 0
-    """Elements of a table whose gradient is written whole, however few rows were looked up."""
-    inside: int = 0
-    """Elements kept in the compute format."""
-    products: int = 0
-    """Elements among them that matrix products and attention give: what selective recomputation keeps."""
-    passing_bytes: int = 0
-    """Bytes that are written and read beside them, and not kept."""
-    inside_bytes: int = 0
-    """Further bytes kept of what ranks share out: norms of queries and keys."""
-    scores: int = 0
-    """Further elements kept of attention scores, where the kernel keeps them."""
-    score_bytes: int = 0
-    """Further bytes kept of them there."""
-    whole: int = 0
-    """Elements kept in the compute format that each tensor-parallel rank has whole inside the region: experts' rows."""
-    whole_bytes: int = 0
-    """Further bytes kept so: what a router tells."""
-    passing: int = 0
-    """Elements of the compute format that are written and read beside these, and not kept."""
-    outside: int
-    """Elements kept in the compute format: what enters the region, and the stream behind it."""
-    outside_bytes: int = 0
-    """Further bytes kept: dropout masks."""
-    result: int = 0
-    """Elements of the stream that leaves: all that is kept of a part that is recomputed."""
-    widest: int = 0
-    """Elements of the largest tensor that ranks share out."""
-    widest_whole: int = 0
-    """Elements of the largest tensor that each of them has whole inside the region."""
-    widest_bytes: int = 0
-    """Bytes of the largest float32 tensor beside them."""
-    kernels: int
-    trained: float = 1.0
-    """Share of the matrices' elements that have gradients: the others cost the gradient of their inputs alone."""
-
-
 class _Attention(NamedTuple):
     query_width: int
     key_width: int
     queries: int
     keys: int
     heads: int
+    window: int | None
 
     @property
     def scores(self) -> int:
         return self.heads * self.queries * self.keys
+
+    @property
+    def left_out(self) -> float:
+        """Pairs of positions that a window leaves out, as many behind each as before it."""
+        return 0.0 if self.window is None else float(self.queries - self.window) ** 2
 
 
 def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: bool = False) -> tuple[Part, ...]:
@@ -133,10 +88,7 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     # The description's count of operations holds; the shapes only say how it is shared out.
     counted = sum(part.flops + part.attention_flops for part in parts)
     share = kind.forward_flops_per_sample / counted if counted else 0.0
-    return tuple(
-        msgspec.structs.replace(part, flops=part.flops * share, attention_flops=part.attention_flops * share)
-        for part in parts
-    )
+    return tuple(part.scaled(share) for part in parts)
 
 
 def block_kernels(kind: LayerType) -> int:
@@ -215,7 +167,8 @@ def _attention_part(model: Model, region: Region, hidden: int, fused: bool) -> P
     return Part(
         name="attention",
         flops=2.0 * hidden * width,
-        attention_flops=4.0 * a.queries * a.keys * a.query_width,
+        attention_flops=4.0 * (a.queries * a.keys - a.left_out) * a.query_width,
+        left_out=4.0 * a.left_out * a.query_width,
         causal=family.mask is Mask.CAUSAL,
         weights=2 * hidden * (a.query_width + a.key_width),
         inside=width + elements + copies,
@@ -223,6 +176,7 @@ def _attention_part(model: Model, region: Region, hidden: int, fused: bool) -> P
         products=width,
         scores=(2 if drops else 1) * a.scores,
         score_bytes=_SOFT_CAP_BYTES * family.soft_caps * a.scores,
+        repeated=2 * (a.query_width - a.key_width) * a.keys,
         outside=2 * stream,
         outside_bytes=stream if drops else 0,
         result=stream,
@@ -333,6 +287,7 @@ def _attention_of(model: Model, region: Region) -> _Attention:
         lengths[heads.queries],
         lengths[heads.keys],
         heads.heads,
+        heads.window,
     )
 
 

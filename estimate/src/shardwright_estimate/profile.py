@@ -13,7 +13,7 @@ from msgspec.structs import asdict, replace
 from shardwright_estimate.curves import fits_table
 from shardwright_estimate.devices import Efficiencies, Machines, Rates, link_of, machines_of, matrix_efficiency
 from shardwright_estimate.hardware import Network, NodeRates, Overlap, analytic_hardware
-from shardwright_estimate.layers import SCORES_KEPT, Machine, estimate_layer, optimizer_time_s
+from shardwright_estimate.layers import SCORES_KEPT, Machine, estimate_layer, masks_bytes, optimizer_time_s
 from shardwright_estimate.messages import Link
 from shardwright_estimate.notes import Process, hardware_notes, model_notes
 from shardwright_estimate.runtimes import SHARDWRIGHT, Runtime, attention_of
@@ -91,7 +91,10 @@ def model_profile(
             ),
             layers=Table.from_rows(LayerRow, layers),
             states=Table.from_rows(StateRow, _state_rows(model, tp_sizes, precision, machines.blocks)),
-            process=Table.from_rows(ProcessRow, [_process_row(process)]),
+            process=Table.from_rows(
+                ProcessRow,
+                [_process_row(process, max(masks_bytes(one, precision, attention) for _, one in models))],
+            ),
             fits=fits_table(layers),
         ),
         left_out,
@@ -197,9 +200,10 @@ def _state_rows(model: Model, tp_sizes: Sequence[int], precision: Precision, mac
         )
 
 
-def _process_row(process: Process) -> ProcessRow:
+def _process_row(process: Process, masks: int) -> ProcessRow:
+    """Return what each process holds beside its layers, with the bytes of the masks that these share."""
     return ProcessRow(
-        process_bytes=process.bytes,
+        process_bytes=process.bytes + masks,
         process_source=Source.ASSUMED,
         communicator_bytes=process.of_each_communicator,
         communicator_source=Source.ASSUMED,

@@ -1,0 +1,64 @@
+"""What is known of a part of a layer: its operations, and what it keeps for the backward pass."""
+
+import msgspec
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a layer; numbers of elements and bytes are those of one sample over all ranks.
+
+    What is kept for the backward pass is counted as Korthikanti et al. (2022) do, of any shape: `inside` is what
+    tensor-parallel ranks share out, `outside` what each holds whole unless the sequence is split.
+    """
+
+    name: str
+    flops: float
+    """Operations of matrix products."""
+    attention_flops: float = 0.0
+    """Operations of scores and of what they weigh, those that a causal mask leaves out included."""
+    causal: bool = False
+    left_out: float = 0.0
+    """Operations of scores that a window leaves out: a kernel to whose scores a mask is added computes them, too."""
+    weights: int = 0
+    """Elements of the matrices."""
+    dense_gradient: int = 0
+    """Elements of a table whose gradient is written whole, however few rows were looked up."""
+    inside: int = 0
+    """Elements kept in the compute format."""
+    products: int = 0
+    """Elements among them that matrix products and attention give: what selective recomputation keeps."""
+    passing_bytes: int = 0
+    """Bytes that are written and read beside them, and not kept."""
+    inside_bytes: int = 0
+    """Further bytes kept of what ranks share out: norms of queries and keys."""
+    scores: int = 0
+    """Further elements kept of attention scores, where the kernel keeps them."""
+    score_bytes: int = 0
+    """Further bytes kept of them there."""
+    repeated: int = 0
+    """Further elements kept where keys and values are repeated for all heads: where scores are kept, or masked."""
+    whole: int = 0
+    """Elements kept in the compute format that each tensor-parallel rank has whole inside the region: experts' rows."""
+    whole_bytes: int = 0
+    """Further bytes kept so: what a router tells."""
+    passing: int = 0
+    """Elements of the compute format that are written and read beside these, and not kept."""
+    outside: int
+    """Elements kept in the compute format: what enters the region, and the stream behind it."""
+    outside_bytes: int = 0
+    """Further bytes kept: dropout masks."""
+    result: int = 0
+    """Elements of the stream that leaves: all that is kept of a part that is recomputed."""
+    widest: int = 0
+    """Elements of the largest tensor that ranks share out."""
+    widest_whole: int = 0
+    """Elements of the largest tensor that each of them has whole inside the region."""
+    widest_bytes: int = 0
+    """Bytes of the largest float32 tensor beside them."""
+    kernels: int
+    trained: float = 1.0
+    """Share of the matrices' elements that have gradients: the others cost the gradient of their inputs alone."""
+
+    def scaled(self, share: float) -> "Part":
+        """Return the part with so many times the operations."""
+        operations = {"flops": self.flops, "attention_flops": self.attention_flops, "left_out": self.left_out}
+        return msgspec.structs.replace(self, **{name: value * share for name, value in operations.items()})
