@@ -7,17 +7,32 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shardwright_formats.types import Attention, Experts, Parameter, base_type
+from shardwright_formats.types import Attention, Experts, Parameter
+from shardwright_models.stacks import BLOCK, FULL, SLIDING, Config, Stack
 
-Config = Mapping[str, Any]
-"""The keys of a config.json; once `configured` has read it, also those that are absent, and under the usual names."""
+__all__ = [
+    "BLOCK",
+    "DENSE",
+    "FULL",
+    "SLIDING",
+    "SPARSE",
+    "Config",
+    "Dropouts",
+    "ExpertKeys",
+    "Family",
+    "FeedForward",
+    "Layers",
+    "Mask",
+    "Norm",
+    "Only",
+    "Recomputation",
+    "Stack",
+]
+
+
 Layers = Callable[[str, Config], Iterator[Parameter]]
 """The parameters of a layer type, in the stock model's names and order."""
 Recomputation = Literal["full", "attention", "mlp"]
-BLOCK = "block"
-"""The layer type of families that have one."""
-SLIDING, FULL = "sliding_attention", "full_attention"
-"""Types of block that differ by a sliding window, by transformers' names."""
 DENSE, SPARSE = "dense", "sparse"
 """The types of block, of which each of the second has experts."""
 
@@ -47,59 +62,6 @@ class FeedForward(NamedTuple):
 
     activation: str
     gated: bool
-
-
-class Stack(NamedTuple):
-    """A list of blocks: how many there are, which type each has, and what they hand on."""
-
-    counted_by: str = "num_hidden_layers"
-    """The key of the configuration that says how many there are."""
-    types: tuple[str, ...] = (BLOCK,)
-    type_at: Callable[[Config, int], str] = lambda _config, _index: BLOCK
-    """The type of a block by its index, where no key lists it."""
-    state: str = "hidden_states"
-    """The boundary tensor that its blocks change."""
-    typed_by: str | None = None
-    """The key of the configuration, such as layer_types, that lists the type of each block by the names in `types`."""
-    written: Mapping[str, object] = {}
-    """What that key lists in place of the names of types."""
-    alike_within_window: bool = False
-    """Whether its types differ by their windows alone: where these hold whole samples, each block is a BLOCK."""
-
-    @property
-    def values(self) -> tuple[object, ...]:
-        """Return what that key may list."""
-        return tuple(self.written.get(kind, kind) for kind in self.types)
-
-    def listed(self, config: Config) -> Sequence[str] | None:
-        """Return the types that a configuration lists; None where `type_at` tells them."""
-        listed = None if self.typed_by is None else config.get(self.typed_by)
-        if not self.written or not isinstance(listed, list | tuple):
-            return listed
-        return [next((kind for kind, value in self.written.items() if value == each), each) for each in listed]
-
-    def layers(self, config: Config) -> Sequence[str]:
-        """Return the type of each of its blocks in a configuration, in order."""
-        listed = self.listed(config)
-        return self._by_rule(config) if listed is None else listed
-
-    def may_be_alike(self, config: Config) -> bool:
-        """Return whether a configuration need not list the types of its blocks, should these be alike."""
-        return self.alike_within_window and list(self.layers(config)) == self._by_rule(config)
-
-    def has(self, layer: str) -> bool:
-        """Return whether it has blocks of a type."""
-        return layer in self.types or (self.alike_within_window and layer == BLOCK)
-
-    def counted(self, layers: Sequence[str]) -> dict[str, Any]:
-        """Return the keys of the configuration that follow from the types of all blocks of a model."""
-        inside = [base for layer in layers if self.has(base := base_type(layer))]
-        lists = self.typed_by is not None and not (self.alike_within_window and BLOCK in inside)
-        listed = [self.written.get(kind, kind) for kind in inside]
-        return {self.counted_by: len(inside)} | ({self.typed_by: listed} if self.typed_by and lists else {})
-
-    def _by_rule(self, config: Config) -> list[str]:
-        return [self.type_at(config, i) for i in range(config[self.counted_by])]
 
 
 class Dropouts(NamedTuple):
