@@ -111,6 +111,11 @@ class Family:
             arguments = {"position_embeddings": tuple(angles[positions] for angles in constants["every_angle"])}
         return (block(states[0], attention_mask=mask, **arguments),)
 
+    def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return the cosines and sines [1, s, features] of a type of block at some positions [1, s]."""
+        angles: tuple[Tensor, ...] = rotary(example, positions)
+        return angles
+
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """Correct the attributes in which a stock block stores its unsharded size."""
         for module in block.modules():
@@ -164,15 +169,15 @@ class Family:
         """
         window, adds = model.types[kind].window, kernel != Attention.FLASH_ATTENTION_2.value
         mask = window_mask(model.sequence_length, window, example) if window is not None and adds else None
-        return {"kernel": kernel, "window": window, "mask": mask, **self._angles(model, positions, example)}
+        return {"kernel": kernel, "window": window, "mask": mask, **self._angles(model, kind, positions, example)}
 
-    def _angles(self, model: Model, positions: slice, example: Tensor) -> dict[str, Any]:
+    def _angles(self, model: Model, kind: str, positions: slice, example: Tensor) -> dict[str, Any]:
         if self.rotary is None:
             return {"arguments": {}}
         rotary = type(self.stock_model(model).get_submodule(self.rotary))(self.configuration(model))
         # Some kinds look at the length of the whole sequence, of which this rank may have a part.
         whole = torch.arange(model.sequence_length, device=example.device)[None]
-        angles = rotary.to(example.device)(example, whole)
+        angles = self.angles(rotary.to(example.device), kind, example, whole)
         return {
             "arguments": {"position_embeddings": tuple(x[:, positions].clone() for x in angles)},
             "every_angle": tuple(x[0] for x in angles),

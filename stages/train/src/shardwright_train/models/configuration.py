@@ -106,6 +106,10 @@ def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
 def _check_rotary(parameters: Mapping[str, Any] | None, partly: bool) -> None:
     if parameters is None:
         return
+    if parameters and all(isinstance(each, Mapping) for each in parameters.values()):  # one of each type of block
+        for each in parameters.values():
+            _check_rotary(each, partly)
+        return
     if unknown := sorted(set(parameters) - _ROPE_KEYS - ({_PARTIAL} if partly else set())):
         raise ValueError(f"rope_parameters: {unknown[0]!r} cannot be trained: it is no key of a rotary embedding here")
     if (kind := parameters.get("rope_type")) not in _ROPE_TYPES:
