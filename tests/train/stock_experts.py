@@ -6,15 +6,15 @@ from torch import Tensor, nn
 
 
 def with_balance(stock: nn.Module) -> nn.Module:
-    """A stock model whose parts with experts say their balance loss, summed over samples, as `auxiliary`.
+    """A stock model, of which parts with experts say their balance loss, summed over samples, as `auxiliary`.
 
     Stock routers compute in float32, whose rounding would differ between plans in float64; and the stock loss is one of
     all layers and samples together.
     """
-    config: Any = stock.config
-    config._experts_implementation = "eager"
     parts = [module for module in stock.modules() if hasattr(module, "experts") and hasattr(module, "gate")]
+    config: Any = stock.config
     for part in parts:
+        config._experts_implementation = "eager"
         strength = config.router_aux_loss_coef / len(parts)
         part.gate.register_forward_hook(_widened)
         part.register_forward_hook(lambda part, inputs, _, strength=strength: _note(part, inputs[0], strength))

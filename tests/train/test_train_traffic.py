@@ -27,7 +27,7 @@ from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.data import Gathers
 
 WORLD = 8
-RANDOM = (("llama", 3), ("llama", 7), ("gpt2", 1), ("bert", 0))
+RANDOM = (("llama", 3), ("llama", 7), ("gpt2", 1), ("bert", 0), ("mixtral", 0), ("qwen3_moe", 0))
 
 
 def uniform(model: Model, name: str, every: bool, recompute: Recompute, **sharding: object) -> Plan:

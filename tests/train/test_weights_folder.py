@@ -144,6 +144,52 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+EXPERT = "model.layers.0.block_sparse_moe.experts.{}.{}.weight"
+UNLIKE: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "an expert lacks a matrix": (lambda x: x.pop(EXPERT.format(3, "w3")), "lacks " + EXPERT.format(3, "w3")),
+    "one expert more": (
+        lambda x: x.update({EXPERT.format(5, f"w{i}"): x[EXPERT.format(4, f"w{i}")] + 0 for i in (1, 2, 3)}),
+        "has 6 experts, the model 5",
+    ),
+    "another width": (
+        lambda x: x.update({EXPERT.format(0, "w1"): torch.zeros(23, 32)}),
+        EXPERT.format(0, "w1") + " has the shape [23, 32], the model's is [24, 32]",
+    ),
+    "whole and in pieces": (
+        lambda x: x.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(5, 32, 24)}),
+        "has model.layers.0.mlp.experts.down_proj whole and in pieces",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_folder_whose_experts_are_not_the_models_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    model, (change, words) = tiny("mixtral"), UNLIKE[name]
+    published(model, tmp_path / "model")
+    change_tensors(tmp_path / "model", change)
+    with pytest.raises(BadInput) as refused:
+        open_weights(tmp_path / "model", model, family_named("mixtral", "test"), allow_new=True)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_experts_that_a_folder_has_whole_are_read_as_they_are(tmp_path: Path) -> None:
+    model, name = tiny("mixtral"), "model.layers.1.mlp.experts.gate_up_proj"
+    stock = published(model, tmp_path / "model")
+    family, whole, box = family_named("mixtral", "test"), stock.get_parameter(name).detach(), ((1, 4), (1, 2), (5, 24))
+
+    def fused(tensors: dict[str, Tensor]) -> None:
+        for key in [key for key in tensors if "layers.1" in key and key.endswith(("w1.weight", "w3.weight"))]:
+            del tensors[key]
+        tensors[name] = whole
+
+    for change in (lambda _: None, fused):
+        change_tensors(tmp_path / "model", change)
+        window = torch.empty(3, 1, 19, 32)
+        weights = open_weights(tmp_path / "model", model, family, allow_new=False)
+        assert weights.read(window, name, (5, 2, 24, 32), (*box, (0, 32)))
+        assert torch.equal(window[:, 0], whole[1:4, 24 + 5 : 48])
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_folder_is_refused_in_one_line(folder: Path, name: str) -> None:
     change, words = HOSTILE[name]

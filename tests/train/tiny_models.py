@@ -235,7 +235,7 @@ def stock_model(model: Model, attention: str | None = None) -> nn.Module:
     config = family.configuration(model)
     config._attn_implementation = attention or family.plain_kernel
     stock: nn.Module = family.stock(config)
-    return with_balance(stock) if family.facts.experts else stock
+    return with_balance(stock)
 
 
 def named_parameters(stock: nn.Module, model: Model) -> dict[str, nn.Parameter]:

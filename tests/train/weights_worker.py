@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from checkpoint_worker import JOB, saved
 from parity_worker import SETTINGS, Reference, batches, worst
+from stock_experts import with_balance
 from tiny_models import made_by_first, norm_in_the_inputs_format, stock_model
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ class Loaded(Reference):
         kernel = family_named(plan.model.family, "plan").plain_kernel
         stock: nn.Module = stock_class.from_pretrained(folder, dtype=torch.float64, attn_implementation=kernel)
         self.losses, self.auxiliary, self.norms = [], [], []
-        self._train(plan, stock.train())
+        self._train(plan, with_balance(stock.train()))
 
 
 def engine_with(plan: Plan, folder: Path, world: World, groups: Groups) -> Engine:

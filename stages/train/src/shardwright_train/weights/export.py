@@ -23,7 +23,16 @@ from shardwright_train.models.base import Family
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import ConvertOptions
 from shardwright_train.parallel.data import torch_dtype
-from shardwright_train.weights.reading import CONFIG, INDEX, inside, read_config, refuse_code, stored_names
+from shardwright_train.weights.pieces import Source, key_of, piece_shape, places
+from shardwright_train.weights.reading import (
+    CONFIG,
+    INDEX,
+    inside,
+    read_config,
+    refuse_code,
+    source_of_name,
+    stored_names,
+)
 from shardwright_train.weights.stacks import row_ranges, stacked_shape, tensors_of_files
 
 _COPIED = (
@@ -46,6 +55,8 @@ class _Exported(NamedTuple):
     """Shapes of the parameters in the checkpoint, by their names there."""
     rows: Mapping[str, tuple[int, ...]]
     """Their shapes in the file, by the same names."""
+    place: tuple[int, ...] = ()
+    """Indices, in the saved shape of its only parameter, where the tensor is a piece of that."""
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +128,19 @@ def _parameters(
         shapes = {saved_as[parameter][0]: shape for parameter, shape in held[name].items()}
         dtype = dtypes[next(iter(shapes))] if asked is None else asked
         saved_shapes = dict(saved_as[parameter] for parameter in held[name])
-        yield _Exported(file_name, stacked_shape(shapes.values()), dtype, saved_shapes, shapes)
+        whole = _Exported(file_name, stacked_shape(shapes.values()), dtype, saved_shapes, shapes)
+        yield from _pieces(whole, source_of_name(stock, name))
+
+
+def _pieces(whole: _Exported, source: Source | None) -> Iterator[_Exported]:
+    """Yield a tensor, or what files hold in its place: one for each expert and matrix."""
+    if source is None:
+        yield whole
+        return
+    alone, shape = len(source.patterns) == 1, piece_shape(whole.shape, source)
+    for place in places(whole.shape, source):
+        name = key_of(whole.name, source, place)
+        yield whole._replace(name=name, shape=shape, place=(place.expert,) if alone else tuple(place))
 
 
 def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exported], max_bytes: int) -> None:
@@ -130,9 +153,16 @@ def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exporte
     )
     for file, names in split.filename_to_tensors.items():
         part = [by_name[name] for name in names]
-        tensors = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in part}
-        windows = [one.windows(tensors[one.name]) for one in part]
-        read_tensors(checkpoint, {name: window for each in windows for name, window in each.items()})
+        tensors = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in part if not one.place}
+        windows = [one.windows(tensors[one.name]) for one in part if not one.place]
+        wholes = {
+            name: torch.empty(shape, dtype=one.dtype)
+            for one in part
+            if one.place
+            for name, shape in one.saved_shapes.items()
+        }
+        read_tensors(checkpoint, {name: window for each in (*windows, wholes) for name, window in each.items()})
+        tensors |= {one.name: wholes[next(iter(one.saved_shapes))][one.place] for one in part if one.place}
         save_file(tensors, folder / file, {"format": "pt"})
         shutil.copymode(folder / CONFIG, folder / file)  # safetensors leaves it to its owner alone
         sync_path(folder / file)

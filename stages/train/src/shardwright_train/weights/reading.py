@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +22,9 @@ from shardwright_formats.semantics.layout import Box
 from shardwright_formats.types import HEAD, Model
 from shardwright_train.models.base import Family
 from shardwright_train.parallel.world import World
+from shardwright_train.weights.pieces import Pieces, Source, piece_shape, source_of
 from shardwright_train.weights.stacks import row_ranges, stacked_shape, tensors_of_files
+from shardwright_train.weights.stored import Stored
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -38,17 +40,6 @@ _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that older files of transformers hold in addition to parameters."""
 _REMEDY = "describe the model from this folder and plan for that"
 _Slices = tuple[slice | int, ...]
-
-
-class Stored(NamedTuple):
-    """A tensor of a file, or some rows of one, as the file's header says; `dtype` in the words of safetensors."""
-
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    first: int = 0
-    """Number of its first row in the file's tensor."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -135,6 +126,8 @@ class Weights:
 
     tensors: Mapping[str, tuple[Stored, ...]]
     """Tensors by parameter; a tied parameter has every one that the folder holds of it."""
+    pieces: Mapping[str, Pieces]
+    """Parameters of experts that the folder holds in pieces."""
     aliases: Mapping[str, str]
     """Tied names, each with the name of the parameter that it equals."""
     new: tuple[str, ...]
@@ -145,11 +138,15 @@ class Weights:
     @property
     def files(self) -> tuple[Path, ...]:
         """Return the files that parameters are read from, in the order of their names."""
-        return tuple(sorted({stored.file for stored in chain.from_iterable(self.tensors.values())}))
+        return tuple(sorted({stored.file for stored in self._all}))
+
+    @property
+    def _all(self) -> Iterator[Stored]:
+        return chain(*self.tensors.values(), *(pieces.tensors.values() for pieces in self.pieces.values()))
 
     def notes(self, kept_in: str) -> list[str]:
         """Return messages for the user: parameters drawn anew, ignored keys, and a change of format."""
-        dtypes = {_FLOATS[stored.dtype] for stored in chain.from_iterable(self.tensors.values())}
+        dtypes = {_FLOATS[stored.dtype] for stored in self._all}
         notes = [f"drawn anew: {listed(self.new)}"] if self.new else []
         notes += [f"not used: {listed(self.surplus)}"] if self.surplus else []
         return notes + ([f"stored in {listed(dtypes)}, kept in {kept_in}"] if dtypes - {kept_in} else [])
@@ -159,6 +156,9 @@ class Weights:
 
         Raises BadInput where the file has changed since, or holds two different values of a tied parameter.
         """
+        if (pieces := self.pieces.get(name)) is not None:
+            pieces.read(window, box)
+            return True
         first, *others = self.tensors.get(self.aliases.get(name, name), (None,))
         if first is None:
             return False
@@ -193,13 +193,18 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool) ->
     aliases: dict[str, str] = dict(stock.all_tied_weights_keys)
     matches: dict[str, tuple[Stored, ...]] = {}
     surplus: list[str] = []
-    transforms = _by_kind(get_model_conversion_mapping(stock))
+    renamings, converters = _by_kind(get_model_conversion_mapping(stock))
+    pieces: dict[str, Pieces] = {}
     held = tensors_of_files(family, shapes)
     file_shapes = {name: stacked_shape(parts.values()) for name, parts in held.items()}
     for key, stored in stored_tensors(folder).items():
         # A file may be older than transformers, or of the base model without a head.
-        name, _ = rename_source_key(key, *transforms, stock.base_model_prefix, file_shapes)
-        if name in held:
+        name, pattern = rename_source_key(key, renamings, converters, stock.base_model_prefix, file_shapes)
+        source = source_of(pattern, converters)
+        if name in held and source is not None and (place := source.place(key)) is not None:
+            _check_form(stored, piece_shape(shapes[name], source))
+            pieces.setdefault(name, Pieces(shapes[name], source, {})).tensors[place] = stored
+        elif name in held:
             _check_form(stored, file_shapes[name])
             for parameter, rows in _rows_of(stored, held[name]):
                 tied = aliases.get(parameter, parameter)
@@ -209,8 +214,11 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool) ->
     if inner := [name for name in surplus if any(name.startswith(f"{parts.path}.") for parts in family.parts.values())]:
         raise BadInput(folder, f"has what the model's blocks lack: {listed(inner)}", _REMEDY)
     head = {family.hugging_face_name(model, HEAD, name) for name in family.parameter_names(model, HEAD)}
-    new = _missing(folder, set(shapes) - set(aliases) - set(matches), head, allow_new)
-    return Weights(matches, aliases, new, tuple(sorted(surplus)))
+    for name, stored_name in stored_names(stock, tuple(pieces)).items():
+        if (problem := pieces[name].wrong(name, stored_name, is_whole=name in matches)) is not None:
+            raise BadInput(folder, problem, _REMEDY)
+    new = _missing(folder, set(shapes) - set(aliases) - set(matches) - set(pieces), head, allow_new)
+    return Weights(matches, pieces, aliases, new, tuple(sorted(surplus)))
 
 
 def stored_names(stock: Any, names: Sequence[str]) -> dict[str, str]:
@@ -218,6 +226,13 @@ def stored_names(stock: Any, names: Sequence[str]) -> dict[str, str]:
     transforms = [t.reverse_transform() for t in get_model_conversion_mapping(stock, add_legacy=False)[::-1]]
     renamings, converters = _by_kind(transforms)
     return {name: rename_source_key(name, renamings, converters, reverse=True)[0] for name in names}
+
+
+def source_of_name(stock: Any, name: str) -> Source | None:
+    """Return the first matrix that files hold of each expert of a parameter; None where they hold it whole."""
+    _, converters = _by_kind(get_model_conversion_mapping(stock, add_legacy=False))
+    patterns = (c.source_patterns[0] for c in converters if any(map(name.endswith, c.target_patterns)))
+    return source_of(next(patterns, None), converters)
 
 
 def _by_kind(transforms: Sequence[Any]) -> tuple[list[Any], list[Any]]:
