@@ -48,6 +48,10 @@ CONFIGS = {
         "model_type": "gemma2", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 32, "sliding_window": 40,
     },
+    "gemma3": {
+        "model_type": "gemma3_text", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 32, "sliding_window": 40,
+    },
     "mistral windowed": {
         "model_type": "mistral", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "sliding_window": 40,

@@ -8,6 +8,7 @@ import pytest
 from command_calls import call
 from published_decoders import DECODERS, REFUSED_DECODERS
 from published_encoders import ENCODERS, REFUSED_ENCODERS
+from published_windowed import REFUSED_WINDOWED, WINDOWED
 
 from shardwright_formats.io import read_document
 from shardwright_formats.types import Model
@@ -53,18 +54,6 @@ def olmo_2(*shape: int, **more: Any) -> Config:
     tokens = {"vocab_size": 100352, "bos_token_id": 100257, "eos_token_id": 100257, "pad_token_id": 100277}
     numbers = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-06, "rope_theta": 500000, "rope_scaling": None}
     return llama(*shape) | kind | tokens | numbers | more
-
-
-def gemma_2(*shape: int, **more: Any) -> Config:
-    kind = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "cache_implementation": "hybrid"}
-    tokens = {"vocab_size": 256000, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
-    bounds = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256}
-    activation = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-    numbers = {"head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-06, "sliding_window": 4096}
-    usual = {"attention_bias": False, "attention_dropout": 0.0, "rope_theta": 10000.0}
-    # Published files leave out that the embedding is tied.
-    base = {key: value for key, value in llama(*shape).items() if key != "tie_word_embeddings"}
-    return base | kind | tokens | bounds | activation | numbers | usual | more
 
 
 def glm_4(*shape: int, **more: Any) -> Config:
@@ -206,14 +195,6 @@ PUBLISHED: dict[str, tuple[Config, int, int]] = {
     "Qwen3-235B-A22B": (qwen3_moe(4096, 12288, 94, 64, 4, inner=1536), 4096, 235_093_634_560),
     "OLMo-2-1124-7B": (olmo_2(4096, 11008, 32, 32, 32), 4096, 7_298_617_344),
     "OLMo-2-1124-13B": (olmo_2(5120, 13824, 40, 40, 40), 4096, 13_716_198_400),
-    "gemma-2-2b": (gemma_2(2304, 9216, 26, 8, 4), 4096, 2_614_341_888),
-    "gemma-2-2b beyond its window": (gemma_2(2304, 9216, 26, 8, 4), 8192, 2_614_341_888),
-    "gemma-2-9b": (gemma_2(3584, 14336, 42, 16, 8, sliding_window_size=4096), 4096, 9_241_705_984),
-    "gemma-2-27b": (
-        gemma_2(4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
-        4096,
-        27_227_128_320,
-    ),
     "GLM-4-9B-0414": (glm_4(4096, 13696, 40, 32, 2, attention_bias=True), 8192, 9_400_279_040),
     "GLM-4-32B-0414": (glm_4(6144, 23040, 61, 48, 2, attention_bias=False), 8192, 32_566_081_536),
     "granite-3.0-2b": (
@@ -234,6 +215,7 @@ PUBLISHED: dict[str, tuple[Config, int, int]] = {
     "bert-large-uncased": (bert(24, 1024, 16), 512, 335_174_458),
     **DECODERS,
     **ENCODERS,
+    **WINDOWED,
     "t5-small": (t5(6, 512, 2048, 8, n_positions=512), 512, 60_506_624),
     "t5-base": (t5(12, 768, 3072, 12, n_positions=512), 512, 222_903_552),
     # Published with a head of its own, 512 x 32128 more: transformers has tied it to the token table since version 5.
@@ -270,13 +252,6 @@ def test_a_published_configuration_is_described_as_it_is(tmp_path: Path, name: s
 
 SCALED = {"original_max_position_embeddings": 4096, "factor": 2.0}
 REFUSED: list[tuple[Config, int, str]] = [
-    (
-        PUBLISHED["gemma-2-2b"][0] | {"final_logit_softcapping": 0.0},
-        4096,
-        "final_logit_softcapping 0.0 must be above 0",
-    ),
-    (PUBLISHED["gemma-2-2b"][0] | {"attn_logit_softcapping": -1.0}, 4096, "attn_logit_softcapping -1.0 must be above"),
-    (PUBLISHED["gemma-2-2b"][0] | {"sliding_window": 2.5}, 8192, "sliding_window"),
     (PUBLISHED["granite-3.0-2b"][0] | {"logits_scaling": 0.0}, 4096, "logits_scaling 0.0 must be above 0"),
     (PUBLISHED["Mistral-7B-v0.1"][0] | {"sliding_window": 0}, 8192, "sliding_window 0 is no length"),
     (
@@ -338,6 +313,7 @@ REFUSED: list[tuple[Config, int, str]] = [
     (PUBLISHED["Llama-2-7b"][0] | {"hidden_act": "sillu"}, 1024, "sillu"),
     *REFUSED_DECODERS,
     *REFUSED_ENCODERS,
+    *REFUSED_WINDOWED,
 ]
 
 

@@ -26,6 +26,7 @@ FAMILIES = (
     "vit",
     "olmo2",
     "gemma2",
+    "gemma3_text",
     "glm4",
     "granite",
     "mixtral",

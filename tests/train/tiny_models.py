@@ -11,6 +11,7 @@ from tiny_decoders import DECODERS, LAYERS
 from torch import Tensor, nn
 from transformers import T5ForConditionalGeneration, ViTForImageClassification
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from shardwright_formats.types import Model, Plan
 from shardwright_train.data.share import Batch
@@ -212,6 +213,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "initializer_range": 0.1,
     },
 }
+CONFIGS["gemma3_text"] = CONFIGS["gemma2"] | {
+    **{"model_type": "gemma3_text", "sliding_window_pattern": 3, "rope_local_base_freq": 100.0},
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping")),
+}
 
 
 def tiny(family: str, **changes: Any) -> Model:
@@ -221,12 +226,13 @@ def tiny(family: str, **changes: Any) -> Model:
 
 
 def norm_in_the_inputs_format() -> None:
-    """Make Gemma 2's norms compute in the format of their input, in this process.
+    """Make the norms of Gemma compute in the format of their input, in this process.
 
     Stock adds the gradients of their weights over samples in float32, where the order of the samples shows, so that no
     two plans would agree to 1e-10 in float64.
     """
-    Gemma2RMSNorm.forward = lambda self, x: self._norm(x) * (1.0 + self.weight)  # type: ignore[method-assign]
+    for norm in (Gemma2RMSNorm, Gemma3RMSNorm):
+        norm.forward = lambda self, x: self._norm(x) * (1.0 + self.weight)  # type: ignore[assignment]
 
 
 def stock_model(model: Model, attention: str | None = None) -> nn.Module:

@@ -159,6 +159,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     dropouts: Dropouts
     ends_in_norm: tuple[Recomputation, ...]
     """The kinds of recomputation whose end is a norm, which keeps its input."""
+    modeling: str | None = None
+    """The module of transformers.models that the stock class lives in; None: that of its model_type."""
     norms: int = 1
     """Norms of each part of a block: one before or behind it, or both."""
     query_key_norms: bool = False

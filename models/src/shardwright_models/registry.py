@@ -6,6 +6,7 @@ from shardwright_models.facts import Family
 from shardwright_models.families.bert import BERT
 from shardwright_models.families.experts import MIXTRAL, QWEN3_MOE
 from shardwright_models.families.gemma2 import GEMMA2
+from shardwright_models.families.gemma3 import GEMMA3
 from shardwright_models.families.glm4 import GLM4
 from shardwright_models.families.gpt2 import GPT2
 from shardwright_models.families.granite import GRANITE
@@ -20,6 +21,7 @@ from shardwright_models.families.vit import VIT
 _ALL = (
     BERT,
     GEMMA2,
+    GEMMA3,
     GLM4,
     GPT2,
     GRANITE,

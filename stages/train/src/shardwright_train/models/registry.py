@@ -19,5 +19,5 @@ def family_named(name: str, file: object) -> Family:
 def _family(name: str) -> Family:
     facts = FAMILIES[name]
     runtime: type[Family] = resolve_name(f"{__package__}.{facts.runtime}")
-    module = name.replace("-", "_")
+    module = facts.modeling or name.replace("-", "_")
     return runtime(facts, resolve_name(f"transformers.models.{module}.modeling_{module}:{facts.stock}"))

@@ -1,0 +1,78 @@
+"""config.json of models whose blocks have windows by type, as published, and what of them cannot be trained."""
+
+from typing import Any
+
+Config = dict[str, Any]
+
+
+def _shape(hidden: int, feed_forward: int, layers: int, heads: int, kv_heads: int) -> Config:
+    shape = {"hidden_size": hidden, "intermediate_size": feed_forward, "num_hidden_layers": layers}
+    known = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "initializer_range": 0.02}
+    return shape | known | {"use_cache": True, "torch_dtype": "bfloat16"}
+
+
+def gemma_2(*shape: int, **more: Any) -> Config:
+    kind = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "cache_implementation": "hybrid"}
+    tokens = {"vocab_size": 256000, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+    bounds = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256}
+    activation = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    numbers = {"head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-06, "sliding_window": 4096}
+    usual = {"attention_bias": False, "attention_dropout": 0.0, "rope_theta": 10000.0}
+    # Published files leave out that the embedding is tied.
+    return _shape(*shape) | kind | tokens | bounds | activation | numbers | usual | more
+
+
+def gemma_3(*shape: int, **more: Any) -> Config:
+    kind = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "cache_implementation": "hybrid"}
+    tokens = {"vocab_size": 262144, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+    bounds = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 256}
+    numbers = {"head_dim": 256, "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "sliding_window": 512}
+    angles = {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None, "sliding_window_pattern": 6}
+    usual = {"attention_bias": False, "attention_dropout": 0.0, "hidden_activation": "gelu_pytorch_tanh"}
+    return _shape(*shape) | kind | tokens | bounds | numbers | angles | usual | more
+
+
+_LINEAR = {"factor": 8.0, "rope_type": "linear"}
+_GEMMA_3_1B = gemma_3(1152, 6912, 26, 4, 1)
+WINDOWED: dict[str, tuple[Config, int, int]] = {
+    "gemma-2-2b": (gemma_2(2304, 9216, 26, 8, 4), 4096, 2_614_341_888),
+    "gemma-2-2b beyond its window": (gemma_2(2304, 9216, 26, 8, 4), 8192, 2_614_341_888),
+    "gemma-2-9b": (gemma_2(3584, 14336, 42, 16, 8, sliding_window_size=4096), 4096, 9_241_705_984),
+    "gemma-2-27b": (
+        gemma_2(4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
+        4096,
+        27_227_128_320,
+    ),
+    "gemma-3-1b": (_GEMMA_3_1B, 8192, 999_885_952),
+    "gemma-3-1b, as transformers writes it now": (
+        {key: value for key, value in _GEMMA_3_1B.items() if not key.startswith(("rope", "sliding_window_p"))}
+        | {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4 + ["sliding_attention"] * 2}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            }
+        },
+        256,
+        999_885_952,
+    ),
+    # Published with a vision tower of 416 866 032 and a projector of 2 951 680 parameters: 4 300 079 472 in all.
+    "gemma-3-4b, its language model": (
+        gemma_3(2560, 10240, 34, 8, 4, vocab_size=262208, sliding_window=1024, rope_scaling=_LINEAR)
+        | {"max_position_embeddings": 131072},
+        16384,
+        3_880_263_168,
+    ),
+}
+"""config.json, a length to train with, and the published number of parameters."""
+
+_GEMMA_2_2B = WINDOWED["gemma-2-2b"][0]
+REFUSED_WINDOWED: list[tuple[Config, int, str]] = [
+    (_GEMMA_2_2B | {"final_logit_softcapping": 0.0}, 4096, "final_logit_softcapping 0.0 must be above 0"),
+    (_GEMMA_2_2B | {"attn_logit_softcapping": -1.0}, 4096, "attn_logit_softcapping -1.0 must be above"),
+    (_GEMMA_2_2B | {"sliding_window": 2.5}, 8192, "sliding_window"),
+    (_GEMMA_3_1B | {"attn_logit_softcapping": 50.0}, 512, "attn_logit_softcapping 50.0 cannot be trained"),
+    (_GEMMA_3_1B | {"rope_scaling": {"rope_type": "su", "factor": 2.0}}, 512, "rope_type 'su' cannot be trained"),
+    (_GEMMA_3_1B | {"layer_types": ["local"] * 26}, 512, "layer_types"),
+    (_GEMMA_3_1B | {"sliding_window_pattern": 0}, 512, "ZeroDivisionError"),
+]
