@@ -135,6 +135,8 @@ def wrong_types(family: Family, config: Config) -> str | None:
             return f"{stack.typed_by} is no list of the types of {config[stack.counted_by]} layers"
         if unknown := [kind for kind in listed if kind not in stack.types]:
             return f"{stack.typed_by} {unknown[0]!r} is none of {', '.join(map(str, stack.values))}"
+        if stack.first is not None and listed[0] != stack.first:
+            return f"{stack.typed_by} {listed[0]!r} is no type of a first block"
     return None if family.experts is None else family.experts.wrong(config)
 
 

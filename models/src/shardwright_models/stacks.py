@@ -25,6 +25,8 @@ class Stack(NamedTuple):
     """The boundary tensor that its blocks change."""
     typed_by: str | None = None
     """The key of the configuration, such as layer_types, that lists the type of each block by the names in `types`."""
+    first: str | None = None
+    """The type of the first block, and of no other; None: of any."""
     written: Mapping[str, object] = {}
     """What that key lists in place of the names of types."""
     alike_within_window: bool = False
@@ -40,7 +42,7 @@ class Stack(NamedTuple):
         listed = None if self.typed_by is None else config.get(self.typed_by)
         if not self.written or not isinstance(listed, list | tuple):
             return listed
-        return [next((kind for kind, value in self.written.items() if value == each), each) for each in listed]
+        return [self._named(each, index) for index, each in enumerate(listed)]
 
     def layers(self, config: Config) -> Sequence[str]:
         """Return the type of each of its blocks in a configuration, in order."""
@@ -61,6 +63,10 @@ class Stack(NamedTuple):
         lists = self.typed_by is not None and not (self.alike_within_window and BLOCK in inside)
         listed = [self.written.get(kind, kind) for kind in inside]
         return {self.counted_by: len(inside)} | ({self.typed_by: listed} if self.typed_by and lists else {})
+
+    def _named(self, value: Any, index: int) -> Any:
+        kinds = (kind for kind in self.types if index == 0 or kind != self.first)
+        return next((kind for kind in kinds if self.written.get(kind, kind) == value), value)
 
     def _by_rule(self, config: Config) -> list[str]:
         return [self.type_at(config, i) for i in range(config[self.counted_by])]

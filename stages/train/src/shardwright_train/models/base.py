@@ -167,8 +167,9 @@ class Family:
 
         Cosines and sines are for this rank's positions, in the dtype and on the device of `example`.
         """
-        window, adds = model.types[kind].window, kernel != Attention.FLASH_ATTENTION_2.value
-        mask = window_mask(model.sequence_length, window, example) if window is not None and adds else None
+        window, mask = model.types[kind].window, None
+        if window is not None and kernel != Attention.FLASH_ATTENTION_2.value:
+            mask = window_mask(model.sequence_length, window, example, self.facts.mask)
         return {"kernel": kernel, "window": window, "mask": mask, **self._angles(model, kind, positions, example)}
 
     def _angles(self, model: Model, kind: str, positions: slice, example: Tensor) -> dict[str, Any]:

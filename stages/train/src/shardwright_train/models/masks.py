@@ -12,7 +12,7 @@ from shardwright_models.facts import Mask
 from shardwright_train.data.share import Batch
 
 _SHARED = "mask"
-_WINDOWS: WeakValueDictionary[tuple[int, int, torch.dtype, torch.device], Tensor] = WeakValueDictionary()
+_WINDOWS: WeakValueDictionary[tuple[int, int, int, torch.dtype, torch.device], Tensor] = WeakValueDictionary()
 """Masks of windows that some layer holds."""
 
 
@@ -32,10 +32,11 @@ def mask_for(mask: Mask, states: Tensor, batch: Batch, constants: Mapping[str, A
     if (shared := batch.get(shared_mask(constants["window"]))) is not None:
         return shared
     kernel, window = constants["kernel"], constants["mask"]
+    if mask is Mask.PADDING:
+        padding = padding_mask(batch["attention_mask"], states.dtype, kernel)
+        return padding if window is None else torch.minimum(padding, window)
     if window is not None:
         return window  # type: ignore[no-any-return]
-    if mask is Mask.PADDING:
-        return padding_mask(batch["attention_mask"], states.dtype, kernel)
     return causal_mask(states, batch["tokens"], kernel) if mask is Mask.CAUSAL else None
 
 
@@ -48,18 +49,20 @@ def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
     return after.triu(1)[None, None]
 
 
-def window_mask(length: int, window: int, example: Tensor) -> Tensor:
-    """Return the causal mask [1, 1, s, s] to add to scores so that positions attend to `window`, themselves the last.
+def window_mask(length: int, window: int, example: Tensor, mask: Mask) -> Tensor:
+    """Return the mask [1, 1, s, s] to add to scores so that positions attend to `window`, themselves the last.
 
-    It is in the dtype and on the device of `example`; as long as one exists, it is returned again.
+    Where the family's `mask` is not causal, they attend to as many behind them. It is in the dtype and on the device of
+    `example`; as long as one exists, it is returned again.
     """
-    key = length, window, example.dtype, example.device
-    if (mask := _WINDOWS.get(key)) is None:
-        seen = torch.ones(length, length, dtype=torch.bool, device=example.device).tril_().triu_(1 - window)
-        mask = torch.zeros(length, length, dtype=example.dtype, device=example.device)
-        mask = mask.masked_fill_(~seen, torch.finfo(example.dtype).min)[None, None]
-        _WINDOWS[key] = mask
-    return mask
+    behind = 0 if mask is Mask.CAUSAL else window - 1
+    key = length, window, behind, example.dtype, example.device
+    if (made := _WINDOWS.get(key)) is None:
+        seen = torch.ones(length, length, dtype=torch.bool, device=example.device).tril_(behind).triu_(1 - window)
+        made = torch.zeros(length, length, dtype=example.dtype, device=example.device)
+        made = made.masked_fill_(~seen, torch.finfo(example.dtype).min)[None, None]
+        _WINDOWS[key] = made
+    return made
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None) -> Tensor:

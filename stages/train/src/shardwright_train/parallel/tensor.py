@@ -173,7 +173,8 @@ def _compute_with_shards(
             _change_parameters(module, lambda name, local: _without_padding(local, lengths[name], tensor_parallel))
         case Rule("column", fused):
             if fused > 1:
-                _change_parameters(module, lambda _name, local: local.flatten(-2))
+                outputs_last = isinstance(module, Conv1D)
+                _change_parameters(module, lambda _, local: local.flatten(-2) if outputs_last else local.flatten(0, 1))
             if isinstance(module, Conv1D):
                 module.nf = module.nf // tensor_parallel.size
 

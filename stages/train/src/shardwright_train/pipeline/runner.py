@@ -1,7 +1,7 @@
 """A training step and an evaluation of a rank: passes in the order of its action list."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.semantics.chunks import stage_actions
 from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.types import ITEMSIZE, GradientReduction
+from shardwright_formats.types import ITEMSIZE, Attention, GradientReduction
 from shardwright_models.facts import Mask
 from shardwright_train.data.share import DOCUMENTS, Batch, BatchShare
 from shardwright_train.models.base import States
-from shardwright_train.models.masks import document_mask, shared_mask, window_mask
+from shardwright_train.models.masks import document_mask, padding_mask, shared_mask, window_mask
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.vocab import IGNORED
@@ -67,24 +67,36 @@ class Microbatches:
         return {name: x[action.microbatch * samples :][:samples] for name, x in self.batch.items()}
 
     def masked(self, batch: Batch, action: Action) -> Batch:
-        """Return a microbatch with the masks that its layers share, where its samples tell their documents apart."""
-        if DOCUMENTS not in batch or not self.stage.has_blocks:
+        """Return a microbatch with the masks that its layers share, where these differ from another microbatch's."""
+        if not self.stage.has_blocks or not (windows := self._windows(batch)):
             return batch
         masks = self._masks.pop(action.microbatch, None)
         if masks is None:
-            masks = self._made(batch)
+            masks = self._made(batch, windows)
         if action.chunk < len(self.stage.chunks) - 1:
             self._masks[action.microbatch] = masks
         return {**batch, **masks}
 
-    def _made(self, batch: Batch) -> Batch:
-        """Return the masks of documents for each window of this rank's blocks."""
+    def _windows(self, batch: Batch) -> tuple[int | None, ...]:
+        """Return the windows of this rank's blocks whose masks hold documents, or padding."""
         context = self.stage.context
-        padding = batch["attention_mask"] if context.family.facts.mask is Mask.PADDING else None
-        whole = document_mask(batch[DOCUMENTS], torch_dtype(context.plan.precision.compute), padding)
+        if DOCUMENTS in batch:
+            return context.windows
+        padded = context.family.facts.mask is Mask.PADDING and context.attention != Attention.FLASH_ATTENTION_2.value
+        return tuple(window for window in context.windows if window is not None) if padded else ()
+
+    def _made(self, batch: Batch, windows: Sequence[int | None]) -> Batch:
+        """Return the masks of a microbatch for each of some windows."""
+        context, mask = self.stage.context, self.stage.context.family.facts.mask
+        dtype = torch_dtype(context.plan.precision.compute)
+        padding = batch["attention_mask"] if mask is Mask.PADDING else None
+        if DOCUMENTS in batch:
+            whole = document_mask(batch[DOCUMENTS], dtype, padding)
+        else:
+            whole = padding_mask(batch["attention_mask"], dtype, context.attention)
         masks = {}
-        for window in context.windows:
-            within = None if window is None else window_mask(whole.shape[-1], window, whole)
+        for window in windows:
+            within = None if window is None else window_mask(whole.shape[-1], window, whole, mask)
             masks[shared_mask(window)] = whole if within is None else torch.minimum(whole, within)
         return masks
 
