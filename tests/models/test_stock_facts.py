@@ -29,9 +29,15 @@ NEEDED = {
 def stock(request):
     """A family's facts, its runtime, and its stock model with two blocks in each stack on the meta device."""
     facts, runtime = FAMILIES[request.param], family_named(request.param, "test")
-    config = runtime.stock.config_class(**dict.fromkeys(facts.counts, 2))
+    config = runtime.stock.config_class(**counted(facts, 2))
     with torch.device("meta"):
         return facts, runtime, runtime.stock(config)
+
+
+def counted(facts, blocks):
+    """Keys that say so many blocks of each type, and of a pyramid in each stage."""
+    each = [name for stack in facts.stacks for name in stack.types for _ in range(blocks)]
+    return dict.fromkeys(facts.counts, blocks) if not facts.merging else facts.counted(each, {})
 
 
 def _kinds(model, part):
@@ -50,7 +56,8 @@ def test_keys_mean_what_transformers_says(stock):
     facts, runtime, model = stock
     assert facts.aliases == runtime.stock.config_class.attribute_map
     # A key that the class does not have is one that another class of the same facts has.
-    said = {key: getattr(model.config, key) for key in facts.defaults if hasattr(model.config, key)}
+    default = runtime.stock.config_class()
+    said = {key: getattr(default, key) for key in facts.defaults if hasattr(default, key)}
     assert {key: facts.defaults[key] for key in said} == said
     assert set(facts.dropouts.keys) <= set(model.config.to_dict()) and hasattr(model.config, facts.norm.epsilon)
 
@@ -58,8 +65,9 @@ def test_keys_mean_what_transformers_says(stock):
 def test_attention_sees_what_the_stock_model_lets_it_see(stock):
     facts, runtime, model = stock
     causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
-    # T5's mask is the bias; its decoder is causal beside it.
-    assert causal == {Mask.CAUSAL: {True}, Mask.BIAS: {True, False}}.get(facts.mask, {False})
+    # T5's mask is the bias; its decoder is causal beside it. Swin's has windows.
+    biased = {True, False} if len(facts.stacks) > 1 else {False}
+    assert causal == {Mask.CAUSAL: {True}, Mask.BIAS: biased}.get(facts.mask, {False})
     assert (runtime.rotary is not None) == (facts.positions == "rope")
 
 
@@ -76,7 +84,7 @@ def test_norms_and_bounds_are_those_of_a_stock_block(stock):
 @pytest.mark.parametrize(("name", "activation"), [*((name, None) for name in NAMES), ("t5", "gated-gelu")])
 def test_feed_forward_parts_have_the_stock_models_activation_and_gate(name, activation):
     facts, runtime = FAMILIES[name], family_named(name, "test")
-    given = dict.fromkeys(facts.counts, 1) | ({} if activation is None else {"feed_forward_proj": activation})
+    given = counted(facts, 1) | ({} if activation is None else {"feed_forward_proj": activation})
     with torch.device("meta"):
         block = runtime.module(runtime.skeleton(runtime.stock.config_class(**given)), next(iter(runtime.parts)), 0)
     function, gated = facts.feed_forward(facts.configured(given))
@@ -103,7 +111,7 @@ def test_tied_parameters_are_those_of_the_stock_model(stock):
 
 def test_samples_have_the_labels_of_the_objective(stock):
     facts, runtime, model = stock
-    length = 197 if facts.positions_without_input else 32
+    length = facts.fixed_positions(facts.configured(vars(model.config))) or 32
     objective = runtime.objective.from_config(model.config, length)
     assert (facts.labels or length, facts.positions_without_input) == (objective.labels, objective.no_inputs)
 

@@ -23,7 +23,7 @@ from shardwright_formats.types.model import (
     Parameter,
     Region,
 )
-from shardwright_models.facts import Config, Family
+from shardwright_models.facts import ATTENDED, POSITIONS, Config, Family
 from shardwright_models.registry import FAMILIES
 
 _TABLES = ("embed_tokens", "wte", "wpe", "embeddings", "shared", "relative_attention_bias")
@@ -152,27 +152,34 @@ def wrong_window(family: Family, config: Config) -> str | None:
 
 def _checked(family: Family, given: Config, file: object) -> Config:
     """Return all keys that shapes are read from, each of which is a length."""
-    read = family.configured(given)
+    configured = family.configured(given)
+    if (wrong := family.wrong(configured)) is not None:
+        raise BadInput(file, wrong, "correct the configuration")
+    read = family.of_layer(EMBEDDING, configured)
     for key in ("hidden_size", "num_attention_heads"):
         _length(family, read, key, file)
     config = family.completed(read)
-    for key in sorted({*family.counts, *family.divided, *family.lengths, "head_dim"}):
+    for key in sorted({*family.divided, *family.lengths, "head_dim"}):
         _length(family, config, key, file)
-    for key in family.counts:
-        if config[key] > MAX_LAYERS:
-            raise BadInput(file, f"{key} {config[key]} is over {MAX_LAYERS}", "correct the configuration")
+    for stack in family.stacks:
+        for number in stack.numbers(config):
+            _check_length(family, number, stack.counted_by, file)
+            if number > MAX_LAYERS:
+                raise BadInput(file, f"{stack.counted_by} {number} is over {MAX_LAYERS}", "correct the configuration")
     if (wrong := wrong_types(family, config) or wrong_window(family, config)) is not None:
         raise BadInput(file, wrong, "correct the configuration")
     return config
 
 
-def _length(family: Family, config: Config, key: str, file: object) -> int:
-    value = config.get(key)
+def _length(family: Family, config: Config, key: str, file: object) -> None:
+    _check_length(family, config.get(key), key, file)
+
+
+def _check_length(family: Family, value: object, key: str, file: object) -> None:
     if not _is_length(value):
         named = family.aliases.get(key, key)
         problem = f"{named} is missing" if value is None else f"{named} {value!r} is no length"
         raise BadInput(file, problem, "correct the configuration")
-    return value
 
 
 def _is_length(value: object) -> TypeGuard[int]:
@@ -188,22 +195,26 @@ def _pairs(positions: int, window: int | None) -> int:
 
 
 def _layer_type(family: Family, config: Config, layer: str, sequence_length: int, contents: Contents) -> LayerType:
-    inside = layer not in (EMBEDDING, HEAD)
-    labels = sequence_length if family.labels is None else family.labels
-    positions = {EMBEDDING: sequence_length - family.positions_without_input, HEAD: labels}
-    window = family.effective_window(layer, config, sequence_length) if inside else None
-    pairs = sum(_pairs(sequence_length, window) for _ in family.attended(layer)) if inside else 0
-    scores = 4 * pairs * config["head_dim"] * config["num_attention_heads"]
+    config = family.of_layer(layer, config)
+    length: int = config.get(POSITIONS, sequence_length)
+    inside = layer not in (EMBEDDING, HEAD, *family.merging)
+    labels = length if family.labels is None else family.labels
+    positions = {EMBEDDING: length - family.positions_without_input, HEAD: labels}
+    window = family.effective_window(layer, config, length) if inside else None
+    pairs = length * config[ATTENDED] if ATTENDED in config else _pairs(length, window)
+    attentions = len(family.attended(layer)) if inside else 0
+    scores = 4 * attentions * pairs * config["head_dim"] * config["num_attention_heads"]
     divided = {key: config[key] for key in family.split(layer)} if inside else {}
     experts = family.experts_of(layer, config)
     products = contents.products + _chosen_products(family, config, experts)
     heads = {key: config[key] for key in family.divided[:1]} if inside else {}
-    boundary = partial(BoundaryTensor, sequence_length=sequence_length, features=config["hidden_size"])
+    boundary = partial(BoundaryTensor, sequence_length=length, features=config["hidden_size"])
     return LayerType(
         parameters=contents.parameters,
-        forward_flops_per_sample=2 * products * positions.get(layer, sequence_length) + scores,
+        forward_flops_per_sample=2 * products * positions.get(layer, length) + scores,
         tp_must_divide=divided | _one_rank(family.undivided, layer),
         ulysses_must_divide=heads | _one_rank(family.undivided_by_ulysses, layer),
+        sequence_must_divide=_one_rank(family.undivided_sequence, layer),
         outputs=() if layer == HEAD else tuple(boundary(name=name) for name in family.states),
         regions=tuple(_regions(family, config, layer, contents.is_cut, window)),
         labels=labels if layer == HEAD else 0,
@@ -234,6 +245,8 @@ def _regions(family: Family, config: Config, layer: str, is_cut: bool, window: i
     stream = family.attended(layer)[0]
     if layer == EMBEDDING:
         yield from (Region(name="lookup", leaves=name) for name in family.states if is_cut)
+        return
+    if layer in family.merging:
         return
     if layer == HEAD:
         yield Region(name="logits", enters=(stream,))

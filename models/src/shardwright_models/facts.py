@@ -35,6 +35,10 @@ Layers = Callable[[str, Config], Iterator[Parameter]]
 Recomputation = Literal["full", "attention", "mlp"]
 DENSE, SPARSE = "dense", "sparse"
 """The types of block, of which each of the second has experts."""
+POSITIONS = "positions"
+"""The key under which `shapes` gives the positions that a layer type hands on."""
+ATTENDED = "attended_positions"
+"""The key under which `shapes` gives the positions that each position of a layer type attends to."""
 
 
 class Mask(StrEnum):
@@ -71,13 +75,16 @@ class Dropouts(NamedTuple):
     hidden: str | None
     """The rate for the sums that a block adds to the hidden states."""
     embedding: str | None = None
+    path: str | None = None
+    """The rate at which a sample leaves out a whole part of a block (Huang et al. 2016), of the last block."""
     ends: tuple[Recomputation, ...] = ()
     """The kinds of recomputation whose end is a dropout of hidden states, which keeps its mask."""
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Return the keys, each once."""
-        return tuple(dict.fromkeys(key for key in (self.attention, self.hidden, self.embedding) if key is not None))
+        rates = self.attention, self.hidden, self.embedding, self.path
+        return tuple(dict.fromkeys(key for key in rates if key is not None))
 
 
 class ExpertKeys(NamedTuple):
@@ -184,10 +191,18 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     Without this fact, samples must be no longer than the configuration's sliding_window.
     """
+    shapes: Callable[[str, Config], Config] = lambda _layer, _config: {}
+    """Keys whose values differ from layer type to layer type, such as width and heads, with those of one type."""
+    merging: tuple[str, ...] = ()
+    """Layer types that merge neighbouring positions, and attend to none; every rank merges all that it has."""
+    wrong: Callable[[Config], str | None] = lambda _: None
+    """What is wrong with keys taken together, or with those that are no lengths."""
     undivided: Mapping[str, str] = {}
     """Names, by layer type, of something that tensor parallelism cannot divide: one rank has all of it."""
     undivided_by_ulysses: Mapping[str, str] = {}
     """Names, by layer type, of something that the Ulysses degree cannot divide."""
+    undivided_sequence: Mapping[str, str] = {}
+    """Names, by layer type, of something that takes a whole sequence on each rank, as windows of an image do."""
     fixed_positions: Callable[[Config], int | None] = lambda _: None
     """Positions of each sample where the configuration tells them; None: samples of text are as long as is asked."""
     positions_before: Callable[[Config], int] = lambda _: 0
@@ -264,9 +279,14 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         whole = all(self.effective_window(layer, config, sequence_length) is None for layer in {*layers})
         return [BLOCK] * len(layers) if whole and stack.may_be_alike(config) else layers
 
-    def counted(self, layers: Sequence[str]) -> dict[str, Any]:
+    def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
         """Return the keys that number the layers or list their types, with the values that say these layers."""
-        return {key: value for stack in self.stacks for key, value in stack.counted(layers).items()}
+        configured = self.configured(config)
+        return {key: value for stack in self.stacks for key, value in stack.counted(layers, configured).items()}
+
+    def of_layer(self, layer: str, config: Config) -> Config:
+        """Return a configuration with the values that a layer type has."""
+        return {**config, **self.shapes(layer, config)}
 
     def replays_sum(self, config: Config) -> tuple[Recomputation, ...]:
         """Return the kinds of recomputation that repeat the sum at their end, since something behind it is kept."""

@@ -57,8 +57,12 @@ class Stack(NamedTuple):
         """Return whether it has blocks of a type."""
         return layer in self.types or (self.alike_within_window and layer == BLOCK)
 
-    def counted(self, layers: Sequence[str]) -> dict[str, Any]:
-        """Return the keys of the configuration that follow from the types of all blocks of a model."""
+    def numbers(self, config: Config) -> Sequence[Any]:
+        """Return the numbers of blocks that a configuration gives."""
+        return (config.get(self.counted_by),)
+
+    def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
+        """Return the keys of a configuration that follow from the types of all blocks of a model."""
         inside = [base for layer in layers if self.has(base := base_type(layer))]
         lists = self.typed_by is not None and not (self.alike_within_window and BLOCK in inside)
         listed = [self.written.get(kind, kind) for kind in inside]

@@ -92,7 +92,7 @@ class Family:
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """Return the block of a type with number `index` in its list of blocks."""
-        block: nn.Module = copy.deepcopy(stock.get_submodule(f"{self.parts[kind].path}.{index}"))
+        block: nn.Module = copy.deepcopy(stock.get_submodule(self.parts[kind].place(index)))
         return block
 
     def units(self, kind: str, strategy: Strategy) -> Mapping[str, Strategy]:
@@ -160,7 +160,7 @@ class Family:
 
     def configuration(self, model: Model) -> Any:
         """Return the transformers configuration of a described model, number of layers included."""
-        return self.configured(model.config | self.facts.counted(model.layers))
+        return self.configured(model.config | self.facts.counted(model.layers, model.config))
 
     def constants(self, model: Model, kind: str, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
         """Return the constants of every pass through a type of block: kernel, window, mask, rotary cosines and sines.
@@ -251,7 +251,7 @@ class Family:
         """Return a parameter's full name, such as `model.layers.3.mlp.up_proj.weight`."""
         kind, index = self._place(model, layer)
         described = self.described_name(kind, parameter)
-        return f"{self.parts[kind].path}.{index}.{described}" if kind in self.parts else described
+        return f"{self.parts[kind].place(index)}.{described}" if kind in self.parts else described
 
     def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
         """Return the stock model's name of a parameter, or of the one that it is a replica of."""
@@ -311,7 +311,8 @@ class Family:
 def _cached_skeleton(
     family: Family, config: bytes, layers: tuple[str, ...], attention: str, _dtype: torch.dtype
 ) -> Any:
-    configured = family.configured(msgspec.json.decode(config) | family.facts.counted(layers))
+    described = msgspec.json.decode(config)
+    configured = family.configured(described | family.facts.counted(layers, described))
     configured._attn_implementation = attention
     return family.skeleton(configured)
 

@@ -82,17 +82,20 @@ def check_only(config: Mapping[str, Any], family: Family) -> None:
 
 def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
     """Raise ValueError naming a value of a transformers configuration that is too small, too large or unknown."""
-    numbers = {key: getattr(config, key) for key in family.counts}
-    if min(numbers.values()) < 1:
-        raise ValueError(f"{' and '.join(numbers)} must be 1 or more")
-    if max(numbers.values()) > _MAX_LAYERS:
-        raise ValueError(f"{' and '.join(numbers)} must be {_MAX_LAYERS} or less")
+    configured, keys = family.configured(vars(config)), " and ".join(family.counts)
+    if (wrong := family.wrong(configured)) is not None:
+        raise ValueError(wrong)
+    numbers = [number for stack in family.stacks for number in stack.numbers(configured)]
+    if min(numbers) < 1:
+        raise ValueError(f"{keys} must be 1 or more")
+    if max(numbers) > _MAX_LAYERS:
+        raise ValueError(f"{keys} must be {_MAX_LAYERS} or less")
     if (padding := getattr(config, "pad_token_id", None)) is not None and padding >= config.vocab_size:
         raise ValueError(f"pad_token_id {padding} is not below vocab_size {config.vocab_size}")
     for key in family.above_zero:
         if (value := getattr(config, key)) is not None and not value > 0:
             raise ValueError(f"{key} {value} must be above 0, or null")
-    if (wrong := wrong_length(family, family.configured(vars(config)), sequence_length)) is not None:
+    if (wrong := wrong_length(family, configured, sequence_length)) is not None:
         raise ValueError(wrong)
     if (wrong := wrong_types(family, vars(config)) or wrong_window(family, vars(config))) is not None:
         raise ValueError(wrong)

@@ -22,7 +22,7 @@ def describe(family: Family, config: dict[str, Any], name: str, sequence_length:
     check_sizes(parsed, facts, sequence_length)
     stock = family.skeleton(parsed)
     family.objective.from_config(stock.config, sequence_length)
-    read = facts.completed(facts.configured(vars(stock.config)))
+    read = facts.completed(facts.of_layer(EMBEDDING, facts.configured(vars(stock.config))))
     layers = facts.described_layers(read, sequence_length)
 
     def contents(layer: str) -> Contents:

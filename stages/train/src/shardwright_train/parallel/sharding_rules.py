@@ -52,6 +52,12 @@ class Parts(NamedTuple):
     mlp: tuple[str, ...]
     products: tuple[str, ...] = ()
     """Callables that column-parallel products begin in; if empty, each part."""
+    alone: bool = False
+    """Whether the path is that of the only one of its type, and of no list."""
+
+    def place(self, index: int) -> str:
+        """Return the path of the block with a number in the list."""
+        return self.path if self.alone else f"{self.path}.{index}"
 
     @property
     def enter(self) -> tuple[str, ...]:

@@ -177,7 +177,8 @@ def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.d
         labels = {key: value for key, value in read_config(copy_from).items() if key in _LABELS}
     kept = {key: value for key, value in model.config.items() if key not in _FORMATS}
     named = {"architectures": [family.stock.__name__], "model_type": model.family}
-    return {**kept, **family.facts.counted(model.layers), **labels, **named, "dtype": str(dtype).removeprefix("torch.")}
+    counted = family.facts.counted(model.layers, model.config)
+    return {**kept, **counted, **labels, **named, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def _to_copy(folder: Path, model: Model, family: Family) -> Iterator[Path]:
