@@ -71,6 +71,17 @@ def test_show_prints_median_spread_and_bandwidth_by_kind_and_size(tmp_path, caps
     assert "device cpu, backend gloo" in printed
 
 
+def test_a_table_of_many_columns_is_split_and_nothing_in_it_is_cut_off(capsys):
+    show_profile(EXAMPLES / "model_profile.h5")
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line[:1] in "┃│┏┡├└"]
+    assert max(map(len, lines)) <= 120 and "…" not in printed
+    assert "curves through the points (continued)" in printed
+    rows = [[cell.strip() for cell in line.strip("│\n").split("│")] for line in lines if line[:1] == "│"]
+    key = ["block", "1", "none", "none", "forward_s", "batch", "0", "16"]
+    assert rows[-2:] == [[*key, "-0.0001", "0.001", "0", "3"], [*key, "0.01", "0.02", "3", "0.03"]]
+
+
 def test_files_that_are_no_profile_are_refused(tmp_path):
     (tmp_path / "text.h5").write_text("no HDF5")
     with pytest.raises(BadInput, match="not a readable HDF5 file"):

@@ -1,6 +1,7 @@
 """The commands end to end: files in, files out, exit codes, and one line when something is wrong."""
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -14,7 +15,7 @@ from command_calls import call as call_app
 from shardwright_formats.io import read_document, write_document
 from shardwright_formats.types import Plan, Prediction, Recompute
 from shardwright_search.cli import APP
-from shardwright_search.explain.tables import show_rich, table
+from shardwright_search.explain.printing import show_rich, table
 
 call = partial(call_app, APP)
 
@@ -219,6 +220,23 @@ def test_a_name_in_a_table_is_shown_as_it_is_not_taken_for_a_style(capsys):
     show_rich(table("[/red]", ["[/bold]"], [["[red]"]]))
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("[/red]", "[/bold]", "[red]"))
+
+
+@pytest.mark.parametrize("columns", [None, 60, 100])
+def test_tables_are_as_wide_as_the_terminal_at_most_and_120_columns_where_there_is_none(capsys, monkeypatch, columns):
+    """Sixteen stages of nine characters, and a plan in many words: numbers and names are whole."""
+    if columns is not None:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+    numbers = [f"{stage + 100}.123  9%" for stage in range(16)]
+    show_rich(table("times", ["term", *(f"stage {stage}" for stage in range(16))], [["forward", *numbers]]))
+    show_rich(table("plans", ["", "plan", "ms"], [["best", "tp1 x dp8 zero3 " * 20, "1.5"]]))
+    printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    lines = [line for line in printed.splitlines() if line[:1] in "┃│┏┡├└"]
+    assert max(map(len, lines)) <= (columns or 120) < 16 * 15
+    assert all(sum(number in line for line in lines) == 1 for number in numbers)
+    assert sum("forward" in line for line in lines) == sum("term" in line for line in lines) > 1
+    assert sum(line.count("zero3") for line in lines) == 20 and not any("…" in line for line in lines)
 
 
 def test_explain_refuses_the_prediction_of_another_plan(inputs, tmp_path):

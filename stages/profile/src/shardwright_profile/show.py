@@ -3,18 +3,18 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from io import StringIO
-from itertools import chain, groupby
+from itertools import chain, groupby, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table as Printed
 
 from shardwright_estimate.curves import design_of
 from shardwright_formats.command import show
 from shardwright_formats.display.chart import ChartAxis, Panel, bytes_axis, linear_axis, logarithmic_axis
+from shardwright_formats.display.columns import PIPED_WIDTH, PrintedColumn
 from shardwright_formats.display.svg import SOFT, document, legend, line, marker, picture, text
 from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
 from shardwright_formats.io import BadInput, write_bytes
@@ -23,9 +23,7 @@ from shardwright_formats.io.table import Row, Source, Table, columns_of
 from shardwright_formats.key import LayerKey
 from shardwright_formats.types.hardware_profile import CollectiveKey, HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model_profile import FitMode, ModelProfile, read_model_profile
-
-_PIPED_WIDTH = 140
-"""Columns of the output where no terminal says how many it has."""
+from shardwright_profile.printing import SplitTable, table_of
 
 
 def show_profile(path: Path) -> None:
@@ -33,7 +31,7 @@ def show_profile(path: Path) -> None:
     profile = _read(path)
     title, tables = _hardware_tables(profile) if isinstance(profile, HardwareProfile) else _model_tables(profile)
     printed, is_terminal = StringIO(), sys.stdout.isatty()
-    width = None if is_terminal else _PIPED_WIDTH
+    width = None if is_terminal else PIPED_WIDTH
     console = Console(file=printed, force_terminal=is_terminal, width=width, highlight=False, markup=False)
     for each in (title, *tables):
         console.print(each)
@@ -72,7 +70,7 @@ def _converted(svg: str, suffix: str) -> bytes:
     return converted
 
 
-def _hardware_tables(profile: HardwareProfile) -> tuple[str, Iterator[Printed]]:
+def _hardware_tables(profile: HardwareProfile) -> tuple[str, Iterator[SplitTable]]:
     title = f"hardware profile of cluster {profile.cluster}: device {profile.device}, backend {profile.backend}"
     notes = [f"note: {sentence}" for sentence in profile.provenance.notes.splitlines()]
     titles = {
@@ -85,43 +83,38 @@ def _hardware_tables(profile: HardwareProfile) -> tuple[str, Iterator[Printed]]:
     return "\n".join([title, *notes]), chain([_messages(profile), _rates(profile)], others)
 
 
-def _messages(profile: HardwareProfile) -> Printed:
+def _messages(profile: HardwareProfile) -> SplitTable:
     """Return a table of median and interquartile range of every point; bandwidth is message bytes over the median."""
-    table = _printed(
-        "messages",
-        ["kind", "ranks", "layout", "place"],
-        ["message", "repeats", "median", "spread (q3 - q1)", "bandwidth"],
-    )
+    labels = "kind", "ranks", "layout", "place"
+    numbers = "message", "repeats", "median", "spread (q3 - q1)", "bandwidth"
     timed = list(zip(profile.points.rows, profile.times_s, strict=True))
     timed.sort(key=lambda timed: (timed[0].key, timed[0].message_bytes))
-    for key, points in groupby(timed, key=lambda timed: timed[0].key):
-        layout = "consecutive" if key.consecutive else "strided"
-        place = f"{key.ranks_per_node} on a node" if key.group.across_nodes else "in a node"
-        for point, times_s in points:
-            low_s, median_s, high_s = (float(value) for value in np.quantile(times_s, [0.25, 0.5, 0.75]))
-            table.add_row(
-                key.collective,
-                str(key.group_size),
-                layout,
-                place,
-                bytes_text(point.message_bytes),
-                str(len(times_s)),
-                seconds_text(median_s),
-                f"{seconds_text(high_s - low_s)} ({(high_s - low_s) / median_s:.0%})",
-                rate_text(point.message_bytes / median_s),
-            )
-        table.add_section()
-    return table
+    groups = groupby(timed, key=lambda timed: timed[0].key)
+    rows = ([_message(key, point.message_bytes, times_s) for point, times_s in points] for key, points in groups)
+    return table_of("messages", labels, numbers, rows)
 
 
-def _rates(profile: HardwareProfile) -> Printed:
-    table = _printed("device rates, every rank working", ["rate", "source"], ["value"])
-    for rate in profile.rates.rows:
-        table.add_row(rate.name, rate.source, f"{rate.value:.4g}")
-    return table
+def _message(key: CollectiveKey, message_bytes: int, times_s: NDArray[Any]) -> tuple[str, ...]:
+    low_s, median_s, high_s = (float(value) for value in np.quantile(times_s, [0.25, 0.5, 0.75]))
+    return (
+        key.collective,
+        str(key.group_size),
+        "consecutive" if key.consecutive else "strided",
+        f"{key.ranks_per_node} on a node" if key.group.across_nodes else "in a node",
+        bytes_text(message_bytes),
+        str(len(times_s)),
+        seconds_text(median_s),
+        f"{seconds_text(high_s - low_s)} ({(high_s - low_s) / median_s:.0%})",
+        rate_text(message_bytes / median_s),
+    )
 
 
-def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[Printed]]:
+def _rates(profile: HardwareProfile) -> SplitTable:
+    rows = [(rate.name, rate.source, f"{rate.value:.4g}") for rate in profile.rates.rows]
+    return table_of("device rates, every rank working", ("rate", "source"), ("value",), iter([rows]))
+
+
+def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[SplitTable]]:
     origin = profile.origin
     title = (
         f"model profile of {origin.model}: device {origin.device}, backend {origin.backend}, "
@@ -136,17 +129,23 @@ def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[Printed]]:
     return title, (_columns(words, getattr(profile, name)) for name, words in titles.items())
 
 
-def _columns(title: str, table: Table[Row]) -> Printed:
-    """Return a table of values, with standard errors where known, and with sources where not measured."""
-    printed = Printed(title=title, title_justify="left")
+def _columns(title: str, table: Table[Row]) -> SplitTable:
+    """Return a table of values, with standard errors where known, and with sources where not measured.
+
+    Its first columns, of texts and of numbers without a unit, say of what the others are.
+    """
     columns = columns_of(table.row_type)
     shown = [name for name in columns if not name.endswith(("_source", "_error_s"))]
-    for name in shown:
-        # Spaces let the head of a narrow column break between its words.
-        printed.add_column(name.replace("_", " "), justify="left" if columns[name].dtype.kind == "S" else "right")
-    for row in table.rows:
-        printed.add_row(*(_cell(row, name, columns[name].source) for name in shown))
-    return printed
+    printed = [
+        PrintedColumn(
+            name.replace("_", " "),
+            [_cell(row, name, columns[name].source) for row in table.rows],
+            is_text=columns[name].dtype.kind == "S",
+        )
+        for name in shown
+    ]
+    names = takewhile(lambda name: columns[name].dtype.kind != "f" and not name.endswith(("_bytes", "_s")), shown)
+    return SplitTable(title, printed, len(list(names)))
 
 
 def _cell(row: Row, name: str, sourced_by: str) -> str:
@@ -164,15 +163,6 @@ def _value(name: str, value: object) -> str:
     if isinstance(value, float):
         return seconds_text(value) if name.endswith("_s") else f"{value:.3g}"
     return bytes_text(value) if isinstance(value, int) and name.endswith("_bytes") else str(value)
-
-
-def _printed(title: str, labels: Sequence[str], numbers: Sequence[str]) -> Printed:
-    table = Printed(title=title, title_justify="left")
-    for label in labels:
-        table.add_column(label, overflow="fold")
-    for number in numbers:
-        table.add_column(number, justify="right", overflow="fold")
-    return table
 
 
 _COLUMN, _LEFT, _RIGHT, _TOP = 340.0, 64.0, 16.0, 64.0

@@ -12,7 +12,8 @@ from shardwright_formats.types import EMBEDDING, GIB, HEAD, Estimate, Plan
 from shardwright_search.advise.question import Question
 from shardwright_search.advise.targeted import Within
 from shardwright_search.candidates import Candidate
-from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, table, time_changes
+from shardwright_search.explain.printing import table
+from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, time_changes
 from shardwright_search.interop.limits import Target
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import headroom

@@ -21,7 +21,7 @@ from shardwright_search.commands.given_plans import written_files
 from shardwright_search.commands.prediction import progress
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.explain.tables import show_rich
+from shardwright_search.explain.printing import show_rich
 from shardwright_search.explain.what_if import WhatIf, better_batches
 from shardwright_search.interop.registry import TARGETS
 from shardwright_search.options import AdviseOptions, System

@@ -26,7 +26,8 @@ from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import TimeModel
 from shardwright_search.explain.binding import Change, LayerAlternatives, binding_lines, faster_changes
-from shardwright_search.explain.tables import answers_shown, difference, explanation, node_types_table, show_rich, table
+from shardwright_search.explain.printing import show_rich, table
+from shardwright_search.explain.tables import answers_shown, difference, explanation, node_types_table
 from shardwright_search.explain.what_if import WhatIf, WhatIfAnswer, answer, neighbours, outlook
 from shardwright_search.options import ExplainOptions, SimulateOptions
 from shardwright_search.search import SearchAnswer

@@ -1,27 +1,24 @@
 """Tables of a plan's terms by pipeline stage, of other plans against it, and of the differences of two plans."""
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from io import StringIO
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from shardwright_formats.command import show
 from shardwright_formats.display.node_types import binding, node_type_uses
 from shardwright_formats.display.plan_words import headline, range_words, shape_and_runs, stage_lines, strategy_words
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import effective
 from shardwright_formats.types import MIB, Estimate, LayerStrategy, Plan, RunnerUp, Strategy
+from shardwright_search.explain.printing import PLAN, SplitTable, table
 from shardwright_search.explain.what_if import WhatIfAnswer
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import Infeasible
 
 
-def node_types_table(plan: Plan, estimate: Estimate) -> Table | None:
+def node_types_table(plan: Plan, estimate: Estimate) -> SplitTable | None:
     """Return a table with a row for each node type; None where there is one only."""
     uses = node_type_uses(plan, estimate)
     if not uses:
@@ -48,36 +45,6 @@ _FIELDS = (
 )  # fmt: skip
 STEP_TERMS = ("gradient_sync", "optimizer")
 """Terms of time that come once a step, not with every microbatch."""
-_WIDE = 1000
-"""Width in characters where the output is no terminal."""
-_PLAN = "plan"
-"""Heading of a column whose cells have lines of their own."""
-
-
-def show_rich(content: RenderableType) -> None:
-    """Print on standard output; where that is no terminal, there is room for all columns."""
-    printed, is_terminal = StringIO(), sys.stdout.isatty()
-    width = None if is_terminal else _WIDE
-    console = Console(
-        file=printed, force_terminal=is_terminal, width=width, highlight=False, markup=False, soft_wrap=True
-    )
-    console.print(content)
-    show(printed.getvalue().removesuffix("\n"))
-
-
-def table(
-    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], last: Iterable[Sequence[str]] = ()
-) -> Table:
-    """Return a table of texts in the first column and numbers in the others; `last` are rows below a line."""
-    made = Table(title=title, title_justify="left")
-    for number, heading in enumerate(headings):
-        made.add_column(heading, justify="right" if number else "left", no_wrap=not number and heading != _PLAN)
-    for row in rows:
-        made.add_row(*row)
-    made.add_section()
-    for row in last:
-        made.add_row(*row)
-    return made
 
 
 def explanation(
@@ -95,7 +62,7 @@ def explanation(
         Text("\n".join(lines)),
     ]
     if runners_up:
-        headings = (_PLAN, "ms a step", "time", "MiB", "memory")
+        headings = (PLAN, "ms a step", "time", "MiB", "memory")
         rows = [_runner_up(other, estimate) for other in runners_up]
         parts.append(table("runners-up, against this plan", headings, rows))
     return Group(*parts)
@@ -112,7 +79,7 @@ def answers_shown(title: str, plan: Plan, estimate: Estimate, answers: Sequence[
     return Group(table(title, headings, rows), Text(lines))
 
 
-def _time_table(estimate: Estimate) -> Table:
+def _time_table(estimate: Estimate) -> SplitTable:
     """Return times with shares of the stage's time of a microbatch; gradient sync and optimizer come once a step."""
     stages, rows = estimate.stages, []
     for name in stages[0].time_terms_s:
@@ -125,7 +92,7 @@ def _time_table(estimate: Estimate) -> Table:
     return table("time in ms, and share of a microbatch", _stage_headings(estimate), rows, last)
 
 
-def _memory_table(estimate: Estimate, budgets_bytes: Sequence[int] | None) -> Table:
+def _memory_table(estimate: Estimate, budgets_bytes: Sequence[int] | None) -> SplitTable:
     stages, rows = estimate.stages, []
     for name in stages[0].memory_terms_bytes:
         terms = [(stage.memory_terms_bytes[name], stage.memory_bytes) for stage in stages]
@@ -293,7 +260,7 @@ def _changes(
     )
 
 
-def _table(unit: str, binding: str, changes: Sequence[TermChange], scale: float, digits: int) -> Table:
+def _table(unit: str, binding: str, changes: Sequence[TermChange], scale: float, digits: int) -> SplitTable:
     """Return a table of this plan's terms, and what the other gains or loses."""
 
     def row(change: TermChange) -> list[str]:

@@ -5,6 +5,7 @@ from io import StringIO
 from pathlib import Path
 
 from shardwright_formats.command import show
+from shardwright_formats.display.columns import PIPED_WIDTH
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.types import Plan
 from shardwright_models.frozen import FrozenPart, freeze
@@ -72,6 +73,9 @@ def check(options: CheckOptions) -> None:
     runnable, attention = without_devices(plan)
     checks = check_roles(runnable, family, attention, progress, options.reset_attention_mask)
     printed = StringIO()
-    print_checks(plan, checks, Console(file=printed, force_terminal=sys.stdout.isatty(), highlight=False, markup=False))
+    is_terminal = sys.stdout.isatty()
+    width = None if is_terminal else PIPED_WIDTH
+    console = Console(file=printed, force_terminal=is_terminal, width=width, highlight=False, markup=False)
+    print_checks(plan, checks, console)
     show(printed.getvalue().removesuffix("\n"))
     raise_if_too_large(plan, checks)

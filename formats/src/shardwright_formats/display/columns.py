@@ -1,0 +1,64 @@
+"""Printed tables that are no wider than there is room: one of many columns is split into several."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+PIPED_WIDTH = 120
+"""Characters of a line where no terminal says how many it has."""
+_FRAME = 3
+"""Characters that a column takes beside its cells: a line and two spaces."""
+_WORDS_WIDTH = 44
+"""Characters that a column of words has at least, where it has more."""
+
+
+class PrintedColumn(NamedTuple):
+    """A column of a printed table: its heading may be broken between words, its cells only where they are words."""
+
+    heading: str
+    cells: Sequence[str]
+    is_text: bool = False
+    """Whether it stands on the left, as names do; numbers stand on the right."""
+    is_words: bool = False
+
+    @property
+    def min_width(self) -> int:
+        """Return the characters that it needs."""
+        heading = max(map(len, self.heading.split()), default=0)
+        return max(heading, min(self._widest, _WORDS_WIDTH) if self.is_words else self._widest)
+
+    @property
+    def max_width(self) -> int:
+        """Return the characters with which nothing is broken."""
+        return max(len(self.heading), self._widest)
+
+    @property
+    def _widest(self) -> int:
+        return max((len(line) for cell in self.cells for line in cell.split("\n")), default=0)
+
+
+def split_columns(columns: Sequence[PrintedColumn], repeated: int, room: int) -> list[list[PrintedColumn]]:
+    """Return the columns of each table that a table is split into: the first ones in all, of the others as many as fit.
+
+    `repeated`: number of columns that each table begins with; `room`: characters of a line. A table has one other
+    column at least, even where there is no room for it.
+    """
+    first, blocks = list(columns[:repeated]), [list(columns[:repeated])]
+    for column in columns[repeated:]:
+        if len(blocks[-1]) > repeated and _taken([*blocks[-1], column]) > room:
+            blocks.append(list(first))
+        blocks[-1].append(column)
+    return blocks
+
+
+def widths_of(columns: Sequence[PrintedColumn], room: int) -> list[int]:
+    """Return the characters of each column of one table: what it needs, and of the rest what it can use."""
+    widths, spare = [column.min_width for column in columns], room - _taken(columns)
+    for number, column in enumerate(columns):
+        more = max(0, min(spare, column.max_width - column.min_width))
+        widths[number] += more
+        spare -= more
+    return widths
+
+
+def _taken(columns: Sequence[PrintedColumn]) -> int:
+    return 1 + sum(column.min_width + _FRAME for column in columns)
