@@ -1,0 +1,50 @@
+"""The page of published recipes."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("recipes", ROOT / "benchmarks" / "recipes.py")
+recipes = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = recipes
+_spec.loader.exec_module(recipes)
+KEPT = recipes.rows_of(recipes.RESULTS.read_text(encoding="utf-8"))
+
+
+def test_the_page_has_the_figures_that_are_kept():
+    page = recipes.PAGE.read_text(encoding="utf-8")
+    assert recipes.page_text(page, KEPT) == page
+
+
+def test_every_recipe_is_kept_and_every_miss_has_its_cause():
+    assert [row.recipe for row in KEPT] == recipes.read_recipes()
+    for row in KEPT:
+        assert row.recipe.cause or not row.is_miss, row.recipe.name
+        assert (row.theirs is None) is (row.recipe.unpriced is not None), row.recipe.name
+
+
+@pytest.mark.parametrize("name", ["Llama 3.1 8B, 8 H100", "Llama 3 8B in FP8, 8 GB200", "DeepSeek-V3 671B, 1,024 H100"])
+def test_a_recipe_made_anew_has_the_figures_that_are_kept(name):
+    (kept,) = (row for row in KEPT if row.recipe.name == name)
+    made = recipes.row_of(kept.recipe)
+    assert made.published_s == pytest.approx(kept.published_s)
+    for new, old in ((made.theirs, kept.theirs), (made.ours, kept.ours)):
+        if old is None:
+            assert new is None
+        else:
+            assert (new.step_s, new.gib) == pytest.approx((old.step_s, old.gib))
+            assert (new.plan, new.memory_words) == (old.plan, old.memory_words)
+    assert made.proof == kept.proof
+
+
+@pytest.mark.parametrize(
+    ("published", "step_s"),
+    [({"step_s": 2.5}, 2.5), ({"tokens_per_s_per_gpu": 8192.0}, 2.0), ({"tflops_per_gpu": 400.0}, 2.372)],
+)
+def test_a_published_speed_is_the_time_of_a_step(published, step_s):
+    command = recipes.APP.commands["advise"]
+    question = recipes.question_of(command.parse("advise", "llama-3.1-8b --gpus 8:H100 --batch 16 --seq 8192".split()))
+    assert recipes.published_s(recipes.Published(**published), question) == pytest.approx(step_s, rel=1e-3)
