@@ -100,6 +100,7 @@ class Reference:
         return command_line(
             "import", "fasop", times=self._root / "config/reference/fasop-layer-times.csv", constants=self._constants,
             model_name=model, gpu=gpu, device=gpu, model=description, backward_ratio=self._ratio,
+            growth=self._root / "config/reference/fasop-growth.json",
             micro_batch_sizes=self._fasop["micro_batch_sizes"], out=_profile(f"fasop-{model}@{gpu}"),
         )  # fmt: skip
 

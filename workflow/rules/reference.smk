@@ -64,6 +64,7 @@ rule reference_imports:
         "results/reference/hetu-galvatron",
         ROOT / "config/reference/fasop-layer-times.csv",
         ROOT / "config/reference/fasop-constants.json",
+        ROOT / "config/reference/fasop-growth.json",
     output:
         list(outputs(REFERENCE.import_lines())),
         batch="results/reference/import.txt",

@@ -13,6 +13,7 @@ from shardwright_profile.importers.fasop import (
     fasop_hardware,
     import_fasop,
     read_fasop_constants,
+    read_fasop_growth,
     read_fasop_times,
 )
 from shardwright_profile.options import FasopHardwareOptions, FasopOptions
@@ -20,6 +21,7 @@ from shardwright_profile.options import FasopHardwareOptions, FasopOptions
 REFERENCE = Path(__file__).parents[3] / "config" / "reference"
 TIMES = REFERENCE / "fasop-layer-times.csv"
 CONSTANTS = REFERENCE / "fasop-constants.json"
+GROWTH = REFERENCE / "fasop-growth.json"
 HEADER = "model,gpu,tp_size,kind,layers,forward_s\n"
 
 
@@ -34,13 +36,16 @@ def described(fasop_model, length):
 
 @pytest.fixture
 def profile_of():
-    def made(fasop_model="gpt2XL", gpu="A100", times=TIMES, model=None, length=1024, sizes=None):
+    def made(fasop_model="gpt2XL", gpu="A100", times=TIMES, model=None, length=1024, sizes=None, growth=None):
         model = model or described(fasop_model, length)
         named = {"times": times, "constants": CONSTANTS, "model": Path("model.json"), "out": Path("x.h5")}
         options = FasopOptions(
-            model_name=fasop_model, gpu=gpu, device=gpu, backward_ratio=2.0, micro_batch_sizes=sizes, **named
-        )
-        return import_fasop(FasopRequest(options, read_fasop_times(times), read_fasop_constants(CONSTANTS), model))
+            model_name=fasop_model, gpu=gpu, device=gpu, backward_ratio=2.0, micro_batch_sizes=sizes, growth=growth,
+            **named,
+        )  # fmt: skip
+        factors = growth and read_fasop_growth(growth)
+        constants = read_fasop_constants(CONSTANTS)
+        return import_fasop(FasopRequest(options, read_fasop_times(times), constants, model, factors))
 
     return made
 
@@ -73,6 +78,42 @@ def test_times_are_in_seconds_at_micro_batch_1_with_the_traffic_inside(profile_o
         assert rows[("block", tp_size, "full", 1)]["backward_s"] == pytest.approx(3 * forward_s)
     assert rows[("embedding", 4, "none", 1)]["forward_s"] == 0.000749588
     assert rows[("head", 1, "none", 1)]["forward_s"] == 0.00073
+
+
+def test_times_grow_by_fasops_own_factors_and_else_in_proportion(profile_of):
+    sizes = "1,2,4,8,16,32"
+    profile = profile_of("bert", "A10", length=512, sizes=sizes, growth=GROWTH)
+    rows = rows_of(profile)
+    one_s = {name: rows[(name, 1, "none", 1)]["forward_s"] for name in ("embedding", "block", "head")}
+    for size, block, embedding in ((2, 1, 1), (4, 1, 1), (8, 2, 2), (16, 4, 4), (32, 8, 8)):
+        for name, factor in (("block", block), ("embedding", embedding), ("head", size)):
+            row = rows[(name, 1, "none", size)]
+            assert row["forward_s"] == pytest.approx(factor * one_s[name])
+            assert row["backward_s"] == pytest.approx(2 * factor * one_s[name])
+            assert row["forward_source"] == "assumed"
+    assert "embedding, transformer at larger micro-batches" in profile.provenance.notes
+    assert "launch-bound" not in profile.provenance.notes
+    t5 = rows_of(profile_of("T5", "A100", length=512, sizes=sizes, growth=GROWTH))
+    for name, factor in (("encoder", 1.746597), ("decoder", 1.921986)):
+        assert t5[(name, 1, "none", 8)]["forward_s"] == pytest.approx(factor * t5[(name, 1, "none", 1)]["forward_s"])
+    plain, grown = (profile_of(sizes=sizes, growth=growth) for growth in (None, GROWTH))
+    assert rows_of(plain) == rows_of(grown), "its source has no factors of GPT-2"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"citation": "c", "factors": {"bert": {"A10": {"head": {"0": 1.0}}}}}', ">= 1"),
+        ('{"citation": "c", "factors": {"bert": {"A10": {"head": {"2": 0}}}}}', "> 0"),
+        ('{"citation": "c", "factors": {"bert": {"A10": {"head": {}}}}}', "length >= 1"),
+        ('{"factors": {}}', "citation"),
+    ],
+)
+def test_factors_that_cannot_be_are_one_line(tmp_path, content, says):
+    (tmp_path / "growth.json").write_text(content)
+    with pytest.raises(BadInput, match=says) as error:
+        read_fasop_growth(tmp_path / "growth.json")
+    assert str(error.value).startswith(str(tmp_path / "growth.json"))
 
 
 def test_what_t5s_last_layers_have_more_than_others_is_the_heads(profile_of):

@@ -229,6 +229,8 @@ class FasopOptions(ImportModelOptions, frozen=True, kw_only=True):
     """The model, JSON (shardwright.model)."""
     precision: str = "float32/float16/float32"
     """Number formats to assume: parameters/compute/reduce."""
+    growth: Path | None = None
+    """Factors of times at larger micro-batches, JSON: config/reference/fasop-growth.json; by default in proportion."""
 
 
 class FasopHardwareOptions(ImportOptions, frozen=True, kw_only=True):

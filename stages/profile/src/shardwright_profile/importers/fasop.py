@@ -30,6 +30,9 @@ _BITS = 8
 
 Positive = Annotated[float, Meta(gt=0, le=1e15)]
 
+Factors = Annotated[dict[Annotated[int, Meta(ge=1, le=2**20)], Positive], Meta(min_length=1)]
+"""Factors by micro-batch size."""
+
 Kinds = Mapping[tuple[int, str], float]
 """Seconds by tp_size and kind of layer."""
 
@@ -62,6 +65,14 @@ class FasopConstants(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError(f"no gpus_per_node of {missing[0]!r}")
 
 
+class FasopGrowth(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The factors by which FASOP's source multiplies a layer's time at micro-batch 1, written there by hand."""
+
+    citation: str
+    factors: dict[str, dict[str, dict[str, Factors]]]
+    """Factors by model, GPU and kind of layer; what has none grows in proportion."""
+
+
 class FasopRequest(NamedTuple):
     """An import of FASOP's times, read from the files that the options name."""
 
@@ -69,6 +80,13 @@ class FasopRequest(NamedTuple):
     times: FasopTimes
     constants: FasopConstants
     model: Model
+    growth: FasopGrowth | None = None
+
+    @property
+    def factors(self) -> Mapping[str, Factors]:
+        """Return the model's factors on the GPU by kind of layer; empty where all times grow in proportion."""
+        known = {} if self.growth is None else self.growth.factors
+        return known.get(self.options.model_name, {}).get(self.options.gpu, {})
 
 
 def read_fasop_times(file: Path) -> FasopTimes:
@@ -110,7 +128,9 @@ def import_fasop(request: FasopRequest) -> ModelProfile:
     by_type = {tp_size: _times_by_type(request, table, tp_size) for tp_size in tp_sizes}
     rows = [row for tp_size in tp_sizes for row in _rows(request, tp_size, by_type[tp_size])]
     states = [documents.state_row(name, tp_size, documents.ABSENT) for tp_size in tp_sizes for name in by_type[tp_size]]
-    notes = [*_notes(request, by_type), *launch_notes(request.model, rows)]
+    # The factors say how launch-bound layers grow.
+    launches = () if request.factors else launch_notes(request.model, rows)
+    notes = [*_notes(request, by_type), *launches]
     return documents.imported_profile(options, request.model, "auto", "not published", notes, rows, states)
 
 
@@ -135,13 +155,13 @@ def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[st
             raise BadInput(options.times, problem, "add that row")
         return table[(tp_size, kind)]
 
-    types = block_types(request.model)
-    if (1, "transformer") in table:
-        kinds, embedding = ["transformer"], Sourced(time_of("embedding"), Source.MEASURED)
+    types, kinds = block_types(request.model), _block_kinds(table)
+    if len(kinds) == 1:
+        embedding = Sourced(time_of("embedding"), Source.MEASURED)
         head = Sourced(time_of("post_process"), Source.MEASURED)
     else:
         both_s = time_of("embedding") + time_of("decoder_embedding")
-        kinds, embedding = ["encoder", "decoder"], Sourced(both_s, Source.DERIVED)
+        embedding = Sourced(both_s, Source.DERIVED)
         head = Sourced(sum(time_of(f"{kind}_plus_post") - time_of(kind) for kind in kinds), Source.DERIVED)
     if len(types) != len(kinds):
         problem = f"{options.model_name} has {len(kinds)} types of layers, model {request.model.name!r} {len(types)}"
@@ -152,16 +172,34 @@ def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[st
     return {EMBEDDING: embedding, **blocks, HEAD: head}
 
 
+def _block_kinds(table: Kinds) -> tuple[str, ...]:
+    """Return the kinds of the model's blocks, in the order of its types."""
+    return ("transformer",) if (1, "transformer") in table else ("encoder", "decoder")
+
+
+def grown(factors: Mapping[int, float], size: int) -> float:
+    """Return the factor of a micro-batch size, as FASOP's source has it.
+
+    Sizes below the first that has a factor take as long as one sample, those above the last grow in proportion, and
+    those between two take the factor of the smaller one in proportion.
+    """
+    below = [known for known in factors if known <= size]
+    return factors[max(below)] * size / max(below) if below else 1.0
+
+
 def _rows(request: FasopRequest, tp_size: int, times: Mapping[str, Sourced]) -> Iterator[LayerRow]:
     options, length = request.options, request.model.sequence_length
-    for name, forward in times.items():
+    kinds = (EMBEDDING, *_block_kinds(request.times[options.model_name, options.gpu]), HEAD)
+    for (name, forward), kind in zip(times.items(), kinds, strict=True):
+        factors = request.factors.get(kind, {1: 1.0})
         for recompute in (Recompute.NONE, Recompute.FULL) if name not in (EMBEDDING, HEAD) else (Recompute.NONE,):
             passes = options.backward_ratio + (recompute is Recompute.FULL)
             strategy = LayerStrategy(type=name, tp_size=tp_size, dp_size=1, recompute=recompute)
             for size in sorted({1, *options.micro_batches}):
                 key = LayerKey.from_fields(strategy, micro_batch_size=size, sequence_length=length)
-                forward_s = Sourced(size * forward.value, forward.source if size == 1 else Source.ASSUMED)
-                backward_s = Sourced(passes * size * forward.value, Source.ASSUMED)
+                time_s = grown(factors, size) * forward.value
+                forward_s = Sourced(time_s, forward.source if size == 1 else Source.ASSUMED)
+                backward_s = Sourced(passes * time_s, Source.ASSUMED)
                 yield LayerRow.from_figures(key, LayerFigures(forward_s, backward_s, *_memory(request, strategy, size)))
 
 
@@ -174,11 +212,14 @@ def _memory(request: FasopRequest, strategy: LayerStrategy, size: int) -> Iterat
 
 def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) -> Iterator[str]:
     options = request.options
-    yield from documents.made_from(options.times, options.constants)
+    yield from documents.made_from(options.times, options.constants, options.growth)
     yield f"Figures of {request.constants.citation}."
     yield "One forward time a kind of layer at micro-batch 1, tensor-parallel traffic inside; no spread is published."
     yield documents.assumed_backward(options)
-    if options.micro_batches:
+    if options.micro_batches and request.growth is not None and request.factors:
+        kinds, citation = ", ".join(request.factors), request.growth.citation
+        yield f"Times of {kinds} at larger micro-batches are assumed to grow by factors of {citation}."
+    elif options.micro_batches:
         yield "Times at larger micro-batches are assumed to grow in proportion."
     yield (
         "analytic: activations and workspace are derived from the model's shapes as Korthikanti et al. (2022) do, with "
@@ -204,10 +245,19 @@ def read_fasop_constants(file: Path) -> FasopConstants:
         raise BadInput(file, str(error), "correct the file") from None
 
 
+def read_fasop_growth(file: Path) -> FasopGrowth:
+    """Return FASOP's factors; raise BadInput where the file cannot be right."""
+    try:
+        return msgspec.convert(read_object(file, _MAX_BYTES), FasopGrowth, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise BadInput(file, str(error), "correct the file") from None
+
+
 def write_fasop(options: FasopOptions) -> None:
     """Write the model profile from FASOP's layer times."""
     times, constants = read_fasop_times(options.times), read_fasop_constants(options.constants)
-    request = FasopRequest(options, times, constants, read_document(options.model, Model))
+    growth = None if options.growth is None else read_fasop_growth(options.growth)
+    request = FasopRequest(options, times, constants, read_document(options.model, Model), growth)
     documents.write_imported(options.out, import_fasop(request))
 
 
