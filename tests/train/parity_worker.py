@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from shardwright_formats.io import read_document
 from shardwright_formats.semantics.layout import parameter_box
-from shardwright_formats.types import Plan, Plans
+from shardwright_formats.types import Model, Plan, Plans, base_type
 from shardwright_train.data.share import Batch, with_boundaries
 from shardwright_train.data.split import Boundaries
 from shardwright_train.engine import optimizer
@@ -98,7 +98,9 @@ class Reference:
         self._train(plan, initial_stock(model))
 
     def _train(self, plan: Plan, stock: nn.Module) -> None:
-        named = named_parameters(stock, plan.model)
+        for name in frozen_names(plan.model):
+            stock.get_parameter(name).requires_grad_(False)
+        named = {name: p for name, p in named_parameters(stock, plan.model).items() if p.requires_grad}
         settings = settings_of(plan)
         grouped = settings is GROUPED
         groups = [
@@ -127,14 +129,15 @@ class Reference:
         self.parameters = {n: p.detach() for n, p in named.items()}
 
     def part(self, values: dict[str, Tensor], stage: Stage) -> list[Tensor]:
-        """What this rank should hold of some values, parameter by parameter."""
+        """What this rank should hold of some values of trained parameters, one by one."""
         model, family, me = stage.context.plan.model, stage.context.family, stage.context.me
         found = []
         for layer in stage.layers:
-            described = {p.name: p for p in model.types[layer.kind].parameters}
+            described = {p.name: p for p in model.types[type_of(model, layer.name)].parameters}
             held = {
                 local: described[family.described_name(layer.kind, local)]
                 for local, _ in layer.module.named_parameters()
+                if described[family.described_name(layer.kind, local)].trained
             }
             names = {local: family.owner_name(model, layer.name, local) for local in held}
             whole = as_in_runtime(family, values, {names[local]: held[local].shape for local in held})
@@ -143,6 +146,25 @@ class Reference:
                 value = whole[names[local]].view(parameter.shape)
                 found.append(value[tuple(slice(low, high) for low, high in box)])
         return found
+
+
+def type_of(model: Model, layer: str) -> str:
+    """The description's type of a layer."""
+    return layer if layer in model.types else model.layers[int(layer[len("layers[") : -1])]
+
+
+def frozen_names(model: Model) -> set[str]:
+    """The stock model's names of what is not trained."""
+    family = family_named(model.family, "test")
+    layers = ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head")
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for layer in layers:
+        described = {p.name: p for p in model.types[type_of(model, layer)].parameters}
+        for local in family.parameter_names(model, layer):
+            trained = described[family.described_name(base_type(layer), local)].trained
+            names[trained].add(family.owner_name(model, layer, local))
+    assert not names[True] & names[False]
+    return names[False]
 
 
 def auxiliary_of(stock: nn.Module) -> Tensor:
@@ -175,7 +197,7 @@ def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> d
         losses = (outcome.loss, reference.losses[step - 1]), (auxiliary, reference.auxiliary[step - 1])
         loss_error = max(loss_error, *(abs(one - other) for one, other in losses))
         norm_error = max(norm_error, abs(outcome.grad_norm - reference.norms[step - 1]))
-    mine = [local_tensor(p.detach()) for p in parameters.values()]
+    mine = [local_tensor(p.detach()) for p in parameters.values() if p.requires_grad]
     return {
         "gradient": gradient_error,
         "loss": loss_error,
@@ -290,7 +312,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
             checkpointing.compiled = partial(compiled, backend=backend)
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
             key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
-            key += f" {plan.global_batch_size} {settings_of(plan)} {plan.name.startswith('packed')}"
+            key += f" {plan.model.layers} {plan.global_batch_size} {settings_of(plan)} {plan.name.startswith('packed')}"
             if key not in references:
                 references[key] = made_by_first(world, Reference, plan)
             results[plan.name] = compare(plan, references[key], groups, world)

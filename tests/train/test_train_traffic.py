@@ -149,7 +149,7 @@ def test_stages_and_chunks_without_blocks_move_the_bytes_of_the_formulas(family:
 
 def test_a_gather_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = next(plan for plan in kinds_of_strategy() if plan.name == "zero3 every=False")
-    monkeypatch.setattr("shardwright_train.parallel.parallelize.Gathers", lambda _layers: Gathers([]))
+    monkeypatch.setattr("shardwright_train.parallel.parallelize.Gathers", lambda *_layers: Gathers([]))
     assert counted(plan, 0) != by_formula(plan, 0)
 
 

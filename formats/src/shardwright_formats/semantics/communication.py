@@ -23,6 +23,7 @@ from shardwright_formats.semantics.chunks import (
     needs_gradient,
 )
 from shardwright_formats.semantics.layout import closed_groups, parameter_box, sent_numel
+from shardwright_formats.semantics.regathers import regathers
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model import HEAD, BoundaryTensor, LayerType, Model, Region
@@ -159,11 +160,11 @@ def region_messages(
 
     Without sequence parallelism a region sums its output forward and the gradient of its inputs backward (Shoeybi et
     al. 2019); Megatron's gathers and scatters the sequence in place of both, and gathers a region's inputs again in the
-    backward pass in place of keeping them (Korthikanti et al. 2022); Ulysses exchanges queries, keys, values and the
-    result, and their gradients (Jacobs et al. 2023), key and value heads repeated until the degree divides their
-    number. Recomputation repeats in the backward pass what the forward pass did, but stops when it has all it needs:
-    the last sum of what is recomputed is left out, unless `replays_sum` names the kind. Selective recomputation keeps
-    the sums and repeats none. Without a backward pass there are those of the forward pass alone.
+    backward pass in place of keeping them (Korthikanti et al. 2022), if `regathers`; Ulysses exchanges queries, keys,
+    values and the result, and their gradients (Jacobs et al. 2023), key and value heads repeated until the degree
+    divides their number. Recomputation repeats in the backward pass what the forward pass did, but stops when it has
+    all it needs: the last sum of what is recomputed is left out, unless `replays_sum` names the kind. Selective
+    recomputation keeps the sums and repeats none. Without a backward pass there are those of the forward pass alone.
     """
     axes = axes_of(strategy)
     kind, ranks = model.types[type_name], axes.layout.sample_ranks
@@ -173,7 +174,7 @@ def region_messages(
     positions = axes.rank_samples(samples) * itemsize
     # Levels of a pyramid hand on other sizes than the embedding does: a layer's messages are of its own outputs.
     tensors = {tensor.name: tensor for tensor in kind.outputs or model.boundary}
-    for index, region in enumerate(kind.regions):
+    for index, (region, regathered) in enumerate(zip(kind.regions, regathers(kind), strict=True)):
         alone = recompute.value == region.name
         replays = recompute in (Recompute.FULL, Recompute.SELECTIVE) or alone
         ends = (alone or index == len(kind.regions) - 1) and recompute.value not in region.replays_sum
@@ -186,7 +187,7 @@ def region_messages(
             continue
         entering, leaving = _GATHERED_SEQUENCE if axes.gathers_sequence else _WHOLE_SEQUENCE
         # What is gathered in a replay stays gathered until the backward pass behind it.
-        crossings = [(name, *entering, replays or axes.gathers_sequence) for name in region.enters]
+        crossings = [(name, *entering, replays or (axes.gathers_sequence and regathered)) for name in region.enters]
         if region.leaves is not None:
             crossings.append((region.leaves, *leaving, replays and not ends and recompute is not Recompute.SELECTIVE))
         for name, forward, backward, replayed in crossings:

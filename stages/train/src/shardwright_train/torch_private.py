@@ -13,6 +13,8 @@ No other file may use one (`tests/architecture` holds this): what a new version 
 over a mesh (replicate, shard of size 1), at the cost of gathering from a group of one |
 | `_get_fsdp_state`, `_fsdp_param_group`, `FSDPParam`, `_unsharded_param` | gradients summed where they lie | a \
 public reduction hook of FSDP2; there is `set_all_reduce_hook`, which runs after its own reduction only |
+| `_root_post_backward_final_callback` | ending a step of layers through which no backward pass goes | a public way to \
+reset what forward passes have recorded, and to reshard |
 | `_all_gather_result`, `all_gather_outputs`, `is_unsharded` | telling activations from gathered parameters in the dry \
 run | counting the storages that the gathers' own operations make |
 | `_set_unshard_async_op` | gathers beside the computation on CPU too, not held longer than needed | its public name, \
@@ -107,6 +109,12 @@ def gathered_bytes(module: nn.Module) -> int:
         return gathering.all_gather_output.nbytes
     gathered = (x for p in group.fsdp_params for x in p.all_gather_outputs) if group.is_unsharded else ()
     return sum(x.nbytes for x in gathered)
+
+
+def end_without_backward(module: nn.Module) -> None:
+    """Make FSDP2 forget a step's forward passes, and reshard, in a root through which no backward pass goes."""
+    assert isinstance(module, FSDPModule)
+    module._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def gather_asynchronously(module: FSDPModule) -> None:

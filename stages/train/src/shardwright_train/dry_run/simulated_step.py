@@ -100,7 +100,7 @@ def simulate_step(
                 optimizer, with_optimizer = engine.optimizer, resident.now
                 with sent:
                     engine.forward_backward(step, hook)
-            gradients = sum(_gradient_bytes(p) for p in optimizer.parameters.values())
+            gradients = sum(_gradient_bytes(p) for p in optimizer.parameters.values() if p.requires_grad)
         return SimulatedStep(
             message_bytes=dict(sent.bytes),
             parameters_bytes=parameters,

@@ -65,7 +65,7 @@ class Engine:
         return len({action.microbatch for action in alone.actions()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint: parameters and the optimizer's moments, by name."""
+        """Return the tensors of a checkpoint: parameters and the moments of those that are trained, by name."""
         return {**self.optimizer.parameters, **self.optimizer.state()}
 
 

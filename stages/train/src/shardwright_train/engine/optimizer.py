@@ -23,7 +23,8 @@ class ShardedAdamW:
     memory with the DTensors. Weight decay spares norms and biases unless an option says otherwise; a parameter's
     learning rate is that of the step times its factor. Both go by its name in the stock model, which `stock_names`
     says of tied ones, so that all replicas are in one group. `replicas` names the parameters that count in the norm
-    elsewhere: their gradients are those of the parameter they are replicas of. The moments begin as zeros, and their
+    elsewhere: their gradients are those of the parameter they are replicas of. Frozen parameters, which require no
+    gradient, are left as they are and have no moments. The moments begin as zeros, and their
     bias correction continues after `updates` steps.
     """
 
@@ -36,24 +37,25 @@ class ShardedAdamW:
         stock_names: Mapping[str, str] | None = None,
     ) -> None:
         self.parameters, self.settings = parameters, settings
-        self._counted = [parameter for name, parameter in parameters.items() if name not in replicas]
-        self._local = {name: nn.Parameter(local_tensor(p.detach())) for name, p in parameters.items()}
+        self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self._counted = [parameter for name, parameter in self._trained.items() if name not in replicas]
+        self._local = {name: nn.Parameter(local_tensor(p.detach())) for name, p in self._trained.items()}
         groups = defaultdict[ParameterGroup, list[nn.Parameter]](list)
-        for name, parameter in parameters.items():
+        for name, parameter in self._trained.items():
             stock_name = (stock_names or {}).get(name, name)
             asked = settings.learning_rate_factors, settings.decay_norms_and_biases
             groups[group_of(stock_name, parameter.dim(), *asked)].append(self._local[name])
         self._adamw = torch.optim.AdamW(
             [
                 {"params": members, "weight_decay": settings.weight_decay * group.decays, "factor": group.factor}
-                for group, members in groups.items()
+                for group, members in (groups or {ParameterGroup(decays=False, factor=1.0): []}).items()
             ],
             lr=settings.learning_rate,
             betas=settings.betas,
             eps=settings.eps,
             fused=True,
         )
-        device = next(iter(self._local.values())).device
+        device = local_tensor(next(iter(parameters.values()))).device
         replicas_of = [_replicas(parameter) for parameter in self._counted]
         self._replicas = torch.tensor(replicas_of, dtype=torch.float64, device=device)
         for local in self._local.values():
@@ -93,7 +95,7 @@ class ShardedAdamW:
         """Return the moments as DTensors with their parameters' layout, under `optim.<parameter>.<moment>`."""
         return {
             f"optim.{name}.{moment}": placed_as(parameter, self._adamw.state[self._local[name]][moment])
-            for name, parameter in self.parameters.items()
+            for name, parameter in self._trained.items()
             for moment in ("exp_avg", "exp_avg_sq")
         }
 
@@ -121,7 +123,9 @@ class ShardedAdamW:
     def _update(self, shared: Tensor, learning_rate: float, loss_scale: float) -> None:
         """Update unless loss or squared norm, the first two of `shared`, are not finite; the device alone decides."""
         limit, gradients = self.settings.clip_norm, []
-        for name, parameter in self.parameters.items():
+        if not self._trained:
+            return
+        for name, parameter in self._trained.items():
             assert parameter.grad is not None
             gradients.append(local_tensor(parameter.grad))
             self._local[name].grad = gradients[-1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import EMBEDDING, HEAD, Attention, Model, Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, Attention, Model, Strategy, base_type
 from shardwright_models.facts import Family as Facts
 from shardwright_train.data.objectives import Causal, Classification, Text
 from shardwright_train.data.share import POSITIONS, Batch
@@ -261,7 +261,8 @@ class Family:
 
     def index(self, layers: Sequence[str], number: int) -> int:
         """Return the number of a block in its list of the stock model, which may have several types."""
-        return sum(self.parts[before].path == self.parts[layers[number]].path for before in layers[:number])
+        path, *before = (self.parts[base_type(kind)].path for kind in (layers[number], *layers[:number]))
+        return before.count(path)
 
     def owner_name(self, model: Model, layer: str, parameter: str) -> str:
         """Return the Hugging Face name, in which tied matrices of the head have the names of the embedding's."""
@@ -286,11 +287,11 @@ class Family:
         return {tied: name for tied, name in pairs if not _within(name, self.embedding) and _within(tied, self.head)}
 
     def _place(self, model: Model, layer: str) -> tuple[str, int]:
-        """Return the type of a layer, and its number in its list of blocks."""
+        """Return the family's type of a layer, and its number in its list of blocks."""
         if layer in (EMBEDDING, HEAD):
             return layer, 0
         number = int(layer[len("layers[") : -1])
-        return model.layers[number], self.index(model.layers, number)
+        return base_type(model.layers[number]), self.index(model.layers, number)
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
         """Return the modules of a layer of a type, taken out of a stock model."""

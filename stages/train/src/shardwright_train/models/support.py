@@ -61,8 +61,6 @@ def without_devices(plan: Plan) -> tuple[Plan, str]:
 
 def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
     precision, family = plan.precision, plan.model.family
-    if plan.model.is_frozen:
-        yield "a model with frozen parameters is not trained yet", "describe it without --frozen"
     kernels = (Attention.AUTO, *(FAMILIES[family].kernels if family in FAMILIES else Attention))
     if plan.attention not in kernels:
         yield f"attention {plan.attention} is not for {family} models", f"use one of: {', '.join(kernels)}"

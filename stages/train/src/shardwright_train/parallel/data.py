@@ -109,7 +109,7 @@ def as_dtensor(parameter: nn.Parameter, tp_dim: int | None, mesh: DeviceMesh) ->
         shape[tp_dim] *= parts
     local, stride = local_tensor(parameter.detach()), torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(local, mesh, (*outer, dp, tp), run_check=False, shape=torch.Size(shape), stride=stride)
-    return nn.Parameter(placed)
+    return nn.Parameter(placed, parameter.requires_grad)
 
 
 class Gathers:
@@ -118,11 +118,13 @@ class Gathers:
     By default, FSDP2 follows in the backward pass the order of all forward passes since the last step, and over several
     microbatches gathers units that are not needed. In the forward pass it gathers a unit when it gets there. `layers`
     has the units of each layer in the order of the forward pass, the outermost first: a backward pass, too, begins
-    with that.
+    with that. No backward pass goes through the first `forward_only` of them.
     """
 
-    def __init__(self, layers: Sequence[Sequence[Sharded]]) -> None:
-        backward = [[units[0], *units[:0:-1]] for units in reversed(layers)]
+    def __init__(self, layers: Sequence[Sequence[Sharded]], forward_only: int = 0) -> None:
+        backward = [[units[0], *units[:0:-1]] for units in reversed(layers[forward_only:])]
+        self._meets = {Pass.FORWARD: len(backward) > 0, Pass.BACKWARD: forward_only == 0}
+        """Whether the other pass begins with the layer that a pass ends with."""
         orders = {Pass.FORWARD: layers, Pass.BACKWARD: backward}
         self._first = {during: _zero3(order[0][:1]) if order else [] for during, order in orders.items()}
         self._last = {during: _zero3(order[-1]) if order else [] for during, order in orders.items()}
@@ -142,7 +144,7 @@ class Gathers:
     def prepare(self, during: Pass, then: "tuple[Gathers, Pass] | None") -> None:
         """Prepare a pass: its last layer stays gathered if `then` begins with it, else gathers the first of `then`."""
         self._started = True
-        stays = then is not None and then[0] is self and then[1] is not during
+        stays = then is not None and then[0] is self and then[1] is not during and self._meets[during]
         following = [] if then is None or stays else then[0].ahead(then[1])
         last = self._last[during]
         for module in last:

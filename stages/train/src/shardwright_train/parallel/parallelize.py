@@ -36,6 +36,10 @@ class ModuleStyle:
     """Name of the attention kernel."""
     compile: bool
     """Whether torch.compile compiles a block."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that are not trained, by their names in the module."""
+    has_backward: bool = True
+    """Whether a backward pass goes through the layer."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class ParallelModule:
     units: tuple[Unit, ...]
     cut_of: Mapping[str, Cut]
     """Sharding of each parameter by tensor parallelism, by its name in the module."""
+    has_backward: bool
+    """Whether a backward pass goes through it."""
 
     @cached_property
     def unit_of(self) -> dict[str, Unit]:
@@ -116,6 +122,8 @@ def parallelize(
     cut_of = {cut.name: cut for cut in cuts(module, style.rules)}
     root_of = {name: _root_of(name, sharings) for name, _ in module.named_modules()}
     units = {root: _unit(module, root, root_of, cut_of, sharing) for root, sharing in sharings.items()}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in style.frozen)
     strategy, tensor_parallel = sharings[""].strategy, sharings[""].tensor_parallel
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     if (parts := style.parts) is not None:
@@ -137,7 +145,7 @@ def parallelize(
     for unit in reversed(units.values()):
         apply_fsdp(unit.module, unit.strategy.data_parallel, data_axes(unit.sharing.mesh), precision, inner)
         inner |= _unwrapped(unit)
-    return ParallelModule(module=module, units=tuple(units.values()), cut_of=cut_of)
+    return ParallelModule(module=module, units=tuple(units.values()), cut_of=cut_of, has_backward=style.has_backward)
 
 
 def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gathers:
@@ -145,7 +153,8 @@ def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gat
     if layers:
         plain = set[nn.Parameter]().union(*(_unwrapped(unit) for layer in layers for unit in layer.units))
         apply_fsdp_to_stage(stage, plain, data_axes(layers[0].units[0].sharing.mesh))
-    return Gathers([[(unit.module, unit.strategy.data_parallel) for unit in layer.units] for layer in layers])
+    units = [[(unit.module, unit.strategy.data_parallel) for unit in layer.units] for layer in layers]
+    return Gathers(units, sum(not layer.has_backward for layer in layers))
 
 
 def _root_of(name: str, roots: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from shardwright_formats.semantics.tied_weights import (
     pieces_to_owners,
     ranks_of_replicas,
     tied_parameters,
+    trained_ones,
 )
 from shardwright_formats.types import Plan
 from shardwright_train.parallel.process_groups import Groups
@@ -35,7 +36,9 @@ class TiedParameters:
             (replica.layer, replica.parameter.name) for one in tied for replica in one[1:] if rank in replica.ranks
         )
         """Layer and parameter of each replica that this rank does not own: it counts once in a norm."""
-        self._to_owners, self._from_owners = pieces_to_owners(tied), pieces_from_owners(tied)
+        trained = trained_ones(tied)
+        self._from_owners = pieces_from_owners(tied)
+        self._gradients = pieces_to_owners(trained), pieces_from_owners(trained)
 
     def alone(self) -> "TiedParameters":
         """Return these replicas without any exchange."""
@@ -46,11 +49,13 @@ class TiedParameters:
     def sum_gradients(self, gradients: Mapping[tuple[str, str], Tensor]) -> None:
         """Give every replica the sum of all replicas' gradients: local shards by layer and parameter, in place.
 
+        Frozen ones have none.
         The owner adds in the order of the layers and hands out its sums, so that replicas stay equal to the bit.
         """
-        if self.group is not None:
-            self._exchange(self._to_owners, gradients, add=True)
-            self._exchange(self._from_owners, gradients, add=False)
+        to_owners, from_owners = self._gradients
+        if self.group is not None and to_owners:
+            self._exchange(to_owners, gradients, add=True)
+            self._exchange(from_owners, gradients, add=False)
 
     def broadcast_owners(self, values: Mapping[tuple[str, str], Tensor]) -> None:
         """Give every replica its owner's values, in place."""

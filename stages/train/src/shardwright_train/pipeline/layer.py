@@ -1,6 +1,6 @@
 """The embedding, a block or the head on one rank: its stock module parallelized, given weights, and called."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwright_formats.semantics.axes import axes_of, layout_of
 from shardwright_formats.semantics.chunks import chunk_layers
 from shardwright_formats.semantics.layout import Box, parameter_box
-from shardwright_formats.types import EMBEDDING, HEAD, Plan, Recompute, Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, Parameter, Plan, Recompute, Strategy, base_type
 from shardwright_train.data.share import Batch, BatchShare
 from shardwright_train.models.base import Family, States, WithLoss
 from shardwright_train.models.initial_weights import fill
@@ -100,6 +100,7 @@ class Layer:
 
     name: str
     kind: str
+    """The family's type of layer."""
     family: Family
     parallel: ParallelModule
     redistributions: tuple[Redistribution | None, ...]
@@ -141,6 +142,10 @@ class Layer:
         """Run the layer on its layout's part of a microbatch; the head returns the loss."""
         states = tuple(x if move is None else move(x) for x, move in zip(states, self.redistributions, strict=False))
         batch = {name: x[self.samples] for name, x in batch.items()}
+        differentiates = torch.is_grad_enabled() and self.parallel.has_backward
+        if differentiates and not any(x.requires_grad for x in states):
+            # The first layer behind those without a backward pass works as all others do.
+            states = tuple(x.detach().requires_grad_() for x in states)
         if self.reductions and states and states[0].requires_grad:
             # Autograd works on what was computed last: this view is the first of the layer, so that its gradient comes
             # after those of the layer's parameters. What was received has no such order: it is a leaf, as they are.
@@ -148,9 +153,9 @@ class Layer:
             states[0].register_hook(lambda _gradient: self.start_reductions())
         run: Callable[..., States | WithLoss | Tensor] = partial(self._run, batch=batch, rng_key=rng_key)
         recompute = getattr(self.strategy, "recompute", Recompute.NONE)
-        if torch.is_grad_enabled() and recompute is Recompute.FULL:
+        if differentiates and recompute is Recompute.FULL:
             run = partial(recomputed, run)
-        elif torch.is_grad_enabled() and recompute is Recompute.SELECTIVE and not self.compiled:
+        elif differentiates and recompute is Recompute.SELECTIVE and not self.compiled:
             run = partial(self.parallel.units[0].sharing.tensor_parallel.recomputation.selective, run)
         output = run(*states)
         if not isinstance(output, WithLoss):
@@ -175,13 +180,13 @@ class Layer:
 def build_layer(
     context: RankContext, name: str, kind: str, strategy: Strategy, redistributions: tuple[Redistribution | None, ...]
 ) -> Layer:
-    """Build one layer of a rank's pipeline stage.
+    """Build one layer of a rank's pipeline stage, of a type of the model's description.
 
     Its initial weights depend on the seed and the layer alone, not on the plan; no more than this rank's shards of them
     ever exists.
     """
     plan, family = context.plan, context.family
-    config = family.configuration(plan.model)
+    config, described, kind = family.configuration(plan.model), plan.model.types[kind], base_type(kind)
     layout = layout_of(strategy)
     dp_index, tp_index = layout.samples.part_of(context.me), layout.sharers.part_of(context.me)
     # Ranks with replicas of the activations draw the same numbers.
@@ -195,21 +200,24 @@ def build_layer(
         root: _sharing(context, each, inside, recomputation)
         for root, each in {"": strategy, **family.units(kind, strategy)}.items()
     }
+    module, named = _stock_module(context, name, strategy), {p.name: p for p in described.parameters}
+    parameters = {local: named[family.described_name(kind, local)] for local, _ in module.named_parameters()}
     style = ModuleStyle(
         rules=family.rules,
         parts=family.parts.get(kind),
         after_split=lambda module, tensor_parallel: family.after_split(module, config, tensor_parallel),
         attention=context.attention,
         compile=compiled,
+        frozen=frozenset(local for local, parameter in parameters.items() if not parameter.trained),
+        has_backward=described.has_backward,
     )
-    module = _stock_module(context, name, strategy)
     parallel = parallelize(module, style, sharings, plan.precision)
     if context.seed is not None:
         module.to_empty(device=context.device)
         for parameter in module.parameters():
             local_tensor(parameter.detach()).zero_()  # what pads it stays so
         if not context.resumes:
-            _fill(context, parallel, name, kind)
+            _fill(context, parallel, name, parameters)
     shard = layout.activation_shard(context.me, plan.microbatch_samples, plan.model.sequence_length)
     return Layer(
         name=name,
@@ -256,12 +264,12 @@ def _constants(context: RankContext, kind: str, tensor_parallel: TensorParallel)
     return context.family.constants(context.plan.model, kind, positions, example, context.attention)
 
 
-def _fill(context: RankContext, parallel: ParallelModule, name: str, kind: str) -> None:
+def _fill(context: RankContext, parallel: ParallelModule, name: str, parameters: Mapping[str, Parameter]) -> None:
     """Give the shards their part of the layer's initial weights, given or drawn."""
     model, family = context.plan.model, context.family
-    described, fillings = {p.name: p for p in model.types[kind].parameters}, family.fillings(model, name)
+    fillings = family.fillings(model, name)
     for local_name, parameter in parallel.module.named_parameters():
-        description = described[family.described_name(kind, local_name)]
+        description = parameters[local_name]
         box = parameter_box(description, parallel.unit_of[local_name].strategy, context.me)
         window = local_tensor(parameter.detach())[tuple(slice(0, high - low) for low, high in box)]
         stock_name = family.hugging_face_name(model, name, local_name)

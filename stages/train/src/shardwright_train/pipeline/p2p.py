@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.semantics.chunks import Cut, cuts, stage_actions
+from shardwright_formats.semantics.chunks import Cut, cuts, needs_gradient, stage_actions
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_train.parallel.collectives import Window, window
 from shardwright_train.parallel.data import torch_dtype
@@ -56,10 +56,11 @@ class Pipeline:
 
     @classmethod
     def of_rank(cls, context: RankContext) -> "Pipeline":
-        """Return the place of a rank under a plan."""
+        """Return the place of a rank under a plan; where nothing before a cut is trained, no gradient goes over it."""
         incoming, outgoing = {}, {}
         for cut in cuts(context.plan):
-            for kind, (source, target) in ((Pass.FORWARD, cut[:2]), (Pass.BACKWARD, cut[1::-1])):
+            ways = ((Pass.FORWARD, cut[:2]), (Pass.BACKWARD, cut[1::-1]))
+            for kind, (source, target) in ways if needs_gradient(context.plan, *cut.target) else ways[:1]:
                 if source[0] == context.stage_index:
                     outgoing[kind, source[1]] = _port(context, cut, kind, target, sends=True)
                 if target[0] == context.stage_index:

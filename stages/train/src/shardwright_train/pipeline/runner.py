@@ -133,13 +133,17 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
     passes.messages.expect(todo[0])
     for number, (action, following) in enumerate(zip(todo, [*todo[1:], None], strict=True)):
         kind, _, chunk = action
+        last = not any(kind is Pass.BACKWARD and later == chunk for kind, _, later in todo[number + 1 :])
+        if not stage.computes(action):
+            passes.no_backward(action, following, last)
+            continue
+        then = next(filter(stage.computes, todo[number + 1 :]), None)
         if kind is Pass.FORWARD:
-            stage.prepare_gathers(action, following)
+            stage.prepare_gathers(action, then)
             passes.forward(action, following)
         else:
-            last = not any(kind is Pass.BACKWARD and later == chunk for kind, _, later in todo[number + 1 :])
             stage.chunks[chunk].prepare_backward(last or reduces_each, last)
-            stage.prepare_gathers(action, following)
+            stage.prepare_gathers(action, then)
             passes.backward(action, following)
             stage.chunks[chunk].start_reductions()
     passes.messages.wait()
@@ -170,6 +174,8 @@ class _Passes:
     """Auxiliary losses of blocks, at which backward passes start, too."""
     auxiliary: Tensor = field(init=False)
     """This rank's part of the sum of the auxiliary losses."""
+    segments: defaultdict[MicrobatchChunk, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Events of segments that a microbatch has had in a chunk."""
 
     def __post_init__(self) -> None:
         device = self.pipeline.context.device
@@ -184,18 +190,21 @@ class _Passes:
         at, leaves = (microbatch, chunk), (kind, chunk) in self.pipeline.outgoing
         self.hook("forward.begin", at)
         self.stage.chunks[chunk].gathers.start(Pass.FORWARD)
-        states = self.inputs[at] = tuple(x.requires_grad_() for x in self._received(action, following))
+        here, states = self.stage.chunks[chunk], tuple(self._received(action, following))
+        if here.needs_gradient:
+            states = self.inputs[at] = tuple(x.requires_grad_() for x in states)
         batch = self.microbatches.taken_by(action)
         self.hook("forward.wait", at)
         batch = self.microbatches.masked(batch, action)
         rng_key = (self.step.seed, self.step.number, microbatch)
-        hook, note_loss = (lambda name: self.hook(name, at)), partial(self._note_loss, at)
-        output = self.stage.chunks[chunk](states, batch, rng_key, hook, note_loss)
+        output = here(states, batch, rng_key, partial(self._note_segment, at), partial(self._note_loss, at))
         self.hook(f"{'layers' if leaves else 'head'}.forward", at)
         self.hook("forward.end", at)
         if leaves:
-            self.messages.send([x.detach() for x in output], action)
-            self.ends[at] = tuple(map(get_gradient_edge, output))
+            send = self.messages.send if self.stage.has_backward else self.messages.send_after_the_last
+            send([x.detach() for x in output], action)
+            if here.has_backward:
+                self.ends[at] = tuple(map(get_gradient_edge, output))
         else:
             mean = output / self.step.counted
             self.loss += mean.detach()
@@ -206,16 +215,38 @@ class _Passes:
         at, leaves = (microbatch, chunk), (kind, chunk) in self.pipeline.outgoing
         self.hook("backward.begin", at)
         self.stage.chunks[chunk].gathers.start(Pass.BACKWARD)
-        states, ends, losses = self.inputs.pop(at), self.ends.pop(at), self.losses.pop(at, [])
+        states, ends, losses = self.inputs.pop(at, ()), self.ends.pop(at), self.losses.pop(at, [])
         gradients: list[Tensor | None] = [*self._received(action, following)] or [None] * len(ends)
         share = self.step.loss_scale / self.pipeline.context.plan.global_batch_size
         self.hook("backward.wait", at)
         torch.autograd.backward((*ends, *losses), [*gradients, *(torch.full_like(x, share) for x in losses)])
-        self.hook(f"{'layers' if leaves else 'embedding'}.backward", at)
+        self._end_segments(at)
         self.hook("backward.end", at)
         if leaves:
             # What nothing here has used has no gradient, but the stage before waits for one.
             self.messages.send([torch.zeros_like(x) if x.grad is None else x.grad for x in states], action)
+
+    def no_backward(self, action: Action, following: Action | None, last: bool) -> None:
+        """Go through the events of a backward pass that does not come to its chunk."""
+        at = action.microbatch, action.chunk
+        self.hook("backward.begin", at)
+        self._received(action, following)
+        self.hook("backward.wait", at)
+        self._end_segments(at)
+        if last:
+            self.stage.chunks[action.chunk].end_step()
+        self.hook("backward.end", at)
+
+    def _note_segment(self, at: MicrobatchChunk, name: str) -> None:
+        self.segments[at].append(name)
+        self.hook(name, at)
+
+    def _end_segments(self, at: MicrobatchChunk) -> None:
+        """Call the hook for the segments whose backward pass has not ended yet, the first of which does now."""
+        noted = self.segments.pop(at, [])
+        for name in (f"{segment}.backward" for segment in reversed(self.stage.chunks[at[1]].segments)):
+            if name not in noted:
+                self.hook(name, at)
 
     def _note_loss(self, at: MicrobatchChunk, loss: Tensor, replicas: int) -> None:
         self.losses[at].append(loss)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.semantics.axes import layout_of
-from shardwright_formats.semantics.chunks import chunk_layers, incoming_layout
-from shardwright_formats.semantics.schedules.passes import Action
+from shardwright_formats.semantics.chunks import chunk_layers, has_backward, incoming_layout, needs_gradient
+from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel
 from shardwright_train.data.share import Batch
 from shardwright_train.models.base import States
@@ -21,7 +21,7 @@ from shardwright_train.parallel.parallelize import Unit, parallelize_stage
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.tied_weights import TiedParameters
 from shardwright_train.pipeline.layer import Layer, LossHook, RankContext, build_layer
-from shardwright_train.torch_private import gathered_bytes
+from shardwright_train.torch_private import end_without_backward, gathered_bytes
 
 Hook = Callable[[str], None]
 
@@ -31,11 +31,12 @@ class Chunk(nn.Module):
 
     Forward takes the states that the previous range hands over (none on the first) and the batch of a microbatch; it
     returns states, or at the end of the model the sum of cross entropy over the samples of this rank's group.
+    `has_backward`: whether a backward pass goes through it; `needs_gradient`: whether it hands a gradient on.
     """
 
-    def __init__(self, layers: list[Layer]) -> None:
+    def __init__(self, layers: list[Layer], has_backward: bool, needs_gradient: bool) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers, self.has_backward, self.needs_gradient = layers, has_backward, needs_gradient
         self.children_by_name = nn.ModuleDict({str(i): layer.module for i, layer in enumerate(layers)})
         self.gathers = parallelize_stage(self, [layer.parallel for layer in layers])
 
@@ -53,12 +54,18 @@ class Chunk(nn.Module):
                 states = _hooked_both_ways(states, hook, "embedding", "layers", is_output=len(self.layers) == 1)
         return states
 
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """Return the parts of a pass that events are of, in the order of the forward pass."""
+        kinds = [layer.kind for layer in self.layers]
+        return (*(["embedding"] if EMBEDDING in kinds else []), "layers", *(["head"] if HEAD in kinds else []))
+
     def prepare_backward(self, reduce_gradients: bool, last: bool) -> None:
         """Set whether the next backward pass reduces gradients and whether it is the step's last.
 
         ZeRO-3 units give their gathered parameters back after every backward pass, the others after the last.
         """
-        if not self.layers:
+        if not self.layers or not self.has_backward:
             return
         assert isinstance(self, FSDPModule)
         self.set_requires_gradient_sync(reduce_gradients)
@@ -72,6 +79,11 @@ class Chunk(nn.Module):
                 unit.module.set_reshard_after_backward(last or zero3, recurse=False)
                 if reduction is not None:
                     unit.module.set_requires_gradient_sync(False, recurse=False)
+
+    def end_step(self) -> None:
+        """End a step without backward passes: FSDP2 forgets its forward passes, and shards the parameters again."""
+        if self.layers:
+            end_without_backward(self)
 
     def start_reductions(self) -> None:
         """Start, after a backward pass, to reduce the layers whose inputs have no gradient to trigger it."""
@@ -101,6 +113,15 @@ class Stage:
     def has_blocks(self) -> bool:
         """Return whether some layer is neither the embedding nor the head."""
         return any(layer.kind not in (EMBEDDING, HEAD) for layer in self.layers)
+
+    @property
+    def has_backward(self) -> bool:
+        """Return whether a backward pass goes through some chunk."""
+        return any(chunk.has_backward for chunk in self.chunks)
+
+    def computes(self, action: Action) -> bool:
+        """Return whether an action computes something: no backward pass comes to what stands before all trained."""
+        return action.kind is Pass.FORWARD or self.chunks[action.chunk].has_backward
 
     def parameters(self) -> Iterator[tuple[Layer, str, nn.Parameter]]:
         """Yield this rank's parameters, with their layer and their name in the model description."""
@@ -136,12 +157,14 @@ class Stage:
         self.chunks[action.chunk].gathers.prepare(action.kind, then)
 
     def finish_gradients(self) -> None:
-        """Create missing gradients, and sum those that several ranks or layers have a part of."""
+        """Create missing gradients of what is trained, and sum those that several ranks or layers have a part of."""
         gradients, partial = {}, defaultdict[dist.ProcessGroup, list[Tensor]](list)
         for layer, unit in self.units:
             if unit.gradient_all_reduce is not None:
                 unit.gradient_all_reduce.finish()
             for name, used in unit.named_parameters():
+                if not used.requires_grad:
+                    continue
                 local = torch.zeros_like(local_tensor(used)) if used.grad is None else local_tensor(used.grad)
                 parameter, used.grad = layer.parallel.parameters[name], None
                 parameter.grad = placed_as(parameter, local)
@@ -176,7 +199,7 @@ def _build_chunk(context: RankContext, chunk: int) -> Chunk:
         )
         layers.append(build_layer(context, name, kind, strategy, moves))
         current = wanted
-    return Chunk(layers)
+    return Chunk(layers, has_backward(plan, stage, chunk), needs_gradient(plan, stage, chunk))
 
 
 def _site(context: RankContext, tensor: BoundaryTensor) -> RedistributionSite:

@@ -1,0 +1,31 @@
+"""Which regions gather their input again for the gradients of weights, where Megatron splits the sequence."""
+
+from shardwright_formats.types.model import LayerType, Parameter
+
+LOW_RANK = ".lora_"
+"""What the names of low-rank matrices have behind that of their module (Hu et al. 2021, in peft's words)."""
+_FIRST = f"{LOW_RANK}A."
+
+
+def regathers(kind: LayerType) -> tuple[bool, ...]:
+    """Return, for each region of a layer type, whether a matrix that its input is multiplied by is trained.
+
+    A region ends with a matrix that is cut by its inputs, and the parameters are in the order of the modules. Where
+    there are not as many such matrices as regions, all regions are taken to be as the layer is.
+    """
+    ends = [i for i, p in enumerate(kind.parameters) if _is_cut_by_inputs(p)]
+    if len(ends) != len(kind.regions):
+        return (any(p.trained and len(p.shape) > 1 for p in kind.parameters),) * len(kind.regions)
+    stretches = zip([0, *ends], ends, strict=False)
+    return tuple(any(map(_keeps_its_input, kind.parameters[first:end])) for first, end in stretches)
+
+
+def _is_cut_by_inputs(parameter: Parameter) -> bool:
+    return len(parameter.shape) == 2 and parameter.tp_dim == 1 and LOW_RANK not in parameter.name
+
+
+def _keeps_its_input(parameter: Parameter) -> bool:
+    """Return whether the gradient of a parameter needs the input of its region."""
+    if not parameter.trained or len(parameter.shape) < 2:
+        return False
+    return parameter.tp_dim == 0 if LOW_RANK not in parameter.name else _FIRST in parameter.name and parameter.inside
