@@ -71,6 +71,9 @@ VARIANTS = {
     "bert": {"model_type": "bert", **TINY, "max_position_embeddings": 64},
     "roberta": {"model_type": "roberta", **TINY, "max_position_embeddings": 34},
     "xlm-roberta": {"model_type": "xlm-roberta", **TINY, "max_position_embeddings": 36, "pad_token_id": 3},
+    "modernbert": {"model_type": "modernbert", **TINY, "num_hidden_layers": 5, "pad_token_id": 3},
+    "modernbert-listed": {"model_type": "modernbert", **TINY, "pad_token_id": 3, "local_attention": 10}
+    | {"layer_types": ["full_attention", "full_attention"], "norm_bias": True},
     "t5": T5,
     "t5-gated": T5 | {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3, "tie_word_embeddings": False},
     "t5-no-dropout": T5 | {"dropout_rate": 0.0, "relative_attention_num_buckets": 8},
@@ -94,6 +97,10 @@ def random_configuration(name, rng):
         case "bert" | "roberta" | "xlm-roberta":
             config = shape | numbers | {"max_position_embeddings": 66}
             further = {"type_vocab_size": 3, "hidden_dropout_prob": 0.0, "hidden_act": "gelu_new"}
+        case "modernbert":
+            config = shape | numbers | {"pad_token_id": None, "global_attn_every_n_layers": rng.randint(1, 4)}
+            further = dict.fromkeys(("attention_bias", "classifier_bias", "mlp_bias", "norm_bias"), True)
+            further |= {"decoder_bias": False, "local_attention": rng.randint(0, 20), "embedding_dropout": 0.1}
         case "t5":
             config = {"d_model": heads * size, "num_heads": heads, "d_ff": inner, "num_layers": rng.randint(1, 4)}
             config |= {"vocab_size": numbers["vocab_size"]}

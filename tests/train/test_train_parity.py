@@ -34,6 +34,7 @@ FAMILIES = (
     "roberta",
     "smollm3",
     "phi3",
+    "modernbert",
 )
 PACKED = ("qwen3", "gpt2", "bert", "roberta")
 COMPILED = ("llama", "t5")

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import T5ForConditionalGeneration, ViTForImageClassification
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama import modeling_llama
+from transformers.models.modernbert import modeling_modernbert
 
 from shardwright_formats.types import Model, Plan
 from shardwright_train.data.share import Batch
@@ -105,6 +107,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
             **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
         }
         for name in ("roberta", "xlm-roberta")
+    },
+    "modernbert": {
+        "model_type": "modernbert",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "global_attn_every_n_layers": 2,
+        "local_attention": 6,
+        "local_rope_theta": 100.0,
+        "pad_token_id": 59,
+        "mask_token_id": 60,
+        **dict.fromkeys(("bos_token_id", "cls_token_id", "eos_token_id", "sep_token_id")),
     },
     "t5": {
         "model_type": "t5",
@@ -231,6 +247,7 @@ def norm_in_the_inputs_format() -> None:
     Stock adds the gradients of their weights over samples in float32, where the order of the samples shows, so that no
     two plans would agree to 1e-10 in float64.
     """
+    modeling_modernbert.apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb
     for norm in (Gemma2RMSNorm, Gemma3RMSNorm):
         norm.forward = lambda self, x: self._norm(x) * (1.0 + self.weight)  # type: ignore[assignment]
 

@@ -11,6 +11,7 @@ from shardwright_models.families.glm4 import GLM4
 from shardwright_models.families.gpt2 import GPT2
 from shardwright_models.families.granite import GRANITE
 from shardwright_models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from shardwright_models.families.modernbert import MODERNBERT
 from shardwright_models.families.olmo2 import OLMO2
 from shardwright_models.families.phi3 import PHI3
 from shardwright_models.families.roberta import ROBERTA, XLM_ROBERTA
@@ -28,6 +29,7 @@ _ALL = (
     LLAMA,
     MISTRAL,
     MIXTRAL,
+    MODERNBERT,
     OLMO2,
     PHI3,
     QWEN2,
