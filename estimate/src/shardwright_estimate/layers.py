@@ -83,6 +83,10 @@ class _Share(NamedTuple):
         whole = part.passing * self.itemsize
         return self.samples * (part.passing_bytes * self.inside + whole * self.entering)
 
+    def once_bytes(self, part: Part) -> float:
+        """Return the bytes of what a part computes once for all samples."""
+        return (part.mask * self.inside + part.weight_copies * self.weights) * self.itemsize
+
     def product_bytes(self, part: Part) -> float:
         return self.samples * part.products * self.itemsize * self.inside
 
@@ -177,7 +181,8 @@ def _memory(parts: Sequence[Part], share: _Share, recompute: Recompute) -> tuple
         again -= sum(share.product_bytes(part) for part in parts)
     else:
         held = kept + sum(share.result_bytes(part) for part in replayed)
-    return round(held), round(again + max(share.widest_bytes(part) for part in parts))
+    once = sum(share.once_bytes(part) for part in parts)
+    return round(held), round(again + once + max(share.widest_bytes(part) for part in parts))
 
 
 def _accumulated_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
@@ -251,7 +256,7 @@ def _attention_s(part: Part, share: _Share, machine: Machine) -> float:
 
 def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:
     """Return the seconds of the forward pass between its products."""
-    moved = share.kept_bytes(part) + share.passing_bytes(part)
+    moved = share.kept_bytes(part) + share.passing_bytes(part) + share.once_bytes(part)
     return 2 * moved / machine.memory_bytes_per_s + part.kernels * KERNEL_START_S
 
 

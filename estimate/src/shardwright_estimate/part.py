@@ -30,6 +30,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that are written and read beside them, and not kept."""
     inside_bytes: int = 0
     """Further bytes kept of what ranks share out: norms of queries and keys."""
+    mask: int = 0
+    """Elements of a mask that is added to the scores of all samples, and that ranks share out by heads."""
+    weight_copies: int = 0
+    """Elements of a matrix that is computed from the weights, and that ranks share out as these."""
     scores: int = 0
     """Further elements kept of attention scores, where the kernel keeps them."""
     score_bytes: int = 0

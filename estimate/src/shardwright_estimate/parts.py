@@ -46,6 +46,7 @@ class _Attention(NamedTuple):
     keys: int
     heads: int
     window: int | None
+    alibi: bool
 
     @property
     def scores(self) -> int:
@@ -169,7 +170,8 @@ def _attention_part(model: Model, region: Region, hidden: int, fused: bool) -> P
         flops=2.0 * hidden * width,
         attention_flops=4.0 * (a.queries * a.keys - a.left_out) * a.query_width,
         left_out=4.0 * a.left_out * a.query_width,
-        causal=family.mask is Mask.CAUSAL,
+        causal=family.mask is Mask.CAUSAL and not a.alibi,
+        mask=a.scores * a.alibi,
         weights=2 * hidden * (a.query_width + a.key_width),
         inside=width + elements + copies,
         inside_bytes=more,
@@ -258,7 +260,7 @@ def _logits(model: Model, kind: LayerType) -> Part:
 
     Their input was counted before, and their gradient takes their place.
     """
-    tensor = model.boundary[-1]
+    tensor, family = model.boundary[-1], facts_of(model)
     names = {name for region in kind.regions for name in region.enters}
     tensor = next((t for t in model.boundary if t.name in names), tensor)
     weights = sum(p.numel(1) for p in kind.parameters if len(p.shape) > 1)
@@ -268,7 +270,8 @@ def _logits(model: Model, kind: LayerType) -> Part:
         name="logits",
         flops=float(kind.forward_flops_per_sample),
         weights=weights,
-        inside=(1 + facts_of(model).soft_caps) * logits,
+        weight_copies=weights * family.normed_head(family.configured(model.config)),
+        inside=(1 + family.soft_caps) * logits,
         passing_bytes=_FLOAT32_BYTES * logits,
         outside=positions * tensor.features,
         result=positions * tensor.features,
@@ -288,6 +291,7 @@ def _attention_of(model: Model, region: Region) -> _Attention:
         lengths[heads.keys],
         heads.heads,
         heads.window,
+        heads.alibi,
     )
 
 

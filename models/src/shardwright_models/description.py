@@ -254,7 +254,7 @@ def _regions(family: Family, config: Config, layer: str, is_cut: bool, window: i
     replays = family.replays_sum(config)
     shape = {name: config[key] for name, key in _HEADS.items()}
     for keys in family.attended(layer):
-        attention = Heads(queries=stream, keys=keys, **shape, window=window)
+        attention = Heads(queries=stream, keys=keys, **shape, window=window, alibi=family.alibi(config))
         enters = tuple(dict.fromkeys((stream, keys)))
         yield Region(name="attention", enters=enters, leaves=stream, attention=attention, replays_sum=replays)
     yield Region(name="mlp", enters=(stream,), leaves=stream, replays_sum=replays)

@@ -146,6 +146,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Its name in a config.json, in descriptions and in transformers."""
     stock: str
     """The class of transformers that is trained."""
+    modeling: str | None = None
+    """Name of transformers' folder of the class; None: that of the `model_type`."""
     runtime: str
     """File and class of the runtime that cut and call the stock model's modules, such as `llama:Llama`."""
     parameters: Layers
@@ -197,6 +199,13 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Layer types that merge neighbouring positions, and attend to none; every rank merges all that it has."""
     wrong: Callable[[Config], str | None] = lambda _: None
     """What is wrong with keys taken together, or with those that are no lengths."""
+    alibi: Callable[[Config], bool] = lambda _: False
+    """Whether scores fall with the distance of positions, at a slope for each head: a mask of each (Press et al. 2022).
+
+    flash_attention_2 would ignore it.
+    """
+    normed_head: Callable[[Config], bool] = lambda _: False
+    """Whether the head multiplies with its matrix's rows made unit vectors."""
     undivided: Mapping[str, str] = {}
     """Names, by layer type, of something that tensor parallelism cannot divide: one rank has all of it."""
     undivided_by_ulysses: Mapping[str, str] = {}
@@ -215,6 +224,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Whether Megatron-LM's GPT runs its blocks exactly."""
     torchtitan: str | None = None
     """The name of its blocks in torchtitan; None: it does not run them."""
+    architecture: str | None = None
+    """The class that files name; None: `stock`."""
     ignored: tuple[str, ...] = ()
     """Keys of a config.json that mean something here, or nothing, and that transformers does not list."""
     only: Mapping[str, Only] = {}

@@ -77,6 +77,8 @@ class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Features of one head."""
     window: Length | None = None
     """Positions that each attends to at most, itself the last; null: all that a mask leaves. Shorter than samples."""
+    alibi: bool = False
+    """True where scores fall with the distance of positions, at a slope for each head (Press et al. 2022)."""
 
 
 class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,6 +161,11 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def window(self) -> int | None:
         """Return the sliding window of its attention; None where positions attend to all that a mask leaves."""
         return next((region.attention.window for region in self.regions if region.attention is not None), None)
+
+    @property
+    def alibi_heads(self) -> int:
+        """Return the number of its heads whose scores fall with the distance of positions."""
+        return max((a.heads for region in self.regions if (a := region.attention) is not None and a.alibi), default=0)
 
 
 class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):

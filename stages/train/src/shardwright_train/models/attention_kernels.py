@@ -40,6 +40,9 @@ def check_kernels(plan: Plan, family: Family, device: torch.device, file: object
 def _problems(plan: Plan, family: Family, device: torch.device, by_document: bool) -> Iterator[tuple[str, str]]:
     """Yield the kernels that cannot be used, and what to do."""
     asked = plan.attention
+    if by_document and any(kind.alibi_heads for kind in plan.model.types.values()):
+        problem = f"{plan.model.family} models with ALiBi have masks of heads, not those of --reset-attention-mask"
+        yield problem, "leave that out"
     if asked is _FLASH and by_document:
         yield f"attention {asked} knows no documents, which --reset-attention-mask asks for", _OTHERS
     if asked is _FLASH and (lack := _lack(device)) is not None:
@@ -124,7 +127,7 @@ def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool
     by_mask, learned = by_document or leaves_out in (Mask.PADDING, Mask.BIAS), leaves_out is Mask.BIAS
     length, make = plan.model.sequence_length, partial(torch.zeros, dtype=dtype, device=device)
     for heads in {heads for heads in attentions if heads is not None}:
-        masked = by_mask or heads.window is not None
+        masked = by_mask or heads.window is not None or heads.alibi
         causal = leaves_out is Mask.CAUSAL and not masked
         group = 1 if masked else heads.heads // heads.kv_heads
         query = make(1, group, length, heads.head_features, requires_grad=True)

@@ -1,7 +1,7 @@
 """The interface of a model family: stock modules of transformers, their sharding, inputs and outputs."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from shardwright_train.data.objectives import Causal, Classification, Text
 from shardwright_train.data.share import POSITIONS, Batch
 from shardwright_train.models.configuration import parse
 from shardwright_train.models.initial_weights import Filling
-from shardwright_train.models.masks import mask_for, window_mask
+from shardwright_train.models.masks import alibi_mask, alibi_slopes, mask_for, window_mask
 from shardwright_train.models.stock import Pieces, skeleton, stock_fillings, unstack
 from shardwright_train.parallel.sharding_rules import OF_OUTPUTS, WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
@@ -162,14 +162,25 @@ class Family:
         """Return the transformers configuration of a described model, number of layers included."""
         return self.configured(model.config | self.facts.counted(model.layers, model.config))
 
-    def constants(self, model: Model, kind: str, positions: slice, example: Tensor, kernel: str) -> dict[str, Any]:
+    def constants(
+        self,
+        model: Model,
+        kind: str,
+        positions: slice,
+        example: Tensor,
+        kernel: str,
+        heads: Callable[[int], slice] = slice,
+    ) -> dict[str, Any]:
         """Return the constants of every pass through a type of block: kernel, window, mask, rotary cosines and sines.
 
-        Cosines and sines are for this rank's positions, in the dtype and on the device of `example`.
+        Cosines and sines are for this rank's positions, in the dtype and on the device of `example`. `heads` tells this
+        rank's of so many heads: by default all.
         """
         window, mask = model.types[kind].window, None
         if window is not None and kernel != Attention.FLASH_ATTENTION_2.value:
             mask = window_mask(model.sequence_length, window, example, self.facts.mask)
+        if sloped := model.types[kind].alibi_heads:
+            mask = alibi_mask(model.sequence_length, alibi_slopes(sloped)[heads(sloped)], example)
         return {"kernel": kernel, "window": window, "mask": mask, **self._angles(model, kind, positions, example)}
 
     def _angles(self, model: Model, kind: str, positions: slice, example: Tensor) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Attention masks in the form that each kernel expects."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,8 +13,8 @@ from shardwright_models.facts import Mask
 from shardwright_train.data.share import Batch
 
 _SHARED = "mask"
-_WINDOWS: WeakValueDictionary[tuple[int, int, int, torch.dtype, torch.device], Tensor] = WeakValueDictionary()
-"""Masks of windows that some layer holds."""
+_HELD: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
+"""Masks of windows and of slopes that some layer holds."""
 
 
 def shared_mask(window: int | None) -> str:
@@ -27,16 +28,16 @@ def shared_mask(window: int | None) -> str:
 def mask_for(mask: Mask, states: Tensor, batch: Batch, constants: Mapping[str, Any]) -> Tensor | None:
     """Return the mask of a block for states [b, s, h]; a causal one covers all positions of the tokens.
 
-    `constants`: the block's kernel, its window and the window's mask, each None without one.
+    `constants`: the block's kernel, its window, and the mask of that or of slopes, each None without one.
     """
     if (shared := batch.get(shared_mask(constants["window"]))) is not None:
         return shared
-    kernel, window = constants["kernel"], constants["mask"]
+    kernel, held = constants["kernel"], constants["mask"]
     if mask is Mask.PADDING:
         padding = padding_mask(batch["attention_mask"], states.dtype, kernel)
-        return padding if window is None else torch.minimum(padding, window)
-    if window is not None:
-        return window  # type: ignore[no-any-return]
+        return padding if held is None else torch.minimum(padding, held)
+    if held is not None:
+        return held  # type: ignore[no-any-return]
     return causal_mask(states, batch["tokens"], kernel) if mask is Mask.CAUSAL else None
 
 
@@ -57,12 +58,39 @@ def window_mask(length: int, window: int, example: Tensor, mask: Mask) -> Tensor
     """
     behind = 0 if mask is Mask.CAUSAL else window - 1
     key = length, window, behind, example.dtype, example.device
-    if (made := _WINDOWS.get(key)) is None:
+    if (made := _HELD.get(key)) is None:
         seen = torch.ones(length, length, dtype=torch.bool, device=example.device).tril_(behind).triu_(1 - window)
         made = torch.zeros(length, length, dtype=example.dtype, device=example.device)
         made = made.masked_fill_(~seen, torch.finfo(example.dtype).min)[None, None]
-        _WINDOWS[key] = made
+        _HELD[key] = made
     return made
+
+
+def alibi_mask(length: int, slopes: Sequence[float], example: Tensor) -> Tensor:
+    """Return the causal mask [1, heads, s, s] to add to scores so that they fall with the distance, by heads' slopes.
+
+    It is in the dtype and on the device of `example`; as long as one exists, it is returned again.
+    """
+    key = length, tuple(slopes), example.dtype, example.device
+    if (mask := _HELD.get(key)) is None:
+        distances = (
+            torch.arange(length, device=example.device)[None] - torch.arange(length, device=example.device)[:, None]
+        )
+        after = torch.ones(length, length, dtype=torch.bool, device=example.device).triu_(1)
+        mask = torch.empty(1, len(slopes), length, length, dtype=example.dtype, device=example.device)
+        # In float32, as in the code of the paper, and a head at a time, which takes less memory.
+        for head, slope in enumerate(torch.tensor(slopes, dtype=torch.float32, device=example.device)):
+            mask[0, head] = distances * slope
+        mask = mask.masked_fill_(after, torch.finfo(example.dtype).min)
+        _HELD[key] = mask
+    return mask
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Return the slopes of so many heads (Press et al. 2022, and their code for numbers that are no power of two)."""
+    power = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return slopes if power == heads else slopes + alibi_slopes(2 * power)[0::2][: heads - power]
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None) -> Tensor:

@@ -47,8 +47,11 @@ def flash_obstacle(plan: Plan) -> str | None:
         return "needs CUDA, the plan is for cpu"
     if (compute := plan.precision.compute) not in _SIXTEEN_BITS:
         return f"computes in bfloat16 or float16, the plan in {compute}"
-    heads = (region.attention for kind in plan.model.types.values() for region in kind.regions)
-    widest = max((h.head_features for h in heads if h is not None), default=0)
+    regions = (region for kind in plan.model.types.values() for region in kind.regions)
+    attentions = [region.attention for region in regions if region.attention is not None]
+    widest = max((h.head_features for h in attentions), default=0)
+    if any(h.alibi for h in attentions):
+        return "cannot add the slopes of ALiBi to scores"
     return f"has heads of up to {_WIDEST_HEAD} features, the model of {widest}" if widest > _WIDEST_HEAD else None
 
 

@@ -112,6 +112,12 @@ class TensorParallel:
         """Return the positions that this rank works on in the matrix products: all of them, except under Ulysses."""
         return self.positions(length) if self.splits_everything else slice(0, length)
 
+    def heads(self, count: int) -> slice:
+        """Return the heads, of `count` in all, that this rank attends with."""
+        group = self.sequence_group if self.splits_everything else self.group
+        share = count // group.size()
+        return slice(group.rank() * share, (group.rank() + 1) * share)
+
     @property
     def sums_outside(self) -> bool:
         """Return whether the gradient of a replicated parameter used outside the products is a sum over the ranks."""

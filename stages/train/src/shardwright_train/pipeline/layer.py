@@ -261,7 +261,8 @@ def _stock_module(context: RankContext, name: str, strategy: Strategy) -> nn.Mod
 def _constants(context: RankContext, kind: str, tensor_parallel: TensorParallel) -> dict[str, Any]:
     example = torch.zeros(1, dtype=torch_dtype(context.plan.precision.compute), device=context.device)
     positions = tensor_parallel.positions_inside(context.plan.model.sequence_length)
-    return context.family.constants(context.plan.model, kind, positions, example, context.attention)
+    model, heads = context.plan.model, tensor_parallel.heads
+    return context.family.constants(model, kind, positions, example, context.attention, heads)
 
 
 def _fill(context: RankContext, parallel: ParallelModule, name: str, parameters: Mapping[str, Parameter]) -> None:

@@ -176,7 +176,7 @@ def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.d
     if copy_from is not None and (copy_from / CONFIG).is_file():
         labels = {key: value for key, value in read_config(copy_from).items() if key in _LABELS}
     kept = {key: value for key, value in model.config.items() if key not in _FORMATS}
-    named = {"architectures": [family.stock.__name__], "model_type": model.family}
+    named = {"architectures": [family.facts.architecture or family.stock.__name__], "model_type": model.family}
     counted = family.facts.counted(model.layers, model.config)
     return {**kept, **counted, **labels, **named, "dtype": str(dtype).removeprefix("torch.")}
 
