@@ -31,6 +31,14 @@ VIT = {
     "image_size": 32,
     "patch_size": 4,
 }
+SWIN = {
+    "model_type": "swin",
+    "embed_dim": 24,
+    "depths": [2, 3],
+    "num_heads": [2, 4],
+    "image_size": 32,
+    "window_size": 4,
+}
 VARIANTS = {
     "llama-grouped": {"model_type": "llama", **TINY, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "llama-biased": {"model_type": "llama", **TINY, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
@@ -79,6 +87,11 @@ VARIANTS = {
     "t5-no-dropout": T5 | {"dropout_rate": 0.0, "relative_attention_num_buckets": 8},
     "vit": VIT,
     "vit-classes": VIT | {"id2label": {str(i): f"c{i}" for i in range(7)}, "label2id": {f"c{i}": i for i in range(7)}},
+    "swin": SWIN,
+    "swin-defaults": {"model_type": "swin"},
+    "swin-published-keys": SWIN
+    | {"path_norm": True, "num_layers": 2, "hidden_size": 48, "id2label": {"0": "a", "1": "b"}},
+    "swin-oblong": SWIN | {"image_size": [32, 64], "patch_size": [2, 4], "use_absolute_embeddings": True},
     "vit-no-bias": VIT | {"qkv_bias": False, "hidden_dropout_prob": 0.1, "num_labels": 5},
 }
 
@@ -112,6 +125,12 @@ def random_configuration(name, rng):
             config = shape | numbers | {"image_size": 32, "patch_size": 4}
             further = {"num_channels": 1, "num_labels": 5, "qkv_bias": False, "hidden_dropout_prob": 0.1}
             further |= {"id2label": {str(i): f"c{i}" for i in range(5)}}
+        case "swin":
+            stages = rng.randint(1, 4)
+            config = {"embed_dim": 4 * heads, "depths": [rng.randint(1, 3) for _ in range(stages)], "window_size": 2}
+            config |= {"num_heads": [heads * rng.choice((1, 2)) for _ in range(stages)], "image_size": 64}
+            further = {"num_channels": 1, "num_labels": 5, "qkv_bias": False, "mlp_ratio": 1.5}
+            further |= {"hidden_dropout_prob": 0.1, "use_absolute_embeddings": True, "patch_size": 2}
         case _:
             key_value_heads = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
             config = shape | numbers | {"num_key_value_heads": key_value_heads}
@@ -131,7 +150,14 @@ def random_configuration(name, rng):
             further |= dict.fromkeys(biases.get(name, ()), True)
             config |= {"pad_token_id": 0} if name in ("glm4", "phi3") else {}
     config |= {key: value for key, value in further.items() if rng.random() < 0.5}
-    return {"model_type": name} | config, 65 if name == "vit" else rng.randint(1, 64)
+    config = {"model_type": name} | config
+    return config, length_of(config) if "image_size" in config else rng.randint(1, 64)
+
+
+def length_of(config):
+    """The positions of an image, or some of a text."""
+    family = FAMILIES[config["model_type"]]
+    return family.fixed_positions(family.configured(config)) or 32
 
 
 def _published():
@@ -142,7 +168,7 @@ def _published():
     for name, preset in read_presets().items():
         yield pytest.param(dict(preset.config), preset.sequence_length, id=name)
     for name, config in VARIANTS.items():
-        yield pytest.param(config, 65 if "vit" in name else 32, id=name)
+        yield pytest.param(config, length_of(config), id=name)
 
 
 @pytest.mark.parametrize(("config", "length"), tuple(_published()))
@@ -205,6 +231,31 @@ def test_a_window_shorter_than_samples_is_described_with_the_scores_that_it_leav
     assert block.forward_flops_per_sample == whole.forward_flops_per_sample - left_out
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"depths": 2}, "depths 2 is no list of numbers, one for each stage"),
+        ({"depths": [2, 0]}, "depths [2, 0] is no list"),
+        ({"num_heads": [2, 4, 8]}, "depths and num_heads list 2 and 3 stages"),
+        ({"num_heads": [5, 4]}, "num_heads 5 of stage1 does not divide its 24 features"),
+        ({"window_size": 3}, "window_size 3: the 8 x 8 patches of stage1 are no whole windows"),
+        ({"window_size": 8}, "window_size 8: the 4 x 4 patches of stage2 are no whole windows"),
+        ({"image_size": 28}, "window_size 4: the 7 x 7 patches of stage1"),
+        ({"image_size": "large"}, "image_size 'large' is no length, nor height and width"),
+        ({"mlp_ratio": 0}, "mlp_ratio 0 leaves no features"),
+    ],
+)
+def test_a_pyramid_that_cannot_be_built_is_refused_in_one_line_by_both(change, said, tmp_path):
+    config = SWIN | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput) as refused:
+        model_of_config(config, "m", None, tmp_path / "config.json")
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+    with pytest.raises(BadInput) as refused:
+        describe_folder(tmp_path, "m", 64)
+    assert "config.json: " in str(refused.value) and "\n" not in str(refused.value)
+
+
 def test_shapes_need_no_torch():
     code = (
         "import sys, shardwright_models.description, shardwright_estimate.profile, shardwright_models.presets\n"
@@ -221,6 +272,7 @@ _BILLIONS = {
     "qwen3-235b-a22b": 235.09, "mixtral-8x7b": 46.70, "mixtral-8x22b": 140.62,
     "glm-4-9b": 9.40, "glm-4-32b": 32.57, "granite-3.0-8b": 8.17,
     "gemma-3-1b": 1.0, "gemma-3-4b": 3.88, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01,
+    "swin-tiny": 0.0283, "swin-small": 0.0496, "swin-base": 0.0878, "swin-large": 0.1965,
 }  # fmt: skip
 """Parameters in billions, as the pages of the published weights count them; tied matrices once."""
 
@@ -231,3 +283,12 @@ def test_presets_have_the_parameters_that_their_authors_publish() -> None:
         preset = presets[name]
         model = model_of_config(preset.config, name, preset.sequence_length, name)
         assert model.parameter_count / 1e9 == pytest.approx(billions, rel=4e-3), name
+
+
+@pytest.mark.parametrize(("size", "products"), [("tiny", 4.5), ("small", 8.7), ("base", 15.4), ("large", 34.5)])
+def test_swin_has_the_operations_that_its_authors_count(size, products):
+    """Billions of multiply-adds in one pass of an image (Liu et al. 2021, table 1)."""
+    preset = read_presets()[f"swin-{size}"]
+    model = model_of_config(preset.config, size, None, size)
+    operations = sum(model.types[name].forward_flops_per_sample for name in ("embedding", *model.layers, "head"))
+    assert operations / 2e9 == pytest.approx(products, rel=0.01)

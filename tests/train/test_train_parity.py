@@ -35,6 +35,7 @@ FAMILIES = (
     "smollm3",
     "phi3",
     "modernbert",
+    "swin",
 )
 PACKED = ("qwen3", "gpt2", "bert", "roberta")
 COMPILED = ("llama", "t5")

@@ -9,7 +9,7 @@ from file_forms import as_in_files
 from stock_experts import with_balance
 from tiny_decoders import DECODERS, LAYERS
 from torch import Tensor, nn
-from transformers import T5ForConditionalGeneration, ViTForImageClassification
+from transformers import SwinForImageClassification, T5ForConditionalGeneration, ViTForImageClassification
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama import modeling_llama
@@ -146,6 +146,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "image_size": [12, 20],
         "patch_size": 4,
         "num_labels": 5,
+    },
+    "swin": {
+        "model_type": "swin",
+        "embed_dim": 32,
+        "mlp_ratio": 1.5,
+        "depths": [2, 2],
+        "num_heads": [4, 8],
+        "image_size": 16,
+        "patch_size": 4,
+        "window_size": 2,
+        "num_labels": 5,
+        "drop_path_rate": 0.0,
     },
     "olmo2": {
         "model_type": "olmo2",
@@ -307,8 +319,8 @@ def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:
         case T5ForConditionalGeneration():
             # Stock makes the decoder's tokens from the labels itself.
             logits = stock(batch["tokens"], labels=batch["labels"].contiguous()).logits
-        case ViTForImageClassification():
-            logits = stock(batch["pixel_values"]).logits[:, None]
+        case ViTForImageClassification() | SwinForImageClassification():
+            logits = stock(batch["pixel_values"].to(stock.dtype)).logits[:, None]
         case _:
             logits = stock(batch["tokens"], attention_mask=batch.get("attention_mask")).logits
     return logits

@@ -16,6 +16,7 @@ from shardwright_models.families.olmo2 import OLMO2
 from shardwright_models.families.phi3 import PHI3
 from shardwright_models.families.roberta import ROBERTA, XLM_ROBERTA
 from shardwright_models.families.smollm3 import SMOLLM3
+from shardwright_models.families.swin import SWIN
 from shardwright_models.families.t5 import T5
 from shardwright_models.families.vit import VIT
 
@@ -37,6 +38,7 @@ _ALL = (
     QWEN3_MOE,
     ROBERTA,
     SMOLLM3,
+    SWIN,
     T5,
     VIT,
     XLM_ROBERTA,

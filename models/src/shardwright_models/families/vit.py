@@ -28,14 +28,20 @@ def _parameters(layer: str, config: Config) -> Parameters:
         yield from linear("mlp.fc2", hidden, inner, "rows", bias=True)
 
 
+def grid(config: Config) -> tuple[int, int]:
+    """Return how many patches high and wide an image is, whose size is a length or height and width."""
+    (height, width), (patch_height, patch_width) = sides(config["image_size"]), sides(config["patch_size"])
+    return height // patch_height, width // patch_width
+
+
 def _positions(config: Config) -> int:
-    """Return the patches of an image, whose size is a length or height and width, and one for its class."""
-    height, width = _sides(config["image_size"])
-    patch_height, patch_width = _sides(config["patch_size"])
-    return (height // patch_height) * (width // patch_width) + 1
+    """Return the patches of an image, and one position for its class."""
+    height, width = grid(config)
+    return height * width + 1
 
 
-def _sides(size: int | Sequence[int]) -> tuple[int, int]:
+def sides(size: int | Sequence[int]) -> tuple[int, int]:
+    """Return height and width; a single number gives both."""
     if isinstance(size, int):
         return size, size
     height, width = size

@@ -241,7 +241,7 @@ class Classification:
     """Image classification: each image has one class."""
 
     no_inputs: ClassVar[int] = 1
-    """Number of positions without input: the one that the class is predicted from."""
+    """Number of positions without input: the one that the class is predicted from, if any."""
     read_by: ClassVar[Mapping[str, str]] = {"pixel_values": EMBEDDING, "labels": HEAD}
     keeps_boundaries: ClassVar[bool] = False
     form: ImageForm
@@ -255,8 +255,8 @@ class Classification:
         patch_height, patch_width = _pair(config.patch_size)
         positions = (height // patch_height) * (width // patch_width) + cls.no_inputs
         if sequence_length != positions:
-            problem = f"sequence length {sequence_length} is not that of the patches and the class"
-            raise ValueError(f"{problem}: {positions}")
+            what = "the patches and the class" if cls.no_inputs else "the patches"
+            raise ValueError(f"sequence length {sequence_length} is not that of {what}: {positions}")
         return cls(ImageForm(config.num_channels, height, width, config.num_labels))
 
     @property
@@ -281,6 +281,13 @@ class Classification:
         if folder == RANDOM:
             return random_batches(self, seed, part)
         return open_images(folder, self.form, seed, part)
+
+
+@dataclass(frozen=True)
+class ClassificationOfAll(Classification):
+    """Image classification by the mean of all patches, with no position for the class."""
+
+    no_inputs: ClassVar[int] = 0
 
 
 @dataclass(frozen=True)
