@@ -117,6 +117,16 @@ def test_samples_have_the_labels_of_the_objective(stock):
     assert (facts.labels or length, facts.positions_without_input) == (objective.labels, objective.no_inputs)
 
 
+@pytest.mark.parametrize("layers", [("sparse",), ("dense",), ("dense", "sparse"), ("sparse", "sparse", "dense")])
+def test_a_description_of_other_layers_has_these_in_its_stock_model(layers):
+    """Probes have some layers of each type, wherever the configuration's rules put them."""
+    config = {"model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4}
+    config |= {"num_hidden_layers": 4, "num_key_value_heads": 2, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    model = replace(model_of_config(config, "m", 16, "config.json"), layers=layers)
+    stock = family_named("qwen3_moe", "test").stock_model(model)
+    assert ["sparse" if hasattr(layer.mlp, "experts") else "dense" for layer in stock.model.layers] == list(layers)
+
+
 def test_blocks_of_one_list_may_have_several_types(monkeypatch):
     """A made-up family whose blocks alternate as the configuration says, on Llama's stock model."""
     stack = Stack(types=("local", "global"), type_at=lambda config, index: config["pattern"][index])

@@ -12,7 +12,7 @@ from shardwright_estimate.layers import Machine, estimate_layer
 from shardwright_estimate.messages import Link
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import Attention, LayerStrategy, Precision, Strategy
-from shardwright_models.facts import SPARSE
+from shardwright_models.experts import SPARSE
 from shardwright_models.registry import FAMILIES
 from shardwright_train.models.describe import describe_folder
 from shardwright_train.models.registry import family_named

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright_formats.types import Attention, Experts, Parameter
+from shardwright_models.experts import DENSE, SPARSE, ExpertKeys
 from shardwright_models.stacks import BLOCK, FULL, SLIDING, Config, Stack
 
 __all__ = [
@@ -33,8 +34,6 @@ __all__ = [
 Layers = Callable[[str, Config], Iterator[Parameter]]
 """The parameters of a layer type, in the stock model's names and order."""
 Recomputation = Literal["full", "attention", "mlp"]
-DENSE, SPARSE = "dense", "sparse"
-"""The types of block, of which each of the second has experts."""
 POSITIONS = "positions"
 """The key under which `shapes` gives the positions that a layer type hands on."""
 ATTENDED = "attended_positions"
@@ -87,48 +86,6 @@ class Dropouts(NamedTuple):
         return tuple(dict.fromkeys(key for key in rates if key is not None))
 
 
-class ExpertKeys(NamedTuple):
-    """The keys that say what experts the feed-forward part of some types of block has, and how a router chooses."""
-
-    number: str
-    features: str
-    """The key of the features between the matrices of one expert."""
-    top_k: str = "num_experts_per_tok"
-    balance: str = "router_aux_loss_coef"
-    """The key of the strength of the balance loss."""
-    router: str = "mlp.gate"
-    """Path in a block of the module whose matrix [experts, hidden] scores the experts."""
-    router_first: bool = False
-    """Whether the stock model lists the router's matrix before the experts'."""
-    without: str | None = None
-    """The key that lists the numbers of blocks without experts."""
-    step: str | None = None
-    """The key of how many blocks there are for each one with experts, which is the last of them."""
-
-    def type_at(self, config: Config, index: int) -> str:
-        """Return the type of a block by its index."""
-        step = 1 if self.step is None else config[self.step]
-        return DENSE if index in self._without(config) or (index + 1) % step else SPARSE
-
-    def read(self, layer: str, config: Config) -> Experts | UnsetType:
-        """Return the experts of a type of layer in a configuration; UNSET where it has none."""
-        if layer != SPARSE:
-            return UNSET
-        return Experts(number=config[self.number], top_k=config[self.top_k], features=config[self.features])
-
-    def wrong(self, config: Config) -> str | None:
-        """Return what is wrong with what a configuration says of experts, whose lengths are lengths."""
-        if config[self.top_k] > (number := config[self.number]):
-            return f"{self.top_k} {config[self.top_k]} is over {self.number} {number}"
-        listed = self._without(config)
-        if not isinstance(listed, list | tuple) or not all(isinstance(index, int) for index in listed):
-            return f"{self.without} {listed!r} is no list of numbers of layers"
-        return None
-
-    def _without(self, config: Config) -> Sequence[int]:
-        return () if self.without is None else config.get(self.without) or ()
-
-
 class Only(NamedTuple):
     """The only value of a key that can be trained, and why."""
 
@@ -146,8 +103,6 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Its name in a config.json, in descriptions and in transformers."""
     stock: str
     """The class of transformers that is trained."""
-    modeling: str | None = None
-    """Name of transformers' folder of the class; None: that of the `model_type`."""
     runtime: str
     """File and class of the runtime that cut and call the stock model's modules, such as `llama:Llama`."""
     parameters: Layers
@@ -291,9 +246,13 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return [BLOCK] * len(layers) if whole and stack.may_be_alike(config) else layers
 
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
-        """Return the keys that number the layers or list their types, with the values that say these layers."""
+        """Return the keys that number the layers or list their types, with the values that say these layers.
+
+        A configuration that says them by rules keeps these.
+        """
         configured = self.configured(config)
-        return {key: value for stack in self.stacks for key, value in stack.counted(layers, configured).items()}
+        counted = {key: value for stack in self.stacks for key, value in stack.counted(layers, configured).items()}
+        return counted if self.experts is None else counted | self.experts.typed(configured, layers)
 
     def of_layer(self, layer: str, config: Config) -> Config:
         """Return a configuration with the values that a layer type has."""

@@ -3,7 +3,8 @@
 from msgspec.structs import replace
 
 from shardwright_formats.types import EMBEDDING, HEAD, Parameter
-from shardwright_models.facts import DENSE, SPARSE, Config, ExpertKeys, Family, Layers, Only, Stack
+from shardwright_models.experts import DENSE, SPARSE, ExpertKeys
+from shardwright_models.facts import Config, Family, Layers, Only, Stack
 from shardwright_models.families.llama import MISTRAL, QWEN3
 from shardwright_models.parameters import Parameters, linear
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from shardwright_models.facts import BLOCK, DENSE, SPARSE
+from shardwright_models.experts import DENSE, SPARSE
+from shardwright_models.facts import BLOCK
 from shardwright_train.data.share import Batch
 from shardwright_train.models.base import States, WithLoss
 from shardwright_train.models.llama import Llama

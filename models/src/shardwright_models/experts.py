@@ -1,0 +1,62 @@
+"""Facts of experts: what the keys of a config.json say of the blocks that have some."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from msgspec import UNSET, UnsetType
+
+from shardwright_formats.types import Experts, base_type
+from shardwright_models.stacks import Config
+
+DENSE, SPARSE = "dense", "sparse"
+"""The types of block, of which each of the second has experts."""
+
+
+class ExpertKeys(NamedTuple):
+    """The keys that say what experts the feed-forward part of some types of block has, and how a router chooses."""
+
+    number: str
+    features: str
+    """The key of the features between the matrices of one expert."""
+    top_k: str = "num_experts_per_tok"
+    balance: str = "router_aux_loss_coef"
+    """The key of the strength of the balance loss."""
+    router: str = "mlp.gate"
+    """Path in a block of the module whose matrix [experts, hidden] scores the experts."""
+    router_first: bool = False
+    """Whether the stock model lists the router's matrix before the experts'."""
+    without: str | None = None
+    """The key that lists the numbers of blocks without experts."""
+    step: str | None = None
+    """The key of how many blocks there are for each one with experts, which is the last of them."""
+
+    def type_at(self, config: Config, index: int) -> str:
+        """Return the type of a block by its index."""
+        step = 1 if self.step is None else config[self.step]
+        return DENSE if index in self._without(config) or (index + 1) % step else SPARSE
+
+    def typed(self, config: Config, layers: Sequence[str]) -> dict[str, Any]:
+        """Return the keys that say the types of these layers, where the configuration's rules say others."""
+        types = [base_type(layer) for layer in layers]
+        if self.without is None or [self.type_at(config, i) for i in range(len(types))] == types:
+            return {}
+        dense: dict[str, Any] = {self.without: [i for i, kind in enumerate(types) if kind == DENSE]}
+        return dense if self.step is None else {**dense, self.step: 1}
+
+    def read(self, layer: str, config: Config) -> Experts | UnsetType:
+        """Return the experts of a type of layer in a configuration; UNSET where it has none."""
+        if layer != SPARSE:
+            return UNSET
+        return Experts(number=config[self.number], top_k=config[self.top_k], features=config[self.features])
+
+    def wrong(self, config: Config) -> str | None:
+        """Return what is wrong with what a configuration says of experts, whose lengths are lengths."""
+        if config[self.top_k] > (number := config[self.number]):
+            return f"{self.top_k} {config[self.top_k]} is over {self.number} {number}"
+        listed = self._without(config)
+        if not isinstance(listed, list | tuple) or not all(isinstance(index, int) for index in listed):
+            return f"{self.without} {listed!r} is no list of numbers of layers"
+        return None
+
+    def _without(self, config: Config) -> Sequence[int]:
+        return () if self.without is None else config.get(self.without) or ()
