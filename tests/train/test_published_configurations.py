@@ -88,8 +88,7 @@ def qwen3(*shape: int, **more: Any) -> Config:
 def mixtral(*shape: int, **more: Any) -> Config:
     kind = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0}
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False}
-    numbers = {"rope_theta": 1e6, "vocab_size": 32000, "sliding_window": None, "router_aux_loss_coef": 0.001}
-    return llama(*shape) | kind | experts | numbers | {"bos_token_id": 1, "eos_token_id": 2} | more
+    return mistral() | llama(*shape, rope_theta=1e6, sliding_window=None) | kind | experts | more
 
 
 def qwen3_moe(*shape: int, inner: int, **more: Any) -> Config:

@@ -220,7 +220,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.5,
-        "initializer_range": 0.1,
+        "initializer_range": 0.3,
     },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
@@ -238,7 +238,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "mlp_only_layers": [0],
         "router_aux_loss_coef": 0.5,
-        "initializer_range": 0.1,
+        "initializer_range": 0.3,
     },
 }
 CONFIGS["gemma3_text"] = CONFIGS["gemma2"] | {

@@ -1,0 +1,133 @@
+"""What experts compute: what stock blocks do, whoever gets how many rows, and a loss that batches do not change."""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from stock_experts import sample_balance, with_balance
+from tiny_models import tiny
+from torch import Tensor, nn
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from shardwright_formats.semantics.axes import axes_of
+from shardwright_formats.types import Strategy
+from shardwright_models.experts import SPARSE
+from shardwright_train.models.experts import balance, chosen
+from shardwright_train.models.registry import family_named
+from shardwright_train.parallel import experts
+from shardwright_train.parallel.checkpointing import Recomputation, recomputed
+
+FAMILIES = ("mixtral", "qwen3_moe")
+SAMPLES, LENGTH, HIDDEN = 3, 16, 32
+Ran = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
+
+
+@pytest.fixture(params=FAMILIES)
+def stock(request: pytest.FixtureRequest) -> nn.Module:
+    """A stock model in float64 with random weights."""
+    torch.manual_seed(0)
+    described = tiny(request.param, **({"norm_topk_prob": True} if request.param == "qwen3_moe" else {}))
+    family = family_named(request.param, "test")
+    model: nn.Module = family.stock(family.configuration(described))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.double()
+
+
+def part_of(stock: nn.Module, recomputation: Recomputation | None = None) -> Any:
+    """What runs make of the last block's experts, on one rank."""
+    held: Any = stock
+    family = family_named(held.config.model_type, "test")
+    part: Any = family.block(held, SPARSE, len(held.model.layers) - 1).mlp
+    recomputation = recomputation or Recomputation(keeps_last=False)
+    part.tensor_parallel = SimpleNamespace(
+        size=1,
+        splits_everything=False,
+        axes=axes_of(Strategy(tp_size=1, dp_size=1)),
+        leave=lambda x: recomputation.sum(lambda y: y, x),
+        recomputation=recomputation,
+    )
+    return part
+
+
+def ran(part: Any, hidden: Tensor, call: Callable[..., Tensor] | None = None) -> Ran:
+    """Result, balance loss, and gradients of input and parameters."""
+    x = hidden.clone().requires_grad_()
+    part.zero_grad()
+    part.losses = []
+    output = (call or part)(x)
+    loss = part.losses[0] if part.losses else part.auxiliary
+    part.losses = None
+    (output.square().sum() + loss).backward()
+    assert x.grad is not None
+    return output.detach(), loss.detach(), x.grad, {name: p.grad for name, p in part.named_parameters()}
+
+
+def same(first: Ran, second: Ran, tolerance: float) -> None:
+    for one, other in zip((*first[:3], *first[3].values()), (*second[:3], *second[3].values()), strict=True):
+        assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+def states(seed: int = 1) -> Tensor:
+    return torch.randn(SAMPLES, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("crowd", ["even", "one hot expert", "experts without rows"])
+def test_experts_compute_what_the_stock_block_does(stock: Any, crowd: str) -> None:
+    part, wanted = part_of(stock), with_balance(stock).model.layers[-1].mlp  # type: ignore[operator]
+    hidden = states()
+    strength = {"even": 0.0, "one hot expert": 4.0, "experts without rows": 20.0}[crowd]
+    hidden[..., 0] = strength
+    for each in (part, wanted):
+        with torch.no_grad():
+            each.gate.weight[:, 0] = 0.0
+            each.gate.weight[: 1 if strength < 20 else 4, 0] = 1.0
+    same(ran(part, hidden), ran(wanted, hidden), 1e-12)
+    gradient = part.experts.down_proj.grad
+    idle = [expert for expert in range(len(gradient)) if not gradient[expert].any()]
+    assert bool(idle) == (crowd == "experts without rows")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routers_choose_as_the_stock_ones_to_the_bit(stock: Any, dtype: torch.dtype) -> None:
+    router = stock.to(dtype).model.layers[-1].mlp.gate
+    x = states().flatten(0, 1).to(dtype)
+    logits, weights, index = router(x)
+    choice = chosen(x, router.weight, router.top_k, getattr(router, "norm_topk_prob", True))
+    assert torch.equal(choice.experts, index) and torch.equal(choice.weights.to(weights.dtype), weights)
+    assert torch.equal(choice.probabilities, logits.float().softmax(-1))
+
+
+def test_the_balance_loss_is_the_stock_functions_of_one_layer_and_sample(stock: Any) -> None:
+    router, hidden = stock.model.layers[-1].mlp.gate, states()
+    for sample in hidden:
+        logits = (sample @ router.weight.T).detach()
+        stock_loss = load_balancing_loss_func((logits,), router.num_experts, router.top_k)
+        assert sample_balance(router, sample).item() == pytest.approx(float(stock_loss), rel=1e-6)
+
+
+def test_the_balance_loss_is_the_same_in_one_microbatch_and_in_many(stock: Any) -> None:
+    part, hidden = part_of(stock), states()
+    together = ran(part, hidden)[1]
+    assert sum(ran(part, sample[None])[1] for sample in hidden) == pytest.approx(together.item(), rel=1e-14)
+    probabilities, counts = torch.full((2, 4, 3), 1 / 3), torch.tensor([[4, 4, 0], [0, 4, 4]])
+    assert balance(probabilities, counts, 4) == pytest.approx(2 * 2.0)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_recomputed_experts_have_the_gradients_of_kept_ones(stock: Any, kind: str, grouped: bool) -> None:
+    """Grouped products run on GPUs alone; PyTorch computes them on a processor, too, one after the other."""
+    stock.to(torch.bfloat16 if grouped else torch.float64)
+    recomputation = Recomputation(keeps_last=False)
+    part, hidden = part_of(stock, recomputation), states().to(torch.bfloat16 if grouped else torch.float64)
+    with patch.object(experts, "_has_grouped_products", lambda *_: grouped):
+        kept = ran(part, hidden)
+        run = partial(recomputed if kind == "full" else recomputation.selective, part.forward)
+        same(ran(part, hidden, run), kept, 0.0)
+    if grouped:
+        same(ran(part, hidden), kept, 0.05)
