@@ -76,6 +76,8 @@ VARIANTS = {
     | {"num_attention_heads": 4, "num_hidden_layers": 3},
     "gpt2-narrow": GPT2 | {"n_inner": 48, "tie_word_embeddings": False},
     "gpt2-no-dropout": GPT2 | {"resid_pdrop": 0.0},
+    "baichuan-rotated": {"model_type": "baichuan", **TINY, "max_position_embeddings": 64},
+    "baichuan-sloped": {"model_type": "baichuan", **TINY, "model_max_length": 64, "z_loss_weight": 0},
     "bert": {"model_type": "bert", **TINY, "max_position_embeddings": 64},
     "roberta": {"model_type": "roberta", **TINY, "max_position_embeddings": 34},
     "xlm-roberta": {"model_type": "xlm-roberta", **TINY, "max_position_embeddings": 36, "pad_token_id": 3},
@@ -131,6 +133,9 @@ def random_configuration(name, rng):
             config |= {"num_heads": [heads * rng.choice((1, 2)) for _ in range(stages)], "image_size": 64}
             further = {"num_channels": 1, "num_labels": 5, "qkv_bias": False, "mlp_ratio": 1.5}
             further |= {"hidden_dropout_prob": 0.1, "use_absolute_embeddings": True, "patch_size": 2}
+        case "baichuan":
+            config = shape | numbers | {rng.choice(("model_max_length", "max_position_embeddings")): 64}
+            further = {"z_loss_weight": 0, "tie_word_embeddings": False}
         case _:
             key_value_heads = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
             config = shape | numbers | {"num_key_value_heads": key_value_heads}
@@ -270,7 +275,7 @@ _BILLIONS = {
     "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72,
     "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53,
     "qwen3-235b-a22b": 235.09, "mixtral-8x7b": 46.70, "mixtral-8x22b": 140.62,
-    "glm-4-9b": 9.40, "glm-4-32b": 32.57, "granite-3.0-8b": 8.17,
+    "glm-4-9b": 9.40, "glm-4-32b": 32.57, "granite-3.0-8b": 8.17, "baichuan2-13b": 13.90,
     "gemma-3-1b": 1.0, "gemma-3-4b": 3.88, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01,
     "swin-tiny": 0.0283, "swin-small": 0.0496, "swin-base": 0.0878, "swin-large": 0.1965,
 }  # fmt: skip

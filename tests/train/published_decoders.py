@@ -5,6 +5,28 @@ from typing import Any
 Config = dict[str, Any]
 
 
+def grouped(hidden: int, feed_forward: int, layers: int, heads: int, kv_heads: int) -> Config:
+    """What files of Llama's kin have alike."""
+    shape = {"hidden_size": hidden, "intermediate_size": feed_forward, "num_hidden_layers": layers}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_act": "silu"}
+    numbers = {"initializer_range": 0.02, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "use_cache": True}
+    return shape | heads_of | numbers | {"torch_dtype": "bfloat16", "tie_word_embeddings": False}
+
+
+def glm_4(*shape: int, **more: Any) -> Config:
+    kind = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "head_dim": 128, "attention_dropout": 0.0}
+    tokens = {"vocab_size": 151552, "eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329}
+    return grouped(*shape) | kind | tokens | {"max_position_embeddings": 32768, "partial_rotary_factor": 0.5} | more
+
+
+def granite(*shape: int, **more: Any) -> Config:
+    kind = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True}
+    tokens = {"vocab_size": 49155, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    usual = {"attention_bias": False, "attention_dropout": 0.1, "mlp_bias": False, "rope_scaling": None}
+    scales = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "max_position_embeddings": 4096}
+    return grouped(*shape) | kind | tokens | usual | scales | more
+
+
 def smollm3(**more: Any) -> Config:
     shape = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}
     kind = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_key_value_heads": 4}
@@ -40,6 +62,18 @@ def stretched(**more: Any) -> Config:
 
 
 DECODERS: dict[str, tuple[Config, int, int]] = {
+    "GLM-4-9B-0414": (glm_4(4096, 13696, 40, 32, 2, attention_bias=True), 8192, 9_400_279_040),
+    "GLM-4-32B-0414": (glm_4(6144, 23040, 61, 48, 2, attention_bias=False), 8192, 32_566_081_536),
+    "granite-3.0-2b": (
+        granite(2048, 8192, 40, 32, 8, attention_multiplier=0.015625, logits_scaling=8.0),
+        4096,
+        2_533_531_648,
+    ),
+    "granite-3.0-8b": (
+        granite(4096, 12800, 40, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0),
+        4096,
+        8_170_848_256,
+    ),
     "SmolLM3-3B": (smollm3(), 16384, 3_075_098_624),
     "Phi-3-mini-4k-instruct": (phi3(3072, 8192, 32, 32, 32), 4096, 3_821_079_552),
     "Phi-3-mini-128k-instruct": (phi3(3072, 8192, 32, 32, 32, **stretched()), 8192, 3_821_079_552),
@@ -67,6 +101,7 @@ DECODERS: dict[str, tuple[Config, int, int]] = {
 
 _WINDOWED = ["full_attention"] * 3 + ["sliding_attention"]
 REFUSED_DECODERS: list[tuple[Config, int, str]] = [
+    (granite(2048, 8192, 40, 32, 8, logits_scaling=0.0), 64, "logits_scaling 0.0 must be above 0"),
     (smollm3(no_rope_layers=[1, 1, 2, 0] * 9), 64, "no_rope_layers 2 is none of 1, 0"),
     (smollm3(no_rope_layers=[1, 0]), 64, "no_rope_layers is no list of the types of 36 layers"),
     (smollm3(use_sliding_window=True, sliding_window=512), 64, "use_sliding_window true cannot be trained"),

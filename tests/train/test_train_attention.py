@@ -7,7 +7,9 @@ from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 from shardwright_train.models.registry import family_named
 
 
-@pytest.mark.parametrize(("name", "causal"), [("bert", False), ("gpt2", True), ("llama", True), ("mistral", True)])
+@pytest.mark.parametrize(
+    ("name", "causal"), [("bert", False), ("gpt2", True), ("llama", True), ("mistral", True), ("baichuan", True)]
+)
 def test_every_attention_kernel_attends_to_the_same_positions(name: str, causal: bool) -> None:
     model, family = tiny(name), family_named(name, "test")
     batch = batch_of(model, 4, 0)

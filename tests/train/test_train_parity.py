@@ -27,6 +27,7 @@ FAMILIES = (
     "olmo2",
     "gemma2",
     "gemma3_text",
+    "baichuan",
     "glm4",
     "granite",
     "mixtral",

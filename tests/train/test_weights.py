@@ -23,6 +23,8 @@ TOLERANCE = 1e-10
 RANKS = 4
 MODELS = (*(tiny(family, vocab_size=66) if family != "vit" else tiny(family) for family in CONFIGS),)
 TIED = tiny("qwen3", tie_word_embeddings=True)
+ROTATED = tiny("baichuan", max_position_embeddings=64, z_loss_weight=None)
+"""The form of 7B of the first generation, whose head is not normalised."""
 
 
 def published(model: Model, folder: Path, **form: Any) -> nn.Module:
@@ -42,7 +44,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 def pairs() -> list[Plan]:
     """Two plans for each family; for some the second has stages of unequal width."""
     found = []
-    for number, model in enumerate((*MODELS, TIED)):
+    for number, model in enumerate((*MODELS, TIED, ROTATED)):
         second = uneven_plan if number % 2 else random_plan
         name = f"{model.family} {number}"
         plans = random_plan(model, 40 + number, RANKS, "float32"), second(model, 50 + number, RANKS)

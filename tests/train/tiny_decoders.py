@@ -5,6 +5,18 @@ from typing import Any
 LAYERS = 4
 
 DECODERS: dict[str, dict[str, Any]] = {
+    "baichuan": {
+        "model_type": "baichuan",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "model_max_length": 64,
+        "z_loss_weight": 0,
+        "tie_word_embeddings": False,
+    },
     "phi3": {
         "model_type": "phi3",
         "vocab_size": 61,

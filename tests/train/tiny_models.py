@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from baichuan_reference import BaichuanConfig, BaichuanForCausalLM
 from file_forms import as_in_files
 from stock_experts import with_balance
 from tiny_decoders import DECODERS, LAYERS
@@ -268,6 +269,8 @@ def stock_model(model: Model, attention: str | None = None) -> nn.Module:
     """The stock model of a description."""
     family = family_named(model.family, "test")
     config = family.configuration(model)
+    if model.family == "baichuan":
+        return BaichuanForCausalLM(BaichuanConfig(**model.config, **family.facts.counted(model.layers)))
     config._attn_implementation = attention or family.plain_kernel
     stock: nn.Module = family.stock(config)
     return with_balance(stock)

@@ -261,8 +261,7 @@ def _logits(model: Model, kind: LayerType) -> Part:
     Their input was counted before, and their gradient takes their place.
     """
     tensor, family = model.boundary[-1], facts_of(model)
-    names = {name for region in kind.regions for name in region.enters}
-    tensor = next((t for t in model.boundary if t.name in names), tensor)
+    tensor = next((t for t in model.boundary if any(t.name in region.enters for region in kind.regions)), tensor)
     weights = sum(p.numel(1) for p in kind.parameters if len(p.shape) > 1)
     positions = kind.labels or tensor.sequence_length
     logits = weights // tensor.features * positions

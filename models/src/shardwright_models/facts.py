@@ -155,10 +155,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     wrong: Callable[[Config], str | None] = lambda _: None
     """What is wrong with keys taken together, or with those that are no lengths."""
     alibi: Callable[[Config], bool] = lambda _: False
-    """Whether scores fall with the distance of positions, at a slope for each head: a mask of each (Press et al. 2022).
-
-    flash_attention_2 would ignore it.
-    """
+    """Whether scores fall with the distance of positions, by heads' slopes (Press et al. 2022), in a mask of each."""
     normed_head: Callable[[Config], bool] = lambda _: False
     """Whether the head multiplies with its matrix's rows made unit vectors."""
     undivided: Mapping[str, str] = {}

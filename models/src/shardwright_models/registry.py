@@ -3,6 +3,7 @@
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Model
 from shardwright_models.facts import Family
+from shardwright_models.families.baichuan import BAICHUAN
 from shardwright_models.families.bert import BERT
 from shardwright_models.families.experts import MIXTRAL, QWEN3_MOE
 from shardwright_models.families.gemma2 import GEMMA2
@@ -21,6 +22,7 @@ from shardwright_models.families.t5 import T5
 from shardwright_models.families.vit import VIT
 
 _ALL = (
+    BAICHUAN,
     BERT,
     GEMMA2,
     GEMMA3,
