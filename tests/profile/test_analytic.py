@@ -220,7 +220,7 @@ def test_a_block_without_a_width_is_refused_in_one_line():
 def test_a_family_that_nothing_is_known_of_is_refused_in_one_line():
     model = msgspec.structs.replace(decoder(), family="mamba")
     with pytest.raises(
-        BadInput, match="model toy: nothing is known of the family 'mamba': use a model of bert, gemma2"
+        BadInput, match="model toy: nothing is known of the family 'mamba': use a model of baichuan, bert"
     ):
         estimate(model)
 
