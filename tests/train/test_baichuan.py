@@ -9,6 +9,9 @@ import torch
 from baichuan_reference import interleaved_slopes
 from command_calls import call
 from random_plans import on_devices, random_plan
+from safetensors.torch import load_file
+from test_weights import published as published_folder
+from test_weights_folder import change_config, change_tensors
 from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 
 from shardwright_estimate.layers import Machine, estimate_layer
@@ -20,8 +23,10 @@ from shardwright_train.models.attention_kernels import check_kernels
 from shardwright_train.models.masks import alibi_mask, alibi_slopes
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import flash_obstacle
+from shardwright_train.weights.reading import open_weights
 
 Config = dict[str, Any]
+PACKED = "model.layers.2.self_attn.W_pack.weight"
 SLOPED = tiny("baichuan")
 ROTATED = tiny("baichuan", max_position_embeddings=64, z_loss_weight=None)
 
@@ -154,3 +159,23 @@ def test_blocks_save_what_llamas_do_and_one_mask_for_all() -> None:
         assert (constants[0]["mask"] is constants[1]["mask"]) and (constants[0]["mask"] is None) == (name == "rotated")
     mask_bytes = 8 * SEQUENCE_LENGTH**2 * 4
     assert 0 <= sum(saved["sloped"].values()) - sum(saved["rotated"].values()) - mask_bytes <= 2 * 4 * 8 * 16 * 4
+
+
+def test_rows_of_a_matrix_of_files_are_read_into_each_that_it_stacks(tmp_path: Path) -> None:
+    model = tiny("baichuan", vocab_size=66)
+    family = family_named("baichuan", "test")
+    published_folder(model, tmp_path / "model")
+    change_config(tmp_path / "model", auto_map={"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"})
+    weights = open_weights(tmp_path / "model", model, family, allow_new=False)
+    packed = load_file(tmp_path / "model" / "model.safetensors")[PACKED]
+    for place, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        window, box = torch.empty(6, 20), ((3, 9), (12, 32))
+        assert weights.read(window, f"model.layers.2.self_attn.{name}.weight", (32, 32), box)
+        assert torch.equal(window, packed[32 * place + 3 : 32 * place + 9, 12:])
+    assert weights.new == weights.surplus == ()
+    change_tensors(tmp_path / "model", lambda tensors: tensors.update({PACKED: tensors[PACKED][:64].clone()}))
+    with pytest.raises(BadInput, match=r"W_pack.weight has the shape \[64, 32\], the model's is \[96, 32\]"):
+        open_weights(tmp_path / "model", model, family, allow_new=False)
+    change_tensors(tmp_path / "model", lambda tensors: tensors.pop(PACKED))
+    with pytest.raises(BadInput, match=r"lacks model.layers.2.self_attn.k_proj.weight, .*q_proj.*v_proj"):
+        open_weights(tmp_path / "model", model, family, allow_new=False)
