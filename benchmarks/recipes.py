@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,13 +40,11 @@ PAGE = ROOT / "docs" / "recipes.md"
 MARKS = "<!-- python benchmarks/recipes.py -->", "<!-- end -->"
 _COLUMNS = {
     "recipe": "---",
-    "published plan": "---",
-    "published, s a step": "---:",
-    "predicted for that plan": "---:",
-    "its memory, GiB": "---:",
-    "our answer": "---",
-    "predicted, s a step": "---:",
+    "published, s": "---:",
+    "predicted for its plan, s": "---:",
     "memory, GiB": "---:",
+    "our answer, s": "---:",
+    "its memory, GiB": "---:",
 }
 MISS = 0.15
 """Share by which a predicted time may be off before it counts as a miss."""
@@ -249,6 +248,15 @@ def page_text(page: str, rows: Sequence[Row]) -> str:
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the lines of the table, and a paragraph on each recipe."""
+    errors = [abs(row.theirs.step_s / row.published_s - 1) for row in rows if row.theirs is not None]
+    if errors:
+        near = sum(error <= MISS for error in errors)
+        over = sum(row.theirs is not None and row.theirs.gib > row.theirs.device_gib for row in rows)
+        yield (
+            f"{len(errors)} of {len(rows)} published plans can be priced. Their times are off by {median(errors):.0%} in the "
+            f"median, {near} of them by at most {MISS:.0%}; {over} are said not to fit a GPU."
+        )
+        yield ""
     yield f"| {' | '.join(_COLUMNS)} |"
     yield f"|{''.join(f' {line} |' for line in _COLUMNS.values())}"
     yield from map(_table_line, rows)
@@ -261,12 +269,12 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
 
 def _table_line(row: Row) -> str:
     theirs, ours = row.theirs, row.ours
-    cells = [f"{row.recipe.by}: {row.recipe.name}", row.recipe.plan, f"{row.published_s:.4g}"]
+    cells = [f"{row.recipe.by}: {row.recipe.name}", f"{row.published_s:.4g}"]
     if theirs is None:
         cells += [f"not priced: {row.recipe.unpriced}", "–"]
     else:
         cells += [f"{theirs.step_s:.4g} ({theirs.step_s / row.published_s - 1:+.0%})", theirs.memory_words]
-    cells += ["none", "–", "–"] if ours is None else [ours.plan, _our_time(row, ours), ours.memory_words]
+    cells += ["–", "–"] if ours is None else [_our_time(row, ours), ours.memory_words]
     return f"| {' | '.join(cells)} |"
 
 
@@ -278,19 +286,15 @@ def _our_time(row: Row, ours: Priced) -> str:
 
 def _paragraphs(row: Row) -> Iterator[str]:
     recipe = row.recipe
-    yield f"Source: {recipe.source}."
     if recipe.advise is not None:
-        yield ""
-        yield "```"
         against = "" if recipe.choice is None else f" --against {shlex.quote(recipe.choice)}"
-        yield f"shardwright advise {recipe.advise}{against}"
-        yield "```"
-    lines = [f"Our answer: {row.proof}." if row.proof else "", f"Assumed: {recipe.assumed}." if recipe.assumed else ""]
+        yield from ("```", f"shardwright advise {recipe.advise}{against}", "```", "")
+    yield f"- Published: {recipe.plan}. {recipe.source}."
+    if recipe.assumed:
+        yield f"- Assumed: {recipe.assumed}."
+    yield f"- Our answer: {'; '.join(filter(None, (row.ours.plan if row.ours else 'none', row.proof)))}."
     if row.is_miss or recipe.cause:
-        lines.append(f"{'**Missed.**' if row.is_miss else '**Note.**'} {recipe.cause}")
-    for line in filter(None, lines):
-        yield ""
-        yield line
+        yield f"- {'**Missed.**' if row.is_miss else '**Note.**'} {recipe.cause}"
 
 
 if __name__ == "__main__":
