@@ -21,7 +21,7 @@ from shardwright_train.weights.export import export
 
 TOLERANCE = 1e-10
 RANKS = 4
-MODELS = (*(tiny(family, vocab_size=66) if family != "vit" else tiny(family) for family in CONFIGS),)
+MODELS = (*(tiny(family, **({"vocab_size": 66} if "vocab_size" in CONFIGS[family] else {})) for family in CONFIGS),)
 TIED = tiny("qwen3", tie_word_embeddings=True)
 ROTATED = tiny("baichuan", max_position_embeddings=64, z_loss_weight=None)
 """The form of 7B of the first generation, whose head is not normalised."""
