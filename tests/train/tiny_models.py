@@ -270,7 +270,7 @@ def stock_model(model: Model, attention: str | None = None) -> nn.Module:
     family = family_named(model.family, "test")
     config = family.configuration(model)
     if model.family == "baichuan":
-        return BaichuanForCausalLM(BaichuanConfig(**model.config, **family.facts.counted(model.layers)))
+        return BaichuanForCausalLM(BaichuanConfig(**model.config, **family.facts.counted(model.layers, model.config)))
     config._attn_implementation = attention or family.plain_kernel
     stock: nn.Module = family.stock(config)
     return with_balance(stock)
