@@ -67,6 +67,8 @@ VARIANTS = {
     "glm4-defaults": {"model_type": "glm4", **TINY, "attention_bias": False, "pad_token_id": 0},
     "granite": {"model_type": "granite", **TINY, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     "granite-scaled": {"model_type": "granite", **TINY, "logits_scaling": 8.0, "embedding_multiplier": 12.0},
+    "ministral": {"model_type": "ministral", **TINY, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}
+    | {"layer_types": ["full_attention", "sliding_attention"]},
     "phi3": {"model_type": "phi3", **TINY, "num_key_value_heads": 2, "sliding_window": 20, "pad_token_id": 0},
     "phi3-defaults": {"model_type": "phi3", **TINY, "pad_token_id": 0, "resid_pdrop": 0.1, "mlp_bias": False},
     "smollm3": {"model_type": "smollm3", **TINY, "pad_token_id": 5, "no_rope_layers": [0, 1]},

@@ -29,7 +29,7 @@ NEEDED = {
 def stock(request):
     """A family's facts, its runtime, and its stock model with two blocks in each stack on the meta device."""
     facts, runtime = FAMILIES[request.param], family_named(request.param, "test")
-    config = runtime.stock.config_class(**counted(facts, 2))
+    config = runtime.configured(counted(facts, 2))
     with torch.device("meta"):
         return facts, runtime, runtime.stock(config)
 
@@ -86,7 +86,7 @@ def test_feed_forward_parts_have_the_stock_models_activation_and_gate(name, acti
     facts, runtime = FAMILIES[name], family_named(name, "test")
     given = counted(facts, 1) | ({} if activation is None else {"feed_forward_proj": activation})
     with torch.device("meta"):
-        block = runtime.module(runtime.skeleton(runtime.stock.config_class(**given)), next(iter(runtime.parts)), 0)
+        block = runtime.module(runtime.skeleton(runtime.configured(given)), next(iter(runtime.parts)), 0)
     function, gated = facts.feed_forward(facts.configured(given))
     assert type(ACT2FN[function]) in {type(module) for module in block.modules()}
     matrices = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D)]

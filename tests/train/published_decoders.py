@@ -61,6 +61,15 @@ def stretched(**more: Any) -> Config:
     return {"rope_scaling": {"type": "longrope", **factors}, "max_position_embeddings": 131072} | more
 
 
+def ministral(**more: Any) -> Config:
+    """Ministral 8B, of which files for older versions of transformers say that it is a Mistral."""
+    shape = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+    kind = {"num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu", "attention_dropout": 0.0}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "vocab_size": 131072, "max_position_embeddings": 32768}
+    numbers = {"rms_norm_eps": 1e-05, "rope_theta": 1e8, "sliding_window": 32768, "tie_word_embeddings": False}
+    return shape | kind | tokens | numbers | more
+
+
 DECODERS: dict[str, tuple[Config, int, int]] = {
     "GLM-4-9B-0414": (glm_4(4096, 13696, 40, 32, 2, attention_bias=True), 8192, 9_400_279_040),
     "GLM-4-32B-0414": (glm_4(6144, 23040, 61, 48, 2, attention_bias=False), 8192, 32_566_081_536),
@@ -75,6 +84,12 @@ DECODERS: dict[str, tuple[Config, int, int]] = {
         8_170_848_256,
     ),
     "SmolLM3-3B": (smollm3(), 16384, 3_075_098_624),
+    "Ministral-8B-Instruct-2410": (ministral(model_type="mistral"), 8192, 8_019_808_256),
+    "Ministral-8B-Instruct-2410, its own class": (
+        ministral(model_type="ministral"),
+        8192,
+        8_019_808_256,
+    ),
     "Phi-3-mini-4k-instruct": (phi3(3072, 8192, 32, 32, 32), 4096, 3_821_079_552),
     "Phi-3-mini-128k-instruct": (phi3(3072, 8192, 32, 32, 32, **stretched()), 8192, 3_821_079_552),
     "Phi-3.5-mini-instruct": (

@@ -32,6 +32,18 @@ DECODERS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "longrope", "short_factor": [1.5], "long_factor": [3.0]},
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     },
+    "ministral": {
+        "model_type": "ministral",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
     "smollm3": {
         "model_type": "smollm3",
         "vocab_size": 61,

@@ -12,6 +12,7 @@ from shardwright_models.families.glm4 import GLM4
 from shardwright_models.families.gpt2 import GPT2
 from shardwright_models.families.granite import GRANITE
 from shardwright_models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from shardwright_models.families.ministral import MINISTRAL
 from shardwright_models.families.modernbert import MODERNBERT
 from shardwright_models.families.olmo2 import OLMO2
 from shardwright_models.families.phi3 import PHI3
@@ -30,6 +31,7 @@ _ALL = (
     GPT2,
     GRANITE,
     LLAMA,
+    MINISTRAL,
     MISTRAL,
     MIXTRAL,
     MODERNBERT,
