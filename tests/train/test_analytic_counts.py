@@ -168,3 +168,56 @@ def test_a_layer_keeps_what_autograd_saves(family, tmp_path):
     sums += SAMPLES * LENGTH**2 * 2 if "windowed" in family else 0
     scores = SAMPLES * 4 * LENGTH**2 if kernel_of(config) is Attention.EAGER else 0
     assert measured - sums <= found <= measured + scores // 2
+
+
+SWIN = {
+    "model_type": "swin",
+    "embed_dim": 64,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "image_size": 56,
+    "window_size": 7,
+}
+
+
+@pytest.mark.parametrize(("layer", "block"), [("stage1", 0), ("stage1", 1), ("merge1", 0), ("stage2", 0)])
+def test_a_layer_of_a_pyramid_keeps_what_autograd_saves(layer, block, tmp_path):
+    """Without what it is given, which the layer before counts, and with what it hands on, which the next one keeps."""
+    (tmp_path / "config.json").write_text(json.dumps(SWIN))
+    model, family = describe_folder(tmp_path, "swin", 14 * 14), family_named("swin", "test")
+    stock = family.stock(family.configuration(model))
+    module = family.block(stock, layer, block).train()
+    place = model.layers.index(layer) + block
+    (tensor,) = model.received_by(f"layers[{place}]")
+    states = torch.randn(SAMPLES, tensor.sequence_length, tensor.features, requires_grad=True)
+    apart = {x.untyped_storage().data_ptr() for x in (states, *module.parameters())}
+    held = {}
+
+    def pack(saved):
+        held[saved.untyped_storage().data_ptr()] = saved.untyped_storage()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        (out,) = family.call(module, (states,), {}, {"kernel": "sdpa"})
+    held[out.untyped_storage().data_ptr()] = out.untyped_storage()
+    measured = sum(storage.nbytes() for place, storage in held.items() if place not in apart)
+    found = estimate_layer(
+        model, layer, LayerStrategy(type=layer, tp_size=1, dp_size=1), SAMPLES, Precision(), Attention.SDPA,
+        Machine(1e12, 1e12, Link(1e12, 0.0)),
+    ).activation_bytes  # fmt: skip
+    assert found == pytest.approx(measured, rel=0.02)
+
+
+def test_tensor_parallelism_shares_out_a_window_and_not_what_merges_patches(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SWIN))
+    model = describe_folder(tmp_path, "swin", 14 * 14)
+
+    def estimated(layer, tp_size):
+        strategy = LayerStrategy(type=layer, tp_size=tp_size, dp_size=1)
+        machine = Machine(1e9, 1e12, Link(1e15, 0.0))
+        return estimate_layer(model, layer, strategy, SAMPLES, Precision(), Attention.SDPA, machine)
+
+    assert estimated("merge1", 2) == estimated("merge1", 1)
+    whole, half = estimated("stage2", 1), estimated("stage2", 2)
+    assert half.forward_s == pytest.approx(whole.forward_s / 2, rel=0.01)
+    assert half.activation_bytes < 0.7 * whole.activation_bytes

@@ -226,8 +226,9 @@ def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
 def _products_s(part: Part, share: _Share, machine: Machine) -> float:
     """Return the seconds of the forward pass's products with matrices."""
     kept = share.kept_bytes(part) + share.passing_bytes(part)
-    product_bytes = part.weights * share.itemsize * share.weights + kept if part.weights else 0.0
-    operations = part.flops * share.samples * share.inside
+    weights, inside = (1.0, 1.0) if part.undivided else (share.weights, share.inside)
+    product_bytes = part.weights * share.itemsize * weights + kept if part.weights else 0.0
+    operations = part.flops * share.samples * inside
     return max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)
 
 

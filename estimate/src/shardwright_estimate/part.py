@@ -16,6 +16,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     attention_flops: float = 0.0
     """Operations of scores and of what they weigh, those that a causal mask leaves out included."""
     causal: bool = False
+    undivided: bool = False
+    """Whether each tensor-parallel rank multiplies by whole matrices."""
     left_out: float = 0.0
     """Operations of scores that a window leaves out: a kernel to whose scores a mask is added computes them, too."""
     weights: int = 0

@@ -6,19 +6,19 @@ feed-forward part as the length that tensor parallelism divides.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET
 
 from shardwright_estimate.part import Part
+from shardwright_estimate.shapes import attended_positions, attention_shape, stream_elements, tensors_of
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.communication import LOSS_ELEMENTS
-from shardwright_formats.types import EMBEDDING, HEAD, Experts, LayerType, Model, Region
+from shardwright_formats.types import EMBEDDING, HEAD, Experts, LayerType, Model, Region, base_type
 from shardwright_models.facts import Mask
 from shardwright_models.registry import facts_of
 
-_KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15}
+_KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5}
 """Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
 _COMPILED_KERNELS = _KERNELS | {"attention": 8, "mlp": 5}
 """The same of compiled blocks: products and attention, and one kernel for what lies between two of them."""
@@ -37,25 +37,6 @@ _SOFT_CAP_BYTES = 6
 _TANH_GELU_COPIES = 3
 """Tensors that GELU's tanh form (Hendrycks and Gimpel 2016), of single operators, keeps beside its input and output."""
 _ID_BYTES = 8
-
-
-class _Attention(NamedTuple):
-    query_width: int
-    key_width: int
-    queries: int
-    keys: int
-    heads: int
-    window: int | None
-    alibi: bool
-
-    @property
-    def scores(self) -> int:
-        return self.heads * self.queries * self.keys
-
-    @property
-    def left_out(self) -> float:
-        """Pairs of positions that a window leaves out, as many behind each as before it."""
-        return 0.0 if self.window is None else float(self.queries - self.window) ** 2
 
 
 def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: bool = False) -> tuple[Part, ...]:
@@ -77,13 +58,15 @@ def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: boo
 def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     if not model.boundary:
         raise BadInput(f"model {model.name}", "its embedding hands on no tensor", "describe it again")
-    kind, hidden = model.types[type_name], model.boundary[0].features
+    kind = model.types[type_name]
     if type_name == EMBEDDING:
         return tuple(_lookup(model, kind))
     if type_name == HEAD:
         return (_as_trained(_with_norms(model, _logits(model, kind), 1, fused), kind, model, fused),)
+    if base_type(type_name) in facts_of(model).merging:
+        return (_as_trained(_merge(kind), kind, model, fused),)
     regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
-    made = [_block_part(model, kind, region, hidden, fused) for region in regions]
+    made = [_block_part(model, type_name, region, fused) for region in regions]
     norms = facts_of(model).norms
     parts = [_as_trained(_with_norms(model, part, norms, fused), kind, model, fused) for part in made]
     # The description's count of operations holds; the shapes only say how it is shared out.
@@ -98,12 +81,14 @@ def block_kernels(kind: LayerType) -> int:
     return (sum(_KERNELS[name] for name in names) or _KERNELS["mlp"]) + _EXPERT_KERNELS * (kind.experts is not UNSET)
 
 
-def _block_part(model: Model, kind: LayerType, region: Region, hidden: int, fused: bool) -> Part:
+def _block_part(model: Model, type_name: str, region: Region, fused: bool) -> Part:
+    kind, tensors = model.types[type_name], tensors_of(model, type_name)
+    stream, hidden = stream_elements(tensors, region), tensors[0].features
     if region.attention is not None:
-        return _attention_part(model, region, hidden, fused)
+        return _attention_part(model, type_name, region, stream, hidden, fused)
     if kind.experts is not UNSET:
-        return _experts_part(model, kind.experts, region, hidden)
-    return _mlp_part(model, kind, region, hidden, fused)
+        return _experts_part(model, kind.experts, stream, hidden)
+    return _mlp_part(model, kind, region, stream, hidden, fused)
 
 
 def _with_norms(model: Model, part: Part, norms: int, fused: bool) -> Part:
@@ -157,11 +142,14 @@ def _norm_keeps(model: Model, fused: bool) -> tuple[int, int]:
     return _NORM_KEEPS["LayerNorm" if fused else f"{norm.kind}{' in float32' if norm.in_float32 else ''}"]
 
 
-def _attention_part(model: Model, region: Region, hidden: int, fused: bool) -> Part:
-    """Return the part of queries, keys, values and what is projected back: 2 (q + k) features and their product."""
-    a, family = _attention_of(model, region), facts_of(model)
-    stream = _stream(model, region)
-    width = 2 * a.query_width * a.queries + 2 * a.key_width * a.keys
+def _attention_part(model: Model, type_name: str, region: Region, stream: int, hidden: int, fused: bool) -> Part:
+    """Return the part of queries, keys, values and what is projected back: 2 (q + k) features and their product.
+
+    Any kernel keeps what it adds to the scores of an image's windows: a bias, which is learned, and a mask.
+    """
+    a, family = attention_shape(model, type_name, region), facts_of(model)
+    biases = a.scores if attended_positions(model, type_name) is not None else 0
+    width = 2 * a.query_width * a.queries + 2 * a.key_width * a.key_positions
     elements, more = (width // 2 * n * family.query_key_norms for n in _norm_keeps(model, fused))
     copies = a.query_width * a.queries * family.joins_features + width // 2 * family.keeps_unrotated
     drops = _drops(model, region)
@@ -173,23 +161,23 @@ def _attention_part(model: Model, region: Region, hidden: int, fused: bool) -> P
         causal=family.mask is Mask.CAUSAL and not a.alibi,
         mask=a.scores * a.alibi,
         weights=2 * hidden * (a.query_width + a.key_width),
-        inside=width + elements + copies,
+        inside=width + elements + copies + biases,
         inside_bytes=more,
         products=width,
         scores=(2 if drops else 1) * a.scores,
         score_bytes=_SOFT_CAP_BYTES * family.soft_caps * a.scores,
-        repeated=2 * (a.query_width - a.key_width) * a.keys,
+        repeated=2 * (a.query_width - a.key_width) * a.key_positions,
         outside=2 * stream,
         outside_bytes=stream if drops else 0,
         result=stream,
-        widest=max(a.query_width * a.queries, a.key_width * a.keys),
+        widest=max(a.query_width * a.queries, a.key_width * a.key_positions),
         kernels=_KERNELS["attention"],
     )
 
 
-def _mlp_part(model: Model, kind: LayerType, region: Region, hidden: int, fused: bool) -> Part:
+def _mlp_part(model: Model, kind: LayerType, region: Region, stream: int, hidden: int, fused: bool) -> Part:
     """Return a part whose two matrices keep input and output of the activation function; a gate keeps its product."""
-    stream, family = _stream(model, region), facts_of(model)
+    family = facts_of(model)
     activation, gated = family.feed_forward(family.configured(model.config))
     copies = 0 if fused or activation != "gelu_new" else _TANH_GELU_COPIES
     matrices = 3 if gated else 2
@@ -211,13 +199,12 @@ def _mlp_part(model: Model, kind: LayerType, region: Region, hidden: int, fused:
     )
 
 
-def _experts_part(model: Model, experts: Experts, region: Region, hidden: int) -> Part:
+def _experts_part(model: Model, experts: Experts, stream: int, hidden: int) -> Part:
     """Return a router and the experts that it chooses, of even load: each position has a row for each of them.
 
     Rows are kept, the results of the first products, the gated product, and that times the weights of the choice.
     """
-    stream, family = _stream(model, region), facts_of(model)
-    positions = stream // hidden
+    family, positions = facts_of(model), stream // hidden
     rows, (_, gated) = positions * experts.top_k, family.feed_forward(family.configured(model.config))
     matrices = 3 if gated else 2
     wide = rows * experts.features
@@ -235,6 +222,22 @@ def _experts_part(model: Model, experts: Experts, region: Region, hidden: int) -
         widest=(matrices - 1) * wide,
         widest_whole=rows * hidden,
         kernels=_KERNELS["mlp"] + _EXPERT_KERNELS,
+    )
+
+
+def _merge(kind: LayerType) -> Part:
+    """Return what joins four positions, which the norm keeps, as the product with half as many features keeps its."""
+    (tensor,) = kind.outputs
+    size = tensor.sequence_length * tensor.features
+    return Part(
+        name="merge",
+        flops=float(kind.forward_flops_per_sample),
+        weights=sum(p.numel(1) for p in kind.parameters if len(p.shape) > 1),
+        undivided=True,
+        outside=5 * size,
+        result=size,
+        widest_whole=2 * size,
+        kernels=_KERNELS["merge"],
     )
 
 
@@ -260,8 +263,9 @@ def _logits(model: Model, kind: LayerType) -> Part:
 
     Their input was counted before, and their gradient takes their place.
     """
-    tensor, family = model.boundary[-1], facts_of(model)
-    tensor = next((t for t in model.boundary if any(t.name in region.enters for region in kind.regions)), tensor)
+    received, family = tensors_of(model, HEAD), facts_of(model)
+    names = {name for region in kind.regions for name in region.enters}
+    tensor = next((t for t in received if t.name in names), received[-1])
     weights = sum(p.numel(1) for p in kind.parameters if len(p.shape) > 1)
     positions = kind.labels or tensor.sequence_length
     logits = weights // tensor.features * positions
@@ -279,29 +283,8 @@ def _logits(model: Model, kind: LayerType) -> Part:
     )
 
 
-def _attention_of(model: Model, region: Region) -> _Attention:
-    heads = region.attention
-    assert heads is not None
-    lengths = {tensor.name: tensor.sequence_length for tensor in model.boundary}
-    return _Attention(
-        heads.heads * heads.head_features,
-        heads.kv_heads * heads.head_features,
-        lengths[heads.queries],
-        lengths[heads.keys],
-        heads.heads,
-        heads.window,
-        heads.alibi,
-    )
-
-
 def _drops(model: Model, region: Region) -> bool:
     """Return whether a part drops some of what it adds to the stream, which keeps a mask."""
     family = facts_of(model)
     ends_in_norm = bool(family.ends_in_norm) and not family.drops(family.configured(model.config))
     return bool(region.replays_sum) and not ends_in_norm
-
-
-def _stream(model: Model, region: Region) -> int:
-    """Return the number of elements of the stream that a region adds to."""
-    tensor = next((t for t in model.boundary if t.name == region.leaves), model.boundary[0])
-    return tensor.sequence_length * tensor.features
