@@ -150,15 +150,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "swin": {
         "model_type": "swin",
-        "embed_dim": 32,
-        "mlp_ratio": 1.5,
-        "depths": [2, 2],
-        "num_heads": [4, 8],
-        "image_size": 16,
-        "patch_size": 4,
-        "window_size": 2,
-        "num_labels": 5,
-        "drop_path_rate": 0.0,
+        **{"embed_dim": 32, "mlp_ratio": 1.5, "depths": [2, 2], "num_heads": [4, 8], "drop_path_rate": 0.0},
+        **{"image_size": 16, "patch_size": 4, "window_size": 2, "num_labels": 5},
     },
     "olmo2": {
         "model_type": "olmo2",

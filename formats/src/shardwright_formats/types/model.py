@@ -222,6 +222,14 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the tensors between embedding and first layer; all layers hand on tensors of these names."""
         return self.types[EMBEDDING].outputs
 
+    @property
+    def reshaping(self) -> tuple[str, ...]:
+        """Return the types of block that hand on other shapes than they receive: none can follow itself."""
+        like_received = {
+            name for i, name in enumerate(self.layers) if self.received_by(f"layers[{i}]") == self.types[name].outputs
+        }
+        return tuple(name for name in dict.fromkeys(self.layers) if name not in like_received)
+
     def received_by(self, layer: str) -> tuple[BoundaryTensor, ...]:
         """Return the tensors that a layer (`embedding`, `layers[i]`, `head`) receives: what the one before hands on.
 

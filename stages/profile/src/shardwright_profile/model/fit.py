@@ -27,6 +27,7 @@ from shardwright_profile.model.probe_results import (
     seconds_per_layer,
 )
 from shardwright_profile.model.replays import LIKELY, hidden_replays, mean_of, with_replays
+from shardwright_profile.model.rest import hidden_rests, rest_rows
 
 
 class OptimizerLine(NamedTuple):
@@ -56,7 +57,7 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
     probes = [probe for probe in all_probes if probe.data_parallel is DataParallel.DDP]
     pairs = layer_pairs(probes)
     measured = list(_block_rows(pairs))
-    layers = sorted([*with_replays(measured), *_end_rows(probes)], key=lambda row: row.key)
+    layers = sorted([*with_replays(measured), *rest_rows(pairs), *_end_rows(probes)], key=lambda row: row.key)
     line = fit_optimizer_line(probes)
     states = sorted(fit_states(pairs, line, zero_rates(all_probes)), key=lambda row: (row.type, row.tp_size))
     return ModelProfile(
@@ -64,7 +65,12 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
         provenance=msgspec.structs.replace(
             provenance,
             notes="\n".join(
-                (*uncertain_times(all_probes, layers), *hidden_replays(measured, layers), *falling_times(layers))
+                (
+                    *uncertain_times(all_probes, layers),
+                    *hidden_replays(measured, layers),
+                    *hidden_rests(pairs),
+                    *falling_times(layers),
+                )
             ),
         ),
         layers=Table.from_rows(LayerRow, layers),
@@ -171,9 +177,9 @@ def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates 
     """Return one row per tp_size and layer type.
 
     A block's bytes are the difference of its probes, the most over strategies and micro-batch sizes. What the layers
-    leave over is split between embedding and head by their numbers of parameters, or of trained ones. Time of the
-    gradient reduction is shared out by gradient bytes. Probes under Ulysses are left out: their parameters are not
-    split by tp_size.
+    leave over is split between embedding, head and types of which probes have one layer, by their numbers of
+    parameters, or of trained ones. Time of the gradient reduction is shared out by gradient bytes. Probes under Ulysses
+    are left out: their parameters are not split by tp_size.
     """
     usable = [pair for pair in pairs if not axes_of(pair.few.plan.layers[0]).exchanges_heads]
     if not usable:
@@ -241,7 +247,7 @@ def _state_bytes(
     for pair in pairs:
         by_type[pair.type] = max(by_type.get(pair.type, 0), bytes_per_layer(pair, quantity, bytes_of))
     few = pairs[0].few
-    rest = bytes_of(few) - sum(count * by_type[name] for name, count in few.counts.items())
+    rest = bytes_of(few) - sum(few.counts[name] * held for name, held in by_type.items())
     if rest < 0:
         raise BadInput(
             few.file,
@@ -249,13 +255,12 @@ def _state_bytes(
             "measure it again",
         )
     types, stored = few.plan.model.types, quantity == _STATE_BYTES[0][0]
-    embedding, head = (
-        types[name].parameter_count(tp_size) if stored else types[name].trained_count(tp_size)
-        for name in (EMBEDDING, HEAD)
-    )
-    by_type[EMBEDDING] = rest * embedding // max(1, embedding + head)
-    by_type[HEAD] = rest - by_type[EMBEDDING]
-    return by_type
+    counts = {
+        name: types[name].parameter_count(tp_size) if stored else types[name].trained_count(tp_size)
+        for name in (EMBEDDING, *few.plan.model.reshaping, HEAD)
+    }
+    shares = {name: rest * count // max(1, sum(counts.values())) for name, count in counts.items()}
+    return by_type | shares | {HEAD: rest - sum(shares.values()) + shares[HEAD]}
 
 
 def _rank_parameters(probe: ProbeResult) -> int:

@@ -289,7 +289,12 @@ def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
     Galvatron's method (Miao et al. 2022): whatever does not grow with the layers falls out of the difference. Raises
     BadInput naming the probe that has no partner.
     """
-    return tuple(_pair(group, name) for group in rows_by_key(probes).values() for name in group[0].counts)
+    return tuple(
+        _pair(group, name)
+        for group in rows_by_key(probes).values()
+        for name in group[0].counts
+        if name not in group[0].plan.model.reshaping
+    )
 
 
 def seconds_per_layer(pair: LayerPair, quantity: str, repeats_of: Callable[[ProbeResult], Repeats]) -> Duration:

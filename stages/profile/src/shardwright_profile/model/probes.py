@@ -47,8 +47,9 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
 
     `models` are descriptions of one model at each length of the settings, its own first. For each strategy, length and
     micro-batch size: one plan with `settings.layers[0]` layers of every block type, and one for each block type with
-    `settings.layers[1]` layers of it. With so many of every type, one under ZeRO-2 and one under ZeRO-3. Raises
-    BadInput when the lengths are others, or no strategy fits model and node.
+    `settings.layers[1]` layers of it. Of a type that hands on another shape than it receives, each has one. With the
+    most of every type, one under ZeRO-2 and one under ZeRO-3. Raises BadInput when the lengths are others, or no
+    strategy fits model and node.
     """
     model = models[0]
     _check_lengths(models, settings)
@@ -130,7 +131,7 @@ def _zero_probes(
     widest = max(fitting, key=lambda strategy: layout_of(strategy).samples.size)
     if layout_of(widest).samples.size == 1:
         return ()
-    longer = with_layers(model, dict.fromkeys(block_types(model), settings.layers[1]))
+    longer = with_layers(model, _repeated(model, settings.layers[1]))
     size = min(settings.sizes(model.sequence_length, model.sequence_length))
     kinds = (DataParallel.ZERO2, DataParallel.ZERO3)
     strategies = (replace(widest, data_parallel=kind) for kind in kinds)
@@ -138,11 +139,16 @@ def _zero_probes(
 
 
 def _truncations(model: Model, layers: tuple[int, int]) -> Iterator[Model]:
-    few, many = layers
-    fewest = dict.fromkeys(block_types(model), few)
+    fewest, most = (_repeated(model, number) for number in layers)
     yield with_layers(model, fewest)
     for name in fewest:
-        yield with_layers(model, fewest | {name: many})
+        if name not in model.reshaping:
+            yield with_layers(model, fewest | {name: most[name]})
+
+
+def _repeated(model: Model, number: int) -> dict[str, int]:
+    """Return so many layers of each block type, and one of those that cannot follow themselves."""
+    return {name: 1 if name in model.reshaping else number for name in block_types(model)}
 
 
 def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterator[tuple[Strategy, str | None]]:

@@ -255,8 +255,8 @@ class Classification:
         patch_height, patch_width = _pair(config.patch_size)
         positions = (height // patch_height) * (width // patch_width) + cls.no_inputs
         if sequence_length != positions:
-            what = "the patches and the class" if cls.no_inputs else "the patches"
-            raise ValueError(f"sequence length {sequence_length} is not that of {what}: {positions}")
+            counted = "the patches and the class" if cls.no_inputs else "the patches"
+            raise ValueError(f"sequence length {sequence_length} is not that of {counted}: {positions}")
         return cls(ImageForm(config.num_channels, height, width, config.num_labels))
 
     @property

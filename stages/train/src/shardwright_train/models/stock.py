@@ -138,7 +138,7 @@ class _Noted(TorchDispatchMode):
         if name in _DRAWS:
             self.note(args[0], _DRAWS[name](*args[1:]))
             return args[0]
-        if name.endswith("_"):
+        if name.endswith("_") and args[0].is_meta:  # what has values is no parameter
             raise RuntimeError(f"initial weights by {name} are not known")
         made = func(*args, **(kwargs or {}))
         if name == "aten::select" and args[1] == 0:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright_models.families.swin import MERGES, STAGES
 from shardwright_train.data.objectives import ClassificationOfAll
@@ -12,14 +12,12 @@ from shardwright_train.models.base import Family, States
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts, Rule
 
-_BIAS = "attention.relative_position_bias"
-
 
 class Swin(Family):
     """The Swin family: as ViT's, column-parallel position bias; what merges patches is replicated."""
 
     embedding = ("swin.embeddings",)
-    head = ("swin.layernorm", "swin.pooler", "classifier")
+    head = ("swin.layernorm", "classifier")
     parts = {
         **{stage: Parts(f"swin.encoder.layers.{i}.blocks", ("attention",), ("mlp",)) for i, stage in enumerate(STAGES)},
         **{merge: Parts(f"swin.encoder.layers.{i}.downsample", (), (), alone=True) for i, merge in enumerate(MERGES)},
@@ -41,37 +39,29 @@ class Swin(Family):
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
         """Return the mean of the normed positions, as the only one."""
-        normed = pieces.through(self.head[:1], states[-1])
-        return pieces.through(self.head[1:2], normed.transpose(1, 2)).transpose(1, 2)
+        return pieces.through(self.head[:1], states[-1]).mean(1, keepdim=True)
 
-    def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """Return a block, or what merges patches, which knows how high and wide the image is that it gets."""
-        block = super().block(stock, kind, index)
+    def block(self, stock: Any, kind: str, index: int) -> Any:
+        """Return a block, or what merges patches, which knows how high and wide the image is that it receives."""
+        block: Any = super().block(stock, kind, index)
         if kind in MERGES:
-            height, width = stock.swin.embeddings.patch_grid
-            number = MERGES.index(kind)
-            block.input_resolution = height >> number, width >> number  # type: ignore[assignment]
+            block.input_resolution = [side >> MERGES.index(kind) for side in stock.swin.embeddings.patch_grid]
             return block
-        _keep_index(block.get_submodule(_BIAS))
+        # A buffer would lose its values, as parameters do.
+        bias = block.attention.relative_position_bias
+        with torch.device("cpu"):
+            rows = type(bias)(1, bias.window_size).relative_position_index.detach().clone()
+        del bias.relative_position_index
+        bias.relative_position_index = rows
+        bias.register_forward_pre_hook(_move_rows)
         # The states alone: FSDP2 would watch over the eager kernel's scores, too.
         block.register_forward_hook(lambda _block, _args, out: out[0])
         return block
 
     def call(self, block: Any, states: States, batch: Batch, constants: dict[str, Any]) -> States:
-        """Run a block, or merge patches; the mask of shifted windows is the block's to make."""
+        """Run a block, which makes the mask of shifted windows, or merge patches."""
         return (block(states[0], block.input_resolution),)
 
 
-def _keep_index(bias: Any) -> None:
-    """Keep the rows of the table that pairs of positions have as an attribute: a buffer would lose its values."""
-    with torch.device("cpu"):
-        index = bias._create_relative_position_index().view(-1)
-    del bias.relative_position_index
-    # transformers gives no value to what is marked so.
-    index._is_hf_initialized = True
-    bias.relative_position_index, bias._create_relative_position_index = index, lambda: index
-
-    def moved(module: Any, _args: Any) -> None:
-        module.relative_position_index = module.relative_position_index.to(module.relative_position_bias_table.device)
-
-    bias.register_forward_pre_hook(moved)
+def _move_rows(bias: Any, _args: Any) -> None:
+    bias.relative_position_index = bias.relative_position_index.to(bias.relative_position_bias_table.device)
