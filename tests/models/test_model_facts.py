@@ -94,7 +94,8 @@ VARIANTS = {
     "swin": SWIN,
     "swin-defaults": {"model_type": "swin"},
     "swin-published-keys": SWIN
-    | {"path_norm": True, "num_layers": 2, "hidden_size": 48, "id2label": {"0": "a", "1": "b"}},
+    | {"path_norm": True, "num_layers": 2, "hidden_size": 48, "id2label": {"0": "a", "1": "b"}, "encoder_stride": 32}
+    | {"architectures": ["SwinForImageClassification"], "torch_dtype": "float32", "initializer_range": 0.02},
     "swin-oblong": SWIN | {"image_size": [32, 64], "patch_size": [2, 4], "use_absolute_embeddings": True},
     "vit-no-bias": VIT | {"qkv_bias": False, "hidden_dropout_prob": 0.1, "num_labels": 5},
 }
