@@ -28,6 +28,7 @@ def _new(folder, *options):
         ("qwen3-4b", "2x8:A100-80+1x8:H100-SXM", []),
         ("gpt2-xl", "4:V100-32", []),
         ("vit-huge", "8:A100-40", []),
+        ("swin-tiny", "1x8:A100-40", []),
         ("t5-3b", "2x8:A10", ["--inter-node-gbit-s", 100]),
     ],
 )
@@ -38,7 +39,7 @@ def test_a_new_configuration_passes_the_checks_of_the_workflow(tmp_path, model, 
     nodes = [(group.count, workflow.settings.node_types[group.node_type]) for group in _nodes(workflow)]
     assert [(count, node.devices_per_node) for count, node in nodes] == [(int(n or 1), int(g)) for n, _, g in groups]
     assert config["data"]["corpus"]["text"] == str(tmp_path / "corpus")
-    assert (config["data"]["corpus"].get("source") == "images") == (model == "vit-huge")
+    assert (config["data"]["corpus"].get("source") == "images") == (model in ("vit-huge", "swin-tiny"))
     assert config["profiles"]["estimated"]["precision"]["compute"] == ("float16" if "V100" in gpus else "bfloat16")
     given = dict(zip(options[::2], options[1::2], strict=True))
     assert workflow.settings.runs[model].steps == given.get("--steps", 1000)

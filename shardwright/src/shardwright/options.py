@@ -20,7 +20,7 @@ class NewOptions(Options, frozen=True, kw_only=True):
     gpus: str | None = None
     """NODESxGPUS:DEVICE, as 8x8:H100-SXM; of several types 2x8:A100-40+2x8:A10."""
     data: str | None = None
-    """A file or folder of text, for ViT a folder of images for each class; or random: random samples."""
+    """A file or folder of text, for ViT and Swin of images for each class; or random: random samples."""
     tokenizer: Path | None = None
     """Folder of the model's own tokenizer; by default one is trained on the text."""
     batch: Samples | None = None

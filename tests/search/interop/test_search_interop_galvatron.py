@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.types.model import BoundaryTensor
 from shardwright_formats.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cli import APP
-from shardwright_search.interop.galvatron import galvatron_file, galvatron_strategy, plan_of_galvatron
+from shardwright_search.interop.galvatron import galvatron_file, galvatron_limits, galvatron_strategy, plan_of_galvatron
 from shardwright_search.interop.galvatron_file import GalvatronLayer, GalvatronStrategy, galvatron_keys, read_galvatron
 from shardwright_search.options import GalvatronRun
 
@@ -50,6 +51,22 @@ def test_what_is_imported_is_exported_with_every_key_as_it_was(read, config):
     newer = {"cp_sizes_enc": "1,1,1,1,1", "vcp": 1, "vocab_sdp": 1}
     assert exported == raw | newer
     assert json.loads(galvatron_file(read(exported), PLAN).text) == exported
+
+
+def test_a_layer_that_changes_the_shape_of_what_it_hands_on_has_no_place(read, config):
+    """Galvatron joins what merges Swin's patches to the block before."""
+    plan = read(config())
+    kinds = [*plan.model.layers]
+    block = plan.model.types[kinds[2]]
+    outputs = (BoundaryTensor(name="states", sequence_length=1, features=2),)
+    kinds[2] = "merge"
+    model = replace(
+        plan.model, layers=tuple(kinds), types=plan.model.types | {"merge": replace(block, outputs=outputs)}
+    )
+    layers = tuple(replace(layer, type=kind) for layer, kind in zip(plan.layers, kinds, strict=True))
+    assert galvatron_limits(model, BF16) == () != galvatron_limits(plan.model, BF16)
+    with pytest.raises(BadInput, match=r"plan\.json: Galvatron cannot express merge as a layer of its own"):
+        galvatron_file(replace(plan, model=model, layers=layers), PLAN)
 
 
 def test_keys_that_older_files_lack_have_the_value_their_reader_takes(read, config):

@@ -54,7 +54,7 @@ class PrepareOptions(Options, frozen=True, kw_only=True):
     source: Source = Source.AUTO
     """Format of the text: files of text or JSON lines, a folder of `datasets`, dumps of Wikipedia without their
     markup or with it (wikitext), or Megatron's .idx and .bin; auto: by its name. images: a folder with one of JPEG
-    and PNG files for each class, for ViT."""
+    and PNG files for each class, for ViT and Swin."""
     image_size: Annotated[int, Meta(ge=1, le=2**14)] | None = None
     """Height and width in pixels that images are scaled and cropped to, the model's image_size."""
     vocab_size: Annotated[int, Meta(ge=257, le=2**24)] | None = None

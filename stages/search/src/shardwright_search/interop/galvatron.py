@@ -123,6 +123,8 @@ def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
     target = ExportTarget("Galvatron", plan_file)
     check_trained(plan, target)
     check_stages(plan, target)
+    for name in plan.model.reshaping:
+        target.demand(False, f"{name} as a layer of its own", "plan with the layer types of Galvatron's profiles")
     _check_ranges(plan, target)
     _check_precision(plan, target)
     default = _check_strategies(plan, target)
@@ -242,7 +244,12 @@ def _options(plan: Plan) -> Iterator[str]:
 
 
 def galvatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
-    """Return its two ways: one of ddp and zero2, which holds for all layers, beside zero3."""
+    """Return its two ways: one of ddp and zero2, which holds for all layers, beside zero3.
+
+    It has none for models with layers that change the shape of what they hand on: it joins them to the block before.
+    """
+    if model.reshaping:
+        return ()
     return tuple(
         Limits(
             f"{kind} and zero3, tensor parallelism that shares the sequence",
