@@ -27,7 +27,7 @@ from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.data import Gathers
 
 WORLD = 8
-RANDOM = (("llama", 3), ("llama", 7), ("gpt2", 1), ("bert", 0), ("mixtral", 0), ("qwen3_moe", 0))
+RANDOM = (("llama", 3), ("llama", 7), ("gpt2", 1), ("bert", 0), ("mixtral", 0), ("qwen3_moe", 0), ("swin", 3))
 
 
 def uniform(model: Model, name: str, every: bool, recompute: Recompute, **sharding: object) -> Plan:
@@ -140,7 +140,9 @@ def test_plans_with_stages_of_unequal_width_move_the_bytes_of_the_formulas(famil
         assert counted(plan, stage.ranks[-1]) == by_formula(plan, stage.ranks[-1])
 
 
-@pytest.mark.parametrize(("family", "number"), rest_long(2, (("gpt2", 1), ("t5", 2), ("llama", 0), ("vit", 3))))
+@pytest.mark.parametrize(
+    ("family", "number"), rest_long(2, (("swin", 0), ("t5", 2), ("llama", 0), ("vit", 3), ("gpt2", 1)))
+)
 def test_stages_and_chunks_without_blocks_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
     plan = bare_plan(tiny(family), number, WORLD)
     for rank in (0, WORLD - 1):

@@ -173,7 +173,7 @@ def region_messages(
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     positions = axes.rank_samples(samples) * itemsize
     # Levels of a pyramid hand on other sizes than the embedding does: a layer's messages are of its own outputs.
-    tensors = {tensor.name: tensor for tensor in kind.outputs or model.boundary}
+    tensors = {tensor.name: tensor for tensor in kind.outputs or model.received_by(HEAD)}
     for index, (region, regathered) in enumerate(zip(kind.regions, regathers(kind), strict=True)):
         alone = recompute.value == region.name
         replays = recompute in (Recompute.FULL, Recompute.SELECTIVE) or alone
@@ -191,7 +191,10 @@ def region_messages(
         if region.leaves is not None:
             crossings.append((region.leaves, *leaving, replays and not ends and recompute is not Recompute.SELECTIVE))
         for name, forward, backward, replayed in crossings:
-            size = positions * tensors[name].sequence_length * tensors[name].features
+            length = tensors[name].sequence_length
+            # Of whole sequences only the positions with labels enter the head's matrix: that of an image's class.
+            length = min(length, kind.labels) if kind.labels and not axes.gathers_sequence else length
+            size = positions * length * tensors[name].features
             collectives = [(Pass.FORWARD, forward), (Pass.BACKWARD, backward)]
             for during, collective in [*collectives, (Pass.BACKWARD, forward)] if replayed else collectives:
                 if collective is not None and (kind.has_backward or during is Pass.FORWARD):

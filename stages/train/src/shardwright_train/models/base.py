@@ -313,9 +313,12 @@ class Family:
     def _loss(self, pieces: Pieces, states: States, batch: Batch) -> Tensor:
         """Return the sum of cross entropy over the group's samples; under Ulysses, of this rank's own positions."""
         matrix: Any = pieces.get_submodule(self.head[-1])
-        with pieces.tensor_parallel.entered(self.normed(pieces, states)) as (inputs,):
-            # A class is told from the first position.
-            logits = self.logits(pieces, inputs[:, : batch["labels"].shape[1]])
+        normed, labels = self.normed(pieces, states), batch["labels"].shape[1]
+        # A class is told from the first position, which ranks that share out the sequence have only once it is whole.
+        if not pieces.tensor_parallel.splits_sequence:
+            normed = normed[:, :labels]
+        with pieces.tensor_parallel.entered(normed) as (inputs,):
+            logits = self.logits(pieces, inputs[:, :labels])
         return loss_of_logits(logits, batch["labels"], matrix.out_features, pieces.tensor_parallel)
 
 
