@@ -18,7 +18,7 @@ from test_search_mixed import FILE, SLOWNESS, every_plan, profiles_of
 
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.io.hdf5 import read_profile
-from shardwright_formats.types import GIB, Cluster, Plan, Prediction
+from shardwright_formats.types import GIB, Cluster, Model, Plan, Prediction
 from shardwright_formats.types.hardware_profile import write_hardware_profile
 from shardwright_formats.types.model_profile import write_model_profile
 from shardwright_search.cli import APP
@@ -26,7 +26,7 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.rent.front import Prices, find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
-from shardwright_search.rent.table import FrontFile, Status, SubClusterRow, picture_of
+from shardwright_search.rent.table import FrontFile, Status, SubClusterRow, draw_front
 from shardwright_search.space.request import Offer, Offers
 
 call = partial(call_app, APP)
@@ -194,6 +194,12 @@ def test_the_front_is_written_with_a_plan_for_each_point(given):
     assert f"cheapest within 10 h: {cheapest.nodes}," in result.stdout
     assert f"fastest within 10 USD: {fastest.nodes}," in result.stdout
     assert (given["out"] / "front.svg").read_text().count("<title>") >= len(points)
+    page = (given["out"] / "front.html").read_text()
+    assert not re.search(r"""src\s*=|href\s*=(?!"#)|@import|<script""", page)
+    model = read_document(given["model"], Model).name
+    assert f"<h1>{model} on rented nodes of" in page and "Points of the front, the fastest first</a>" in page
+    assert re.search(rf'<p class="first">To train {model}, (rent )?\S+[ :]', page)
+    assert all(f">{row.nodes}</td>" in page for row in table)
 
 
 def test_names_of_points_never_lie_over_one_another_and_chosen_ones_are_there():
@@ -205,7 +211,8 @@ def test_names_of_points_never_lie_over_one_another_and_chosen_ones_are_there():
         )
         for number in range(1, 9)
     )  # fmt: skip
-    drawn = picture_of(rows, frozenset({"5xa+5xb"}))
+    drawn = draw_front(rows, frozenset({"5xa+5xb"}), "a <model>")
+    assert all(f">{label}</text>" in drawn for label in ("a &lt;model&gt;", "seconds a step", "USD a step"))
     named = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" font-size="10" font-weight="(\w+)">(.*?)<', drawn)
     assert ("bold", "5xa+5xb") in [one[2:] for one in named] and 1 < len(named) < 8
     boxes = [(float(x), float(x) + 6 * len(nodes), float(y)) for x, y, _, nodes in named]

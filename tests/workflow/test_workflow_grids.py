@@ -1,10 +1,10 @@
 """The grids that are shipped, and the tables that are made of their answers."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
-from math import inf
 from pathlib import Path
 
 import h5py
@@ -12,15 +12,13 @@ import msgspec
 import pandas as pd
 import pytest
 import yaml
-from sample_results import a_plan, write_sample_results
+from sample_results import write_sample_results
 
 from configuration import load_workflow
-from grid_page import front_markdown, published_markdown
 from grids import GridFile, read_grids
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.types import Cluster, Plans, Prediction
 from shardwright_search.cli import APP
-from shardwright_search.rent.table import Status, SubClusterRow, csv_of
 from shardwright_search.space.request import CellAnswer, Grid, GridAnswers, SearchRequest, Space
 
 ROOT = Path(__file__).parents[2]
@@ -266,7 +264,16 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
         assert file["predicted_step_s"][0] == 2 * file["predicted_step_s"][2]
     page = Path(f"{name}.md").read_text()
     assert "3 cells, 1 without a plan" in page and "| 2.00 | 2.00 |" in page
-    assert "dp: 2.000 times as long" in Path(f"{name}.svg").read_text()
+    drawn = Path(f"{name}.svg").read_text()
+    assert "dp: 2.000 times as long" in drawn and ">Step time of the best plan of each space, over" in drawn
+    html = Path(f"{name}.html").read_text()
+    assert "How fast 1 model can be trained on 1 cluster with each kind of parallelism" in html
+    assert "Where all kinds may be combined, the best is up to 2.00 times as fast." in html
+    assert (
+        html.index("<nav") < html.index("3 cells, 1 without a plan")
+        and html.count("<svg") == html.count("<table>") == 1
+    )
+    assert not re.search(r"""src\s*=|href\s*=(?!"#)|@import|<script""", html)
     even, large = name / "even" / "m@c" / "b16.json", msgspec.structs.replace(estimate.stages[0], memory_bytes=2**31)
     for stages, told in ((estimate.stages, "nan"), ((large,), "does not fit: it lacks 1073741824 bytes")):
         own = msgspec.structs.replace(estimate, stages=stages)
@@ -293,43 +300,3 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
     write_document(name / "answers" / "m@c.json", GridAnswers(cells=none))
     subprocess.run(command, check=True, timeout=120)
     assert "3 cells, 3 without a plan" in Path(f"{name}.md").read_text()
-
-
-def _front_row(nodes, status, **numbers):
-    unknown = dict.fromkeys(("step_s", "expected_step_s", "simulated_step_s", "usd_per_step", "usd_per_hour"), 0.0)
-    rest = {"is_bound": False, "checkpoint_steps": 0, "hours": 0.0, "usd": 0.0, "dominated_by": "", "plan": ""}
-    return SubClusterRow(nodes=nodes, status=status, **unknown | rest | numbers)
-
-
-def test_a_front_is_a_section_with_its_points_and_the_number_of_the_others(tmp_path):
-    plan = a_plan()
-    write_document(tmp_path / "bert" / "2xa.json", plan)
-    point = {"step_s": 2.0, "simulated_step_s": 1.9, "usd_per_step": 0.5, "usd_per_hour": 900.0, "plan": "2xa.json"}
-    rows = (
-        _front_row("2xa", Status.FRONT, **point),
-        _front_row("1xa", Status.DOMINATED, step_s=3.0),
-        _front_row("3xa", Status.NO_PLAN),
-    )
-    (tmp_path / "bert" / "front.csv").write_bytes(csv_of(rows))
-    said = front_markdown(tmp_path / "bert" / "front.csv", {}, None)
-    assert said.startswith("## Step time against price: bert\n\ndemo on sub-clusters of laptop, batch 32: ")
-    assert "1 of 3 are on the front, 1 are dominated, 1 are without a plan." in said
-    assert "| 2xa | 2 s | 1.9 s | 16 | 900 | 500 | pp2, 4 microbatch(es), 1f1b |" in said
-    assert "1xa |" not in said
-    assert "published" not in said.lower()
-    beside = front_markdown(tmp_path / "bert" / "front.csv", {"2xa": 2.5, "1xa": 4.0}, "somebody")
-    assert "without a plan. Published: stated by somebody." in beside
-    assert "| nodes | step, closed form | simulated | published | samples/s |" in beside
-    assert "| 2xa | 2 s | 1.9 s | 2.5 s | 16 | 900 | 500 | pp2, 4 microbatch(es), 1f1b |" in beside
-
-
-def test_published_times_stand_beside_ours():
-    sizes = {"model": "m", "cluster": "c", "memory_gib": inf, "global_batch_size": 8}
-    steps_s = {"dp": 3.0, "fasop": 2.5, "full": 2.0}
-    cells = pd.DataFrame([{**sizes, "space": space, "predicted_step_s": time} for space, time in steps_s.items()])
-    cells.loc[cells["space"] == "dp", "predicted_step_s"] = None
-    stated = {"model": "m", "cluster": "c", "memory_gib": None, "global_batch_size": 8, "step_s": 3.0, "plan": "pp 2"}
-    for space, shown in (("fasop", "2.5 s"), ("dp", "–"), (None, "–")):
-        said = published_markdown(cells, [stated | {"space": space}], "somebody")
-        assert "as stated by somebody" in said
-        assert f"| m | c | all | 8 | pp 2 | 3 s | {shown} | 2 s | 1.50 |" in said

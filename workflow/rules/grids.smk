@@ -78,7 +78,7 @@ rule grid_front:
         unpack(lambda wildcards: GRIDS[wildcards.grid].front_inputs(wildcards.front)._asdict()),
         search="results/grids/{grid}/fronts/{front}.search.json",
     output:
-        multiext("results/grids/{grid}/fronts/{front}/front", ".csv", ".h5"),
+        multiext("results/grids/{grid}/fronts/{front}/front", ".csv", ".h5", ".html"),
         report("results/grids/{grid}/fronts/{front}/front.svg", caption="../report/front.rst", category="Grids"),
     log:
         "results/logs/grids/{grid}/fronts/{front}.log",
@@ -139,7 +139,7 @@ rule grid_table:
         published_times="results/grids/{grid}/published_times.json",
         scripts=sorted((ROOT / "workflow/scripts").glob("*.py")),
     output:
-        multiext("results/grids/{grid}", ".csv", ".h5", ".md"),
+        multiext("results/grids/{grid}", ".csv", ".h5", ".md", ".html"),
         report("results/grids/{grid}.svg", caption="../report/grid.rst", category="Grids"),
     log:
         "results/logs/grids/{grid}.log",

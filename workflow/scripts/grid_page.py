@@ -40,7 +40,8 @@ _TIMES_HEAD = (
     "full",
     "published / full",
 )
-_LEFT, _RIGHT, _TOP, _ROW = 330.0, 20.0, 40.0, 18.0
+_LEFT, _RIGHT, _TOP, _ROW = 330.0, 20.0, 30.0, 18.0
+_TITLE = "Step time of the best plan of each space, over that of the full space"
 
 
 def grid_markdown(cells: pd.DataFrame) -> str:
@@ -175,29 +176,24 @@ def draw_grid(cells: pd.DataFrame) -> str:
         if (*size, space) in steps_s
     }
     high = max([2.0, *ratios.values()])
-    bottom = _TOP + _ROW * max(1, len(rows))
-    x = logarithmic_axis(1.0, high, _LEFT, WIDTH - _RIGHT, "{:g}×".format, base=2)
-    drawn = [
-        Panel(x, linear_axis(0, 1, bottom, _TOP)._replace(tick_labels=())).frame("", "step time over the full space's")
-    ]
-    drawn.append(line(x.at(1), _TOP, x.at(1), bottom, stroke=SOFT))
-    for place, size in enumerate(rows):
-        y = _TOP + _ROW * (place + 0.5)
-        model, cluster, memory_gib, batch = size
-        name = f"{model}, {cluster}, {gib_text(memory_gib)} GiB, batch {batch}"
-        drawn.append(text(_LEFT - 10, y + 4, name, text_anchor="end", look="small"))
-        drawn.append(line(_LEFT, y, WIDTH - _RIGHT, y, stroke=FAINT))
-        drawn += [
-            marker(
-                series_of(space),
-                x.at(ratios[size, space]),
-                y,
-                4,
-                f"{space}: {ratios[size, space]:.3f} times as long; {name}",
-            )
-            for space in spaces
-            if (size, space) in ratios
-        ]
     entries = [(marker(series_of(space), 6.5, 6.5, 4.5), space) for space in spaces]
-    named, _ = legend(entries, _LEFT, 8, WIDTH - _LEFT)
-    return picture(named + "".join(drawn), WIDTH, bottom + 40, "step times of each space over the full space's")
+    named, legend_height = legend(entries, _LEFT, _TOP, WIDTH - _LEFT)
+    top = _TOP + legend_height + 10
+    bottom = top + _ROW * max(1, len(rows))
+    x = logarithmic_axis(1.0, high, _LEFT, WIDTH - _RIGHT, "{:g}×".format, base=2)
+    empty = linear_axis(0, 1, bottom, top)._replace(tick_labels=())
+    drawn = [text(0, 16, _TITLE, "strong"), named, Panel(x, empty).frame("", "step time over the full space's")]
+    drawn.append(line(x.at(1), top, x.at(1), bottom, stroke=SOFT))
+    for place, size in enumerate(rows):
+        y = top + _ROW * (place + 0.5)
+        name = _size_words(*size)
+        drawn.append(text(_LEFT - 10, y + 4, name, "small", text_anchor="end"))
+        drawn.append(line(_LEFT, y, WIDTH - _RIGHT, y, stroke=FAINT))
+        for space in (space for space in spaces if (size, space) in ratios):
+            title = f"{space}: {ratios[size, space]:.3f} times as long; {name}"
+            drawn.append(marker(series_of(space), x.at(ratios[size, space]), y, 4, title))
+    return picture("".join(drawn), WIDTH, bottom + 40, "step times of each space over the full space's")
+
+
+def _size_words(model: str, cluster: str, memory_gib: float, batch: int) -> str:
+    return f"{model}, {cluster}, {gib_text(memory_gib)} GiB, batch {batch}"

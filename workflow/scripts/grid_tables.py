@@ -14,6 +14,7 @@ import h5py
 import msgspec
 import pandas as pd
 
+from grid_html import grid_html
 from grid_page import OURS, SIZE, draw_grid, front_markdown, grid_markdown, published_markdown
 from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run
 from shardwright_formats.display.plan_words import layers_summary
@@ -26,7 +27,7 @@ _TEXTS = ["model", "cluster", "space", "layers", "plan_sha256", "reason"]
 
 
 class TablesOptions(Options, frozen=True, kw_only=True):
-    """Write NAME.csv, NAME.h5, NAME.md and NAME.svg of a grid. Times are in s, memory is in bytes."""
+    """Write NAME.csv, NAME.h5, NAME.md, NAME.svg and NAME.html of a grid. Times are in s, memory is in bytes."""
 
     name: Annotated[Path, POSITIONAL]
     """Folder of the grid's cells and answers; the tables are written next to it."""
@@ -54,18 +55,20 @@ class PlansOptions(Options, frozen=True, kw_only=True):
 
 
 def write_tables(options: TablesOptions) -> None:
-    """Write the four files of a grid's results."""
+    """Write the five files of a grid's results."""
     times = {
         _decision(plan.plan): median(plan.step_times_s)
         for path in options.measured
         for plan in read_document(path, Measurement).plans
     }
     cells = _typed(pd.DataFrame(_rows(options.name, options.folder, times)))
-    out = {end: options.name.with_name(f"{options.name.name}.{end}") for end in ("csv", "h5", "md", "svg")}
+    out = {end: options.name.with_name(f"{options.name.name}.{end}") for end in ("csv", "h5", "md", "svg", "html")}
     write_bytes(out["csv"], cells.to_csv(index=False).encode())
     _write_hdf5(out["h5"], cells)
-    write_bytes(out["md"], "\n".join(_sections(cells, options)).encode())
-    write_bytes(out["svg"], document(draw_grid(cells)).encode())
+    sections, drawing = list(_sections(cells, options)), draw_grid(cells)
+    write_bytes(out["md"], "\n".join(sections).encode())
+    write_bytes(out["svg"], document(drawing).encode())
+    write_bytes(out["html"], grid_html(options.name.name, cells, sections, drawing, options.front).encode())
 
 
 def _sections(cells: pd.DataFrame, options: TablesOptions) -> Iterator[str]:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwright_formats.command import show
+from shardwright_formats.display.svg import document
 from shardwright_formats.io import BadInput, NothingFits, check_writable, read_document, write_bytes
 from shardwright_formats.io.hdf5 import write_profile
-from shardwright_formats.types import Cluster, Model
+from shardwright_formats.types import Cluster, Model, Plan
 from shardwright_search.candidates import Candidate
 from shardwright_search.commands.prediction import (
     Inputs,
@@ -23,8 +24,9 @@ from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.rent.front import Front, check_rentable, find_front
 from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.options import RentOptions
+from shardwright_search.rent.page import FrontWords, front_page
 from shardwright_search.rent.sub_clusters import sub_clusters
-from shardwright_search.rent.table import Status, SubClusterRow, csv_of, front_file, picture_of, plan_name, rows_of
+from shardwright_search.rent.table import Status, SubClusterRow, csv_of, draw_front, front_file, plan_name, rows_of
 from shardwright_search.search import SearchAnswer
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.budget import budgets_of, budgets_of_stages
@@ -61,11 +63,27 @@ def rent(options: RentOptions) -> None:
     chosen, missed = _limits(options, points)
     write_bytes(options.out / "front.csv", csv_of(rows))
     write_profile(options.out / "front.h5", front_file(rows, _proof(front)))
-    picture = picture_of(rows, frozenset(point.row.nodes for point in chosen))
-    write_bytes(options.out / "front.svg", picture.encode())
-    show("\n".join([*_table(points, steps), _proof(front), *(_point_line(*point) for point in chosen)]))
+    lines = [_proof(front), *(_point_line(*point) for point in chosen)]
+    _write_page(options.out, rows, frozenset(point.row.nodes for point in chosen), (model, cluster), lines)
+    show("\n".join([*_table(points, steps), *lines]))
     if missed:
         raise NothingFits("; ".join(missed))
+
+
+def _write_page(
+    folder: Path,
+    rows: tuple[SubClusterRow, ...],
+    chosen: frozenset[str],
+    given: tuple[Model, Cluster],
+    lines: Sequence[str],
+) -> None:
+    """Write the picture, and the page with the plans that are in the folder."""
+    model, cluster = given
+    drawing = draw_front(rows, chosen, f"{model.name} on rented nodes of {cluster.name}")
+    write_bytes(folder / "front.svg", document(drawing).encode())
+    plans = {row.nodes: read_document(folder / row.plan, Plan) for row in rows if row.plan}
+    page = front_page(rows, plans, drawing, FrontWords(model.name, cluster.name, lines))
+    write_bytes(folder / "front.html", page.encode())
 
 
 def _why_nothing(front: Front) -> str:

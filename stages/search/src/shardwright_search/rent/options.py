@@ -19,7 +19,7 @@ class RentOptions(ProfileOptions, frozen=True, kw_only=True):
     search: Path
     """Search file (shardwright.search, JSON) with one global_batch_size; its memory_gib is in GiB."""
     out: Path
-    """New folder: front.csv and front.h5, front.svg, and for each point its plan and prediction."""
+    """New folder: front.html, front.csv, front.h5 and front.svg, and for each point its plan and prediction."""
     offers: Path | None = None
     """Offers file (shardwright.offers, JSON): prices (USD per hour), numbers of nodes, interruptions of spot nodes."""
     steps: Count | None = None

@@ -14,13 +14,13 @@ import msgspec
 from msgspec import Meta
 
 from shardwright_formats.display.chart import ChartAxis, linear_axis
-from shardwright_formats.display.svg import PALETTE, SOFT, document, element, line, marker, picture, text
+from shardwright_formats.display.svg import PALETTE, SOFT, element, legend, line, marker, picture, text
 from shardwright_formats.io.hdf5 import Profile, Provenance
 from shardwright_formats.io.table import Row, Table
 from shardwright_formats.types import NonNegativeCount, NonNegativeNumber
 from shardwright_search.rent.front import Front, SubClusterAnswer
 
-_PLOT = 640.0, 360.0
+_PLOT = 640.0, 396.0
 _CHARACTER, _LINE = 7.0, 12.0
 """Width and height of a character, in px; generous."""
 
@@ -142,16 +142,20 @@ def front_file(rows: tuple[SubClusterRow, ...], notes: str) -> FrontFile:
     return FrontFile(provenance=provenance, sub_clusters=Table.from_rows(SubClusterRow, rows))
 
 
-def picture_of(rows: tuple[SubClusterRow, ...], chosen: frozenset[str]) -> str:
-    """Return price against time of all sub-clusters that have a plan, the front joined, chosen points named in bold."""
+def draw_front(rows: tuple[SubClusterRow, ...], chosen: frozenset[str], title: str) -> str:
+    """Draw price against time of all sub-clusters that have a plan, the front joined, chosen points named in bold."""
     (width, height), front = _PLOT, [row for row in rows if row.status is Status.FRONT]
     max_s = 1.5 * max(row.expected_step_s for row in front)
     with_plan = (row for row in rows if row.status in (Status.FRONT, Status.DOMINATED))
     drawn = [row for row in with_plan if row.expected_step_s <= max_s]
     x = linear_axis(0, max(row.expected_step_s for row in drawn), 60, width - 150)
-    y = linear_axis(0, max(row.usd_per_step for row in drawn), height - 40, 20)
+    y = linear_axis(0, max(row.usd_per_step for row in drawn), height - 40, 56)
     drawing = element("g", "".join(_drawing(drawn, front, x, y, chosen)))
-    return document(picture(drawing, width, height, "price and time of a step"))
+    marks = {4.0: (PALETTE[0], "front: no other is as fast and as cheap"), 2.0: (SOFT, "another is")}
+    entries = [(marker(0, 6.5, 6.5, size, colour=colour), words) for size, (colour, words) in marks.items()]
+    named, legend_height = legend(entries, 60, height + 4, width - 60)
+    heading = text(0, 16, title, "strong")
+    return picture(heading + drawing + named, width, height + 4 + legend_height, "price against time of a step")
 
 
 def _drawing(
@@ -160,7 +164,7 @@ def _drawing(
     yield line(x.start, y.start, x.end, y.start) + line(x.start, y.start, x.start, y.end)
     yield from (text(x.at(v), y.start + 16, label, text_anchor="middle") for v, label in x.tick_labels)
     yield from (text(x.start - 6, y.at(v) + 4, label, text_anchor="end") for v, label in y.tick_labels)
-    yield text(x.end, y.start + 32, "seconds a step", text_anchor="end") + text(8, 12, "USD a step")
+    yield text(x.end, y.start + 32, "seconds a step", text_anchor="end") + text(8, 44, "USD a step")
     places = {row.nodes: (x.at(row.expected_step_s), y.at(row.usd_per_step)) for row in front}
     for (x1, y1), (x2, y2) in pairwise(places.values()):
         yield line(x1, y1, x2, y1, PALETTE[0]) + line(x2, y1, x2, y2, PALETTE[0])
