@@ -171,7 +171,7 @@ class Family:
         kernel: str,
         heads: Callable[[int], slice] = slice,
     ) -> dict[str, Any]:
-        """Return the constants of every pass through a type of block: kernel, window, mask, rotary cosines and sines.
+        """Return the constants of every pass through a described type of block: kernel, window, mask, angles.
 
         Cosines and sines are for this rank's positions, in the dtype and on the device of `example`. `heads` tells this
         rank's of so many heads: by default all.
@@ -189,7 +189,7 @@ class Family:
         rotary = type(self.stock_model(model).get_submodule(self.rotary))(self.configuration(model))
         # Some kinds look at the length of the whole sequence, of which this rank may have a part.
         whole = torch.arange(model.sequence_length, device=example.device)[None]
-        angles = self.angles(rotary.to(example.device), kind, example, whole)
+        angles = self.angles(rotary.to(example.device), base_type(kind), example, whole)
         return {
             "arguments": {"position_embeddings": tuple(x[:, positions].clone() for x in angles)},
             "every_angle": tuple(x[0] for x in angles),

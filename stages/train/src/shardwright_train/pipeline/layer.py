@@ -178,7 +178,11 @@ class Layer:
 
 
 def build_layer(
-    context: RankContext, name: str, kind: str, strategy: Strategy, redistributions: tuple[Redistribution | None, ...]
+    context: RankContext,
+    name: str,
+    type_name: str,
+    strategy: Strategy,
+    redistributions: tuple[Redistribution | None, ...],
 ) -> Layer:
     """Build one layer of a rank's pipeline stage, of a type of the model's description.
 
@@ -186,7 +190,7 @@ def build_layer(
     ever exists.
     """
     plan, family = context.plan, context.family
-    config, described, kind = family.configuration(plan.model), plan.model.types[kind], base_type(kind)
+    config, described, kind = family.configuration(plan.model), plan.model.types[type_name], base_type(type_name)
     layout = layout_of(strategy)
     dp_index, tp_index = layout.samples.part_of(context.me), layout.sharers.part_of(context.me)
     # Ranks with replicas of the activations draw the same numbers.
@@ -225,7 +229,7 @@ def build_layer(
         family=family,
         parallel=parallel,
         redistributions=redistributions,
-        constants=_constants(context, kind, sharings[""].tensor_parallel) if kind in family.parts else {},
+        constants=_constants(context, type_name, sharings[""].tensor_parallel) if kind in family.parts else {},
         samples=slice(shard.batch_start - context.share.first, shard.batch_end - context.share.first),
         compiled=compiled,
         randomness=randomness if family.dropout(config) > 0 else None,
@@ -258,11 +262,11 @@ def _stock_module(context: RankContext, name: str, strategy: Strategy) -> nn.Mod
     return module
 
 
-def _constants(context: RankContext, kind: str, tensor_parallel: TensorParallel) -> dict[str, Any]:
+def _constants(context: RankContext, type_name: str, tensor_parallel: TensorParallel) -> dict[str, Any]:
     example = torch.zeros(1, dtype=torch_dtype(context.plan.precision.compute), device=context.device)
     positions = tensor_parallel.positions_inside(context.plan.model.sequence_length)
     model, heads = context.plan.model, tensor_parallel.heads
-    return context.family.constants(model, kind, positions, example, context.attention, heads)
+    return context.family.constants(model, type_name, positions, example, context.attention, heads)
 
 
 def _fill(context: RankContext, parallel: ParallelModule, name: str, parameters: Mapping[str, Parameter]) -> None:
