@@ -71,6 +71,14 @@ def ministral(**more: Any) -> Config:
 
 
 DECODERS: dict[str, tuple[Config, int, int]] = {
+    "SmolLM2-1.7B": (
+        grouped(2048, 8192, 24, 32, 32)
+        | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "bos_token_id": 1}
+        | {"eos_token_id": 2, "max_position_embeddings": 8192, "rope_theta": 130000, "tie_word_embeddings": True}
+        | {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}}},
+        8192,
+        1_711_376_384,
+    ),
     "GLM-4-9B-0414": (glm_4(4096, 13696, 40, 32, 2, attention_bias=True), 8192, 9_400_279_040),
     "GLM-4-32B-0414": (glm_4(6144, 23040, 61, 48, 2, attention_bias=False), 8192, 32_566_081_536),
     "granite-3.0-2b": (

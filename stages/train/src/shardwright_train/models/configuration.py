@@ -14,6 +14,7 @@ _NO_MEANING = frozenset(
     (
         *("model_type", "architectures", "_name_or_path", "transformers_version", "_commit_hash", "finetuning_task"),
         *("torch_dtype", "dtype", "torchscript", "use_bfloat16", "gradient_checkpointing"),  # the plan says
+        "transformers.js_config",  # which of its files a browser loads
         "auto_map",  # Code that comes with a folder is never run: the model is transformers' own, or this runtime's.
         *("task_specific_params", "prefix", "output_past", "tokenizer_class", "n_special", "predict_special_tokens"),
         *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"),
