@@ -3,6 +3,7 @@
 from collections import Counter
 from enum import StrEnum
 from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
@@ -139,3 +140,18 @@ def test_every_field_of_a_strategy_changes_what_is_cut():
 def test_a_strategy_on_a_stage_takes_all_of_its_ranks():
     assert strategy_on(6, 2) == Strategy(tp_size=2, dp_size=3)
     assert strategy_on(6, 4) is None
+
+
+@pytest.mark.parametrize(("shards", "dim"), [(2, 0), (4, 0), (8, 3), (16, 3), (5, 0), (1, 0)])
+def test_zero_cuts_experts_that_the_ranks_do_not_divide_along_what_nothing_else_cuts(shards: int, dim: int) -> None:
+    """4 experts of features that 2 tensor-parallel ranks share, and 16 hidden ones, which 5 ranks do not divide."""
+    parameter = Parameter(name="gate_up", shape=(4, 2, 6, 16), tp_dim=2, ep_dim=0)
+    strategy = Strategy(tp_size=2, dp_size=shards, data_parallel=DataParallel.ZERO3)
+    boxes = [parameter_box(parameter, strategy, rank) for rank in range(2 * shards)]
+    assert parameter.states_dim(shards) == dim
+    assert {box[other] for box in boxes for other in (0, 1, 3) if other != dim} <= {(0, 4), (0, 2), (0, 16)}
+    sizes = [prod(high - low for low, high in box) for box in boxes]
+    assert sum(sizes) == 4 * 2 * 6 * 16 and max(sizes) == parameter.shard_numel(2, shards)
+    held = [set(product(*(range(low, high) for low, high in box))) for box in boxes]
+    assert len(set[tuple[int, ...]]().union(*held)) == sum(sizes)
+    assert shards == 5 or len(set(sizes)) == 1

@@ -26,7 +26,7 @@ from shardwright_formats.semantics.layout import closed_groups, parameter_box, s
 from shardwright_formats.semantics.regathers import regathers
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import HEAD, BoundaryTensor, LayerType, Model, Region
+from shardwright_formats.types.model import HEAD, BoundaryTensor, LayerType, Model, Parameter, Region
 from shardwright_formats.types.plan import ITEMSIZE, GradientReduction, Plan
 from shardwright_formats.types.strategy import DataParallel, Recompute, Strategy
 
@@ -106,7 +106,7 @@ def parameter_messages(
 ) -> Iterator[Message]:
     """Yield the messages of data parallelism for one layer in one step (Rajbhandari et al. 2020).
 
-    ZeRO cuts the first dim of every parameter's tensor-parallel share into equal parts, the last ones padded; ZeRO-2
+    ZeRO cuts a dim of every parameter's tensor-parallel share into equal parts, the last ones padded; ZeRO-2
     gathers once a step, ZeRO-3 for every forward and every backward pass (recomputation happens inside the latter; what
     a layer at a chunk's end is spared, `gathers_spared` says).
     Where groups of ranks hold replicas of each other's parts (HSDP), each part's gradients are then summed over these.
@@ -116,16 +116,13 @@ def parameter_messages(
     ranks, replicas = dense.shards, dense.replicas
     if ranks == replicas == 1:
         return
-    shapes, trained = (
-        [_share(parameter.shape, parameter.tp_dim, dense.tensor.size) for parameter in parameters]
-        for parameters in (kind.parameters, kind.trained_parameters)
-    )
+    parts, trained = dense.tensor.size, kind.trained_parameters
     reductions = microbatches if reduce_every_microbatch else 1
     if strategy.data_parallel is DataParallel.DDP:
-        if size := sum(prod(shape) for shape in trained) * reduce_itemsize:
+        if size := sum(p.numel(parts) for p in trained) * reduce_itemsize:
             yield Message(Cause.GRADIENTS, Collective.ALL_REDUCE, replicas, size, Pass.BACKWARD, reductions)
         return
-    size = _padded(shapes, ranks) * compute_itemsize
+    size = _padded(kind.parameters, parts, ranks) * compute_itemsize
     if strategy.data_parallel is DataParallel.ZERO3:
         yield Message(Cause.PARAMETERS, Collective.ALL_GATHER, ranks, size, Pass.FORWARD, microbatches)
         if kind.has_backward:
@@ -134,7 +131,7 @@ def parameter_messages(
         yield Message(Cause.PARAMETERS, Collective.ALL_GATHER, ranks, size, Pass.FORWARD)
     if not trained:
         return
-    size = _padded(trained, ranks) * reduce_itemsize
+    size = _padded(trained, parts, ranks) * reduce_itemsize
     yield Message(Cause.GRADIENTS, Collective.REDUCE_SCATTER, ranks, size, Pass.BACKWARD, reductions)
     if replicas > 1:
         yield Message(Cause.GRADIENTS, Collective.ALL_REDUCE, replicas, size // ranks, Pass.BACKWARD, reductions)
@@ -330,10 +327,6 @@ def _tied_parameter_messages(plan: Plan, rank: int) -> Iterator[Message]:
             yield Message(Cause.TIED_PARAMETERS, Collective.ALL_TO_ALL, len(members), size, None)
 
 
-def _padded(shapes: Sequence[tuple[int, ...]], ranks: int) -> int:
-    """Return the number of elements of tensors whose first dims are padded to equal parts."""
-    return sum(-(-shape[0] // ranks) * ranks * prod(shape[1:]) for shape in shapes)
-
-
-def _share(shape: tuple[int, ...], tp_dim: int | None, parts: int) -> tuple[int, ...]:
-    return tuple(-(-length // parts) if dim == tp_dim else length for dim, length in enumerate(shape))
+def _padded(parameters: Sequence[Parameter], parts: int, ranks: int) -> int:
+    """Return the number of elements of tensor-parallel parts that are padded to equal shards."""
+    return ranks * sum(parameter.shard_numel(parts, ranks) for parameter in parameters)

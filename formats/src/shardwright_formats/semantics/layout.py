@@ -23,18 +23,19 @@ Box = tuple[tuple[int, int], ...]
 def parameter_box(parameter: Parameter, strategy: Strategy, rank: int) -> Box:
     """Return the part of a parameter that a rank of its stage stores; the last share of a dim may be cut short.
 
-    Tensor parallelism cuts `tp_dim` first; ZeRO then cuts the first dim of what is left among neighbouring
-    data-parallel ranks, `shard_size` of them or all.
+    Tensor parallelism cuts `tp_dim` first; ZeRO then cuts a dim of what is left, `states_dim`, mostly the first, among
+    neighbouring data-parallel ranks, `shard_size` of them or all.
     """
     tensor, states, shards = axes_of(strategy).dense
     ranges = [(0, length) for length in parameter.shape]
     if parameter.tp_dim is not None:
         ranges[parameter.tp_dim] = _share(ranges[parameter.tp_dim], tensor.size, tensor.part_of(rank))
     if shards > 1 and ranges:
-        padded = -(-parameter.shape[0] // tensor.size) if parameter.tp_dim == 0 else parameter.shape[0]
-        start = ranges[0][0]
+        dim = parameter.states_dim(shards)
+        padded = -(-parameter.shape[dim] // tensor.size) if parameter.tp_dim == dim else parameter.shape[dim]
+        start, end = ranges[dim]
         low, high = _share((start, start + padded), shards, states.part_of(rank) % shards)
-        ranges[0] = (min(low, ranges[0][1]), min(high, ranges[0][1]))
+        ranges[dim] = (min(low, end), min(high, end))
     return tuple(ranges)
 
 

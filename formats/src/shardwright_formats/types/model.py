@@ -33,10 +33,13 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """True where all layers of the type hold replicas of one and the same parameter."""
     frozen: bool | UnsetType = UNSET
     """True where it is not trained: it has no gradient and no optimizer state."""
+    ep_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMS)] | UnsetType = UNSET
+    """The tensor dim of experts; left out where it is no tensor of several."""
 
     def __post_init__(self) -> None:
-        if self.tp_dim is not None and self.tp_dim >= len(self.shape):
-            raise ValueError(f"tp_dim {self.tp_dim} of {self.name} is outside its shape")
+        for name, dim in (("tp_dim", self.tp_dim), ("ep_dim", None if self.ep_dim is UNSET else self.ep_dim)):
+            if dim is not None and dim >= len(self.shape):
+                raise ValueError(f"{name} {dim} of {self.name} is outside its shape")
 
     @property
     def trained(self) -> bool:
@@ -49,6 +52,25 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return prod(self.shape)
         length = self.shape[self.tp_dim]
         return prod(self.shape) // length * -(-length // parts)
+
+    def states_dim(self, shards: int) -> int:
+        """Return the dim that ZeRO cuts into so many equal parts, of which the last ones are padded: the first.
+
+        Where they do not divide the experts it is the last dim that nothing else cuts, if they divide that.
+        """
+        if self.ep_dim is UNSET or self.shape[self.ep_dim] % shards == 0:
+            return 0
+        last = max(dim for dim in range(len(self.shape)) if dim not in (self.ep_dim, self.tp_dim))
+        return last if self.shape[last] % shards == 0 else 0
+
+    def shard_numel(self, parts: int, shards: int) -> int:
+        """Return the number of elements of the largest shard that ZeRO cuts a tensor-parallel part into."""
+        numel = self.numel(parts)
+        if not self.shape:
+            return numel
+        dim = self.states_dim(shards)
+        length = -(-self.shape[dim] // parts) if dim == self.tp_dim else self.shape[dim]
+        return numel // length * -(-length // shards)
 
 
 class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

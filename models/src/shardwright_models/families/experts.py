@@ -42,8 +42,8 @@ def _expert_parameters(config: Config, keys: ExpertKeys) -> Parameters:
     router = replace(scores, inside=True)
     if keys.router_first:
         yield router
-    yield Parameter(name="mlp.experts.gate_up_proj", shape=(number, 2, inner, hidden), tp_dim=2)
-    yield Parameter(name="mlp.experts.down_proj", shape=(number, hidden, inner), tp_dim=2)
+    yield Parameter(name="mlp.experts.gate_up_proj", shape=(number, 2, inner, hidden), tp_dim=2, ep_dim=0)
+    yield Parameter(name="mlp.experts.down_proj", shape=(number, hidden, inner), tp_dim=2, ep_dim=0)
     if not keys.router_first:
         yield router
 

@@ -128,18 +128,8 @@ def _bucket_bytes(kind: LayerType, parts: int, precision: Precision) -> int:
 
 
 def _shard_numel(parameters: Sequence[Parameter], axes: ParameterAxes) -> int:
-    """Return the numbers in parameters' largest shard: FSDP2 cuts the first dim of each evenly, rounded up."""
-    return sum(_rows_numel(parameter, axes.tensor.size, axes.shards) for parameter in parameters)
-
-
-def _rows_numel(parameter: Parameter, parts: int, shards: int) -> int:
-    numel = parameter.numel(parts)
-    if not parameter.shape:
-        return numel
-    rows = parameter.shape[0]
-    if parameter.tp_dim == 0:
-        rows = -(-rows // parts)
-    return numel // rows * -(-rows // shards)
+    """Return the numbers in parameters' largest shard: FSDP2 cuts a dim of each evenly, rounded up."""
+    return sum(parameter.shard_numel(axes.tensor.size, axes.shards) for parameter in parameters)
 
 
 class Overlapped(NamedTuple):

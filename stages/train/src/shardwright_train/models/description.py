@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from msgspec.structs import replace
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -35,11 +36,9 @@ def describe(family: Family, config: dict[str, Any], name: str, sequence_length:
 
 def _parameters(family: Family, layer: str, module: nn.Module) -> tuple[Parameter, ...]:
     return tuple(
-        Parameter(
+        replace(
+            cut.parameter,
             name=family.described_name(layer, cut.name),
-            shape=cut.shape,
-            tp_dim=cut.tp_dim,
-            inside=cut.inside,
             shared=layer in family.parts and cut.name in family.shared,
         )
         for cut in cuts(module, family.rules)

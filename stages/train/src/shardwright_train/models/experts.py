@@ -28,8 +28,8 @@ class Sparse(Llama):
     parts = dict.fromkeys((DENSE, SPARSE), Llama.parts[BLOCK])
     plan = Llama.plan | {
         "mlp.gate": INSIDE,
-        "mlp.experts.gate_up_proj": Rule("cut", fused=2, dim=1),
-        "mlp.experts.down_proj": Rule("cut", dim=2),
+        "mlp.experts.gate_up_proj": Rule("cut", fused=2, dim=1, ep_dim=0),
+        "mlp.experts.down_proj": Rule("cut", dim=2, ep_dim=0),
     }
     auxiliary_loss = True
 

@@ -1,6 +1,6 @@
 """Data parallelism of a layer's units: states sharded by FSDP2 and gathered ahead, or gradients of replicas summed."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -40,10 +40,16 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def apply_fsdp(
-    module: nn.Module, kind: DataParallel, axes: DeviceMesh, precision: Precision, inner: set[nn.Parameter]
+    module: nn.Module,
+    kind: DataParallel,
+    axes: DeviceMesh,
+    precision: Precision,
+    inner: set[nn.Parameter],
+    dim_of: Mapping[nn.Parameter, int],
 ) -> None:
     """Make the ranks of `axes` share the states of a module, except those of `inner` units; gradients are plain sums.
 
+    `dim_of` parameters says which dim is cut.
     With two axes (HSDP), the first replicates the shards of the second.
     FSDP2 wraps every unit but those that are replicated and computed with in the format they are kept in.
     """
@@ -57,7 +63,14 @@ def apply_fsdp(
         replicate(module, mesh=axes, mp_policy=policy, ignored_params=inner)
     else:
         reshards = kind is DataParallel.ZERO3
-        fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=reshards, ignored_params=inner)
+        fully_shard(
+            module,
+            mesh=axes,
+            mp_policy=policy,
+            reshard_after_forward=reshards,
+            shard_placement_fn=lambda parameter: Shard(dim_of[parameter]),
+            ignored_params=inner,
+        )
     _sum_gradients(module)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import DataParallel, Precision, Recompute, Strategy
 from shardwright_train.parallel.checkpointing import apply_activation_checkpointing, compile_block, part_of
 from shardwright_train.parallel.data import (
@@ -143,7 +144,9 @@ def parallelize(
     # Data parallelism, from the inside out: FSDP2 shards, or replicas sum their gradients in place.
     inner = set[nn.Parameter]()
     for unit in reversed(units.values()):
-        apply_fsdp(unit.module, unit.strategy.data_parallel, data_axes(unit.sharing.mesh), precision, inner)
+        shards = axes_of(unit.strategy).dense.shards
+        dim_of = {p: cut_of[name].parameter.states_dim(shards) for name, p in unit.named_parameters()}
+        apply_fsdp(unit.module, unit.strategy.data_parallel, data_axes(unit.sharing.mesh), precision, inner, dim_of)
         inner |= _unwrapped(unit)
     return ParallelModule(module=module, units=tuple(units.values()), cut_of=cut_of, has_backward=style.has_backward)
 

@@ -4,8 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec import UNSET
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+
+from shardwright_formats.types import Parameter
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,8 @@ class Rule:
     """Number of equal matrices side by side in one weight, such as query, key and value, each sharded by itself."""
     dim: int | None = None
     """Dim that is cut; None: the dim that its kind cuts in the weight or the bias of a stock matrix."""
+    ep_dim: int | None = None
+    """Dim of experts, of a parameter of several."""
 
 
 COLUMN = Rule("column")
@@ -77,6 +82,12 @@ class Cut(NamedTuple):
     def inside(self) -> bool:
         """Return whether the parameter is replicated and applied to each rank's own heads or features."""
         return self.rule is not None and self.tp_dim is None
+
+    @property
+    def parameter(self) -> Parameter:
+        """Return the parameter in the description's words."""
+        ep_dim = UNSET if self.rule is None or self.rule.ep_dim is None else self.rule.ep_dim
+        return Parameter(name=self.name, shape=self.shape, tp_dim=self.tp_dim, inside=self.inside, ep_dim=ep_dim)
 
 
 def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
