@@ -17,7 +17,7 @@ from random_plans import random_plan
 from tiny_models import batch_of, engine_of, tiny
 from torch import Tensor, nn
 
-from shardwright_formats.types import LayerStrategy, Plan, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, LayerStrategy, Model, Plan, Recompute, SequenceParallel, Strategy
 from shardwright_train.data.share import Batch
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
@@ -27,6 +27,7 @@ from shardwright_train.pipeline.runner import Step
 
 RATE = 0.1
 MODEL = tiny("gpt2", embd_pdrop=RATE, attn_pdrop=RATE, resid_pdrop=RATE)
+PYRAMID = tiny("swin", drop_path_rate=0.9)
 SAMPLES = 8
 MICROBATCHES = 2
 COPIES = {"tp_size": 2, "dp_size": 1}
@@ -35,16 +36,19 @@ POSITIONS_APART = COPIES | {"sequence_parallel": SequenceParallel.MEGATRON}
 HEADS_APART = COPIES | {"sequence_parallel": SequenceParallel.ULYSSES}
 
 
-def plan_of(strategies: list[dict[str, Any]], recompute: Recompute = Recompute.NONE) -> Plan:
+def plan_of(strategies: list[dict[str, Any]], recompute: Recompute = Recompute.NONE, model: Model = MODEL) -> Plan:
     """A plan of one pipeline stage whose layers take turns in being spread by some strategies."""
-    layers = [strategies[i % len(strategies)] for i in range(len(MODEL.layers))]
+    layers = [strategies[i % len(strategies)] for i in range(len(model.layers))]
     return msgspec.structs.replace(
-        random_plan(MODEL, 0, 2, "float32", stages=1),
+        random_plan(model, 0, 2, "float32", stages=1),
         global_batch_size=SAMPLES,
         num_microbatches=MICROBATCHES,
         embedding=Strategy(**strategies[0]),
         head=Strategy(**strategies[0]),
-        layers=tuple(LayerStrategy(type="block", recompute=recompute, **layer) for layer in layers),
+        layers=tuple(
+            LayerStrategy(type=kind, recompute=recompute, **layer)
+            for kind, layer in zip(model.layers, layers, strict=True)
+        ),
     )
 
 
@@ -69,11 +73,11 @@ class Runner:
     def run(self, plan: Plan, number: int = 1, kernel: str = "sdpa") -> Seen:
         """A step on samples that are the same in every microbatch and on every rank."""
         engine = engine_of(plan, self.world, self.groups, kernel)
-        sample = batch_of(MODEL, 1, 0)
-        batch: Batch = {name: x.expand(SAMPLES, -1) for name, x in sample.items()}
+        sample = batch_of(plan.model, 1, 0)
+        batch: Batch = {name: x.expand(SAMPLES, *x.shape[1:]) for name, x in sample.items()}
         seen = Seen()
         for layer in engine.stage.layers:
-            if layer.kind == "block":
+            if layer.kind not in (EMBEDDING, HEAD):
                 layer.module.register_forward_hook(lambda _module, _args, out: seen.outputs.append(out.detach()))
         with _drops_recorded(seen):
             loss = engine.forward_backward(Step.of_batch(batch, engine.stage.context.share, number=number))
@@ -151,10 +155,33 @@ def findings(runner: Runner) -> dict[str, Any]:
     }
 
 
+def paths(runner: Runner) -> dict[str, Any]:
+    """What leaves out whole parts of blocks, more of the later ones, for some samples."""
+    both = [COPIES, SAMPLES_APART]
+    plain = runner.run(plan_of(both, model=PYRAMID)).gradients
+    copies = runner.run(plan_of([COPIES], model=PYRAMID))
+    last = copies.outputs[-1]
+    with stale_seed_in_replays():
+        stale = runner.run(plan_of(both, Recompute.FULL, PYRAMID)).gradients
+    return {
+        "stale": same(plain, stale),
+        "recomputed": {
+            r.value: same(plain, runner.run(plan_of(both, r, PYRAMID)).gradients)
+            for r in Recompute
+            if r is not Recompute.NONE
+        },
+        "copies_equal": same_on_both_ranks(copies.outputs),
+        # Samples are one and the same: they differ by what was left out.
+        "samples_alike": torch.equal(last[0].expand_as(last), last),
+        "steps_alike": same(copies.outputs, runner.run(plan_of([COPIES], model=PYRAMID), 2).outputs),
+    }
+
+
 def main(result_file: str) -> None:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     with joined_world("cpu") as world:
-        found = findings(Runner(world, Groups("cpu")))
+        runner = Runner(world, Groups("cpu"))
+        found = findings(runner) | {"paths": paths(runner)}
         if world.rank == 0:
             Path(result_file).write_text(json.dumps(found))
 

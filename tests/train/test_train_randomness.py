@@ -51,3 +51,9 @@ def test_what_is_drawn_for_one_is_not_drawn_for_the_next(found: dict[str, Any], 
 def test_a_share_of_what_embedding_attention_and_feed_forward_give_is_dropped(found: dict[str, Any]) -> None:
     assert found["drops"] == MICROBATCHES * (1 + 2 * len(MODEL.layers))
     assert found["kept"] == pytest.approx(1 - RATE, abs=0.01)
+
+
+def test_whole_parts_of_blocks_are_left_out_alike_by_copies_and_replays(found: dict[str, Any]) -> None:
+    paths = found["paths"]
+    assert len(paths["recomputed"]) == 4 and all(paths["recomputed"].values()) and paths["copies_equal"]
+    assert not paths["stale"] and not paths["samples_alike"] and not paths["steps_alike"]

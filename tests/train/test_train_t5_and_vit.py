@@ -193,7 +193,10 @@ def test_the_head_of_vit_cannot_be_spread_by_ulysses() -> None:
     assert misfit(model, HEAD, Strategy(tp_size=2, dp_size=1, sequence_parallel=SequenceParallel.MEGATRON)) is None
 
 
-@pytest.mark.parametrize(("family", "key"), [("t5", "dropout_rate"), ("vit", "attention_probs_dropout_prob")])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("t5", "dropout_rate"), ("vit", "attention_probs_dropout_prob"), ("swin", "drop_path_rate")],
+)
 def test_dropout_is_known_from_the_configuration(family: str, key: str) -> None:
     known = family_named(family, "test")
     assert known.dropout(known.configuration(tiny(family))) == 0.0
