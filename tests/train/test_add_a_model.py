@@ -20,7 +20,7 @@ def test_the_page_shows_the_files_of_a_family() -> None:
     assert row.count("\n") == 1 and row in (MODELS / "registry.py").read_text()
 
 
-@pytest.mark.parametrize("family", ("olmo2", "gemma2", "glm4", "granite", "baichuan"))
+@pytest.mark.parametrize("family", ("olmo2", "gemma2", "gemma3", "glm4", "granite", "baichuan"))
 def test_a_family_takes_two_files_of_few_lines(family: str) -> None:
     files = MODELS / "families" / f"{family}.py", TRAIN / "models" / f"{family}.py"
     assert all(0 < len(file.read_text().splitlines()) <= MOST_LINES for file in files)

@@ -37,6 +37,8 @@ _SOFT_CAP_BYTES = 6
 _TANH_GELU_COPIES = 3
 """Tensors that GELU's tanh form (Hendrycks and Gimpel 2016), of single operators, keeps beside its input and output."""
 _ID_BYTES = 8
+_QUERY_NORM = "q_norm.weight"
+"""End of the name of a parameter that layers have whose queries and keys are normed."""
 
 
 def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: bool = False) -> tuple[Part, ...]:
@@ -150,7 +152,8 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
     a, family = attention_shape(model, type_name, region), facts_of(model)
     biases = a.scores if attended_positions(model, type_name) is not None else 0
     width = 2 * a.query_width * a.queries + 2 * a.key_width * a.key_positions
-    elements, more = (width // 2 * n * family.query_key_norms for n in _norm_keeps(model, fused))
+    norms_heads = any(p.name.endswith(_QUERY_NORM) for p in model.types[type_name].parameters)
+    elements, more = (width // 2 * n * norms_heads for n in _norm_keeps(model, fused))
     copies = a.query_width * a.queries * family.joins_features + width // 2 * family.keeps_unrotated
     drops = _drops(model, region)
     return Part(

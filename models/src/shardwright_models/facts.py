@@ -127,8 +127,6 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """The module of transformers.models that the stock class lives in; None: that of its model_type."""
     norms: int = 1
     """Norms of each part of a block: one before or behind it, or both."""
-    query_key_norms: bool = False
-    """Whether queries and keys are normed."""
     joins_features: bool = False
     """Whether a head's features are joined after some were rotated; attention's output is then kept in two layouts."""
     keeps_unrotated: bool = False

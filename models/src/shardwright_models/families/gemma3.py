@@ -40,7 +40,6 @@ GEMMA3 = replace(
         **{"vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072, _PATTERN: 6},
     },
     lengths=(*GEMMA2.lengths, _PATTERN),
-    query_key_norms=True,
     soft_caps=False,
     above_zero=(),
     ignored=(*GEMMA2.ignored, _PATTERN, "rope_local_base_freq"),

@@ -89,7 +89,4 @@ def _window(config: Config) -> int | None:
 _QWEN: dict[str, Any] = {"num_key_value_heads": 32, "use_sliding_window": False}
 # Biases of queries, keys and values alone, whatever the configuration says.
 QWEN2 = _windowed(_kin("Qwen2ForCausalLM", partial(_parameters, input_biases=True), **_QWEN))
-QWEN3 = replace(
-    _windowed(_kin("Qwen3ForCausalLM", partial(_parameters, head_norms=True), "qwen3", head_dim=128, **_QWEN)),
-    query_key_norms=True,
-)
+QWEN3 = _windowed(_kin("Qwen3ForCausalLM", partial(_parameters, head_norms=True), "qwen3", head_dim=128, **_QWEN))

@@ -29,7 +29,6 @@ OLMO2 = replace(
     parameters=_parameters,
     defaults={**LLAMA.defaults, "rms_norm_eps": 1e-5},
     norm=Norm("RMSNorm", "rms_norm_eps", in_float32=True),
-    query_key_norms=True,
     ends_in_norm=("full",),
     undivided={BLOCK: "norms_across_heads"},
     megatron=False,
