@@ -7,7 +7,8 @@ import pytest
 
 from shardwright_formats.display.chart import Panel, bytes_axis, linear_axis, logarithmic_axis
 from shardwright_formats.display.svg import document, marker, picture, text, ticks
-from shardwright_formats.display.units import bytes_text, rate_text, seconds_text, usd_text
+from shardwright_formats.display.time_left import TimeLeft
+from shardwright_formats.display.units import bytes_text, duration_text, rate_text, seconds_text, usd_text
 
 
 @pytest.mark.parametrize(("low", "high"), [(1e-6, 2.0), (0.002, 0.0021), (3.0, 3.0), (0.9, 110.0)])
@@ -66,6 +67,26 @@ def test_a_picture_can_stand_in_a_file_of_its_own():
     assert root.get("viewBox") == "-12 -12 124 74" and (root.get("width"), root.get("height")) == ("124", "74")
     assert "prefers-color-scheme: dark" in drawn and "a &lt; b" in drawn
     assert "var(" not in drawn
+
+
+@pytest.mark.parametrize(
+    ("time_s", "words"),
+    [(0.4, "0 s"), (99.4, "99 s"), (100, "2 min"), (5900, "98 min"), (6000, "1 h 40 min"), (172799, "2 d 0 h"),
+     (172000, "47 h 47 min"), (300000, "3 d 11 h")],
+)  # fmt: skip
+def test_a_time_to_wait_has_a_unit_that_people_count_in(time_s, words):
+    assert duration_text(time_s) == words
+
+
+def test_the_time_left_is_by_what_the_rest_took_and_is_not_said_before_it_is_known():
+    """The first of 10 pieces is not counted: a run's first step compiles."""
+    now_s = [100.0]
+    left = TimeLeft(lambda: now_s[0])
+    assert left.words(9) == ""
+    now_s[0] = 130.0
+    assert left.words(9) == "" and left.words(7) == ", about 2 min left"
+    now_s[0] = 220.0
+    assert left.words(1) == ", about 15 s left" and left.words(0) == ""
 
 
 def test_numbers_have_three_figures_and_a_unit():

@@ -176,6 +176,8 @@ def test_the_front_is_written_with_a_plan_for_each_point(given):
     assert sorted(row["nodes"] for row in rows) == ["1xa", "1xa+1xb", "1xb", "2xa", "2xa+1xb"]
     points = [row for row in table if row.status is Status.FRONT]
     assert points and result.stdout.count("USD a step") == len(points)
+    waiting = [line for line in result.stderr.splitlines() if "configurations left" in line]
+    assert re.search(r" ms a step, about \d+ s left$", waiting[-2]) and "about" not in waiting[0]
     for row in points:
         plan = read_document(given["out"] / row.plan, Plan)
         prediction = read_document((given["out"] / row.plan).with_suffix(".prediction.json"), Prediction)

@@ -1,5 +1,6 @@
 """What a run wrote of its steps is kept up to the checkpoint it goes on from, whatever became of the file."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -7,6 +8,7 @@ import pytest
 from random_plans import random_plan
 from tiny_models import tiny
 
+from shardwright_formats.display.time_left import TimeLeft
 from shardwright_formats.types import StepMetrics
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World
@@ -39,6 +41,16 @@ def test_an_auxiliary_loss_is_in_a_line_only_if_there_is_one(metrics: Metrics, a
     written = metrics.write(2, outcome, 0.1)
     assert msgspec.json.decode(metrics.file.read_bytes(), type=StepMetrics) == written
     assert msgspec.json.decode(metrics.file.read_bytes()).get("auxiliary_loss", "absent") == (auxiliary or "absent")
+
+
+def test_a_printed_step_tells_how_long_the_rest_takes(metrics: Metrics, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the steps behind the first one of this process, which compiles: 90 s each."""
+    now_s = iter([1000.0, 1090.0, 1180.0, 1270.0])
+    metrics = replace(metrics, time_left=TimeLeft(lambda: next(now_s)))
+    for step in range(1, 5):
+        metrics.write(step, StepOutcome(1.0, 1.0, 1e-3, False, False, (1,)), 0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(" tokens/s")[2] for line in lines] == ["", ", about 3 min left", ", about 90 s left", ""]
 
 
 @pytest.mark.parametrize("garbage", [b"\x00\xff\xfe\n", b"[]\n", b'{"step": 1}\n', b"\n", b"1" * 10_000 + b"\n"])

@@ -87,6 +87,26 @@ def test_what_a_run_left_opens_in_transformers(work: Path) -> None:
         converted(work, "exported")
 
 
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [(None, 0), ({"eos_token": {"__type": "AddedToken", "content": "o"}}, "o"), ({"sep_token": "o"}, None)],
+)
+def test_the_token_that_ends_documents_ends_what_the_folder_generates(
+    work: Path, tmp_path: Path, settings: dict[str, Any] | None, end: int | str | None
+) -> None:
+    """A tokenizer of `prepare` has no settings; without them a Llama ends at token 2, which is a byte here."""
+    shutil.copyfile(work / "data" / "tokenizer.json", tmp_path / "tokenizer.json")
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if isinstance(end, str):
+        end = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id(end)
+    out = converted(work, f"ends-{end}", str(tmp_path))
+    tokenizer, model = AutoTokenizer.from_pretrained(out), LlamaForCausalLM.from_pretrained(out)
+    assert tokenizer.eos_token_id == end
+    assert model.config.eos_token_id == (2 if end is None else end)
+    assert model.generation_config.eos_token_id == end
+
+
 def test_a_tokenizer_with_code_is_not_copied_along(work: Path) -> None:
     (work / "hostile").mkdir()
     (work / "hostile" / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}}))

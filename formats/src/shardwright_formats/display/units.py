@@ -9,6 +9,21 @@ def seconds_text(time_s: float) -> str:
     return f"{time_s * 1e6:.3g} µs" if time_s else "0 s"
 
 
+def duration_text(time_s: float) -> str:
+    """Return a time that somebody waits, in whole seconds, minutes, or hours or days with what is over."""
+    seconds = round(time_s)
+    if seconds < 100:
+        return f"{seconds} s"
+    minutes = round(time_s / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, over = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {over} min"
+    days, over = divmod(round(minutes / 60), 24)
+    return f"{days} d {over} h"
+
+
 def bytes_text(size_bytes: float) -> str:
     """Return a size with three figures, in the largest binary unit that leaves at least 1."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from shardwright_formats.display.time_left import TimeLeft
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Cluster, Model
 from shardwright_search.cost_model.profiles import Profiles
@@ -118,8 +119,11 @@ def find_front(
     prices = Prices([sub_cluster.usd_per_hour for sub_cluster in offered], interruptions)
     report(f"bounding {len(targets)} configurations of {len(spaces)} sub-clusters")
 
+    time_left = TimeLeft()
+
     def progress(bound: float, left: int) -> None:
-        report(f"{left} configurations left, {len(prices.front)} points: above {bound * 1e-9:.6g} ms a step")
+        points = f"{len(prices.front)} points: above {bound * 1e-9:.6g} ms a step"
+        report(f"{left} configurations left, {points}{time_left.words(left)}")
 
     done = exhaust(targets, _solvable_of(spaces), prices.limit, prices.take, deadline, progress)
     if done.stopped and not prices.front and (plain := latest(_plain(spaces), soon(0.0))[0]) is not None:

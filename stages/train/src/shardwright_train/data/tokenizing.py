@@ -102,6 +102,19 @@ def given(folder: Path) -> Tokenizing:
     return Tokenizing(tokenizer, ends[0])
 
 
+def end_of(folder: Path) -> tuple[str, int] | None:
+    """Return the token that ends a text by a folder's tokenizer, and its number; None where it names none.
+
+    A folder without settings, as `prepare` writes it, names `END_OF_TEXT` by having it.
+    """
+    file, settings = (folder / name for name in SETTINGS)
+    if not file.exists():
+        return None
+    token = _text_of(read_object(settings, any_text=True).get(_ENDS[0])) if settings.exists() else END_OF_TEXT
+    number = None if token is None else read_tokenizer(file).token_to_id(token)
+    return None if token is None or number is None else (token, number)
+
+
 def _learnable(texts: Iterator[str], source: str) -> Iterator[str]:
     """Yield the texts to train on; raise BadInput where a word is too long to learn from in reasonable time."""
     for text in texts:

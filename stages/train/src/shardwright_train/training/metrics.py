@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET
 
+from shardwright_formats.display.time_left import TimeLeft
 from shardwright_formats.io import write_bytes
 from shardwright_formats.types import EMBEDDING, HEAD, Evaluation, Plan, StepMetrics
 from shardwright_train.checkpoints.folders import METRICS
@@ -36,6 +37,7 @@ class Metrics:
     steps: int
     saves_s: Sequence[float] = ()
     """Seconds of the saves so far, a list that the saver extends."""
+    time_left: TimeLeft = field(default_factory=TimeLeft)
 
     def keep_until(self, step: int, parent: Path | None) -> None:
         """Drop the lines past a checkpoint's step, as those steps run again; without lines, begin with the parent's."""
@@ -76,8 +78,9 @@ class Metrics:
         )
         with self.file.open("ab") as file:
             file.write(msgspec.json.encode(metrics) + b"\n")
+        rest = self.time_left.words(self.steps - step)
         if step == 1 or step % max(1, self.steps // 20) == 0 or step == self.steps:
-            took = f"{step_time_s:.3f} s, {tokens_per_s:.0f} tokens/s"
+            took = f"{step_time_s:.3f} s, {tokens_per_s:.0f} tokens/s{rest}"
             print(f"step {step}/{self.steps}: loss {outcome.loss:.4f}, {took}", flush=True)
         if evaluation is not None:
             print(f"step {step}/{self.steps}: {_described(evaluation)}", flush=True)

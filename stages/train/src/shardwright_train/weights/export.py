@@ -18,7 +18,7 @@ from shardwright_formats.types import EMBEDDING, GIB, HEAD, Model, Plan, RunResu
 from shardwright_train.checkpoints.choice import check_files, read_record
 from shardwright_train.checkpoints.folders import identity_of
 from shardwright_train.checkpoints.tensors import read_tensors, saved_dtypes
-from shardwright_train.data.tokenizing import TOKENIZER, read_tokenizer, rows_of
+from shardwright_train.data.tokenizing import SETTINGS, TOKENIZER, end_of, read_tokenizer, rows_of
 from shardwright_train.models.base import Family
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import ConvertOptions
@@ -41,6 +41,7 @@ _COPIED = (
     *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
 )
 """Files copied along with a model's weights."""
+_SETTINGS = SETTINGS[1]
 _LABELS = ("id2label", "label2id")
 _FORMATS = ("dtype", "torch_dtype")
 
@@ -80,12 +81,15 @@ def export(options: ConvertOptions) -> None:
     copied = () if options.copy_from is None else tuple(_to_copy(options.copy_from, plan.model, family))
     asked = None if options.dtype is None else torch_dtype(options.dtype)
     parameters = tuple(_parameters(plan.model, family, saved_dtypes(checkpoint), asked))
-    config = _config(plan.model, family, options.copy_from, parameters[0].dtype)
+    end = None if options.copy_from is None else end_of(options.copy_from)
+    config = _config(plan.model, family, options.copy_from, parameters[0].dtype) | _ends(plan.model, end)
     with _complete_or_none(options.out) as folder:
         _write_json(folder / CONFIG, config)
         _write_tensors(folder, checkpoint, parameters, int(options.file_gib * GIB))
         for file in copied:
             shutil.copyfile(file, folder / file.name)
+        if end is not None and not (folder / _SETTINGS).exists():
+            _write_json(folder / _SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end[0]})
 
 
 def _folder(given: Path, *, best: bool) -> Path:
@@ -179,6 +183,14 @@ def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.d
     named = {"architectures": [family.facts.architecture or family.stock.__name__], "model_type": model.family}
     counted = family.facts.counted(model.layers, model.config)
     return {**kept, **counted, **labels, **named, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _ends(model: Model, end: tuple[str, int] | None) -> dict[str, int]:
+    """Return the entry of the token that ends a text, where the model's own entry does not have the tokenizer's."""
+    known = model.config.get("eos_token_id")
+    if end is None or end[1] in (known if isinstance(known, list) else [known]):
+        return {}
+    return {"eos_token_id": end[1]}
 
 
 def _to_copy(folder: Path, model: Model, family: Family) -> Iterator[Path]:
