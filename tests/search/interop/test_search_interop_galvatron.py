@@ -53,20 +53,47 @@ def test_what_is_imported_is_exported_with_every_key_as_it_was(read, config):
     assert json.loads(galvatron_file(read(exported), PLAN).text) == exported
 
 
-def test_a_layer_that_changes_the_shape_of_what_it_hands_on_has_no_place(read, config):
-    """Galvatron joins what merges Swin's patches to the block before."""
-    plan = read(config())
-    kinds = [*plan.model.layers]
-    block = plan.model.types[kinds[2]]
-    outputs = (BoundaryTensor(name="states", sequence_length=1, features=2),)
-    kinds[2] = "merge"
+def pyramid(plan: Plan) -> Plan:
+    """The plan of five layers with a sixth behind the second, which changes the shape of what that hands on."""
+    names, kind = plan.model.layers, plan.model.types[plan.model.layers[1]]
+    outputs = (BoundaryTensor(name="states", sequence_length=plan.model.sequence_length, features=2),)
     model = replace(
-        plan.model, layers=tuple(kinds), types=plan.model.types | {"merge": replace(block, outputs=outputs)}
+        plan.model,
+        layers=(*names[:2], "merge", *names[2:]),
+        types=plan.model.types | {"merge": replace(kind, outputs=outputs)},
     )
-    layers = tuple(replace(layer, type=kind) for layer, kind in zip(plan.layers, kinds, strict=True))
-    assert galvatron_limits(model, BF16) == () != galvatron_limits(plan.model, BF16)
-    with pytest.raises(BadInput, match=r"plan\.json: Galvatron cannot express merge as a layer of its own"):
-        galvatron_file(replace(plan, model=model, layers=layers), PLAN)
+    first, second = plan.stages
+    return replace(
+        plan,
+        model=model,
+        layers=(*plan.layers[:2], replace(plan.layers[1], type="merge"), *plan.layers[2:]),
+        stages=(replace(first, layers=((0, 3),)), replace(second, layers=((3, 6),))),
+    )
+
+
+def test_a_layer_that_changes_a_blocks_shape_is_a_part_of_the_block(read, config):
+    """As in Galvatron's Swin, whose last block of a stage merges its patches."""
+    plan = pyramid(read(config()))
+    assert plan.model.reshaping == ("merge",)
+    exported = galvatron_file(plan, PLAN).text
+    assert exported == galvatron_file(read(config()), PLAN).text
+    strategy = galvatron_strategy(plan, PLAN)
+    back = plan_of_galvatron(plan.name, strategy, plan.model, plan.cluster, RUN, PLAN)
+    assert (back.layers, back.stages) == (plan.layers, plan.stages)
+
+
+def test_a_layer_that_changes_a_blocks_shape_has_the_blocks_strategy_and_stage(read, config):
+    plan = pyramid(read(config()))
+    other = replace(plan.layers[2], recompute=Recompute.FULL)
+    with pytest.raises(
+        BadInput, match=r"plan\.json: Galvatron cannot express layers\[2\], merge, sharded or recomputed"
+    ):
+        galvatron_file(replace(plan, layers=(*plan.layers[:2], other, *plan.layers[3:])), PLAN)
+    first, second = plan.stages
+    cut = (replace(first, layers=((0, 2),)), replace(second, layers=((2, 6),)))
+    with pytest.raises(BadInput, match=r"Galvatron cannot express a cut before layers\[2\], merge"):
+        galvatron_file(replace(plan, stages=cut), PLAN)
+    assert galvatron_limits(plan.model, BF16) == () != galvatron_limits(read(config()).model, BF16)
 
 
 def test_keys_that_older_files_lack_have_the_value_their_reader_takes(read, config):

@@ -6,7 +6,7 @@ tensor parallelism shares the sequence is an option of the run, not of the file.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -76,8 +76,8 @@ def plan_of_galvatron(
     if cluster.num_devices % pp_size:
         problem = f"pp_deg {pp_size} does not divide the {cluster.num_devices} devices of cluster {cluster.name}"
         raise BadInput(file, problem, "pass the cluster it was made for")
-    if len(given.layers) != len(model.layers):
-        problem = f"it has {len(given.layers)} layers, model {model.name} {len(model.layers)}"
+    if len(given.layers) != (count := len(_joined(model))):
+        problem = f"it has {len(given.layers)} layers, model {model.name} {count}"
         raise BadInput(file, problem, "pass the model it was made for")
     width = cluster.num_devices // pp_size
     vocabulary = _strategy("vtp", given.vocabulary, given, width, run, file)
@@ -96,12 +96,13 @@ def plan_of_galvatron(
             gradient_reduction=run.gradient_reduction,
             precision=run.precision,
             attention=run.attention,
-            stages=stages_of(tuple(pairwise([0, *accumulate(given.pp_division)])), pp_size, width),
+            stages=stages_of(_ranges(given.pp_division, model), pp_size, width),
             embedding=vocabulary,
             head=vocabulary,
             layers=tuple(
-                layer_of(sharding, kind, Recompute.FULL if layer.checkpoint else Recompute.NONE)
-                for sharding, layer, kind in zip(shardings, given.layers, model.layers, strict=True)
+                layer_of(sharding, model.layers[i], Recompute.FULL if layer.checkpoint else Recompute.NONE)
+                for sharding, layer, joined in zip(shardings, given.layers, _joined(model), strict=True)
+                for i in joined
             ),
         )
     except ValueError as error:
@@ -123,20 +124,47 @@ def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
     target = ExportTarget("Galvatron", plan_file)
     check_trained(plan, target)
     check_stages(plan, target)
-    for name in plan.model.reshaping:
-        target.demand(False, f"{name} as a layer of its own", "plan with the layer types of Galvatron's profiles")
     _check_ranges(plan, target)
+    _check_joined(plan, target)
     _check_precision(plan, target)
     default = _check_strategies(plan, target)
     return GalvatronStrategy(
-        layers=tuple(_galvatron_layer(effective(layer), layer.recompute) for layer in plan.layers),
+        layers=tuple(
+            _galvatron_layer(effective(plan.layers[first]), plan.layers[first].recompute)
+            for first, *_ in _joined(plan.model)
+        ),
         vocabulary=_galvatron_layer(effective(plan.embedding), Recompute.NONE),
-        pp_division=tuple(high - low for stage in plan.stages for low, high in stage.layers),
+        pp_division=tuple(
+            sum(low <= first < high for first, *_ in _joined(plan.model))
+            for stage in plan.stages
+            for low, high in stage.layers
+        ),
         global_bsz=plan.global_batch_size,
         chunks=plan.num_microbatches,
         pipeline_type=_PIPELINE_TYPES[plan.schedule],
         default_dp_type=default,
     )
+
+
+def _joined(model: Model) -> list[tuple[int, ...]]:
+    """Return the numbers of the layers that are one of Galvatron's: a block, and what changes its output's shape.
+
+    So it merges Swin's patches (galvatron/models/swin): in the last block of a stage.
+    """
+    joined: list[tuple[int, ...]] = []
+    for number, kind in enumerate(model.layers):
+        if joined and kind in model.reshaping:
+            joined[-1] += (number,)
+        else:
+            joined.append((number,))
+    return joined
+
+
+def _ranges(pp_division: Sequence[int], model: Model) -> tuple[tuple[int, int], ...]:
+    """Return the half-open range of layers of each pipeline stage."""
+    ends = [joined[-1] + 1 for joined in _joined(model)]
+    cuts = [0, *(ends[min(count, len(ends)) - 1] if count else 0 for count in accumulate(pp_division))]
+    return tuple(pairwise(cuts))
 
 
 def _num_microbatches(given: GalvatronStrategy, dp_size: int, file: Path) -> int:
@@ -201,6 +229,19 @@ def _check_ranges(plan: Plan, target: ExportTarget) -> None:
         target.demand(low < high, f"stages[{i}] without a layer", "give every pipeline stage a layer")
 
 
+def _check_joined(plan: Plan, target: ExportTarget) -> None:
+    """Check that what Galvatron joins to a block is sharded, recomputed and placed as the block is."""
+    for first, *others in _joined(plan.model):
+        block = plan.layers[first]
+        for number in others:
+            layer = plan.layers[number]
+            alike = replace(layer, type=block.type) == block
+            feature = f"layers[{number}], {layer.type}, sharded or recomputed otherwise than the block before it"
+            target.demand(alike, feature, "give both one strategy: set fine_grained to false")
+            apart = any(number == low for stage in plan.stages for low, _ in stage.layers)
+            target.demand(not apart, f"a cut before layers[{number}], {layer.type}", "cut behind it")
+
+
 def _check_precision(plan: Plan, target: ExportTarget) -> None:
     kept, used, reduced = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
     holds = kept == "float32" and used in _PRECISIONS and reduced in ("float32", used)
@@ -246,7 +287,7 @@ def _options(plan: Plan) -> Iterator[str]:
 def galvatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
     """Return its two ways: one of ddp and zero2, which holds for all layers, beside zero3.
 
-    It has none for models with layers that change the shape of what they hand on: it joins them to the block before.
+    For models with layers that it joins to the block before, it has none in which each layer has its own strategy.
     """
     if model.reshaping:
         return ()
