@@ -253,8 +253,9 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
         near = sum(error <= MISS for error in errors)
         over = sum(row.theirs is not None and row.theirs.gib > row.theirs.device_gib for row in rows)
         yield (
-            f"{len(errors)} of {len(rows)} published plans can be priced. Their times are off by {median(errors):.0%} in the "
-            f"median, {near} of them by at most {MISS:.0%}; {over} are said not to fit a GPU."
+            f"{len(errors)} of {len(rows)} published plans can be priced. Their times are off by "
+            f"{median(errors):.0%} in the median, {near} of them by at most {MISS:.0%}; "
+            f"{over} are said not to fit a GPU."
         )
         yield ""
     yield f"| {' | '.join(_COLUMNS)} |"
