@@ -151,7 +151,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     merging: tuple[str, ...] = ()
     """Layer types that merge neighbouring positions, and attend to none; every rank merges all that it has."""
     wrong: Callable[[Config], str | None] = lambda _: None
-    """What is wrong with keys taken together, or with those that are no lengths."""
+    """Function that names the fault of keys taken together, or of those that are no lengths; None: there is none."""
     alibi: Callable[[Config], bool] = lambda _: False
     """Whether scores fall with the distance of positions, by heads' slopes (Press et al. 2022), in a mask of each."""
     normed_head: Callable[[Config], bool] = lambda _: False
