@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shardwright_formats.display.chart import Panel, bytes_axis, linear_axis, logarithmic_axis
+from shardwright_formats.display.colours import series_numbers
 from shardwright_formats.display.svg import document, marker, picture, text, ticks
 from shardwright_formats.display.time_left import TimeLeft
 from shardwright_formats.display.units import bytes_text, duration_text, rate_text, seconds_text, usd_text
@@ -59,6 +60,12 @@ def test_the_spread_of_a_point_does_not_leave_its_panel():
 def test_thirty_two_series_have_signs_of_their_own():
     signs = {marker(number, 0, 0) for number in range(32)}
     assert len(signs) == 32
+
+
+def test_a_series_has_the_sign_that_it_means_whatever_stands_beside_it():
+    usual = series_numbers({"tp 2": 1, "tp 1": 0, "tp 1 again": 0, "tp 4": 34})
+    assert usual == {"tp 2": 1, "tp 1": 0, "tp 1 again": 3, "tp 4": 2}
+    assert series_numbers({"tp 2": 1}) == {"tp 2": 1} and len(set(usual.values())) == 4
 
 
 def test_a_picture_can_stand_in_a_file_of_its_own():

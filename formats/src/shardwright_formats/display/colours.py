@@ -1,8 +1,10 @@
 """Colours by meaning: what has a colour in one picture has it in all of them."""
 
+from collections.abc import Mapping
+from itertools import count
 from math import log2
 
-from shardwright_formats.display.svg import PALETTE, SOFT
+from shardwright_formats.display.svg import PALETTE, SIGNS, SOFT
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import DataParallel, Strategy
 
@@ -58,6 +60,17 @@ def strategy_colour(strategy: Strategy) -> str:
     colour = _scaled(colour, 1 - (1 - _DARKEST) * min(log2(strategy.tp_size), _WIDEST) / _WIDEST)
     usual = not strategy.shard_size and axes.layout.consecutive
     return colour if usual else _scaled(colour, 1 - _LIGHTER, white=_LIGHTER)
+
+
+def series_numbers(wanted: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of each series' sign by its label: the wanted one, or for all but one that want it a free one.
+
+    What a series means says which number is wanted, so that it has the same sign whatever stands beside it.
+    """
+    first = {number % SIGNS: label for label, number in reversed(list(wanted.items()))}
+    numbers = {label: number for number, label in first.items()}
+    free = (number for number in count() if number not in first)
+    return {label: numbers[label] if label in numbers else next(free) for label in wanted}
 
 
 def _scaled(colour: str, light: float, white: float = 0.0) -> str:

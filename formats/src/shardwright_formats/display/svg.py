@@ -58,6 +58,10 @@ _CORNERS = (
 )
 
 
+SIGNS = 32
+"""Number of series that `marker` has signs of their own for."""
+
+
 def element(name: str, content: str = "", /, **attributes: object) -> str:
     """Return one element; underscores in attribute names are hyphens, a trailing one is dropped."""
     written = "".join(

@@ -14,6 +14,7 @@ from rich.console import Console
 from shardwright_estimate.curves import design_of
 from shardwright_formats.command import show
 from shardwright_formats.display.chart import ChartAxis, Panel, bytes_axis, linear_axis, logarithmic_axis
+from shardwright_formats.display.colours import series_numbers
 from shardwright_formats.display.columns import PIPED_WIDTH, PrintedColumn
 from shardwright_formats.display.svg import SOFT, document, legend, line, marker, picture, text
 from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
@@ -21,6 +22,7 @@ from shardwright_formats.io import BadInput, write_bytes
 from shardwright_formats.io.hdf5 import format_of
 from shardwright_formats.io.table import Row, Source, Table, columns_of
 from shardwright_formats.key import LayerKey
+from shardwright_formats.types import Recompute
 from shardwright_formats.types.hardware_profile import CollectiveKey, HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model_profile import FitMode, ModelProfile, read_model_profile
 from shardwright_profile.printing import SplitTable, table_of
@@ -177,6 +179,8 @@ class _Series(NamedTuple):
     """The points of one quantity of one layer type under one strategy at one length, by micro-batch size."""
 
     label: str
+    wanted: int
+    """Number of its sign, if no other series has it: the colour is by the tensor-parallel size."""
     sizes: NDArray[Any]
     values: NDArray[Any]
     errors: NDArray[Any]
@@ -200,14 +204,13 @@ def model_picture(profile: ModelProfile) -> str:
     Points have their standard errors; lines are the fits of mode `batch`, residuals (fit - point) / point.
     """
     types = list(dict.fromkeys(row.type for row in profile.layers.rows))
-    numbers: dict[str, int] = {}
+    panels = {(name, quantity): list(_series(profile, name, quantity)) for name in types for quantity in _QUANTITIES}
+    numbers = series_numbers({each.label: each.wanted for series in panels.values() for each in series})
     drawn = []
     for column, name in enumerate(types):
         for row, (quantity, words) in enumerate(_QUANTITIES.items()):
-            series = list(_series(profile, name, quantity))
-            for each in series:
-                numbers.setdefault(each.label, len(numbers))
-            drawn.append(_column(series, numbers, column, _TOP + row * _ROW, f"{name}: {words}", quantity))
+            top, series = _TOP + row * _ROW, panels[name, quantity]
+            drawn.append(_column(series, numbers, column, top, f"{name}: {words}", quantity))
     title = f"{profile.origin.model} on {profile.origin.device}, {profile.provenance.date}"
     return _page(drawn, title, numbers, len(types), _TOP + len(_QUANTITIES) * _ROW)
 
@@ -216,7 +219,7 @@ def hardware_picture(profile: HardwareProfile) -> str:
     """Return a picture of median time against message size by collective; bars show the middle half of the repeats."""
     keys = sorted(profile.curves)
     names = list(dict.fromkeys(key.collective for key in keys))
-    numbers = {label: number for number, label in enumerate(dict.fromkeys(map(_ranks, keys)))}
+    numbers = series_numbers({_ranks(key): _wanted_of(key) for key in keys})
     drawn = []
     for place, name in enumerate(names):
         curves = [
@@ -303,6 +306,15 @@ def _ranks(key: CollectiveKey) -> str:
     return str(key.group)
 
 
+def _wanted_of(key: CollectiveKey) -> int:
+    """Return the number of the sign of a kind of group: its colour is by the number of ranks."""
+    return _power(key.group_size) + 8 * key.group.across_nodes + 16 * (not key.consecutive)
+
+
+def _power(size: int) -> int:
+    return min(size.bit_length() - 1, 7)
+
+
 def _series(profile: ModelProfile, name: str, quantity: str) -> Iterator[_Series]:
     """Yield the series of one layer type, of the points at which the quantity is known."""
     for key, rows in profile.curves.items():
@@ -311,6 +323,7 @@ def _series(profile: ModelProfile, name: str, quantity: str) -> Iterator[_Series
         if key.type == name and known:
             yield _Series(
                 f"tp {key.tp_size} {key.sequence_parallel}, recompute {key.recompute}, {key.sequence_length} tokens",
+                _power(key.tp_size) + 8 * list(Recompute).index(key.recompute or Recompute.NONE),
                 np.array([size for size, _ in known]),
                 np.array([figure.value for _, figure in known], float),
                 np.array([figure.error for _, figure in known]),
