@@ -23,11 +23,12 @@ ROOT = Path(__file__).parents[2]
 COMMITTED = sorted((ROOT / "tests" / "frozen" / "committed" / "models").glob("*.json"))
 LAYERS = {"gpt2": {"block": "n_layer"}, "t5": {"encoder": "num_layers", "decoder": "num_decoder_layers"}}
 TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+IMAGE = {key: TINY[key] for key in TINY if key != "vocab_size"}
 GPT2 = {"model_type": "gpt2", "vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_head": 4, "n_layer": 2}
 T5 = {"model_type": "t5", "vocab_size": 96, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_heads": 4, "num_layers": 2}
 VIT = {
     "model_type": "vit",
-    **{key: TINY[key] for key in TINY if key != "vocab_size"},
+    **IMAGE,
     "image_size": 32,
     "patch_size": 4,
 }
@@ -83,6 +84,10 @@ VARIANTS = {
     "bert": {"model_type": "bert", **TINY, "max_position_embeddings": 64},
     "roberta": {"model_type": "roberta", **TINY, "max_position_embeddings": 34},
     "xlm-roberta": {"model_type": "xlm-roberta", **TINY, "max_position_embeddings": 36, "pad_token_id": 3},
+    "siglip": {"model_type": "siglip", "architectures": ["SiglipModel"], "initializer_factor": 1.0}
+    | {"text_config": {"model_type": "siglip_text_model", "hidden_size": 48, "num_attention_heads": 4}}
+    | {"vision_config": {"model_type": "siglip_vision_model", "patch_size": 8, "image_size": 32, **IMAGE}},
+    "siglip-defaults": {"model_type": "siglip", "id2label": {"0": "a", "1": "b", "2": "c"}},
     "modernbert": {"model_type": "modernbert", **TINY, "num_hidden_layers": 5, "pad_token_id": 3},
     "modernbert-listed": {"model_type": "modernbert", **TINY, "pad_token_id": 3, "local_attention": 10}
     | {"layer_types": ["full_attention", "full_attention"], "norm_bias": True},
@@ -115,6 +120,11 @@ def random_configuration(name, rng):
         case "bert" | "roberta" | "xlm-roberta":
             config = shape | numbers | {"max_position_embeddings": 66}
             further = {"type_vocab_size": 3, "hidden_dropout_prob": 0.0, "hidden_act": "gelu_new"}
+        case "siglip":
+            del numbers["vocab_size"]
+            vision = shape | numbers | {"image_size": 32, "patch_size": 4}
+            config = {"vision_config": vision | rng.choice(({}, {"num_channels": 1}))}
+            further = {"num_labels": 5, "text_config": {"hidden_size": 64}}
         case "modernbert":
             config = shape | numbers | {"pad_token_id": None, "global_attn_every_n_layers": rng.randint(1, 4)}
             further = dict.fromkeys(("attention_bias", "classifier_bias", "mlp_bias", "norm_bias"), True)
@@ -159,7 +169,7 @@ def random_configuration(name, rng):
             config |= {"pad_token_id": 0} if name in ("glm4", "phi3") else {}
     config |= {key: value for key, value in further.items() if rng.random() < 0.5}
     config = {"model_type": name} | config
-    return config, length_of(config) if "image_size" in config else rng.randint(1, 64)
+    return config, length_of(config) if FAMILIES[name].labels else rng.randint(1, 64)
 
 
 def length_of(config):

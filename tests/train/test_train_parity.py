@@ -37,6 +37,7 @@ FAMILIES = (
     "phi3",
     "modernbert",
     "swin",
+    "siglip",
 )
 PACKED = ("qwen3", "gpt2", "bert", "roberta")
 COMPILED = ("llama", "t5")

@@ -10,7 +10,7 @@ from file_forms import as_in_files
 from stock_experts import with_balance
 from tiny_decoders import DECODERS, LAYERS
 from torch import Tensor, nn
-from transformers import SwinForImageClassification, T5ForConditionalGeneration, ViTForImageClassification
+from transformers import T5ForConditionalGeneration
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama import modeling_llama
@@ -137,6 +137,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "feed_forward_proj": "gated-gelu",
         "dropout_rate": 0.0,
         "decoder_start_token_id": 3,
+    },
+    "siglip": {
+        "model_type": "siglip",
+        "num_labels": 5,
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 8,
+            "image_size": 16,
+            "patch_size": 4,
+        },
     },
     "vit": {
         "model_type": "vit",
@@ -315,7 +327,7 @@ def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:
         case T5ForConditionalGeneration():
             # Stock makes the decoder's tokens from the labels itself.
             logits = stock(batch["tokens"], labels=batch["labels"].contiguous()).logits
-        case ViTForImageClassification() | SwinForImageClassification():
+        case _ if "pixel_values" in batch:
             logits = stock(batch["pixel_values"].to(stock.dtype)).logits[:, None]
         case _:
             logits = stock(batch["tokens"], attention_mask=batch.get("attention_mask")).logits

@@ -26,7 +26,7 @@ from shardwright_formats.types.model import (
 from shardwright_models.facts import ATTENDED, POSITIONS, Config, Family
 from shardwright_models.registry import FAMILIES
 
-_TABLES = ("embed_tokens", "wte", "wpe", "embeddings", "shared", "relative_attention_bias")
+_TABLES = ("embed_tokens", "wte", "wpe", "embeddings", "position_embedding", "shared", "relative_attention_bias")
 """Modules that are looked up in: nothing is multiplied."""
 _HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_features": "head_dim"}
 _MAX_LENGTH = 2**31 - 1

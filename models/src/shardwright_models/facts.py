@@ -125,6 +125,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """The kinds of recomputation whose end is a norm, which keeps its input."""
     modeling: str | None = None
     """The module of transformers.models that the stock class lives in; None: that of its model_type."""
+    nested: str | None = None
+    """The key that holds the keys of the part of a model that is trained, such as vision_config; None: they are top."""
     norms: int = 1
     """Norms of each part of a block: one before or behind it, or both."""
     joins_features: bool = False
@@ -247,7 +249,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         """
         configured = self.configured(config)
         counted = {key: value for stack in self.stacks for key, value in stack.counted(layers, configured).items()}
-        return counted if self.experts is None else counted | self.experts.typed(configured, layers)
+        counted = counted if self.experts is None else counted | self.experts.typed(configured, layers)
+        return counted if self.nested is None else {self.nested: {**(config.get(self.nested) or {}), **counted}}
 
     def of_layer(self, layer: str, config: Config) -> Config:
         """Return a configuration with the values that a layer type has."""
@@ -263,6 +266,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     def configured(self, given: Config) -> dict[str, Any]:
         """Return a configuration with its defaults, under the usual names as well as the family's."""
+        given = self._flat(given)
         config = {**self._under_both_names(self.defaults), **self._under_both_names(given)}
         if isinstance(classes := given.get("id2label"), Mapping) and "num_labels" not in given:
             config["num_labels"] = len(classes)
@@ -279,8 +283,17 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         counted = {*self.counts, *(usual for usual, short in self.aliases.items() if short in self.counts)}
         counted |= {"layer_types", *(key for stack in self.stacks if (key := stack.typed_by))}
         kept = {key: given[key] for key in given if key not in counted | {"auto_map", "id2label", "label2id"}}
+        if self.nested is not None and isinstance(inner := given.get(self.nested), Mapping):
+            kept[self.nested] = {key: inner[key] for key in inner if key not in counted}
         named = isinstance(given.get("id2label"), Mapping)
         return kept | {"num_labels": self.configured(given)["num_labels"]} if named else kept
+
+    def _flat(self, config: Config) -> Config:
+        """Return the keys of the part that is trained with those beside it, which come first."""
+        inner = None if self.nested is None else config.get(self.nested)
+        if not isinstance(inner, Mapping):
+            return config
+        return {**inner, **{key: value for key, value in config.items() if key != self.nested}}
 
     def _under_both_names(self, config: Config) -> dict[str, Any]:
         named: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from shardwright_models.families.modernbert import MODERNBERT
 from shardwright_models.families.olmo2 import OLMO2
 from shardwright_models.families.phi3 import PHI3
 from shardwright_models.families.roberta import ROBERTA, XLM_ROBERTA
+from shardwright_models.families.siglip import SIGLIP
 from shardwright_models.families.smollm3 import SMOLLM3
 from shardwright_models.families.swin import SWIN
 from shardwright_models.families.t5 import T5
@@ -41,6 +42,7 @@ _ALL = (
     QWEN3,
     QWEN3_MOE,
     ROBERTA,
+    SIGLIP,
     SMOLLM3,
     SWIN,
     T5,

@@ -13,7 +13,7 @@ from shardwright_train.parallel.sharding_rules import Parts
 class ViT(Family):
     """The ViT family: column-parallel q, k, v and fc1, row-parallel o and fc2; patches, positions, norms replicated."""
 
-    embedding = ("vit.embeddings",)
+    embedding: tuple[str, ...] = ("vit.embeddings",)
     head = ("vit.layernorm", "classifier")
     parts = {BLOCK: Parts("vit.layers", attention=("attention",), mlp=("mlp",))}
     plan = {

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
 from shardwright_formats.io import BadInput, check_regular, read_object, sha256_of_file, sha256_of_value, system_fault
 from shardwright_formats.semantics.layout import Box
@@ -223,7 +223,9 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool) ->
 
 def stored_names(stock: Any, names: Sequence[str]) -> dict[str, str]:
     """Return the names under which transformers now stores parameters of a stock model."""
-    transforms = [t.reverse_transform() for t in get_model_conversion_mapping(stock, add_legacy=False)[::-1]]
+    mapping = get_model_conversion_mapping(stock, add_legacy=False)[::-1]
+    # A prefix that some files have is no part of the names.
+    transforms = [t.reverse_transform() for t in mapping if not isinstance(t, PrefixChange)]
     renamings, converters = _by_kind(transforms)
     return {name: rename_source_key(name, renamings, converters, reverse=True)[0] for name in names}
 
