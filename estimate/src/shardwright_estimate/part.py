@@ -1,4 +1,4 @@
-"""What is known of a part of a layer: its operations, and what it keeps for the backward pass."""
+"""A part of a layer: its operations, and the tensors that it keeps for the backward pass."""
 
 import msgspec
 

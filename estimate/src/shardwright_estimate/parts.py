@@ -21,7 +21,7 @@ from shardwright_models.registry import facts_of
 _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5}
 """Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
 _COMPILED_KERNELS = _KERNELS | {"attention": 8, "mlp": 5}
-"""The same of compiled blocks: products and attention, and one kernel for what lies between two of them."""
+"""Kernels of a part of a compiled block: products and attention, and one kernel for what lies between two of them."""
 _EXPERT_KERNELS = 35
 """Kernels that choosing experts, sorting rows by them and back add, where grouped products are one kernel each."""
 _FLOAT32_BYTES = 4

@@ -134,7 +134,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     keeps_unrotated: bool = False
     """Whether queries and keys are kept unrotated, too: one tensor holds them and the values."""
     experts: ExpertKeys | None = None
-    """What its experts are; None: it has none."""
+    """The keys that tell of its experts; None: it has none."""
     soft_caps: bool = False
     """Whether hyperbolic tangents bound the logits, and attention scores: sdpa would ignore it."""
     above_zero: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, P
 
 OPTION = "--frozen"
 NO_BACKWARD = "no_grad"
-"""What stands behind the dot where neither a layer nor any before it has a trained parameter."""
+"""The word behind the dot where neither a layer nor any before it has a trained parameter."""
 _FROZEN, _PARTLY = "frozen", "part"
 _PART = re.compile(r"(?:(embedding|head|layers)|layers\[(?:(\d+)|(\d*):(\d*))\])(?:\.(.+))?", re.ASCII)
 _REMEDY = "name embedding, head, layers, layers[2] or layers[0:8], and behind a dot parameters, as in layers.mlp.*"

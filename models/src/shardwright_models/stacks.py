@@ -28,7 +28,7 @@ class Stack(NamedTuple):
     first: str | None = None
     """The type of the first block, and of no other; None: of any."""
     written: Mapping[str, object] = {}
-    """What that key lists in place of the names of types."""
+    """The values that that key lists in place of the names of types."""
     alike_within_window: bool = False
     """Whether its types differ by their windows alone: where these hold whole samples, each block is a BLOCK."""
 

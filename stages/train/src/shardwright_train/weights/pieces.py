@@ -19,7 +19,7 @@ from shardwright_formats.semantics.layout import Box
 from shardwright_train.weights.stored import Stored
 
 _NUMBER = "*"
-"""What stands for an expert's number in the patterns of transformers."""
+"""The word for an expert's number in the patterns of transformers."""
 
 
 class Place(NamedTuple):
