@@ -63,6 +63,10 @@ VARIANTS = {
     | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma3": {"model_type": "gemma3_text", **TINY, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 24}
     | {"sliding_window": 8, "sliding_window_pattern": 2, "rope_local_base_freq": 500.0},
+    "cohere": {"model_type": "cohere", **TINY, "num_key_value_heads": 2, "use_qk_norm": True, "attention_bias": True},
+    "cohere-defaults": {"model_type": "cohere", **TINY, "tie_word_embeddings": False},
+    "cohere2": {"model_type": "cohere2", **TINY, "num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 24}
+    | {"sliding_window": 8, "sliding_window_pattern": 3},
     "gemma2-defaults": {"model_type": "gemma2", **TINY},
     "glm4": {"model_type": "glm4", **TINY, "num_key_value_heads": 2, "head_dim": 24, "pad_token_id": 0},
     "glm4-defaults": {"model_type": "glm4", **TINY, "attention_bias": False, "pad_token_id": 0},
@@ -161,10 +165,16 @@ def random_configuration(name, rng):
                 rotated = [rng.randint(0, 1) for _ in range(config["num_hidden_layers"])]
                 config |= {"pad_token_id": None, "no_rope_layer_interval": rng.randint(1, 3)}
                 config |= {"no_rope_layers": rng.choice((rotated, None))}
-            further = {} if name in ("granite", "olmo2", "phi3", "qwen2", "smollm3") else {"head_dim": size + 2}
+            further = (
+                {}
+                if name in ("granite", "olmo2", "phi3", "qwen2", "smollm3", "cohere", "cohere2")
+                else {"head_dim": size + 2}
+            )
             further |= {"tie_word_embeddings": True, "max_position_embeddings": 64}
             biases = dict.fromkeys(("granite", "llama", "smollm3"), ("attention_bias", "mlp_bias"))
-            biases |= dict.fromkeys(("gemma2", "gemma3_text", "glm4", "olmo2", "qwen3"), ("attention_bias",))
+            biases |= dict.fromkeys(
+                ("cohere", "cohere2", "gemma2", "gemma3_text", "glm4", "olmo2", "qwen3"), ("attention_bias",)
+            )
             further |= dict.fromkeys(biases.get(name, ()), True)
             config |= {"pad_token_id": 0} if name in ("glm4", "phi3") else {}
     config |= {key: value for key, value in further.items() if rng.random() < 0.5}
@@ -289,6 +299,7 @@ _BILLIONS = {
     "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53,
     "qwen3-235b-a22b": 235.09, "mixtral-8x7b": 46.70, "mixtral-8x22b": 140.62,
     "glm-4-9b": 9.40, "glm-4-32b": 32.57, "granite-3.0-8b": 8.17, "baichuan2-13b": 13.90,
+    "command-r": 34.98, "command-r-plus": 103.81, "command-r7b": 8.03,
     "gemma-3-1b": 1.0, "gemma-3-4b": 3.88, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01,
     "swin-tiny": 0.0283, "swin-small": 0.0496, "swin-base": 0.0878, "swin-large": 0.1965,
 }  # fmt: skip

@@ -80,7 +80,7 @@ def test_norms_and_bounds_are_those_of_a_stock_block(stock):
     block = runtime.module(model, next(iter(runtime.parts)), 0)
     norms = [name for name, part in block.named_modules() if "Norm" in type(part).__name__ and "final" not in name]
     of_heads = [name for name in norms if name.endswith(("q_norm", "k_norm"))]
-    assert len(norms) - len(of_heads) == 2 * facts.norms
+    assert len(norms) - len(of_heads) == (1 if facts.parallel_parts else 2) * facts.norms
     assert facts.soft_caps == (getattr(model.config, "attn_logit_softcapping", None) is not None)
 
 

@@ -18,13 +18,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from file_forms import as_in_runtime
+from in_one_format import compute_in_the_inputs_format
 from tiny_models import (
     batch_of,
     engine_of,
     initial_stock,
     made_by_first,
     named_parameters,
-    norm_in_the_inputs_format,
     stock_logits,
 )
 from torch import Tensor, nn
@@ -300,7 +300,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
     """Compare every plan; the last one once more with each mutation, under the mutation's name."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    norm_in_the_inputs_format()
+    compute_in_the_inputs_format()
     plans = read_document(Path(plans_file), Plans).plans
     results: dict[str, dict[str, float]] = {}
     with joined_world("cpu") as world:

@@ -32,6 +32,25 @@ def gemma_3(*shape: int, **more: Any) -> Config:
     return _shape(*shape) | kind | tokens | bounds | numbers | angles | usual | more
 
 
+def command_r(*shape: int, **more: Any) -> Config:
+    kind = {"model_type": "cohere", "architectures": ["CohereForCausalLM"], "hidden_act": "silu", "pretraining_tp": 1}
+    tokens = {"vocab_size": 256000, "bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0}
+    numbers = {"layer_norm_eps": 1e-05, "logit_scale": 0.0625, "rope_theta": 8000000.0, "attention_dropout": 0.0}
+    lengths = {"max_position_embeddings": 8192, "model_max_length": 131072, "attention_bias": False}
+    return _shape(*shape) | kind | tokens | numbers | lengths | more
+
+
+def command_r7b(**more: Any) -> Config:
+    windows = {"sliding_window": 4096, "sliding_window_pattern": 4, "layer_switch": 4, "cache_implementation": "hybrid"}
+    words = {"order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj"}
+    blocks = {"use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True}
+    numbers = {"head_dim": 128, "rotary_pct": 1.0, "rope_scaling": None, "rope_theta": 50000, "logit_scale": 0.25}
+    kind = {"model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], "max_position_embeddings": 132096}
+    base = command_r(4096, 14336, 32, 32, 8)
+    kept = {key: value for key, value in base.items() if key not in ("pretraining_tp", "model_max_length")}
+    return kept | windows | words | blocks | numbers | kind | {"use_parallel_embedding": True} | more
+
+
 _LINEAR = {"factor": 8.0, "rope_type": "linear"}
 _GEMMA_3_1B = gemma_3(1152, 6912, 26, 4, 1)
 WINDOWED: dict[str, tuple[Config, int, int]] = {
@@ -63,6 +82,13 @@ WINDOWED: dict[str, tuple[Config, int, int]] = {
         16384,
         3_880_263_168,
     ),
+    "c4ai-command-r-v01": (command_r(8192, 22528, 40, 64, 64), 8192, 34_980_831_232),
+    "c4ai-command-r-plus": (
+        command_r(12288, 33792, 64, 96, 8, use_qk_norm=True, logit_scale=0.8333333333333334, rope_theta=75000000.0),
+        8192,
+        103_810_674_688,
+    ),
+    "c4ai-command-r7b-12-2024": (command_r7b(), 16384, 8_028_033_024),
 }
 """config.json, a length to train with, and the published number of parameters."""
 
@@ -73,6 +99,9 @@ REFUSED_WINDOWED: list[tuple[Config, int, str]] = [
     (_GEMMA_2_2B | {"sliding_window": 2.5}, 8192, "sliding_window"),
     (_GEMMA_3_1B | {"attn_logit_softcapping": 50.0}, 512, "attn_logit_softcapping 50.0 cannot be trained"),
     (_GEMMA_3_1B | {"rope_scaling": {"rope_type": "su", "factor": 2.0}}, 512, "rope_type 'su' cannot be trained"),
+    (command_r7b(rotary_pct=0.5), 512, "rotary_pct 0.5 cannot be trained: all features of a head are rotated"),
+    (command_r7b(use_parallel_block=False), 512, "use_parallel_block false cannot be trained"),
+    (command_r7b(sliding_window=0), 512, "sliding_window 0 is no length"),
     (_GEMMA_3_1B | {"layer_types": ["local"] * 26}, 512, "layer_types"),
     (_GEMMA_3_1B | {"sliding_window_pattern": 0}, 512, "ZeroDivisionError"),
 ]

@@ -52,6 +52,14 @@ CONFIGS = {
         "model_type": "gemma3_text", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 32, "sliding_window": 40,
     },
+    "cohere": {
+        "model_type": "cohere", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "use_qk_norm": True,
+    },
+    "cohere2 windowed": {
+        "model_type": "cohere2", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "sliding_window": 40,
+    },
     "mistral windowed": {
         "model_type": "mistral", "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "sliding_window": 40,
@@ -160,7 +168,7 @@ def test_a_layer_keeps_what_autograd_saves(family, tmp_path):
         Machine(1e12, 1e12, Link(1e12, 0.0)),
     ).activation_bytes  # fmt: skip
     # The estimate has no float32 sums of a softmax or a norm, of which there is one a position and head.
-    heads = 6 if "qwen3" in family or family == "gemma3" else 0
+    heads = 6 if "qwen3" in family or family in ("gemma3", "cohere") else 0
     sums = SAMPLES * LENGTH * 4 * (4 + 4 + heads)
     # Nor has it GLM 4's cosines and sines, which each block repeats for pairs of features, once for all samples.
     sums += 2 * LENGTH * 2 * 16 if family == "glm4" else 0

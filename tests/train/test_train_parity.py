@@ -27,6 +27,8 @@ FAMILIES = (
     "olmo2",
     "gemma2",
     "gemma3_text",
+    "cohere",
+    "cohere2",
     "baichuan",
     "glm4",
     "granite",

@@ -64,7 +64,7 @@ def test_every_parameter_is_given_an_initial_value_and_every_norm_its_neutral_on
         for local, parameter in built.named_parameters():
             assert parameter.isfinite().all(), (layer, local)
             # Matrices and tables are drawn, the rest begins with 1 or 0, as Swin's biases do; SigLIP draws some, too.
-            alike = parameter.dim() == 1 or local.endswith("relative_position_bias_table")
+            alike = parameter.dim() == 1 or local.endswith(("relative_position_bias_table", "_norm.weight"))
             alike = alike and not (name == "siglip" and "mlp" in local)
             assert (parameter.unique().numel() == 1) == alike, (layer, local)
 

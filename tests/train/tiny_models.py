@@ -11,10 +11,6 @@ from stock_experts import with_balance
 from tiny_decoders import DECODERS, LAYERS
 from torch import Tensor, nn
 from transformers import T5ForConditionalGeneration
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.llama import modeling_llama
-from transformers.models.modernbert import modeling_modernbert
 
 from shardwright_formats.types import Model, Plan
 from shardwright_train.data.share import Batch
@@ -257,17 +253,6 @@ def tiny(family: str, **changes: Any) -> Model:
     """The tiny model of a family, with changes to its configuration."""
     config = CONFIGS[family] | changes
     return describe(family_named(family, "test"), config, f"tiny-{family}", SEQUENCE_LENGTH)
-
-
-def norm_in_the_inputs_format() -> None:
-    """Make the norms of Gemma compute in the format of their input, in this process.
-
-    Stock adds the gradients of their weights over samples in float32, where the order of the samples shows, so that no
-    two plans would agree to 1e-10 in float64.
-    """
-    modeling_modernbert.apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb
-    for norm in (Gemma2RMSNorm, Gemma3RMSNorm):
-        norm.forward = lambda self, x: self._norm(x) * (1.0 + self.weight)  # type: ignore[assignment]
 
 
 def stock_model(model: Model, attention: str | None = None) -> nn.Module:

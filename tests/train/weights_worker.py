@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from checkpoint_worker import JOB, saved
+from in_one_format import compute_in_the_inputs_format
 from parity_worker import SETTINGS, Reference, batches, worst
 from stock_experts import with_balance
-from tiny_models import made_by_first, norm_in_the_inputs_format, stock_model
+from tiny_models import made_by_first, stock_model
 from torch import Tensor, nn
 
 from shardwright_formats.io import read_document
@@ -87,7 +88,7 @@ def passed_on(first: Plan, second: Plan, folder: Path, world: World, groups: Gro
 def main(plans_file: str, folder: str, result_file: str) -> None:
     """Each pair of plans, on the weights in the folder of the second one's name."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    norm_in_the_inputs_format()
+    compute_in_the_inputs_format()
     plans = read_document(Path(plans_file), Plans).plans
     found = {}
     with joined_world("cpu") as world:

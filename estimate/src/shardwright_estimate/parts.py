@@ -27,10 +27,16 @@ _EXPERT_KERNELS = 35
 _FLOAT32_BYTES = 4
 _ROW_BYTES = 3 * 8 + 3 * _FLOAT32_BYTES
 """Bytes kept of a row for an expert: its expert and its places sorted and back, and its weight thrice."""
-_NORM_KEEPS = {"LayerNorm": (1, 0), "RMSNorm": (1, _FLOAT32_BYTES), "RMSNorm in float32": (0, 2 * _FLOAT32_BYTES)}
+_NORM_KEEPS = {
+    "LayerNorm": (1, 0),
+    "LayerNorm in float32": (0, 3 * _FLOAT32_BYTES),
+    "RMSNorm": (1, _FLOAT32_BYTES),
+    "RMSNorm in float32": (0, 2 * _FLOAT32_BYTES),
+}
 """Elements and further bytes that a norm of single operators keeps of a feature.
 
-A LayerNorm keeps its input; an RMSNorm keeps its input in float32, and what it multiplies by its weights.
+A LayerNorm keeps its input; an RMSNorm keeps its input in float32, and what it multiplies by its weights. A LayerNorm
+in float32 is not torch's: it keeps the distance from the mean, once for the variance and once to divide it by this.
 """
 _SOFT_CAP_BYTES = 6
 """Bytes kept of a 16-bit attention score that is bounded: its hyperbolic tangent, and a softmax in float32."""
@@ -71,6 +77,9 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     made = [_block_part(model, type_name, region, fused) for region in regions]
     norms = facts_of(model).norms
     parts = [_as_trained(_with_norms(model, part, norms, fused), kind, model, fused) for part in made]
+    if facts_of(model).parallel_parts:
+        # The first part's norm is the others', too: they keep nothing outside the regions.
+        parts[1:] = [msgspec.structs.replace(part, outside=0, outside_bytes=0) for part in parts[1:]]
     # The description's count of operations holds; the shapes only say how it is shared out.
     counted = sum(part.flops + part.attention_flops for part in parts)
     share = kind.forward_flops_per_sample / counted if counted else 0.0
@@ -133,7 +142,7 @@ def trained_share(kind: LayerType) -> float:
 def _norm_scales(model: Model, fused: bool) -> tuple[int, int]:
     """Return the elements and bytes of a feature that a norm keeps for the gradient of its weights alone."""
     norm = facts_of(model).norm
-    if fused or norm.kind == "LayerNorm":
+    if fused or (norm.kind == "LayerNorm" and not norm.in_float32):
         return 0, 0
     return (0, _FLOAT32_BYTES) if norm.in_float32 else (1, 0)
 

@@ -237,7 +237,7 @@ def _one_rank(undivided: Config, layer: str) -> dict[str, int]:
 
 def _is_matrix(family: Family, parameter: Parameter) -> bool:
     path, _, kind = parameter.name.rpartition(".")
-    others = path.endswith(_TABLES) or (family.experts is not None and path == family.experts.router)
+    others = path.endswith((*_TABLES, "norm")) or (family.experts is not None and path == family.experts.router)
     return kind == "weight" and len(parameter.shape) > 1 and not others
 
 

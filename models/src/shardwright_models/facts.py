@@ -129,6 +129,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """The key that holds the keys of the part of a model that is trained, such as vision_config; None: they are top."""
     norms: int = 1
     """Norms of each part of a block: one before or behind it, or both."""
+    parallel_parts: bool = False
+    """Whether both parts of a block take in the output of one norm, and are added to the stream together."""
     joins_features: bool = False
     """Whether a head's features are joined after some were rotated; attention's output is then kept in two layouts."""
     keeps_unrotated: bool = False

@@ -5,6 +5,8 @@ from shardwright_formats.types import Model
 from shardwright_models.facts import Family
 from shardwright_models.families.baichuan import BAICHUAN
 from shardwright_models.families.bert import BERT
+from shardwright_models.families.cohere import COHERE
+from shardwright_models.families.cohere2 import COHERE2
 from shardwright_models.families.experts import MIXTRAL, QWEN3_MOE
 from shardwright_models.families.gemma2 import GEMMA2
 from shardwright_models.families.gemma3 import GEMMA3
@@ -26,6 +28,8 @@ from shardwright_models.families.vit import VIT
 _ALL = (
     BAICHUAN,
     BERT,
+    COHERE,
+    COHERE2,
     GEMMA2,
     GEMMA3,
     GLM4,

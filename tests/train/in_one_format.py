@@ -1,0 +1,48 @@
+"""Parts of stock models that compute in float32 whatever their input, made to compute in its format.
+
+Stock adds the gradients of norms' weights over samples in float32, where the order of the samples shows, and rounds
+what it rotates: no two plans would agree to 1e-10 in float64.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.cohere import modeling_cohere
+from transformers.models.cohere2 import modeling_cohere2
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama import modeling_llama
+from transformers.models.modernbert import modeling_modernbert
+
+__all__ = ["compute_in_the_inputs_format"]
+
+
+def compute_in_the_inputs_format() -> None:
+    """Replace these parts in this process."""
+    modeling_modernbert.apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb
+    for norm in (Gemma2RMSNorm, Gemma3RMSNorm):
+        norm.forward = lambda self, x: self._norm(x) * (1.0 + self.weight)  # type: ignore[assignment]
+    for module, layer_norm in (
+        (modeling_cohere, modeling_cohere.CohereLayerNorm),
+        (modeling_cohere2, modeling_cohere2.Cohere2LayerNorm),
+    ):
+        layer_norm.forward = _divided_by_deviation  # type: ignore[assignment]
+        module.apply_rotary_pos_emb = _rotated_in_pairs
+
+
+def _divided_by_deviation(self: Any, x: Tensor) -> Tensor:
+    distance = x - x.mean(-1, keepdim=True)
+    scaled: Tensor = (
+        self.weight * distance * torch.rsqrt(distance.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+    )
+    return scaled
+
+
+def _rotated_in_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos[:, None], sin[:, None]
+    return q * cos + _turned(q) * sin, k * cos + _turned(k) * sin
+
+
+def _turned(x: Tensor) -> Tensor:
+    return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
