@@ -54,17 +54,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "max_window_layers": 2,
     },
-    "mistral": {
-        "model_type": "mistral",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 64,
-        "sliding_window": 6,
-    },
     **DECODERS,
     "gpt2": {
         "model_type": "gpt2",
@@ -161,16 +150,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"embed_dim": 32, "mlp_ratio": 1.5, "depths": [2, 2], "num_heads": [4, 8], "drop_path_rate": 0.0},
         **{"image_size": 16, "patch_size": 4, "window_size": 2, "num_labels": 5},
     },
-    "olmo2": {
-        "model_type": "olmo2",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 64,
-    },
     "glm4": {
         "model_type": "glm4",
         "vocab_size": 61,
@@ -196,20 +175,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.7,
         "residual_multiplier": 0.4,
         "logits_scaling": 1.5,
-    },
-    "gemma2": {
-        "model_type": "gemma2",
-        "vocab_size": 61,
-        "hidden_size": 40,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "query_pre_attn_scalar": 12,
-        "attn_logit_softcapping": 0.05,
-        "final_logit_softcapping": 0.2,
-        "sliding_window": 6,
     },
     "mixtral": {
         "model_type": "mixtral",
@@ -242,10 +207,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.5,
         "initializer_range": 0.3,
     },
-}
-CONFIGS["gemma3_text"] = CONFIGS["gemma2"] | {
-    **{"model_type": "gemma3_text", "sliding_window_pattern": 3, "rope_local_base_freq": 100.0},
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping")),
 }
 
 
