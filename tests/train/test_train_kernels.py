@@ -310,24 +310,27 @@ def test_what_is_checked_without_a_device_is_the_plan_without_flash_attn() -> No
     assert without_devices(planned(attention=FLASH, fused=EVERYTHING)) == (planned(attention=FLASH), "sdpa")
 
 
-def test_ulysses_wraps_flash_attention_as_what_it_is(one_rank: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "window"), [("llama", None), ("mistral", 6)])
+def test_ulysses_wraps_flash_attention_as_what_it_is_and_it_is_told_the_window(
+    one_rank: World, monkeypatch: pytest.MonkeyPatch, name: str, window: int | None
+) -> None:
     asked = []
 
     def stand_in(q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> Tensor:
-        asked.append(options["attn_implementation"])
+        asked.append((options["attn_implementation"], options["sliding_window"], options["is_causal"]))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        attended = F.scaled_dot_product_attention(
-            q, k, v, scale=options["softmax_scale"], is_causal=options["is_causal"], enable_gqa=True
-        )
+        behind = torch.arange(SEQUENCE_LENGTH)[:, None] - torch.arange(SEQUENCE_LENGTH)
+        seen = (behind >= 0) & (behind < (options["sliding_window"] or SEQUENCE_LENGTH))
+        attended = F.scaled_dot_product_attention(q, k, v, seen, scale=options["softmax_scale"], enable_gqa=True)
         return attended.transpose(1, 2)
 
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", stand_in)
-    model, family = tiny("llama"), family_named("llama", "test")
+    model, family = tiny(name), family_named(name, "test")
     batch = batch_of(model, 2, 0)
     states = torch.randn(2, SEQUENCE_LENGTH, 32, generator=torch.Generator().manual_seed(0))
-    constants = family.constants(model, model.layers[0], slice(0, SEQUENCE_LENGTH), states, FLASH.value)
     outputs = []
-    for kernel in (SDPA.value, ULYSSES_ATTENTION):
+    for kernel, computed in ((SDPA.value, SDPA), (ULYSSES_ATTENTION, FLASH)):
+        constants = family.constants(model, model.layers[0], slice(0, SEQUENCE_LENGTH), states, computed.value)
         torch.manual_seed(0)
         block = family.build(model, "layers[0]", kernel)
         family.initialize(model, block)
@@ -336,5 +339,5 @@ def test_ulysses_wraps_flash_attention_as_what_it_is(one_rank: World, monkeypatc
             monkeypatch.setattr(tensor, "copy", None)  # nothing is copied in a call
         outputs += family.call(block, (states,), batch, constants)
         assert block.self_attn.config._attn_implementation == kernel
-    assert asked == ["flash_attention_2"]
+    assert asked == [("flash_attention_2", window, True)]
     torch.testing.assert_close(*outputs)

@@ -119,6 +119,12 @@ def test_a_rank_holds_a_mask_of_each_microbatch_between_its_first_pass_and_its_l
         stages=tuple(PipelineStage(ranks=(rank,), layers=tuple(ranges[rank::2])) for rank in range(2)),
     )
     assert mask_bytes(context_of(plan)) == microbatches * samples * SEQUENCE_LENGTH**2 * 4
+    # One for each window of its blocks: every second of Gemma 2's has one.
+    model = tiny("gemma2")
+    layers = (msgspec.structs.replace(x, type=kind) for x, kind in zip(plan.layers, model.layers, strict=True))
+    windowed = context_of(msgspec.structs.replace(plan, model=model, layers=tuple(layers)))
+    assert windowed.windows == ((6,) if chunks == 2 else (6, None))
+    assert mask_bytes(windowed) == len(windowed.windows) * mask_bytes(context_of(plan))
 
 
 @pytest.mark.parametrize(
