@@ -208,6 +208,15 @@ REFROZEN = (
         "an output of an interleaved stage does not count once the next stage has received it: memory of interleaved "
         "plans is lower by 0.6 to 2.1 %; no plan differs; nine outputs",
     ),
+    (
+        "printed/*",
+        "tables are 120 columns wide where there is no terminal: headings are broken between words, and a table of "
+        "many columns is printed as several; the files that they show are as they were",
+    ),
+    (
+        "simulated/*.svg",
+        "colours and sizes are attributes, and a style sheet only for dark pages; times are in the trace",
+    ),
     ("simulated/*.svg", "one drawing module with another style sheet; the times it draws are in the trace beside it"),
 )
 """Outputs that were frozen again since the first time (`freeze PATTERN`), and why that is no change of a result."""
