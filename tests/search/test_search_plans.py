@@ -260,6 +260,12 @@ def test_layers_of_one_strategy_are_told_together(make):
     plan = search(request, model, cluster, make.profiles(model, cluster)).chosen.plan
     assert layer_runs(plan, 0, 3) == ("layers 0-2: tp1 x dp2 zero3 recompute full",)
     assert layer_runs(plan, 1, 2) == ("layer 1: tp1 x dp2 zero3 recompute full",)
+    # Neighbours of two types are told apart, unless the types alternate.
+    for kinds, runs in ((("block", "block", "other"), 2), (("block", "other", "block"), 1)):
+        types = plan.model.types | {"other": plan.model.types["block"]}
+        layers = tuple(replace(layer, type=kind) for layer, kind in zip(plan.layers, kinds, strict=True))
+        two = replace(plan, model=replace(plan.model, layers=kinds, types=types), layers=layers)
+        assert len(layer_runs(two, 0, 3)) == runs
 
 
 def test_profiles_of_another_model_device_or_precision_are_refused(make):

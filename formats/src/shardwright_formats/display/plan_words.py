@@ -18,8 +18,13 @@ def range_words(low: int, high: int) -> str:
 
 
 def layer_runs(plan: Plan, low: int, high: int) -> tuple[str, ...]:
-    """Return the strategies of layers `low` to `high`, exclusive, with equal neighbours together."""
-    runs = (list(run) for _, run in groupby(range(low, high), key=lambda i: plan.layers[i]))
+    """Return the strategies of layers `low` to `high`, exclusive, with equal neighbours together.
+
+    Where types of block alternate, they are not shown apart.
+    """
+    types = [kind for kind, _ in groupby(plan.model.layers)]
+    shown = plan.layers if len(types) == len(set(types)) else [strategy_words(layer) for layer in plan.layers]
+    runs = (list(run) for _, run in groupby(range(low, high), key=lambda i: shown[i]))
     return tuple(f"{range_words(run[0], run[-1] + 1)}: {strategy_words(plan.layers[run[0]])}" for run in runs)
 
 
