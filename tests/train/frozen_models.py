@@ -1,11 +1,20 @@
-"""Tiny models of which parts are frozen, and random plans for them."""
+"""Tiny models of which parts are frozen or have low-rank matrices, random plans for them, and what stock ones are."""
 
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from msgspec import UNSET
 from msgspec.structs import replace
 from random_plans import random_plan
-from tiny_models import tiny
+from safetensors.torch import save_file
+from tiny_models import initial_layer, tiny
+from torch import Tensor, nn
 
-from shardwright_formats.types import Model, Plan
+from shardwright_formats.types import LOW_RANK, Model, Plan, base_type
 from shardwright_models.frozen import FrozenPart, freeze
+from shardwright_models.low_rank import ADAPTER_CONFIG, adapt, adapter_config, adapter_of_config
+from shardwright_train.models.registry import family_named
 
 FROZEN = {
     "all but the last two": ("llama", ("embedding", "layers[:2]")),
@@ -20,6 +29,28 @@ FROZEN = {
 """What is frozen, by the family and the options that say so."""
 
 
+LORA = {
+    "queries and values": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}),
+    "all matrices": ("qwen3", {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"}),
+    "feed-forward": ("t5", {"r": 2, "lora_alpha": 2, "target_modules": ["wo", "wi_0"], "use_rslora": True}),
+    "outputs": ("bert", {"r": 4, "lora_alpha": 8, "target_modules": ["attention.output.dense", "intermediate.dense"]}),
+}
+"""Low-rank matrices by family and adapter_config.json; A and B are drawn at random, so that both have gradients."""
+
+
+def lora_model(name: str, **changes: object) -> Model:
+    """The tiny model with low-rank matrices."""
+    family, config = LORA[name]
+    config = {"peft_type": "LORA", "init_lora_weights": False, **config, **changes}
+    return adapt(tiny(family), adapter_of_config(config, "test"), "test")
+
+
+def lora_plan(name: str, number: int, world_size: int, **fixed: object) -> Plan:
+    """A random plan for such a model."""
+    plan = random_plan(lora_model(name), number, world_size, **fixed)  # type: ignore[arg-type]
+    return replace(plan, name=f"lora of {name}, {plan.name}")
+
+
 def frozen_model(name: str) -> Model:
     """The tiny model with what a name says frozen."""
     family, parts = FROZEN[name]
@@ -30,3 +61,34 @@ def frozen_plan(name: str, number: int, world_size: int, **fixed: object) -> Pla
     """A random plan for such a model."""
     plan = random_plan(frozen_model(name), number, world_size, **fixed)  # type: ignore[arg-type]
     return replace(plan, name=f"{name} frozen, {plan.name}")
+
+
+def frozen_names(model: Model) -> set[str]:
+    """The stock model's names of what is not trained."""
+    family = family_named(model.family, "test")
+    layers = ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head")
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for layer in layers:
+        described = {p.name: p for p in model.type_of(layer).parameters}
+        for local in family.parameter_names(model, layer):
+            trained = described[family.described_name(base_type(layer), local)].trained
+            names[trained].add(family.owner_name(model, layer, local))
+    assert not names[True] & names[False]
+    return names[False]
+
+
+def adapted(stock: nn.Module, model: Model) -> dict[str, nn.Parameter]:
+    """Give a stock model the adapter that a folder says, as peft opens it, and return its matrices by name."""
+    from peft import PeftModel
+
+    assert model.low_rank is not UNSET
+    family, tensors = family_named(model.family, "test"), dict[str, Tensor]()
+    for layer in (f"layers[{i}]" for i in range(len(model.layers))):
+        for local, values in initial_layer(model, layer).items():
+            if LOW_RANK in local:
+                tensors[f"base_model.model.{family.full_name(model, layer, local)}"] = values
+    with TemporaryDirectory() as folder:
+        Path(folder, ADAPTER_CONFIG).write_text(json.dumps(adapter_config(model.low_rank)))
+        save_file(tensors, Path(folder, "adapter_model.safetensors"))
+        PeftModel.from_pretrained(stock, folder, is_trainable=True, autocast_adapter_dtype=False)
+    return {name.replace(".default.", "."): p for name, p in stock.named_parameters() if p.requires_grad}

@@ -18,7 +18,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from file_forms import as_in_runtime
+from frozen_models import adapted, frozen_names
 from in_one_format import compute_in_the_inputs_format
+from msgspec import UNSET
 from tiny_models import (
     batch_of,
     engine_of,
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 
 from shardwright_formats.io import read_document
 from shardwright_formats.semantics.layout import parameter_box
-from shardwright_formats.types import Model, Plan, Plans, base_type
+from shardwright_formats.types import Plan, Plans
 from shardwright_train.data.share import Batch, with_boundaries
 from shardwright_train.data.split import Boundaries
 from shardwright_train.engine import optimizer
@@ -100,7 +102,10 @@ class Reference:
     def _train(self, plan: Plan, stock: nn.Module) -> None:
         for name in frozen_names(plan.model):
             stock.get_parameter(name).requires_grad_(False)
-        named = {name: p for name, p in named_parameters(stock, plan.model).items() if p.requires_grad}
+        if plan.model.low_rank is UNSET:
+            named = {name: p for name, p in named_parameters(stock, plan.model).items() if p.requires_grad}
+        else:
+            named = adapted(stock, plan.model)
         settings = settings_of(plan)
         grouped = settings is GROUPED
         groups = [
@@ -133,7 +138,7 @@ class Reference:
         model, family, me = stage.context.plan.model, stage.context.family, stage.context.me
         found = []
         for layer in stage.layers:
-            described = {p.name: p for p in model.types[type_of(model, layer.name)].parameters}
+            described = {p.name: p for p in model.type_of(layer.name).parameters}
             held = {
                 local: described[family.described_name(layer.kind, local)]
                 for local, _ in layer.module.named_parameters()
@@ -146,25 +151,6 @@ class Reference:
                 value = whole[names[local]].view(parameter.shape)
                 found.append(value[tuple(slice(low, high) for low, high in box)])
         return found
-
-
-def type_of(model: Model, layer: str) -> str:
-    """The description's type of a layer."""
-    return layer if layer in model.types else model.layers[int(layer[len("layers[") : -1])]
-
-
-def frozen_names(model: Model) -> set[str]:
-    """The stock model's names of what is not trained."""
-    family = family_named(model.family, "test")
-    layers = ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head")
-    names: dict[bool, set[str]] = {True: set(), False: set()}
-    for layer in layers:
-        described = {p.name: p for p in model.types[type_of(model, layer)].parameters}
-        for local in family.parameter_names(model, layer):
-            trained = described[family.described_name(base_type(layer), local)].trained
-            names[trained].add(family.owner_name(model, layer, local))
-    assert not names[True] & names[False]
-    return names[False]
 
 
 def auxiliary_of(stock: nn.Module) -> Tensor:

@@ -5,19 +5,21 @@ stays that of layers that are trained whole; behind a dot stands what is frozen 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, base_type
+from shardwright_formats.types.model import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Parameter, base_type
 
 OPTION = "--frozen"
+Place = int | str
+"""`embedding`, `head`, or the number of a block."""
 NO_BACKWARD = "no_grad"
 """The word behind the dot where neither a layer nor any before it has a trained parameter."""
-_FROZEN, _PARTLY = "frozen", "part"
+_FROZEN, _PARTLY, _ADAPTED = "frozen", "part", "lora"
 _PART = re.compile(r"(?:(embedding|head|layers)|layers\[(?:(\d+)|(\d*):(\d*))\])(?:\.(.+))?", re.ASCII)
 _REMEDY = "name embedding, head, layers, layers[2] or layers[0:8], and behind a dot parameters, as in layers.mlp.*"
 
@@ -44,7 +46,7 @@ class FrozenPart(NamedTuple):
         end = first + 1 if number else int(high) if high else None
         return cls(text, layer or "layers", first, end, pattern or "*")
 
-    def matches(self, place: int | str, parameter: str) -> bool:
+    def matches(self, place: Place, parameter: str) -> bool:
         """Return whether a parameter of the embedding, the head or the block with a number is one of them."""
         if isinstance(place, str):
             return place == self.layer and fnmatchcase(parameter, self.pattern)
@@ -58,23 +60,29 @@ def freeze(model: Model, parts: Sequence[FrozenPart], file: object = OPTION) -> 
     Raises BadInput, naming `file`, where a part matches no parameter, where replicas of one parameter would be frozen
     and trained, and where nothing is left to train.
     """
-    places: tuple[int | str, ...] = (EMBEDDING, *range(len(model.layers)), HEAD)
-    kinds = (EMBEDDING, *model.layers, HEAD)
     for part in parts:
-        if not any(
-            part.matches(at, p.name) for at, kind in zip(places, kinds, strict=True) for p in _parameters(model, kind)
-        ):
+        if not any(part.matches(at, p.name) for at, kind in _layers(model) for p in _parameters(model, kind)):
             raise BadInput(file, f"{part.text!r} matches no parameter of the model", _REMEDY)
-    frozen = [
-        frozenset(
-            p.name for p in _parameters(model, kind) if not p.trained or any(x.matches(at, p.name) for x in parts)
-        )
-        for at, kind in zip(places, kinds, strict=True)
-    ]
-    _check_replicas(model, dict(zip(places, frozen, strict=True)), file)
-    if all(len(names) == len(_parameters(model, kind)) for names, kind in zip(frozen, kinds, strict=True)):
+    return freeze_where(model, lambda at, p: any(part.matches(at, p.name) for part in parts), file)
+
+
+def freeze_where(model: Model, is_frozen: Callable[[Place, Parameter], bool], file: object) -> Model:
+    """Return the model with parameters frozen by their layer and themselves, besides those that are; see `freeze`."""
+    frozen = {
+        at: frozenset(p.name for p in _parameters(model, kind) if not p.trained or is_frozen(at, p))
+        for at, kind in _layers(model)
+    }
+    _check_replicas(model, frozen, file)
+    if all(len(frozen[at]) == len(_parameters(model, kind)) for at, kind in _layers(model)):
         raise BadInput(file, "every parameter is frozen", "leave some to be trained")
-    return _split(model, kinds, frozen)
+    return _split(model, [kind for _, kind in _layers(model)], tuple(frozen.values()))
+
+
+def _layers(model: Model) -> Iterator[tuple[Place, str]]:
+    """Yield the place and the type of each layer, embedding and head included."""
+    yield EMBEDDING, EMBEDDING
+    yield from enumerate(model.layers)
+    yield HEAD, HEAD
 
 
 def _split(model: Model, kinds: Sequence[str], frozen: Sequence[frozenset[str]]) -> Model:
@@ -94,10 +102,12 @@ def _split(model: Model, kinds: Sequence[str], frozen: Sequence[frozenset[str]])
 
 def _name(model: Model, base: str, held: frozenset[str], backward: bool, taken: Mapping[str, object]) -> str:
     """Return the name of a type of block."""
-    count = max(len(_parameters(model, kind)) for kind in model.layers if base_type(kind) == base)
+    kinds = (kind for kind in model.layers if base_type(kind) == base)
+    trained = {p.name for kind in kinds for p in _parameters(model, kind)} - held
     if not held:
         return base
-    word = NO_BACKWARD if not backward else _FROZEN if len(held) == count else _PARTLY
+    word = _FROZEN if not trained else _ADAPTED if all(LOW_RANK in name for name in trained) else _PARTLY
+    word = word if backward else NO_BACKWARD
     numbers = (word, *(f"{word}{number}" for number in range(2, len(taken) + 3)))
     return next(name for name in (f"{base}.{word}" for word in numbers) if name not in taken)
 
@@ -112,7 +122,7 @@ def _parameters(model: Model, kind: str) -> tuple[Parameter, ...]:
     return model.types[kind].parameters
 
 
-def _check_replicas(model: Model, frozen: Mapping[int | str, frozenset[str]], file: object) -> None:
+def _check_replicas(model: Model, frozen: Mapping[Place, frozenset[str]], file: object) -> None:
     """Raise BadInput where one parameter is frozen in one layer and trained in another."""
     for states in _replicas(model, frozen):
         name, held = next(iter(states.items()))
@@ -121,7 +131,7 @@ def _check_replicas(model: Model, frozen: Mapping[int | str, frozenset[str]], fi
             raise BadInput(file, f"{name} is one parameter of several layers, and frozen in some of them", remedy)
 
 
-def _replicas(model: Model, frozen: Mapping[int | str, frozenset[str]]) -> Iterator[dict[str, list[bool]]]:
+def _replicas(model: Model, frozen: Mapping[Place, frozenset[str]]) -> Iterator[dict[str, list[bool]]]:
     for first, second in model.tied:
         yield {first: [first in frozen[EMBEDDING], second in frozen[HEAD]]}
     for base in dict.fromkeys(map(base_type, model.layers)):

@@ -1,9 +1,7 @@
 """Which regions gather their input again for the gradients of weights, where Megatron splits the sequence."""
 
-from shardwright_formats.types.model import LayerType, Parameter
+from shardwright_formats.types.model import LOW_RANK, LayerType, Parameter
 
-LOW_RANK = ".lora_"
-"""What the names of low-rank matrices have behind that of their module (Hu et al. 2021, in peft's words)."""
 _FIRST = f"{LOW_RANK}A."
 
 
@@ -21,7 +19,8 @@ def regathers(kind: LayerType) -> tuple[bool, ...]:
 
 
 def _is_cut_by_inputs(parameter: Parameter) -> bool:
-    return len(parameter.shape) == 2 and parameter.tp_dim == 1 and LOW_RANK not in parameter.name
+    is_matrix = len(parameter.shape) == 2 and not parameter.shared and LOW_RANK not in parameter.name
+    return is_matrix and parameter.tp_dim == 1
 
 
 def _keeps_its_input(parameter: Parameter) -> bool:

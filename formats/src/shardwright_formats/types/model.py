@@ -1,16 +1,27 @@
 """Descriptions of models for the planner: layer types, their shapes, and what must divide what."""
 
 from collections.abc import Callable
-from math import prod
+from math import prod, sqrt
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType, field
 
 from shardwright_formats.io import Document, Value, sha256_of_value
-from shardwright_formats.types.limits import MAX_DIMS, MAX_LAYERS, Flops, Length, Name, NonNegativeCount, Tokens
+from shardwright_formats.types.limits import (
+    MAX_DIMS,
+    MAX_LAYERS,
+    Flops,
+    Length,
+    Name,
+    NonNegativeCount,
+    PositiveNumber,
+    Tokens,
+)
 
 EMBEDDING = "embedding"
 HEAD = "head"
+LOW_RANK = ".lora_"
+"""Text between the name of a module and those of its low-rank matrices, A and B (Hu et al. 2021), as in peft."""
 
 
 def base_type(name: str) -> str:
@@ -190,6 +201,26 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return max((a.heads for region in self.regions if (a := region.attention) is not None and a.alibi), default=0)
 
 
+class LowRank(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank matrices beside frozen ones (Hu et al. 2021): y = W x + scaling B A x, with A and B trained alone."""
+
+    rank: Length
+    """Rows of A, and columns of B."""
+    alpha: PositiveNumber
+    """Numerator of the scaling."""
+    targets: Annotated[tuple[str, ...], Meta(min_length=1)]
+    """Modules of blocks that have them, by the ends of their names."""
+    rank_stabilized: bool = False
+    """Whether the scaling is alpha over the root of the rank (Kalajdzievski 2023), and not over the rank."""
+    starts_at_zero: bool = True
+    """Whether B is drawn as zeros, so that the model begins as the frozen one; else as A is."""
+
+    @property
+    def scaling(self) -> float:
+        """Return the factor of what the low-rank matrices add."""
+        return self.alpha / (sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+
 class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model as the planner sees it, written by `shardwright-train describe`."""
 
@@ -209,6 +240,8 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Layer types by name; `embedding` and `head` are always among them."""
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of parameters, by full name, that are one and the same."""
+    low_rank: LowRank | UnsetType = UNSET
+    """Low-rank matrices that are trained in place of the model; left out where there are none."""
 
     def __post_init__(self) -> None:
         for needed in (EMBEDDING, HEAD, *self.layers):
@@ -271,6 +304,11 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def trained_count(self) -> int:
         """Return the number of parameters that are not frozen, tied and shared ones counted once."""
         return self._count(lambda kind: kind.trained_parameters)
+
+    def type_of(self, layer: str) -> LayerType:
+        """Return the type of a layer by its name: `embedding`, `layers[i]` or `head`."""
+        ends = layer in (EMBEDDING, HEAD)
+        return self.types[layer if ends else self.layers[int(layer.removeprefix("layers[").removesuffix("]"))]]
 
     @property
     def layers_by_base(self) -> dict[str, tuple[str, ...]]:

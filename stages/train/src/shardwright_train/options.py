@@ -39,6 +39,8 @@ class DescribeOptions(Options, frozen=True, kw_only=True):
     frozen: tuple[_Text, ...] = ()
     """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and behind a dot which parameters,
     as in layers.mlp.*; it has no gradients and no optimizer state. May be repeated."""
+    lora: Path | None = None
+    """An adapter_config.json of peft, or its folder: the low-rank matrices that it names are trained, and no more."""
 
 
 class PrepareOptions(Options, frozen=True, kw_only=True):
@@ -217,7 +219,10 @@ class CheckOptions(Options, frozen=True, kw_only=True):
 
 
 class ConvertOptions(Options, frozen=True, kw_only=True):
-    """Write the model of a checkpoint, saved under any plan, as a folder that transformers' from_pretrained opens."""
+    """Write the model of a checkpoint, saved under any plan, as a folder that transformers' from_pretrained opens.
+
+    Of a model described with --lora an adapter is written, as a folder that peft opens.
+    """
 
     checkpoint: Annotated[Path, POSITIONAL]
     """Checkpoint (step-…), or the DONE.json of a run, which names its last and its best."""

@@ -19,7 +19,7 @@ from shardwright_train.options import CheckOptions, ConvertOptions, DescribeOpti
 def describe(options: DescribeOptions) -> None:
     """Write the description of a model."""
     frozen = tuple(map(FrozenPart.parse, options.frozen))
-    model = describe_folder(options.config_dir, options.name, options.sequence_length)
+    model = describe_folder(options.config_dir, options.name, options.sequence_length, options.lora)
     write_document(options.out, freeze(model, frozen) if frozen else model)
 
 

@@ -16,6 +16,7 @@ from shardwright_train.data.objectives import Causal, Classification, Text
 from shardwright_train.data.share import POSITIONS, Batch
 from shardwright_train.models.configuration import parse
 from shardwright_train.models.initial_weights import Filling
+from shardwright_train.models.low_rank import low_rank_fillings, with_low_rank
 from shardwright_train.models.masks import alibi_mask, alibi_slopes, mask_for, window_mask
 from shardwright_train.models.stock import Pieces, skeleton, stock_fillings, unstack
 from shardwright_train.parallel.sharding_rules import OF_OUTPUTS, WORDS, Parts, Rule
@@ -225,7 +226,7 @@ class Family:
 
         Their attention is that of a kernel, if they are to compute it.
         """
-        module = self.module(self.stock_model(model, attention), *self._place(model, layer))
+        module = self._layer(model, layer, attention)
         device = torch.get_default_device()
         return module if device.type == "meta" else module.to_empty(device=device)
 
@@ -238,7 +239,8 @@ class Family:
         """Return how transformers fills the parameters of a layer, by their names in its module."""
         with torch.device("meta"):
             module = self.build(model, layer)
-        return stock_fillings(module, lambda: self.initialize(model, module))
+        drawn = stock_fillings(module, lambda: self.initialize(model, module))
+        return {**drawn, **low_rank_fillings(module, model)}
 
     def stock_model(self, model: Model, attention: str | None = None) -> Any:
         """Return the whole stock model of a description, without weights."""
@@ -247,8 +249,11 @@ class Family:
 
     def parameter_names(self, model: Model, layer: str) -> tuple[str, ...]:
         """Return the names of a layer's parameters in its module."""
-        module = self.module(self.stock_model(model), *self._place(model, layer))
-        return tuple(name for name, _ in module.named_parameters())
+        return tuple(name for name, _ in self._layer(model, layer).named_parameters())
+
+    def _layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
+        module = self.module(self.stock_model(model, attention), *self._place(model, layer))
+        return with_low_rank(module, model, layer)
 
     @cached_property
     def rules(self) -> dict[str, Rule]:

@@ -48,7 +48,7 @@ class KeptResults(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._keeps_last = keeps_last
         self._results: list[Any] = []
-        self._replays = self._is_summed = False
+        self._replays = self._is_summed = self._repeats = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -66,6 +66,13 @@ class KeptResults(TorchDispatchMode):
         self._is_summed = False
         return result
 
+    def again(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Return a function's result, none of whose products are kept."""
+        self._repeats = True
+        result = function(*args)
+        self._repeats = False
+        return result
+
     def sum(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return the sum over ranks of a matrix product's partial results."""
         if self._replays:
@@ -76,7 +83,7 @@ class KeptResults(TorchDispatchMode):
         return x
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        product = func in _PRODUCTS
+        product = func in _PRODUCTS and not self._repeats
         if self._replays and product and self._is_summed:
             rows, columns = args[:2] if func is grouped_product else args[-2:]
             return rows.new_empty(rows.shape[0], columns.shape[-1])  # nothing reads it
@@ -111,6 +118,10 @@ class Recomputation:
     def product(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Return a matrix product that is summed over ranks and needed by nothing but that sum."""
         return function(*args, **kwargs) if self._kept is None else self._kept.product(function, *args, **kwargs)
+
+    def again(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Return a function's result, whose products are repeated: low-rank ones cost little, and are needed."""
+        return function(*args) if self._kept is None else self._kept.again(function, *args)
 
     def sum(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return the sum over ranks of a matrix product's partial results."""

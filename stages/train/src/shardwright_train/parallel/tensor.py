@@ -26,6 +26,7 @@ from shardwright_train.parallel.collectives import (
     scatter_sequence,
     sum_over_group,
 )
+from shardwright_train.parallel.low_rank import LowRankLinear
 from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Cut, Rule
 from shardwright_train.torch_private import direct_parameters
@@ -142,6 +143,8 @@ def apply_tensor_parallel(
             rules[cut.rule] = None
             if tensor_parallel.size > 1 and cut.tp_dim is None and (cut.inside or tensor_parallel.sums_outside):
                 partial.add(cut.name)
+        if isinstance(module, LowRankLinear):
+            module.recomputation = tensor_parallel.recomputation
         for rule in rules:
             _compute_with_shards(module, rule, lengths, tensor_parallel)
     return frozenset(partial)

@@ -20,6 +20,7 @@ from shardwright_train.parallel.checkpointing import Recomputation, recomputed
 from shardwright_train.parallel.collectives import Redistribution
 from shardwright_train.parallel.data import GradientAllReduce, local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
+from shardwright_train.parallel.low_rank import low_rank_rules
 from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, Sharing, parallelize
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import Randomness, RNGKey
@@ -207,7 +208,7 @@ def build_layer(
     module, named = _stock_module(context, name, strategy), {p.name: p for p in described.parameters}
     parameters = {local: named[family.described_name(kind, local)] for local, _ in module.named_parameters()}
     style = ModuleStyle(
-        rules=family.rules,
+        rules=family.rules | low_rank_rules(parameters),
         parts=family.parts.get(kind),
         after_split=lambda module, tensor_parallel: family.after_split(module, config, tensor_parallel),
         attention=context.attention,

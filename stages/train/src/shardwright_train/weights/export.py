@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from msgspec import UNSET
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from shardwright_train.models.base import Family
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import ConvertOptions
 from shardwright_train.parallel.data import torch_dtype
+from shardwright_train.weights.adapter import write_adapter
 from shardwright_train.weights.pieces import Source, key_of, piece_shape, places
 from shardwright_train.weights.reading import (
     CONFIG,
@@ -78,6 +80,10 @@ def export(options: ConvertOptions) -> None:
     plan = read_document(options.plan, Plan)
     family = family_named(plan.model.family, options.plan)
     checkpoint = _checkpoint(_folder(options.checkpoint, best=options.best), plan.model)
+    if plan.model.low_rank is not UNSET:
+        with _complete_or_none(options.out) as folder:
+            write_adapter(folder, checkpoint, plan.model, family, options.dtype)
+        return
     copied = () if options.copy_from is None else tuple(_to_copy(options.copy_from, plan.model, family))
     asked = None if options.dtype is None else torch_dtype(options.dtype)
     parameters = tuple(_parameters(plan.model, family, saved_dtypes(checkpoint), asked))
