@@ -147,7 +147,10 @@ def test_the_command_writes_a_page_that_stands_alone(config, tmp_path, capsys):
     assert {number for numbers in grid["cells"].values() for number in numbers} == set(range(len(grid["texts"])))
     assert grid["texts"][grid["cells"]["0,1,1,5"][1]] in page
     first = re.search(r'<p class="first">(.*?)</p>', page)[1]
-    assert re.match(r"\S+ \(0\.00\d+ billion parameters\) would train on 1 GPUs at [\d,]+ tokens a second: ", first)
+    assert re.match(
+        r"\S+ \(0\.00\d+ billion parameters\) would train on 1 GPU at [\d,]+ tokens \([\d,.]+ samples\) a second: ",
+        first,
+    )
     assert f"{printed.out.splitlines()[0]}" in page
     opened = []
 

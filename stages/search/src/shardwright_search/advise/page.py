@@ -96,13 +96,14 @@ def _places(axes: Axes) -> dict[tuple[int, int, int, int], tuple[Column, float]]
 def _first_line(asked: Sized) -> str:
     """Return the answer in words that need no knowledge of plans."""
     question, plan, estimate = asked.question, asked.plan, asked.estimate
-    model, speed = question.model, estimate.samples_per_s * question.model.sequence_length
+    gpus = "1 GPU" if plan.world_size == 1 else f"{plan.world_size} GPUs"
+    model, samples = question.model, estimate.samples_per_s
+    speed = f"{samples * model.sequence_length:,.0f} tokens ({samples:,.4g} samples) a second"
     return (
-        f"{model.name} ({model.parameter_count / 1e9:.3g} billion parameters) would train on {plan.world_size} GPUs at "
-        f"{speed:,.0f} tokens a second: a step of {plan.global_batch_size} samples takes "
-        f"{seconds_text(estimate.simulated_step_time_s)}, and the fullest GPU needs "
-        f"{estimate.memory_bytes / GIB:.1f} GiB. This is an estimate from the model's shapes and published figures of "
-        "the GPUs; nothing was measured."
+        f"{model.name} ({model.parameter_count / 1e9:.3g} billion parameters) would train on {gpus} at {speed}: a step "
+        f"of {plan.global_batch_size} samples takes {seconds_text(estimate.simulated_step_time_s)}, and the fullest "
+        f"GPU needs {estimate.memory_bytes / GIB:.1f} GiB. This is an estimate from the model's shapes and published "
+        "figures of the GPUs; nothing was measured."
     )
 
 
