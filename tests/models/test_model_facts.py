@@ -12,6 +12,7 @@ import yaml
 from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.types import Model
 from shardwright_models.description import model_of_config
+from shardwright_models.facts import FULL, SLIDING
 from shardwright_models.presets import read_presets
 from shardwright_models.registry import FAMILIES
 from shardwright_train.models.describe import describe_folder
@@ -282,6 +283,26 @@ def test_a_pyramid_that_cannot_be_built_is_refused_in_one_line_by_both(change, s
     with pytest.raises(BadInput) as refused:
         describe_folder(tmp_path, "m", 64)
     assert "config.json: " in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "listed", "length", "layers"),
+    [
+        ("gemma2", None, 8, ["block"] * 3),
+        ("gemma2", None, 9, [SLIDING, FULL, SLIDING]),
+        # A list of its own could not be told from the rule's.
+        ("gemma2", [FULL, FULL, SLIDING], 8, [FULL, FULL, SLIDING]),
+        ("gemma2", [SLIDING, FULL, SLIDING], 8, ["block"] * 3),
+        # Angles differ, too.
+        ("gemma3_text", None, 8, [SLIDING, SLIDING, FULL]),
+    ],
+)
+def test_blocks_whose_windows_hold_a_sample_are_alike_and_configured_as_they_were(name, listed, length, layers):
+    config = {"model_type": name, **TINY, "num_hidden_layers": 3, "sliding_window": 8, "layer_types": listed}
+    config |= {"sliding_window_pattern": 3} if name == "gemma3_text" else {}
+    model, family = model_of_config(config, "m", length, "config.json"), family_named(name, "test")
+    assert list(model.layers) == layers
+    assert family.configuration(model).layer_types == family.configured(config).layer_types
 
 
 def test_shapes_need_no_torch():
