@@ -68,7 +68,10 @@ def advice_page(advice: Advice, column: Column, axes: Axes, outcomes: Outcomes) 
     plans = [((name, words), numbers, False) for name, words, *numbers in plan_rows(advice.question, advice.plans)]
     sections = [
         ("Other sizes", f"{_NO_SCRIPT}{_sliders(labels, here)}{answer}"),
-        ("The plan", f'<p class="soft">Rows are pipeline stages, columns are layers.</p>{plan}'),
+        (
+            "The plan",
+            f'<p class="soft">Rows are pipeline stages, columns are layers. Pictures grow when they are clicked.</p>{plan}',
+        ),
         ("Memory of a GPU, by category", memory),
         ("Memory against time", f"<p>{_FRONT}</p>{front}"),
         ("The best plan for the asked size, and others", html_table(PLAN_HEADINGS[:2], PLAN_HEADINGS[2:], plans)),
