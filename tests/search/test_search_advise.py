@@ -12,7 +12,7 @@ import pytest
 from shardwright_estimate.accuracy import SEEN
 from shardwright_formats.command.command_line import _exit_code
 from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.types import DataParallel, Plan, Schedule
+from shardwright_formats.types import DataParallel, Plan, Schedule, SequenceParallel
 from shardwright_models.presets import read_presets
 from shardwright_models.registry import FAMILIES
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
@@ -204,6 +204,7 @@ def test_what_fits_nowhere_ends_with_3_and_says_by_how_much(capsys, tmp_path):
         ({"--batch": "0"}, "--batch"),
         ({"--against": "tp=3"}, "tp 3 x pp 1 does not divide 8 GPUs"),
         ({"--against": "tp=8,mbs=3"}, "dp 1 x mbs 3 does not divide the batch 16"),
+        ({"MODEL": "swin-large", "--against": "tp=2,sp=1"}, "tp_size 2 does not divide windows_across_positions 1"),
         ({"--against": "tq=8"}, "'tq' is no file, no rule and no key"),
         ({"--against": "tp=many"}, "tp 'many' is no number from 1"),
         ({"--against": "zero=4"}, "zero '4': choose 0, 1, 2, 3"),
@@ -226,6 +227,16 @@ def test_bad_input_is_one_line_and_2(change, said, capsys, tmp_path):
     assert (code, told) == (2, "")
     assert error.startswith("error: ") and error.count("\n") == 1 and said in error
     assert not (tmp_path / "p.json").exists()
+
+
+def test_no_choice_shares_out_a_sequence_that_layers_take_whole():
+    question = _question("swin-large", "8:A100-40", 128)
+    plans = [reading_of("tp=2,mbs=8", question.setting).plan, plan_of_rule("tp8", question, lambda _: True)]
+    for plan in plans:
+        assert {layer.tp_size for layer in plan.layers} == {2}
+        assert {layer.sequence_parallel for layer in plan.layers} == {SequenceParallel.NONE}
+    usual = reading_of("tp=2,mbs=8", _question(batch=128).setting).plan
+    assert {layer.sequence_parallel for layer in usual.layers} == {SequenceParallel.MEGATRON}
 
 
 def test_a_config_must_say_how_long_samples_are(config):

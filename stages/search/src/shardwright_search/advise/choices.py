@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright_formats.io import BadInput, read_bytes
-from shardwright_formats.types import MIB, DataParallel, GradientReduction, Plan, Recompute, SequenceParallel
+from shardwright_formats.types import MIB, DataParallel, GradientReduction, Model, Plan, Recompute, SequenceParallel
 from shardwright_search.advise.question import Question
 from shardwright_search.interop.limits import Reading, Setting
 from shardwright_search.interop.megatron_reader import read_megatron
@@ -30,8 +30,7 @@ _KEYS = {"tp", "pp", "mbs", "zero", "sp", "recompute", "vpp"}
 _SUFFIXES = {Path(target.file_name).suffix for target in TARGETS.values()} - {".txt"}
 """Endings of files that are no choice where there is no such file."""
 _COUNT = re.compile(r"[1-9]\d{0,6}")
-_SHARED = SequenceParallel.MEGATRON
-"""Megatron-LM's sequence parallelism, which does nothing without tensor parallelism."""
+_SPLITS = {"0": SequenceParallel.NONE, "1": SequenceParallel.MEGATRON}
 
 
 def reading_of(text: str, setting: Setting) -> Reading:
@@ -43,7 +42,7 @@ def reading_of(text: str, setting: Setting) -> Reading:
     if text.startswith("--"):
         return read_megatron(text, f"--against {text}", setting)
     if not path.is_file() and path.suffix not in _SUFFIXES:
-        return Reading(setting.plan(_pairs(text), f"--against {text}"))
+        return Reading(setting.plan(_pairs(text, setting.model), f"--against {text}"))
     content = read_bytes(path, _MAX_BYTES).decode(errors="replace")
     reads = next((each.read for each in TARGETS.values() if each.is_its_file(path, content)), None)
     if reads is None and path.suffix in _SUFFIXES:
@@ -52,7 +51,16 @@ def reading_of(text: str, setting: Setting) -> Reading:
     return (reads or read_megatron)(content, text, setting)
 
 
-def _pairs(text: str) -> UniformStrategy:
+def _usual_split(model: Model) -> SequenceParallel:
+    """Return Megatron-LM's sequence parallelism, which does nothing without tensor parallelism.
+
+    None where layers take whole sequences, as those of Swin with windows of an image do.
+    """
+    whole = any(kind.sequence_must_divide for kind in model.types.values())
+    return SequenceParallel.NONE if whole else SequenceParallel.MEGATRON
+
+
+def _pairs(text: str, model: Model) -> UniformStrategy:
     """Return the choice of `tp=8,pp=4`; zero 3 reduces each microbatch's gradients, as FSDP keeps shards of them."""
     pairs = dict(part.partition("=")[::2] for part in text.split(","))
     if unknown := sorted(set(pairs) - _KEYS):
@@ -65,7 +73,7 @@ def _pairs(text: str) -> UniformStrategy:
         pp_size=_count(text, pairs, "pp"),
         micro_batch_size=_count(text, pairs, "mbs"),
         data_parallel=data_parallel,
-        sequence_parallel=_one_of(text, "sp", pairs.get("sp", "1"), {"0": SequenceParallel.NONE, "1": _SHARED}),
+        sequence_parallel=_one_of(text, "sp", pairs["sp"], _SPLITS) if "sp" in pairs else _usual_split(model),
         recompute=_one_of(text, "recompute", pairs.get("recompute", "none"), _RECOMPUTE),
         gradient_reduction=GradientReduction.EVERY_MICROBATCH if shards else GradientReduction.DEFERRED,
         chunks=_count(text, pairs, "vpp"),
@@ -118,7 +126,7 @@ def _shapes(question: Question, tp_sizes: Sequence[int]) -> Iterator[UniformStra
     """Yield ZeRO-1 with micro-batches of 1, the fewest model-parallel ranks first, then with full recomputation."""
     devices, layers = question.cluster.num_devices, len(question.model.layers)
     sizes = [(t * p, -t, t, p) for t in tp_sizes for p in divisors(devices // t) if p <= layers]
-    choice = UniformStrategy(data_parallel=DataParallel.ZERO2, sequence_parallel=_SHARED)
+    choice = UniformStrategy(data_parallel=DataParallel.ZERO2, sequence_parallel=_usual_split(question.model))
     for recompute in (Recompute.NONE, Recompute.FULL):
         for _, _, tp_size, pp_size in sorted(sizes):
             yield choice._replace(tp_size=tp_size, pp_size=pp_size, recompute=recompute)
@@ -128,7 +136,12 @@ def _from_table(question: Question) -> Iterator[UniformStrategy]:
     """Yield the row of the next larger model, with its micro-batch and then ever smaller ones."""
     parameters = question.model.parameter_count
     _, tp_size, pp_size, largest = next((row for row in _TABLE if row[0] >= parameters), _TABLE[-1])
-    choice = UniformStrategy(tp_size=tp_size, pp_size=pp_size, sequence_parallel=_SHARED, recompute=Recompute.FULL)
+    choice = UniformStrategy(
+        tp_size=tp_size,
+        pp_size=pp_size,
+        sequence_parallel=_usual_split(question.model),
+        recompute=Recompute.FULL,
+    )
     yield from (choice._replace(micro_batch_size=size) for size in (16, 8, 4, 2, 1) if size <= largest)
 
 
