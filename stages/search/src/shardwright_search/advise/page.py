@@ -32,6 +32,7 @@ _FRONT = (
     "Each point is the best plan for a budget of memory: a faster step needs more of it. Hollow points are of searches "
     "that were stopped: faster plans may exist. The ring is at the budget that is chosen."
 )
+_ROWS = "Rows are pipeline stages, columns are layers. Pictures grow when they are clicked."
 _NAMES = ("GPUs", "Samples of a step", "Tokens of a sample", "Memory that a plan may use of a GPU")
 _NO_SCRIPT = (
     "<noscript><p>The sliders need JavaScript, which this browser does not run. All else is here.</p></noscript>"
@@ -68,10 +69,7 @@ def advice_page(advice: Advice, column: Column, axes: Axes, outcomes: Outcomes) 
     plans = [((name, words), numbers, False) for name, words, *numbers in plan_rows(advice.question, advice.plans)]
     sections = [
         ("Other sizes", f"{_NO_SCRIPT}{_sliders(labels, here)}{answer}"),
-        (
-            "The plan",
-            f'<p class="soft">Rows are pipeline stages, columns are layers. Pictures grow when they are clicked.</p>{plan}',
-        ),
+        ("The plan", f'<p class="soft">{_ROWS}</p>{plan}'),
         ("Memory of a GPU, by category", memory),
         ("Memory against time", f"<p>{_FRONT}</p>{front}"),
         ("The best plan for the asked size, and others", html_table(PLAN_HEADINGS[:2], PLAN_HEADINGS[2:], plans)),
