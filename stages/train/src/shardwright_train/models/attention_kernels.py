@@ -12,8 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import layout_of
-from shardwright_formats.types import EMBEDDING, HEAD, Attention, Plan, Precision
-from shardwright_models.facts import Mask
+from shardwright_formats.types import EMBEDDING, HEAD, Attention, Heads, Model, Plan, Precision, base_type
+from shardwright_models.facts import ATTENDED, Mask
 from shardwright_train.models.base import Family
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import flash_attn_is_installed, flash_obstacle
@@ -122,11 +122,10 @@ def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool
     Without a mask transformers hands the heads of a group that share their keys over as they are (`enable_gqa`).
     """
     dtype, config = getattr(torch, plan.precision.compute), family.configuration(plan.model)
-    attentions = (region.attention for kind in plan.model.types.values() for region in kind.regions)
     leaves_out = family.facts.mask
     by_mask, learned = by_document or leaves_out in (Mask.PADDING, Mask.BIAS), leaves_out is Mask.BIAS
-    length, make = plan.model.sequence_length, partial(torch.zeros, dtype=dtype, device=device)
-    for heads in {heads for heads in attentions if heads is not None}:
+    make = partial(torch.zeros, dtype=dtype, device=device)
+    for heads, length in dict.fromkeys(_attentions(plan.model, family)):
         masked = by_mask or heads.window is not None or heads.alibi
         causal = leaves_out is Mask.CAUSAL and not masked
         group = 1 if masked else heads.heads // heads.kv_heads
@@ -141,6 +140,14 @@ def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool
         except RuntimeError as error:
             return f"has no fused kernel here ({' '.join(str(error).split())})"
     return None
+
+
+def _attentions(model: Model, family: Family) -> Iterator[tuple[Heads, int]]:
+    """Yield the heads of each attention, and the positions that a kernel is given: those of a sample, or a window."""
+    config = family.facts.configured(model.config)
+    for name, kind in model.types.items():
+        length = family.facts.shapes(base_type(name), config).get(ATTENDED, model.sequence_length)
+        yield from ((region.attention, length) for region in kind.regions if region.attention is not None)
 
 
 def _drops_alike(plan: Plan, family: Family) -> str | None:
