@@ -269,23 +269,6 @@ def test_heads_that_share_their_keys_are_tried_as_transformers_hands_them_over(
     assert found == "has no fused kernel here (seen)"
 
 
-@pytest.mark.parametrize(("family", "positions"), [("swin", 4), ("t5", 16)])
-def test_a_kernel_is_tried_on_the_positions_that_it_is_given(
-    family: str, positions: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of a window of an image, or of a sample, with a mask that is learned."""
-    tried = []
-
-    def attend(query: Tensor, _key: Tensor, _value: Tensor, mask: Tensor, *_rest: object, **_more: object) -> Tensor:
-        tried.append((query.shape[2], tuple(mask.shape), mask.requires_grad))
-        return query
-
-    monkeypatch.setattr(kernels, "scaled_dot_product_attention", attend)
-    plan = random_plan(tiny(family), 0, 1, "float32", stages=1)
-    assert kernels._refusal(plan, family_named(family, "test"), torch.device("cpu")) is None
-    assert set(tried) == {(positions, (positions, positions), True)}
-
-
 @pytest.fixture
 def cpu_kernels() -> Iterator[None]:
     yield
