@@ -2,17 +2,29 @@
 
 from collections import Counter
 from enum import StrEnum
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
 
 import pytest
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from shardwright_formats.semantics.axes import Axis, axes_of, effective, layout_of, strategy_on
 from shardwright_formats.semantics.communication import parameter_messages
 from shardwright_formats.semantics.layout import parameter_box
-from shardwright_formats.types import DataParallel, LayerType, Parameter, SequenceParallel, Strategy
+from shardwright_formats.semantics.parameter_groups import parameter_groups
+from shardwright_formats.types import (
+    DataParallel,
+    ExpertStrategy,
+    LayerStrategy,
+    LayerType,
+    Parameter,
+    SequenceParallel,
+    Strategy,
+)
+from shardwright_formats.types.plan import misfit
+from shardwright_models.description import model_of_config
 
 NONE, MEGATRON, ULYSSES = SequenceParallel
 
@@ -148,10 +160,62 @@ def test_zero_cuts_experts_that_the_ranks_do_not_divide_along_what_nothing_else_
     parameter = Parameter(name="gate_up", shape=(4, 2, 6, 16), tp_dim=2, ep_dim=0)
     strategy = Strategy(tp_size=2, dp_size=shards, data_parallel=DataParallel.ZERO3)
     boxes = [parameter_box(parameter, strategy, rank) for rank in range(2 * shards)]
-    assert parameter.states_dim(shards) == dim
+    assert parameter.states_dim(2, shards) == dim
     assert {box[other] for box in boxes for other in (0, 1, 3) if other != dim} <= {(0, 4), (0, 2), (0, 16)}
     sizes = [prod(high - low for low, high in box) for box in boxes]
     assert sum(sizes) == 4 * 2 * 6 * 16 and max(sizes) == parameter.shard_numel(2, shards)
     held = [set(product(*(range(low, high) for low, high in box))) for box in boxes]
     assert len(set[tuple[int, ...]]().union(*held)) == sum(sizes)
     assert shards == 5 or len(set(sizes)) == 1
+
+
+@pytest.mark.parametrize(("ep_size", "shard_size"), [(1, 0), (2, 0), (4, 0), (8, 0), (2, 2)])
+def test_ranks_that_share_experts_out_hold_each_expert_once_and_the_rest_as_the_layer_says(
+    ep_size: int, shard_size: int
+) -> None:
+    experts = ExpertStrategy(ep_size=ep_size, data_parallel=DataParallel.ZERO3, shard_size=shard_size)
+    split = {"tp_size": 2, "dp_size": 4, "sequence_parallel": SequenceParallel.MEGATRON}
+    layer = LayerStrategy(type="sparse", **split, experts=experts)
+    gate_up, router = Parameter(name="up", shape=(8, 2, 6, 16), tp_dim=2, ep_dim=0), Parameter(name="g", shape=(8, 16))
+    held = Counter[tuple[int, ...]]()
+    for rank in range(8):
+        box = parameter_box(gate_up, layer, rank)
+        assert box[2] == (0, 6) and set(range(*box[0])) <= set(range(*_experts_of(rank, ep_size)))
+        held.update(product(*(range(low, high) for low, high in box)))
+        assert parameter_box(router, layer, rank) == ((0, 8), (0, 16))
+    assert set(held.values()) == {8 // ep_size // (shard_size or 8 // ep_size)} and len(held) == 8 * 2 * 6 * 16
+    kind = LayerType(parameters=(gate_up, router), forward_flops_per_sample=0)
+    (rest, dense), (shared, grid) = parameter_groups(kind, layer)
+    assert (rest.parameters, shared.parameters) == ((router,), (gate_up.by_experts,))
+    assert (dense.experts, axes_of(grid).dense.tensor) == (UNSET, Axis(ep_size))  # type: ignore[attr-defined]
+
+
+def _experts_of(rank: int, ep_size: int) -> tuple[int, int]:
+    count = 8 // ep_size
+    return rank % ep_size * count, (rank % ep_size + 1) * count
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"experts": ExpertStrategy(ep_size=3)}, "ep_size 3 does not divide the 4 ranks of the stage"),
+        ({"tp_size": 2, "dp_size": 2, "experts": ExpertStrategy(ep_size=2)}, "positions of their own"),
+        ({"experts": ExpertStrategy(ep_size=2, shard_size=2)}, "ddp shards nothing"),
+        ({"experts": ExpertStrategy(ep_size=2, data_parallel=DataParallel.ZERO2, shard_size=2)}, "no true divisor"),
+    ],
+)
+def test_what_cannot_share_experts_out_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        LayerStrategy(**{"type": "sparse", "tp_size": 1, "dp_size": 4} | changes)
+
+
+def test_only_what_has_experts_shares_them_out() -> None:
+    config = {"model_type": "mixtral", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 6}
+    model = model_of_config(config, "m", 16, "config.json")
+    asked = partial(LayerStrategy, type="sparse", tp_size=1, dp_size=4)
+    assert misfit(model, "sparse", asked(experts=ExpertStrategy(ep_size=2))) is None
+    assert (
+        misfit(model, "sparse", asked(experts=ExpertStrategy(ep_size=4))) == "ep_size 4 does not divide its 6 experts"
+    )
+    assert misfit(model, "head", asked(experts=ExpertStrategy(ep_size=2))) == "it has no experts to share out"

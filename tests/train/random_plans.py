@@ -11,7 +11,13 @@ from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Precision, Schedule, misfit
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import (
+    DataParallel,
+    LayerStrategy,
+    Recompute,
+    SequenceParallel,
+    Strategy,
+)
 
 _LOW = ("bfloat16", "float16")
 

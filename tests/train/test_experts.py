@@ -8,13 +8,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from shared_experts import shared_plans
 from stock_experts import sample_balance, with_balance
 from tiny_models import tiny
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import Strategy
+from shardwright_formats.types import DataParallel, Recompute, SequenceParallel, Strategy
 from shardwright_models.experts import SPARSE
 from shardwright_train.models.experts import balance, chosen
 from shardwright_train.models.registry import family_named
@@ -131,3 +132,13 @@ def test_recomputed_experts_have_the_gradients_of_kept_ones(stock: Any, kind: st
         same(ran(part, hidden, run), kept, 0.0)
     if grouped:
         same(ran(part, hidden), kept, 0.05)
+
+
+def test_the_compared_plans_share_experts_out_in_every_way() -> None:
+    layers = [layer for size in (2, 4) for plan in shared_plans(size) for layer in plan.layers]
+    shared = [(layer, grid) for layer in layers if (grid := layer.expert_grid) is not None]
+    assert {grid.tp_size for _, grid in shared} == {1, 2, 4}
+    assert {grid.data_parallel for _, grid in shared if grid.dp_size > 1} == set(DataParallel)
+    assert {layer.recompute for layer, grid in shared if grid.tp_size > 1} == set(Recompute)
+    split = {layer.sequence_parallel for layer, grid in shared if layer.tp_size > 1 and grid.tp_size > 1}
+    assert split == {SequenceParallel.MEGATRON, SequenceParallel.ULYSSES}

@@ -7,6 +7,7 @@ import pytest
 from random_plans import bare_plan, random_plan, uneven_plan
 from rest_long import rest_long
 from run_parity import TOLERANCE
+from shared_experts import shared_plans
 from tiny_models import CONFIGS, tiny
 
 from shardwright_formats.semantics.axes import layout_of
@@ -99,6 +100,7 @@ def _half_on_two(half: int) -> list[Plan]:
     compiled = _compiled(random_plan(tiny(COMPILED[half]), 0, 2))
     packed = [plan for i, plan in enumerate(packed) if (i % (len(PACKED) + 1) == 0) == (half == 0)]
     chunked = [_chunked_plan()] if half == 0 else []
+    packed += shared_plans(2)[half::2]
     return [*low_precision, *drawn, compiled, *grouped[half::2], *packed, *chunked]
 
 
@@ -208,7 +210,7 @@ def two_ranks_again(compare: Compare) -> Errors:
 @pytest.fixture(scope="module")
 def more_ranks(compare: Compare) -> Errors:
     drawn = [*_plans(4), *_uneven_plans(), *_bare_plans(), *_grouped_plans(4), *_packed_plans(4)]
-    four = compare([*drawn, _replicas_behind_a_cut(), *_in_groups(4)])
+    four = compare([*drawn, *shared_plans(4), _replicas_behind_a_cut(), *_in_groups(4)])
     return four | compare([*_plans(8), *_in_groups(8)])
 
 
@@ -252,6 +254,16 @@ def test_documents_of_one_sample_train_as_if_each_were_alone(
 ) -> None:
     found: Errors = request.getfixturevalue(ranks)
     exact = {name: errors for name, errors in found.items() if name.startswith("packed")}
+    assert len(exact) == count
+    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip((*ON_TWO, "more_ranks"), (1, 1, 8), strict=True)))
+def test_experts_that_ranks_share_out_train_exactly_as_one_process(
+    request: pytest.FixtureRequest, ranks: str, count: int
+) -> None:
+    found: Errors = request.getfixturevalue(ranks)
+    exact = {name: errors for name, errors in found.items() if name.startswith("shared")}
     assert len(exact) == count
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 

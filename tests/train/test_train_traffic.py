@@ -11,6 +11,7 @@ import pytest
 from command_calls import call
 from random_plans import bare_plan, cluster_of, precision_of, random_plan, uneven_plan
 from rest_long import rest_long
+from shared_experts import MODELS, with_shared_experts
 from tiny_models import tiny
 
 from shardwright_formats.io import write_document
@@ -121,6 +122,14 @@ def test_layers_that_stay_gathered_from_pass_to_pass_are_not_gathered_again(sche
     assert spared > 0
     for rank in (1, 6):
         assert counted(plan, rank) == by_formula(plan, rank)
+
+
+@pytest.mark.parametrize(("family", "number"), [("mixtral", 0), ("mixtral", 1), ("qwen3_moe", 0), ("qwen3_moe", 3)])
+def test_experts_that_ranks_share_out_move_the_bytes_of_even_load(family: str, number: int) -> None:
+    (model,) = (model for model in MODELS if model.family == family)
+    plan = with_shared_experts(random_plan(model, number, WORLD, "bfloat16"), number)
+    assert any(message.cause is Cause.EXPERTS for message in step_messages(plan, 5))
+    assert counted(plan, 5) == by_formula(plan, 5)
 
 
 @pytest.mark.parametrize(("family", "number"), RANDOM)

@@ -10,6 +10,7 @@ import torch
 from forked_ranks import run_worker
 from random_plans import random_plan, uneven_plan
 from safetensors.torch import load_file
+from shared_experts import with_shared_experts
 from tiny_models import CONFIGS, batch_of, stock_logits, stock_model, tiny
 from torch import Tensor, nn
 
@@ -47,7 +48,8 @@ def pairs() -> list[Plan]:
     for number, model in enumerate((*MODELS, TIED, ROTATED)):
         second = uneven_plan if number % 2 else random_plan
         name = f"{model.family} {number}"
-        plans = random_plan(model, 40 + number, RANKS, "float32"), second(model, 50 + number, RANKS)
+        shared = with_shared_experts(second(model, 50 + number, RANKS), number)
+        plans = random_plan(model, 40 + number, RANKS, "float32"), shared
         found += [msgspec.structs.replace(plan, name=f"{name} {i}") for i, plan in enumerate(plans)]
     return found
 

@@ -87,5 +87,8 @@ def _strategy_parts(strategy: Strategy) -> Iterator[str]:
         yield strategy.data_parallel + (f" in groups of {strategy.shard_size}" if strategy.shard_size else "")
     if strategy.sequence_parallel is not SequenceParallel.NONE:
         yield strategy.sequence_parallel
+    if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) is not None:
+        kind = f" {grid.data_parallel}" if axes_of(grid).dense.states.size > 1 else ""
+        yield f"experts ep{grid.tp_size}{kind}" + (f" in groups of {grid.shard_size}" if grid.shard_size else "")
     if isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE:
         yield f"recompute {strategy.recompute}"

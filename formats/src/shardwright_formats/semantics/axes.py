@@ -25,6 +25,7 @@ from shardwright_formats.types import DataParallel, SequenceParallel, Strategy
 _KNOWN_FIELDS = {
     *("tp_size", "tp_consecutive", "dp_size", "data_parallel", "shard_size", "sequence_parallel"),
     *("type", "recompute"),  # these two cut nothing
+    "experts",  # whose axes are those of a strategy of their own, `expert_grid`
 }
 
 

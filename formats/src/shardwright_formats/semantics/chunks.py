@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from shardwright_formats.semantics.axes import Layout, layout_of
 from shardwright_formats.semantics.layout import Transfer, redistribution_plan
+from shardwright_formats.semantics.parameter_groups import parameter_groups
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel, Plan, Strategy
@@ -107,6 +108,8 @@ def gathers_spared(plan: Plan, stage: int, chunk: int) -> Counter[tuple[str, Pas
     spared: Counter[tuple[str, Pass | bool | None]] = Counter()
     for during, (name, kind, strategy) in zip(Pass, (layers[0], layers[-1]) if layers else (), strict=False):
         # A backward pass ends before the layers that no gradient goes through.
-        if strategy.data_parallel is DataParallel.ZERO3 and plan.model.types[kind].has_backward:
+        groups = parameter_groups(plan.model.types[kind], strategy)
+        zero3 = any(group.strategy.data_parallel is DataParallel.ZERO3 for group in groups)
+        if zero3 and plan.model.types[kind].has_backward:
             spared[name, during] = sum(here is not during is there for here, there in pairs)
     return spared

@@ -7,11 +7,7 @@ what this rank sends; sends are counted by the sender.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from enum import StrEnum
 from math import lcm, prod
-from typing import NamedTuple
-
-from msgspec import UNSET
 
 from shardwright_formats.semantics import tied_weights
 from shardwright_formats.semantics.axes import Axis, Layout, axes_of, layout_of
@@ -22,7 +18,11 @@ from shardwright_formats.semantics.chunks import (
     incoming_layout,
     needs_gradient,
 )
+from shardwright_formats.semantics.expert_messages import expert_messages, shares_experts
 from shardwright_formats.semantics.layout import closed_groups, parameter_box, sent_numel
+from shardwright_formats.semantics.messages import Cause as Cause
+from shardwright_formats.semantics.messages import Message as Message
+from shardwright_formats.semantics.parameter_groups import ParameterGroup, parameter_groups
 from shardwright_formats.semantics.regathers import regathers
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.hardware_profile import Collective
@@ -34,49 +34,8 @@ LOSS_ELEMENTS = 1 << 24
 """Logits that the cross entropy has in float32 at a time."""
 _REDUCTIONS = 2
 """Sums of the cross entropy over the ranks for a position: of the exponentials and of the label's logit."""
-COUNT_BYTES = 4
-"""Bytes of the number that counts how often an expert was chosen."""
 _NORM_BYTES = 3 * 8
 """Loss, squared gradient norm and the wish to stop, in float64."""
-
-
-class Cause(StrEnum):
-    """Why bytes move."""
-
-    PARAMETERS = "parameters"
-    """ZeRO gathers parameters."""
-    GRADIENTS = "gradients"
-    """Data-parallel ranks sum gradients."""
-    PARTIAL_GRADIENTS = "partial_gradients"
-    """Tensor-parallel ranks sum the gradients of replicated parameters that each applied to its own part."""
-    TENSOR_PARALLEL = "tensor_parallel"
-    """Activations enter and leave matrices that ranks share."""
-    ULYSSES = "ulysses"
-    """Positions are exchanged for heads."""
-    EXPERTS = "experts"
-    """Ranks that share a sequence count how often each expert was chosen."""
-    LOSS = "loss"
-    """Ranks that share a vocabulary sum their parts of the cross entropy."""
-    REDISTRIBUTION = "redistribution"
-    """Two layers lie differently over the ranks."""
-    PIPELINE = "pipeline"
-    """Sends between pipeline stages."""
-    TIED_PARAMETERS = "tied_parameters"
-    """Gradients of parameters that several layers hold replicas of."""
-    NORM = "norm"
-    """Loss, gradient norm and the wish to stop, over all ranks."""
-
-
-class Message(NamedTuple):
-    """A collective or a send that a rank takes part in, so many times."""
-
-    cause: Cause
-    collective: Collective
-    group_size: int
-    bytes: int
-    during: Pass | None
-    """The pass that it belongs to; None at the end of a step."""
-    times: int = 1
 
 
 _Crossing = tuple[Collective | None, Collective | None]
@@ -112,6 +71,18 @@ def parameter_messages(
     Where groups of ranks hold replicas of each other's parts (HSDP), each part's gradients are then summed over these.
     Frozen parameters are gathered and have no gradients; where no backward pass goes through the layer, none gathers.
     """
+    for group in parameter_groups(kind, strategy):
+        yield from _group_messages(group, compute_itemsize, reduce_itemsize, microbatches, reduce_every_microbatch)
+
+
+def _group_messages(
+    group: ParameterGroup,
+    compute_itemsize: int,
+    reduce_itemsize: int,
+    microbatches: int,
+    reduce_every_microbatch: bool,
+) -> Iterator[Message]:
+    kind, strategy = group
     dense = axes_of(strategy).dense
     ranks, replicas = dense.shards, dense.replicas
     if ranks == replicas == 1:
@@ -165,23 +136,25 @@ def region_messages(
     """
     axes = axes_of(strategy)
     kind, ranks = model.types[type_name], axes.layout.sample_ranks
+    experts = expert_messages(kind, strategy, samples, tensors_of(model, kind), itemsize, microbatches)
+    yield from (m for m in experts if kind.has_backward or m.during is Pass.FORWARD)
     if ranks == 1:
         return
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     positions = axes.rank_samples(samples) * itemsize
     # Levels of a pyramid hand on other sizes than the embedding does: a layer's messages are of its own outputs.
-    tensors = {tensor.name: tensor for tensor in kind.outputs or model.received_by(HEAD)}
+    tensors = tensors_of(model, kind)
     for index, (region, regathered) in enumerate(zip(kind.regions, regathers(kind), strict=True)):
         alone = recompute.value == region.name
         replays = recompute in (Recompute.FULL, Recompute.SELECTIVE) or alone
         ends = (alone or index == len(kind.regions) - 1) and recompute.value not in region.replays_sum
         if axes.exchanges_heads:
             sizes = {name: positions * tensor.sequence_length for name, tensor in tensors.items()}
-            exchanges = list(_ulysses_messages(region, ranks, sizes, replays, microbatches))
-            if region.name == "mlp":
-                exchanges += _expert_counts(kind, ranks, axes.rank_samples(samples), replays, microbatches)
+            exchanges = _ulysses_messages(region, ranks, sizes, replays, microbatches)
             yield from (m for m in exchanges if kind.has_backward or m.during is Pass.FORWARD)
             continue
+        if region.name == "mlp" and shares_experts(strategy):
+            continue  # each rank's positions go to experts, not to all of its group
         entering, leaving = _GATHERED_SEQUENCE if axes.gathers_sequence else _WHOLE_SEQUENCE
         # What is gathered in a replay stays gathered until the backward pass behind it.
         crossings = [(name, *entering, replays or (axes.gathers_sequence and regathered)) for name in region.enters]
@@ -196,6 +169,11 @@ def region_messages(
             for during, collective in [*collectives, (Pass.BACKWARD, forward)] if replayed else collectives:
                 if collective is not None and (kind.has_backward or during is Pass.FORWARD):
                     yield Message(Cause.TENSOR_PARALLEL, collective, ranks, size, during, microbatches)
+
+
+def tensors_of(model: Model, kind: LayerType) -> dict[str, BoundaryTensor]:
+    """Return the tensors that the regions of a layer type take in and give, by name."""
+    return {tensor.name: tensor for tensor in kind.outputs or model.received_by(HEAD)}
 
 
 _WHOLE_SEQUENCE: tuple[_Crossing, _Crossing] = ((None, Collective.ALL_REDUCE), (Collective.ALL_REDUCE, None))
@@ -219,14 +197,6 @@ def _ulysses_messages(
     for size in (queries, keys):
         for during, times in ((Pass.FORWARD, 2), (Pass.BACKWARD, 4 if replays else 2)):
             yield Message(Cause.ULYSSES, Collective.ALL_TO_ALL, ranks, size, during, times * microbatches)
-
-
-def _expert_counts(kind: LayerType, ranks: int, samples: int, replays: bool, microbatches: int) -> Iterator[Message]:
-    """Yield the sums of how often each expert was chosen in each sample, which a balance loss takes whole."""
-    if kind.experts is not UNSET:
-        size = samples * kind.experts.number * COUNT_BYTES
-        for during in (Pass.FORWARD, Pass.BACKWARD) if replays else (Pass.FORWARD,):
-            yield Message(Cause.EXPERTS, Collective.ALL_REDUCE, ranks, size, during, microbatches)
 
 
 def loss_messages(
@@ -283,10 +253,12 @@ def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[M
             moved = current, wanted, me, samples, compute, microbatches
             yield from redistribution_messages(model.received_by(name), *moved, gradient)
         current, gradient = wanted, kind.has_backward
-        for message in parameter_messages(kind, strategy, compute, reduce, microbatches, each_microbatch):
-            times = message.times - spared[name, message.cause is Cause.PARAMETERS and message.during]
-            if times:
-                yield message._replace(times=times)
+        for group in parameter_groups(kind, strategy):
+            stays = group.strategy.data_parallel is DataParallel.ZERO3
+            for message in _group_messages(group, compute, reduce, microbatches, each_microbatch):
+                times = message.times - stays * spared[name, message.cause is Cause.PARAMETERS and message.during]
+                if times:
+                    yield message._replace(times=times)
         yield from region_messages(model, type_name, strategy, samples, compute, microbatches)
         if name == HEAD:
             yield from loss_messages(kind, strategy, samples, compute, microbatches)

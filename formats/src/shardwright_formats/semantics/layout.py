@@ -4,8 +4,10 @@ from functools import lru_cache
 from itertools import cycle
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from shardwright_formats.semantics.axes import ActivationShard, Layout, axes_of
-from shardwright_formats.types import Parameter, Strategy
+from shardwright_formats.types import ExpertGrid, LayerStrategy, Parameter, Strategy
 
 
 class Transfer(NamedTuple):
@@ -26,12 +28,16 @@ def parameter_box(parameter: Parameter, strategy: Strategy, rank: int) -> Box:
     Tensor parallelism cuts `tp_dim` first; ZeRO then cuts a dim of what is left, `states_dim`, mostly the first, among
     neighbouring data-parallel ranks, `shard_size` of them or all.
     """
+    if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) and parameter.ep_dim is not UNSET:
+        strategy = grid
+    if isinstance(strategy, ExpertGrid):
+        parameter = parameter.by_experts
     tensor, states, shards = axes_of(strategy).dense
     ranges = [(0, length) for length in parameter.shape]
     if parameter.tp_dim is not None:
         ranges[parameter.tp_dim] = _share(ranges[parameter.tp_dim], tensor.size, tensor.part_of(rank))
     if shards > 1 and ranges:
-        dim = parameter.states_dim(shards)
+        dim = parameter.states_dim(tensor.size, shards)
         padded = -(-parameter.shape[dim] // tensor.size) if parameter.tp_dim == dim else parameter.shape[dim]
         start, end = ranges[dim]
         low, high = _share((start, start + padded), shards, states.part_of(rank) % shards)

@@ -5,6 +5,7 @@ from math import prod, sqrt
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType, field
+from msgspec.structs import replace
 
 from shardwright_formats.io import Document, Value, sha256_of_value
 from shardwright_formats.types.limits import (
@@ -64,12 +65,17 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         length = self.shape[self.tp_dim]
         return prod(self.shape) // length * -(-length // parts)
 
-    def states_dim(self, shards: int) -> int:
-        """Return the dim that ZeRO cuts into so many equal parts, of which the last ones are padded: the first.
+    @property
+    def by_experts(self) -> "Parameter":
+        """Return the parameter as ranks cut it that share experts out as a whole."""
+        return self if self.ep_dim is UNSET else replace(self, tp_dim=self.ep_dim)
+
+    def states_dim(self, parts: int, shards: int) -> int:
+        """Return the dim that ZeRO cuts a tensor-parallel part at, into equal shards, the last ones padded: the first.
 
         Where they do not divide the experts it is the last dim that nothing else cuts, if they divide that.
         """
-        if self.ep_dim is UNSET or self.shape[self.ep_dim] % shards == 0:
+        if self.ep_dim is UNSET or self._length(self.ep_dim, parts) % shards == 0:
             return 0
         last = max(dim for dim in range(len(self.shape)) if dim not in (self.ep_dim, self.tp_dim))
         return last if self.shape[last] % shards == 0 else 0
@@ -79,9 +85,11 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         numel = self.numel(parts)
         if not self.shape:
             return numel
-        dim = self.states_dim(shards)
-        length = -(-self.shape[dim] // parts) if dim == self.tp_dim else self.shape[dim]
+        length = self._length(self.states_dim(parts, shards), parts)
         return numel // length * -(-length // shards)
+
+    def _length(self, dim: int, parts: int) -> int:
+        return -(-self.shape[dim] // parts) if dim == self.tp_dim else self.shape[dim]
 
 
 class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

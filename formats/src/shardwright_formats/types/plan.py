@@ -4,12 +4,12 @@ from collections import Counter
 from enum import StrEnum
 from typing import Annotated, Literal, assert_never
 
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from shardwright_formats.io import Document, Value, sha256_of_value
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.limits import Name, NonNegativeCount, Rank, Samples
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
+from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model
 from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -118,7 +118,17 @@ def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
         case unknown:
             assert_never(unknown)
     odd = (f"{name} {length}" for name, length in divided if length % strategy.tp_size)
-    return next((f"tp_size {strategy.tp_size} does not divide {text}" for text in odd), None)
+    wrong = next((f"tp_size {strategy.tp_size} does not divide {text}" for text in odd), None)
+    return wrong or _misfit_of_experts(kind, strategy)
+
+
+def _misfit_of_experts(kind: LayerType, strategy: Strategy) -> str | None:
+    if not isinstance(strategy, LayerStrategy) or strategy.experts is UNSET:
+        return None
+    if kind.experts is UNSET:
+        return "it has no experts to share out"
+    number, ep_size = kind.experts.number, strategy.experts.ep_size
+    return f"ep_size {ep_size} does not divide its {number} experts" if number % ep_size else None
 
 
 class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+from msgspec import UNSET, UnsetType
+
 from shardwright_formats.io import Value
 from shardwright_formats.types.limits import Ranks, SomeRanks
 
@@ -80,6 +82,27 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
             )
 
 
+class ExpertGrid(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
+    """The sharding of a layer's experts where it is another than the layer's: `tp_size` ranks share the experts out.
+
+    It is no part of a file: `LayerStrategy.expert_grid` makes it.
+    """
+
+
+class ExpertStrategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
+    """A sharing out of a layer's experts over the ranks of its pipeline stage, whatever the rest of the layer does.
+
+    Neighbouring ranks form a group that has each expert once; every rank sends its positions there.
+    """
+
+    ep_size: Ranks
+    """Ranks that share the experts out; each has some as a whole."""
+    data_parallel: DataParallel = DataParallel.DDP
+    """States of the experts that ranks with the same ones share out."""
+    shard_size: SomeRanks = 0
+    """Neighbours among these that ZeRO shares the states out among; 0: all of them."""
+
+
 class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
     """A sharding of one layer over the ranks of its pipeline stage, and what of it is recomputed."""
 
@@ -87,3 +110,29 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The layer's type: a key of the model description's `types`."""
     recompute: Recompute = Recompute.NONE
     """Activations that are computed again in the backward pass."""
+    experts: ExpertStrategy | UnsetType = UNSET
+    """The sharing of the layer's experts; left out where each rank has its share of the features of all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts is UNSET:
+            return
+        if (ranks := self.tp_size * self.dp_size) % self.experts.ep_size:
+            raise ValueError(f"ep_size {self.experts.ep_size} does not divide the {ranks} ranks of the stage")
+        if self.tp_size > 1 and self.sequence_parallel is SequenceParallel.NONE:
+            raise ValueError("experts are shared out among ranks that have positions of their own: split the sequence")
+        _grid(self.experts, ranks)  # which has rules of its own
+
+    @property
+    def expert_grid(self) -> ExpertGrid | None:
+        """Return the sharding of its experts; None where it is the layer's."""
+        return None if self.experts is UNSET else _grid(self.experts, self.tp_size * self.dp_size)
+
+
+def _grid(experts: ExpertStrategy, ranks: int) -> ExpertGrid:
+    return ExpertGrid(
+        tp_size=experts.ep_size,
+        dp_size=ranks // experts.ep_size,
+        data_parallel=experts.data_parallel,
+        shard_size=experts.shard_size,
+    )

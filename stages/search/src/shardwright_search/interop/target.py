@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import effective
+from shardwright_formats.semantics.expert_messages import shares_experts
 from shardwright_formats.semantics.schedules.registry import schedule_of
 from shardwright_formats.types import EMBEDDING, HEAD, Attention, Plan, Recompute, SequenceParallel, Strategy
 from shardwright_search.space.uniform import UniformStrategy
@@ -100,6 +101,9 @@ def check_stages(plan: Plan, target: ExportTarget) -> None:
         block = range(i * width, (i + 1) * width)
         order = f"stages[{i}]: its ranks are not {block[0]} to {block[-1]}"
         target.demand(stage.ranks == tuple(block), order, "number by stage")
+    shared = (f"layers[{i}]" for i, layer in enumerate(plan.layers) if shares_experts(layer))
+    layer = next(shared, None)
+    target.demand(layer is None, f"{layer}, whose ranks share experts out", "leave out its experts")
     holds = len(plan.stages) > 1 or schedule_of(plan.schedule).in_flight(1, plan.num_microbatches, 0) == 1
     target.demand(holds, f"{plan.schedule} in a single pipeline stage", "choose the schedule 1f1b")
 

@@ -96,6 +96,10 @@ class Family:
         block: nn.Module = copy.deepcopy(stock.get_submodule(self.parts[kind].place(index)))
         return block
 
+    def parts_of(self, kind: str, strategy: Strategy) -> Parts | None:
+        """Return the parts of a type of block under a strategy; None for embedding and head."""
+        return self.parts.get(kind)
+
     def units(self, kind: str, strategy: Strategy) -> Mapping[str, Strategy]:
         """Return the strategies of modules inside a type of layer whose parameters are not shared by the layer's.
 

@@ -1,5 +1,6 @@
 """Mixtral (Jiang et al. 2024) and Qwen3-MoE (Qwen team 2025): Llama with experts in some blocks or in all."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,19 +9,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from shardwright_formats.semantics.expert_messages import shares_experts
+from shardwright_formats.types import LayerStrategy, Strategy
 from shardwright_models.experts import DENSE, SPARSE
 from shardwright_models.facts import BLOCK
 from shardwright_train.data.share import Batch
 from shardwright_train.models.base import States, WithLoss
 from shardwright_train.models.llama import Llama
+from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import with_transpose
-from shardwright_train.parallel.experts import Dispatch, dispatch, expert_products
-from shardwright_train.parallel.sharding_rules import INSIDE, Rule
+from shardwright_train.parallel.experts import dispatch, exchange, expert_products
+from shardwright_train.parallel.sharding_rules import INSIDE, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
 
 
 class Sparse(Llama):
-    """Llama's rules, and experts whose features tensor-parallel ranks share; each rank has all experts.
+    """Llama's rules, and experts that ranks share out; or each has a share of the features of all.
 
     The stock modules hold the parameters; what they compute is written anew, without the stock's loop over experts.
     """
@@ -39,16 +43,27 @@ class Sparse(Llama):
         if kind == SPARSE:
             part: Any = block.mlp
             part.routing = self._routing(stock.config)
-            part.forward = partial(_forward, part)
+            part.forward, part.experts.forward = partial(_forward, part), partial(_compute, part.experts)
+            part.experts.tensor_parallel = None
             part.losses = None
             block.register_forward_pre_hook(lambda _block, _inputs: setattr(part, "losses", []))
             block.register_forward_hook(lambda _block, _inputs, output: (output, _taken(part)))
         return block
 
+    def parts_of(self, kind: str, strategy: Strategy) -> Parts | None:
+        """Return the parts of a type of block; where ranks share experts out, only attention needs all positions."""
+        parts = super().parts_of(kind, strategy)
+        return parts._replace(products=parts.attention) if parts and shares_experts(strategy) else parts
+
+    def units(self, kind: str, strategy: Strategy) -> Mapping[str, Strategy]:
+        """Return the strategy of the experts where it is another than the layer's."""
+        grid = strategy.expert_grid if isinstance(strategy, LayerStrategy) else None
+        return {} if grid is None else {"mlp.experts": grid}
+
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States | WithLoss:
         """Run a block; one with experts returns its balance loss, too."""
         output: Any = super().call(block, states, batch, constants)[0]
-        return WithLoss((output[0],), output[1]) if isinstance(output, tuple) else (output,)
+        return WithLoss((output[0],), output[1].loss) if isinstance(output, tuple) else (output,)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """Tell the experts which ranks share them."""
@@ -64,6 +79,17 @@ class Sparse(Llama):
             normed=getattr(config, "norm_topk_prob", True),
             strength=getattr(config, keys.balance) / layers,
         )
+
+
+class _Beside:
+    """A block's loss beside its output, of which FSDP2 knows nothing.
+
+    Its gradient follows that of the output, whose nodes autograd works on first since they are younger. Where FSDP2
+    hears of both it gathers the experts, which are next, once more.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
 
 
 class _Routing(NamedTuple):
@@ -110,16 +136,28 @@ def balance(probabilities: Tensor, counts: Tensor, length: int) -> Tensor:
 def _forward(part: Any, hidden: Tensor) -> Tensor:
     """Return the sum of the chosen experts' results for states [samples, positions, hidden] of a stock sparse part."""
     tensor_parallel: TensorParallel = part.tensor_parallel
+    grid: TensorParallel | None = part.experts.tensor_parallel
     samples, positions, _ = hidden.shape
     x, routing = hidden.flatten(0, 1), part.routing
     choice = chosen(x, part.gate.weight, routing.top_k, routing.normed)
     counts = _counts(choice.experts.view(samples, -1), choice.probabilities.shape[-1])
     rows = dispatch(choice.experts, counts.sum(0))
-    loss = _loss(choice.probabilities.unflatten(0, (samples, positions)), counts, tensor_parallel)
+    loss = _loss(choice.probabilities.unflatten(0, (samples, positions)), counts, tensor_parallel, grid is not None)
     # A replay computes it like the pass before, but nothing is noted twice.
     if part.losses is not None:
         part.losses.append(routing.strength * loss)
-    return tensor_parallel.leave(_compute(part.experts, x, choice.weights, rows, tensor_parallel).view_as(hidden))
+    sorted_rows, weights = rows.sort(x), rows.sort_copies(choice.weights)
+    if grid is None:
+        results = part.experts(sorted_rows, weights, rows.counts, tensor_parallel.recomputation)
+        return tensor_parallel.leave(rows.collect(results).view_as(hidden))
+    if grid.size == 1:
+        results = part.experts(sorted_rows, weights, rows.counts, tensor_parallel.recomputation)
+    else:
+        away = exchange(rows.counts, len(sorted_rows), grid.group)
+        sent = away.there(sorted_rows), away.there(weights)
+        results = away.back(part.experts(*sent, away.counts, tensor_parallel.recomputation))
+    # Nothing is summed over ranks, but a replay needs no results of experts.
+    return tensor_parallel.recomputation.sum(lambda output: output, rows.collect(results).view_as(hidden))
 
 
 def _counts(index: Tensor, experts: int) -> Tensor:
@@ -128,10 +166,13 @@ def _counts(index: Tensor, experts: int) -> Tensor:
     return index.new_zeros(len(index), experts, dtype=torch.int32).scatter_add_(1, index, ones)
 
 
-def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel) -> Tensor:
-    """Return this rank's part of the balance loss, or all of it where ranks hold replicas of the states."""
-    length, ranks = probabilities.shape[1], tensor_parallel.size
-    if tensor_parallel.splits_everything:
+def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel, is_outside: bool) -> Tensor:
+    """Return this rank's part of the balance loss, or all of it where ranks hold replicas of the states.
+
+    `is_outside`: each rank has its positions between regions, not those of its tensor-parallel group.
+    """
+    length, ranks = probabilities.shape[1], 1 if is_outside else tensor_parallel.size
+    if tensor_parallel.splits_everything or (is_outside and tensor_parallel.sums_outside):
         group = tensor_parallel.sequence_group
         dist.all_reduce(counts, group=group)
         length *= group.size()
@@ -140,19 +181,17 @@ def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel
     return with_transpose(part, lambda x: x * replicas, lambda gradient: gradient) if replicas > 1 else part
 
 
-def _compute(experts: Any, x: Tensor, weights: Tensor, rows: Dispatch, tensor_parallel: TensorParallel) -> Tensor:
-    """Return the sums over each position's experts; of the features of this rank alone.
+def _compute(experts: Any, rows: Tensor, weights: Tensor, counts: Tensor, recomputation: Recomputation) -> Tensor:
+    """Return the weighted results of experts for rows that are sorted by expert; of the features of this rank alone.
 
-    Results are weighted before the last product, which is linear: so its results need not be kept.
+    Rows are weighted before the last product, which is linear: so its results need not be kept.
     """
-    gate, up = expert_products(rows.sort(x), experts.gate_up_proj.flatten(1, -2), rows.counts).chunk(2, -1)
-    inner = experts.act_fn(gate) * up * rows.sort_copies(weights)[:, None]
-    product = tensor_parallel.recomputation.product
-    return rows.collect(product(expert_products, inner.to(x.dtype), experts.down_proj, rows.counts))
+    gate, up = expert_products(rows, experts.gate_up_proj.flatten(1, -2), counts).chunk(2, -1)
+    inner = experts.act_fn(gate) * up * weights[:, None]
+    return recomputation.product(expert_products, inner.to(rows.dtype), experts.down_proj, counts)
 
 
-def _taken(part: Any) -> Tensor:
+def _taken(part: Any) -> _Beside:
     (loss,) = part.losses
     part.losses = None
-    taken: Tensor = loss
-    return taken
+    return _Beside(loss)

@@ -141,9 +141,13 @@ class Gathers:
         orders = {Pass.FORWARD: layers, Pass.BACKWARD: backward}
         self._first = {during: _zero3(order[0][:1]) if order else [] for during, order in orders.items()}
         self._last = {during: _zero3(order[-1]) if order else [] for during, order in orders.items()}
+        self._outermost = {during: _zero3(order[-1][:1]) if order else [] for during, order in orders.items()}
+        """The outermost unit of the layer that a pass ends with."""
         self._started = False  # FSDP2 gathers nothing ahead for a chunk that was never called
-        for (module, _), following in pairwise(_wrapped(layers)):
-            module.set_modules_to_forward_prefetch(_zero3([following]))
+        # Inner units gather nothing ahead: a replay in the backward pass calls them as a forward pass does.
+        for (outermost, *inner), following in pairwise([*layers, []]):
+            for module, _ in _wrapped([[outermost]]):
+                module.set_modules_to_forward_prefetch(_zero3([*inner, *following[:1]]))
         wrapped = _wrapped(backward)
         # A unit that prefetches itself, which is there already, prefetches nothing; an empty list FSDP2 fills itself.
         for i, (module, _) in enumerate(wrapped):
@@ -165,7 +169,7 @@ class Gathers:
                 module.set_reshard_after_forward(not stays, recurse=False)
             else:
                 module.set_reshard_after_backward(not stays, recurse=False)
-        for module in last[-1:]:
+        for module in self._outermost[during]:
             if during is Pass.FORWARD:
                 module.set_modules_to_forward_prefetch(following)
             else:

@@ -4,12 +4,15 @@ Both ways are permutations, and so are their gradients: nothing is added by atom
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear
 
+from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.torch_private import FakeTensor
 
 _ALIGNMENT = 8
@@ -53,6 +56,66 @@ def dispatch(index: Tensor, counts: Tensor) -> Dispatch:
     return Dispatch(order, inverse, index.shape[1], counts)
 
 
+class Exchange(NamedTuple):
+    """The way of rows to the ranks of their experts and back; there, they are sorted by expert."""
+
+    group: dist.ProcessGroup
+    sent: Sequence[int]
+    """Rows for each rank of the group."""
+    received: Sequence[int]
+    order: Tensor
+    """For each row here that is sorted by expert, its number among those received."""
+    inverse: Tensor
+    counts: Tensor
+    """Rows of each expert of this rank."""
+
+    def there(self, rows: Tensor) -> Tensor:
+        """Return the rows of this rank's experts, sorted, for sorted rows of all experts."""
+        arrived = self._moved(rows, self.sent, self.received)
+        sorted_rows: Tensor = _Sorted.apply(arrived, self.order, self.inverse, 1)  # type: ignore[no-untyped-call]
+        return sorted_rows
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Return the results of sorted rows of all experts, for those of this rank's experts."""
+        arrived: Tensor = _Sorted.apply(rows, self.inverse, self.order, 1)  # type: ignore[no-untyped-call]
+        return self._moved(arrived, self.received, self.sent)
+
+    def _moved(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        there = partial(_all_to_all, sent=sent, received=received, group=self.group)
+        back = partial(_all_to_all, sent=received, received=sent, group=self.group)
+        return with_transpose(rows, there, back)
+
+
+def exchange(counts: Tensor, rows: int, group: dist.ProcessGroup) -> Exchange:
+    """Return the exchange of rows [rows, ...], sorted by expert, among ranks that share experts out.
+
+    `counts` [experts] are this rank's rows of each. The host waits for how many rows go where.
+    """
+    ranks = group.size()
+    here = counts.to(torch.int32).view(ranks, -1)
+    arriving = torch.empty_like(here)
+    dist.all_to_all_single(arriving.view(-1), here.contiguous().view(-1), group=group)
+    sent, received = (_rows_of_ranks(each, rows) for each in (here, arriving))
+    expert = torch.arange(here.shape[1], device=counts.device).repeat(ranks)
+    order = expert.repeat_interleave(arriving.view(-1), output_size=sum(received)).argsort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return Exchange(group, sent, received, order, inverse, arriving.sum(0))
+
+
+def _rows_of_ranks(counts: Tensor, rows: int) -> Sequence[int]:
+    """Return the rows of each rank by its counts [ranks, experts]; without data, as many for each as for another."""
+    if isinstance(counts, FakeTensor):
+        return _even(rows, len(counts))
+    numbers: list[int] = counts.sum(1).tolist()
+    return numbers
+
+
+def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=group)
+    return arrived
+
+
 def expert_products(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Return sorted rows [rows, inputs] times the matrices [experts, outputs, inputs] of their experts.
 
@@ -73,10 +136,14 @@ def _has_grouped_products(rows: Tensor, weights: Tensor) -> bool:
 def _rows_of_experts(counts: Tensor, rows: int) -> Sequence[int]:
     """Return the rows of each expert; without data, as many for each as for another."""
     if isinstance(counts, FakeTensor):
-        even, more = divmod(rows, len(counts))
-        return [even + (i < more) for i in range(len(counts))]
+        return _even(rows, len(counts))
     numbers: list[int] = counts.tolist()
     return numbers
+
+
+def _even(rows: int, parts: int) -> list[int]:
+    share, more = divmod(rows, parts)
+    return [share + (i < more) for i in range(parts)]
 
 
 class _Sorted(torch.autograd.Function):

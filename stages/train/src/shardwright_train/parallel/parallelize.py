@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import DataParallel, Precision, Recompute, Strategy
+from shardwright_formats.types import DataParallel, ExpertGrid, Precision, Recompute, Strategy
 from shardwright_train.parallel.checkpointing import apply_activation_checkpointing, compile_block, part_of
 from shardwright_train.parallel.data import (
     Gathers,
@@ -78,6 +78,11 @@ class Unit:
         """Return the strategy by which the unit is sharded."""
         return self.sharing.strategy
 
+    def states_dim(self, cut: Cut) -> int:
+        """Return the dim of a parameter of the unit that ZeRO cuts."""
+        dense = axes_of(self.strategy).dense
+        return cut.parameter.states_dim(dense.tensor.size, dense.shards)
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names in the layer of the parameters that are computed with, and these."""
         for prefix, module in self.modules.items():
@@ -120,8 +125,8 @@ def parallelize(
     """
     # Tensor parallelism: parameters are sharded, the products joined by collectives; with Megatron's sequence
     # parallelism these scatter and gather the sequence.
-    cut_of = {cut.name: cut for cut in cuts(module, style.rules)}
     root_of = {name: _root_of(name, sharings) for name, _ in module.named_modules()}
+    cut_of = {cut.name: _cut_by(sharings[root_of[cut.owner]], cut) for cut in cuts(module, style.rules)}
     units = {root: _unit(module, root, root_of, cut_of, sharing) for root, sharing in sharings.items()}
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in style.frozen)
@@ -144,8 +149,7 @@ def parallelize(
     # Data parallelism, from the inside out: FSDP2 shards, or replicas sum their gradients in place.
     inner = set[nn.Parameter]()
     for unit in reversed(units.values()):
-        shards = axes_of(unit.strategy).dense.shards
-        dim_of = {p: cut_of[name].parameter.states_dim(shards) for name, p in unit.named_parameters()}
+        dim_of = {p: unit.states_dim(cut_of[name]) for name, p in unit.named_parameters()}
         apply_fsdp(unit.module, unit.strategy.data_parallel, data_axes(unit.sharing.mesh), precision, inner, dim_of)
         inner |= _unwrapped(unit)
     return ParallelModule(module=module, units=tuple(units.values()), cut_of=cut_of, has_backward=style.has_backward)
@@ -158,6 +162,10 @@ def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gat
         apply_fsdp_to_stage(stage, plain, data_axes(layers[0].units[0].sharing.mesh))
     units = [[(unit.module, unit.strategy.data_parallel) for unit in layer.units] for layer in layers]
     return Gathers(units, sum(not layer.has_backward for layer in layers))
+
+
+def _cut_by(sharing: Sharing, cut: Cut) -> Cut:
+    return cut.by_experts if isinstance(sharing.strategy, ExpertGrid) else cut
 
 
 def _root_of(name: str, roots: Iterable[str]) -> str:

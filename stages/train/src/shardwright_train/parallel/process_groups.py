@@ -16,9 +16,9 @@ from shardwright_formats.semantics.process_groups import (
     process_groups,
 )
 from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import Plan, Strategy
+from shardwright_formats.types import ExpertGrid, Plan, Strategy
 
-_MeshKey = tuple[tuple[int, ...], ParameterAxes]
+_MeshKey = tuple[tuple[int, ...], ParameterAxes, Purpose]
 _ALL_TO_ALL = (Purpose.EXCHANGE, Purpose.TIED_PARAMETERS)
 
 
@@ -61,13 +61,15 @@ class Groups:
         Where groups of ranks hold replicas of each other's shards, two axes take the place of dp: replicate, shard.
         """
         axes, ranks = axes_of(strategy).dense, _stage_ranks(plan)
-        key = ranks, axes
+        purpose = Purpose.EXCHANGE if isinstance(strategy, ExpertGrid) else Purpose.TENSOR_PARALLEL
+        key = ranks, axes, purpose
         if key not in self._meshes:
             grid = torch.tensor(axes.tensor.groups(ranks))
             names: tuple[str, ...] = ("dp", "tp")
             if axes.replicates_shards:
                 grid, names = grid.unflatten(0, (-1, axes.shards)), ("replicate", "shard", "tp")
-            groups = [self._along(grid, axis, name) for axis, name in enumerate(names)]
+            purposes = [*(Purpose.DATA_PARALLEL for _ in names[:-1]), purpose]
+            groups = [self._along(grid, axis, each) for axis, each in enumerate(purposes)]
             self._meshes[key] = DeviceMesh.from_group(groups, self._device_type, grid, mesh_dim_names=names)
         return self._meshes[key]
 
@@ -75,7 +77,8 @@ class Groups:
         """Return the group of the ranks that one sample is sharded over."""
         axes, ranks = axes_of(strategy), _stage_ranks(plan)
         part = axes.layout.samples.part_of(ranks.index(dist.get_rank()))
-        purpose = Purpose.EXCHANGE if axes.exchanges_heads else Purpose.TENSOR_PARALLEL
+        exchanges = axes.exchanges_heads or isinstance(strategy, ExpertGrid)
+        purpose = Purpose.EXCHANGE if exchanges else Purpose.TENSOR_PARALLEL
         return self.among(purpose, (ranks[i] for i in axes.layout.holders(part)))
 
     def among(self, purpose: Purpose, ranks: Iterable[int]) -> dist.ProcessGroup:
@@ -94,11 +97,10 @@ class Groups:
         assert made is not None
         return made
 
-    def _along(self, grid: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
+    def _along(self, grid: torch.Tensor, axis: int, purpose: Purpose) -> dist.ProcessGroup:
         """Return the group of this rank along an axis of a grid of ranks."""
         place: list[Any] = (grid == dist.get_rank()).nonzero()[0].tolist()
         place[axis] = slice(None)
-        purpose = Purpose.TENSOR_PARALLEL if name == "tp" else Purpose.DATA_PARALLEL
         return self.among(purpose, grid[tuple(place)].tolist())
 
     def _warm_up(self, groups: Sequence[PlannedGroup]) -> None:

@@ -84,6 +84,16 @@ class Cut(NamedTuple):
         return self.rule is not None and self.tp_dim is None
 
     @property
+    def owner(self) -> str:
+        """Return the name of the module whose parameter it is."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def by_experts(self) -> "Cut":
+        """Return the sharding of a parameter by ranks that share experts out as a whole."""
+        return self if self.rule is None or self.rule.ep_dim is None else self._replace(tp_dim=self.rule.ep_dim)
+
+    @property
     def parameter(self) -> Parameter:
         """Return the parameter in the description's words."""
         ep_dim = UNSET if self.rule is None or self.rule.ep_dim is None else self.rule.ep_dim

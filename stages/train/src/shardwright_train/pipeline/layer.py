@@ -209,7 +209,7 @@ def build_layer(
     parameters = {local: named[family.described_name(kind, local)] for local, _ in module.named_parameters()}
     style = ModuleStyle(
         rules=family.rules | low_rank_rules(parameters),
-        parts=family.parts.get(kind),
+        parts=family.parts_of(kind, strategy),
         after_split=lambda module, tensor_parallel: family.after_split(module, config, tensor_parallel),
         attention=context.attention,
         compile=compiled,
