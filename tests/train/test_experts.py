@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from forked_ranks import run_worker
 from shared_experts import shared_plans
 from stock_experts import sample_balance, with_balance
 from tiny_models import tiny
@@ -142,3 +143,8 @@ def test_the_compared_plans_share_experts_out_in_every_way() -> None:
     assert {layer.recompute for layer, grid in shared if grid.tp_size > 1} == set(Recompute)
     split = {layer.sequence_parallel for layer, grid in shared if layer.tp_size > 1 and grid.tp_size > 1}
     assert split == {SequenceParallel.MEGATRON, SequenceParallel.ULYSSES}
+
+
+def test_rows_go_to_the_ranks_of_their_experts_and_back_however_many_there_are() -> None:
+    """One rank's experts get no row, a rank has no position, none has one; gradients take the reverse way."""
+    run_worker("exchange_worker", [], 2)
