@@ -16,7 +16,8 @@ from shardwright_search.explain.printing import table
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, time_changes
 from shardwright_search.interop.limits import Target
 from shardwright_search.search import SearchAnswer
-from shardwright_search.space.budget import headroom
+from shardwright_search.space.budget import headroom, room_bytes
+from shardwright_search.space.configurations import narrowed
 
 _LESS_BY = {
     "parameters": "zero3, a larger tp_size, or more pipeline stages",
@@ -148,10 +149,11 @@ def _answer(
     yield f"  predicted {', '.join(words)}"
     yield f"  {_proven(answer, within)}"
     if within is None:
-        yield f"  not searched: {', '.join(_not_searched(question))}"
+        yield f"  not searched: {', '.join(_not_searched(question, answer))}"
     else:
         yield f"  {_cost_of_limits(answer, within)}"
-        yield f"  not searched of what {within.target.title} has: {', '.join(within.target.unsearched)}"
+        unsearched = (*within.target.unsearched, *_with_less_room(question, answer))
+        yield f"  not searched of what {within.target.title} has: {', '.join(unsearched)}"
     for other, evaluation in batches:
         gives = ", ".join(_yields(question, other, evaluation.estimate))
         shape = f"{len(other.stages)} pipeline stage(s), {other.num_microbatches} microbatch(es)"
@@ -205,7 +207,7 @@ def _proven(answer: SearchAnswer, within: Within | None) -> str:
     return f"proven under these estimates: no plan of the space is more than {gap:.2%} faster"
 
 
-def _not_searched(question: Question) -> Iterator[str]:
+def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
     """Yield the ways of running a step that no plan of the space has."""
     if any(schedule.interleaves for schedule in question.request.schedules):
         chunks = max(question.request.chunks_per_stage)
@@ -215,6 +217,15 @@ def _not_searched(question: Question) -> Iterator[str]:
     yield from ("context and expert parallelism", "a split backward pass (zero bubble)", "offloading to the host")
     if not question.request.fine_grained:
         yield "strategies of each layer (--uniform)"
+    yield from _with_less_room(question, answer)
+
+
+def _with_less_room(question: Question, answer: SearchAnswer) -> Iterator[str]:
+    """Yield what is not searched because all plans leave as much for communicators as those of most plans take."""
+    given = question.model, question.cluster, question.profiles
+    room_gib = room_bytes(narrowed(question.request, question.cluster), *given) / GIB
+    if left_gib := room_gib + answer.reserve_gib - question.request.reserve_gib:
+        yield f"plans that leave less than {left_gib:.3g} GiB for communicators"
 
 
 def _layer_counts(plan: Plan) -> str:
