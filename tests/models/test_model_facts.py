@@ -125,6 +125,13 @@ def random_configuration(name, rng):
         case "bert" | "roberta" | "xlm-roberta":
             config = shape | numbers | {"max_position_embeddings": 66}
             further = {"type_vocab_size": 3, "hidden_dropout_prob": 0.0, "hidden_act": "gelu_new"}
+        case "whisper":
+            stacks = {"attention_heads": heads, "ffn_dim": inner, "layers": rng.randint(1, 4)}
+            config = {f"{stack}_{key}": value for stack in ("encoder", "decoder") for key, value in stacks.items()}
+            config |= {"d_model": heads * size, "vocab_size": numbers["vocab_size"], "decoder_start_token_id": 1}
+            config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 2)
+            further = {"num_mel_bins": 5, "decoder_ffn_dim": 7, "decoder_layers": 3, "max_source_positions": 40}
+            further |= {"decoder_attention_heads": 1, "dropout": 0.1, "max_target_positions": 70}
         case "siglip":
             del numbers["vocab_size"]
             vision = shape | numbers | {"image_size": 32, "patch_size": 4}

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 from command_calls import call
+from published_audio import AUDIO, REFUSED_AUDIO
 from published_decoders import DECODERS, REFUSED_DECODERS
 from published_encoders import ENCODERS, REFUSED_ENCODERS
 from published_windowed import REFUSED_WINDOWED, WINDOWED
 
 from shardwright_formats.io import read_document
 from shardwright_formats.types import Model
+from shardwright_models.registry import FAMILIES
 from shardwright_train.cli import APP
 
 Config = dict[str, Any]
@@ -184,6 +186,7 @@ PUBLISHED: dict[str, tuple[Config, int, int]] = {
     "gpt2-xl": (gpt2(48, 1600, 25, output_past=True), 1024, 1_557_611_200),
     "bert-base-uncased": (bert(12, 768, 12), 512, 109_514_298),
     "bert-large-uncased": (bert(24, 1024, 16), 512, 335_174_458),
+    **AUDIO,
     **DECODERS,
     **ENCODERS,
     **WINDOWED,
@@ -214,9 +217,7 @@ def test_a_published_configuration_is_described_as_it_is(tmp_path: Path, name: s
     # Neither names of classes or code, nor what says a second time how many layers there are.
     assert not {"auto_map", "id2label", "label2id", "layer_types"} & set(model.config)
     # What a description keeps is a configuration again, of as many layers as it lists.
-    counts = {"gpt2": "n_layer", "t5": "num_layers"}
-    layers = len(model.layers) // (2 if model.family == "t5" else 1)
-    kept = model.config | {counts.get(model.family, "num_hidden_layers"): layers}
+    kept = model.config | FAMILIES[model.family].counted(model.layers, model.config)
     assert describe(tmp_path, kept, sequence_length) == (0, "")
     assert read_document(tmp_path / "model.json", Model) == model
 
@@ -281,6 +282,7 @@ REFUSED: list[tuple[Config, int, str]] = [
     (PUBLISHED["Llama-2-7b"][0] | {"num_attention_heads": 0}, 1024, "ZeroDivisionError"),
     (PUBLISHED["Llama-2-7b"][0] | {"hidden_size": -4096}, 1024, "negative dimension -4096"),
     (PUBLISHED["Llama-2-7b"][0] | {"hidden_act": "sillu"}, 1024, "sillu"),
+    *REFUSED_AUDIO,
     *REFUSED_DECODERS,
     *REFUSED_ENCODERS,
     *REFUSED_WINDOWED,

@@ -41,6 +41,7 @@ FAMILIES = (
     "modernbert",
     "swin",
     "siglip",
+    "whisper",
 )
 PACKED = ("qwen3", "gpt2", "bert", "roberta")
 COMPILED = ("llama", "t5")

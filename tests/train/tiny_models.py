@@ -135,6 +135,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "patch_size": 4,
         },
     },
+    "whisper": {
+        "model_type": "whisper",
+        "vocab_size": 61,
+        "d_model": 32,
+        "num_mel_bins": 6,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 8,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 40,
+        "max_source_positions": 20,
+        "max_target_positions": 32,
+        "decoder_start_token_id": 3,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 5),
+    },
     "vit": {
         "model_type": "vit",
         "hidden_size": 32,
@@ -273,6 +289,9 @@ def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:
         case T5ForConditionalGeneration():
             # Stock makes the decoder's tokens from the labels itself.
             logits = stock(batch["tokens"], labels=batch["labels"].contiguous()).logits
+        case _ if "input_features" in batch:
+            features = batch["input_features"].to(torch.get_default_dtype())
+            logits = stock(features, decoder_input_ids=batch["decoder_tokens"]).logits
         case _ if "pixel_values" in batch:
             logits = stock(batch["pixel_values"].to(stock.dtype)).logits[:, None]
         case _:

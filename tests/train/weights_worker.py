@@ -77,7 +77,9 @@ def passed_on(first: Plan, second: Plan, folder: Path, world: World, groups: Gro
     for number, batch in enumerate(batches(second), start=1):
         outcome = engine.train_step(Step.of_batch(batch, engine.stage.context.share, number=number))
         loss_error = max(loss_error, abs(outcome.loss - reference.losses[number - 1]))
-    trained = zip(shards(engine).values(), reference.part(reference.parameters, engine.stage), strict=True)
+    learning = engine.optimizer.parameters
+    mine = (x for name, x in shards(engine).items() if learning[name].requires_grad)
+    trained = zip(mine, reference.part(reference.parameters, engine.stage), strict=True)
     return {
         "resumed": worst([(resumed[name], x) for name, x in straight.items()]),
         "loss": loss_error,

@@ -26,7 +26,16 @@ from shardwright_formats.types.model import (
 from shardwright_models.facts import ATTENDED, POSITIONS, Config, Family
 from shardwright_models.registry import FAMILIES
 
-_TABLES = ("embed_tokens", "wte", "wpe", "embeddings", "position_embedding", "shared", "relative_attention_bias")
+_TABLES = (
+    "embed_tokens",
+    "wte",
+    "wpe",
+    "embeddings",
+    "position_embedding",
+    "embed_positions",
+    "shared",
+    "relative_attention_bias",
+)
 """Modules that are looked up in: nothing is multiplied."""
 _HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_features": "head_dim"}
 _MAX_LENGTH = 2**31 - 1
@@ -196,26 +205,33 @@ def _pairs(positions: int, window: int | None) -> int:
 
 def _layer_type(family: Family, config: Config, layer: str, sequence_length: int, contents: Contents) -> LayerType:
     config = family.of_layer(layer, config)
-    length: int = config.get(POSITIONS, sequence_length)
+    states = {**dict.fromkeys(family.states, sequence_length), **family.state_lengths(config)}
+    queried, *others = family.attended(layer)
+    length: int = config.get(POSITIONS, states[queried])
     inside = layer not in (EMBEDDING, HEAD, *family.merging)
     labels = length if family.labels is None else family.labels
-    positions = {EMBEDDING: length - family.positions_without_input, HEAD: labels}
+    embedded = config.get(POSITIONS, states[family.states[0]]) - family.positions_without_input
+    positions = {EMBEDDING: embedded, HEAD: labels}
     window = family.effective_window(layer, config, length) if inside else None
     pairs = length * config[ATTENDED] if ATTENDED in config else _pairs(length, window)
-    attentions = len(family.attended(layer)) if inside else 0
-    scores = 4 * attentions * pairs * config["head_dim"] * config["num_attention_heads"]
+    pairs = pairs + sum(length * states[keys] for keys in others) if inside else 0
+    scores = 4 * pairs * config["head_dim"] * config["num_attention_heads"]
+    # Keys and values of other states are as many as these.
+    further = sum(states[keys] - length for keys in others) if inside else 0
+    scores += 4 * further * config["hidden_size"] * config["head_dim"] * config["num_key_value_heads"]
     divided = {key: config[key] for key in family.split(layer)} if inside else {}
     experts = family.experts_of(layer, config)
     products = contents.products + _chosen_products(family, config, experts)
     heads = {key: config[key] for key in family.divided[:1]} if inside else {}
-    boundary = partial(BoundaryTensor, sequence_length=length, features=config["hidden_size"])
+    boundary = partial(BoundaryTensor, features=config["hidden_size"])
+    handed = {name: config.get(POSITIONS, states[name]) for name in family.states}
     return LayerType(
         parameters=contents.parameters,
         forward_flops_per_sample=2 * products * positions.get(layer, length) + scores,
         tp_must_divide=divided | _one_rank(family.undivided, layer),
         ulysses_must_divide=heads | _one_rank(family.undivided_by_ulysses, layer),
         sequence_must_divide=_one_rank(family.undivided_sequence, layer),
-        outputs=() if layer == HEAD else tuple(boundary(name=name) for name in family.states),
+        outputs=() if layer == HEAD else tuple(boundary(name=name, sequence_length=n) for name, n in handed.items()),
         regions=tuple(_regions(family, config, layer, contents.is_cut, window)),
         labels=labels if layer == HEAD else 0,
         experts=experts,

@@ -54,8 +54,8 @@ class Norm(NamedTuple):
     """The norm of the hidden states."""
 
     kind: Literal["LayerNorm", "RMSNorm"]
-    epsilon: str
-    """The key of what it adds to the variance."""
+    epsilon: str | None
+    """The key of what it adds to the variance; None: torch's default."""
     in_float32: bool = False
     """Whether it multiplies by its weights in float32, whatever the format of its input."""
 
@@ -166,6 +166,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Names, by layer type, of something that the Ulysses degree cannot divide."""
     undivided_sequence: Mapping[str, str] = {}
     """Names, by layer type, of something that takes a whole sequence on each rank, as windows of an image do."""
+    state_lengths: Callable[[Config], Mapping[str, int]] = lambda _: {}
+    """Positions of those boundary tensors that have others than a sample of text, such as frames of a spectrogram."""
     fixed_positions: Callable[[Config], int | None] = lambda _: None
     """Positions of each sample where the configuration tells them; None: samples of text are as long as is asked."""
     positions_before: Callable[[Config], int] = lambda _: 0

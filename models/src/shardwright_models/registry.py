@@ -24,6 +24,7 @@ from shardwright_models.families.smollm3 import SMOLLM3
 from shardwright_models.families.swin import SWIN
 from shardwright_models.families.t5 import T5
 from shardwright_models.families.vit import VIT
+from shardwright_models.families.whisper import WHISPER
 
 _ALL = (
     BAICHUAN,
@@ -51,6 +52,7 @@ _ALL = (
     SWIN,
     T5,
     VIT,
+    WHISPER,
     XLM_ROBERTA,
 )
 FAMILIES = {family.model_type: family for family in _ALL}

@@ -226,12 +226,12 @@ def _exact(family: Family, model: Model, target: ExportTarget) -> Arguments:
     config, rope, hidden = family.configured(model.config), _rope(model.config), family.dropouts.hidden
     if (window := model.types[model.layers[0]].window) is not None:
         target.demand(False, f"a sliding window of {window} positions", "describe the model for samples no longer")
-    rotary = family.positions == "rope"
+    rotary, epsilon = family.positions == "rope", family.norm.epsilon
     options: dict[str, str | int | float] = {
         "--position-embedding-type": family.positions,
         "--rotary-base": rotary and int(rope.get("rope_theta", 10000)),
         "--normalization": family.norm.kind,
-        "--norm-epsilon": config[family.norm.epsilon],
+        "--norm-epsilon": 1e-5 if epsilon is None else config[epsilon],
         "--swiglu": family.feed_forward(config).gated,
         "--attention-dropout": config[family.dropouts.attention],
         "--hidden-dropout": 0.0 if hidden is None else config[hidden],

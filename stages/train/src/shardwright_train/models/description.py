@@ -47,5 +47,5 @@ def _parameters(family: Family, layer: str, module: nn.Module) -> tuple[Paramete
 
 def _products(module: nn.Module) -> int:
     """Return the number of elements of the matrices."""
-    matrices = (m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d | Conv1D))
+    matrices = (m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | Conv1D))
     return sum(m.weight.numel() for m in matrices)

@@ -74,7 +74,14 @@ class Uniform:
         return uniform.mul_(self.high - self.low).add_(self.low)
 
 
-Distribution = Constant | Normal | TruncatedNormal | Uniform
+@dataclass(frozen=True)
+class Given:
+    """Values of a whole parameter."""
+
+    values: Tensor
+
+
+Distribution = Constant | Given | Normal | TruncatedNormal | Uniform
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,9 @@ def fill(target: Tensor, fillings: Sequence[Filling], shape: Sequence[int], box:
 def _fill(target: Tensor, distribution: Distribution, shape: Sequence[int], box: Box, key: NDArray[np.uint64]) -> None:
     if isinstance(distribution, Constant):
         target.fill_(distribution.value)
+        return
+    if isinstance(distribution, Given):
+        target.copy_(distribution.values[tuple(slice(*bounds) for bounds in box)])
         return
     flat = target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
 

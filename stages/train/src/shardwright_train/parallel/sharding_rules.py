@@ -77,6 +77,7 @@ class Cut(NamedTuple):
     shape: tuple[int, ...]
     tp_dim: int | None
     rule: Rule | None
+    trained: bool = True
 
     @property
     def inside(self) -> bool:
@@ -97,7 +98,10 @@ class Cut(NamedTuple):
     def parameter(self) -> Parameter:
         """Return the parameter in the description's words."""
         ep_dim = UNSET if self.rule is None or self.rule.ep_dim is None else self.rule.ep_dim
-        return Parameter(name=self.name, shape=self.shape, tp_dim=self.tp_dim, inside=self.inside, ep_dim=ep_dim)
+        frozen = UNSET if self.trained else True
+        return Parameter(
+            name=self.name, shape=self.shape, tp_dim=self.tp_dim, inside=self.inside, ep_dim=ep_dim, frozen=frozen
+        )
 
 
 def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
@@ -106,7 +110,7 @@ def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
         for name, parameter in owner.named_parameters(recurse=False):
             path = f"{owner_name}.{name}".lstrip(".")
             rule = _rule_for(path, rules)
-            yield Cut(path, *_stored(owner, name, tuple(parameter.shape), rule), rule)
+            yield Cut(path, *_stored(owner, name, tuple(parameter.shape), rule), rule, parameter.requires_grad)
 
 
 def _rule_for(path: str, rules: Rules) -> Rule | None:
