@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from random_configurations import length_of, random_configuration
 
 from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.types import Model
@@ -109,91 +110,6 @@ VARIANTS = {
     "swin-oblong": SWIN | {"image_size": [32, 64], "patch_size": [2, 4], "use_absolute_embeddings": True},
     "vit-no-bias": VIT | {"qkv_bias": False, "hidden_dropout_prob": 0.1, "num_labels": 5},
 }
-
-
-def random_configuration(name, rng):
-    """A small configuration of a family, with keys left out at random, and a length of samples."""
-    heads, size, inner = rng.choice((1, 2, 4, 6)), rng.choice((2, 4, 6)), rng.randint(3, 40)
-    shape = {"hidden_size": heads * size, "num_attention_heads": heads}
-    numbers = {"vocab_size": rng.randint(8, 99), "intermediate_size": inner, "num_hidden_layers": rng.randint(1, 4)}
-    match name:
-        case "gpt2":
-            usual = shape | {"num_hidden_layers": rng.randint(1, 4)}
-            config = {rng.choice((key, FAMILIES[name].aliases[key])): value for key, value in usual.items()}
-            config |= {"vocab_size": numbers["vocab_size"], "n_positions": 64}
-            further = {"n_inner": inner, "resid_pdrop": 0.0, "tie_word_embeddings": False}
-        case "bert" | "roberta" | "xlm-roberta":
-            config = shape | numbers | {"max_position_embeddings": 66}
-            further = {"type_vocab_size": 3, "hidden_dropout_prob": 0.0, "hidden_act": "gelu_new"}
-        case "whisper":
-            stacks = {"attention_heads": heads, "ffn_dim": inner, "layers": rng.randint(1, 4)}
-            config = {f"{stack}_{key}": value for stack in ("encoder", "decoder") for key, value in stacks.items()}
-            config |= {"d_model": heads * size, "vocab_size": numbers["vocab_size"], "decoder_start_token_id": 1}
-            config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 2)
-            further = {"num_mel_bins": 5, "decoder_ffn_dim": 7, "decoder_layers": 3, "max_source_positions": 40}
-            further |= {"decoder_attention_heads": 1, "dropout": 0.1, "max_target_positions": 70}
-        case "siglip":
-            del numbers["vocab_size"]
-            vision = shape | numbers | {"image_size": 32, "patch_size": 4}
-            config = {"vision_config": vision | rng.choice(({}, {"num_channels": 1}))}
-            further = {"num_labels": 5, "text_config": {"hidden_size": 64}}
-        case "modernbert":
-            config = shape | numbers | {"pad_token_id": None, "global_attn_every_n_layers": rng.randint(1, 4)}
-            further = dict.fromkeys(("attention_bias", "classifier_bias", "mlp_bias", "norm_bias"), True)
-            further |= {"decoder_bias": False, "local_attention": rng.randint(0, 20), "embedding_dropout": 0.1}
-        case "t5":
-            config = {"d_model": heads * size, "num_heads": heads, "d_ff": inner, "num_layers": rng.randint(1, 4)}
-            config |= {"vocab_size": numbers["vocab_size"]}
-            further = {"d_kv": size + 1, "num_decoder_layers": rng.randint(1, 4), "dropout_rate": 0.0}
-            further |= {"relative_attention_num_buckets": 8, "tie_word_embeddings": False}
-            further |= {"feed_forward_proj": rng.choice(("gated-gelu", "gated-silu", "gelu"))}
-        case "vit":
-            del numbers["vocab_size"]
-            config = shape | numbers | {"image_size": 32, "patch_size": 4}
-            further = {"num_channels": 1, "num_labels": 5, "qkv_bias": False, "hidden_dropout_prob": 0.1}
-            further |= {"id2label": {str(i): f"c{i}" for i in range(5)}}
-        case "swin":
-            stages = rng.randint(1, 4)
-            config = {"embed_dim": 4 * heads, "depths": [rng.randint(1, 3) for _ in range(stages)], "window_size": 2}
-            config |= {"num_heads": [heads * rng.choice((1, 2)) for _ in range(stages)], "image_size": 64}
-            further = {"num_channels": 1, "num_labels": 5, "qkv_bias": False, "mlp_ratio": 1.5}
-            further |= {"hidden_dropout_prob": 0.1, "use_absolute_embeddings": True, "patch_size": 2}
-        case "baichuan":
-            config = shape | numbers | {rng.choice(("model_max_length", "max_position_embeddings")): 64}
-            further = {"z_loss_weight": 0, "tie_word_embeddings": False}
-        case _:
-            key_value_heads = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
-            config = shape | numbers | {"num_key_value_heads": key_value_heads}
-            if name in ("mixtral", "qwen3_moe"):
-                config |= {"num_local_experts": rng.randint(4, 9), "num_experts_per_tok": rng.randint(1, 4)}
-            if name == "qwen3_moe":
-                config |= {"moe_intermediate_size": rng.randint(3, 40), "decoder_sparse_step": rng.randint(1, 3)}
-                config |= {"mlp_only_layers": rng.choice(([], [0], [1, 2], None))}
-            if name == "smollm3":
-                rotated = [rng.randint(0, 1) for _ in range(config["num_hidden_layers"])]
-                config |= {"pad_token_id": None, "no_rope_layer_interval": rng.randint(1, 3)}
-                config |= {"no_rope_layers": rng.choice((rotated, None))}
-            further = (
-                {}
-                if name in ("granite", "olmo2", "phi3", "qwen2", "smollm3", "cohere", "cohere2")
-                else {"head_dim": size + 2}
-            )
-            further |= {"tie_word_embeddings": True, "max_position_embeddings": 64}
-            biases = dict.fromkeys(("granite", "llama", "smollm3"), ("attention_bias", "mlp_bias"))
-            biases |= dict.fromkeys(
-                ("cohere", "cohere2", "gemma2", "gemma3_text", "glm4", "olmo2", "qwen3"), ("attention_bias",)
-            )
-            further |= dict.fromkeys(biases.get(name, ()), True)
-            config |= {"pad_token_id": 0} if name in ("glm4", "phi3") else {}
-    config |= {key: value for key, value in further.items() if rng.random() < 0.5}
-    config = {"model_type": name} | config
-    return config, length_of(config) if FAMILIES[name].labels else rng.randint(1, 64)
-
-
-def length_of(config):
-    """The positions of an image, or some of a text."""
-    family = FAMILIES[config["model_type"]]
-    return family.fixed_positions(family.configured(config)) or 32
 
 
 def _published():
