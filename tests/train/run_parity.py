@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from random_plans import UNEVEN, random_plan, uneven_plan
+from shared_experts import with_shared_experts
 from tiny_models import CONFIGS, tiny
 
 from shardwright_formats.io import write_document
 from shardwright_formats.types import Plan, Plans
 from shardwright_launch.ranks import launch
+from shardwright_train.models.registry import family_named
 
 __all__ = ["TOLERANCE", "Start", "compare", "launched"]
 
@@ -58,6 +60,8 @@ def main(counts: Sequence[int]) -> int:
         plans = [random_plan(model, 1000 + number, size) for number in range(count) for model in models]
         if size in UNEVEN:
             plans += [uneven_plan(model, 1000 + number, size) for number in range(-(-count // 4)) for model in models]
+        experts = [plan for plan in plans if family_named(plan.model.family, "test").facts.experts is not None]
+        plans += [with_shared_experts(plan, number) for number, plan in enumerate(experts)]
         with tempfile.TemporaryDirectory() as folder:
             errors = compare(plans, Path(folder), launched)
         wrong = {name: found for name, found in errors.items() if max(found.values()) > TOLERANCE}

@@ -63,7 +63,7 @@ class Sparse(Llama):
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States | WithLoss:
         """Run a block; one with experts returns its balance loss, too."""
         output: Any = super().call(block, states, batch, constants)[0]
-        return WithLoss((output[0],), output[1].loss) if isinstance(output, tuple) else (output,)
+        return WithLoss((output[0],), output[1].tensor) if isinstance(output, tuple) else (output,)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """Tell the experts which ranks share them."""
@@ -81,15 +81,16 @@ class Sparse(Llama):
         )
 
 
-class _Beside:
-    """A block's loss beside its output, of which FSDP2 knows nothing.
+class _Unseen:
+    """A tensor that goes into or out of a module, of which FSDP2 knows nothing.
 
-    Its gradient follows that of the output, whose nodes autograd works on first since they are younger. Where FSDP2
-    hears of both it gathers the experts, which are next, once more.
+    Weights of experts' results stay in float32, whatever format experts compute in. The gradient of a block's loss
+    follows that of its output, whose nodes autograd works on first since they are younger: where FSDP2 hears of both it
+    gathers the experts, which are next, once more.
     """
 
-    def __init__(self, loss: Tensor) -> None:
-        self.loss = loss
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 class _Routing(NamedTuple):
@@ -147,17 +148,18 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
     if part.losses is not None:
         part.losses.append(routing.strength * loss)
     sorted_rows, weights = rows.sort(x), rows.sort_copies(choice.weights)
+    recomputation = tensor_parallel.recomputation
     if grid is None:
-        results = part.experts(sorted_rows, weights, rows.counts, tensor_parallel.recomputation)
+        results = part.experts(sorted_rows, _Unseen(weights), rows.counts, recomputation)
         return tensor_parallel.leave(rows.collect(results).view_as(hidden))
     if grid.size == 1:
-        results = part.experts(sorted_rows, weights, rows.counts, tensor_parallel.recomputation)
+        results = part.experts(sorted_rows, _Unseen(weights), rows.counts, recomputation)
     else:
         away = exchange(rows.counts, len(sorted_rows), grid.group)
-        sent = away.there(sorted_rows), away.there(weights)
-        results = away.back(part.experts(*sent, away.counts, tensor_parallel.recomputation))
+        sent = away.there(sorted_rows), _Unseen(away.there(weights))
+        results = away.back(part.experts(*sent, away.counts, recomputation))
     # Nothing is summed over ranks, but a replay needs no results of experts.
-    return tensor_parallel.recomputation.sum(lambda output: output, rows.collect(results).view_as(hidden))
+    return recomputation.sum(lambda output: output, rows.collect(results).view_as(hidden))
 
 
 def _counts(index: Tensor, experts: int) -> Tensor:
@@ -181,17 +183,17 @@ def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel
     return with_transpose(part, lambda x: x * replicas, lambda gradient: gradient) if replicas > 1 else part
 
 
-def _compute(experts: Any, rows: Tensor, weights: Tensor, counts: Tensor, recomputation: Recomputation) -> Tensor:
+def _compute(experts: Any, rows: Tensor, weights: _Unseen, counts: Tensor, recomputation: Recomputation) -> Tensor:
     """Return the weighted results of experts for rows that are sorted by expert; of the features of this rank alone.
 
     Rows are weighted before the last product, which is linear: so its results need not be kept.
     """
     gate, up = expert_products(rows, experts.gate_up_proj.flatten(1, -2), counts).chunk(2, -1)
-    inner = experts.act_fn(gate) * up * weights[:, None]
+    inner = experts.act_fn(gate) * up * weights.tensor[:, None]
     return recomputation.product(expert_products, inner.to(rows.dtype), experts.down_proj, counts)
 
 
-def _taken(part: Any) -> _Beside:
+def _taken(part: Any) -> _Unseen:
     (loss,) = part.losses
     part.losses = None
-    return _Beside(loss)
+    return _Unseen(loss)
