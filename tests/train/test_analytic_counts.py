@@ -13,6 +13,8 @@ from shardwright_estimate.messages import Link
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import Attention, LayerStrategy, Precision, Strategy
 from shardwright_models.experts import SPARSE
+from shardwright_models.frozen import FrozenPart, freeze
+from shardwright_models.low_rank import adapt, adapter_of_config
 from shardwright_models.registry import FAMILIES
 from shardwright_train.models.describe import describe_folder
 from shardwright_train.models.registry import family_named
@@ -112,13 +114,14 @@ def counted(config):
     return FAMILIES[config["model_type"]].counts[0]
 
 
-def saved_bytes(config, layers):
+def saved_bytes(config, layers, change=lambda model: None):
     """Bytes of the distinct tensors, parameters apart, that autograd saves in all layers of a model of so many."""
     of = {key: value for key, value in config.items() if key != "model_type"}
     of |= {counted(config): layers, "use_cache": False}
     made = AutoConfig.for_model(config["model_type"], **of)
     made._attn_implementation = kernel_of(config).value
     model = family_named(config["model_type"], "test").stock(made).to(torch.bfloat16).train()
+    change(model)
     run = runs_experts(model) if hasattr(made, "num_experts") else model.base_model
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     held = {}
@@ -178,6 +181,44 @@ def test_a_layer_keeps_what_autograd_saves(family, tmp_path):
     sums += 4 * (4 * 128 + 2 * 32) if family == "gemma3" else 0
     scores = SAMPLES * 4 * LENGTH**2 if kernel_of(config) is Attention.EAGER else 0
     assert measured - sums <= found <= measured + scores // 2
+
+
+def frozen(model):
+    """Freeze all but the embedding of a stock model."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed" in name or "wte" in name)
+
+
+def adapted(model):
+    """Give queries, values and the last matrix of a stock model low-rank matrices, behind a trained embedding."""
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(model, LoraConfig(r=8, target_modules=TARGETS), autocast_adapter_dtype=False)
+    model.get_input_embeddings().requires_grad_(True)
+
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "change"), [*((family, frozen) for family in ("llama", "olmo2", "gpt2")), ("llama", adapted)]
+)
+def test_a_frozen_layer_keeps_what_autograd_saves(family, change, tmp_path):
+    config = CONFIGS[family]
+    (tmp_path / "config.json").write_text(json.dumps(config | {counted(config): 3}))
+    model = describe_folder(tmp_path, family, LENGTH)
+    if change is frozen:
+        model = freeze(model, [FrozenPart.parse("layers")])
+    else:
+        adapter = {"peft_type": "LORA", "r": 8, "target_modules": TARGETS}
+        model = adapt(model, adapter_of_config(adapter, "adapter"), "adapter")
+    measured = saved_bytes(config, 3, change) - saved_bytes(config, 2, change)
+    strategy = LayerStrategy(type=model.layers[-1], tp_size=1, dp_size=1)
+    precision = Precision(parameters="float32", compute="bfloat16", reduce="float32")
+    machine = Machine(1e12, 1e12, Link(1e12, 0.0))
+    estimated = estimate_layer(model, strategy.type, strategy, SAMPLES, precision, Attention.SDPA, machine)
+    sums = SAMPLES * LENGTH * 4 * (4 + 4)
+    assert measured - sums <= estimated.activation_bytes <= measured
 
 
 SWIN = {

@@ -14,7 +14,8 @@ from shardwright_estimate.part import Part
 from shardwright_estimate.shapes import attended_positions, attention_shape, stream_elements, tensors_of
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.communication import LOSS_ELEMENTS
-from shardwright_formats.types import EMBEDDING, HEAD, Experts, LayerType, Model, Region, base_type
+from shardwright_formats.semantics.regathers import low_rank_pairs
+from shardwright_formats.types import EMBEDDING, HEAD, LOW_RANK, Experts, LayerType, Model, Region, base_type
 from shardwright_models.facts import Mask
 from shardwright_models.registry import facts_of
 
@@ -43,6 +44,8 @@ _SOFT_CAP_BYTES = 6
 _TANH_GELU_COPIES = 3
 """Tensors that GELU's tanh form (Hendrycks and Gimpel 2016), of single operators, keeps beside its input and output."""
 _ID_BYTES = 8
+_LOW_RANK_KERNELS = 4
+"""Kernels of a low-rank pair in a forward pass: two products, the scaling and the sum."""
 _QUERY_NORM = "q_norm.weight"
 """End of the name of a parameter that layers have whose queries and keys are normed."""
 
@@ -76,7 +79,10 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
     made = [_block_part(model, type_name, region, fused) for region in regions]
     norms = facts_of(model).norms
-    parts = [_as_trained(_with_norms(model, part, norms, fused), kind, model, fused) for part in made]
+    parts = [
+        _as_trained(_with_norms(model, part, norms, fused), kind, model, fused, region)
+        for region, part in enumerate(made)
+    ]
     if facts_of(model).parallel_parts:
         # The first part's norm is the others', too: they keep nothing outside the regions.
         parts[1:] = [msgspec.structs.replace(part, outside=0, outside_bytes=0) for part in parts[1:]]
@@ -112,23 +118,33 @@ def _with_norms(model: Model, part: Part, norms: int, fused: bool) -> Part:
     )
 
 
-def _as_trained(part: Part, kind: LayerType, model: Model, fused: bool) -> Part:
-    """Return a part of a layer with some parameters frozen.
+def _as_trained(part: Part, kind: LayerType, model: Model, fused: bool, region: int = 0) -> Part:
+    """Return a part of a layer, that of a region by its number, with some parameters frozen.
 
     Where all of them are, nothing is kept for gradients of weights alone: what norms multiply by theirs, and what goes
-    into the matrices, but not what else attention or an activation function keeps. Where some are, all counts as kept.
+    into the matrices, but not what else an activation function keeps, or attention, of which a flash kernel keeps the
+    result. Low-rank matrices keep their input and the product of the first. Where others are trained, all counts as
+    kept.
     """
     trained = trained_share(kind)
-    if trained > 0 or kind.trained_parameters:
+    if any(LOW_RANK not in p.name for p in kind.trained_parameters):
         return msgspec.structs.replace(part, trained=trained)
     norms = 1 if part.name == "logits" else facts_of(model).norms
     scaled, scaled_bytes = _norm_scales(model, fused)
+    pairs = low_rank_pairs(kind)[region] if kind.regions else ()
+    # Norms of queries and keys are all that is kept further inside.
+    _, more = _norm_keeps(model, fused)
+    normed = part.inside_bytes // more if more else 0
+    enters, leaves = (any(by_inputs is last for _, by_inputs in pairs) for last in (False, True))
+    ranks, positions = sum(rank for rank, _ in pairs), part.result // model.boundary[0].features
     return msgspec.structs.replace(
         part,
-        trained=0.0,
-        inside=part.inside - (part.widest if part.name == "mlp" else 0),
-        outside=part.outside - (1 + norms * scaled) * part.result,
+        trained=trained,
+        inside=part.inside - scaled * normed - (part.widest if part.name == "mlp" and not leaves else 0),
+        inside_bytes=part.inside_bytes - scaled_bytes * normed,
+        outside=part.outside - (norms * scaled + (not enters)) * part.result + ranks * positions,
         outside_bytes=part.outside_bytes - norms * scaled_bytes * part.result,
+        kernels=part.kernels + _LOW_RANK_KERNELS * len(pairs),
     )
 
 

@@ -18,6 +18,25 @@ def regathers(kind: LayerType) -> tuple[bool, ...]:
     return tuple(any(map(_keeps_its_input, kind.parameters[first:end])) for first, end in stretches)
 
 
+def low_rank_pairs(kind: LayerType) -> tuple[tuple[tuple[int, bool], ...], ...]:
+    """Return, for each region of a layer type, the low-rank pairs inside: the rank, and whether W is cut by its inputs.
+
+    Where regions cannot be told apart, the first one has all.
+    """
+    firsts = [(i, p) for i, p in enumerate(kind.parameters) if _FIRST in p.name]
+    ends = [i for i, p in enumerate(kind.parameters) if _is_cut_by_inputs(p)]
+    if len(ends) != len(kind.regions):
+        everything = tuple((p.shape[0], p.tp_dim is not None) for _, p in firsts)
+        return (everything, *((),) * (len(kind.regions) - 1))
+    # The pair beside the matrix that ends a region stands behind it.
+    regions = (min(sum(end < i - (p.tp_dim is not None) * 2 for end in ends), len(ends) - 1) for i, p in firsts)
+    placed = list(zip(regions, firsts, strict=True))
+    return tuple(
+        tuple((p.shape[0], p.tp_dim is not None) for region, (_, p) in placed if region == number)
+        for number in range(len(ends))
+    )
+
+
 def _is_cut_by_inputs(parameter: Parameter) -> bool:
     is_matrix = len(parameter.shape) == 2 and not parameter.shared and LOW_RANK not in parameter.name
     return is_matrix and parameter.tp_dim == 1

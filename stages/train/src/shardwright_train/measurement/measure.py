@@ -5,6 +5,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -179,7 +180,7 @@ def _measure(
     runners += [_Runner.build(plan, kernel, world, job.warmup_steps) for plan, kernel in asked[1:]]
     timing.reference_time_s(world.device)  # the first one also loads kernels
     limits = timing.Limits(job.steps, job.min_time_s, lambda value: _of_all_ranks(value, world))
-    measured = timing.measure_in_turns([runner.timed for runner in runners], limits)
+    measured = timing.measure_in_turns([runner.timed for runner in runners], limits, _forward_only(asked))
     if job.trace is not None:
         for runner in runners:
             runner.trace(job.trace)
@@ -203,6 +204,13 @@ def _measure(
         )
         for place, (plan, steps) in enumerate(zip(plans, measured.steps, strict=True))
     )
+
+
+def _forward_only(asked: Sequence[tuple[Plan, str]]) -> list[int]:
+    """Return the places of plans that differ from the first by layers that have no backward pass."""
+    further = [Counter(plan.model.layers) - Counter(asked[0][0].model.layers) for plan, _ in asked]
+    types = asked[0][0].model.types
+    return [place for place, more in enumerate(further) if more and not any(types[kind].has_backward for kind in more)]
 
 
 def _of_all_ranks(value: float, world: World) -> float:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -209,11 +209,14 @@ class Limits(NamedTuple):
     """Function that returns the largest value over all ranks; collective."""
 
 
-def measure_in_turns(step: Sequence[Callable[[], StepTiming]], limits: Limits) -> Measured:
+def measure_in_turns(
+    step: Sequence[Callable[[], StepTiming]], limits: Limits, forward_only: Collection[int] = ()
+) -> Measured:
     """Measure one step of each plan in turn, until all are measured for long enough.
 
     A plan alone is measured for longer where its steps scatter. Several plans are compared with the first:
-    where the difference in layer time has too large an error, all are measured again.
+    where the difference in layer time has too large an error, all are measured again. `forward_only` are the places of
+    plans whose further layers have no backward pass.
     """
     taken: Taken = tuple([] for _ in step)
     while len(taken[0]) < limits.steps or limits.of_all_ranks(_spent_s(taken)) < limits.min_time_s * len(taken):
@@ -223,17 +226,18 @@ def measure_in_turns(step: Sequence[Callable[[], StepTiming]], limits: Limits) -
             _round(step, taken)
         return Measured(taken, 0)
     again, rounds = 0, len(taken[0])
-    while again < MAX_AGAIN and limits.of_all_ranks(largest_error(taken)) > MAX_RELATIVE_ERROR:
+    while again < MAX_AGAIN and limits.of_all_ranks(largest_error(taken, forward_only)) > MAX_RELATIVE_ERROR:
         for _ in range(rounds):
             _round(step, taken)
         again += 1
     return Measured(taken, again)
 
 
-def largest_error(taken: Taken) -> float:
+def largest_error(taken: Taken, forward_only: Collection[int] = ()) -> float:
     """Return the largest relative error, in either pass, of a plan's difference in layer time from the first plan."""
     forward = [[step.forward_s[_LAYERS] for step in steps] for steps in taken]
-    backward = [[step.backward_s[_LAYERS] for step in steps] for steps in taken]
+    compared = (steps for place, steps in enumerate(taken) if place not in forward_only)
+    backward = [[step.backward_s[_LAYERS] for step in steps] for steps in compared]
     pairs = [(first, other) for first, *others in (forward, backward) for other in others]
     return max(paired_difference(*pair).relative_error for pair in pairs)
 
