@@ -3,6 +3,7 @@
 from typing import Any
 
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import (
@@ -80,7 +81,7 @@ def _layer_type(outer: str | None) -> st.SearchStrategy[LayerType]:
         forward_flops_per_sample=byte_counts,
         tp_must_divide=st.dictionaries(names, st.just(64), max_size=2),
         ulysses_must_divide=st.dictionaries(names, st.just(64), max_size=2),
-        sequence_must_divide=st.dictionaries(names, st.just(64), max_size=2),
+        sequence_must_divide=st.just(UNSET) | st.dictionaries(names, st.just(64), min_size=1, max_size=2),
         outputs=_lists(st.builds(BoundaryTensor, name=names, sequence_length=st.just(64), features=st.integers(1, 9))),
     )
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 from random_configurations import length_of, random_configuration
@@ -226,6 +227,17 @@ def test_blocks_whose_windows_hold_a_sample_are_alike_and_configured_as_they_wer
     model, family = model_of_config(config, "m", length, "config.json"), family_named(name, "test")
     assert list(model.layers) == layers
     assert family.configuration(model).layer_types == family.configured(config).layer_types
+
+
+def test_a_description_does_not_name_what_its_model_lacks():
+    """Else plans of before would have another sum, and their runs would begin anew."""
+    model = msgspec.to_builtins(model_of_config(read_presets()["llama-2-7b"].config, "llama", 1024, "a preset"))
+    assert set(model) == {"name", "family", "config", "sequence_length", "layers", "tied", "types"}
+    block = model["types"]["block"]
+    lengths = {"tp_must_divide", "ulysses_must_divide", "labels"}
+    assert set(block) == {"parameters", "outputs", "regions", "forward_flops_per_sample"} | lengths
+    assert {key for p in block["parameters"] for key in p} == {"name", "shape", "tp_dim", "inside", "shared"}
+    assert set(block["regions"][0]["attention"]) == {"queries", "keys", "heads", "kv_heads", "head_features"}
 
 
 def test_shapes_need_no_torch():

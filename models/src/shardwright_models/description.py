@@ -230,7 +230,7 @@ def _layer_type(family: Family, config: Config, layer: str, sequence_length: int
         forward_flops_per_sample=2 * products * positions.get(layer, length) + scores,
         tp_must_divide=divided | _one_rank(family.undivided, layer),
         ulysses_must_divide=heads | _one_rank(family.undivided_by_ulysses, layer),
-        sequence_must_divide=_one_rank(family.undivided_sequence, layer),
+        sequence_must_divide=_one_rank(family.undivided_sequence, layer) or UNSET,
         outputs=() if layer == HEAD else tuple(boundary(name=name, sequence_length=n) for name, n in handed.items()),
         regions=tuple(_regions(family, config, layer, contents.is_cut, window)),
         labels=labels if layer == HEAD else 0,

@@ -163,8 +163,8 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Lengths, by name, of which tp_size must be a divisor."""
     ulysses_must_divide: dict[str, Length] = field(default_factory=dict)
     """Lengths, by name, of which the Ulysses degree must be a divisor."""
-    sequence_must_divide: dict[str, Length] = field(default_factory=dict)
-    """Lengths, by name, of which tp_size must be a divisor where ranks hold parts of the sequence in any way."""
+    sequence_must_divide: dict[str, Length] | UnsetType = UNSET
+    """Lengths, by name, of which tp_size must be a divisor where ranks hold parts of the sequence; left out if none."""
     outputs: tuple[BoundaryTensor, ...] = ()
     """Tensors that the next layer receives; empty for the head."""
     regions: tuple[Region, ...] = ()

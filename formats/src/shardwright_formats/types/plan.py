@@ -107,7 +107,7 @@ def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
     """Return why a layer type cannot be sharded this way, or None when it can."""
     kind = model.types[type_name]
     lengths = (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs))
-    sequences = [*kind.sequence_must_divide.items(), *(("the sequence length", length) for length in lengths)]
+    sequences = [*(kind.sequence_must_divide or {}).items(), *(("the sequence length", length) for length in lengths)]
     match strategy.sequence_parallel:
         case SequenceParallel.NONE:
             divided = [*kind.tp_must_divide.items()]
