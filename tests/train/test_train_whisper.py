@@ -73,6 +73,8 @@ def test_a_block_of_the_decoder_multiplies_as_many_keys_as_the_encoder_has_state
     scores = 4 * HIDDEN * (TOKENS * TOKENS + TOKENS * FRAMES)
     assert model.types["decoder"].forward_flops_per_sample == queries + keys + scores
     assert [tensor.sequence_length for tensor in model.types["decoder"].outputs] == [FRAMES, TOKENS]
+    # Ranks that share out the table of tokens sum what they look up; convolutions each has whole.
+    assert [region.leaves for region in model.types["embedding"].regions] == ["decoder_states"]
 
 
 def test_the_encoders_positions_are_sines_that_are_not_trained() -> None:

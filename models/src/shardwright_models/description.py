@@ -260,7 +260,8 @@ def _is_matrix(family: Family, parameter: Parameter) -> bool:
 def _regions(family: Family, config: Config, layer: str, is_cut: bool, window: int | None) -> Iterator[Region]:
     stream = family.attended(layer)[0]
     if layer == EMBEDDING:
-        yield from (Region(name="lookup", leaves=name) for name in family.states if is_cut)
+        looked_up = (name for name in family.states if name not in family.state_lengths(config))
+        yield from (Region(name="lookup", leaves=name) for name in looked_up if is_cut)
         return
     if layer in family.merging:
         return
