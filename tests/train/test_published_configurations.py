@@ -215,7 +215,7 @@ def test_a_published_configuration_is_described_as_it_is(tmp_path: Path, name: s
     model = read_document(tmp_path / "model.json", Model)
     assert model.parameter_count == parameters
     # Neither names of classes or code, nor what says a second time how many layers there are.
-    assert not {"auto_map", "id2label", "label2id", "layer_types"} & set(model.config)
+    assert not {"auto_map", "id2label", "label2id", "layer_types", "transformers.js_config"} & set(model.config)
     # What a description keeps is a configuration again, of as many layers as it lists.
     kept = model.config | FAMILIES[model.family].counted(model.layers, model.config)
     assert describe(tmp_path, kept, sequence_length) == (0, "")

@@ -33,6 +33,8 @@ __all__ = [
 
 Layers = Callable[[str, Config], Iterator[Parameter]]
 """The parameters of a layer type, in the stock model's names and order."""
+_NAMES = frozenset(("auto_map", "id2label", "label2id", "transformers.js_config"))
+"""Keys of a config.json that descriptions leave out: names of classes, of code, and of files for browsers."""
 Recomputation = Literal["full", "attention", "mlp"]
 POSITIONS = "positions"
 """The key under which `shapes` gives the positions that a layer type hands on."""
@@ -286,7 +288,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         """Return a configuration as descriptions keep it: with neither counts of layers, names of classes nor code."""
         counted = {*self.counts, *(usual for usual, short in self.aliases.items() if short in self.counts)}
         counted |= {"layer_types", *(key for stack in self.stacks if (key := stack.typed_by))}
-        kept = {key: given[key] for key in given if key not in counted | {"auto_map", "id2label", "label2id"}}
+        kept = {key: given[key] for key in given if key not in counted | _NAMES}
         if self.nested is not None and isinstance(inner := given.get(self.nested), Mapping):
             kept[self.nested] = {key: inner[key] for key in inner if key not in counted}
         named = isinstance(given.get("id2label"), Mapping)
