@@ -150,7 +150,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     window: Callable[[str, Config], int | None] | None = None
     """Positions that those of a type of block attend to at most, each its own the last; None: all before it.
 
-    Without this fact, samples must be no longer than the configuration's sliding_window.
+    Where attention is not causal, they attend to as many behind them. Without this fact, samples must be no longer than
+    the configuration's sliding_window.
     """
     shapes: Callable[[str, Config], Config] = lambda _layer, _config: {}
     """Keys whose values differ from layer type to layer type, such as width and heads, with those of one type."""

@@ -117,7 +117,7 @@ class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     head_features: Length
     """Features of one head."""
     window: Length | None = None
-    """Positions that each attends to at most, itself the last; null: all that a mask leaves. Shorter than samples."""
+    """Positions that each attends to, itself the last, and an encoder as many behind; null: all. Below the samples'."""
     alibi: bool = False
     """True where scores fall with the distance of positions, at a slope for each head (Press et al. 2022)."""
 
