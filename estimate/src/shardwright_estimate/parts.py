@@ -126,7 +126,7 @@ def _as_trained(part: Part, kind: LayerType, model: Model, fused: bool, region: 
     result. Low-rank matrices keep their input and the product of the first. Where others are trained, all counts as
     kept.
     """
-    trained = trained_share(kind)
+    trained = kind.trained_share
     if any(LOW_RANK not in p.name for p in kind.trained_parameters):
         return msgspec.structs.replace(part, trained=trained)
     norms = 1 if part.name == "logits" else facts_of(model).norms
@@ -146,13 +146,6 @@ def _as_trained(part: Part, kind: LayerType, model: Model, fused: bool, region: 
         outside_bytes=part.outside_bytes - norms * scaled_bytes * part.result,
         kernels=part.kernels + _LOW_RANK_KERNELS * len(pairs),
     )
-
-
-def trained_share(kind: LayerType) -> float:
-    """Return the share of the elements of a layer type's matrices that are trained; of none, all are."""
-    matrices = [p for p in kind.parameters if len(p.shape) > 1]
-    total = sum(p.numel(1) for p in matrices)
-    return sum(p.numel(1) for p in matrices if p.trained) / total if total else 1.0
 
 
 def _norm_scales(model: Model, fused: bool) -> tuple[int, int]:

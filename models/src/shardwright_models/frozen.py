@@ -12,7 +12,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types.model import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Parameter, base_type
+from shardwright_formats.types.low_rank import LOW_RANK
+from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, base_type
 
 OPTION = "--frozen"
 Place = int | str

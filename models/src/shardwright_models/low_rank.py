@@ -13,7 +13,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types.model import EMBEDDING, HEAD, LOW_RANK, LayerType, LowRank, Model, Parameter
+from shardwright_formats.types.low_rank import LOW_RANK, LowRank
+from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter
 from shardwright_models.facts import Only
 from shardwright_models.frozen import freeze_where
 

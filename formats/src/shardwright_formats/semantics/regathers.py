@@ -1,6 +1,7 @@
 """Which regions gather their input again for the gradients of weights, where Megatron splits the sequence."""
 
-from shardwright_formats.types.model import LOW_RANK, LayerType, Parameter
+from shardwright_formats.types.low_rank import LOW_RANK
+from shardwright_formats.types.model import LayerType, Parameter
 
 _FIRST = f"{LOW_RANK}A."
 

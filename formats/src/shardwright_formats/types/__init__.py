@@ -4,6 +4,7 @@ from shardwright_formats.types.certificate import *
 from shardwright_formats.types.cluster import *
 from shardwright_formats.types.correction import *
 from shardwright_formats.types.limits import *
+from shardwright_formats.types.low_rank import *
 from shardwright_formats.types.measurement import *
 from shardwright_formats.types.model import *
 from shardwright_formats.types.plan import *

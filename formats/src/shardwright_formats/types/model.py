@@ -1,7 +1,7 @@
 """Descriptions of models for the planner: layer types, their shapes, and what must divide what."""
 
 from collections.abc import Callable
-from math import prod, sqrt
+from math import prod
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType, field
@@ -15,14 +15,12 @@ from shardwright_formats.types.limits import (
     Length,
     Name,
     NonNegativeCount,
-    PositiveNumber,
     Tokens,
 )
+from shardwright_formats.types.low_rank import LowRank
 
 EMBEDDING = "embedding"
 HEAD = "head"
-LOW_RANK = ".lora_"
-"""Text between the name of a module and those of its low-rank matrices, A and B (Hu et al. 2021), as in peft."""
 
 
 def base_type(name: str) -> str:
@@ -190,6 +188,21 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the parameters that are not frozen."""
         return tuple(p for p in self.parameters if p.trained)
 
+    @property
+    def trained_share(self) -> float:
+        """Return the share of the elements of its matrices that are trained; of no matrix, all are."""
+        matrices = [p for p in self.parameters if len(p.shape) > 1]
+        total = sum(p.numel(1) for p in matrices)
+        return sum(p.numel(1) for p in matrices if p.trained) / total if total else 1.0
+
+    @property
+    def step_flops_per_sample(self) -> float:
+        """Return the operations of a forward and a backward pass over one sample, without recomputation.
+
+        A product has one for the gradient of its input, where a gradient passes, and one for that of a trained matrix.
+        """
+        return self.forward_flops_per_sample * (1 + self.has_backward * (1 + self.trained_share))
+
     def parameter_count(self, parts: int = 1) -> int:
         """Return the number of parameters in each of so many tensor-parallel parts."""
         return sum(p.numel(parts) for p in self.parameters)
@@ -207,26 +220,6 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def alibi_heads(self) -> int:
         """Return the number of its heads whose scores fall with the distance of positions."""
         return max((a.heads for region in self.regions if (a := region.attention) is not None and a.alibi), default=0)
-
-
-class LowRank(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Low-rank matrices beside frozen ones (Hu et al. 2021): y = W x + scaling B A x, with A and B trained alone."""
-
-    rank: Length
-    """Rows of A, and columns of B."""
-    alpha: PositiveNumber
-    """Numerator of the scaling."""
-    targets: Annotated[tuple[str, ...], Meta(min_length=1)]
-    """Modules of blocks that have them, by the ends of their names."""
-    rank_stabilized: bool = False
-    """Whether the scaling is alpha over the root of the rank (Kalajdzievski 2023), and not over the rank."""
-    starts_at_zero: bool = True
-    """Whether B is drawn as zeros, so that the model begins as the frozen one; else as A is."""
-
-    @property
-    def scaling(self) -> float:
-        """Return the factor of what the low-rank matrices add."""
-        return self.alpha / (sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):

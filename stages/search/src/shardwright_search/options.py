@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from msgspec import field
 
-from shardwright_estimate.runtimes import RuntimeOptions
 from shardwright_formats.command import POSITIONAL, Off, Options
 from shardwright_formats.types.limits import Count, Gib, NonNegativeNumber, Samples, Seconds, Tokens
 from shardwright_formats.types.plan import Attention, ComputeType, DType, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.profiles import TimeModel
 from shardwright_search.simulation.simulator import Sends
+from shardwright_search.trained_parts import TrainedParts
 
 
 class ProfileOptions(Options, frozen=True, kw_only=True):
@@ -108,7 +108,7 @@ class System(StrEnum):
     TORCHTITAN = "torchtitan"
 
 
-class AdviseOptions(RuntimeOptions, frozen=True, kw_only=True):
+class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     """Say whether a model fits a cluster, the best plan, and what it yields: no GPU, no profile, nothing measured.
 
     From the model's shapes and published figures of the GPUs. Memory is in GiB, speed in tokens/s and as model FLOPs

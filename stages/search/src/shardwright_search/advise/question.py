@@ -198,6 +198,11 @@ def _profiles(
 
 def model_of(options: AdviseOptions) -> tuple[Model, str]:
     """Return the description of a preset, a config.json or its folder, and where its shapes come from."""
+    model, source = _whole_model(options)
+    return options.trained(model), source
+
+
+def _whole_model(options: AdviseOptions) -> tuple[Model, str]:
     presets, path = read_presets(), Path(options.model)
     if options.model in presets:
         preset = presets[options.model]

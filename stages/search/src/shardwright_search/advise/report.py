@@ -109,8 +109,8 @@ def mfu(question: Question, plan: Plan, estimate: Estimate) -> float | None:
     known = [{str(dtype): rate for dtype, rate in question.devices[name].peaks.items()} for name in ranks]
     peaks = [rates[plan.precision.compute] for rates in known if plan.precision.compute in rates]
     types = question.model.types
-    forward = sum(types[name].forward_flops_per_sample for name in (EMBEDDING, *question.model.layers, HEAD))
-    return 3 * forward * estimate.samples_per_s / sum(peaks) if len(peaks) == len(ranks) else None
+    operations = sum(types[name].step_flops_per_sample for name in (EMBEDDING, *question.model.layers, HEAD))
+    return operations * estimate.samples_per_s / sum(peaks) if len(peaks) == len(ranks) else None
 
 
 def usd_per_billion_tokens(plan: Plan, estimate: Estimate) -> float | None:

@@ -104,13 +104,13 @@ def _step_of(line: bytes) -> int | None:
 def model_flops_utilization(plan: Plan, step_time_s: float) -> float | None:
     """Return the fraction of peak that the model's own operations use (Chowdhery et al. 2022); None if unknown.
 
-    A backward pass counts twice a forward pass; what is recomputed does not count.
+    A backward pass counts twice a forward pass, less for what is frozen; what is recomputed does not count.
     """
     devices = [plan.cluster.of_rank(rank).device for rank in range(plan.world_size)]
     if plan.precision.compute != "bfloat16" or not set(devices) <= _BFLOAT16.keys():
         return None
-    forward = sum(plan.model.types[name].forward_flops_per_sample for name in (EMBEDDING, *plan.model.layers, HEAD))
-    return 3 * forward * plan.global_batch_size / step_time_s / sum(_BFLOAT16[device] for device in devices)
+    operations = sum(plan.model.types[name].step_flops_per_sample for name in (EMBEDDING, *plan.model.layers, HEAD))
+    return operations * plan.global_batch_size / step_time_s / sum(_BFLOAT16[device] for device in devices)
 
 
 @dataclass

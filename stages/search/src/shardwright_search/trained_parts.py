@@ -1,0 +1,28 @@
+"""Options that say which part of a model is trained."""
+
+from pathlib import Path
+
+from shardwright_estimate.runtimes import RuntimeOptions
+from shardwright_formats.io import read_object
+from shardwright_formats.types import Model
+from shardwright_models.frozen import FrozenPart, freeze
+from shardwright_models.low_rank import ADAPTER_CONFIG, adapt, adapter_of_config
+
+
+class TrainedParts(RuntimeOptions, frozen=True, kw_only=True):
+    """The parts of a model that are trained: all of it, all but what is frozen, or low-rank matrices beside it."""
+
+    frozen: tuple[str, ...] = ()
+    """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and behind a dot which parameters,
+    as in layers.mlp.*; may be repeated."""
+    lora: Path | None = None
+    """An adapter_config.json of peft, or its folder: the low-rank matrices that it names are trained, and no more."""
+
+    def trained(self, model: Model) -> Model:
+        """Return the description with what these options say; BadInput where it cannot be so."""
+        if self.frozen:
+            model = freeze(model, tuple(map(FrozenPart.parse, self.frozen)))
+        if self.lora is None:
+            return model
+        file = self.lora / ADAPTER_CONFIG if self.lora.is_dir() else self.lora
+        return adapt(model, adapter_of_config(read_object(file), file), file)
