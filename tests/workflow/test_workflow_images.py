@@ -20,19 +20,20 @@ CONFIG = {
     "models": {
         "little": {
             **{"preset": "swin-tiny", "profile": "cpu", "sequence_length": 256, "image_size": 64, "window_size": 4},
-            **{"embed_dim": 16, "depths": [2, 2, 1], "num_heads": [2, 4, 8], "num_labels": len(CLASSES)},
+            **{"embed_dim": 32, "depths": [2, 2, 1], "num_heads": [2, 4, 8], "num_labels": len(CLASSES)},
         }
     },
     "profiles": {
         "cpu": {
             **{"source": "measured", "tp_sizes": [1], "sequence_parallel": ["none"], "recompute": ["none"]},
-            **{"micro_batch_sizes": [2, 16], "layers": [1, 3], "steps": 4, "warmup_steps": 1, "min_time_s": 0.5},
+            # Differences that show on a busy machine, too.
+            **{"micro_batch_sizes": [8], "layers": [1, 6], "steps": 4, "warmup_steps": 1, "min_time_s": 0.5},
             "precision": {"parameters": "float32", "compute": "float32", "reduce": "float32"},
         }
     },
     "data": {"photos": {"text": "photos", "source": "images", "image_size": 64}},
     "searches": {
-        "cut": {"model": "little", "cluster": "laptop", "global_batch_size": 8, "num_microbatches": [2]}
+        "cut": {"model": "little", "cluster": "laptop", "global_batch_size": 16, "num_microbatches": [2]}
         | {"pp_sizes": [2], "sequence_parallel": ["none"], "recompute": ["none"]}
     },
     "runs": {"cut": {"search": "cut", "data": "photos", "steps": 12, "checkpoint_every": 6, "learning_rate": 0.001}},
@@ -48,8 +49,11 @@ def test_swin_is_profiled_planned_and_trained_on_a_folder_of_images(bare):
             pixels = drawn.integers(0, 120, (64, 64, 3), dtype=np.uint8)
             pixels[..., channel] += 100
             Image.fromarray(pixels).save(bare.folder / "photos" / name / f"{number}.png")
-    (bare.folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    done = bare.snakemake("results/runs/cut/DONE.json")
+    done = _run(bare, CONFIG)
+    if "on a quieter machine" in done.output:
+        # As the error says to do.
+        CONFIG["profiles"]["cpu"]["steps"] = 24
+        done = _run(bare, CONFIG)
     assert done.status == 0, done.output[-2000:]
     results = bare.folder / "results"
     types = {name.decode() for name in read_model_profile(results / "profiles" / "little@cpu.h5").layers["type"]}
@@ -63,3 +67,8 @@ def test_swin_is_profiled_planned_and_trained_on_a_folder_of_images(bare):
     steps = [line["step"] for line in lines if "loss" in line]
     assert all(one < other for one, other in pairwise(steps))
     assert len(list((results / "checkpoints" / "cut").glob("*/step-00000012"))) == 1
+
+
+def _run(workspace, config):
+    (workspace.folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return workspace.snakemake("results/runs/cut/DONE.json")
