@@ -102,7 +102,8 @@ class Workflow:
     def describe_options(self, described: str) -> list[str]:
         """Return the options of `shardwright-train describe` for MODEL, or for MODEL@LENGTH."""
         model, _, length = described.partition("@")
-        return spelled_options({"name": model, "sequence_length": length or self.sequence_length(model)})
+        trained = _fields(self.sections["models"][model], ("frozen", "lora"))
+        return spelled_options({"name": model, "sequence_length": length or self.sequence_length(model), **trained})
 
     def described(self, model: str) -> list[str]:
         """Return the descriptions of a model at each length that it is profiled at, first at its sequence length."""

@@ -157,6 +157,10 @@ class ModelChoice(Value, frozen=True, kw_only=True, forbid_unknown_fields=False)
     profile: Name
     sequence_length: Count | None = None
     """Tokens of one sample."""
+    frozen: tuple[Text, ...] = ()
+    """Parts that are not trained, as `describe --frozen` takes them."""
+    lora: Text | None = None
+    """An adapter_config.json of peft, or its folder: its low-rank matrices alone are trained."""
 
 
 class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

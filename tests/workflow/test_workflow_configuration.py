@@ -200,6 +200,15 @@ def test_overrides_replace_the_presets_values_and_nothing_else():
     assert workflow.sequence_length("demo") == 64
 
 
+def test_what_is_trained_of_a_model_goes_to_its_description_and_not_into_its_configuration():
+    plain = _load()
+    frozen = _load(models__demo__frozen=["embedding", "layers[0:2]"])
+    assert plain.describe_options("demo") == ["--name", "demo", "--sequence-length", "128"]
+    assert frozen.describe_options("demo@64")[3:] == ["64", "--frozen", "embedding", "--frozen", "layers[0:2]"]
+    assert _load(models__demo__lora="adapter").describe_options("demo")[4:] == ["--lora", "adapter"]
+    assert frozen.model_config_json("demo") == plain.model_config_json("demo")
+
+
 def test_a_cluster_is_a_document_of_the_contract():
     cluster = _read(_load(node_types__cpu__usd_per_hour=1.5).cluster_json("laptop"), Cluster)
     assert (cluster.num_devices, cluster.node_types["cpu"].memory_bytes) == (2, 2 * 1024**3)

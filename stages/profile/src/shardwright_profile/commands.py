@@ -69,7 +69,9 @@ def profile_model(options: ModelOptions) -> None:
 def _described(options: ModelOptions, work: Path, length: int) -> Model:
     work.mkdir(parents=True, exist_ok=True)
     file = work / f"{length}.json"
-    _train("describe", options.folder, "--name", options.name, "--sequence-length", length, "--out", file)
+    trained = [word for part in options.frozen for word in ("--frozen", part)]
+    trained += [] if options.lora is None else ["--lora", str(options.lora)]
+    _train("describe", options.folder, "--name", options.name, "--sequence-length", length, *trained, "--out", file)
     return read_document(file, Model)
 
 

@@ -93,6 +93,10 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     """Profile settings, JSON (shardwright.profile_settings)."""
     out: Path
     """The model profile to write, HDF5."""
+    frozen: tuple[str, ...] = ()
+    """Part of the model that is not trained, as `shardwright-train describe` takes it; may be repeated."""
+    lora: Path | None = None
+    """An adapter_config.json of peft, or its folder: its low-rank matrices alone are trained."""
     steps: Count = 5
     """Timed steps of each probe, at least."""
     warmup_steps: Count = 2
