@@ -1,11 +1,15 @@
 """Models of which parts are frozen train exactly as one process does, and move and hold what formulas say."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
-from frozen_models import FROZEN, frozen_model, frozen_plan
+from forked_ranks import run_worker
+from frozen_models import FROZEN, frozen_model, frozen_plan, lora_plan
 from run_parity import TOLERANCE
+from run_resumes import TOLERANCE as RESUMED
+from run_resumes import resumed, saved
 from test_train_traffic import by_formula, counted
 
 from shardwright_formats.semantics.communication import Cause, step_messages
@@ -42,6 +46,17 @@ def test_a_model_with_frozen_parts_trains_exactly_as_one_process(two_ranks: Erro
 def test_more_plans_and_ranks_train_exactly_as_one_process(more_plans: Errors) -> None:
     assert len(more_plans) == 9 * len(FROZEN)
     assert {name: errors for name, errors in more_plans.items() if max(errors.values()) > TOLERANCE} == {}
+
+
+@pytest.mark.long
+def test_what_a_plan_with_frozen_parts_saves_other_plans_go_on_from(tmp_path: Path) -> None:
+    frozen = [frozen_plan("all but the last two", number, 2) for number in range(3)]
+    adapted = [lora_plan("queries and values", number, 2) for number in range(3)]
+    for plans in (frozen, adapted):
+        same = [msgspec.structs.replace(plan, global_batch_size=16, num_microbatches=2) for plan in plans]
+        told = saved(tmp_path / same[0].name[:4], run_worker, same[:1])
+        found = list(resumed(tmp_path / same[0].name[:4], run_worker, same[1:], told))
+        assert len(found) == 2 and max(one.error for one in found) < RESUMED
 
 
 @pytest.mark.parametrize("name", FROZEN)
