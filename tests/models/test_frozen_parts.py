@@ -3,9 +3,11 @@
 import pytest
 
 from shardwright_formats.io import BadInput
+from shardwright_formats.semantics.regathers import regathers
 from shardwright_formats.types import EMBEDDING, HEAD, Model
 from shardwright_models.description import model_of_config
 from shardwright_models.frozen import FrozenPart, freeze
+from shardwright_models.presets import read_presets
 
 LLAMA = {
     "model_type": "llama",
@@ -98,3 +100,10 @@ def test_a_parameter_of_several_layers_is_frozen_in_all_or_in_none() -> None:
         _frozen("layers[0]", config=T5)
     both = _frozen(EMBEDDING, "head.lm_head.weight", tie_word_embeddings=True)
     assert not both.types[EMBEDDING].has_backward
+
+
+@pytest.mark.parametrize("name", read_presets())
+def test_regions_of_trained_layers_gather_their_input_again_however_matrices_lie(name):
+    preset = read_presets()[name]
+    model = model_of_config(preset.config, name, preset.sequence_length, "a preset")
+    assert all(all(regathers(kind)) for kind in model.types.values())

@@ -10,8 +10,11 @@ def regathers(kind: LayerType) -> tuple[bool, ...]:
     """Return, for each region of a layer type, whether a matrix that its input is multiplied by is trained.
 
     A region ends with a matrix that is cut by its inputs, and the parameters are in the order of the modules. Where
-    there are not as many such matrices as regions, all regions are taken to be as the layer is.
+    there are not as many such matrices as regions, all regions are taken to be as the layer is. Where all is trained,
+    all gather again, however the family lays its matrices out.
     """
+    if all(p.trained for p in kind.parameters):
+        return (True,) * len(kind.regions)
     ends = [i for i, p in enumerate(kind.parameters) if _is_cut_by_inputs(p)]
     if len(ends) != len(kind.regions):
         return (any(p.trained and len(p.shape) > 1 for p in kind.parameters),) * len(kind.regions)
@@ -39,12 +42,14 @@ def low_rank_pairs(kind: LayerType) -> tuple[tuple[tuple[int, bool], ...], ...]:
 
 
 def _is_cut_by_inputs(parameter: Parameter) -> bool:
-    is_matrix = len(parameter.shape) == 2 and not parameter.shared and LOW_RANK not in parameter.name
-    return is_matrix and parameter.tp_dim == 1
+    """Return whether it is a matrix [outputs, inputs] whose inputs are shared out; biases may have two dims, too."""
+    is_matrix = len(parameter.shape) == 2 and not parameter.name.endswith(".bias") and not parameter.shared
+    return is_matrix and LOW_RANK not in parameter.name and parameter.tp_dim == 1
 
 
 def _keeps_its_input(parameter: Parameter) -> bool:
     """Return whether the gradient of a parameter needs the input of its region."""
     if not parameter.trained or len(parameter.shape) < 2:
         return False
-    return parameter.tp_dim == 0 if LOW_RANK not in parameter.name else _FIRST in parameter.name and parameter.inside
+    is_cut = parameter.tp_dim is not None and not parameter.name.endswith(".bias")
+    return is_cut if LOW_RANK not in parameter.name else _FIRST in parameter.name and parameter.inside
