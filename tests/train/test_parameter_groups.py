@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tiny_models import CONFIGS, stock_model, tiny
+from tiny_models import CONFIGS, named_parameters, stock_model, tiny
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Model
@@ -42,8 +42,9 @@ def test_what_is_no_factor_is_refused(text: str) -> None:
     ids=lambda model: f"{model.family}-{len(model.tied)}",
 )
 def test_parameters_are_named_as_in_the_stock_model(model: Model) -> None:
-    names = family_named(model.family, "test").stock_names(model)
-    assert set(names) == {name for name, _ in stock_model(model).named_parameters()}
+    family = family_named(model.family, "test")
+    names = family.stock_names(model)
+    assert {family.file_name(name)[0] for name in names} == set(named_parameters(stock_model(model), model))
     check_patterns([LearningRateFactor(name, 1.0) for name in names], names)
     with pytest.raises(BadInput, match=r"--learning-rate-factor: 'lm_heads\.\*' matches none of the model's"):
         check_patterns([LearningRateFactor("lm_heads.*", 1.0)], names)

@@ -18,7 +18,8 @@ _DROPOUT = {
     "bert": dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.2),
     "t5": {"dropout_rate": 0.2},
 }
-MODELS = [tiny(family, **_DROPOUT.get(family, {})) for family in CONFIGS]
+MODELS = {family: tiny(family, **_DROPOUT.get(family, {})) for family in CONFIGS}
+_FIRST = [MODELS[family] for family in ("llama", "qwen3", "gpt2", "bert", "t5")]
 Errors = dict[str, dict[str, float]]
 
 
@@ -27,15 +28,16 @@ def _numbered(models: list[Model], first: int, world_size: int) -> list[Plan]:
 
 
 def plans_on(world_size: int) -> list[Plan]:
-    """Ten of all families; on four ranks with stages of unequal width and chunks without blocks.
+    """One of each family on two ranks, and ten on four with stages of unequal width and chunks without blocks.
 
     The last on two ranks has dropout.
     """
     if world_size == 2:
-        return [*_numbered(MODELS, 40, 2), *_numbered(MODELS[:1], 50, 2), random_plan(MODELS[2], 60, 2)]
-    uneven = [uneven_plan(model, number, 4) for number, model in enumerate(MODELS[2:5])]
-    bare = [bare_plan(model, number, 4) for number, model in enumerate(MODELS[:2])]
-    return [*_numbered(MODELS[:5], 70, 4), *uneven, *bare]
+        once_more = [random_plan(MODELS["llama"], 50, 2), random_plan(MODELS["gpt2"], 60, 2)]
+        return [*_numbered([*MODELS.values()], 40, 2), *once_more]
+    uneven = [uneven_plan(model, number, 4) for number, model in enumerate(_FIRST[2:])]
+    bare = [bare_plan(model, number, 4) for number, model in enumerate(_FIRST[:2])]
+    return [*_numbered(_FIRST, 70, 4), *uneven, *bare]
 
 
 def _compared(world_size: int, folder: Path, mutations: tuple[str, ...] = ()) -> Errors:
@@ -57,10 +59,10 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Errors:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_ten_plans_evaluate_as_one_process(request: pytest.FixtureRequest, world_size: int) -> None:
+def test_plans_evaluate_as_one_process(request: pytest.FixtureRequest, world_size: int) -> None:
     found: Errors = request.getfixturevalue("two_ranks" if world_size == 2 else "four_ranks")
     exact = {plan.name: max(found[plan.name]["loss"], found[plan.name]["labels"]) for plan in plans_on(world_size)}
-    assert len(exact) == 10
+    assert len(exact) == len(plans_on(world_size))
     assert {name: error for name, error in exact.items() if error > TOLERANCE} == {}
 
 
@@ -70,8 +72,8 @@ def test_an_evaluation_leaves_training_as_it_is_and_nothing_behind(
 ) -> None:
     found: Errors = request.getfixturevalue("two_ranks" if world_size == 2 else "four_ranks")
     errors = [found[plan.name] for plan in plans_on(world_size)]
-    assert [one["left"] for one in errors] == [0] * 10
-    assert [one["training"] for one in errors if "training" in one] == [0] * 5
+    trained = [one["training"] for one in errors if "training" in one]
+    assert {one["left"] for one in errors} == {0} and len(trained) >= 5 and set(trained) == {0}
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
