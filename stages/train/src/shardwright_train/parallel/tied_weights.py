@@ -46,27 +46,28 @@ class TiedParameters:
         alone.group = None
         return alone
 
-    def sum_gradients(self, gradients: Mapping[tuple[str, str], Tensor]) -> None:
+    def sum_gradients(self, gradients: Mapping[tuple[str, str], Tensor], like: Tensor) -> None:
         """Give every replica the sum of all replicas' gradients: local shards by layer and parameter, in place.
 
-        Frozen ones have none.
+        Frozen ones have none: a rank with no other takes part with nothing, of the dtype and on the device of `like`.
         The owner adds in the order of the layers and hands out its sums, so that replicas stay equal to the bit.
         """
         to_owners, from_owners = self._gradients
         if self.group is not None and to_owners:
-            self._exchange(to_owners, gradients, add=True)
-            self._exchange(from_owners, gradients, add=False)
+            self._exchange(to_owners, gradients, like, add=True)
+            self._exchange(from_owners, gradients, like, add=False)
 
     def broadcast_owners(self, values: Mapping[tuple[str, str], Tensor]) -> None:
         """Give every replica its owner's values, in place."""
         if self.group is not None:
-            self._exchange(self._from_owners, values, add=False)
+            self._exchange(self._from_owners, values, next(iter(values.values())), add=False)
 
-    def _exchange(self, pieces: Sequence[Piece], tensors: Mapping[tuple[str, str], Tensor], add: bool) -> None:
+    def _exchange(
+        self, pieces: Sequence[Piece], tensors: Mapping[tuple[str, str], Tensor], like: Tensor, add: bool
+    ) -> None:
         sends = sorted((p for p in pieces if p.source == self.rank != p.target), key=lambda p: p.target)
         receives = sorted((p for p in pieces if p.target == self.rank != p.source), key=lambda p: p.source)
         outgoing = [self._window(p.sender, p.box, tensors).reshape(-1) for p in sends]
-        like = next(iter(tensors.values()))
         empty = like.new_empty(0)
         incoming = like.new_empty(sum(p.numel for p in receives))
         dist.all_to_all_single(

@@ -173,7 +173,9 @@ class Stage:
                     partial[unit.sharing.tensor_parallel.group].append(local)
         for group, parts in partial.items():
             all_reduce_together(parts, group)
-        self.tied.sum_gradients(gradients)
+        if self.tied.group is not None:
+            _, _, parameter = next(self.parameters())
+            self.tied.sum_gradients(gradients, local_tensor(parameter))
 
 
 def build_stage(context: RankContext) -> Stage:
