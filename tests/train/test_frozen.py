@@ -14,7 +14,8 @@ from test_train_traffic import by_formula, counted
 
 from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import Collective, DataParallel, PipelineStage, Plan
+from shardwright_formats.types import DataParallel, PipelineStage, Plan
+from shardwright_formats.types.hardware_profile import Collective
 from shardwright_search.cost_model.parameters import parameter_memory
 from shardwright_train.dry_run.simulated_step import simulate_step
 from shardwright_train.models.registry import family_named
