@@ -78,7 +78,8 @@ def _plans(world_size: int) -> list[Plan]:
 
 def _uneven_plans() -> list[Plan]:
     """Every family, and every kind of unequal widths."""
-    return [uneven_plan(tiny(family), number, 4) for number, family in enumerate(FAMILIES)]
+    interleaved = uneven_plan(tiny("llama"), 101, 4)
+    return [*(uneven_plan(tiny(family), number, 4) for number, family in enumerate(FAMILIES)), interleaved]
 
 
 def _bare_plans() -> list[Plan]:
