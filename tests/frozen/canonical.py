@@ -92,6 +92,11 @@ CORRECTIONS = (
 
 REFROZEN = (
     (
+        "p*/*[vs][iw]*",
+        "only positions with labels enter a head's matrix where ranks hold whole sequences: of ViT and Swin the class "
+        "alone is summed over tensor-parallel ranks; Swin's merges hand on a quarter of the positions; 11 outputs",
+    ),
+    (
         "printed/export-megatron-*",
         "recomputation of all feed-forward parts is exported for Megatron-LM: two refusals name what stands in the way "
         "next",
