@@ -240,7 +240,7 @@ def _partial_gradients_reduced_twice() -> AbstractContextManager[object]:
 
 
 def _copies_of_tied_parameters_not_summed() -> AbstractContextManager[object]:
-    return patch.object(TiedParameters, "sum_gradients", lambda _self, _gradients: None)
+    return patch.object(TiedParameters, "sum_gradients", lambda _self, _gradients, _like: None)
 
 
 def _auxiliary_losses_without_gradient() -> AbstractContextManager[object]:
