@@ -66,10 +66,7 @@ def model_profile(
         raise BadInput("--settings", f"attention {attention}: not estimated beside fp8", "take auto or sdpa")
     compute = "tf32" if precision.tf32 else precision.compute
     machines = machines_of(rates, compute, efficiencies, runtime, settings.compile)
-    asked = list(_strategies([one for _, one in models], settings))
-    left_out = tuple(dict.fromkeys(problem for _, _, problem in asked if problem is not None))
-    if all(problem is not None for _, _, problem in asked):
-        raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
+    asked, left_out = _asked([one for _, one in models], settings)
     rows = [row for one, strategy, _ in asked for row in _layer_rows(one, strategy, settings, machines, runtime.fused)]
     layers = sorted(rows, key=lambda row: row.key)
     origin = ProfileOrigin(
@@ -145,7 +142,19 @@ def _same_model(models: Sequence[tuple[Path, Model]]) -> Model:
     return first
 
 
-def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[tuple[Model, Strategy, str | None]]:
+_Asked = tuple[Model, Strategy, str | None]
+
+
+def _asked(models: Sequence[Model], settings: ProfileSettings) -> tuple[list[_Asked], tuple[str, ...]]:
+    """Return the asked strategies, and why some do not fit; raise BadInput where none does."""
+    asked = list(_strategies(models, settings))
+    left_out = tuple(dict.fromkeys(problem for _, _, problem in asked if problem is not None))
+    if all(problem is not None for _, _, problem in asked):
+        raise BadInput("--settings", f"no strategy fits ({'; '.join(left_out)})", "choose other tp_sizes")
+    return asked, left_out
+
+
+def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[_Asked]:
     """Yield every asked strategy of one tensor-parallel group, with the reason why it does not fit or None."""
     for model, (tp_size, kind) in product(models, settings.strategies):
         strategy = Strategy(tp_size=tp_size, dp_size=1, sequence_parallel=kind)

@@ -207,15 +207,7 @@ def build_layer(
     }
     module, named = _stock_module(context, name, strategy), {p.name: p for p in described.parameters}
     parameters = {local: named[family.described_name(kind, local)] for local, _ in module.named_parameters()}
-    style = ModuleStyle(
-        rules=family.rules | low_rank_rules(parameters),
-        parts=family.parts_of(kind, strategy),
-        after_split=lambda module, tensor_parallel: family.after_split(module, config, tensor_parallel),
-        attention=context.attention,
-        compile=compiled,
-        frozen=frozenset(local for local, parameter in parameters.items() if not parameter.trained),
-        has_backward=described.has_backward,
-    )
+    style = _style(context, type_name, strategy, parameters, compiled)
     parallel = parallelize(module, style, sharings, plan.precision)
     if context.seed is not None:
         module.to_empty(device=context.device)
@@ -235,6 +227,23 @@ def build_layer(
         compiled=compiled,
         randomness=randomness if family.dropout(config) > 0 else None,
         replicas=layout.replicas,
+    )
+
+
+def _style(
+    context: RankContext, type_name: str, strategy: Strategy, parameters: Mapping[str, Parameter], compiled: bool
+) -> ModuleStyle:
+    """Return how a layer's module is made parallel; `parameters`: their descriptions by their names in the module."""
+    family, kind = context.family, base_type(type_name)
+    config = family.configuration(context.plan.model)
+    return ModuleStyle(
+        rules=family.rules | low_rank_rules(parameters),
+        parts=family.parts_of(kind, strategy),
+        after_split=lambda module, tensor_parallel: family.after_split(module, config, tensor_parallel),
+        attention=context.attention,
+        compile=compiled,
+        frozen=frozenset(local for local, parameter in parameters.items() if not parameter.trained),
+        has_backward=context.plan.model.types[type_name].has_backward,
     )
 
 
