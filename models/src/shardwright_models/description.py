@@ -167,6 +167,9 @@ def _checked(family: Family, given: Config, file: object) -> Config:
     read = family.of_layer(EMBEDDING, configured)
     for key in ("hidden_size", "num_attention_heads"):
         _length(family, read, key, file)
+    if read.get("head_dim") is None and read["hidden_size"] % read["num_attention_heads"]:
+        width, heads = (f"{family.aliases.get(key, key)} {read[key]}" for key in ("hidden_size", "num_attention_heads"))
+        raise BadInput(file, f"{width} is no multiple of {heads}", "correct the configuration")
     config = family.completed(read)
     for key in sorted({*family.divided, *family.lengths, "head_dim"}):
         _length(family, config, key, file)

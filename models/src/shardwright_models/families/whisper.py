@@ -38,6 +38,15 @@ def _parameters(layer: str, config: Config) -> Parameters:
                 yield Parameter(name=f"layer_norm.{kind}", shape=(hidden,), shared=True)
 
 
+def _wrong(config: Config) -> str | None:
+    """Return what is wrong with the heads, which must divide the width."""
+    for stack in (_ENCODER, _DECODER):
+        width, heads = config["d_model"], config[key := f"{stack}_attention_heads"]
+        if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads:
+            return f"d_model {width} is no multiple of {key} {heads}"
+    return None
+
+
 def _shapes(layer: str, config: Config) -> Config:
     stack = _DECODER if layer == _DECODER else _ENCODER
     heads = config[f"{stack}_attention_heads"]
@@ -67,6 +76,7 @@ WHISPER = Family(
     },
     implied=lambda config: {"max_position_embeddings": config["max_target_positions"]},
     shapes=_shapes,
+    wrong=_wrong,
     state_lengths=lambda config: {_ENCODED: config["max_source_positions"]},
     lengths=(
         *("vocab_size", "num_mel_bins", "d_model", "max_source_positions", "max_target_positions"),
