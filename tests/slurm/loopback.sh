@@ -82,11 +82,14 @@ C
 }
 
 up() { # FOLDER NODES
-    local folder=$1 nodes=${2:-2}
+    local folder=$1 nodes=${2:-2} earlier
     install
     if [ -e $CONF ]; then
         grep -qxF "$MARK" $CONF || refuse "$CONF is of another Slurm" "run this where no Slurm is configured"
-        refuse "a Slurm of this script is up, or was not taken down" "loopback.sh down $(sed -n 's/^StateSaveLocation=\(.*\)\/state$/\1/p' $CONF)"
+        earlier=$(sed -n 's/^StateSaveLocation=\(.*\)\/state$/\1/p' $CONF)
+        [ -z "$(living "$earlier")" ] || refuse "a Slurm of this script is up" "loopback.sh down $earlier"
+        echo "a Slurm of this script in $earlier ended without being taken down; its configuration is removed" >&2
+        down "$earlier"
     fi
     mkdir -p "$folder"/{run,log,state,munge,etc} /etc/slurm
     for node in $(seq "$nodes"); do mkdir -p "$folder/spool/n$node"; done
@@ -112,6 +115,15 @@ up() { # FOLDER NODES
     refuse "its nodes do not come up within 30 s" "the ends of its logs stand above"
 }
 
+living() { # FOLDER: the ids of the daemons of this folder that still run; an id may have gone to another program since
+    local file pid
+    for file in "$1"/run/slurmd-*.pid "$1"/run/slurmctld.pid "$1"/run/munged.pid; do
+        [ -e "$file" ] || continue
+        pid=$(cat "$file")
+        case "$(cat "/proc/$pid/comm" 2>/dev/null)" in slurmd | slurmctld | munged) echo "$pid" ;; esac
+    done
+}
+
 ended() { # PID: wait until it is gone
     for _ in $(seq 100); do
         kill -0 "$1" 2>/dev/null || return 0
@@ -121,8 +133,8 @@ ended() { # PID: wait until it is gone
 }
 
 down() { # FOLDER
-    local folder=$1 pid
-    if [ -e "$folder/run/slurmctld.pid" ]; then
+    local folder=$1 pid file
+    if [ -n "$(living "$folder")" ]; then
         timeout 20 scancel --signal=KILL --full --state=RUNNING --user=root || true
         timeout 20 scancel --user=root || true
         for _ in $(seq 100); do
@@ -130,12 +142,10 @@ down() { # FOLDER
             sleep 0.1
         done
     fi
-    for file in "$folder"/run/slurmd-*.pid "$folder"/run/slurmctld.pid "$folder"/run/munged.pid; do
-        [ -e "$file" ] || continue
-        pid=$(cat "$file")
+    for pid in $(living "$folder"); do
         if kill -TERM "$pid" 2>/dev/null; then ended "$pid"; fi
-        rm -f "$file"
     done
+    rm -f "$folder"/run/*.pid
     for file in $CONF /etc/slurm/cgroup.conf; do
         if [ -e "$file" ] && grep -qxF "$MARK" "$file"; then rm -f "$file"; fi
     done
