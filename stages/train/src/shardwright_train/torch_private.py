@@ -40,6 +40,11 @@ parts; no layer that runs uncompiled in silence | `torch.compiler.config`, which
 | `torch._C._distributed_c10d._dump_fr_trace_json`, `_dump_nccl_trace_json` | what collectives a rank that hangs has \
 entered | `torch.distributed.flight_recorder`, which reads pickles, once it makes and reads JSON |
 | `torch.ops._c10d_functional` | what collectives are in a compiled graph | none |
+| `torch.ops.aten._scaled_dot_product_flash_attention`, `_scaled_dot_product_flash_attention_backward`, \
+`_scaled_dot_product_efficient_attention`, `_scaled_dot_product_efficient_attention_backward`, \
+`_scaled_dot_product_flash_attention_for_cpu`, `_scaled_dot_product_flash_attention_for_cpu_backward` | logarithms of \
+sums, by which ring attention merges blocks of attention | an option of `scaled_dot_product_attention` that returns \
+them, with a backward pass from merged ones |
 | `torch.ops.aten._grouped_mm` | telling grouped products, whose results selective recomputation keeps | none |
 """
 
@@ -87,6 +92,12 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 collective_operators = torch.ops._c10d_functional
 grouped_product = torch.ops.aten._grouped_mm.default
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention.default
+efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
 
 def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:

@@ -84,13 +84,23 @@ def _differentiable(x: Tensor, group: dist.ProcessGroup, there: GroupMove, back:
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    stacked = x.new_empty((group.size(), *x.shape))
-    dist.all_gather_into_tensor(stacked.view(-1), x.contiguous().view(-1), group=group)
-    return torch.cat(stacked.unbind(0), _SEQUENCE_DIM)
+    return gather_dim(x, _SEQUENCE_DIM, group)
 
 
 def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    stacked = torch.stack(x.chunk(group.size(), _SEQUENCE_DIM))
+    return scatter_dim(x, _SEQUENCE_DIM, group)
+
+
+def gather_dim(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks, one behind the other along a dim; without a gradient."""
+    stacked = x.new_empty((group.size(), *x.shape))
+    dist.all_gather_into_tensor(stacked.view(-1), x.contiguous().view(-1), group=group)
+    return torch.cat(stacked.unbind(0), dim)
+
+
+def scatter_dim(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part along a dim of the sum of a tensor over the ranks; without a gradient."""
+    stacked = torch.stack(x.chunk(group.size(), dim))
     mine = torch.empty_like(stacked[0])
     dist.reduce_scatter_tensor(mine.view(-1), stacked.view(-1), group=group)
     return mine
@@ -122,7 +132,17 @@ def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterat
     The products' backward passes keep only this rank's share of the gathered tensors, and gather it again, once. The
     gradients are summed and scattered.
     """
-    shards = [_GatheredShard(x.detach(), group) for x in inputs]
+    with gathered_again_by(inputs, partial(gather_sequence, group=group)) as gathered:
+        yield gathered
+
+
+@contextmanager
+def gathered_again_by(inputs: Sequence[Tensor], gather: Move) -> Iterator[list[Tensor]]:
+    """Yield tensors as a differentiable function gathers them, for the functions called inside, as above.
+
+    Gathered tensors have storages that nothing else shares.
+    """
+    shards = [_GatheredShard(x.detach(), gather) for x in inputs]
     gathered = [shard.gathered(x) for shard, x in zip(shards, inputs, strict=True)]
     # Storages stand for tensors: products keep views.
     owners = {id(x.untyped_storage()): shard for x, shard in zip(gathered, shards, strict=True)}
@@ -138,18 +158,18 @@ def gathered_again(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> Iterat
 class _GatheredShard:
     """This rank's shard of a gathered tensor, gathered from its first use in the backward pass to its last."""
 
-    def __init__(self, shard: Tensor, group: dist.ProcessGroup) -> None:
-        self._shard, self._group = shard, group
+    def __init__(self, shard: Tensor, gather: Move) -> None:
+        self._shard, self._gather = shard, gather
         self._regathered: Tensor | None = None
 
     def gathered(self, x: Tensor) -> Tensor:
         """Return the tensor itself, gathered; differentiable."""
-        return with_transpose(gather_sequence(x, self._group), lambda x: x, self._used)
+        return with_transpose(self._gather(x), lambda x: x, self._used)
 
     def regathered(self) -> Tensor:
         if self._regathered is None:
             with torch.no_grad():
-                self._regathered = gather_sequence(self._shard, self._group)
+                self._regathered = self._gather(self._shard)
         return self._regathered
 
     def _used(self, gradient: Tensor) -> Tensor:

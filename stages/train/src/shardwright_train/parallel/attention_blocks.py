@@ -1,0 +1,151 @@
+"""Attention of some queries to some keys, with the logarithms by which results of several such blocks are merged.
+
+Kernels that return logarithms are the operators behind `scaled_dot_product_attention` (Rabe and Staats 2021; Dao et
+al. 2022). The gradients of a block follow from the merged output and logarithm alone (Liu et al. 2023).
+"""
+
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shardwright_train.torch_private import (
+    cpu_attention,
+    cpu_attention_backward,
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
+
+_HEADS = 1
+_SHORT = (torch.float16, torch.bfloat16)
+_ROWS = 32
+"""Multiple of queries to which the memory-efficient kernel pads its logarithms."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Attended(NamedTuple):
+    """The attention of queries to some keys."""
+
+    output: Tensor
+    """[b, heads, q, d]; 0 where a query sees nothing."""
+    logsumexp: Tensor
+    """Logarithms of the sums of exponentials [b, heads, q], in float32 at least; -inf where a query sees nothing."""
+
+    def rows(self, queries: slice) -> "Attended":
+        """Return the part of some queries, as views."""
+        return Attended(self.output[:, :, queries], self.logsumexp[:, :, queries])
+
+    def add(self, other: "Attended") -> None:
+        """Merge the attention of the same queries to further keys into this one, in place."""
+        merged = torch.logaddexp(self.logsumexp, other.logsumexp)
+        finite = merged.masked_fill(merged == -inf, 0)
+        before, more = ((each.logsumexp - finite).exp_()[..., None] for each in (self, other))
+        self.output.mul_(before).addcmul_(other.output.to(self.output.dtype), more)
+        self.logsumexp.copy_(merged)
+
+
+def nothing_attended(query: Tensor) -> Attended:
+    """Return the attention of queries [b, heads, q, d] to no keys, in float32 at least."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    output = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    return Attended(output, query.new_full(query.shape[:-1], -inf, dtype=dtype))
+
+
+@dataclass(frozen=True)
+class Block:
+    """The attention of queries [b, heads, q, d] to keys and values [b, kv_heads, k, d]."""
+
+    scale: float
+    """Factor of the scores."""
+    is_causal: bool = False
+    """Whether queries and keys are the same positions in rising order, none of which sees a later one."""
+    seen: Tensor | None = None
+    """The keys that each query sees [b or 1, 1, q, k], where `is_causal` does not say it."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
+        """Return the attention of the queries."""
+        output, logsumexp = self._forward(query, key, value)
+        if self.seen is None:
+            return Attended(output, logsumexp)
+        blind = ~self.seen.any(-1)
+        return Attended(output.masked_fill(blind[..., None], 0), logsumexp.masked_fill(blind, -inf))
+
+    def backward(self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
+        """Return the gradients of queries, keys and values, where `attended` is the merged attention of the queries."""
+        # A query that sees nothing has probabilities 0, not exp(-inf + inf).
+        last = Attended(attended.output, attended.logsumexp.masked_fill(attended.logsumexp == -inf, inf))
+        if query.device.type == "cpu":
+            return self._cpu_backward(gradient, query, key, value, last)
+        if self._is_flash(query):
+            return self._flash_backward(gradient, query, key, value, last)
+        return self._efficient_backward(gradient, query, key, value, last)
+
+    def _forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output and logarithms; those of a query that sees nothing are any finite numbers."""
+        causal, scale = self.is_causal, self.scale
+        if query.device.type == "cpu":
+            on_cpu = cpu_attention(query, key, value, 0.0, causal, attn_mask=self._bias(query), scale=scale)
+            return on_cpu[0], on_cpu[1]
+        if self._is_flash(query):
+            fused = flash_attention(query, key, value, 0.0, causal, scale=scale)
+            return fused[0], fused[1]
+        key, value = _repeated(key, query), _repeated(value, query)
+        fused = efficient_attention(query, key, value, self._bias(query), True, 0.0, causal, scale=scale)
+        return fused[0], fused[1][..., : query.shape[-2]]
+
+    def _cpu_backward(self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, last: Attended) -> Gradients:
+        bias = self._bias(query)
+        gradients: Gradients = cpu_attention_backward(
+            gradient, query, key, value, *last, 0.0, self.is_causal, attn_mask=bias, scale=self.scale
+        )
+        return gradients
+
+    def _flash_backward(self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, last: Attended) -> Gradients:
+        lengths, unused = (query.shape[-2], key.shape[-2]), query.new_zeros(2, dtype=torch.int64)
+        gradients: Gradients = flash_attention_backward(
+            gradient,
+            *(query, key, value, last.output, last.logsumexp.contiguous()),
+            *(None, None, *lengths, 0.0, self.is_causal, unused, unused),
+            scale=self.scale,
+        )
+        return gradients
+
+    def _efficient_backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, last: Attended
+    ) -> Gradients:
+        heads, unused = key.shape[_HEADS], query.new_zeros((), dtype=torch.int64)
+        padded = pad(last.logsumexp, (0, -last.logsumexp.shape[-1] % _ROWS), value=inf)
+        dq, dk, dv, _ = efficient_attention_backward(
+            gradient,
+            *(query, _repeated(key, query), _repeated(value, query), self._bias(query), last.output, padded),
+            *(unused, unused, 0.0, [True, True, True, False], self.is_causal),
+            scale=self.scale,
+        )
+        return dq, _folded(dk, heads), _folded(dv, heads)
+
+    def _is_flash(self, query: Tensor) -> bool:
+        return query.dtype in _SHORT and self.seen is None
+
+    def _bias(self, query: Tensor) -> Tensor | None:
+        """Return a mask to add to scores; it is finite, so that kernels compute numbers where nothing is seen."""
+        if self.seen is None:
+            return None
+        hidden = torch.zeros(self.seen.shape, dtype=query.dtype, device=query.device)
+        hidden.masked_fill_(~self.seen, torch.finfo(query.dtype).min)
+        return hidden.expand(*query.shape[:2], -1, -1)
+
+
+def _repeated(x: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values with a head for each of the queries'."""
+    return x.repeat_interleave(query.shape[_HEADS] // x.shape[_HEADS], _HEADS)
+
+
+def _folded(x: Tensor, heads: int) -> Tensor:
+    """Return gradients of repeated heads, summed over those that repeat one."""
+    groups: Tensor = x.unflatten(_HEADS, (heads, -1))
+    return groups.sum(_HEADS + 1)

@@ -1,0 +1,183 @@
+"""Ring attention (Liu et al. 2023): keys and values go round the ranks, and each rank merges what it sees of them.
+
+Causal shares in zig-zag order have equal work at each step (Brandon et al. 2023). Sends overlap with blocks. In the
+backward pass keys and values go round again, and their gradients behind them, which are at home after the last step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright_train.parallel.attention_blocks import Attended, Block, nothing_attended
+from shardwright_train.parallel.collectives import with_transpose
+from shardwright_train.parallel.context_shares import ContextShares, Rectangle, visible
+
+_POSITIONS = 2
+"""Dim of queries, keys and values [b, heads, s, d]; keys and values together are [2, b, heads, s, d]."""
+
+
+class _Step(NamedTuple):
+    source: int
+    rectangle: Rectangle | None
+    """What this rank sees of the keys of `source`; None: nothing."""
+
+
+class _Travelling(NamedTuple):
+    """A tensor on its way to the next rank of the ring, and that of the rank before."""
+
+    works: Sequence[dist.Work]
+    sent: Tensor
+    arriving: Tensor
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+@dataclass(frozen=True)
+class RingAttention:
+    """Attention of this rank's positions to those of a group, whose keys and values go round."""
+
+    shares: ContextShares
+    group: dist.ProcessGroup
+    causal: bool
+    reduce: torch.dtype
+    """Format in which gradients of keys and values go round."""
+    device: torch.device
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
+    ) -> Tensor:
+        """Return the attention of queries [b, heads, s/n, d] to keys and values [b, kv_heads, s, d] of all ranks.
+
+        Each rank gives its positions in memory order; `documents` [b, s] number those of all positions, in that order:
+        none sees another document.
+        """
+        query, key, value = (_permuted(x, self._rising, self._back) for x in (query, key, value))
+        passes = _Passes(self, scale, documents)
+        output: Tensor = _Ring.apply(query, key, value, passes)  # type: ignore[no-untyped-call]
+        return _permuted(output, self._back, self._rising)
+
+    @cached_property
+    def steps(self) -> tuple[_Step, ...]:
+        """Return whose keys and values are here at each step, and what this rank sees of them."""
+        rank, size = self.group.rank(), self.group.size()
+        sources = [(rank - i) % size for i in range(size)]
+        return tuple(_Step(source, self.shares.rectangle(rank, source, self.causal)) for source in sources)
+
+    def positions(self, rank: int) -> Tensor:
+        """Return a rank's positions in rising order, on the device."""
+        return self._positions[rank]
+
+    def documents_of(self, documents: Tensor, rank: int) -> Tensor:
+        """Return the numbers of documents [b, s/n] of a rank's positions, in their rising order."""
+        return documents.index_select(1, self._places[rank])
+
+    def pass_on(self, x: Tensor) -> _Travelling:
+        """Send a tensor to the next rank of the ring, and return it on its way."""
+        rank, size = self.group.rank(), self.group.size()
+        sent, arriving = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        there, here = (dist.get_global_rank(self.group, (rank + i) % size) for i in (1, -1))
+        ways = [
+            dist.P2POp(dist.isend, sent, there, self.group),
+            dist.P2POp(dist.irecv, arriving, here, self.group),
+        ]
+        return _Travelling(dist.batch_isend_irecv(ways), sent, arriving)
+
+    @cached_property
+    def _positions(self) -> tuple[Tensor, ...]:
+        return tuple(self.shares.positions(rank).to(self.device) for rank in range(self.shares.size))
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, ...]:
+        return tuple(self.shares.places(rank).to(self.device) for rank in range(self.shares.size))
+
+    @cached_property
+    def _rising(self) -> Tensor:
+        return self.shares.rising(self.group.rank()).to(self.device)
+
+    @cached_property
+    def _back(self) -> Tensor:
+        return self._rising.argsort()
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The forward and the backward pass of one call of a ring; tensors are in rising order of positions."""
+
+    ring: RingAttention
+    scale: float
+    documents: Tensor | None
+
+    def forward(self, query: Tensor, here: Tensor) -> Attended:
+        """Return the attention of queries to the keys of all ranks, of which those of this one are `here`."""
+        total, steps = nothing_attended(query), self.ring.steps
+        for left, step in zip(reversed(range(len(steps))), steps, strict=True):
+            arriving = self.ring.pass_on(here) if left else None
+            if step.rectangle is not None:
+                queries, keys, *_ = step.rectangle
+                part = self._block(step.source, step.rectangle).attend(query[:, :, queries], *here[..., keys, :])
+                total.rows(queries).add(part)
+            here = here if arriving is None else arriving.wait()
+        return Attended(total.output.to(query.dtype), total.logsumexp)
+
+    def backward(self, gradient: Tensor, query: Tensor, here: Tensor, attended: Attended) -> tuple[Tensor, Tensor]:
+        """Return the gradients of queries, and of this rank's keys and values, together."""
+        dq, behind, steps = torch.zeros_like(query, dtype=attended.logsumexp.dtype), None, self.ring.steps
+        for left, step in zip(reversed(range(len(steps))), steps, strict=True):
+            arriving = self.ring.pass_on(here) if left else None
+            gradients = torch.zeros_like(here, dtype=self.ring.reduce)
+            if step.rectangle is not None:
+                queries, keys, *_ = step.rectangle
+                block, (k, v) = self._block(step.source, step.rectangle), here[..., keys, :]
+                inputs, last = (query[:, :, queries], k, v), attended.rows(queries)
+                mine, *others = block.backward(gradient[:, :, queries], *inputs, last)
+                dq[:, :, queries] += mine
+                gradients[..., keys, :] = torch.stack(others).to(gradients.dtype)
+            if behind is not None:
+                gradients += behind.wait()
+            behind = self.ring.pass_on(gradients)
+            here = here if arriving is None else arriving.wait()
+        return dq.to(query.dtype), _arrived(behind).to(query.dtype)
+
+    def _block(self, source: int, rectangle: Rectangle) -> Block:
+        queries, keys, is_square, is_full = rectangle
+        if self.documents is None and (is_square or is_full):
+            return Block(self.scale, is_causal=is_square)
+        me, documents = self.ring.group.rank(), None
+        if self.documents is not None:
+            mine, others = (self.ring.documents_of(self.documents, rank) for rank in (me, source))
+            documents = mine[:, queries], others[:, keys]
+        positions = self.ring.positions(me)[queries], self.ring.positions(source)[keys]
+        return Block(self.scale, seen=visible(*positions, self.ring.causal, documents))
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, passes: _Passes) -> Tensor:
+        attended = passes.forward(query, torch.stack([key, value]))
+        ctx.save_for_backward(query, key, value, *attended)
+        ctx.passes = passes
+        return attended.output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, *attended = ctx.saved_tensors
+        dq, (dk, dv) = ctx.passes.backward(gradient, query, torch.stack([key, value]), Attended(*attended))
+        return dq, dk, dv, None
+
+
+def _arrived(x: _Travelling | None) -> Tensor:
+    assert x is not None
+    return x.wait()
+
+
+def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Return a tensor with its positions in another order; `back` leads to the first."""
+    return with_transpose(x, lambda x: x.index_select(_POSITIONS, order), lambda x: x.index_select(_POSITIONS, back))

@@ -1,0 +1,85 @@
+"""Attention over a context-parallel group: which rank sees what, and that gather and ring come to whole attention."""
+
+from collections.abc import Sequence
+from math import inf
+
+import pytest
+import torch
+from context_worker import LENGTH, zig_zag
+from forked_ranks import run_worker
+
+from shardwright_train.parallel.attention_blocks import Attended, Block, nothing_attended
+from shardwright_train.parallel.context_shares import ContextShares, Rectangle, visible
+
+IN_ORDER = tuple(range(LENGTH))
+
+
+def test_gather_and_ring_come_to_attention_in_one_process() -> None:
+    run_worker("context_worker", [], 4)
+
+
+def pairs_seen(order: Sequence[int], size: int) -> list[int]:
+    """Pairs of a query and a key that it sees, by rank."""
+    shares = ContextShares(order, size)
+    return [sum((shares.positions(rank) + 1).tolist()) for rank in range(size)]
+
+
+@pytest.mark.parametrize(("pairs", "size"), [(4, 4), (4, 2), (8, 4), (8, 2), (8, 8)])
+def test_each_rank_sees_as_much_in_zig_zag_order(pairs: int, size: int) -> None:
+    assert len(set(pairs_seen(zig_zag(pairs), size))) == 1
+    assert pairs_seen(IN_ORDER, 4) == [78, 222, 366, 510]
+
+
+@pytest.mark.parametrize(("pairs", "size"), [(4, 4), (8, 4), (4, 2)])
+def test_steps_of_a_causal_ring_have_equal_work_and_need_no_mask(pairs: int, size: int) -> None:
+    shares = ContextShares(zig_zag(pairs), size)
+    half, full = LENGTH // size // 2, LENGTH // size
+    for rank in range(size):
+        assert shares.rectangle(rank, rank, causal=True) == Rectangle(slice(0, full), slice(0, full), True, False)
+        for source in set(range(size)) - {rank}:
+            queries, keys = (0, half) if source < rank else (half, full)
+            wanted = Rectangle(slice(queries, full), slice(0, keys), False, True)
+            assert shares.rectangle(rank, source, causal=True) == wanted
+
+
+def test_shares_in_order_see_all_of_earlier_ranks_and_nothing_of_later_ones() -> None:
+    shares = ContextShares(IN_ORDER, 4)
+    whole = slice(0, LENGTH // 4)
+    assert shares.rectangle(2, 1, causal=True) == Rectangle(whole, whole, False, True)
+    assert shares.rectangle(1, 2, causal=True) is None
+    assert shares.rectangle(1, 2, causal=False) == Rectangle(whole, whole, False, True)
+
+
+def test_in_a_rectangle_of_another_order_lies_all_that_is_seen() -> None:
+    order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(0))
+    shares = ContextShares(order.tolist(), 4)
+    for rank, source in ((0, 1), (1, 0), (3, 2), (2, 2)):
+        queries, keys, *_ = shares.rectangle(rank, source, causal=True) or (slice(0), slice(0))
+        seen = visible(shares.positions(rank), shares.positions(source), True, None)[0, 0]
+        assert seen.sum() == seen[queries, keys].sum() > 0
+
+
+def test_runs_of_a_rank_are_its_chunks_and_end_where_the_keys_that_they_see_do() -> None:
+    assert list(ContextShares(zig_zag(4), 4).runs(1)) == [(slice(0, 6), 12), (slice(6, 12), 42)]
+    assert list(ContextShares(zig_zag(8), 4).runs(1)) == [(slice(0, 6), 12), (slice(6, 12), 42)]
+    assert list(ContextShares(IN_ORDER, 4).runs(1)) == [(slice(0, 12), 24)]
+
+
+def test_a_query_that_sees_nothing_is_zero_and_no_number_is_missing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, gradient = (torch.randn(1, 4, 3, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    key, value = (torch.randn(1, 2, 5, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    seen = torch.ones(1, 1, 3, 5, dtype=torch.bool)
+    seen[..., 1, :] = False
+    block, total = Block(0.3, seen=seen), nothing_attended(query)
+    for _ in range(2):  # nothing, merged with nothing
+        total.add(Block(0.3, seen=torch.zeros_like(seen)).attend(query, key, value))
+    assert total.logsumexp.eq(-inf).all() and total.output.eq(0).all()
+    total.add(block.attend(query, key, value))
+    assert total.output[:, :, 1].eq(0).all() and total.logsumexp[:, :, 1].eq(-inf).all()
+    dq, dk, dv = block.backward(gradient, query, key, value, total)
+    assert dq[:, :, 1].eq(0).all()
+    rows = torch.tensor([0, 2])
+    attended = Attended(total.output[:, :, rows], total.logsumexp[:, :, rows])
+    without = Block(0.3).backward(gradient[:, :, rows], query[:, :, rows], key, value, attended)
+    torch.testing.assert_close((dq[:, :, rows], dk, dv), without)
