@@ -169,36 +169,44 @@ def test_zero_cuts_experts_that_the_ranks_do_not_divide_along_what_nothing_else_
     assert shards == 5 or len(set(sizes)) == 1
 
 
-@pytest.mark.parametrize(("ep_size", "shard_size"), [(1, 0), (2, 0), (4, 0), (8, 0), (2, 2)])
+@pytest.mark.parametrize(
+    ("ep_size", "etp_size", "shard_size"),
+    [(1, 1, 0), (2, 1, 0), (4, 1, 0), (8, 1, 0), (2, 1, 2), (1, 2, 0), (2, 2, 0), (4, 2, 0), (1, 2, 2)],
+)
 def test_ranks_that_share_experts_out_hold_each_expert_once_and_the_rest_as_the_layer_says(
-    ep_size: int, shard_size: int
+    ep_size: int, etp_size: int, shard_size: int
 ) -> None:
-    experts = ExpertStrategy(ep_size=ep_size, data_parallel=DataParallel.ZERO3, shard_size=shard_size)
+    shared = {"ep_size": ep_size, "etp_size": etp_size, "shard_size": shard_size}
+    experts = ExpertStrategy(**shared, data_parallel=DataParallel.ZERO3)  # type: ignore[arg-type]
     split = {"tp_size": 2, "dp_size": 4, "sequence_parallel": SequenceParallel.MEGATRON}
     layer = LayerStrategy(type="sparse", **split, experts=experts)
     gate_up, router = Parameter(name="up", shape=(8, 2, 6, 16), tp_dim=2, ep_dim=0), Parameter(name="g", shape=(8, 16))
     held = Counter[tuple[int, ...]]()
     for rank in range(8):
         box = parameter_box(gate_up, layer, rank)
-        assert box[2] == (0, 6) and set(range(*box[0])) <= set(range(*_experts_of(rank, ep_size)))
+        assert box[2] == _share_of(rank % etp_size, etp_size, 6)
+        assert set(range(*box[0])) <= set(range(*_share_of(rank // etp_size % ep_size, ep_size, 8)))
         held.update(product(*(range(low, high) for low, high in box)))
         assert parameter_box(router, layer, rank) == ((0, 8), (0, 16))
-    assert set(held.values()) == {8 // ep_size // (shard_size or 8 // ep_size)} and len(held) == 8 * 2 * 6 * 16
+    replicas = 8 // (ep_size * etp_size)
+    assert set(held.values()) == {replicas // (shard_size or replicas)} and len(held) == 8 * 2 * 6 * 16
     kind = LayerType(parameters=(gate_up, router), forward_flops_per_sample=0)
-    (rest, dense), (shared, grid) = parameter_groups(kind, layer)
-    assert (rest.parameters, shared.parameters) == ((router,), (gate_up.by_experts,))
-    assert (dense.experts, axes_of(grid).dense.tensor) == (UNSET, Axis(ep_size))  # type: ignore[attr-defined]
+    (rest, dense), (own, grid) = parameter_groups(kind, layer)
+    assert (rest.parameters, own.parameters) == ((router,), (gate_up.of_experts(ep_size),))
+    assert own.parameters[0].numel(etp_size) * ep_size * etp_size == 8 * 2 * 6 * 16
+    axes = axes_of(grid).dense
+    assert (dense.experts, axes.tensor, axes.experts) == (UNSET, Axis(etp_size), Axis(ep_size, etp_size))  # type: ignore[attr-defined]
 
 
-def _experts_of(rank: int, ep_size: int) -> tuple[int, int]:
-    count = 8 // ep_size
-    return rank % ep_size * count, (rank % ep_size + 1) * count
+def _share_of(part: int, parts: int, length: int) -> tuple[int, int]:
+    return part * length // parts, (part + 1) * length // parts
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"experts": ExpertStrategy(ep_size=3)}, "ep_size 3 does not divide the 4 ranks of the stage"),
+        ({"experts": ExpertStrategy(ep_size=2, etp_size=4)}, "ep_size 2 x etp_size 4 does not divide the 4 ranks of"),
         ({"tp_size": 2, "dp_size": 2, "experts": ExpertStrategy(ep_size=2)}, "positions of their own"),
         ({"experts": ExpertStrategy(ep_size=2, shard_size=2)}, "ddp shards nothing"),
         ({"experts": ExpertStrategy(ep_size=2, data_parallel=DataParallel.ZERO2, shard_size=2)}, "no true divisor"),
@@ -218,4 +226,6 @@ def test_only_what_has_experts_shares_them_out() -> None:
     assert (
         misfit(model, "sparse", asked(experts=ExpertStrategy(ep_size=4))) == "ep_size 4 does not divide its 6 experts"
     )
+    odd = misfit(model, "sparse", asked(tp_size=1, dp_size=5, experts=ExpertStrategy(ep_size=1, etp_size=5)))
+    assert odd == "etp_size 5 does not divide the 24 features of its experts"
     assert misfit(model, "head", asked(experts=ExpertStrategy(ep_size=2))) == "it has no experts to share out"

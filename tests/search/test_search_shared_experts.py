@@ -1,6 +1,7 @@
 """Plans whose ranks share experts out: what cannot price or express them says so in one line."""
 
 import pytest
+from msgspec.structs import replace
 
 from shardwright_formats.display.plan_words import strategy_words
 from shardwright_formats.io import BadInput
@@ -57,3 +58,5 @@ def test_no_system_is_told_of_experts_that_ranks_share_out(plan: Plan, target: s
 
 def test_a_sharing_of_experts_is_told_in_words(plan: Plan) -> None:
     assert strategy_words(plan.layers[1]) == "tp1 x dp4 zero2 experts ep2 zero3"
+    both = replace(plan.layers[1], experts=replace(EXPERTS, etp_size=2))
+    assert strategy_words(both) == "tp1 x dp4 zero2 experts ep2 etp2"

@@ -26,20 +26,31 @@ def _drawn(experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, index, torch.rand(POSITIONS, CHOSEN, dtype=torch.float64)
 
 
+def compare(rank: int, x: Tensor, index: Tensor, weights: Tensor, is_whole: bool) -> None:
+    """Two ranks have two experts each, or a share of what each of all experts gives; their shares add up to 1."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    counts = torch.bincount(index.reshape(-1), minlength=EXPERTS).to(torch.int32)
+    rows, groups = dispatch(index, counts), (dist.group.WORLD, None)
+    away = exchange(counts, len(rows.order), *groups if is_whole else groups[::-1])
+    scale = SCALE[2 * rank : 2 * rank + 2] if is_whole else SCALE * (0.25 + 0.5 * rank)
+    mine = scale.repeat_interleave(away.counts.long())
+    there = away.there(rows.sort(x)) * (away.there(rows.sort_copies(weights)) * mine)[:, None]
+    output = rows.collect(away.back(there))
+    output.sum().backward()
+    given, weighted = x.detach(), weights.detach()
+    factors = weighted * SCALE[index]
+    torch.testing.assert_close(output.detach(), given * factors.sum(1, keepdim=True))
+    torch.testing.assert_close(x.grad, factors.sum(1, keepdim=True).expand_as(given))
+    torch.testing.assert_close(weights.grad, given.sum(1, keepdim=True) * SCALE[index])
+
+
 def main() -> None:
     with joined_world("cpu") as world:
         torch.manual_seed(0)  # the same on both ranks
         for case in cases():
-            given, index, weighted = case[world.rank]
-            x, weights = given.clone().requires_grad_(), weighted.clone().requires_grad_()
-            counts = torch.bincount(index.reshape(-1), minlength=EXPERTS).to(torch.int32)
-            rows = dispatch(index, counts)
-            away = exchange(counts, len(rows.order), dist.group.WORLD)
-            mine = SCALE[2 * world.rank : 2 * world.rank + 2].repeat_interleave(away.counts.long())
-            there = away.there(rows.sort(x)) * (away.there(rows.sort_copies(weights)) * mine)[:, None]
-            output = rows.collect(away.back(there))
-            output.sum().backward()
-            factors = weighted * SCALE[index]
-            torch.testing.assert_close(output.detach(), given * factors.sum(1, keepdim=True))
-            torch.testing.assert_close(x.grad, factors.sum(1, keepdim=True).expand_as(given))
-            torch.testing.assert_close(weights.grad, given.sum(1, keepdim=True) * SCALE[index])
+            for is_whole in (True, False):
+                compare(world.rank, *case[world.rank], is_whole)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,20 +1,30 @@
-"""Random plans in which ranks share experts out as a whole."""
+"""Random plans in which ranks share experts out, as a whole or their features."""
 
 import random
+from collections.abc import Iterator
+from itertools import product
 
 import msgspec
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.types import DataParallel, ExpertStrategy, LayerStrategy, Model, Plan, SequenceParallel
+from shardwright_formats.types import (
+    DataParallel,
+    Experts,
+    ExpertStrategy,
+    LayerStrategy,
+    Model,
+    Plan,
+    SequenceParallel,
+)
 
 MODELS = (tiny("mixtral", num_local_experts=8), tiny("qwen3_moe"))
 
 
 def shared_plans(world_size: int) -> list[Plan]:
     """Ranks share experts out, whatever the rest of the layers does; on four ranks in every way that there is."""
-    on_four = [(model, number) for number in range(100, 104) for model in MODELS]
-    drawn = [(MODELS[0], 103), (MODELS[1], 106)] if world_size == 2 else on_four
+    on_four = [(model, number) for number in range(130, 134) for model in MODELS]
+    drawn = [(MODELS[0], 111), (MODELS[1], 143)] if world_size == 2 else on_four
     return [with_shared_experts(random_plan(model, number, world_size), number) for model, number in drawn]
 
 
@@ -29,8 +39,15 @@ def _experts_shared(model: Model, layer: LayerStrategy, draw: random.Random) -> 
     experts, width = model.types[layer.type].experts, layer.tp_size * layer.dp_size
     if experts is msgspec.UNSET or (layer.tp_size > 1 and layer.sequence_parallel is SequenceParallel.NONE):
         return layer
-    ep_size = draw.choice([size for size in range(1, width + 1) if width % size == experts.number % size == 0])
-    kind, replicas = draw.choice(list(DataParallel)), width // ep_size
+    ep_size, etp_size = draw.choice(sorted(_grids(experts, width)))
+    kind, replicas = draw.choice(list(DataParallel)), width // (ep_size * etp_size)
     shards = [0] if kind is DataParallel.DDP else [0, *(size for size in range(2, replicas) if replicas % size == 0)]
-    shared = ExpertStrategy(ep_size=ep_size, data_parallel=kind, shard_size=draw.choice(shards))
+    shared = ExpertStrategy(ep_size=ep_size, etp_size=etp_size, data_parallel=kind, shard_size=draw.choice(shards))
     return msgspec.structs.replace(layer, experts=shared)
+
+
+def _grids(experts: Experts, width: int) -> Iterator[tuple[int, int]]:
+    """Parts that experts, and the features of each, can be shared out in over a stage of a width."""
+    for ep_size, etp_size in product(range(1, width + 1), repeat=2):
+        if width % (ep_size * etp_size) == experts.number % ep_size == experts.features % etp_size == 0:
+            yield ep_size, etp_size

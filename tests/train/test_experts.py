@@ -138,11 +138,13 @@ def test_recomputed_experts_have_the_gradients_of_kept_ones(stock: Any, kind: st
 def test_the_compared_plans_share_experts_out_in_every_way() -> None:
     layers = [layer for size in (2, 4) for plan in shared_plans(size) for layer in plan.layers]
     shared = [(layer, grid) for layer in layers if (grid := layer.expert_grid) is not None]
-    assert {grid.tp_size for _, grid in shared} == {1, 2, 4}
+    assert {(grid.ep_size, grid.tp_size) for _, grid in shared} == {(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1)}
     assert {grid.data_parallel for _, grid in shared if grid.dp_size > 1} == set(DataParallel)
-    assert {layer.recompute for layer, grid in shared if grid.tp_size > 1} == set(Recompute)
-    split = {layer.sequence_parallel for layer, grid in shared if layer.tp_size > 1 and grid.tp_size > 1}
-    assert split == {SequenceParallel.MEGATRON, SequenceParallel.ULYSSES}
+    for axis in ("ep_size", "tp_size"):
+        apart = [(layer, grid) for layer, grid in shared if getattr(grid, axis) > 1]
+        assert {layer.recompute for layer, _ in apart} == set(Recompute)
+        split = {layer.sequence_parallel for layer, _ in apart if layer.tp_size > 1}
+        assert split >= {SequenceParallel.MEGATRON, SequenceParallel.ULYSSES}
 
 
 def test_rows_go_to_the_ranks_of_their_experts_and_back_however_many_there_are() -> None:

@@ -88,7 +88,10 @@ def _strategy_parts(strategy: Strategy) -> Iterator[str]:
     if strategy.sequence_parallel is not SequenceParallel.NONE:
         yield strategy.sequence_parallel
     if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) is not None:
-        kind = f" {grid.data_parallel}" if axes_of(grid).dense.states.size > 1 else ""
-        yield f"experts ep{grid.tp_size}{kind}" + (f" in groups of {grid.shard_size}" if grid.shard_size else "")
+        axes = axes_of(grid).dense
+        kind = f" {grid.data_parallel}" if axes.states.size > 1 else ""
+        features = f" etp{axes.tensor.size}" if axes.tensor.size > 1 else ""
+        groups = f" in groups of {grid.shard_size}" if grid.shard_size else ""
+        yield f"experts ep{axes.experts.size}{features}{kind}{groups}"
     if isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE:
         yield f"recompute {strategy.recompute}"

@@ -10,9 +10,13 @@ The ranks of a stage, counted from 0, form a grid of dp_size x tp_size. Each axi
 | tensor   | parameters at `tp_dim`, products, the vocabulary  | tp_size | tp_size  | 1                 |
 | states   | what ZeRO shares out of a tensor part; DDP copies | dp_size | dp_size  | dp_size x tp_size |
 
+Where a layer's experts have a strategy of their own, the same ranks form a second grid for them alone, of dp_size x
+ep_size x tp_size (`ExpertGrid`): `experts`, ep_size parts tp_size apart, cuts their parameters at `ep_dim`; `tensor`
+and `states` as in the first column, but states are ep_size x tp_size apart.
+
 Ranks that share a sample are neighbours where `tp_consecutive`, else dp_size apart; ranks along `states` are those with
 equal tensor parts, and all ranks in their order under Ulysses. `samples` and `sequence` are the layout of activations;
-`tensor` and `states` belong to a group of parameters, and a layer has one such group: the dense ones.
+`tensor`, `experts` and `states` belong to a group of parameters: a layer's own, or its experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,12 +24,12 @@ from functools import lru_cache
 from math import lcm
 from typing import NamedTuple, assert_never
 
-from shardwright_formats.types import DataParallel, SequenceParallel, Strategy
+from shardwright_formats.types import DataParallel, ExpertGrid, SequenceParallel, Strategy
 
 _KNOWN_FIELDS = {
     *("tp_size", "tp_consecutive", "dp_size", "data_parallel", "shard_size", "sequence_parallel"),
     *("type", "recompute"),  # these two cut nothing
-    "experts",  # whose axes are those of a strategy of their own, `expert_grid`
+    *("experts", "ep_size"),  # whose axes are those of a strategy of their own, `expert_grid`
 }
 
 
@@ -127,6 +131,8 @@ class ParameterAxes(NamedTuple):
     """Data-parallel ranks: those that have the same tensor parts."""
     shards: int
     """Number of neighbours along `states` that ZeRO cuts a tensor part among; 1 where it is replicated."""
+    experts: Axis = Axis(1)
+    """Ranks that share experts out as a whole: each parameter is cut at its `ep_dim`."""
 
     @property
     def replicas(self) -> int:
@@ -175,6 +181,8 @@ def axes_of(strategy: Strategy) -> Axes:
     """Return the axes of a layer; a kind of parallelism that is not known here raises an error."""
     if strange := set(strategy.__struct_fields__) - _KNOWN_FIELDS:
         raise NotImplementedError(f"no axis is known for {', '.join(sorted(strange))} of a strategy")
+    if isinstance(strategy, ExpertGrid):
+        return _grid_axes(strategy)
     stage_size = strategy.tp_size * strategy.dp_size
     consecutive = strategy.tp_consecutive or strategy.tp_size in (1, stage_size)
     whole = Layout(stage_size, strategy.tp_size, consecutive, False)
@@ -189,6 +197,14 @@ def axes_of(strategy: Strategy) -> Axes:
             return Axes(split, _parameter_axes(strategy, alone, Axis(stage_size)), split.sharers, False)
         case unknown:
             assert_never(unknown)
+
+
+def _grid_axes(grid: ExpertGrid) -> Axes:
+    """Return the axes of a layer's experts, of which those of a tensor-parallel group compute the same positions."""
+    together = grid.tp_size * grid.ep_size
+    layout = Layout(together * grid.dp_size, grid.tp_size, True, False)
+    dense = _parameter_axes(grid, Axis(grid.tp_size), Axis(grid.dp_size, together))
+    return Axes(layout, dense._replace(experts=Axis(grid.ep_size, grid.tp_size)), Axis(1), False)
 
 
 def _parameter_axes(strategy: Strategy, tensor: Axis, states: Axis) -> ParameterAxes:

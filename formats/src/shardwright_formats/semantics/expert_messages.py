@@ -5,10 +5,11 @@ to another.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from msgspec import UNSET
 
-from shardwright_formats.semantics.axes import axes_of
+from shardwright_formats.semantics.axes import ParameterAxes, axes_of
 from shardwright_formats.semantics.messages import Cause, Message
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import BoundaryTensor, Experts, LayerStrategy, LayerType, Recompute, Strategy
@@ -21,7 +22,7 @@ _WEIGHT_BYTES = 4
 
 
 def shares_experts(strategy: Strategy) -> bool:
-    """Return whether ranks share experts out as a whole."""
+    """Return whether experts have a grid of ranks of their own."""
     return isinstance(strategy, LayerStrategy) and strategy.experts is not UNSET
 
 
@@ -50,24 +51,44 @@ def expert_messages(
         for during in passes:
             yield Message(Cause.EXPERTS, Collective.ALL_REDUCE, axes.layout.sample_ranks, size, during, microbatches)
     grid = strategy.expert_grid if isinstance(strategy, LayerStrategy) else None
-    if grid is not None and (ranks := axes_of(grid).dense.tensor.size) > 1:
+    if grid is not None:
         stream = next(tensors[region.leaves] for region in kind.regions if region.name == "mlp" and region.leaves)
         positions = here * stream.sequence_length // axes.layout.sequence.size
-        for during, size, times in _exchanges(kind.experts, positions, stream.features, itemsize, replays):
-            yield Message(Cause.EXPERTS, Collective.ALL_TO_ALL, ranks, size, during, times * microbatches)
+        sizes = _row_bytes(kind.experts, positions, stream.features, itemsize)
+        for message in _grid_messages(axes_of(grid).dense, sizes, replays):
+            yield message._replace(times=message.times * microbatches)
 
 
-def _exchanges(
-    experts: Experts, positions: int, features: int, itemsize: int, replays: bool
-) -> Iterator[tuple[Pass, int, int]]:
-    """Yield pass, bytes and number of all-to-alls: counts, rows there and back, and weights."""
+class _Sizes(NamedTuple):
+    """Bytes of what goes to experts for the positions of one rank."""
+
+    counts: int
+    rows: int
+    weights: int
+
+
+def _row_bytes(experts: Experts, positions: int, features: int, itemsize: int) -> _Sizes:
     rows = positions * experts.top_k
-    for size, once in (
-        (experts.number * _COUNT_BYTES, 0),
-        (rows * features * itemsize, 2),
-        (rows * max(itemsize, _WEIGHT_BYTES), 1),
-    ):
-        there = max(once, 1)
-        yield Pass.FORWARD, size, there
-        if again := once + there * replays:
-            yield Pass.BACKWARD, size, again
+    return _Sizes(experts.number * _COUNT_BYTES, rows * features * itemsize, rows * max(itemsize, _WEIGHT_BYTES))
+
+
+def _grid_messages(axes: ParameterAxes, sizes: _Sizes, replays: bool) -> Iterator[Message]:
+    """Yield the messages of a microbatch: rows go to the ranks of their experts, whose features others share.
+
+    These gather the rows that all of them get, and sum results as they scatter them.
+    """
+    if (ranks := axes.experts.size) > 1:
+        for size, there, back in ((sizes.counts, 1, 0), (sizes.rows, 2, 2), (sizes.weights, 1, 1)):
+            yield from _passes(Collective.ALL_TO_ALL, ranks, size, there, back + there * replays)
+    if (ranks := axes.tensor.size) > 1:
+        for size, back in ((sizes.counts, 0), (sizes.rows, 1), (sizes.weights, 0)):
+            yield from _passes(Collective.ALL_GATHER, ranks, ranks * size, 1, back + replays)
+        for size, there in ((sizes.rows, 1), (sizes.weights, 0)):
+            yield from _passes(Collective.REDUCE_SCATTER, ranks, ranks * size, there, 1 + there * replays)
+
+
+def _passes(collective: Collective, ranks: int, size: int, forward: int, backward: int) -> Iterator[Message]:
+    """Yield the messages of one size, so many in each pass."""
+    for during, times in ((Pass.FORWARD, forward), (Pass.BACKWARD, backward)):
+        if times:
+            yield Message(Cause.EXPERTS, collective, ranks, size, during, times)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from shardwright_formats.semantics.axes import ActivationShard, Layout, axes_of
-from shardwright_formats.types import ExpertGrid, LayerStrategy, Parameter, Strategy
+from shardwright_formats.types import LayerStrategy, Parameter, Strategy
 
 
 class Transfer(NamedTuple):
@@ -25,22 +25,22 @@ Box = tuple[tuple[int, int], ...]
 def parameter_box(parameter: Parameter, strategy: Strategy, rank: int) -> Box:
     """Return the part of a parameter that a rank of its stage stores; the last share of a dim may be cut short.
 
-    Tensor parallelism cuts `tp_dim` first; ZeRO then cuts a dim of what is left, `states_dim`, mostly the first, among
-    neighbouring data-parallel ranks, `shard_size` of them or all.
+    Expert and tensor parallelism cut `ep_dim` and `tp_dim` first; ZeRO then cuts a dim of what is left, `states_dim`,
+    mostly the first, among neighbouring data-parallel ranks, `shard_size` of them or all.
     """
     if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) and parameter.ep_dim is not UNSET:
         strategy = grid
-    if isinstance(strategy, ExpertGrid):
-        parameter = parameter.by_experts
-    tensor, states, shards = axes_of(strategy).dense
+    tensor, states, shards, experts = axes_of(strategy).dense
     ranges = [(0, length) for length in parameter.shape]
-    if parameter.tp_dim is not None:
-        ranges[parameter.tp_dim] = _share(ranges[parameter.tp_dim], tensor.size, tensor.part_of(rank))
+    for dim, axis in ((parameter.ep_dim, experts), (parameter.tp_dim, tensor)):
+        if isinstance(dim, int):
+            ranges[dim] = _share(ranges[dim], axis.size, axis.part_of(rank))
     if shards > 1 and ranges:
-        dim = parameter.states_dim(tensor.size, shards)
-        padded = -(-parameter.shape[dim] // tensor.size) if parameter.tp_dim == dim else parameter.shape[dim]
+        part = parameter.of_experts(experts.size)
+        dim = part.states_dim(tensor.size, shards)
         start, end = ranges[dim]
-        low, high = _share((start, start + padded), shards, states.part_of(rank) % shards)
+        padded = (start, start + part.part_length(dim, tensor.size))
+        low, high = _share(padded, shards, states.part_of(rank) % shards)
         ranges[dim] = (min(low, end), min(high, end))
     return tuple(ranges)
 

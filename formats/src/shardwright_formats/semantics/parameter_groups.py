@@ -12,7 +12,7 @@ class ParameterGroup(NamedTuple):
     """The parameters of a layer type that are sharded by one strategy."""
 
     kind: LayerType
-    """The type with these parameters alone."""
+    """The type with these parameters alone; of experts, those of one part that they are shared out in."""
     strategy: Strategy
 
 
@@ -26,7 +26,7 @@ def parameter_groups(kind: LayerType, strategy: Strategy) -> tuple[ParameterGrou
 def _with_experts(kind: LayerType, strategy: LayerStrategy) -> tuple[ParameterGroup, ...]:
     grid = strategy.expert_grid
     assert grid is not None
-    experts = tuple(p.by_experts for p in kind.parameters if p.ep_dim is not UNSET)
+    experts = tuple(p.of_experts(grid.ep_size) for p in kind.parameters if p.ep_dim is not UNSET)
     others = tuple(p for p in kind.parameters if p.ep_dim is UNSET)
     return (
         ParameterGroup(replace(kind, parameters=others), replace(strategy, experts=UNSET)),

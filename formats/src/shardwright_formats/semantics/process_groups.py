@@ -11,7 +11,7 @@ from shardwright_formats.semantics.group_names import ranks_text
 from shardwright_formats.semantics.layout import closed_groups
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.semantics.tied_weights import ranks_of_replicas, tied_parameters
-from shardwright_formats.types import ExpertGrid, LayerStrategy, Plan, Strategy
+from shardwright_formats.types import LayerStrategy, Plan, Strategy
 
 EDGE_CHANNELS = 4
 """NCCL channels of an edge, an assumption: they carry more than a network of 400 Gbit/s, and hold 4 multiprocessors."""
@@ -93,9 +93,10 @@ def communicator_bytes(counted: Mapping[Purpose, int], of_each: int = COMMUNICAT
 
 def strategy_groups(strategy: Strategy, ranks: tuple[int, ...]) -> Iterator[PlannedGroup]:
     """Yield the groups along the axes of a layer's parameters, and those that exchange positions for heads."""
-    axes, shares_experts = axes_of(strategy), isinstance(strategy, ExpertGrid)
-    for group in axes.dense.tensor.groups(ranks):
-        yield planned_group(Purpose.EXCHANGE if shares_experts else Purpose.TENSOR_PARALLEL, group)
+    axes = axes_of(strategy)
+    for purpose, axis in ((Purpose.TENSOR_PARALLEL, axes.dense.tensor), (Purpose.EXCHANGE, axes.dense.experts)):
+        for group in axis.groups(ranks):
+            yield planned_group(purpose, group)
     for group in axes.dense.state_groups(ranks):
         yield planned_group(Purpose.DATA_PARALLEL, group)
     for group in axes.heads.groups(ranks):

@@ -63,17 +63,20 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         length = self.shape[self.tp_dim]
         return prod(self.shape) // length * -(-length // parts)
 
-    @property
-    def by_experts(self) -> "Parameter":
-        """Return the parameter as ranks cut it that share experts out as a whole."""
-        return self if self.ep_dim is UNSET else replace(self, tp_dim=self.ep_dim)
+    def of_experts(self, parts: int) -> "Parameter":
+        """Return the parameter of one of so many parts that its experts are shared out in, which divide them."""
+        if self.ep_dim is UNSET or parts == 1:
+            return self
+        shape = list(self.shape)
+        shape[self.ep_dim] //= parts
+        return replace(self, shape=tuple(shape))
 
     def states_dim(self, parts: int, shards: int) -> int:
         """Return the dim that ZeRO cuts a tensor-parallel part at, into equal shards, the last ones padded: the first.
 
         Where they do not divide the experts it is the last dim that nothing else cuts, if they divide that.
         """
-        if self.ep_dim is UNSET or self._length(self.ep_dim, parts) % shards == 0:
+        if self.ep_dim is UNSET or self.part_length(self.ep_dim, parts) % shards == 0:
             return 0
         last = max(dim for dim in range(len(self.shape)) if dim not in (self.ep_dim, self.tp_dim))
         return last if self.shape[last] % shards == 0 else 0
@@ -83,10 +86,11 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         numel = self.numel(parts)
         if not self.shape:
             return numel
-        length = self._length(self.states_dim(parts, shards), parts)
+        length = self.part_length(self.states_dim(parts, shards), parts)
         return numel // length * -(-length // shards)
 
-    def _length(self, dim: int, parts: int) -> int:
+    def part_length(self, dim: int, parts: int) -> int:
+        """Return the length of a dim of each of so many tensor-parallel parts, rounded up."""
         return -(-self.shape[dim] // parts) if dim == self.tp_dim else self.shape[dim]
 
 

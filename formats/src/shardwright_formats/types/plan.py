@@ -127,8 +127,12 @@ def _misfit_of_experts(kind: LayerType, strategy: Strategy) -> str | None:
         return None
     if kind.experts is UNSET:
         return "it has no experts to share out"
-    number, ep_size = kind.experts.number, strategy.experts.ep_size
-    return f"ep_size {ep_size} does not divide its {number} experts" if number % ep_size else None
+    (number, features), shared = (kind.experts.number, kind.experts.features), strategy.experts
+    if number % shared.ep_size:
+        return f"ep_size {shared.ep_size} does not divide its {number} experts"
+    if features % shared.etp_size:
+        return f"etp_size {shared.etp_size} does not divide the {features} features of its experts"
+    return None
 
 
 class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -83,20 +83,26 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
 
 
 class ExpertGrid(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
-    """The sharding of a layer's experts where it is another than the layer's: `tp_size` ranks share the experts out.
+    """The sharding of a layer's experts where it is another than the layer's: a grid of dp_size x ep_size x tp_size.
 
-    It is no part of a file: `LayerStrategy.expert_grid` makes it.
+    It is no part of a file: `LayerStrategy.expert_grid` makes it. `tp_size` neighbours share the features of each
+    expert, `ep_size` such groups share the experts out, and `dp_size` hold replicas of all of them or share states out.
     """
+
+    ep_size: Ranks
+    """Groups of ranks that share the experts out."""
 
 
 class ExpertStrategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
     """A sharing out of a layer's experts over the ranks of its pipeline stage, whatever the rest of the layer does.
 
-    Neighbouring ranks form a group that has each expert once; every rank sends its positions there.
+    `ep_size * etp_size` neighbouring ranks form a group that has each expert once; each sends its positions there.
     """
 
     ep_size: Ranks
-    """Ranks that share the experts out; each has some as a whole."""
+    """Parts that the experts are shared out in, as a whole."""
+    etp_size: Ranks = 1
+    """Neighbouring ranks that share the features of each expert of a part."""
     data_parallel: DataParallel = DataParallel.DDP
     """States of the experts that ranks with the same ones share out."""
     shard_size: SomeRanks = 0
@@ -117,8 +123,8 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
         super().__post_init__()
         if self.experts is UNSET:
             return
-        if (ranks := self.tp_size * self.dp_size) % self.experts.ep_size:
-            raise ValueError(f"ep_size {self.experts.ep_size} does not divide the {ranks} ranks of the stage")
+        if (ranks := self.tp_size * self.dp_size) % (self.experts.ep_size * self.experts.etp_size):
+            raise ValueError(f"{_sizes(self.experts)} does not divide the {ranks} ranks of the stage")
         if self.tp_size > 1 and self.sequence_parallel is SequenceParallel.NONE:
             raise ValueError("experts are shared out among ranks that have positions of their own: split the sequence")
         _grid(self.experts, ranks)  # which has rules of its own
@@ -131,8 +137,13 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def _grid(experts: ExpertStrategy, ranks: int) -> ExpertGrid:
     return ExpertGrid(
-        tp_size=experts.ep_size,
-        dp_size=ranks // experts.ep_size,
+        tp_size=experts.etp_size,
+        ep_size=experts.ep_size,
+        dp_size=ranks // (experts.ep_size * experts.etp_size),
         data_parallel=experts.data_parallel,
         shard_size=experts.shard_size,
     )
+
+
+def _sizes(experts: ExpertStrategy) -> str:
+    return f"ep_size {experts.ep_size}" + f" x etp_size {experts.etp_size}" * (experts.etp_size > 1)

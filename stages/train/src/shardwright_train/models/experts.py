@@ -152,10 +152,11 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
     if grid is None:
         results = part.experts(sorted_rows, _Unseen(weights), rows.counts, recomputation)
         return tensor_parallel.leave(rows.collect(results).view_as(hidden))
-    if grid.size == 1:
+    if grid.size == 1 and grid.expert_group is None:
         results = part.experts(sorted_rows, _Unseen(weights), rows.counts, recomputation)
     else:
-        away = exchange(rows.counts, len(sorted_rows), grid.group)
+        features = grid.group if grid.size > 1 else None
+        away = exchange(rows.counts, len(sorted_rows), grid.expert_group, features)
         sent = away.there(sorted_rows), _Unseen(away.there(weights))
         results = away.back(part.experts(*sent, away.counts, recomputation))
     # Nothing is summed over ranks, but a replay needs no results of experts.

@@ -28,15 +28,23 @@ Sharded = tuple[nn.Module, DataParallel]
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+_CUTTING = ("ep", "tp")
+"""Axes of a mesh along which parameters are cut before data parallelism does: experts, then features."""
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a name in a plan's precision."""
     return _DTYPES[name]
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a layer's mesh that data parallelism works on: all but the last, tp."""
+    """Return the axes of a layer's mesh that data parallelism works on: all but those that cut parameters first."""
+    return mesh[tuple(name for name in _axis_names(mesh) if name not in _CUTTING)]
+
+
+def _axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
     assert mesh.mesh_dim_names is not None
-    return mesh[mesh.mesh_dim_names[:-1]]
+    return mesh.mesh_dim_names
 
 
 def apply_fsdp(
@@ -105,23 +113,26 @@ def placed_as(parameter: Tensor, local: Tensor) -> Tensor:
     return with_spec_of(parameter, local)
 
 
-def as_dtensor(parameter: nn.Parameter, tp_dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
-    """Return a parameter of a parallelized module as a DTensor over all axes of a mesh; tp shards its dim `tp_dim`.
+def as_dtensor(parameter: nn.Parameter, dims: Mapping[str, int], mesh: DeviceMesh) -> nn.Parameter:
+    """Return a parameter of a parallelized module as a DTensor over all axes of a mesh; `dims` are cut by ep and tp.
 
     It shares its memory with what is computed with. Autograd does not know it: computing with DTensors costs some 4 %
     of a small layer's time.
     """
-    # FSDP2 shards the first dim of what the tp axis has left.
     *outer, dp = parameter.placements if isinstance(parameter, DTensor) else (Replicate(),)
-    tp: Placement = Replicate() if tp_dim is None else Shard(tp_dim)
-    parts = mesh.size(-1)
-    if dp.is_shard() and tp_dim == 0 and parts > 1:
-        dp = StridedShard(0, split_factor=parts)
-    shape = list(parameter.shape)
-    if tp_dim is not None:
-        shape[tp_dim] *= parts
+    shape, cutting = list(parameter.shape), list[Placement]()
+    for axis, name in enumerate(_axis_names(mesh)):
+        dim, parts = dims.get(name), mesh.size(axis)
+        if name in _CUTTING:
+            cutting.append(Replicate() if dim is None else Shard(dim))
+        if dim is not None and parts > 1:
+            shape[dim] *= parts
+            # FSDP2 shards what these axes have left of the dim.
+            dp = StridedShard(dim, split_factor=parts) if dp.is_shard(dim) else dp
     local, stride = local_tensor(parameter.detach()), torch.empty(shape, device="meta").stride()
-    placed = DTensor.from_local(local, mesh, (*outer, dp, tp), run_check=False, shape=torch.Size(shape), stride=stride)
+    placed = DTensor.from_local(
+        local, mesh, (*outer, dp, *cutting), run_check=False, shape=torch.Size(shape), stride=stride
+    )
     return nn.Parameter(placed, parameter.requires_grad)
 
 

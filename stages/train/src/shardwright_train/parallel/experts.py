@@ -57,12 +57,20 @@ def dispatch(index: Tensor, counts: Tensor) -> Dispatch:
 
 
 class Exchange(NamedTuple):
-    """The way of rows to the ranks of their experts and back; there, they are sorted by expert."""
+    """The way of rows to the ranks of their experts and back; there, they are sorted by expert.
 
-    group: dist.ProcessGroup
+    Ranks that share the features of the same experts gather the rows that any of them receives, and sum the results.
+    """
+
+    experts: dist.ProcessGroup | None
+    """Ranks that share experts out; None where each has all."""
+    features: dist.ProcessGroup | None
+    """Ranks that share each expert's features; None where each has all."""
     sent: Sequence[int]
-    """Rows for each rank of the group."""
+    """Rows for each rank that shares experts out."""
     received: Sequence[int]
+    gathered: Sequence[int]
+    """Rows that each rank that shares features receives."""
     order: Tensor
     """For each row here that is sorted by expert, its number among those received."""
     inverse: Tensor
@@ -72,42 +80,85 @@ class Exchange(NamedTuple):
     def there(self, rows: Tensor) -> Tensor:
         """Return the rows of this rank's experts, sorted, for sorted rows of all experts."""
         arrived = self._moved(rows, self.sent, self.received)
+        if self.features is not None:
+            arrived = with_transpose(arrived, self._gather, self._scatter)
         sorted_rows: Tensor = _Sorted.apply(arrived, self.order, self.inverse, 1)  # type: ignore[no-untyped-call]
         return sorted_rows
 
     def back(self, rows: Tensor) -> Tensor:
         """Return the results of sorted rows of all experts, for those of this rank's experts."""
         arrived: Tensor = _Sorted.apply(rows, self.inverse, self.order, 1)  # type: ignore[no-untyped-call]
+        if self.features is not None:
+            arrived = with_transpose(arrived, self._scatter, self._gather)
         return self._moved(arrived, self.received, self.sent)
 
     def _moved(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        there = partial(_all_to_all, sent=sent, received=received, group=self.group)
-        back = partial(_all_to_all, sent=received, received=sent, group=self.group)
+        if self.experts is None:
+            return rows
+        there = partial(_all_to_all, sent=sent, received=received, group=self.experts)
+        back = partial(_all_to_all, sent=received, received=sent, group=self.experts)
         return with_transpose(rows, there, back)
 
+    def _gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks that share features; they are padded to those of the fullest on their way."""
+        ranks, most = len(self.gathered), max(self.gathered)
+        if most == 0:
+            return rows
+        padded = rows.new_zeros(most, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        stacked = rows.new_empty(ranks, *padded.shape)
+        dist.all_gather_into_tensor(stacked.view(-1), padded.view(-1), group=self.features)
+        return torch.cat([part[:length] for part, length in zip(stacked, self.gathered, strict=True)])
 
-def exchange(counts: Tensor, rows: int, group: dist.ProcessGroup) -> Exchange:
-    """Return the exchange of rows [rows, ...], sorted by expert, among ranks that share experts out.
+    def _scatter(self, rows: Tensor) -> Tensor:
+        """Return the sums over the ranks that share features of the rows that this rank received."""
+        assert self.features is not None
+        ranks, most = len(self.gathered), max(self.gathered)
+        if most == 0:
+            return rows
+        stacked = rows.new_zeros(ranks, most, *rows.shape[1:])
+        for part, padded in zip(rows.split(list(self.gathered)), stacked, strict=True):
+            padded[: len(part)] = part
+        mine = torch.empty_like(stacked[0])
+        dist.reduce_scatter_tensor(mine.view(-1), stacked.view(-1), group=self.features)
+        return mine[: self.gathered[self.features.rank()]]
+
+
+def exchange(
+    counts: Tensor, rows: int, experts: dist.ProcessGroup | None, features: dist.ProcessGroup | None
+) -> Exchange:
+    """Return the exchange of rows [rows, ...], sorted by expert, among ranks that share experts and their features.
 
     `counts` [experts] are this rank's rows of each. The host waits for how many rows go where.
     """
-    ranks = group.size()
-    here = counts.to(torch.int32).view(ranks, -1)
+    here = counts.to(torch.int32).view(1 if experts is None else experts.size(), -1).contiguous()
     arriving = torch.empty_like(here)
-    dist.all_to_all_single(arriving.view(-1), here.contiguous().view(-1), group=group)
-    sent, received = (_rows_of_ranks(each, rows) for each in (here, arriving))
-    expert = torch.arange(here.shape[1], device=counts.device).repeat(ranks)
-    order = expert.repeat_interleave(arriving.view(-1), output_size=sum(received)).argsort(stable=True)
+    if experts is None:
+        arriving.copy_(here)
+    else:
+        dist.all_to_all_single(arriving.view(-1), here.view(-1), group=experts)
+    together = arriving[None]
+    if features is not None:
+        together = arriving.new_empty(features.size(), *arriving.shape)
+        dist.all_gather_into_tensor(together.view(-1), arriving.view(-1), group=features)
+    sent, received, gathered = _rows_of_ranks(here, arriving, together, rows)
+    expert = torch.arange(here.shape[1], device=counts.device).repeat(together.shape[0] * len(here))
+    order = expert.repeat_interleave(together.view(-1), output_size=sum(gathered)).argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return Exchange(group, sent, received, order, inverse, arriving.sum(0))
+    return Exchange(experts, features, sent, received, gathered, order, inverse, together.sum((0, 1)))
 
 
-def _rows_of_ranks(counts: Tensor, rows: int) -> Sequence[int]:
-    """Return the rows of each rank by its counts [ranks, experts]; without data, as many for each as for another."""
-    if isinstance(counts, FakeTensor):
-        return _even(rows, len(counts))
-    numbers: list[int] = counts.sum(1).tolist()
-    return numbers
+def _rows_of_ranks(here: Tensor, arriving: Tensor, together: Tensor, rows: int) -> Sequence[Sequence[int]]:
+    """Return the rows that each rank gets and sends along experts, and those that each has along features.
+
+    The counts are [ranks along experts, experts of a rank] here and arriving, and those of all ranks along features.
+    Without data, as many are for each as for another.
+    """
+    ranks, along = len(here), len(together)
+    if isinstance(here, FakeTensor):
+        return _even(rows, ranks), _even(rows, ranks), [rows] * along
+    numbers: list[int] = torch.cat([here.sum(1), arriving.sum(1), together.sum((1, 2))]).tolist()
+    return numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
 
 
 def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import DataParallel, ExpertGrid, Precision, Recompute, Strategy
+from shardwright_formats.types import DataParallel, Precision, Recompute, Strategy
 from shardwright_train.parallel.checkpointing import apply_activation_checkpointing, compile_block, part_of
 from shardwright_train.parallel.data import (
     Gathers,
@@ -51,7 +51,7 @@ class Sharing:
     mesh: DeviceMesh
     """Mesh with the axes (dp, tp): tp shards the parameters, dp replicates them or, under ZeRO, shards them again.
 
-    Where dp does both, (replicate, shard, tp).
+    Where dp does both, (replicate, shard, tp). Where ranks share experts out, ep before tp.
     """
     tensor_parallel: TensorParallel
 
@@ -81,7 +81,7 @@ class Unit:
     def states_dim(self, cut: Cut) -> int:
         """Return the dim of a parameter of the unit that ZeRO cuts."""
         dense = axes_of(self.strategy).dense
-        return cut.parameter.states_dim(dense.tensor.size, dense.shards)
+        return cut.parameter.of_experts(dense.experts.size).states_dim(dense.tensor.size, dense.shards)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names in the layer of the parameters that are computed with, and these."""
@@ -97,7 +97,7 @@ class ParallelModule:
     module: nn.Module
     units: tuple[Unit, ...]
     cut_of: Mapping[str, Cut]
-    """Sharding of each parameter by tensor parallelism, by its name in the module."""
+    """Sharding of each parameter by expert and tensor parallelism, by its name in the module."""
     has_backward: bool
     """Whether a backward pass goes through it."""
 
@@ -110,7 +110,7 @@ class ParallelModule:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's shards as DTensors, by their names in the module; they take the gradients."""
         return {
-            name: as_dtensor(parameter, self.cut_of[name].tp_dim, self.unit_of[name].sharing.mesh)
+            name: as_dtensor(parameter, self.cut_of[name].dims, self.unit_of[name].sharing.mesh)
             for name, parameter in self.module.named_parameters()
         }
 
@@ -126,7 +126,7 @@ def parallelize(
     # Tensor parallelism: parameters are sharded, the products joined by collectives; with Megatron's sequence
     # parallelism these scatter and gather the sequence.
     root_of = {name: _root_of(name, sharings) for name, _ in module.named_modules()}
-    cut_of = {cut.name: _cut_by(sharings[root_of[cut.owner]], cut) for cut in cuts(module, style.rules)}
+    cut_of = {cut.name: cut for cut in cuts(module, style.rules)}
     units = {root: _unit(module, root, root_of, cut_of, sharing) for root, sharing in sharings.items()}
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in style.frozen)
@@ -162,10 +162,6 @@ def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gat
         apply_fsdp_to_stage(stage, plain, data_axes(layers[0].units[0].sharing.mesh))
     units = [[(unit.module, unit.strategy.data_parallel) for unit in layer.units] for layer in layers]
     return Gathers(units, sum(not layer.has_backward for layer in layers))
-
-
-def _cut_by(sharing: Sharing, cut: Cut) -> Cut:
-    return cut.by_experts if isinstance(sharing.strategy, ExpertGrid) else cut
 
 
 def _root_of(name: str, roots: Iterable[str]) -> str:

@@ -16,9 +16,9 @@ from shardwright_formats.semantics.process_groups import (
     process_groups,
 )
 from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import ExpertGrid, Plan, Strategy
+from shardwright_formats.types import Plan, Strategy
 
-_MeshKey = tuple[tuple[int, ...], ParameterAxes, Purpose]
+_MeshKey = tuple[tuple[int, ...], ParameterAxes]
 _ALL_TO_ALL = (Purpose.EXCHANGE, Purpose.TIED_PARAMETERS)
 
 
@@ -59,17 +59,22 @@ class Groups:
         """Return the mesh (dp, tp): tp shards a layer's parameters, dp replicates or shards them.
 
         Where groups of ranks hold replicas of each other's shards, two axes take the place of dp: replicate, shard.
+        Where ranks share experts out, these lie along ep, between dp and tp.
         """
         axes, ranks = axes_of(strategy).dense, _stage_ranks(plan)
-        purpose = Purpose.EXCHANGE if isinstance(strategy, ExpertGrid) else Purpose.TENSOR_PARALLEL
-        key = ranks, axes, purpose
+        key = ranks, axes
         if key not in self._meshes:
             grid = torch.tensor(axes.tensor.groups(ranks))
-            names: tuple[str, ...] = ("dp", "tp")
+            purpose_of = {"dp": Purpose.DATA_PARALLEL}
+            if axes.experts.size > 1:
+                grid = grid.unflatten(0, (-1, axes.experts.size))
             if axes.replicates_shards:
-                grid, names = grid.unflatten(0, (-1, axes.shards)), ("replicate", "shard", "tp")
-            purposes = [*(Purpose.DATA_PARALLEL for _ in names[:-1]), purpose]
-            groups = [self._along(grid, axis, each) for axis, each in enumerate(purposes)]
+                grid = grid.unflatten(0, (-1, axes.shards))
+                purpose_of = dict.fromkeys(("replicate", "shard"), Purpose.DATA_PARALLEL)
+            purpose_of |= {"ep": Purpose.EXCHANGE} if axes.experts.size > 1 else {}
+            purpose_of |= {"tp": Purpose.TENSOR_PARALLEL}
+            groups = [self._along(grid, axis, each) for axis, each in enumerate(purpose_of.values())]
+            names = tuple(purpose_of)
             self._meshes[key] = DeviceMesh.from_group(groups, self._device_type, grid, mesh_dim_names=names)
         return self._meshes[key]
 
@@ -77,8 +82,7 @@ class Groups:
         """Return the group of the ranks that one sample is sharded over."""
         axes, ranks = axes_of(strategy), _stage_ranks(plan)
         part = axes.layout.samples.part_of(ranks.index(dist.get_rank()))
-        exchanges = axes.exchanges_heads or isinstance(strategy, ExpertGrid)
-        purpose = Purpose.EXCHANGE if exchanges else Purpose.TENSOR_PARALLEL
+        purpose = Purpose.EXCHANGE if axes.exchanges_heads else Purpose.TENSOR_PARALLEL
         return self.among(purpose, (ranks[i] for i in axes.layout.holders(part)))
 
     def among(self, purpose: Purpose, ranks: Iterable[int]) -> dist.ProcessGroup:

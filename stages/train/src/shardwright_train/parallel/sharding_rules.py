@@ -8,6 +8,7 @@ from msgspec import UNSET
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from shardwright_formats.semantics.axes import ParameterAxes
 from shardwright_formats.types import Parameter
 
 
@@ -90,14 +91,22 @@ class Cut(NamedTuple):
         return self.name.rpartition(".")[0]
 
     @property
-    def by_experts(self) -> "Cut":
-        """Return the sharding of a parameter by ranks that share experts out as a whole."""
-        return self if self.rule is None or self.rule.ep_dim is None else self._replace(tp_dim=self.rule.ep_dim)
+    def dims(self) -> Mapping[str, int]:
+        """Return the dims that the axes of a mesh cut, by the axes' names."""
+        dims = {"ep": None if self.rule is None else self.rule.ep_dim, "tp": self.tp_dim}
+        return {axis: dim for axis, dim in dims.items() if dim is not None}
+
+    def part_shape(self, axes: ParameterAxes) -> list[int]:
+        """Return the shape of the part of each rank; a length that the ranks do not divide is padded."""
+        shape, sizes = list(self.shape), {"ep": axes.experts.size, "tp": axes.tensor.size}
+        for axis, dim in self.dims.items():
+            shape[dim] = -(-shape[dim] // sizes[axis])
+        return shape
 
     @property
     def parameter(self) -> Parameter:
         """Return the parameter in the description's words."""
-        ep_dim = UNSET if self.rule is None or self.rule.ep_dim is None else self.rule.ep_dim
+        ep_dim = self.dims.get("ep", UNSET)
         frozen = UNSET if self.trained else True
         return Parameter(
             name=self.name, shape=self.shape, tp_dim=self.tp_dim, inside=self.inside, ep_dim=ep_dim, frozen=frozen

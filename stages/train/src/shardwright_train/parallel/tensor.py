@@ -9,7 +9,6 @@ from functools import partial
 from math import lcm
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +42,7 @@ class TensorParallel:
     """The sharing of a layer by the ranks that one sample is sharded over.
 
     `axis` is the mesh axis that shards parameters (of one rank under Ulysses), `sequence_group` has all those ranks.
+    Of experts it is that of the ranks that share each expert's features.
     """
 
     axis: DeviceMesh
@@ -53,6 +53,8 @@ class TensorParallel:
     """Selective recomputation of the layer."""
     fused_loss: bool = False
     """Whether a fused kernel computes the head's cross entropy."""
+    expert_group: dist.ProcessGroup | None = None
+    """Group of ranks that share experts out, of which this layer part is; None where each has all."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -138,8 +140,9 @@ def apply_tensor_parallel(
         rules = dict[Rule | None, None]()
         for name in lengths:
             cut = cut_of[f"{module_name}.{name}".lstrip(".")]
-            full = module.get_parameter(name).detach().view(cut.shape)
-            module.register_parameter(name, _empty_shard(full, cut.tp_dim, tensor_parallel.size))
+            full = module.get_parameter(name).detach()
+            part = full.new_empty(cut.part_shape(tensor_parallel.axes.dense))
+            module.register_parameter(name, nn.Parameter(part))
             rules[cut.rule] = None
             if tensor_parallel.size > 1 and cut.tp_dim is None and (cut.inside or tensor_parallel.sums_outside):
                 partial.add(cut.name)
@@ -161,14 +164,6 @@ def enter_before(module: nn.Module, tensor_parallel: TensorParallel, keeps: bool
             return stock(*first, *args[1:], **kwargs | dict(zip(named, others, strict=True)))
 
     module.forward = forward
-
-
-def _empty_shard(full: Tensor, tp_dim: int | None, size: int) -> nn.Parameter:
-    """Return an empty shard for one rank; a length that the ranks do not divide is padded."""
-    shape = list(full.shape)
-    if tp_dim is not None:
-        shape[tp_dim] = -(-shape[tp_dim] // size)
-    return nn.Parameter(torch.empty(shape, dtype=full.dtype, device=full.device))
 
 
 def _compute_with_shards(

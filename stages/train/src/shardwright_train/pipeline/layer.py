@@ -257,6 +257,7 @@ def _sharing(context: RankContext, strategy: Strategy, randomness: Randomness, r
         randomness=randomness,
         recomputation=recomputation,
         fused_loss="cross_entropy" in plan.fused,
+        expert_group=mesh["ep"].get_group() if "ep" in (mesh.mesh_dim_names or ()) else None,
     )
     return Sharing(strategy, mesh, tensor_parallel)
 
