@@ -13,6 +13,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from shardwright_train.parallel import context_gather
 from shardwright_train.parallel.attention_blocks import Block
+from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.context_gather import GatherAttention
 from shardwright_train.parallel.context_ring import RingAttention
 from shardwright_train.parallel.context_shares import ContextShares, visible
@@ -71,12 +72,17 @@ def reference(given: Given, of: Drawn) -> list[Tensor]:
     return [output.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[misc]
 
 
+def attention_of(
+    kind: type, given: Given, group: dist.ProcessGroup, dtype: torch.dtype = torch.float64, **options: object
+) -> Any:
+    """The attention of one kind over a group, which reduces in float32 at least."""
+    reduce = torch.promote_types(dtype, torch.float32)
+    return kind(ContextShares(given.order, group.size()), group, given.causal, reduce, torch.device("cpu"), **options)
+
+
 def attended(kind: type, given: Given, of: Drawn, group: dist.ProcessGroup) -> tuple[list[Tensor], Tensor]:
     """Output and gradients of this rank's positions, and these."""
-    shares, order = ContextShares(given.order, group.size()), torch.tensor(given.order)
-    attention = kind(
-        shares, group, given.causal, torch.promote_types(of.gradient.dtype, torch.float32), torch.device("cpu")
-    )
+    attention, order = attention_of(kind, given, group, of.gradient.dtype), torch.tensor(given.order)
     mine = order.chunk(group.size())[group.rank()]
     inputs = [x[:, :, mine].clone().requires_grad_() for x in of.inputs]
     documents = None if given.documents is None else given.documents[:, order]
@@ -120,6 +126,14 @@ def check_order(of: Drawn, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyP
     forward = ["pass_on", "attend"] * 3 + ["attend"]
     backward = ["pass_on", "backward", "pass_on"] * 3 + ["backward", "pass_on"]
     assert events == forward + backward, events
+    events.clear()
+    recomputation = Recomputation(keeps_last=True)
+    ring = attention_of(RingAttention, Given(zig_zag(4), True, None), group, keep=recomputation.whole)
+    inputs = [x.chunk(group.size(), 2)[group.rank()].clone().requires_grad_() for x in of.inputs]
+    outputs = [ring(*inputs, SCALE), recomputation.selective(lambda *inputs: ring(*inputs, SCALE).sin(), *inputs)]
+    wanted, gradients = (torch.autograd.grad(x.sum(), inputs) for x in (outputs[0].sin(), outputs[1]))
+    torch.testing.assert_close(gradients, wanted, rtol=0, atol=0)
+    assert events == forward * 2 + backward * 2, "no block is computed again, and nothing sent"
 
 
 def check_gathered_again(of: Drawn, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +142,10 @@ def check_gathered_again(of: Drawn, group: dist.ProcessGroup, monkeypatch: pytes
     monkeypatch.setattr(context_gather, "gather_dim", noting(events, "gather", context_gather.gather_dim))
     attended(GatherAttention, Given(zig_zag(4), True, None), of, group)
     assert events == ["gather"] * 2, events
+    keeps = attention_of(GatherAttention, Given(zig_zag(4), True, None), group, keeps=True)
+    query, *others = (x.chunk(group.size(), 2)[group.rank()].clone().requires_grad_() for x in of.inputs)
+    keeps(query, *others, SCALE).sum().backward()
+    assert events == ["gather"] * 3, events
 
 
 def noting(events: list[str], name: str, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """Activation recomputation in the backward pass (Chen et al. 2016), of plain and of compiled blocks.
 
-Selective recomputation keeps results of matrix products, of attention, and of sums over ranks. The result of a product
+Selective recomputation keeps results of matrix products, of attention, and of sums over ranks; of attention whose keys
+go round a ring, the merged result. The result of a product
 that is summed over ranks is not kept: a replay reuses the kept sum, and omits the product. PyTorch's own contexts
 refuse a replay that omits something.
 
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from shardwright_formats.types import Recompute
+from shardwright_train.parallel.attention_blocks import Attended
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Parts
@@ -48,7 +50,7 @@ class KeptResults(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._keeps_last = keeps_last
         self._results: list[Any] = []
-        self._replays = self._is_summed = self._repeats = False
+        self._replays = self._is_summed = self._repeats = self._is_whole = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -73,6 +75,17 @@ class KeptResults(TorchDispatchMode):
         self._repeats = False
         return result
 
+    def whole(self, function: Callable[[], Attended]) -> Attended:
+        """Return the attention that a function computes, kept in place of its parts."""
+        if self._replays:
+            kept: Attended = self._results.pop(0)
+            return kept
+        self._is_whole = True
+        attended = function()
+        self._is_whole = False
+        self._results.append(Attended(*map(_detached, attended)))
+        return attended
+
     def sum(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return the sum over ranks of a matrix product's partial results."""
         if self._replays:
@@ -83,6 +96,8 @@ class KeptResults(TorchDispatchMode):
         return x
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_whole:
+            return func(*args, **(kwargs or {}))
         product = func in _PRODUCTS and not self._repeats
         if self._replays and product and self._is_summed:
             rows, columns = args[:2] if func is grouped_product else args[-2:]
@@ -122,6 +137,10 @@ class Recomputation:
     def again(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
         """Return a function's result, whose products are repeated: low-rank ones cost little, and are needed."""
         return function(*args) if self._kept is None else self._kept.again(function, *args)
+
+    def whole(self, function: Callable[[], Attended]) -> Attended:
+        """Return the attention that a function computes in parts, without gradients: that over a ring."""
+        return function() if self._kept is None else self._kept.whole(function)
 
     def sum(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return the sum over ranks of a matrix product's partial results."""

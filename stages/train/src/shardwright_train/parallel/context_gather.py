@@ -31,6 +31,8 @@ class GatherAttention:
     reduce: torch.dtype
     """Format in which gradients of keys and values are summed over the ranks."""
     device: torch.device
+    keeps: bool = False
+    """Whether gathered keys and values are kept for the backward pass, as where a replay has gathered them again."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
@@ -57,7 +59,8 @@ class GatherAttention:
     def gathered(self, key: Tensor, value: Tensor, *, in_order: bool = False) -> Iterator[Tensor]:
         """Yield keys and values [2, b, kv_heads, s, d] of all ranks, in memory order or that of their positions.
 
-        What is computed with them inside keeps only this rank's, and gathers the others again in its backward pass.
+        Functions called inside keep only this rank's, and gather the others again in their backward passes, unless they
+        are kept.
         """
         order = (self._natural, self._positions) if in_order else None
 
@@ -70,8 +73,12 @@ class GatherAttention:
                 gradient = gradient.index_select(_POSITIONS, order[1])
             return scatter_dim(gradient.to(self.reduce), _POSITIONS, self.group).to(gradient.dtype)
 
-        with gathered_again_by([torch.stack([key, value])], lambda x: with_transpose(x, there, back)) as (both,):
-            yield both
+        own = torch.stack([key, value])
+        if self.keeps:
+            yield with_transpose(own, there, back)
+            return
+        with gathered_again_by([own], lambda x: with_transpose(x, there, back)) as (gathered,):
+            yield gathered
 
     def seen(self, documents: Tensor | None) -> Tensor:
         """Return which keys [b or 1, 1, s/n, s] this rank's positions see, both in memory order."""

@@ -4,9 +4,10 @@ Causal shares in zig-zag order have equal work at each step (Brandon et al. 2023
 backward pass keys and values go round again, and their gradients behind them, which are at home after the last step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import call
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,8 @@ class RingAttention:
     reduce: torch.dtype
     """Format in which gradients of keys and values go round."""
     device: torch.device
+    keep: Callable[[Callable[[], Attended]], Attended] = call
+    """Function that calls another, or returns what that returned when it was called first: selective recomputation."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
@@ -161,7 +164,7 @@ class _Passes:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, passes: _Passes) -> Tensor:
-        attended = passes.forward(query, torch.stack([key, value]))
+        attended = passes.ring.keep(partial(passes.forward, query, torch.stack([key, value])))
         ctx.save_for_backward(query, key, value, *attended)
         ctx.passes = passes
         return attended.output
