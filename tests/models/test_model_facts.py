@@ -257,6 +257,7 @@ _BILLIONS = {
     "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72,
     "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53,
     "qwen3-235b-a22b": 235.09, "mixtral-8x7b": 46.70, "mixtral-8x22b": 140.62,
+    "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
     "glm-4-9b": 9.40, "glm-4-32b": 32.57, "granite-3.0-8b": 8.17, "baichuan2-13b": 13.90,
     "command-r": 34.98, "command-r-plus": 103.81, "command-r7b": 8.03,
     "gemma-3-1b": 1.0, "gemma-3-4b": 3.88, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01,

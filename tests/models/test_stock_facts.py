@@ -93,14 +93,15 @@ def test_feed_forward_parts_have_the_stock_models_activation_and_gate(name, acti
         config = runtime.configured(given | NEEDED_KEYS.get(name, {}))
         block = runtime.module(runtime.skeleton(config), next(iter(runtime.parts)), 0)
     function, gated = facts.feed_forward(facts.configured(given))
-    assert type(ACT2FN[function]) in {type(module) for module in block.modules()}
+    # gpt-oss has no module for what it makes of a sigmoid.
+    assert name == "gpt_oss" or type(ACT2FN[function]) in {type(module) for module in block.modules()}
     matrices = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D)]
     # Stock matrices may hold several side by side: queries, keys and values, and those of a gated part.
     attention = {"gpt2": 2, "modernbert": 1}.get(name, 4)
     assert len(matrices) - attention == (0 if facts.experts else 3 if gated else 2)
     if facts.experts:
         first, last = block.mlp.experts.gate_up_proj, block.mlp.experts.down_proj
-        assert first.shape[1] == (2 if gated else 1) * last.shape[2]
+        assert first.numel() == (2 if gated else 1) * last.numel()
 
 
 def test_tied_parameters_are_those_of_the_stock_model(stock):

@@ -53,10 +53,28 @@ def command_r7b(**more: Any) -> Config:
 
 _LINEAR = {"factor": 8.0, "rope_type": "linear"}
 _GEMMA_3_1B = gemma_3(1152, 6912, 26, 4, 1)
+
+
+def gpt_oss(layers: int, experts: int, **more: Any) -> Config:
+    kind = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_act": "silu", "head_dim": 64}
+    tokens = {"vocab_size": 201088, "eos_token_id": 200002, "pad_token_id": 199999, "tie_word_embeddings": False}
+    routing = {"num_local_experts": experts, "num_experts_per_tok": 4, "experts_per_token": 4, "swiglu_limit": 7.0}
+    loss = {"router_aux_loss_coef": 0.9, "output_router_logits": False}
+    window = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
+    scaling = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False}
+    angles = {"rope_theta": 150000, "rope_scaling": scaling | {"original_max_position_embeddings": 4096}}
+    usual = {"attention_bias": True, "attention_dropout": 0.0, "rms_norm_eps": 1e-05, "initial_context_length": 4096}
+    long = {"max_position_embeddings": 131072}
+    return _shape(2880, 2880, layers, 64, 8) | kind | tokens | routing | loss | window | angles | usual | long | more
+
+
 WINDOWED: dict[str, tuple[Config, int, int]] = {
     "gemma-2-2b": (gemma_2(2304, 9216, 26, 8, 4), 4096, 2_614_341_888),
     "gemma-2-2b beyond its window": (gemma_2(2304, 9216, 26, 8, 4), 8192, 2_614_341_888),
     "gemma-2-9b": (gemma_2(3584, 14336, 42, 16, 8, sliding_window_size=4096), 4096, 9_241_705_984),
+    "gpt-oss-20b": (gpt_oss(24, 32), 4096, 20_914_757_184),
+    "gpt-oss-120b": (gpt_oss(36, 128), 4096, 116_829_156_672),
+    "gpt-oss-20b within its window": (gpt_oss(24, 32), 128, 20_914_757_184),
     "gemma-2-27b": (
         gemma_2(4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
         4096,
@@ -102,6 +120,12 @@ REFUSED_WINDOWED: list[tuple[Config, int, str]] = [
     (command_r7b(rotary_pct=0.5), 512, "rotary_pct 0.5 cannot be trained: all features of a head are rotated"),
     (command_r7b(use_parallel_block=False), 512, "use_parallel_block false cannot be trained"),
     (command_r7b(sliding_window=0), 512, "sliding_window 0 is no length"),
+    (
+        gpt_oss(24, 32, quantization_config={"quant_method": "mxfp4"}),
+        512,
+        "experts in MXFP4 are not trained; have transformers load the model with Mxfp4Config(dequantize=True)",
+    ),
+    (gpt_oss(24, 32, hidden_act="gelu"), 512, 'hidden_act "gelu" cannot be trained: experts have a clamped SwiGLU'),
     (_GEMMA_3_1B | {"layer_types": ["local"] * 26}, 512, "layer_types"),
     (_GEMMA_3_1B | {"sliding_window_pattern": 0}, 512, "ZeroDivisionError"),
 ]

@@ -190,6 +190,22 @@ def test_experts_that_a_folder_has_whole_are_read_as_they_are(tmp_path: Path) ->
         assert torch.equal(window[:, 0], whole[1:4, 24 + 5 : 48])
 
 
+@pytest.mark.parametrize("said", [True, False])
+def test_experts_in_four_bits_are_refused_in_one_line_that_says_what_to_do(tmp_path: Path, said: bool) -> None:
+    model, folder = tiny("gpt_oss"), tmp_path / "model"
+    published(model, folder)
+    name = "model.layers.0.mlp.experts.down_proj"
+    quantized = {f"{name}_{end}": torch.zeros(8, 32, 4, dtype=torch.uint8) for end in ("blocks", "scales")}
+    change_tensors(folder, lambda tensors: tensors.update(quantized))
+    if said:
+        change_config(folder, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(BadInput) as refused:
+        open_weights(folder, model, family_named("gpt_oss", "test"), allow_new=True)
+    words = "experts in MXFP4 are not trained" if said else f"holds {name}_blocks in MXFP4, which is not trained"
+    assert words in str(refused.value) and "Mxfp4Config(dequantize=True)" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_folder_is_refused_in_one_line(folder: Path, name: str) -> None:
     change, words = HOSTILE[name]

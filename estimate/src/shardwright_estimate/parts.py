@@ -223,9 +223,10 @@ def _mlp_part(model: Model, kind: LayerType, region: Region, stream: int, hidden
 def _experts_part(model: Model, experts: Experts, stream: int, hidden: int) -> Part:
     """Return a router and the experts that it chooses, of even load: each position has a row for each of them.
 
-    Rows are kept, the results of the first products, the gated product, and that times the weights of the choice.
+    Rows are kept, and of their features what the family says.
     """
     family, positions = facts_of(model), stream // hidden
+    assert family.experts is not None
     rows, (_, gated) = positions * experts.top_k, family.feed_forward(family.configured(model.config))
     matrices = 3 if gated else 2
     wide = rows * experts.features
@@ -233,7 +234,7 @@ def _experts_part(model: Model, experts: Experts, stream: int, hidden: int) -> P
         name="mlp",
         flops=2.0 * hidden * (positions * experts.number + matrices * wide),
         weights=hidden * experts.number * (1 + matrices * experts.features),
-        inside=(matrices + gated + 1) * wide,
+        inside=family.experts.kept * wide,
         products=(matrices - 1) * wide,
         whole=rows * hidden,
         whole_bytes=_FLOAT32_BYTES * positions * (experts.number + 1) + _ROW_BYTES * rows,

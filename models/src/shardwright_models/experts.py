@@ -29,6 +29,10 @@ class ExpertKeys(NamedTuple):
     """The key that lists the numbers of blocks without experts."""
     step: str | None = None
     """The key of how many blocks there are for each one with experts, which is the last of them."""
+    types: tuple[str, ...] = (SPARSE,)
+    """The types of block that have experts."""
+    kept: int = 5
+    """Numbers kept of a row for each feature: two products, the activation, the gated product, and that weighted."""
 
     def type_at(self, config: Config, index: int) -> str:
         """Return the type of a block by its index."""
@@ -45,7 +49,7 @@ class ExpertKeys(NamedTuple):
 
     def read(self, layer: str, config: Config) -> Experts | UnsetType:
         """Return the experts of a type of layer in a configuration; UNSET where it has none."""
-        if layer != SPARSE:
+        if layer not in self.types:
             return UNSET
         return Experts(number=config[self.number], top_k=config[self.top_k], features=config[self.features])
 

@@ -141,6 +141,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """The keys that tell of its experts; None: it has none."""
     soft_caps: bool = False
     """Whether hyperbolic tangents bound the logits, and attention scores: sdpa would ignore it."""
+    sinks: bool = False
+    """Whether softmax over a position's scores has a further, learned score of each head, which weighs nothing."""
     above_zero: tuple[str, ...] = ()
     """Keys whose numbers, where they are not null, must be above 0."""
     aliases: Mapping[str, str] = {}
@@ -194,13 +196,16 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     def kernels(self) -> tuple[Attention, ...]:
         """Return the attention kernels that its blocks can use.
 
-        flash_attention_2 cannot add a bias to the scores, and sdpa cannot bound them: transformers would ignore it.
+        flash_attention_2 cannot add a bias to the scores, sdpa cannot bound them, and neither has sinks: transformers
+        would ignore it.
         """
         unfit = {Attention.AUTO}
         if self.mask is Mask.BIAS:
             unfit.add(Attention.FLASH_ATTENTION_2)
         if self.soft_caps:
             unfit |= {Attention.SDPA, Attention.SDPA_MATH}
+        if self.sinks:
+            unfit = {kernel for kernel in Attention if kernel is not Attention.EAGER}
         return tuple(kernel for kernel in Attention if kernel not in unfit)
 
     @property
@@ -219,7 +224,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     def split(self, layer: str) -> tuple[str, ...]:
         """Return the keys of the lengths that tensor parallelism must divide in a type of block, as `divided` does."""
-        if self.experts is None or layer != SPARSE:
+        if self.experts is None or layer not in self.experts.types:
             return self.divided
         return (*self.divided[:-1], self.experts.features)
 

@@ -12,6 +12,7 @@ from shardwright_models.families.gemma2 import GEMMA2
 from shardwright_models.families.gemma3 import GEMMA3
 from shardwright_models.families.glm4 import GLM4
 from shardwright_models.families.gpt2 import GPT2
+from shardwright_models.families.gpt_oss import GPT_OSS
 from shardwright_models.families.granite import GRANITE
 from shardwright_models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from shardwright_models.families.ministral import MINISTRAL
@@ -35,6 +36,7 @@ _ALL = (
     GEMMA3,
     GLM4,
     GPT2,
+    GPT_OSS,
     GRANITE,
     LLAMA,
     MINISTRAL,

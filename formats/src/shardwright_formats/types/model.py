@@ -78,7 +78,7 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """
         if self.ep_dim is UNSET or self.part_length(self.ep_dim, parts) % shards == 0:
             return 0
-        last = max(dim for dim in range(len(self.shape)) if dim not in (self.ep_dim, self.tp_dim))
+        last = max((dim for dim in range(len(self.shape)) if dim not in (self.ep_dim, self.tp_dim)), default=0)
         return last if self.shape[last] % shards == 0 else 0
 
     def shard_numel(self, parts: int, shards: int) -> int:

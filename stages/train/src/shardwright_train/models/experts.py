@@ -40,10 +40,12 @@ class Sparse(Llama):
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """Return a stock block; one with experts also returns the balance loss."""
         block = super().block(stock, kind, index)
-        if kind == SPARSE:
+        if self.facts.experts is not None and kind in self.facts.experts.types:
             part: Any = block.mlp
             part.routing = self._routing(stock.config)
-            part.forward, part.experts.forward = partial(_forward, part), partial(_compute, part.experts)
+            part.choose = partial(self.choose, part)
+            part.forward = partial(self.compute, part)
+            part.experts.forward = partial(self.compute_experts, part.experts)
             part.experts.tensor_parallel = None
             part.losses = None
             block.register_forward_pre_hook(lambda _block, _inputs: setattr(part, "losses", []))
@@ -70,10 +72,29 @@ class Sparse(Llama):
         super().after_split(block, config, tensor_parallel)
         block.mlp.tensor_parallel = tensor_parallel  # type: ignore[union-attr]
 
+    def choose(self, part: Any, x: Tensor) -> "Choice":
+        """Return the choice of the router of a block's feed-forward part for positions x [positions, hidden]."""
+        return chosen(x, part.gate.weight, part.routing.top_k, part.routing.normed)
+
+    def compute(self, part: Any, hidden: Tensor) -> Any:
+        """Return what the stock feed-forward part does for states [samples, positions, hidden]."""
+        return _forward(part, hidden)
+
+    def compute_experts(
+        self, experts: Any, rows: Tensor, weights: "Unseen", counts: Tensor, recomputation: Recomputation
+    ) -> Tensor:
+        """Return the weighted results of experts for rows that are sorted by expert; of this rank's features alone.
+
+        Rows are weighted before the last product, which is linear: so its results need not be kept.
+        """
+        gate, up = expert_products(rows, experts.gate_up_proj.flatten(1, -2), counts).chunk(2, -1)
+        inner = experts.act_fn(gate) * up * weights.tensor[:, None]
+        return recomputation.product(expert_products, inner.to(rows.dtype), experts.down_proj, counts)
+
     def _routing(self, config: Any) -> "_Routing":
         keys = self.facts.experts
         assert keys is not None
-        layers = self.facts.layers(vars(config)).count(SPARSE)
+        layers = sum(kind in keys.types for kind in self.facts.layers(vars(config)))
         return _Routing(
             top_k=getattr(config, keys.top_k),
             normed=getattr(config, "norm_topk_prob", True),
@@ -81,7 +102,7 @@ class Sparse(Llama):
         )
 
 
-class _Unseen:
+class Unseen:
     """A tensor that goes into or out of a module, of which FSDP2 knows nothing.
 
     Weights of experts' results stay in float32, whatever format experts compute in. The gradient of a block's loss
@@ -140,7 +161,7 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
     grid: TensorParallel | None = part.experts.tensor_parallel
     samples, positions, _ = hidden.shape
     x, routing = hidden.flatten(0, 1), part.routing
-    choice = chosen(x, part.gate.weight, routing.top_k, routing.normed)
+    choice = part.choose(x)
     counts = _counts(choice.experts.view(samples, -1), choice.probabilities.shape[-1])
     rows = dispatch(choice.experts, counts.sum(0))
     loss = _loss(choice.probabilities.unflatten(0, (samples, positions)), counts, tensor_parallel, grid is not None)
@@ -150,14 +171,14 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
     sorted_rows, weights = rows.sort(x), rows.sort_copies(choice.weights)
     recomputation = tensor_parallel.recomputation
     if grid is None:
-        results = part.experts(sorted_rows, _Unseen(weights), rows.counts, recomputation)
+        results = part.experts(sorted_rows, Unseen(weights), rows.counts, recomputation)
         return tensor_parallel.leave(rows.collect(results).view_as(hidden))
     if grid.size == 1 and grid.expert_group is None:
-        results = part.experts(sorted_rows, _Unseen(weights), rows.counts, recomputation)
+        results = part.experts(sorted_rows, Unseen(weights), rows.counts, recomputation)
     else:
         features = grid.group if grid.size > 1 else None
         away = exchange(rows.counts, len(sorted_rows), grid.expert_group, features)
-        sent = away.there(sorted_rows), _Unseen(away.there(weights))
+        sent = away.there(sorted_rows), Unseen(away.there(weights))
         results = away.back(part.experts(*sent, away.counts, recomputation))
     # Nothing is summed over ranks, but a replay needs no results of experts.
     return recomputation.sum(lambda output: output, rows.collect(results).view_as(hidden))
@@ -184,17 +205,7 @@ def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel
     return with_transpose(part, lambda x: x * replicas, lambda gradient: gradient) if replicas > 1 else part
 
 
-def _compute(experts: Any, rows: Tensor, weights: _Unseen, counts: Tensor, recomputation: Recomputation) -> Tensor:
-    """Return the weighted results of experts for rows that are sorted by expert; of the features of this rank alone.
-
-    Rows are weighted before the last product, which is linear: so its results need not be kept.
-    """
-    gate, up = expert_products(rows, experts.gate_up_proj.flatten(1, -2), counts).chunk(2, -1)
-    inner = experts.act_fn(gate) * up * weights.tensor[:, None]
-    return recomputation.product(expert_products, inner.to(rows.dtype), experts.down_proj, counts)
-
-
-def _taken(part: Any) -> _Unseen:
+def _taken(part: Any) -> Unseen:
     (loss,) = part.losses
     part.losses = None
-    return _Unseen(loss)
+    return Unseen(loss)

@@ -179,6 +179,15 @@ def expert_products(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([linear(part, matrix) for part, matrix in zip(parts, weights.unbind(), strict=True)])
 
 
+def with_biases(rows: Tensor, biases: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return sorted rows [rows, features] plus the biases [experts, features] of their experts, times weights [rows].
+
+    The gradient of the biases is a matrix product: nothing is added by atomics.
+    """
+    added: Tensor = _WithBiases.apply(rows, biases, counts, weights)  # type: ignore[no-untyped-call]
+    return added
+
+
 def _has_grouped_products(rows: Tensor, weights: Tensor) -> bool:
     aligned = all(length % _ALIGNMENT == 0 for length in weights.shape[1:])
     return rows.is_cuda and rows.dtype is torch.bfloat16 and aligned
@@ -221,6 +230,25 @@ class _Collected(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (order,) = ctx.saved_tensors
         return gradient.index_select(0, order // ctx.copies), None, None, None
+
+
+class _WithBiases(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, biases: Tensor, counts: Tensor, weights: Tensor | None) -> Tensor:
+        numbers = torch.arange(len(biases), device=rows.device)
+        expert = numbers.repeat_interleave(counts, output_size=len(rows))
+        ctx.save_for_backward(biases, expert, weights)
+        added = biases.index_select(0, expert)
+        return rows + (added if weights is None else (added * weights[:, None]).to(rows.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:
+        biases, expert, weights = ctx.saved_tensors
+        share = expert == torch.arange(len(biases), device=gradient.device)[:, None]
+        if weights is None:
+            return gradient, share.to(gradient.dtype) @ gradient, None, None
+        of_weights = (gradient * biases.index_select(0, expert)).sum(-1, dtype=weights.dtype)
+        return gradient, (share * weights).to(gradient.dtype) @ gradient, None, of_weights
 
 
 def _summed(rows: Tensor, inverse: Tensor, copies: int) -> Tensor:

@@ -132,7 +132,7 @@ def _rule_for(path: str, rules: Rules) -> Rule | None:
 def _stored(
     owner: nn.Module, name: str, shape: tuple[int, ...], rule: Rule | None
 ) -> tuple[tuple[int, ...], int | None]:
-    if rule is None or rule is INSIDE or (rule.kind == "row" and name == "bias"):
+    if rule is None or rule.kind == INSIDE.kind or (rule.kind == "row" and name == "bias"):
         return shape, None
     dim = rule.dim
     if dim is None:

@@ -34,6 +34,8 @@ ULYSSES_ATTENTION = "shardwright_ulysses"
 """Name under which transformers' modules find the attention below."""
 _HEADS, _POSITIONS = 1, 2
 """Dims of queries, keys and values [b, heads, s, d]; attention's output is [b, s, heads, d]."""
+_SINKS = "s_aux"
+"""Argument of transformers' attention functions: a further score [heads] in the softmax, which weighs nothing."""
 _ENTERING = ("hidden_states", "key_value_states")
 
 
@@ -236,6 +238,9 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *ar
     group, repeat, kernel, seen = module._ulysses  # type: ignore[misc]
     key, value = (x.repeat_interleave(repeat, _HEADS) for x in (key, value))
     query, key, value = (exchange_dims(x, _HEADS, _POSITIONS, group) for x in (query, key, value))
+    if (sinks := kwargs.get(_SINKS)) is not None:
+        # One score of each head, which the eager kernel reads off the module.
+        kwargs[_SINKS] = vars(seen)["sinks"] = sinks.chunk(group.size())[group.rank()]
     output, weights = kernel(seen, query, key, value, *args, **kwargs)
     return exchange_dims(output, _POSITIONS - 1, _HEADS + 1, group), weights
 

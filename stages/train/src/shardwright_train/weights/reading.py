@@ -21,6 +21,7 @@ from shardwright_formats.io import BadInput, check_regular, read_object, sha256_
 from shardwright_formats.semantics.layout import Box
 from shardwright_formats.types import HEAD, Model
 from shardwright_train.models.base import Family
+from shardwright_train.models.configuration import check_only
 from shardwright_train.parallel.world import World
 from shardwright_train.weights.pieces import Pieces, Source, piece_shape, source_of
 from shardwright_train.weights.stacks import row_ranges, stacked_shape, tensors_of_files
@@ -36,6 +37,8 @@ _AGAIN = "fetch the folder again"
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FREE = re.compile(r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cache|pretraining_tp|.*dropout.*")
 """Keys of a configuration that say nothing about what its weights compute."""
+_QUANTIZED = ("_blocks", "_scales")
+"""Ends of the names of the two tensors that hold a matrix in MXFP4 (Rouhani et al. 2023)."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that older files of transformers hold in addition to parameters."""
 _REMEDY = "describe the model from this folder and plan for that"
@@ -197,7 +200,9 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool) ->
     pieces: dict[str, Pieces] = {}
     held = tensors_of_files(family, shapes)
     file_shapes = {name: stacked_shape(parts.values()) for name, parts in held.items()}
-    for key, stored in stored_tensors(folder).items():
+    stored_by_key = stored_tensors(folder)
+    _check_unquantized(folder, stored_by_key)
+    for key, stored in stored_by_key.items():
         # A file may be older than transformers, or of the base model without a head.
         name, pattern = rename_source_key(key, renamings, converters, stock.base_model_prefix, file_shapes)
         source = source_of(pattern, converters)
@@ -265,6 +270,14 @@ def _check_form(stored: Stored, shape: tuple[int, ...]) -> None:
         raise BadInput(stored.file, problem, f"store it as one of {', '.join(_FLOATS)}")
 
 
+def _check_unquantized(folder: Path, keys: Iterable[str]) -> None:
+    """Raise BadInput where a folder holds matrices in MXFP4, such as the experts of gpt-oss as they are published."""
+    if quantized := [key for key in keys if key.endswith(_QUANTIZED)]:
+        problem = f"holds {quantized[0]} in MXFP4, which is not trained"
+        remedy = "have transformers load it with Mxfp4Config(dequantize=True) and save it in bfloat16"
+        raise BadInput(folder, problem, remedy)
+
+
 def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -> tuple[str, ...]:
     if missing - head:
         raise BadInput(folder, f"lacks {listed(missing - head)}", "fetch the whole model, or its own configuration")
@@ -279,6 +292,7 @@ def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, fa
     if (kind := config.get("model_type")) != family.facts.model_type:
         raise BadInput(file, f"model_type is {kind!r}, the plan's model is a {family.facts.model_type}", _REMEDY)
     try:
+        check_only(config, family.facts)
         given, wanted = family.configured(config).to_dict(), family.configuration(model).to_dict()
     except ValueError as error:
         raise BadInput(file, str(error), "correct the configuration") from None

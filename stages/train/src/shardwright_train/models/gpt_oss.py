@@ -1,0 +1,80 @@
+"""gpt-oss (OpenAI 2025)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from shardwright_models.facts import BLOCK, FULL, SLIDING
+from shardwright_train.models.experts import Choice, Sparse, Unseen
+from shardwright_train.models.llama import Llama
+from shardwright_train.parallel.checkpointing import Recomputation
+from shardwright_train.parallel.experts import expert_products, with_biases
+from shardwright_train.parallel.sharding_rules import INSIDE, Rule
+from shardwright_train.parallel.tensor import TensorParallel
+
+
+class GptOss(Sparse):
+    """Experts in all blocks, with biases; in their first matrices columns of gate and values alternate."""
+
+    parts = dict.fromkeys((BLOCK, SLIDING, FULL), Llama.parts[BLOCK])
+    plan = {
+        **Llama.plan,
+        **dict.fromkeys((f"self_attn.{name}_proj" for name in "qkv"), "colwise"),
+        **{"self_attn.o_proj": "rowwise", "self_attn.sinks": Rule("cut", dim=0), "mlp.router": INSIDE},
+        # A share of pairs is whole: `tp_size` divides the experts' features.
+        "mlp.experts.gate_up_proj": Rule("cut", dim=2, ep_dim=0),
+        "mlp.experts.gate_up_proj_bias": Rule("cut", dim=1, ep_dim=0),
+        "mlp.experts.down_proj": Rule("cut", dim=1, ep_dim=0),
+        "mlp.experts.down_proj_bias": Rule("inside", ep_dim=0),
+    }
+
+    def choose(self, part: Any, x: Tensor) -> Choice:
+        """Return the choice of a router, whose weights are a softmax over those of the chosen experts alone."""
+        logits = linear(x, part.router.weight, part.router.bias)
+        wide = torch.promote_types(torch.float32, logits.dtype)
+        scores, index = logits.topk(part.routing.top_k, -1)
+        return Choice(logits.softmax(-1, dtype=wide), index, scores.softmax(-1, dtype=wide))
+
+    def compute(self, part: Any, hidden: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of the chosen experts' results, and nothing where the stock part has the router's scores."""
+        return super().compute(part, hidden), None
+
+    def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
+        """Let the first rank alone add biases behind products that are summed over ranks."""
+        super().after_split(block, config, tensor_parallel)
+        experts: Any = block.get_submodule("mlp.experts")
+        experts.keeps_biases = float((experts.tensor_parallel or tensor_parallel).rank == 0)
+
+    def compute_experts(
+        self, experts: Any, rows: Tensor, weights: Unseen, counts: Tensor, recomputation: Recomputation
+    ) -> Tensor:
+        """Return the weighted results of experts: their last product is of weighted rows, and so are its biases."""
+        products = expert_products(rows, experts.gate_up_proj.transpose(1, 2), counts)
+        gate_up = with_biases(products, experts.gate_up_proj_bias, counts)
+        inner: Tensor = _Gated.apply(gate_up, weights.tensor, experts.limit, experts.alpha)  # type: ignore[no-untyped-call]
+        results = recomputation.product(expert_products, inner, experts.down_proj.transpose(1, 2), counts)
+        return with_biases(results, experts.down_proj_bias * experts.keeps_biases, counts, weights.tensor)
+
+
+class _Gated(torch.autograd.Function):
+    """A clamped SwiGLU of rows whose columns of gate and values alternate, weighted: it keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, limit: float, alpha: float) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        ctx.numbers = limit, alpha
+        return _gated(gate_up, weights, limit, alpha)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            of_input, of_weights = torch.autograd.grad(_gated(*inputs, *ctx.numbers), inputs, gradient)
+        return of_input, of_weights, None, None
+
+
+def _gated(gate_up: Tensor, weights: Tensor, limit: float, alpha: float) -> Tensor:
+    gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+    return ((up + 1) * (gate * (gate * alpha).sigmoid()) * weights[:, None]).to(gate_up.dtype)
