@@ -16,6 +16,7 @@ from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.certificate import Band, Certificate, ConfigurationProof, MemoryPrice
 from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
+from shardwright_formats.types.expert_load import ExpertLoad, GroupLoad, LayerLoad
 from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
 from shardwright_formats.types.measurement import (
     Measurement,
@@ -78,6 +79,7 @@ def write_examples(folder: Path) -> None:
         "replanned": Replanned(
             plan=plan, resume_from="checkpoints/example/step-00000040", step_before_s=0.5, step_after_s=0.75
         ),
+        "expert_load": _expert_load(),
     }
     for name, document in documents.items():
         write_document(folder / f"{name}.json", document)
@@ -223,6 +225,11 @@ def _certificate(plan: Plan) -> Certificate:
     name, pinned = "batch 8, 1f1b", dict.fromkeys(("search", "hardware", "profile"), "0" * 64)
     proof = ConfigurationProof(configuration=name, layouts=True, time_prices=prices, bands=(low, high))
     return Certificate(plan_sha256=plan.sha256, inputs_sha256=pinned, bound_ps=1.25e12, configurations=(proof,))
+
+
+def _expert_load() -> ExpertLoad:
+    layer = LayerLoad(layer=0, shares=(0.5, 0.25, 0.125, 0.125), groups=(GroupLoad(ep_size=2, imbalance=1.625),))
+    return ExpertLoad(model="example", first_step=1, last_step=100, layers=(layer,))
 
 
 def _correction(plan: Plan) -> Correction:

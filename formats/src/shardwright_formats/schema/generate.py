@@ -17,7 +17,7 @@ from shardwright_formats.schema import reference
 
 DOCUMENTS: tuple[type[Document], ...] = (
     *(types.Model, types.Cluster, types.Plan, types.Plans, types.Prediction, types.Certificate, types.Measurement),
-    *(types.Correction, types.RunResult, types.StopNote, types.Replanned),
+    *(types.Correction, types.RunResult, types.StopNote, types.Replanned, types.ExpertLoad),
 )
 """Every kind of JSON file, in the order of the documentation."""
 

@@ -1,0 +1,36 @@
+"""What a logged load of experts says of a model's layers: how much more the fullest rank gets than the mean one."""
+
+from collections.abc import Mapping
+from statistics import fmean
+
+from msgspec import UNSET
+
+from shardwright_formats.types import ExpertLoad, Model
+
+
+def load_misfit(load: ExpertLoad, model: Model) -> str | None:
+    """Return why a load cannot be that of a model's experts, or None where it can.
+
+    Each layer that the load names has as many experts, and of each type of layer with experts at least one is named.
+    """
+    for one in load.layers:
+        kind = model.types[model.layers[one.layer]] if one.layer < len(model.layers) else None
+        experts = UNSET if kind is None else kind.experts
+        if experts is UNSET:
+            return f"layer {one.layer} of {model.name} has no experts"
+        if experts.number != len(one.shares):
+            return f"layer {one.layer} of {model.name} has {experts.number} experts, not {len(one.shares)}"
+    named = {model.layers[one.layer] for one in load.layers}
+    lacking = [name for name in dict.fromkeys(model.layers) if model.types[name].experts is not UNSET]
+    return next((f"it has no layer of type {name}" for name in lacking if name not in named), None)
+
+
+def imbalances(load: ExpertLoad, model: Model, ep_size: int) -> Mapping[str, float]:
+    """Return the imbalance of experts shared out in `ep_size` groups, by type of layer: the mean over its layers.
+
+    Other types are not in it. Raises ValueError where `ep_size` does not divide the experts of a layer.
+    """
+    of_type: dict[str, list[float]] = {}
+    for one in load.layers:
+        of_type.setdefault(model.layers[one.layer], []).append(one.imbalance(ep_size))
+    return {name: fmean(values) for name, values in of_type.items()}
