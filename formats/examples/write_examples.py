@@ -343,6 +343,7 @@ def _tables(kind: type[Profile], rows: Mapping[str, Iterable[tuple[object, ...]]
             dict(zip(columns_of(row_type), zip(*rows[name], strict=True), strict=True)),
         )
         for name, row_type in tables_of(kind).items()
+        if name in rows
     }
 
 

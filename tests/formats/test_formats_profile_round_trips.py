@@ -104,6 +104,8 @@ def model_profiles(draw: st.DrawFn) -> ModelProfile:
         states=draw(tables(types["states"], draw(st.integers(0, 4)))),
         process=draw(tables(types["process"], 1)),
         fits=draw(tables(types["fits"], draw(st.integers(0, 4)))),
+        rests=draw(tables(types["rests"], rows, type=names)),
+        experts=draw(tables(types["experts"], rows, type=names)),
     )
 
 

@@ -1,10 +1,22 @@
-"""Plans whose ranks share experts out: what cannot price or express them says so in one line."""
+"""Plans whose ranks share experts out are priced as two parts; what cannot express them says so in one line."""
 
+import dataclasses
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
 import pytest
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from shardwright_estimate.devices import Efficiencies, rates_of, read_devices
+from shardwright_estimate.profile import hardware_profile, model_profile
+from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.display.plan_words import strategy_words
 from shardwright_formats.io import BadInput
+from shardwright_formats.semantics.communication import Cause, region_messages
+from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import (
     Cluster,
     DataParallel,
@@ -14,11 +26,18 @@ from shardwright_formats.types import (
     NodeType,
     PipelineStage,
     Plan,
+    Recompute,
     Schedule,
+    SequenceParallel,
     Strategy,
 )
+from shardwright_formats.types.hardware_profile import Collective, GroupKind, HardwareProfile
 from shardwright_models.description import model_of_config
-from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.collectives import collective_time
+from shardwright_search.cost_model.layer import LayerCost
+from shardwright_search.cost_model.plan import cost_model_of, evaluate
+from shardwright_search.cost_model.profiles import Profiles, index_profiles
+from shardwright_search.cost_model.topology import stage_topology
 from shardwright_search.interop.registry import TARGETS
 
 CONFIG = {
@@ -28,26 +47,123 @@ CONFIG = {
 EXPERTS = ExpertStrategy(ep_size=2, data_parallel=DataParallel.ZERO3)
 
 
-@pytest.fixture
-def plan() -> Plan:
-    """Two layers on four ranks, of which the second has its experts shared out by twos."""
-    model = model_of_config(CONFIG, "m", 16, "config.json")
-    node = NodeType(device="NVIDIA H100 80GB HBM3", devices_per_node=4, memory_bytes=1 << 34)
-    cluster = Cluster(name="c", nodes=(NodeGroup(node_type="n", count=1),), node_types={"n": node})
-    sharding = {"tp_size": 1, "dp_size": 4, "data_parallel": DataParallel.ZERO2}
-    layer = LayerStrategy(type="sparse", **sharding)  # type: ignore[arg-type]
-    shared = LayerStrategy(type="sparse", **sharding, experts=EXPERTS)  # type: ignore[arg-type]
-    outer = Strategy(**sharding)  # type: ignore[arg-type]
+NODE = NodeType(device="NVIDIA H100 80GB HBM3", devices_per_node=4, memory_bytes=1 << 34)
+CLUSTER = Cluster(name="c", nodes=(NodeGroup(node_type="n", count=1),), node_types={"n": NODE})
+MODEL = model_of_config(CONFIG, "m", 16, "config.json")
+SETTINGS = ProfileSettings(
+    tp_sizes=(1, 2), sequence_parallel=tuple(SequenceParallel), recompute=tuple(Recompute), micro_batch_sizes=(1, 2, 4)
+)
+GRIDS = [(1, SequenceParallel.NONE), (2, SequenceParallel.MEGATRON), (2, SequenceParallel.ULYSSES)]
+
+
+def plan_of(
+    experts: ExpertStrategy | UnsetType, tp_size: int = 1, split: SequenceParallel = SequenceParallel.NONE, **layer: Any
+) -> Plan:
+    """Two layers on four ranks, whose ranks share experts out or not."""
+    sharding: dict[str, Any] = {"tp_size": tp_size, "dp_size": 4 // tp_size, "sequence_parallel": split}
+    sharding |= {"data_parallel": DataParallel.ZERO2}
+    block = LayerStrategy(type="sparse", **sharding, experts=experts, **layer)
+    outer = Strategy(**sharding)
     return Plan(
-        name="p", model=model, cluster=cluster, global_batch_size=8, num_microbatches=1, schedule=Schedule.ONE_F_ONE_B,
+        name="p", model=MODEL, cluster=CLUSTER, global_batch_size=8, num_microbatches=1, schedule=Schedule.ONE_F_ONE_B,
         stages=(PipelineStage(ranks=(0, 1, 2, 3), layers=((0, 2),)),), embedding=outer, head=outer,
-        layers=(layer, shared),
+        layers=(block, block),
     )  # fmt: skip
 
 
-def test_a_plan_that_shares_experts_out_has_no_price_yet(plan: Plan) -> None:
-    with pytest.raises(BadInput, match=r"plan p: layers\[1\] shares experts out among ranks, which has no price yet"):
-        evaluate(plan, None)  # type: ignore[arg-type]
+@pytest.fixture
+def plan() -> Plan:
+    """Two layers on four ranks, of which the second has its experts shared out by twos."""
+    shared = plan_of(EXPERTS)
+    return msgspec.structs.replace(shared, layers=(plan_of(UNSET).layers[0], shared.layers[1]))
+
+
+@pytest.fixture(scope="module")
+def profiles() -> Profiles:
+    table = read_devices()
+    rates = rates_of(table, NODE.device)
+    made = model_profile([(Path("m"), MODEL)], SETTINGS, rates, Efficiencies(), table.revised).profile
+    hardware = hardware_profile(CLUSTER, [rates], Efficiencies(), None, table.revised)
+    return index_profiles(hardware, Path("h.h5"), made, Path("m.h5"))
+
+
+def layer_of(plan: Plan, profiles: Profiles) -> LayerCost:
+    costs, layer = cost_model_of(plan, profiles), plan.layers[0]
+    return costs.layer("sparse", layer, stage_topology(CLUSTER, (0, 1, 2, 3)), plan.microbatch_samples, True)
+
+
+def test_a_profile_without_experts_by_themselves_does_not_price_their_sharing(plan: Plan, profiles: Profiles) -> None:
+    message = r"m.h5: does not say what experts of sparse cost by themselves: profile the model again"
+    with pytest.raises(BadInput, match=message):
+        evaluate(plan, profiles._replace(experts={}))
+    assert evaluate(plan_of(UNSET), profiles._replace(experts={}, rests={})).objective_ps > 0
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+def test_experts_and_the_rest_add_up_to_the_layer(recompute: Recompute, profiles: Profiles) -> None:
+    """One rank that has all experts computes, keeps and stores what it does without a grid for them."""
+    alone = ExpertStrategy(ep_size=1, data_parallel=DataParallel.ZERO2)
+    whole, shared = (layer_of(plan_of(given, recompute=recompute), profiles) for given in (UNSET, alone))
+    for name in ("forward_ps", "backward_ps", "activation_bytes"):
+        assert getattr(shared, name) == pytest.approx(getattr(whole, name), rel=1e-6)
+    assert shared.memory.optimizer == whole.memory.optimizer
+    assert shared.optimizer_ps == pytest.approx(whole.optimizer_ps, rel=0.02)
+
+
+@pytest.mark.parametrize(("tp_size", "split"), GRIDS)
+def test_each_group_of_parameters_is_shared_out_by_its_strategy(
+    tp_size: int, split: SequenceParallel, profiles: Profiles
+) -> None:
+    matrices, outer = 4 * 3 * 24 * 32, MODEL.types["sparse"].parameter_count(1) - 4 * 3 * 24 * 32
+    for parts, kind, held in (
+        ((1, 1), DataParallel.DDP, 1),
+        ((2, 1), DataParallel.DDP, 2),
+        ((2, 2), DataParallel.DDP, 4),
+        ((1, 2), DataParallel.ZERO2, 4),
+        ((1, 1), DataParallel.ZERO3, 4),
+    ):
+        experts = ExpertStrategy(ep_size=parts[0], etp_size=parts[1], data_parallel=kind)
+        shared = plan_of(experts, tp_size, split)
+        cost = layer_of(shared, profiles)
+        assert cost.memory.optimizer - 2 * 4 * matrices // held == pytest.approx(2 * 4 * outer / 4, rel=0.07)
+        assert bool(cost.gather.alone_ps) is (kind is DataParallel.ZERO3)
+    # Where each expert has one rank, its gradients are summed with nobody's.
+    one, two = (layer_of(plan_of(ExpertStrategy(ep_size=n), tp_size, split), profiles) for n in (4, 2))
+    assert one.reduction_ps < two.reduction_ps
+
+
+@pytest.mark.parametrize(("tp_size", "split"), GRIDS)
+def test_rows_take_as_long_as_their_messages_on_the_way(
+    tp_size: int, split: SequenceParallel, profiles: Profiles
+) -> None:
+    """Two ranks exchange what they have; of four neighbours under tp 2 the same ranks lie as near."""
+    for recompute, etp_size in product((Recompute.NONE, Recompute.FULL), (1, 2)):
+        experts = ExpertStrategy(ep_size=2 // etp_size, etp_size=etp_size)
+        shared = plan_of(experts, tp_size, split, recompute=recompute)
+        no_messages = profiles._replace(hardware=faster(profiles.hardware))
+        cost, alone = (layer_of(shared, given) for given in (profiles, no_messages))
+        sent = region_messages(MODEL, "sparse", shared.layers[0], 8, 4, 1)
+        time_s = {during: 0.0 for during in Pass}
+        for m in sent:
+            if m.cause is Cause.EXPERTS and m.collective is not Collective.ALL_REDUCE:
+                kind = GroupKind(2, 2, True)
+                time_s[m.during] += m.times * collective_time(profiles, m.collective, [kind], m.bytes).time_s
+        assert cost.forward_ps - alone.forward_ps == pytest.approx(1e12 * time_s[Pass.FORWARD], rel=1e-3)
+        assert cost.backward_ps - alone.backward_ps == pytest.approx(1e12 * time_s[Pass.BACKWARD], rel=1e-3)
+
+
+def faster(hardware: HardwareProfile) -> HardwareProfile:
+    """The same machine, on which messages take next to no time."""
+    return dataclasses.replace(hardware, repeats=hardware.repeats.replace(time_s=1e-9 * hardware.repeats["time_s"]))
+
+
+def test_experts_that_are_computed_again_lie_beside_what_comes_before_them(profiles: Profiles) -> None:
+    costs = {kind: layer_of(plan_of(ExpertStrategy(ep_size=2), recompute=kind), profiles) for kind in Recompute}
+    kept = {kind: cost.activation_bytes for kind, cost in costs.items()}
+    workspace = {kind: cost.workspace_bytes for kind, cost in costs.items()}
+    assert kept[Recompute.FULL] < min(kept[Recompute.MLP], kept[Recompute.SELECTIVE]) < kept[Recompute.NONE]
+    more = workspace[Recompute.FULL] - workspace[Recompute.NONE]
+    assert more == pytest.approx(kept[Recompute.NONE] - kept[Recompute.FULL], rel=0.1)
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))

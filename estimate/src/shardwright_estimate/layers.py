@@ -11,11 +11,17 @@ microbatches. Frozen matrices cost the gradient of their inputs alone, and layer
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
+from shardwright_estimate.expert_parts import expert_parameters, experts_of, experts_part
 from shardwright_estimate.messages import Link, messages_time_s
 from shardwright_estimate.part import Part
 from shardwright_estimate.parts import layer_parts
+from shardwright_formats.key import ExpertKey
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
+from shardwright_formats.semantics.expert_messages import shares_experts
+from shardwright_formats.semantics.parameter_groups import parameter_groups
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import HEAD, ITEMSIZE, Attention, LayerType, Model, Precision, Recompute, Strategy
 from shardwright_formats.types.model_profile import LayerFigures
@@ -114,15 +120,24 @@ def estimate_layer(
     machine: Machine,
     fused: bool = False,
 ) -> LayerFigures[float]:
-    """Return the figures of a layer under a strategy of one tensor-parallel group, which may be a `LayerStrategy`."""
+    """Return the figures of a layer under a strategy of one tensor-parallel group, which may be a `LayerStrategy`.
+
+    Where that says how ranks share experts out, they are those of the rest of the layer, of which each rank routes its
+    positions; `estimate_experts` gives those of experts.
+    """
     share = _share(strategy, micro_batch_size, precision, attention)
     parts = layer_parts(model, type_name, fused, machine.compiled)
+    if shares_experts(strategy):
+        *before, router, experts = parts
+        stream = Part(name=experts.name, flops=0, outside=0, result=experts.result, kernels=0)
+        parts = (*before, _at_positions(router, share), stream)
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     replayed = _replayed(parts, recompute)
     there, back = (_messages(model, type_name, strategy, micro_batch_size, share.itemsize, way) for way in Pass)
     forward_s = sum(_part_time_s(part, share, machine) for part in parts)
     table_bytes = sum(part.dense_gradient for part in parts) * share.itemsize * share.weights
-    accumulated = _accumulated_bytes(model.types[type_name], strategy, precision)
+    kind, _ = parameter_groups(model.types[type_name], strategy)[0]
+    accumulated = _accumulated_bytes(kind, strategy, precision)
     replay_time_s = _between_products_s if recompute is Recompute.SELECTIVE else _part_time_s
     backward_s = (
         sum(_part_backward_s(part, share, machine) for part in parts)
@@ -140,6 +155,40 @@ def estimate_layer(
         max(backward_s + _exposed_s(back, backward_s, machine), (2 * kernels + again_kernels) * machine.operator_s),
         *_memory(parts, share, recompute),
     )
+
+
+def estimate_experts(model: Model, key: ExpertKey, precision: Precision, machine: Machine) -> LayerFigures[float]:
+    """Return the figures of experts on one rank for the rows of a key, without messages, at even load."""
+    kind = model.types[key.type]
+    experts, hidden, itemsize = experts_of(kind), model.boundary[0].features, ITEMSIZE[precision.compute]
+    parts = key.etp_size
+    here = replace(experts, number=key.experts, top_k=1, features=experts.features // parts)
+    exchanged = key.experts < experts.number or parts > 1
+    part = experts_part(model, here, key.rows, hidden, 0, exchanged)
+    part = replace(part, trained=kind.trained_share)
+    share = _Share(1, itemsize, 1.0, 1.0, 1.0, 1.0, False, False)
+    replayed = _replayed([part], key.recompute)
+    forward_s = _part_time_s(part, share, machine)
+    replay_s = _between_products_s if key.recompute is Recompute.SELECTIVE else _part_time_s
+    parameters = expert_parameters(kind) * key.experts // parts
+    backward_s = (
+        _part_backward_s(part, share, machine)
+        + sum(replay_s(each, share, machine) for each in replayed)
+        + _accumulated(parameters, precision) / machine.memory_bytes_per_s
+    )
+    host_s = part.kernels * machine.operator_s
+    return LayerFigures(
+        max(forward_s, host_s),
+        max(backward_s, (2 + len(replayed)) * host_s),
+        *_memory([part], share, key.recompute),
+    )
+
+
+def _at_positions(router: Part, share: _Share) -> Part:
+    """Return the part of a router that sees the positions of its rank between regions, not those inside."""
+    ratio = share.outside / share.entering
+    sizes = {name: round(getattr(router, name) * ratio) for name in ("whole_bytes", "passing")}
+    return replace(router.scaled(ratio), **sizes)
 
 
 def _exposed_s(messages: Iterable[Message], pass_s: float, machine: Machine) -> float:
@@ -187,9 +236,11 @@ def _memory(parts: Sequence[Part], share: _Share, recompute: Recompute) -> tuple
 
 def _accumulated_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
     """Return the bytes that adding a microbatch's gradients to those of others reads and writes."""
-    return kind.trained_count(axes_of(strategy).dense.tensor.size) * (
-        2 * ITEMSIZE[precision.reduce] + ITEMSIZE[precision.compute]
-    )
+    return _accumulated(kind.trained_count(axes_of(strategy).dense.tensor.size), precision)
+
+
+def _accumulated(parameters: int, precision: Precision) -> int:
+    return parameters * (2 * ITEMSIZE[precision.reduce] + ITEMSIZE[precision.compute])
 
 
 def optimizer_time_s(kind: LayerType, parts: int, precision: Precision, machine: Machine) -> float:
@@ -226,9 +277,9 @@ def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
 def _products_s(part: Part, share: _Share, machine: Machine) -> float:
     """Return the seconds of the forward pass's products with matrices."""
     kept = share.kept_bytes(part) + share.passing_bytes(part)
-    weights, inside = (1.0, 1.0) if part.undivided else (share.weights, share.inside)
+    weights, inside = (1.0, share.entering) if part.undivided else (share.weights, share.inside)
     product_bytes = part.weights * share.itemsize * weights + kept if part.weights else 0.0
-    operations = part.flops * share.samples * inside
+    operations = part.flops * share.samples * inside + part.tile_flops * weights
     return max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)
 
 

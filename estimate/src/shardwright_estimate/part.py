@@ -18,6 +18,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     causal: bool = False
     undivided: bool = False
     """Whether each tensor-parallel rank multiplies by whole matrices."""
+    tile_flops: float = 0.0
+    """Operations on rows that fill up tiles of grouped products, however many samples there are."""
     left_out: float = 0.0
     """Operations of scores that a window leaves out: a kernel to whose scores a mask is added computes them, too."""
     weights: int = 0
@@ -66,5 +68,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     def scaled(self, share: float) -> "Part":
         """Return the part with so many times the operations."""
-        operations = {"flops": self.flops, "attention_flops": self.attention_flops, "left_out": self.left_out}
+        operations = {
+            "flops": self.flops,
+            "attention_flops": self.attention_flops,
+            "left_out": self.left_out,
+            "tile_flops": self.tile_flops,
+        }
         return msgspec.structs.replace(self, **{name: value * share for name, value in operations.items()})

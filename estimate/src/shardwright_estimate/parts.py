@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import UNSET
 
+from shardwright_estimate.expert_parts import PRODUCT_KERNELS, ROUTER_KERNELS, experts_part, router_part
 from shardwright_estimate.part import Part
 from shardwright_estimate.shapes import attended_positions, attention_shape, stream_elements, tensors_of
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.communication import LOSS_ELEMENTS
 from shardwright_formats.semantics.regathers import low_rank_pairs
-from shardwright_formats.types import EMBEDDING, HEAD, LOW_RANK, Experts, LayerType, Model, Region, base_type
+from shardwright_formats.types import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Region, base_type
 from shardwright_models.facts import Mask
 from shardwright_models.registry import facts_of
 
@@ -23,11 +24,7 @@ _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5}
 """Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
 _COMPILED_KERNELS = _KERNELS | {"attention": 8, "mlp": 5}
 """Kernels of a part of a compiled block: products and attention, and one kernel for what lies between two of them."""
-_EXPERT_KERNELS = 35
-"""Kernels that choosing experts, sorting rows by them and back add, where grouped products are one kernel each."""
 _FLOAT32_BYTES = 4
-_ROW_BYTES = 3 * 8 + 3 * _FLOAT32_BYTES
-"""Bytes kept of a row for an expert: its expert and its places sorted and back, and its weight thrice."""
 _NORM_KEEPS = {
     "LayerNorm": (1, 0),
     "LayerNorm in float32": (0, 3 * _FLOAT32_BYTES),
@@ -86,16 +83,31 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     if facts_of(model).parallel_parts:
         # The first part's norm is the others', too: they keep nothing outside the regions.
         parts[1:] = [msgspec.structs.replace(part, outside=0, outside_bytes=0) for part in parts[1:]]
+    if kind.experts is not UNSET:
+        parts += _experts(model, kind, parts)
     # The description's count of operations holds; the shapes only say how it is shared out.
     counted = sum(part.flops + part.attention_flops for part in parts)
     share = kind.forward_flops_per_sample / counted if counted else 0.0
     return tuple(part.scaled(share) for part in parts)
 
 
+def _experts(model: Model, kind: LayerType, parts: list[Part]) -> list[Part]:
+    """Return the part of the experts, which comes last and gives the stream in place of the router's part."""
+    assert kind.experts is not UNSET
+    router, hidden = parts.pop(), model.boundary[0].features
+    rows = router.result // hidden * kind.experts.top_k
+    experts = experts_part(model, kind.experts, rows, hidden, router.result)
+    return [
+        msgspec.structs.replace(router, result=0),
+        msgspec.structs.replace(experts, trained=kind.trained_share),
+    ]
+
+
 def block_kernels(kind: LayerType) -> int:
     """Return about how many kernels the forward pass of a block starts."""
     names = ("mlp" if region.attention is None else "attention" for region in kind.regions)
-    return (sum(_KERNELS[name] for name in names) or _KERNELS["mlp"]) + _EXPERT_KERNELS * (kind.experts is not UNSET)
+    more = ROUTER_KERNELS + PRODUCT_KERNELS if kind.experts is not UNSET else 0
+    return (sum(_KERNELS[name] for name in names) or _KERNELS["mlp"]) + more
 
 
 def _block_part(model: Model, type_name: str, region: Region, fused: bool) -> Part:
@@ -104,7 +116,8 @@ def _block_part(model: Model, type_name: str, region: Region, fused: bool) -> Pa
     if region.attention is not None:
         return _attention_part(model, type_name, region, stream, hidden, fused)
     if kind.experts is not UNSET:
-        return _experts_part(model, kind.experts, stream, hidden)
+        router = router_part(kind.experts, stream, hidden)
+        return msgspec.structs.replace(router, kernels=router.kernels + _KERNELS["mlp"])
     return _mlp_part(model, kind, region, stream, hidden, fused)
 
 
@@ -217,33 +230,6 @@ def _mlp_part(model: Model, kind: LayerType, region: Region, stream: int, hidden
         result=stream,
         widest=wide,
         kernels=_KERNELS["mlp"],
-    )
-
-
-def _experts_part(model: Model, experts: Experts, stream: int, hidden: int) -> Part:
-    """Return a router and the experts that it chooses, of even load: each position has a row for each of them.
-
-    Rows are kept, and of their features what the family says.
-    """
-    family, positions = facts_of(model), stream // hidden
-    assert family.experts is not None
-    rows, (_, gated) = positions * experts.top_k, family.feed_forward(family.configured(model.config))
-    matrices = 3 if gated else 2
-    wide = rows * experts.features
-    return Part(
-        name="mlp",
-        flops=2.0 * hidden * (positions * experts.number + matrices * wide),
-        weights=hidden * experts.number * (1 + matrices * experts.features),
-        inside=family.experts.kept * wide,
-        products=(matrices - 1) * wide,
-        whole=rows * hidden,
-        whole_bytes=_FLOAT32_BYTES * positions * (experts.number + 1) + _ROW_BYTES * rows,
-        passing=2 * rows * hidden,
-        outside=2 * stream,
-        result=stream,
-        widest=(matrices - 1) * wide,
-        widest_whole=rows * hidden,
-        kernels=_KERNELS["mlp"] + _EXPERT_KERNELS,
     )
 
 

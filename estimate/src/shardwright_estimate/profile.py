@@ -12,6 +12,7 @@ from msgspec.structs import asdict, replace
 
 from shardwright_estimate.curves import fits_table
 from shardwright_estimate.devices import Efficiencies, Machines, Rates, link_of, machines_of, matrix_efficiency
+from shardwright_estimate.expert_profile import expert_rows, micro_batch_sizes, rest_rows
 from shardwright_estimate.hardware import Network, NodeRates, Overlap, analytic_hardware
 from shardwright_estimate.layers import SCORES_KEPT, Machine, estimate_layer, masks_bytes, optimizer_time_s
 from shardwright_estimate.messages import Link
@@ -26,6 +27,7 @@ from shardwright_formats.key import LayerKey
 from shardwright_formats.types import EMBEDDING, FP8, HEAD, ITEMSIZE, Cluster, Model, Precision, misfit, profiled_as
 from shardwright_formats.types.hardware_profile import HardwareProfile
 from shardwright_formats.types.model_profile import (
+    ExpertRow,
     LayerFigures,
     LayerRow,
     ModelProfile,
@@ -66,9 +68,12 @@ def model_profile(
         raise BadInput("--settings", f"attention {attention}: not estimated beside fp8", "take auto or sdpa")
     compute = "tf32" if precision.tf32 else precision.compute
     machines = machines_of(rates, compute, efficiencies, runtime, settings.compile)
-    asked, left_out = _asked([one for _, one in models], settings)
+    described = [one for _, one in models]
+    asked, left_out = _asked(described, settings)
     rows = [row for one, strategy, _ in asked for row in _layer_rows(one, strategy, settings, machines, runtime.fused)]
     layers = sorted(rows, key=lambda row: row.key)
+    rests = [row for one, strategy, _ in asked for row in rest_rows(one, strategy, settings, machines, runtime.fused)]
+    shardings = [strategy for _, strategy, _ in asked]
     origin = ProfileOrigin(
         model=model.name,
         architecture_sha256=model.architecture_sha256,
@@ -93,6 +98,8 @@ def model_profile(
                 [_process_row(process, max(masks_bytes(one, precision, attention) for _, one in models))],
             ),
             fits=fits_table(layers),
+            rests=Table.from_rows(LayerRow, sorted(rests, key=lambda row: row.key)),
+            experts=Table.from_rows(ExpertRow, expert_rows(described, shardings, settings, machines)),
         ),
         left_out,
     )
@@ -166,8 +173,7 @@ def _layer_rows(
     model: Model, strategy: Strategy, settings: ProfileSettings, machines: Machines, fused: bool
 ) -> Iterator[LayerRow]:
     """Yield the rows of layers that a strategy fits: heads that it does not divide leave it to embedding and head."""
-    asked = settings.micro_batch_sizes
-    sizes = asked if isinstance(asked, tuple) else asked.values(None)
+    sizes = micro_batch_sizes(settings)
     for name in (EMBEDDING, *block_types(model), HEAD):
         if misfit(model, name, strategy) is not None:
             continue

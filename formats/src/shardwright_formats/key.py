@@ -53,6 +53,24 @@ class LayerKey(Key, frozen=True, order=True, kw_only=True):
         return " ".join((self.type, *named))
 
 
+class ExpertKey(Key, frozen=True, order=True, kw_only=True):
+    """The key of figures of a layer's experts on one rank, whatever the rest of the layer does."""
+
+    type: str
+    """The layer's type in the model description."""
+    experts: int
+    """Experts of the rank."""
+    etp_size: int
+    """Ranks that share each expert's features out."""
+    recompute: Recompute
+    rows: int = 0
+    """Rows of the rank, over all its experts; 0 where they vary."""
+
+    def __str__(self) -> str:
+        """Return the key in words."""
+        return f"{self.experts} experts of {self.type} etp_size {self.etp_size} recompute {self.recompute}"
+
+
 class Keyed(Protocol):
     """A row of a table of figures of layers, or whatever else has its key."""
 

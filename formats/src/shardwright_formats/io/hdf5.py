@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from io import BytesIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import h5py
@@ -18,6 +19,8 @@ from shardwright_formats.io.table import Column, Row, Table, columns_of
 from shardwright_formats.io.text import has_controls
 
 _MAX_BYTES = 2**30
+OPTIONAL = MappingProxyType({"optional": True})
+"""Metadata of the field of a table that a file may lack."""
 _MAX_ROWS = 10_000_000
 _MAX_ATTRIBUTE_BYTES = 64 * 1024
 
@@ -35,7 +38,10 @@ class Provenance(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Profile:
-    """A value that is an HDF5 file of its own: its fields are texts, structs of texts, and tables."""
+    """A value that is an HDF5 file of its own: its fields are texts, structs of texts, and tables.
+
+    A table whose field is `OPTIONAL` may be missing in a file; without rows it is not written.
+    """
 
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int]
@@ -72,7 +78,8 @@ def write_profile(path: Path, profile: Profile) -> None:
         for name, hint in _fields(type(profile)).items():
             value = getattr(profile, name)
             if isinstance(value, Table):
-                _write_table(file, name, value)
+                if len(value) or name not in _optional(type(profile)):
+                    _write_table(file, name, value)
             else:
                 file.attrs.update({name: value} if hint is str else msgspec.structs.asdict(value))
     write_bytes(path, content.getvalue())
@@ -82,15 +89,16 @@ def read_profile(path: Path, kind: type[ProfileType]) -> ProfileType:
     """Read a profile; BadInput names whatever cannot be right in it."""
     with _opened(path) as file:
         _check_header(path, file, kind)
-        fields: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, hint in _fields(kind).items():
             if get_origin(hint) is Table:
-                fields[name] = _read_table(path, file, name, *get_args(hint))
+                if name not in _optional(kind) or file.get(name, getlink=True) is not None:
+                    values[name] = _read_table(path, file, name, *get_args(hint))
             elif hint is str:
-                fields[name] = _text(path, file, name)
+                values[name] = _text(path, file, name)
             else:
-                fields[name] = hint(**{text: _text(path, file, text) for text in hint.__struct_fields__})
-    profile = kind(**fields)
+                values[name] = hint(**{text: _text(path, file, text) for text in hint.__struct_fields__})
+    profile = kind(**values)
     if (problem := profile.problem) is not None:
         raise BadInput(path, problem, "measure these points again")
     return profile
@@ -105,6 +113,11 @@ def format_of(path: Path) -> object:
 def _fields(kind: type[Profile]) -> dict[str, Any]:
     hints = get_type_hints(kind)
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
+
+
+def _optional(kind: type[Profile]) -> frozenset[str]:
+    """Return the names of the tables that a file may lack."""
+    return frozenset(field.name for field in fields(kind) if field.metadata == OPTIONAL)
 
 
 @contextmanager

@@ -52,11 +52,21 @@ def expert_messages(
             yield Message(Cause.EXPERTS, Collective.ALL_REDUCE, axes.layout.sample_ranks, size, during, microbatches)
     grid = strategy.expert_grid if isinstance(strategy, LayerStrategy) else None
     if grid is not None:
-        stream = next(tensors[region.leaves] for region in kind.regions if region.name == "mlp" and region.leaves)
-        positions = here * stream.sequence_length // axes.layout.sequence.size
-        sizes = _row_bytes(kind.experts, positions, stream.features, itemsize)
+        positions = rank_positions(kind, strategy, samples, tensors)
+        sizes = _row_bytes(kind.experts, positions, _stream(kind, tensors).features, itemsize)
         for message in _grid_messages(axes_of(grid).dense, sizes, replays):
             yield message._replace(times=message.times * microbatches)
+
+
+def rank_positions(kind: LayerType, strategy: Strategy, samples: int, tensors: Mapping[str, BoundaryTensor]) -> int:
+    """Return the positions of a microbatch of `samples` that each rank sends to experts which ranks share out."""
+    axes = axes_of(strategy)
+    return axes.rank_samples(samples) * _stream(kind, tensors).sequence_length // axes.layout.sequence.size
+
+
+def _stream(kind: LayerType, tensors: Mapping[str, BoundaryTensor]) -> BoundaryTensor:
+    """Return the tensor that experts take in and give."""
+    return next(tensors[region.leaves] for region in kind.regions if region.name == "mlp" and region.leaves)
 
 
 class _Sizes(NamedTuple):

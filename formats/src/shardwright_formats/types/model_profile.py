@@ -1,18 +1,21 @@
 """A model profile: time and memory of a model's layers on a device."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from shardwright_formats.io import Value
-from shardwright_formats.io.hdf5 import Profile, Provenance, read_profile, write_profile
+from shardwright_formats.io.hdf5 import OPTIONAL, Profile, Provenance, read_profile, write_profile
 from shardwright_formats.io.table import Row, Source, Sourced, Table, sourced
-from shardwright_formats.key import LayerKey, rows_by_key
+from shardwright_formats.key import ExpertKey, LayerKey, rows_by_key
+from shardwright_formats.types.expert_rows import ExpertRow as ExpertRow
+from shardwright_formats.types.expert_rows import LayerFigures as LayerFigures
 from shardwright_formats.types.limits import (
     Bytes,
     Count,
@@ -49,18 +52,6 @@ class Quantity(StrEnum):
     FORWARD_S = "forward_s"
     BACKWARD_S = "backward_s"
     ACTIVATION_BYTES = "activation_bytes"
-
-
-Number = TypeVar("Number")
-
-
-class LayerFigures(NamedTuple, Generic[Number]):
-    """Time and memory of one microbatch in one layer on one rank; the fields are named as the columns of `layers`."""
-
-    forward_s: Number
-    backward_s: Number
-    activation_bytes: Number
-    workspace_bytes: Number
 
 
 class _TypeColumns(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -252,7 +243,8 @@ class ModelProfile(Profile):
 
     `layers`: time and memory of one layer of each type (embedding and head too) by strategy and micro-batch. `states`:
     bytes and optimizer time of one layer's parameters. `process`: what is there once a process or a step, in one row.
-    `fits`: curves through the points of `layers`.
+    `fits`: curves through the points of `layers`. Where layers have experts that ranks may share out as a whole,
+    `rests` is what such a layer does beside its experts, and `experts` what these do; the two add up.
     """
 
     FORMAT: ClassVar[str] = "shardwright.model_profile"
@@ -264,26 +256,53 @@ class ModelProfile(Profile):
     states: Table[StateRow]
     process: Table[ProcessRow]
     fits: Table[FitRow]
+    rests: Table[LayerRow] = field(default_factory=lambda: Table.from_rows(LayerRow, ()), metadata=OPTIONAL)
+    experts: Table[ExpertRow] = field(default_factory=lambda: Table.from_rows(ExpertRow, ()), metadata=OPTIONAL)
 
     @cached_property
     def curves(self) -> dict[LayerKey, list[LayerRow]]:
         """Return the points of `layers` that differ in micro-batch size alone, ascending, by what they share."""
-        return rows_by_key(sorted(self.layers.rows, key=lambda row: row.key), "micro_batch_size")
+        return _curves(self.layers)
+
+    @cached_property
+    def rest_curves(self) -> dict[LayerKey, list[LayerRow]]:
+        """Return the points of `rests`, likewise."""
+        return _curves(self.rests)
+
+    @cached_property
+    def expert_curves(self) -> dict[ExpertKey, list[ExpertRow]]:
+        """Return the points of `experts` that differ in rows alone, ascending, by what they share."""
+        curves: dict[ExpertKey, list[ExpertRow]] = {}
+        for row in sorted(self.experts.rows, key=lambda row: row.key):
+            curves.setdefault(row.key.without("rows"), []).append(row)
+        return curves
 
     @property
     def problem(self) -> str | None:
         """Return what is wrong: not one process, a point twice, or activations that shrink as the micro-batch grows."""
         if (rows := len(self.process)) != 1:
             return f"table process has {rows} rows, not 1"
-        for points in self.curves.values():
-            for less, more in pairwise(points):
-                if less.key == more.key:
-                    return f"table layers: {more.key} is there twice"
-            for less, more in pairwise(row for row in points if row.activation_source is not Source.ABSENT):
-                if more.activation_bytes < less.activation_bytes:
-                    fall = f"from {less.activation_bytes} to {more.activation_bytes}"
-                    return f"table layers: {more.key}: activation_bytes fall {fall} as the micro-batch grows"
+        for name, curves in (("layers", self.curves), ("rests", self.rest_curves), ("experts", self.expert_curves)):
+            for points in curves.values():
+                if (problem := _curve_problem(points)) is not None:
+                    return f"table {name}: {problem}"
         return None
+
+
+def _curves(table: Table[LayerRow]) -> dict[LayerKey, list[LayerRow]]:
+    return rows_by_key(sorted(table.rows, key=lambda row: row.key), "micro_batch_size")
+
+
+def _curve_problem(points: Sequence[LayerRow | ExpertRow]) -> str | None:
+    """Return what is wrong with points of ascending size: one is there twice, or activations shrink as it grows."""
+    for less, more in pairwise(points):
+        if less.key == more.key:
+            return f"{more.key} is there twice"
+    for less, more in pairwise(row for row in points if row.activation_source is not Source.ABSENT):
+        if more.activation_bytes < less.activation_bytes:
+            fall = f"from {less.activation_bytes} to {more.activation_bytes}"
+            return f"{more.key}: activation_bytes fall {fall} as the micro-batch grows"
+    return None
 
 
 def write_model_profile(path: Path, profile: ModelProfile) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.key import LayerKey
+from shardwright_formats.key import ExpertKey, LayerKey
 from shardwright_formats.types.model_profile import FitMode, LayerFigures, Quantity, StateRow
 from shardwright_search.cost_model.profiles import LayerPoints, Profiles, TimeModel
 
@@ -68,6 +68,39 @@ def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_mo
     return ComputeCost(figures, beyond)
 
 
+def expert_cost(profiles: Profiles, key: ExpertKey, rows: float) -> ComputeCost:
+    """Return the cost of experts of a rank that has so many rows, between measured numbers of rows or, warned, beyond.
+
+    Raises BadInput when the profile does not have experts by themselves, or not so many of them.
+    """
+    if (points := profiles.experts.get(key)) is None:
+        known = any(other.type == key.type for other in profiles.experts)
+        problem = f"no point for {key}" if known else f"does not say what experts of {key.type} cost by themselves"
+        raise BadInput(profiles.model_file, problem, "profile the model again, for plans that share experts out")
+    figures = _at(points, rows)
+    if figures is None or not _is_possible(figures, points):
+        sizes = points.micro_batch_sizes.tolist()
+        problem = f"{key}: {rows:.0f} rows cannot be extrapolated from {sizes}"
+        raise BadInput(profiles.model_file, problem, "profile more micro_batch_sizes")
+    least, most = points.micro_batch_sizes[0], points.micro_batch_sizes[-1]
+    inside = least <= rows <= most
+    return ComputeCost(
+        figures, None if inside else f"extrapolated: {key} at {rows:.0f} rows, measured {least} to {most}"
+    )
+
+
+def with_experts(rest: ComputeCost, replayed_bytes: float, experts: ComputeCost) -> ComputeCost:
+    """Return the cost of a layer from those of its experts and of the rest of it.
+
+    Times and kept bytes add up. While experts work in a backward pass, there is also what was `replayed_bytes` of the
+    rest before them.
+    """
+    forward_s, backward_s, activation_bytes, _ = map(sum, zip(rest.figures, experts.figures, strict=True))
+    workspace = max(rest.figures.workspace_bytes, replayed_bytes + experts.figures.workspace_bytes)
+    figures = LayerFigures(forward_s, backward_s, activation_bytes, workspace)
+    return ComputeCost(figures, _joined((rest.warning, experts.warning)))
+
+
 def states_of(profiles: Profiles, type_name: str, tp_size: int) -> StateRow:
     """Return what one layer's parameters cost a step; BadInput when the profile has none of that type and tp_size."""
     states = profiles.states.get(key := LayerKey(type=type_name, tp_size=tp_size))
@@ -77,7 +110,7 @@ def states_of(profiles: Profiles, type_name: str, tp_size: int) -> StateRow:
     return states
 
 
-def _at(points: LayerPoints, size: int) -> LayerFigures[float] | None:
+def _at(points: LayerPoints, size: float) -> LayerFigures[float] | None:
     """Return the figures at a micro-batch size; None where one point alone cannot be extended."""
     sizes = points.micro_batch_sizes
     if sizes[0] <= size <= sizes[-1]:

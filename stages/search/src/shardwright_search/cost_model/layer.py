@@ -15,16 +15,46 @@ import msgspec
 from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.axes import Layout, axes_of, layout_of
 from shardwright_formats.semantics.communication import region_messages
+from shardwright_formats.semantics.expert_messages import shares_experts
+from shardwright_formats.semantics.parameter_groups import parameter_groups
 from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import ITEMSIZE, Cluster, DataParallel, GradientReduction, Model, Precision, Strategy
+from shardwright_formats.types import (
+    ITEMSIZE,
+    Cluster,
+    GradientReduction,
+    LayerStrategy,
+    Model,
+    Precision,
+    Recompute,
+    Strategy,
+)
 from shardwright_formats.types.hardware_profile import GroupKind
-from shardwright_search.cost_model.collectives import Duration, Slowdowns, collective_time, longest, overlapped_time
+from shardwright_search.cost_model.collectives import (
+    Duration,
+    collective_time,
+    in_turn,
+    longest,
+)
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
-from shardwright_search.cost_model.compute import ComputeCost, layer_cost, probed_tp_size, slowest_compute, states_of
+from shardwright_search.cost_model.compute import (
+    ComputeCost,
+    expert_cost,
+    layer_cost,
+    probed_tp_size,
+    slowest_compute,
+    states_of,
+    with_experts,
+)
+from shardwright_search.cost_model.experts import exchange_times, expert_load, is_exchange, replays_experts
+from shardwright_search.cost_model.layer_cost import Cost as Cost
+from shardwright_search.cost_model.layer_cost import Gather as Gather
+from shardwright_search.cost_model.layer_cost import LayerCost as LayerCost
+from shardwright_search.cost_model.layer_cost import gather_of
+from shardwright_search.cost_model.layer_cost import picoseconds as picoseconds
 from shardwright_search.cost_model.parameters import (
-    Overlapped,
+    LayerParameters,
     ParameterCosts,
-    ParameterMemory,
+    joined_parameters,
     parameter_costs,
     slowest_parameters,
 )
@@ -33,85 +63,17 @@ from shardwright_search.cost_model.topology import StageTopology, axis_group_kin
 from shardwright_search.step.cached_method import cached_method
 
 
-class Cost(NamedTuple):
-    """A time in picoseconds, one way, and a warning where it leans on numbers that nobody measured."""
-
-    time_ps: int
-    warning: str | None
-
-
-class Gather(NamedTuple):
-    """ZeRO-3's gather of a layer for one pass, in picoseconds; 0 where there is none."""
-
-    alone_ps: int = 0
-    slowdowns: Slowdowns | None = None
-    """None where it overlaps with nothing."""
-    overhead_ps: int = 0
-
-    def added_ps(self, compute_ps: int) -> int:
-        """Return what it adds to a computation that it starts with."""
-        return round(overlapped_time(compute_ps, Duration(self.alone_ps), self.slowdowns)) + self.overhead_ps
-
-
-class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of one layer on one rank; times in picoseconds."""
-
-    forward_ps: int
-    """One microbatch, tensor and sequence parallel traffic included; so is backward."""
-    backward_ps: int
-    gather_forward_ps: int
-    """Time that an overlapped ZeRO-3 gather adds to the forward pass of each microbatch; likewise the backward pass."""
-    gather_backward_ps: int
-    gather: Gather
-    """The gather by itself: the runtime starts it a layer ahead, so it overlaps with another layer."""
-    sync_every_ps: int
-    """Time that reducing the gradients adds to each microbatch's backward pass; 0 when they are reduced once a step."""
-    reduction_ps: int
-    """The messages of the reduction alone, unless every microbatch reduces."""
-    slowdowns: Slowdowns | None
-    """Slowdowns of the backward pass and the reduction where they overlap; None where that was not measured."""
-    overlapped_ps: int
-    """Time that they add to the last backward pass by the measured slowdowns; inside `sync_ps`, beside overheads."""
-    sync_ps: int
-    """Once a step: what reducing the gradients adds, ZeRO-2's gather, and sums of replicated parameters' gradients."""
-    optimizer_ps: int
-    memory: ParameterMemory
-    activation_bytes: int
-    """Activations of one microbatch in flight."""
-    workspace_bytes: int
-    """Held for a moment, in the layer's own forward or backward pass."""
-    warnings: tuple[str, ...]
-
-    @property
-    def microbatch_ps(self) -> int:
-        """Forward and backward of one microbatch with what gathers and reductions add to them."""
-        gathers = self.gather_forward_ps + self.gather_backward_ps
-        return self.forward_ps + self.backward_ps + gathers + self.sync_every_ps
-
-    @property
-    def exposed_ps(self) -> int:
-        """Time of what comes once a step."""
-        return self.sync_ps + self.optimizer_ps
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes that are held all step long; gradients come with the first backward pass."""
-        return self.memory.parameters + self.memory.gathered_parameters + self.memory.optimizer
-
-
-def _gather(overlapped: Overlapped) -> Gather:
-    return Gather(picoseconds(overlapped.alone.time_s), overlapped.slowdowns, picoseconds(overlapped.overhead_s))
-
-
-def picoseconds(time_s: float) -> int:
-    """Return seconds as whole picoseconds."""
-    return round(time_s * 1e12)
-
-
 def _slower(ends: Iterable[Duration]) -> Cost:
     """Return the cost of a message, which takes as long as its slower end."""
     slower = longest(ends)
     return Cost(picoseconds(slower.time_s), slower.warning)
+
+
+def _plain(strategy: Strategy) -> Strategy:
+    """Return a strategy without what does not concern parameters."""
+    if isinstance(strategy, LayerStrategy) and shares_experts(strategy):
+        return msgspec.structs.replace(strategy, recompute=Recompute.NONE)
+    return Strategy(**{name: getattr(strategy, name) for name in Strategy.__struct_fields__})
 
 
 class Link(NamedTuple):
@@ -237,30 +199,28 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         compute = slowest_compute(
             [self._compute(type_name, strategy, on, axes_of(strategy).rank_samples(samples)) for on in views]
         )
-        sent = [self._further_traffic(type_name, strategy, on, samples) for on in views]
+        sent = [self._traffic(type_name, strategy, on, samples) for on in views]
         further = [longest(during) for during in zip(*sent, strict=True)]
         figures = compute.figures
         forward_s, backward_s = figures.forward_s + further[0].time_s, figures.backward_s + further[1].time_s
-        plain = Strategy(**{name: getattr(strategy, name) for name in Strategy.__struct_fields__})
-        costs = slowest_parameters([self._parameters(type_name, plain, on, single_microbatch) for on in views])
-        zero3 = strategy.data_parallel is DataParallel.ZERO3
-        gather_forward, gather_backward = (picoseconds(costs.gather.added_s(t)) for t in (forward_s, backward_s))
+        costs = self._all_parameters(type_name, strategy, views, single_microbatch)
         added = picoseconds(costs.reduction.added_s(backward_s))
         once, alone, overlapped = added, costs.reduction.alone.time_s, costs.reduction.overlapped_s(backward_s)
         if reduces_every:
             once, alone, overlapped = 0, 0.0, 0.0
-        warnings = [compute.warning, *(d.warning for d in (*further, costs.gather.alone, costs.reduction.alone))]
+        collectives = (costs.gather_each, costs.gather_once, costs.reduction)
+        warnings = [compute.warning, *(d.warning for d in (*further, *(each.alone for each in collectives)))]
         return LayerCost(
             forward_ps=picoseconds(forward_s),
             backward_ps=picoseconds(backward_s),
-            gather_forward_ps=gather_forward if zero3 else 0,
-            gather_backward_ps=gather_backward if zero3 else 0,
-            gather=_gather(costs.gather) if zero3 else Gather(),
+            gather_forward_ps=picoseconds(costs.gather_each.added_s(forward_s)),
+            gather_backward_ps=picoseconds(costs.gather_each.added_s(backward_s)),
+            gather=gather_of(costs.gather_each),
             sync_every_ps=added - once,
             reduction_ps=picoseconds(alone),
             slowdowns=costs.reduction.slowdowns,
             overlapped_ps=picoseconds(overlapped),
-            sync_ps=picoseconds(costs.partial_sum_s) + (0 if zero3 else gather_forward) + once,
+            sync_ps=picoseconds(costs.partial_sum_s) + picoseconds(costs.gather_once.added_s(forward_s)) + once,
             optimizer_ps=picoseconds(costs.optimizer_s),
             memory=costs.memory,
             activation_bytes=ceil(figures.activation_bytes),
@@ -268,17 +228,28 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             warnings=tuple(dict.fromkeys(warning for warning in warnings if warning is not None)),
         )
 
+    def _all_parameters(
+        self, type_name: str, strategy: Strategy, views: Sequence[StageTopology], single_microbatch: bool
+    ) -> LayerParameters:
+        """Return the costs of a layer's parameters, those of experts that ranks share out included."""
+        groups = []
+        for number, group in enumerate(parameter_groups(self.model.types[type_name], strategy)):
+            priced = [self._parameters(type_name, number, _plain(strategy), on, single_microbatch) for on in views]
+            groups.append((group.strategy, slowest_parameters(priced)))
+        return joined_parameters(groups)
+
     @cached_method
     def _parameters(
-        self, type_name: str, strategy: Strategy, topology: StageTopology, single_microbatch: bool
+        self, type_name: str, number: int, strategy: Strategy, topology: StageTopology, single_microbatch: bool
     ) -> ParameterCosts:
-        """Return the costs of a layer's parameters, which are the same whatever is recomputed."""
+        """Return the costs of a group of a layer's parameters, which are the same whatever is recomputed."""
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         profiles = self.profiles_on(topology.node_type)
         tp_size = self._probed(type_name, axes_of(strategy).dense.tensor.size, topology)
         states = states_of(profiles, type_name, tp_size)
         given = profiles, self.model, self.precision, reduces_every
-        return parameter_costs(*given, type_name, strategy, topology, states, single_microbatch)
+        group = parameter_groups(self.model.types[type_name], strategy)[number]
+        return parameter_costs(*given, type_name, group, topology, states, single_microbatch)
 
     def _compute(
         self, type_name: str, strategy: Strategy, topology: StageTopology, micro_batch_size: int
@@ -287,7 +258,11 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         ranks, length = layout_of(strategy).sample_ranks, self.model.sequence_length
         probed = self._probed(type_name, ranks, topology)
         key = LayerKey.from_strategy(type_name, strategy, tp_size=probed, sequence_length=length)
-        cost = self._measured(topology.node_type, key, micro_batch_size)
+        if isinstance(strategy, LayerStrategy) and shares_experts(strategy):
+            samples = micro_batch_size * layout_of(strategy).samples.size
+            cost = self._beside_experts(topology.node_type, key, micro_batch_size, strategy, samples)
+        else:
+            cost = self._measured(topology.node_type, key, micro_batch_size)
         if probed == ranks:
             return cost
         rounded = f"rounded up: {type_name} tp_size {ranks}: as profiled with tp_size {probed}"
@@ -305,6 +280,29 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_method
     def _measured(self, node_type: str, key: LayerKey, micro_batch_size: int) -> ComputeCost:
         return layer_cost(self.profiles_on(node_type), key, micro_batch_size, self.time_model)
+
+    def _beside_experts(
+        self, node_type: str, key: LayerKey, micro_batch_size: int, strategy: LayerStrategy, samples: int
+    ) -> ComputeCost:
+        """Return the cost of a layer whose ranks share experts out: that of its experts, and of the rest of it."""
+        profiles = self.profiles_on(node_type)
+        experts = expert_cost(profiles, *expert_load(self.model, key.type, strategy, samples))
+        keys = (key, msgspec.structs.replace(key, recompute=Recompute.NONE))
+        rest, kept = (layer_cost(profiles.beside_experts, each, micro_batch_size, self.time_model) for each in keys)
+        replayed = kept.figures.activation_bytes - rest.figures.activation_bytes
+        return with_experts(rest, replayed if replays_experts(strategy) else 0.0, experts)
+
+    def _traffic(
+        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int
+    ) -> tuple[Duration, Duration]:
+        """Return the time of messages that is not inside the layer's own times, forward and backward."""
+        further = self._further_traffic(type_name, strategy, topology, samples)
+        if not isinstance(strategy, LayerStrategy) or not shares_experts(strategy):
+            return further
+        profiles = self.profiles_on(topology.node_type)
+        exchanges = exchange_times(profiles, self.model, type_name, strategy, topology, samples, self.compute_bytes)
+        forward, backward = map(in_turn, zip(further, exchanges, strict=True))
+        return forward, backward
 
     def _further_traffic(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int
@@ -327,6 +325,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         profiles = self.profiles_on(topology.node_type)
         warning = None
         for message in region_messages(self.model, type_name, strategy, samples, self.compute_bytes, 1):
+            if is_exchange(message):
+                continue
             here = collective_time(profiles, message.collective, groups, message.bytes)
             there = collective_time(profiles, message.collective, profiled, message.bytes)
             longer_s[message.during] += max(0.0, here.time_s - there.time_s) * message.times

@@ -17,6 +17,7 @@ from shardwright_formats.io.table import Source
 from shardwright_formats.semantics.axes import ParameterAxes, axes_of
 from shardwright_formats.semantics.buckets import copied_bucket_bytes
 from shardwright_formats.semantics.communication import Cause, Message, parameter_messages, partial_gradient_bytes
+from shardwright_formats.semantics.parameter_groups import ParameterGroup
 from shardwright_formats.types.hardware_profile import Collective, GroupKind
 from shardwright_formats.types.model import EMBEDDING, LayerType, Model, Parameter
 from shardwright_formats.types.model_profile import StateRow
@@ -168,13 +169,17 @@ def parameter_costs(
     precision: Precision,
     reduces_every: bool,
     type_name: str,
-    strategy: Strategy,
+    group: ParameterGroup,
     topology: StageTopology,
     states: StateRow,
     single_microbatch: bool,
 ) -> ParameterCosts:
-    """Return the costs on one rank of a layer of a type; `states` are those of its parameters that were profiled."""
-    kind, axes = model.types[type_name], axes_of(strategy).dense
+    """Return the costs on one rank of a group of a layer's parameters.
+
+    `states` are those of all parameters of the layer that were profiled.
+    """
+    kind, strategy = group
+    axes, states = axes_of(strategy).dense, _share_of_states(states, model.types[type_name], group)
     sizes, count = (ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce]), 1 if single_microbatch else 2
     groups = data_group_kinds(topology, axes)
     messages = list(parameter_messages(kind, strategy, *sizes, count, reduces_every))
@@ -193,9 +198,57 @@ def parameter_costs(
         ),
         gather=gather,
         reduction=reduction,
-        partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, strategy, topology),
+        partial_sum_s=_partial_sum_s(profiles, model, precision, type_name, group, topology),
         optimizer_s=states.optimizer_s / axes.shards,
     )
+
+
+def _share_of_states(states: StateRow, whole: LayerType, group: ParameterGroup) -> StateRow:
+    """Return the times of a group of parameters, by their share of those of a layer that were profiled together."""
+    if group.kind.parameters == whole.parameters:
+        return states
+    profiled = whole.parameter_count(states.tp_size)
+    share = group.kind.parameter_count(axes_of(group.strategy).dense.tensor.size) / profiled
+    times = ("optimizer_s", "reduction_s", "scatter_s", "gather_s")
+    return msgspec.structs.replace(states, **{name: getattr(states, name) * share for name in times})
+
+
+class LayerParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs of all parameters of one layer on one rank, whatever strategy each group of them has; times in seconds."""
+
+    memory: ParameterMemory
+    gather_each: Overlapped
+    """Gathers of ZeRO-3, in each pass of a microbatch."""
+    gather_once: Overlapped
+    """Gathers of ZeRO-2, once a step."""
+    reduction: Overlapped
+    partial_sum_s: float
+    optimizer_s: float
+
+
+def joined_parameters(groups: Sequence[tuple[Strategy, ParameterCosts]]) -> LayerParameters:
+    """Return the costs of several groups of a layer's parameters: their messages follow one another."""
+    costs = [each for _, each in groups]
+    memory = {name: sum(getattr(c.memory, name) for c in costs) for name in ParameterMemory.__struct_fields__}
+    zero3, others = (
+        [each.gather for strategy, each in groups if (strategy.data_parallel is DataParallel.ZERO3) is is_zero3]
+        for is_zero3 in (True, False)
+    )
+    return LayerParameters(
+        memory=ParameterMemory(**memory),
+        gather_each=_in_turn(zero3),
+        gather_once=_in_turn(others),
+        reduction=_in_turn([each.reduction for each in costs]),
+        partial_sum_s=sum(each.partial_sum_s for each in costs),
+        optimizer_s=sum(each.optimizer_s for each in costs),
+    )
+
+
+def _in_turn(collectives: Sequence[Overlapped]) -> Overlapped:
+    """Return collectives that follow one another; those without messages have no slowdowns."""
+    used = [each for each in collectives if each.alone.time_s or each.overhead_s]
+    alone, slowdowns = in_turn(each.alone for each in used), largest_slowdowns(each.slowdowns for each in used)
+    return Overlapped(alone, slowdowns, sum(each.overhead_s for each in used))
 
 
 def slowest_parameters(costs: Sequence[ParameterCosts]) -> ParameterCosts:
@@ -259,10 +312,16 @@ def _overhead_s(profiles: Profiles, states: StateRow, shards: int, message: Mess
 
 
 def _partial_sum_s(
-    profiles: Profiles, model: Model, precision: Precision, type_name: str, strategy: Strategy, topology: StageTopology
+    profiles: Profiles,
+    model: Model,
+    precision: Precision,
+    type_name: str,
+    group: ParameterGroup,
+    topology: StageTopology,
 ) -> float:
     """Return a layer's share of one collective for all layers of its type."""
-    if not (size := partial_gradient_bytes(model.types[type_name], strategy, 0, ITEMSIZE[precision.parameters])):
+    kind, strategy = group
+    if not (size := partial_gradient_bytes(kind, strategy, 0, ITEMSIZE[precision.parameters])):
         return 0.0
     layers = max(1, model.layers.count(type_name))
     groups = axis_group_kinds(topology, axes_of(strategy).dense.tensor)

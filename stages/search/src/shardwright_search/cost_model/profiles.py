@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,10 +16,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Row, columns_of
-from shardwright_formats.key import LayerKey, rows_by_key
+from shardwright_formats.key import ExpertKey, LayerKey, rows_by_key
 from shardwright_formats.types import Attention, Cluster, Model, Precision, profiled_as
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model_profile import (
+    ExpertRow,
     FitRow,
     LayerFigures,
     LayerRow,
@@ -47,7 +49,7 @@ class TimeModel(StrEnum):
 
 
 class LayerPoints(NamedTuple):
-    """Measured points of one curve, by ascending micro_batch_size [points]."""
+    """Measured points of one curve, by ascending micro_batch_size, or by the rows of experts [points]."""
 
     micro_batch_sizes: NDArray[Any]
     values: NDArray[Any]
@@ -85,6 +87,15 @@ class Profiles(NamedTuple):
     """The factor of a rank's memory that measured plans taught."""
     others: tuple["Profiles", ...] = ()
     """The profiles of the other devices of a mixed cluster."""
+    rests: Mapping[LayerKey, LayerPoints] = MappingProxyType({})
+    """The points of layers beside experts that ranks share out, by the keys of `layers`."""
+    experts: Mapping[ExpertKey, LayerPoints] = MappingProxyType({})
+    """The points of these experts, by keys without rows."""
+
+    @property
+    def beside_experts(self) -> "Profiles":
+        """Return the profiles whose layers lack the experts that ranks share out."""
+        return self._replace(layers=self.rests, fits={})
 
     @property
     def per_device(self) -> tuple["Profiles", ...]:
@@ -163,7 +174,9 @@ def index_profiles(
         hardware_file=hardware_file,
         origin=model_profile.origin,
         model_file=model_file,
-        layers={key: _points(rows) for key, rows in model_profile.curves.items()},
+        layers=_layer_points(model_profile.curves),
+        rests=_layer_points(model_profile.rest_curves),
+        experts={key: _points(rows, [row.rows for row in rows]) for key, rows in model_profile.expert_curves.items()},
         states={row.key: row for row in model_profile.states.rows},
         fits=rows_by_key(model_profile.fits.rows, "micro_batch_size", "sequence_length"),
         process_bytes=process.process_bytes,
@@ -208,13 +221,17 @@ def _check_origin(profiles: Profiles, model: Model, precision: Precision, attent
         raise BadInput(profiles.model_file, problem, "profile that kernel")
 
 
-def _points(rows: Sequence[LayerRow]) -> LayerPoints:
-    """Return the points of one curve, whose rows ascend in micro-batch size."""
+def _layer_points(curves: Mapping[LayerKey, Sequence[LayerRow]]) -> dict[LayerKey, LayerPoints]:
+    return {key: _points(rows, [row.micro_batch_size for row in rows]) for key, rows in curves.items()}
+
+
+def _points(rows: Sequence[LayerRow] | Sequence[ExpertRow], sizes: Sequence[int]) -> LayerPoints:
+    """Return the points of one curve, whose sizes ascend."""
     points = [row.figures for row in rows]
     values = np.array([[figure.value for figure in figures] for figures in points], float)
     times, errors = values[:, :2], np.array([(f.forward_s.error, f.backward_s.error) for f in points])
     return LayerPoints(
-        micro_batch_sizes=np.array([row.micro_batch_size for row in rows]),
+        micro_batch_sizes=np.array(sizes),
         values=values,
         sources=frozenset().union(*(sources_of(row, *LayerFigures._fields) for row in rows)),
         errors=np.divide(errors, times, out=np.zeros_like(errors), where=times > 0),  # absent times are 0
@@ -252,6 +269,8 @@ def scaled(profiles: Profiles, by: Scaling) -> Profiles:
     return profiles._replace(
         hardware=replace(profiles.hardware, repeats=repeats),
         layers={key: _scaled_points(points, by) for key, points in profiles.layers.items()},
+        rests={key: _scaled_points(points, by) for key, points in profiles.rests.items()},
+        experts={key: _scaled_points(points, by) for key, points in profiles.experts.items()},
         fits={
             key: tuple(_scaled_curve(curve, errors.get(key, []), by) for curve in curves)
             for key, curves in profiles.fits.items()

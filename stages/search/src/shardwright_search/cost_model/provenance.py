@@ -6,6 +6,7 @@ from pathlib import Path
 from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.axes import axes_of, layout_of
 from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR
+from shardwright_formats.semantics.expert_messages import shares_experts
 from shardwright_formats.types import EMBEDDING, HEAD, Plan, Strategy
 from shardwright_search.cost_model.profiles import LayerPoints, Profiles, Sources, sources_of
 
@@ -69,10 +70,11 @@ def _points(plan: Plan, profiles: Profiles) -> Iterator[tuple[LayerKey, LayerPoi
     for name, strategy in dict.fromkeys(_layers_on(plan, profiles.origin.device)):
         tp_size = _profiled(profiles, name, strategy.tp_size)
         key = LayerKey.from_strategy(name, strategy, tp_size=tp_size, sequence_length=length)
-        if (exact := profiles.layers.get(key)) is not None:
+        points = profiles.beside_experts if shares_experts(strategy) else profiles
+        if (exact := points.layers.get(key)) is not None:
             yield key, exact
         else:  # A length that was never profiled leans on the lengths that were.
-            yield from profiles.of_any_length(key).items()
+            yield from points.of_any_length(key).items()
 
 
 def _uncertain_lines(points: Mapping[LayerKey, LayerPoints], file: Path) -> Iterator[str]:

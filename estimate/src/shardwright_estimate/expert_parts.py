@@ -1,0 +1,79 @@
+"""Operations and kept tensors of a layer's experts, and of the router that chooses among them."""
+
+from msgspec import UNSET
+
+from shardwright_estimate.part import Part
+from shardwright_formats.types import Experts, LayerType, Model
+from shardwright_models.registry import facts_of
+
+ROUTER_KERNELS = 40
+"""Kernels of a forward pass that choose experts, sort rows by them and back, and sum up the balance loss."""
+PRODUCT_KERNELS = 10
+"""Kernels of experts: two grouped products with the ends of their groups, and what lies between them."""
+EXCHANGE_KERNELS = 15
+"""Further kernels where rows come from several ranks: they are sorted by expert, and back."""
+_FLOAT32_BYTES = 4
+_INDEX_BYTES = 8
+_TILE_ROWS = 128
+"""Rows of a tile of grouped products: the last tile of each expert is half full, in the mean."""
+
+
+def router_part(experts: Experts, stream: int, hidden: int) -> Part:
+    """Return what chooses the experts of each position, sorts a row for each of them, and sums up the results.
+
+    Each rank has whole matrices. A row keeps its expert, its places sorted and back, and its weight twice.
+    """
+    positions = stream // hidden
+    rows = positions * experts.top_k
+    return Part(
+        name="mlp",
+        flops=2.0 * hidden * positions * experts.number,
+        weights=hidden * experts.number,
+        undivided=True,
+        whole_bytes=_FLOAT32_BYTES * positions * (experts.number + 1) + rows * (3 * _INDEX_BYTES + 2 * _FLOAT32_BYTES),
+        passing=2 * rows * hidden,
+        outside=2 * stream,
+        result=stream,
+        kernels=ROUTER_KERNELS,
+    )
+
+
+def experts_part(model: Model, experts: Experts, rows: int, hidden: int, result: int, exchanged: bool = False) -> Part:
+    """Return the experts that compute so many rows, of even load; `result` elements of the stream leave them.
+
+    Rows are kept, and of their features what the family says. Those that are `exchanged` among ranks also keep their
+    places sorted and back.
+    """
+    family = facts_of(model)
+    assert family.experts is not None
+    _, gated = family.feed_forward(family.configured(model.config))
+    matrices = 3 if gated else 2
+    wide = rows * experts.features
+    return Part(
+        name="mlp",
+        flops=2.0 * hidden * matrices * wide,
+        tile_flops=2.0 * hidden * matrices * experts.features * experts.number * _TILE_ROWS / 2,
+        weights=hidden * experts.number * matrices * experts.features,
+        inside=family.experts.kept * wide,
+        products=(matrices - 1) * wide,
+        whole=rows * hidden,
+        whole_bytes=rows * (_FLOAT32_BYTES + 2 * _INDEX_BYTES * exchanged),
+        passing=2 * rows * hidden * exchanged,
+        outside=0,
+        result=result,
+        widest=(matrices - 1) * wide,
+        widest_whole=rows * hidden,
+        kernels=PRODUCT_KERNELS + EXCHANGE_KERNELS * exchanged,
+    )
+
+
+def experts_of(kind: LayerType) -> Experts:
+    """Return the experts of a layer type that has some."""
+    assert kind.experts is not UNSET
+    return kind.experts
+
+
+def expert_parameters(kind: LayerType) -> int:
+    """Return the number of trained elements of one expert."""
+    experts = experts_of(kind)
+    return sum(p.numel(1) for p in kind.trained_parameters if p.ep_dim is not UNSET) // experts.number

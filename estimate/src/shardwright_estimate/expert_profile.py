@@ -1,0 +1,97 @@
+"""Rows of an analytic profile for layers whose experts ranks share out: the experts, and the rest of the layer."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from msgspec import UNSET
+from msgspec.structs import asdict
+
+from shardwright_estimate.devices import Machines
+from shardwright_estimate.layers import estimate_experts, estimate_layer
+from shardwright_estimate.settings import ProfileSettings, block_types
+from shardwright_formats.io.table import Source, Sourced
+from shardwright_formats.key import ExpertKey, LayerKey
+from shardwright_formats.semantics.axes import layout_of
+from shardwright_formats.types import (
+    Experts,
+    ExpertStrategy,
+    LayerStrategy,
+    Model,
+    Strategy,
+    misfit,
+)
+from shardwright_formats.types.model_profile import ExpertRow, LayerFigures, LayerRow
+
+_FULLEST = 2
+"""Rows of the fullest rank over those of even load up to which curves are written; beyond them lines go on."""
+
+
+def rest_rows(
+    model: Model, strategy: Strategy, settings: ProfileSettings, machines: Machines, fused: bool
+) -> Iterator[LayerRow]:
+    """Yield the rows of layers beside their experts, under a strategy whose ranks have positions of their own."""
+    if layout_of(strategy).replicas > 1:
+        return
+    for name, recompute, samples in product(sparse_types(model), settings.recompute, micro_batch_sizes(settings)):
+        sharded = LayerStrategy(**asdict(strategy), type=name, recompute=recompute, experts=ExpertStrategy(ep_size=1))
+        if misfit(model, name, sharded) is not None:
+            continue
+        machine = machines.reached_in(name)
+        figures = estimate_layer(model, name, sharded, samples, settings.precision, settings.attention, machine, fused)
+        key = LayerKey.from_fields(sharded, micro_batch_size=samples, sequence_length=model.sequence_length)
+        yield LayerRow.from_figures(key, _analytic(figures))
+
+
+def expert_rows(
+    models: Sequence[Model], strategies: Sequence[Strategy], settings: ProfileSettings, machines: Machines
+) -> Iterator[ExpertRow]:
+    """Yield the rows of experts: any number of them that can be a rank's, for all rows that it can have."""
+    model = models[0]
+    for name in sparse_types(model):
+        experts, machine = model.types[name].experts, machines.reached_in(name)
+        assert experts is not UNSET
+        etp_sizes = [size for size in sorted({1, *settings.tp_sizes}) if experts.features % size == 0]
+        for number, etp_size, recompute in product(divisors(experts.number), etp_sizes, settings.recompute):
+            for rows in _rows(models, strategies, settings, experts, etp_size):
+                key = ExpertKey(type=name, experts=number, etp_size=etp_size, recompute=recompute, rows=rows)
+                yield ExpertRow.from_figures(key, _analytic(estimate_experts(model, key, settings.precision, machine)))
+
+
+def sparse_types(model: Model) -> tuple[str, ...]:
+    """Return the types of block that have experts."""
+    return tuple(name for name in block_types(model) if model.types[name].experts is not UNSET)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, ascending."""
+    return tuple(size for size in range(1, number + 1) if number % size == 0)
+
+
+def micro_batch_sizes(settings: ProfileSettings) -> tuple[int, ...]:
+    """Return the samples of a tensor-parallel group that are asked for."""
+    asked = settings.micro_batch_sizes
+    return asked if isinstance(asked, tuple) else asked.values(None)
+
+
+def _rows(
+    models: Sequence[Model],
+    strategies: Sequence[Strategy],
+    settings: ProfileSettings,
+    experts: Experts,
+    parts: int,
+) -> Iterator[int]:
+    """Yield the rows of a rank from the fewest to twice the most at even load, each twice as many as before."""
+    sizes = micro_batch_sizes(settings)
+    positions = [
+        model.sequence_length * size // layout_of(strategy).sequence.size
+        for model, strategy, size in product(models, strategies, (min(sizes), max(sizes)))
+    ]
+    rows, most = min(positions) * experts.top_k, _FULLEST * max(positions) * experts.top_k * parts
+    while rows < most:
+        yield rows
+        rows *= 2
+    yield most
+
+
+def _analytic(figures: LayerFigures[float]) -> LayerFigures[Sourced]:
+    return LayerFigures(*(Sourced(value, Source.ANALYTIC) for value in figures))

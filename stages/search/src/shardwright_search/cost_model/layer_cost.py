@@ -1,0 +1,84 @@
+"""What a layer costs on one rank, in whole picoseconds and bytes."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from shardwright_search.cost_model.collectives import Duration, Slowdowns, overlapped_time
+from shardwright_search.cost_model.parameters import Overlapped, ParameterMemory
+
+
+class Cost(NamedTuple):
+    """A time in picoseconds, one way, and a warning where it leans on numbers that nobody measured."""
+
+    time_ps: int
+    warning: str | None
+
+
+class Gather(NamedTuple):
+    """ZeRO-3's gather of a layer for one pass, in picoseconds; 0 where there is none."""
+
+    alone_ps: int = 0
+    slowdowns: Slowdowns | None = None
+    """None where it overlaps with nothing."""
+    overhead_ps: int = 0
+
+    def added_ps(self, compute_ps: int) -> int:
+        """Return what it adds to a computation that it starts with."""
+        return round(overlapped_time(compute_ps, Duration(self.alone_ps), self.slowdowns)) + self.overhead_ps
+
+
+class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs of one layer on one rank; times in picoseconds."""
+
+    forward_ps: int
+    """One microbatch, tensor and sequence parallel traffic included; so is backward."""
+    backward_ps: int
+    gather_forward_ps: int
+    """Time that an overlapped ZeRO-3 gather adds to the forward pass of each microbatch; likewise the backward pass."""
+    gather_backward_ps: int
+    gather: Gather
+    """The gather by itself: the runtime starts it a layer ahead, so it overlaps with another layer."""
+    sync_every_ps: int
+    """Time that reducing the gradients adds to each microbatch's backward pass; 0 when they are reduced once a step."""
+    reduction_ps: int
+    """The messages of the reduction alone, unless every microbatch reduces."""
+    slowdowns: Slowdowns | None
+    """Slowdowns of the backward pass and the reduction where they overlap; None where that was not measured."""
+    overlapped_ps: int
+    """Time that they add to the last backward pass by the measured slowdowns; inside `sync_ps`, beside overheads."""
+    sync_ps: int
+    """Once a step: what reducing the gradients adds, ZeRO-2's gather, and sums of replicated parameters' gradients."""
+    optimizer_ps: int
+    memory: ParameterMemory
+    activation_bytes: int
+    """Activations of one microbatch in flight."""
+    workspace_bytes: int
+    """Held for a moment, in the layer's own forward or backward pass."""
+    warnings: tuple[str, ...]
+
+    @property
+    def microbatch_ps(self) -> int:
+        """Forward and backward of one microbatch with what gathers and reductions add to them."""
+        gathers = self.gather_forward_ps + self.gather_backward_ps
+        return self.forward_ps + self.backward_ps + gathers + self.sync_every_ps
+
+    @property
+    def exposed_ps(self) -> int:
+        """Time of what comes once a step."""
+        return self.sync_ps + self.optimizer_ps
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that are held all step long; gradients come with the first backward pass."""
+        return self.memory.parameters + self.memory.gathered_parameters + self.memory.optimizer
+
+
+def gather_of(overlapped: Overlapped) -> Gather:
+    """Return a gather in whole picoseconds."""
+    return Gather(picoseconds(overlapped.alone.time_s), overlapped.slowdowns, picoseconds(overlapped.overhead_s))
+
+
+def picoseconds(time_s: float) -> int:
+    """Return seconds as whole picoseconds."""
+    return round(time_s * 1e12)
