@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention
 
 from shardwright_train.parallel import context_gather
-from shardwright_train.parallel.attention_blocks import Block
+from shardwright_train.parallel.attention_blocks import Block, Piece
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.context_gather import GatherAttention
 from shardwright_train.parallel.context_ring import RingAttention
@@ -109,43 +109,64 @@ def compared(documents: Tensor) -> Iterator[Given]:
     yield from (Given(in_order, causal, numbers) for causal in (True, False) for numbers in (None, documents))
 
 
-def check_the_wrong_corner(of: Drawn, group: dist.ProcessGroup) -> None:
-    """A causal mask that is aligned at the upper left, as `is_causal` is, shows here: keys are more than queries."""
-    context_gather.causal_lower_right = causal_upper_left
-    error = worst(GatherAttention, Given(zig_zag(4), True, None), of, group)
-    context_gather.causal_lower_right = causal_lower_right
+def check_the_wrong_corner(of: Drawn, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A causal mask that is aligned at the upper left, as that of more keys than queries is on CPU, shows here."""
+
+    def in_one(run: slice, end: int, scale: float) -> Iterator[Piece]:
+        yield Piece(run, slice(0, end), Block(scale, is_causal=True))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(context_gather, "_causal", in_one)
+        error = worst(GatherAttention, Given(zig_zag(4), True, None), of, group)
     assert error > 0.1, error
 
 
+def events_of(attention: GatherAttention | RingAttention) -> list[str]:
+    """What a forward and a backward pass do: sends begin before the block that they overlap with."""
+    if isinstance(attention, GatherAttention):
+        blocks = len(attention.pieces(SCALE))
+        return ["gather", *["attend"] * blocks, "gather", *["backward"] * blocks, "scatter"]
+    forward, backward = ["send", "attend"] * 3 + ["attend"], ["send", "backward", "send"] * 3 + ["backward", "send"]
+    return forward + backward
+
+
 def check_order(of: Drawn, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends begin before the block that they overlap with, and nothing is sent but what is needed."""
-    events = list[str]()
-    for kind, name in ((RingAttention, "pass_on"), (Block, "attend"), (Block, "backward")):
-        monkeypatch.setattr(kind, name, noting(events, name, getattr(kind, name)))
-    attended(RingAttention, Given(zig_zag(4), True, None), of, group)
-    forward = ["pass_on", "attend"] * 3 + ["attend"]
-    backward = ["pass_on", "backward", "pass_on"] * 3 + ["backward", "pass_on"]
-    assert events == forward + backward, events
-    events.clear()
-    recomputation = Recomputation(keeps_last=True)
-    ring = attention_of(RingAttention, Given(zig_zag(4), True, None), group, keep=recomputation.whole)
+    """Each pass does what it must, once; selective recomputation computes no block again and sends nothing."""
+    events, given = list[str](), Given(zig_zag(4), True, None)
+    places = (RingAttention, "pass_on", "send"), (context_gather, "gather_dim", "gather")
+    blocks = (Block, "attend", "attend"), (Block, "backward", "backward")
+    for place, name, event in (*places, *blocks, (context_gather, "scatter_dim", "scatter")):
+        monkeypatch.setattr(place, name, noting(events, event, getattr(place, name)))
     inputs = [x.chunk(group.size(), 2)[group.rank()].clone().requires_grad_() for x in of.inputs]
-    outputs = [ring(*inputs, SCALE), recomputation.selective(lambda *inputs: ring(*inputs, SCALE).sin(), *inputs)]
-    wanted, gradients = (torch.autograd.grad(x.sum(), inputs) for x in (outputs[0].sin(), outputs[1]))
-    torch.testing.assert_close(gradients, wanted, rtol=0, atol=0)
-    assert events == forward * 2 + backward * 2, "no block is computed again, and nothing sent"
+    for kind in (GatherAttention, RingAttention):
+        attention = attention_of(kind, given, group)
+        wanted = torch.autograd.grad(attention(*inputs, SCALE).sin().sum(), inputs)
+        assert events == (once := events_of(attention)), events
+        events.clear()
+        recomputation = Recomputation(keeps_last=True)
+        kept = attention_of(kind, given, group, keep=recomputation.whole)
+        output = recomputation.selective(lambda *inputs, kept=kept: kept(*inputs, SCALE).sin(), *inputs)
+        gradients = torch.autograd.grad(output.sum(), inputs)
+        assert events == once, events
+        torch.testing.assert_close(gradients, wanted, rtol=0, atol=0)
+        events.clear()
+    attention_of(GatherAttention, given, group, keeps=True)(*inputs, SCALE).sum().backward()
+    assert events.count("gather") == 1, events
 
 
-def check_gathered_again(of: Drawn, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One gather in the forward pass and one in the backward pass, whatever is computed with what they gather."""
-    events = list[str]()
-    monkeypatch.setattr(context_gather, "gather_dim", noting(events, "gather", context_gather.gather_dim))
-    attended(GatherAttention, Given(zig_zag(4), True, None), of, group)
-    assert events == ["gather"] * 2, events
-    keeps = attention_of(GatherAttention, Given(zig_zag(4), True, None), group, keeps=True)
-    query, *others = (x.chunk(group.size(), 2)[group.rank()].clone().requires_grad_() for x in of.inputs)
-    keeps(query, *others, SCALE).sum().backward()
-    assert events == ["gather"] * 3, events
+def check_any_kernel(of: Drawn, group: dist.ProcessGroup) -> None:
+    """Any kernel can be called with gathered keys and values, and a mask."""
+    given = Given(zig_zag(4), True, of.documents)
+    attention, order = attention_of(GatherAttention, given, group), torch.tensor(given.order)
+    mine = order.chunk(group.size())[group.rank()]
+    inputs = [x[:, :, mine].clone().requires_grad_() for x in of.inputs]
+    query, key, value = inputs
+    with attention.gathered(key, value) as (keys, values):
+        seen = attention.seen(of.documents[:, order])
+        output = scaled_dot_product_attention(query, keys, values, seen, scale=SCALE, enable_gqa=True)
+    output.backward(of.gradient[:, :, mine])
+    for x, whole in zip([output, *(x.grad for x in inputs)], reference(given, of), strict=True):
+        torch.testing.assert_close(x, whole[:, :, mine], rtol=0, atol=1e-12)
 
 
 def noting(events: list[str], name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,6 +189,6 @@ def main() -> None:
         short = drawn(torch.bfloat16)
         for given, kind in product(compared(of.documents), (GatherAttention, RingAttention)):
             assert worst(kind, given, short, everyone) < 0.05, (kind, given)
-        check_the_wrong_corner(of, everyone)
+        check_the_wrong_corner(of, everyone, monkeypatch)
+        check_any_kernel(of, everyone)
         check_order(of, everyone, monkeypatch)
-        check_gathered_again(of, everyone, monkeypatch)

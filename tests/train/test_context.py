@@ -5,11 +5,17 @@ from math import inf
 
 import pytest
 import torch
+import torch.distributed as dist
 from context_worker import LENGTH, zig_zag
 from forked_ranks import run_worker
 
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_train.dry_run.simulated_step import Traffic, _SentBytes, _simulated_world
 from shardwright_train.parallel.attention_blocks import Attended, Block, nothing_attended
+from shardwright_train.parallel.context_gather import GatherAttention
+from shardwright_train.parallel.context_ring import RingAttention
 from shardwright_train.parallel.context_shares import ContextShares, Rectangle, visible
+from shardwright_train.torch_private import FakeTensorMode
 
 IN_ORDER = tuple(range(LENGTH))
 
@@ -21,7 +27,7 @@ def test_gather_and_ring_come_to_attention_in_one_process() -> None:
 def pairs_seen(order: Sequence[int], size: int) -> list[int]:
     """Pairs of a query and a key that it sees, by rank."""
     shares = ContextShares(order, size)
-    return [sum((shares.positions(rank) + 1).tolist()) for rank in range(size)]
+    return [sum(position + 1 for position in shares.positions(rank)) for rank in range(size)]
 
 
 @pytest.mark.parametrize(("pairs", "size"), [(4, 4), (4, 2), (8, 4), (8, 2), (8, 8)])
@@ -55,7 +61,8 @@ def test_in_a_rectangle_of_another_order_lies_all_that_is_seen() -> None:
     shares = ContextShares(order.tolist(), 4)
     for rank, source in ((0, 1), (1, 0), (3, 2), (2, 2)):
         queries, keys, *_ = shares.rectangle(rank, source, causal=True) or (slice(0), slice(0))
-        seen = visible(shares.positions(rank), shares.positions(source), True, None)[0, 0]
+        positions = (torch.tensor(shares.positions(each)) for each in (rank, source))
+        seen = visible(*positions, True, None)[0, 0]
         assert seen.sum() == seen[queries, keys].sum() > 0
 
 
@@ -83,3 +90,21 @@ def test_a_query_that_sees_nothing_is_zero_and_no_number_is_missing() -> None:
     attended = Attended(total.output[:, :, rows], total.logsumexp[:, :, rows])
     without = Block(0.3).backward(gradient[:, :, rows], query[:, :, rows], key, value, attended)
     torch.testing.assert_close((dq[:, :, rows], dk, dv), without)
+
+
+@pytest.mark.parametrize(("kind", "sent"), [(RingAttention, (3 + 3) * 4 + 4 * 8), (GatherAttention, 0)])
+def test_a_simulated_step_knows_what_a_group_of_four_sends(kind: type, sent: int) -> None:
+    """Ring: keys and values go round forward and backward, and behind them their gradients, in float64."""
+    shares = ContextShares(zig_zag(4), 4)
+    with _simulated_world(1, 4), FakeTensorMode(), _SentBytes() as counted:
+        group = dist.group.WORLD
+        attention = kind(shares, group, True, torch.float64, torch.device("cpu"))
+        query = torch.zeros(2, 6, LENGTH // 4, 8, requires_grad=True)
+        key, value = (torch.zeros(2, 2, LENGTH // 4, 8, requires_grad=True) for _ in range(2))
+        attention(query, key, value, 0.3).sum().backward()
+    share, messages = 2 * key.numel(), dict(counted.bytes)
+    assert messages.pop(Traffic(Collective.P2P, 2), 0) == sent * share
+    if kind is GatherAttention:
+        gathers, scatters = (messages.pop(Traffic(Collective[name], 4)) for name in ("ALL_GATHER", "REDUCE_SCATTER"))
+        assert (gathers, scatters) == (2 * 4 * 4 * share, 4 * 8 * share)
+    assert messages == {}

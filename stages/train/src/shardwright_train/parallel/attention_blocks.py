@@ -40,6 +40,10 @@ class Attended(NamedTuple):
         """Return the part of some queries, as views."""
         return Attended(self.output[:, :, queries], self.logsumexp[:, :, queries])
 
+    def rounded(self, dtype: torch.dtype) -> "Attended":
+        """Return the attention with its output in a format."""
+        return Attended(self.output.to(dtype), self.logsumexp)
+
     def add(self, other: "Attended") -> None:
         """Merge the attention of the same queries to further keys into this one, in place."""
         merged = torch.logaddexp(self.logsumexp, other.logsumexp)
@@ -138,6 +142,30 @@ class Block:
         hidden = torch.zeros(self.seen.shape, dtype=query.dtype, device=query.device)
         hidden.masked_fill_(~self.seen, torch.finfo(query.dtype).min)
         return hidden.expand(*query.shape[:2], -1, -1)
+
+
+class Piece(NamedTuple):
+    """A part of a rank's queries and of some keys and values [2, b, kv_heads, k, d], with their block."""
+
+    queries: slice
+    keys: slice
+    block: Block
+
+    def add(self, total: Attended, query: Tensor, both: Tensor) -> None:
+        """Merge the attention of the part into that of all queries, in place."""
+        key, value = both[..., self.keys, :]
+        total.rows(self.queries).add(self.block.attend(query[:, :, self.queries], key, value))
+
+    def add_gradients(
+        self, of_query: Tensor, of_both: Tensor, gradient: Tensor, query: Tensor, both: Tensor, attended: Attended
+    ) -> None:
+        """Add the gradients of the part, for the merged attention of all queries and its gradient, in place."""
+        (key, value), rows = both[..., self.keys, :], attended.rows(self.queries)
+        inputs = query[:, :, self.queries], key, value
+        dq, *others = self.block.backward(gradient[:, :, self.queries], *inputs, rows)
+        of_query[:, :, self.queries] += dq
+        for total, part in zip(of_both[..., self.keys, :], others, strict=True):
+            total += part
 
 
 def _repeated(x: Tensor, query: Tensor) -> Tensor:

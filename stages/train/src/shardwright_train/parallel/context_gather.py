@@ -3,17 +3,18 @@
 Keys and values are small where many heads share them. The backward pass gathers them again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import call
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
+from shardwright_train.parallel.attention_blocks import Attended, Block, Piece, nothing_attended
 from shardwright_train.parallel.collectives import gather_dim, gathered_again_by, scatter_dim, with_transpose
 from shardwright_train.parallel.context_shares import ContextShares, visible
 
@@ -31,8 +32,10 @@ class GatherAttention:
     reduce: torch.dtype
     """Format in which gradients of keys and values are summed over the ranks."""
     device: torch.device
+    keep: Callable[[Callable[[], Attended]], Attended] = call
+    """Function that calls another, or returns what that returned when it was called first: selective recomputation."""
     keeps: bool = False
-    """Whether gathered keys and values are kept for the backward pass, as where a replay has gathered them again."""
+    """Whether gathered keys and values are kept for the backward pass: where a replay gathers them right before it."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
@@ -42,73 +45,124 @@ class GatherAttention:
         Each rank gives its positions in memory order; `documents` [b, s] number those of all positions, in that order:
         none sees another document.
         """
-        if documents is not None or not self.causal:
-            seen = None if documents is None else self.seen(documents)
-            with self.gathered(key, value) as (keys, values):
-                return _attention(query, keys, values, seen, scale)
-        query, runs = query.index_select(2, self._rising), self.shares.runs(self.group.rank())
-        with self.gathered(key, value, in_order=True) as (keys, values):
-            # Behind the last query of a run lies no key that it sees: the masks of both are aligned at the lower right.
-            parts = [
-                _attention(query[:, :, run], keys[:, :, :end], values[:, :, :end], _lower_right(run, end), scale)
-                for run, end in runs
-            ]
-        return torch.cat(parts, 2).index_select(2, self._back)
+        output: Tensor = _Gathered.apply(query, key, value, self, self.pieces(scale, documents))  # type: ignore[no-untyped-call]
+        return output
+
+    def pieces(self, scale: float, documents: Tensor | None = None) -> tuple[Piece, ...]:
+        """Return the parts of attention, of queries in rising order of positions and of all keys in that order.
+
+        A mask of more keys than queries would have to end at the last of both, and kernels differ in where theirs do.
+        So each run of positions attends to all keys before it, and to itself under a mask.
+        """
+        mine, everything = slice(0, self.shares.length), slice(0, len(self.shares.order))
+        if documents is not None:
+            return (Piece(mine, everything, Block(scale, seen=self._seen_in_order(documents))),)
+        if not self.causal:
+            return (Piece(mine, everything, Block(scale)),)
+        return tuple(piece for run, end in self.shares.runs(self.group.rank()) for piece in _causal(run, end, scale))
 
     @contextmanager
-    def gathered(self, key: Tensor, value: Tensor, *, in_order: bool = False) -> Iterator[Tensor]:
-        """Yield keys and values [2, b, kv_heads, s, d] of all ranks, in memory order or that of their positions.
+    def gathered(self, key: Tensor, value: Tensor) -> Iterator[Tensor]:
+        """Yield keys and values [2, b, kv_heads, s, d] of all ranks in memory order, for any kernel called inside.
 
-        Functions called inside keep only this rank's, and gather the others again in their backward passes, unless they
-        are kept.
+        It keeps only this rank's, and gathers the others again in its backward pass.
         """
-        order = (self._natural, self._positions) if in_order else None
-
-        def there(x: Tensor) -> Tensor:
-            x = gather_dim(x, _POSITIONS, self.group)
-            return x if order is None else x.index_select(_POSITIONS, order[0])
-
-        def back(gradient: Tensor) -> Tensor:
-            if order is not None:
-                gradient = gradient.index_select(_POSITIONS, order[1])
-            return scatter_dim(gradient.to(self.reduce), _POSITIONS, self.group).to(gradient.dtype)
-
-        own = torch.stack([key, value])
-        if self.keeps:
-            yield with_transpose(own, there, back)
-            return
-        with gathered_again_by([own], lambda x: with_transpose(x, there, back)) as (gathered,):
-            yield gathered
+        there, back = partial(gather_dim, dim=_POSITIONS, group=self.group), self.scattered
+        with gathered_again_by([torch.stack([key, value])], lambda x: with_transpose(x, there, back)) as (both,):
+            yield both
 
     def seen(self, documents: Tensor | None) -> Tensor:
         """Return which keys [b or 1, 1, s/n, s] this rank's positions see, both in memory order."""
-        mine = slice(self.group.rank() * self.shares.length, (self.group.rank() + 1) * self.shares.length)
+        first = self.group.rank() * self.shares.length
+        mine = slice(first, first + self.shares.length)
         numbers = None if documents is None else (documents[:, mine], documents)
         return visible(self._positions[mine], self._positions, self.causal, numbers)
 
+    def scattered(self, gradient: Tensor) -> Tensor:
+        """Return the sum over the ranks of gradients of gathered keys and values, of this rank's positions."""
+        return scatter_dim(gradient.to(self.reduce), _POSITIONS, self.group).to(gradient.dtype)
+
+    def gathered_in_order(self, key: Tensor, value: Tensor) -> Tensor:
+        """Return keys and values of all ranks together, in the order of their positions; without gradients."""
+        both = gather_dim(torch.stack([key, value]), _POSITIONS, self.group)
+        return both.index_select(_POSITIONS, self._natural)
+
+    def scattered_from_order(self, gradient: Tensor) -> Tensor:
+        """Return the sum over the ranks of gradients, in that order, of this rank's positions."""
+        return self.scattered(gradient.index_select(_POSITIONS, self._positions))
+
+    def rising(self, x: Tensor) -> Tensor:
+        """Return this rank's rows [b, heads, s/n, ...] in rising order of positions."""
+        return x.index_select(2, self._rising)
+
+    def in_memory_order(self, x: Tensor) -> Tensor:
+        """Return rows in rising order of positions as they lie in memory."""
+        return x.index_select(2, self._back)
+
+    def _seen_in_order(self, documents: Tensor) -> Tensor:
+        positions, ordered = self._positions, documents.index_select(1, self._natural)
+        mine = self._places
+        queries = positions.index_select(0, mine)
+        keys = torch.arange(len(positions), device=self.device)
+        return visible(queries, keys, self.causal, (documents.index_select(1, mine), ordered))
+
     @cached_property
     def _positions(self) -> Tensor:
-        return torch.as_tensor(self.shares.order, device=self.device)
+        return torch.tensor(self.shares.order, device=self.device)
 
     @cached_property
     def _natural(self) -> Tensor:
-        return self.shares.natural.to(self.device)
+        return torch.tensor(self.shares.natural, device=self.device)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        return torch.tensor(self.shares.places(self.group.rank()), device=self.device)
 
     @cached_property
     def _rising(self) -> Tensor:
-        return self.shares.rising(self.group.rank()).to(self.device)
+        return torch.tensor(self.shares.rising(self.group.rank()), device=self.device)
 
     @cached_property
     def _back(self) -> Tensor:
         return self._rising.argsort()
 
 
-def _lower_right(queries: slice, keys: int) -> Tensor:
-    """Return the causal mask of queries the last of which is the last of the keys, as kernels take it."""
-    mask: Tensor = causal_lower_right(queries.stop - queries.start, keys)
-    return mask
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, attention: GatherAttention, pieces: tuple[Piece, ...]
+    ) -> Tensor:
+        rising = attention.rising(query)
+
+        gathered = [attention.gathered_in_order(key, value)] if attention.keeps else []
+
+        def attend() -> Attended:
+            total, (both,) = nothing_attended(rising), gathered or [attention.gathered_in_order(key, value)]
+            for piece in pieces:
+                piece.add(total, rising, both)
+            return total.rounded(query.dtype)
+
+        attended = attention.keep(attend)
+        ctx.save_for_backward(rising, key, value, *attended, *gathered)
+        ctx.attention, ctx.pieces = attention, pieces
+        return attention.in_memory_order(attended.output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        rising, key, value, output, logsumexp, *gathered = ctx.saved_tensors
+        attention, attended, gradient = ctx.attention, Attended(output, logsumexp), ctx.attention.rising(gradient)
+        (both,) = gathered or [attention.gathered_in_order(key, value)]
+        of_query = torch.zeros_like(rising, dtype=attended.logsumexp.dtype)
+        of_both = torch.zeros_like(both, dtype=attention.reduce)
+        for piece in ctx.pieces:
+            piece.add_gradients(of_query, of_both, gradient, rising, both, attended)
+        dk, dv = attention.scattered_from_order(of_both).to(key.dtype)
+        return attention.in_memory_order(of_query).to(rising.dtype), dk, dv, None, None
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    groups = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=groups)
+def _causal(run: slice, end: int, scale: float) -> Iterator[Piece]:
+    """Yield the parts of a run of neighbouring positions, the last of which is before `end`."""
+    first = end - (run.stop - run.start)
+    if first:
+        yield Piece(run, slice(0, first), Block(scale))
+    yield Piece(run, slice(first, end), Block(scale, is_causal=True))

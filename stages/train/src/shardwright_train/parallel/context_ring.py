@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_train.parallel.attention_blocks import Attended, Block, nothing_attended
+from shardwright_train.parallel.attention_blocks import Attended, Block, Piece, nothing_attended
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.context_shares import ContextShares, Rectangle, visible
 
@@ -95,15 +95,17 @@ class RingAttention:
 
     @cached_property
     def _positions(self) -> tuple[Tensor, ...]:
-        return tuple(self.shares.positions(rank).to(self.device) for rank in range(self.shares.size))
+        ranks = range(self.shares.size)
+        return tuple(torch.tensor(self.shares.positions(rank), device=self.device) for rank in ranks)
 
     @cached_property
     def _places(self) -> tuple[Tensor, ...]:
-        return tuple(self.shares.places(rank).to(self.device) for rank in range(self.shares.size))
+        ranks = range(self.shares.size)
+        return tuple(torch.tensor(self.shares.places(rank), device=self.device) for rank in ranks)
 
     @cached_property
     def _rising(self) -> Tensor:
-        return self.shares.rising(self.group.rank()).to(self.device)
+        return torch.tensor(self.shares.rising(self.group.rank()), device=self.device)
 
     @cached_property
     def _back(self) -> Tensor:
@@ -124,11 +126,9 @@ class _Passes:
         for left, step in zip(reversed(range(len(steps))), steps, strict=True):
             arriving = self.ring.pass_on(here) if left else None
             if step.rectangle is not None:
-                queries, keys, *_ = step.rectangle
-                part = self._block(step.source, step.rectangle).attend(query[:, :, queries], *here[..., keys, :])
-                total.rows(queries).add(part)
+                self._piece(step.source, step.rectangle).add(total, query, here)
             here = here if arriving is None else arriving.wait()
-        return Attended(total.output.to(query.dtype), total.logsumexp)
+        return total.rounded(query.dtype)
 
     def backward(self, gradient: Tensor, query: Tensor, here: Tensor, attended: Attended) -> tuple[Tensor, Tensor]:
         """Return the gradients of queries, and of this rank's keys and values, together."""
@@ -137,28 +137,24 @@ class _Passes:
             arriving = self.ring.pass_on(here) if left else None
             gradients = torch.zeros_like(here, dtype=self.ring.reduce)
             if step.rectangle is not None:
-                queries, keys, *_ = step.rectangle
-                block, (k, v) = self._block(step.source, step.rectangle), here[..., keys, :]
-                inputs, last = (query[:, :, queries], k, v), attended.rows(queries)
-                mine, *others = block.backward(gradient[:, :, queries], *inputs, last)
-                dq[:, :, queries] += mine
-                gradients[..., keys, :] = torch.stack(others).to(gradients.dtype)
+                piece = self._piece(step.source, step.rectangle)
+                piece.add_gradients(dq, gradients, gradient, query, here, attended)
             if behind is not None:
                 gradients += behind.wait()
             behind = self.ring.pass_on(gradients)
             here = here if arriving is None else arriving.wait()
         return dq.to(query.dtype), _arrived(behind).to(query.dtype)
 
-    def _block(self, source: int, rectangle: Rectangle) -> Block:
+    def _piece(self, source: int, rectangle: Rectangle) -> Piece:
         queries, keys, is_square, is_full = rectangle
         if self.documents is None and (is_square or is_full):
-            return Block(self.scale, is_causal=is_square)
+            return Piece(queries, keys, Block(self.scale, is_causal=is_square))
         me, documents = self.ring.group.rank(), None
         if self.documents is not None:
             mine, others = (self.ring.documents_of(self.documents, rank) for rank in (me, source))
             documents = mine[:, queries], others[:, keys]
         positions = self.ring.positions(me)[queries], self.ring.positions(source)[keys]
-        return Block(self.scale, seen=visible(*positions, self.ring.causal, documents))
+        return Piece(queries, keys, Block(self.scale, seen=visible(*positions, self.ring.causal, documents)))
 
 
 class _Ring(torch.autograd.Function):

@@ -5,9 +5,9 @@ rank's share is worked on in the rising order of its positions: then the keys of
 rectangle of queries and keys, if the order is in order or zig-zag.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -27,59 +27,59 @@ class Rectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextShares:
-    """The shares of a sample's positions among the ranks of a context-parallel group."""
+    """The shares of a sample's positions among the ranks of a context-parallel group; plain numbers, no tensors."""
 
     order: Sequence[int]
     """Position at each place in memory; all positions, each once."""
     size: int
     """Number of ranks, which divides them."""
 
-    @cached_property
-    def _order(self) -> Tensor:
-        return torch.as_tensor(self.order)
-
     @property
     def length(self) -> int:
         """Return the number of positions that each rank has."""
         return len(self.order) // self.size
 
-    @cached_property
-    def natural(self) -> Tensor:
+    @property
+    def natural(self) -> list[int]:
         """Return the places in memory of positions 0, 1, ... [s]."""
-        return self._order.argsort()
+        return _argsort(self.order)
 
-    def rising(self, rank: int) -> Tensor:
+    def rising(self, rank: int) -> list[int]:
         """Return the places inside a rank's share of its positions in rising order [s/n]."""
-        return self._share(rank).argsort()
+        return _argsort(self._share(rank))
 
-    def positions(self, rank: int) -> Tensor:
+    def positions(self, rank: int) -> list[int]:
         """Return a rank's positions in rising order [s/n]."""
-        return self._share(rank).sort().values
+        return sorted(self._share(rank))
 
-    def places(self, rank: int) -> Tensor:
+    def places(self, rank: int) -> list[int]:
         """Return the places in memory of a rank's positions in rising order [s/n]."""
-        return self.rising(rank) + rank * self.length
+        return [rank * self.length + place for place in self.rising(rank)]
 
     def runs(self, rank: int) -> Iterator[tuple[slice, int]]:
         """Yield runs of neighbouring positions of a rank, numbered in rising order, and the position behind each."""
         positions = self.positions(rank)
-        ends = [*((positions.diff() != 1).nonzero().view(-1) + 1).tolist(), self.length]
-        for first, end in zip([0, *ends], ends, strict=False):
-            yield slice(first, end), int(positions[end - 1]) + 1
+        ends = [i for i in range(1, self.length) if positions[i] != positions[i - 1] + 1]
+        for first, end in zip([0, *ends], [*ends, self.length], strict=True):
+            yield slice(first, end), positions[end - 1] + 1
 
     def rectangle(self, rank: int, source: int, causal: bool) -> Rectangle | None:
         """Return the least rectangle that holds all queries of a rank and keys of `source` that see one another."""
-        queries, keys = self.positions(rank), self.positions(source)
         if not causal:
             return Rectangle(slice(0, self.length), slice(0, self.length), False, True)
-        first, end = int((queries < keys[0]).sum()), int((keys <= queries[-1]).sum())
+        queries, keys = self.positions(rank), self.positions(source)
+        first, end = bisect_left(queries, keys[0]), bisect_right(keys, queries[-1])
         if first == self.length:
             return None
-        full = bool(queries[first] >= keys[end - 1])
+        full = queries[first] >= keys[end - 1]
         return Rectangle(slice(first, self.length), slice(0, end), rank == source, full)
 
-    def _share(self, rank: int) -> Tensor:
-        return self._order[rank * self.length : (rank + 1) * self.length]
+    def _share(self, rank: int) -> Sequence[int]:
+        return self.order[rank * self.length : (rank + 1) * self.length]
+
+
+def _argsort(numbers: Sequence[int]) -> list[int]:
+    return sorted(range(len(numbers)), key=numbers.__getitem__)
 
 
 def visible(queries: Tensor, keys: Tensor, causal: bool, documents: tuple[Tensor, Tensor] | None) -> Tensor:
