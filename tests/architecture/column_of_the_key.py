@@ -1,4 +1,4 @@
-"""Run with a column `cp_size` added to the key: layers that differ in it alone have figures of their own everywhere."""
+"""Run with a column `gp_size` added to the key: layers that differ in it alone have figures of their own everywhere."""
 
 import sys
 from pathlib import Path
@@ -23,13 +23,13 @@ from shardwright_search.cost_model.profiles import Scaling, TimeModel, index_pro
 from shardwright_search.cost_model.topology import stage_topology
 
 MODEL, CLUSTER = make_model(), make_cluster(2)
-STRATEGIES = [LayerStrategy(type="block", tp_size=1, dp_size=2, cp_size=cp_size) for cp_size in (1, 2)]
+STRATEGIES = [LayerStrategy(type="block", tp_size=1, dp_size=2, gp_size=gp_size) for gp_size in (1, 2)]
 ORIGIN = {"model": "m", "architecture_sha256": "0", "device": "cpu", "backend": "gloo", "precision": "p"}
 
 
 def row(strategy: LayerStrategy, samples: int) -> LayerRow:
     """Return a row of 3 ms a sample forward, 6 ms backward and 12 bytes, or of a third of that on half a sequence."""
-    part = {1: 1, 2: 3}[strategy.cp_size]
+    part = {1: 1, 2: 3}[strategy.gp_size]
     values = (3e-3 * samples / part, 6e-3 * samples / part, 12 * samples // part, 0)
     key = LayerKey.from_fields(strategy, micro_batch_size=samples, sequence_length=MODEL.sequence_length)
     return LayerRow.from_figures(key, LayerFigures(*(Sourced(value, Source.MEASURED) for value in values)))
@@ -44,9 +44,9 @@ def main(folder: Path) -> None:
     path = folder / "profile.h5"
     write_model_profile(path, profile_of(origin, Provenance(date="", versions=""), rows, states))
     read = read_model_profile(path)
-    assert set(read.layers["cp_size"]) == set(read.fits["cp_size"]) == {1, 2}
+    assert set(read.layers["gp_size"]) == set(read.fits["gp_size"]) == {1, 2}
     assert len(read.curves) == 2
-    assert "cp_size 2" in str(LayerKey.from_fields(STRATEGIES[1]))
+    assert "gp_size 2" in str(LayerKey.from_fields(STRATEGIES[1]))
     profiles = index_profiles(make_hardware(CLUSTER), Path("h.h5"), read, path)
     for factor, known in ((1, profiles), (2, scaled(profiles, Scaling(forward=2.0)))):
         for time_model in (TimeModel.INTERPOLATE, TimeModel.STATIC, TimeModel.BATCH):
@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
             times_s = [round(layer.forward_ps * 1e-12, 9) for layer in layers]
             assert times_s == [factor * 6e-3, factor * 2e-3], (time_model, layers)
             assert [layer.activation_bytes // 8 for layer in layers] == [3, 1], (time_model, layers)
-    print("priced by cp_size")
+    print("priced by gp_size")
 
 
 main(Path(sys.argv[1]))

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "formats/src/shardwright_formats/semantics/axes.py"
-SIZES = {"tp_size", "dp_size", "shard_size", "ep_size", "etp_size"}
+SIZES = {"tp_size", "cp_size", "dp_size", "shard_size", "ep_size", "etp_size"}
 PRODUCTS = {"prod", "lcm", "gcd", "divmod", "divisors"}
 EXCEPTIONS = {
     "formats/src/shardwright_formats/types/strategy.py": "the type's definition, which checks shard_size",

@@ -62,15 +62,18 @@ def test_a_key_taken_apart_is_seen(line):
 
 
 ADDED = {
-    "key.py": ("    recompute: Recompute | None = None\n", "    cp_size: int = 0\n"),
+    "key.py": ("    recompute: Recompute | None = None\n", "    gp_size: int = 0\n"),
     "types/model_profile.py": (
         '    """Activations that are computed again in the backward pass."""\n',
-        "    cp_size: Ranks = 1\n",
+        "    gp_size: Ranks = 1\n",
     ),
-    "semantics/axes.py": ('    *("type", "recompute"),  # these two cut nothing\n', '    "cp_size",\n'),
-    "types/strategy.py": ('    """Ranks that one sample of the layer is split over."""\n', "    cp_size: Ranks = 1\n"),
+    "semantics/axes.py": ('    *("type", "recompute", "context"),  # these three cut nothing\n', '    "gp_size",\n'),
+    "types/strategy.py": (
+        '    """Ranks that one sample, or its part under `cp_size`, is split over."""\n',
+        "    gp_size: Ranks = 1\n",
+    ),
 }
-"""Lines after which a column for context parallelism is added: key, tables of a pass, axes and strategy."""
+"""Lines after which a column for a further degree is added: key, tables of a pass, axes and strategy."""
 
 
 def test_a_column_is_added_by_a_line_in_the_key_and_one_in_the_tables(tmp_path):
@@ -84,4 +87,4 @@ def test_a_column_is_added_by_a_line_in_the_key_and_one_in_the_tables(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests/search'}"}
     command = [sys.executable, str(Path(__file__).with_name("column_of_the_key.py")), str(tmp_path)]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "priced by cp_size\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "priced by gp_size\n"), done.stderr

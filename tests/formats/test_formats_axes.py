@@ -14,7 +14,9 @@ from shardwright_formats.semantics.axes import Axis, axes_of, effective, layout_
 from shardwright_formats.semantics.communication import parameter_messages
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.semantics.parameter_groups import parameter_groups
+from shardwright_formats.semantics.zigzag import zigzag
 from shardwright_formats.types import (
+    ContextParallel,
     DataParallel,
     ExpertStrategy,
     LayerStrategy,
@@ -27,6 +29,7 @@ from shardwright_formats.types.plan import misfit
 from shardwright_models.description import model_of_config
 
 NONE, MEGATRON, ULYSSES = SequenceParallel
+RING = ContextParallel.RING
 
 
 def _made_up(kind: type[StrEnum], name: str) -> Any:
@@ -36,10 +39,10 @@ def _made_up(kind: type[StrEnum], name: str) -> Any:
     return value
 
 
-class RingStrategy(Strategy, frozen=True, kw_only=True):
+class SplitStrategy(Strategy, frozen=True, kw_only=True):
     """A strategy with a degree that no axis knows."""
 
-    cp_size: int = 1
+    width_size: int = 1
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ class RingStrategy(Strategy, frozen=True, kw_only=True):
     [
         Strategy(tp_size=2, dp_size=2, sequence_parallel=_made_up(SequenceParallel, "ring")),
         Strategy(tp_size=2, dp_size=2, data_parallel=_made_up(DataParallel, "zero4")),
-        RingStrategy(tp_size=2, dp_size=2, cp_size=2),
+        SplitStrategy(tp_size=2, dp_size=2, width_size=2),
     ],
     ids=["sequence", "data", "degree"],
 )
@@ -61,7 +64,7 @@ def test_parallelism_without_an_axis_fails_and_shards_nothing(strategy):
         lambda given: parameter_box(parameter, given, 0),
         lambda given: list(parameter_messages(kind, given, 4, 4, 1, False)),
     ):
-        with pytest.raises((AssertionError, NotImplementedError), match=r"ring|zero4|cp_size"):
+        with pytest.raises((AssertionError, NotImplementedError), match=r"ring|zero4|width_size"):
             asks(strategy)
 
 
@@ -83,6 +86,42 @@ def test_each_kind_cuts_along_the_axes_of_the_table(kind, consecutive, samples, 
     assert axes.layout.replicas == (1 if kind is not NONE else 2)
     assert axes.gathers_sequence is (kind is MEGATRON) and axes.exchanges_heads is (kind is ULYSSES)
     assert axes.rank_samples(6) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "states", "heads", "sequence", "replicas"),
+    [
+        (NONE, Axis(3), Axis(4, 3), Axis(1), Axis(2, 3), 3),
+        (MEGATRON, Axis(3), Axis(4, 3), Axis(1), Axis(6), 1),
+        (ULYSSES, Axis(1), Axis(12), Axis(3), Axis(6), 1),
+    ],
+)
+def test_context_parallelism_cuts_positions_between_samples_and_tensors(
+    kind: SequenceParallel, tensor: Axis, states: Axis, heads: Axis, sequence: Axis, replicas: int
+) -> None:
+    """12 ranks as 2 x 2 x 3: samples, parts of their positions, tensor-parallel ranks."""
+    axes = axes_of(Strategy(tp_size=3, cp_size=2, dp_size=2, sequence_parallel=kind))
+    assert (axes.dense.tensor, axes.dense.states, axes.heads) == (tensor, states, heads)
+    assert (axes.layout.samples, axes.context, axes.layout.sequence) == (Axis(2, 6), Axis(2, 3), sequence)
+    assert (axes.layout.replicas, axes.gathers_sequence) == (replicas, kind is MEGATRON) and axes.shares_context
+    shards = [axes.layout.activation_shard(rank, 2, 12)[1:] for rank in (0, 2, 3, 11)]
+    length = 12 // sequence.size
+    starts = (0, 2 * length * (kind is not NONE), 6)
+    assert shards == [*((1, start, start + length) for start in starts), (2, 12 - length, 12)]
+
+
+def test_positions_that_attend_across_ranks_lie_as_those_of_any_split_sequence():
+    split = Strategy(tp_size=2, dp_size=2, sequence_parallel=MEGATRON)
+    assert layout_of(Strategy(tp_size=1, cp_size=2, dp_size=2)) == layout_of(split)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_zigzag_shares_of_every_divisor_are_as_much_causal_work(parts: int) -> None:
+    order = zigzag(24, parts)
+    assert sorted(order) == list(range(24)) and (parts > 1 or order == tuple(range(24)))
+    for ranks in (size for size in range(1, parts + 1) if parts % size == 0):
+        share = 24 // ranks
+        assert len({sum(order[first : first + share]) for first in range(0, 24, share)}) == 1
 
 
 def _strategies(ranks: int) -> list[Strategy]:
@@ -139,6 +178,7 @@ def test_every_field_of_a_strategy_changes_what_is_cut():
         "tp_size": 4,
         "tp_consecutive": False,
         "dp_size": 8,
+        "cp_size": 2,
         "shard_size": 0,
         "sequence_parallel": MEGATRON,
     }
@@ -229,3 +269,35 @@ def test_only_what_has_experts_shares_them_out() -> None:
     odd = misfit(model, "sparse", asked(tp_size=1, dp_size=5, experts=ExpertStrategy(ep_size=1, etp_size=5)))
     assert odd == "etp_size 5 does not divide the 24 features of its experts"
     assert misfit(model, "head", asked(experts=ExpertStrategy(ep_size=2))) == "it has no experts to share out"
+
+
+@pytest.mark.parametrize(
+    ("length", "changes", "problem"),
+    [
+        (16, {"cp_size": 4, "dp_size": 1}, None),
+        (16, {"cp_size": 2, "tp_size": 4, "sequence_parallel": MEGATRON}, None),
+        (20, {"cp_size": 4, "dp_size": 1}, "2 x cp_size 4 does not divide the sequence length 20"),
+        (12, {"cp_size": 2, "tp_size": 4, "sequence_parallel": ULYSSES}, "cp_size 2 x tp_size 4 does not divide"),
+        (16, {"cp_size": 2, "context": RING}, "context ring knows no windows: use gather"),
+    ],
+)
+def test_positions_are_shared_out_in_two_chunks_a_rank(length: int, changes: dict[str, Any], problem: str) -> None:
+    config = {"model_type": "mistral", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 6}
+    model = model_of_config(config, "m", length, "config.json")
+    (kind,) = model.layers
+    wrong = misfit(model, kind, LayerStrategy(**{"type": kind, "tp_size": 1, "dp_size": 2} | changes))
+    assert wrong is None if problem is None else wrong is not None and wrong.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"cp_size": 2, "tp_consecutive": False}, "tp_consecutive false is not for cp_size 2"),
+        ({"context": RING}, "context ring needs cp_size above 1"),
+        ({"cp_size": 3, "dp_size": 2, "data_parallel": DataParallel.ZERO3, "shard_size": 4}, "of the 6 ranks"),
+    ],
+)
+def test_what_cannot_share_positions_out_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        LayerStrategy(**{"type": "block", "tp_size": 1, "dp_size": 4} | changes)

@@ -26,10 +26,16 @@ def _divisors(number: int) -> list[int]:
 
 def _layouts(size: int) -> st.SearchStrategy[Layout]:
     return st.builds(
-        lambda tp_size, consecutive, sequence: layout_of(
-            Strategy(tp_size=tp_size, tp_consecutive=consecutive, dp_size=size // tp_size, sequence_parallel=sequence)
+        lambda degrees, consecutive, sequence: layout_of(
+            Strategy(
+                tp_size=degrees[0],
+                cp_size=degrees[1],
+                dp_size=size // degrees[0] // degrees[1],
+                tp_consecutive=consecutive or degrees[1] > 1,
+                sequence_parallel=sequence,
+            )
         ),
-        st.sampled_from(_divisors(size)),
+        st.sampled_from([(tp, cp) for tp in _divisors(size) for cp in _divisors(size // tp)]),
         st.booleans(),
         st.sampled_from(list(SequenceParallel)),
     )
@@ -65,7 +71,7 @@ def test_the_ranks_of_a_layout_hold_a_microbatch_as_often_as_it_is_copied(
 ) -> None:
     layout, _, samples, length = change
     held = Counter(e for rank in range(layout.stage_size) for e in _held(layout, rank, samples, length))
-    copies = 1 if layout.sequence_split else layout.sample_ranks
+    copies = layout.replicas
     assert held == {(sample, position): copies for sample in range(samples) for position in range(length)}
 
 
@@ -128,9 +134,9 @@ def test_between_stages_of_unequal_width_replicas_take_turns_and_all_that_is_sen
         pieces[transfer.source] += 1
         sent[transfer.source] += FEATURES * transfer.piece.tokens
     assert sent_numel(source, target, samples, length, FEATURES) == tuple(sent[rank] for rank in sorted(sent))
-    if not source.sequence_split:
-        for dp_index in range(source.samples.size):
-            replicas = [pieces[rank] for rank in source.holders(dp_index)]
+    for dp_index in range(source.samples.size):
+        for group in source.replica_groups(dp_index):
+            replicas = [pieces[rank] for rank in group]
             assert max(replicas) <= min(replicas) + 1
 
 
@@ -205,7 +211,7 @@ def test_closed_groups_are_the_same_in_either_direction(change: tuple[Layout, La
 def test_tensor_and_data_parallel_groups_form_a_grid(size: int, consecutive: bool, data: st.DataObject) -> None:
     tp_size = data.draw(st.sampled_from(_divisors(size)))
     ranks = data.draw(st.permutations(range(10, 10 + size)))
-    layout = Layout(size, tp_size, consecutive, False)
+    layout = Layout(size, tp_size, consecutive, 1)
     rows, columns = layout.sharers.groups(ranks), layout.samples.groups(ranks)
     assert rows == tuple(tuple(ranks[i] for i in layout.holders(part)) for part in range(size // tp_size))
     assert {len(row) for row in rows} == {tp_size}
@@ -231,7 +237,7 @@ def test_sent_numel_count_what_leaves_a_rank(change: tuple[Layout, Layout, int, 
 def test_between_data_parallel_and_a_split_sequence_each_rank_keeps_its_share(size: int, data: st.DataObject) -> None:
     """V * (1 - min/max) elements leave each rank, with V its shard, when one of the two tp sizes is 1."""
     tp_size = data.draw(st.sampled_from(_divisors(size)))
-    alone, split = (Layout(size, tp, True, tp > 1) for tp in (1, tp_size))
+    alone, split = (Layout(size, tp, True, tp) for tp in (1, tp_size))
     shard = size * size * FEATURES // size
     for source, target in ((alone, split), (split, alone)):
         assert sent_numel(source, target, size, size, FEATURES) == (shard - shard // tp_size,) * size
@@ -240,7 +246,7 @@ def test_between_data_parallel_and_a_split_sequence_each_rank_keeps_its_share(si
 @given(st.sampled_from(SIZES), st.data())
 def test_between_two_split_sequences_a_rank_sends_its_shard_or_keeps_one_share(size: int, data: st.DataObject) -> None:
     few, many = (data.draw(st.sampled_from(_divisors(size))) for _ in range(2))
-    source, target = (Layout(size, tp, True, tp > 1) for tp in (few, many))
+    source, target = (Layout(size, tp, True, tp) for tp in (few, many))
     shard = size * size * FEATURES // size
     for sent in sent_numel(source, target, size, size, FEATURES):
         assert shard * (1 - min(few, many) / max(few, many)) <= sent + 1e-9 and sent <= shard
@@ -256,8 +262,8 @@ def test_equal_layouts_move_nothing_and_have_one_spelling() -> None:
 
 
 def test_a_gather_within_pairs_is_closed_within_pairs() -> None:
-    alone, pairs = Layout(4, 1, True, False), Layout(4, 2, True, True)
+    alone, pairs = Layout(4, 1, True, 1), Layout(4, 2, True, 2)
     assert closed_groups(alone, pairs, 4, 4) == ((0, 1), (2, 3))
-    strided = Layout(4, 2, False, True)
+    strided = Layout(4, 2, False, 2)
     assert strided.holders(0) == (0, 2)
     assert strided.activation_shard(2, 4, 4) == ActivationShard(0, 2, 2, 4)

@@ -76,6 +76,7 @@ CORRECTIONS = (
         "right in any number",
     ),
     Correction("*", r'"shard_size": 0,\s*', "", "plans say it since ZeRO can share the states out among fewer ranks"),
+    Correction("*", r'"cp_size": 1,\s*|,\s*"context": "gather"', "", "plans say how positions attend across ranks"),
     Correction("*", r'"compile": false,\s*', "", "plans say it since layers can be compiled"),
     Correction("*", r',\s*"tf32": false', "", "plans say it since a GPU may round the factors of matrix products"),
     Correction("*", r'"reference_s": [\d.e-]+,\s*', "", "predictions say how fast the profiled machine was"),

@@ -35,7 +35,7 @@ def test_every_group_of_every_pipeline_stage_has_its_kind(make_cluster, devices,
         for tp_size, consecutive in product((size for size in range(1, width + 1) if width % size == 0), (True, False)):
             for start in range(0, world, width):
                 ranks = range(start, start + width)
-                layout = Layout(width, tp_size, consecutive, False)
+                layout = Layout(width, tp_size, consecutive, 1)
                 every = (*layout.sharers.groups(ranks), *layout.samples.groups(ranks))
                 assert {lying_of(cluster, group) for group in every if len(group) > 1} <= known
 

@@ -5,5 +5,5 @@ from shardwright_search.cost_model.topology import StageTopology
 
 
 def stage_axes(topology: StageTopology, tp_size: int, consecutive: bool, shards: int = 1) -> ParameterAxes:
-    layout = Layout(topology.size, tp_size, consecutive, False)
+    layout = Layout(topology.size, tp_size, consecutive, 1)
     return ParameterAxes(layout.sharers, layout.samples, shards)

@@ -40,7 +40,7 @@ def layouts(size: int) -> list[Layout]:
 
 def test_redistribution_moves_only_what_a_rank_lacks(make):
     """From a sample each to copies of both: 8192 bytes are sent, half of a full all_to_all of 16384; back is free."""
-    split, whole = Layout(2, 1, True, False), Layout(2, 2, True, False)
+    split, whole = Layout(2, 1, True, 1), Layout(2, 2, True, 1)
     costs, topology = model_of(make), StageTopology("n", (2,))
     there = costs.redistribution("block", split, whole, topology, 2)
     back = costs.redistribution("block", whole, split, topology, 2)
@@ -84,14 +84,14 @@ def test_a_stage_sends_its_ranks_own_rectangles(make):
     costs = model_of(make, 4)
     link = costs.link((0, 1), (2, 3))
     assert link == (False, False, ("n",))
-    assert costs.send("block", Layout(2, 1, True, False), link, 2).time_ps == 20_000_000 + 4_096_000
-    assert costs.send("block", Layout(2, 2, True, False), link, 2).time_ps == 20_000_000 + 8_192_000
-    assert costs.send("block", Layout(2, 2, True, True), link, 2).time_ps == 20_000_000 + 4_096_000
-    assert costs.send("head", Layout(2, 1, True, False), link, 2).time_ps == 0
+    assert costs.send("block", Layout(2, 1, True, 1), link, 2).time_ps == 20_000_000 + 4_096_000
+    assert costs.send("block", Layout(2, 2, True, 1), link, 2).time_ps == 20_000_000 + 8_192_000
+    assert costs.send("block", Layout(2, 2, True, 2), link, 2).time_ps == 20_000_000 + 4_096_000
+    assert costs.send("head", Layout(2, 1, True, 1), link, 2).time_ps == 0
     across = model_of(make, 4, 2)
     assert across.link((0, 1), (2, 3))[:2] == (False, True) and across.link((1,), (2,))[:2] == (True, True)
     link = Link(False, True, ("n",))
-    assert across.send("block", Layout(2, 1, True, False), link, 2).time_ps == 40_000_000 + 4_096_000
+    assert across.send("block", Layout(2, 1, True, 1), link, 2).time_ps == 40_000_000 + 4_096_000
 
 
 def test_tensor_parallel_groups_that_lie_apart_take_longer_than_those_that_were_profiled(make):

@@ -265,4 +265,4 @@ def random_layout(rng: np.random.Generator, width: int) -> Layout:
     """Of a stage so wide."""
     tp_size = int(rng.choice([size for size in (1, 2, 3, 4, 6) if width % size == 0]))
     alone = tp_size in (1, width)
-    return Layout(width, tp_size, alone or rng.random() < 0.5, tp_size > 1 and rng.random() < 0.5)
+    return Layout(width, tp_size, alone or rng.random() < 0.5, tp_size if tp_size > 1 and rng.random() < 0.5 else 1)

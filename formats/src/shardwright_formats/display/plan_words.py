@@ -82,16 +82,20 @@ def layers_summary(plan: Plan) -> str:
 
 def _strategy_parts(strategy: Strategy) -> Iterator[str]:
     """Yield the parts of a strategy's words; what does not apply is left out."""
-    yield f"tp{strategy.tp_size}{'' if strategy.tp_consecutive else ' strided'} x dp{strategy.dp_size}"
-    if axes_of(strategy).dense.states.size > 1:
+    axes = axes_of(strategy)
+    context = f" x cp{strategy.cp_size}" if axes.shares_context else ""
+    yield f"tp{strategy.tp_size}{'' if strategy.tp_consecutive else ' strided'}{context} x dp{strategy.dp_size}"
+    if axes.dense.states.size > 1:
         yield strategy.data_parallel + (f" in groups of {strategy.shard_size}" if strategy.shard_size else "")
     if strategy.sequence_parallel is not SequenceParallel.NONE:
         yield strategy.sequence_parallel
+    if isinstance(strategy, LayerStrategy) and axes.shares_context:
+        yield f"context {strategy.context}"
     if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) is not None:
-        axes = axes_of(grid).dense
-        kind = f" {grid.data_parallel}" if axes.states.size > 1 else ""
-        features = f" etp{axes.tensor.size}" if axes.tensor.size > 1 else ""
+        held = axes_of(grid).dense
+        kind = f" {grid.data_parallel}" if held.states.size > 1 else ""
+        features = f" etp{held.tensor.size}" if held.tensor.size > 1 else ""
         groups = f" in groups of {grid.shard_size}" if grid.shard_size else ""
-        yield f"experts ep{axes.experts.size}{features}{kind}{groups}"
+        yield f"experts ep{held.experts.size}{features}{kind}{groups}"
     if isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE:
         yield f"recompute {strategy.recompute}"

@@ -1,22 +1,25 @@
 """The axes along which a strategy cuts a layer over its pipeline stage's ranks: only here are degrees computed with.
 
-The ranks of a stage, counted from 0, form a grid of dp_size x tp_size. Each axis cuts one thing into equal parts:
+The ranks of a stage, counted from 0, form a grid of dp_size x cp_size x tp_size. Each axis cuts one thing into equal
+parts, with dp, cp and tp for these sizes:
 
-| axis     | what is cut                                       | none    | megatron | ulysses           |
-|----------|---------------------------------------------------|---------|----------|-------------------|
-| samples  | the samples of a microbatch                       | dp_size | dp_size  | dp_size           |
-| sequence | the positions of a sample, between regions        | 1       | tp_size  | tp_size           |
-| heads    | attention heads, exchanged for positions          | 1       | 1        | tp_size           |
-| tensor   | parameters at `tp_dim`, products, the vocabulary  | tp_size | tp_size  | 1                 |
-| states   | what ZeRO shares out of a tensor part; DDP copies | dp_size | dp_size  | dp_size x tp_size |
+| axis     | what is cut                                       | none    | megatron | ulysses      |
+|----------|---------------------------------------------------|---------|----------|--------------|
+| samples  | the samples of a microbatch                       | dp      | dp       | dp           |
+| context  | the positions of a sample, in attention too       | cp      | cp       | cp           |
+| sequence | the positions of a sample, between regions        | cp      | cp x tp  | cp x tp      |
+| heads    | attention heads, exchanged for positions          | 1       | 1        | tp           |
+| tensor   | parameters at `tp_dim`, products, the vocabulary  | tp      | tp       | 1            |
+| states   | what ZeRO shares out of a tensor part; DDP copies | dp x cp | dp x cp  | dp x cp x tp |
 
 Where a layer's experts have a strategy of their own, the same ranks form a second grid for them alone, of dp_size x
 ep_size x tp_size (`ExpertGrid`): `experts`, ep_size parts tp_size apart, cuts their parameters at `ep_dim`; `tensor`
 and `states` as in the first column, but states are ep_size x tp_size apart.
 
-Ranks that share a sample are neighbours where `tp_consecutive`, else dp_size apart; ranks along `states` are those with
-equal tensor parts, and all ranks in their order under Ulysses. `samples` and `sequence` are the layout of activations;
-`tensor`, `experts` and `states` belong to a group of parameters: a layer's own, or its experts.
+Ranks that share a sample are neighbours where `tp_consecutive`, else dp_size apart; those that share a part of its
+positions are neighbours among them. Ranks along `states` are those with equal tensor parts, and all ranks in their
+order under Ulysses. `samples` and `sequence` are the layout of activations; `tensor`, `experts` and `states` belong to
+a group of parameters: a layer's own, or its experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +30,8 @@ from typing import NamedTuple, assert_never
 from shardwright_formats.types import DataParallel, ExpertGrid, SequenceParallel, Strategy
 
 _KNOWN_FIELDS = {
-    *("tp_size", "tp_consecutive", "dp_size", "data_parallel", "shard_size", "sequence_parallel"),
-    *("type", "recompute"),  # these two cut nothing
+    *("tp_size", "tp_consecutive", "cp_size", "dp_size", "data_parallel", "shard_size", "sequence_parallel"),
+    *("type", "recompute", "context"),  # these three cut nothing
     *("experts", "ep_size"),  # whose axes are those of a strategy of their own, `expert_grid`
 }
 
@@ -86,8 +89,8 @@ class Layout(NamedTuple):
     """Number of ranks that share each sample."""
     consecutive: bool
     """True where these are neighbours; else they are as far apart as there are parts of the samples."""
-    sequence_split: bool
-    """True where each of them holds a part of the sequence; else each holds all of it."""
+    sequence_parts: int
+    """Number of parts of the sequence: neighbours among the sharers of a sample hold the same one, or all of it."""
 
     @property
     def samples(self) -> Axis:
@@ -102,18 +105,25 @@ class Layout(NamedTuple):
     @property
     def sequence(self) -> Axis:
         """Return the axis that cuts the sequence, of size 1 where all hold the whole."""
-        return self.sharers if self.sequence_split else Axis(1)
+        if self.sequence_parts == 1:
+            return Axis(1)
+        return Axis(self.sequence_parts, self.sharers.stride * self.replicas)
 
     @property
     def replicas(self) -> int:
         """Return the number of ranks that hold the same activations."""
-        return self.sample_ranks // self.sequence.size
+        return self.sample_ranks // self.sequence_parts
 
     def holders(self, part: int) -> tuple[int, ...]:
         """Return the ranks that share one part of the samples, in the order of the sequence."""
         samples, sharers = self.samples, self.sharers
         first = part * samples.stride
         return tuple(range(first, first + sharers.size * sharers.stride, sharers.stride))
+
+    def replica_groups(self, part: int) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks that share one part of the samples, those with equal positions together, in their order."""
+        holders, replicas = self.holders(part), self.replicas
+        return tuple(holders[first : first + replicas] for first in range(0, len(holders), replicas))
 
     def activation_shard(self, rank: int, samples: int, sequence_length: int) -> ActivationShard:
         """Return the part of a microbatch of `samples` that a rank holds."""
@@ -163,8 +173,15 @@ class Axes(NamedTuple):
     """The axes of its parameters."""
     heads: Axis
     """Ranks that exchange positions for heads around attention (Ulysses)."""
+    context: Axis
+    """Ranks whose positions attend to those of all of them (context parallelism)."""
     gathers_sequence: bool
     """True where a region gathers the sequence that it gets in parts (Megatron)."""
+
+    @property
+    def shares_context(self) -> bool:
+        """Return whether ranks whose positions attend to one another each have some of them (context parallelism)."""
+        return self.context.size > 1
 
     @property
     def exchanges_heads(self) -> bool:
@@ -183,18 +200,21 @@ def axes_of(strategy: Strategy) -> Axes:
         raise NotImplementedError(f"no axis is known for {', '.join(sorted(strange))} of a strategy")
     if isinstance(strategy, ExpertGrid):
         return _grid_axes(strategy)
-    stage_size = strategy.tp_size * strategy.dp_size
-    consecutive = strategy.tp_consecutive or strategy.tp_size in (1, stage_size)
-    whole = Layout(stage_size, strategy.tp_size, consecutive, False)
-    split, alone = whole._replace(sequence_split=strategy.tp_size > 1), Axis(1)
+    sharers = strategy.tp_size * strategy.cp_size
+    stage_size = sharers * strategy.dp_size
+    consecutive = strategy.tp_consecutive or sharers in (1, stage_size)
+    whole = Layout(stage_size, sharers, consecutive, strategy.cp_size)
+    split, alone = whole._replace(sequence_parts=sharers), Axis(1)
+    tensor = Axis(strategy.tp_size, whole.sharers.stride) if strategy.tp_size > 1 else alone
+    states = Axis(stage_size // strategy.tp_size, strategy.tp_size if consecutive else 1)
     match strategy.sequence_parallel:
         case SequenceParallel.NONE:
-            return Axes(whole, _parameter_axes(strategy, whole.sharers, whole.samples), alone, False)
+            return Axes(whole, _parameter_axes(strategy, tensor, states), alone, whole.sequence, False)
         case SequenceParallel.MEGATRON:
-            dense = _parameter_axes(strategy, whole.sharers, whole.samples)
-            return Axes(split, dense, alone, split.sequence_split)
+            dense = _parameter_axes(strategy, tensor, states)
+            return Axes(split, dense, alone, whole.sequence, tensor.size > 1)
         case SequenceParallel.ULYSSES:
-            return Axes(split, _parameter_axes(strategy, alone, Axis(stage_size)), split.sharers, False)
+            return Axes(split, _parameter_axes(strategy, alone, Axis(stage_size)), tensor, whole.sequence, False)
         case unknown:
             assert_never(unknown)
 
@@ -202,9 +222,10 @@ def axes_of(strategy: Strategy) -> Axes:
 def _grid_axes(grid: ExpertGrid) -> Axes:
     """Return the axes of a layer's experts, of which those of a tensor-parallel group compute the same positions."""
     together = grid.tp_size * grid.ep_size
-    layout = Layout(together * grid.dp_size, grid.tp_size, True, False)
+    layout = Layout(together * grid.dp_size, grid.tp_size, True, 1)
     dense = _parameter_axes(grid, Axis(grid.tp_size), Axis(grid.dp_size, together))
-    return Axes(layout, dense._replace(experts=Axis(grid.ep_size, grid.tp_size)), Axis(1), False)
+    alone = Axis(1)
+    return Axes(layout, dense._replace(experts=Axis(grid.ep_size, grid.tp_size)), alone, alone, False)
 
 
 def _parameter_axes(strategy: Strategy, tensor: Axis, states: Axis) -> ParameterAxes:
@@ -236,10 +257,11 @@ def effective(strategy: Strategy) -> Strategy:
     return Strategy(
         tp_size=strategy.tp_size,
         tp_consecutive=axes.layout.consecutive,
+        cp_size=strategy.cp_size,
         dp_size=strategy.dp_size,
         data_parallel=strategy.data_parallel if axes.dense.states.size > 1 else DataParallel.DDP,
         shard_size=strategy.shard_size,
-        sequence_parallel=strategy.sequence_parallel if axes.layout.sample_ranks > 1 else SequenceParallel.NONE,
+        sequence_parallel=strategy.sequence_parallel if strategy.tp_size > 1 else SequenceParallel.NONE,
     )
 
 

@@ -68,18 +68,16 @@ def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_l
     transfers = []
     apart = source.stage_size != target.stage_size
     share = samples // source.samples.size
-    replicas = [cycle(source.holders(part)) for part in range(source.samples.size)]
+    groups = [source.replica_groups(part) for part in range(source.samples.size)]
+    turns = {replicas: cycle(replicas) for in_part in groups for replicas in in_part}
     for rank in range(target.stage_size):
         wanted = target.activation_shard(rank, samples, sequence_length)
         for part in range(wanted.batch_start // share, -(-wanted.batch_end // share)):
-            holders = source.holders(part)
-            if not source.sequence_split:
-                near = rank if rank in holders else holders[rank % len(holders)]
-                holders = (next(replicas[part]) if apart else near,)
-            for holder in holders:
-                piece = source.activation_shard(holder, samples, sequence_length).intersect(wanted)
+            for replicas in groups[part]:
+                piece = source.activation_shard(replicas[0], samples, sequence_length).intersect(wanted)
                 if piece is not None:
-                    transfers.append(Transfer(holder, rank, piece))
+                    near = rank if rank in replicas else replicas[rank % len(replicas)]
+                    transfers.append(Transfer(next(turns[replicas]) if apart else near, rank, piece))
     return tuple(transfers)
 
 

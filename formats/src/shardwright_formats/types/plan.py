@@ -4,13 +4,13 @@ from collections import Counter
 from enum import StrEnum
 from typing import Annotated, Literal, assert_never
 
-from msgspec import UNSET, Meta
+from msgspec import UNSET, Meta, to_builtins
 
 from shardwright_formats.io import Document, Value, sha256_of_value
 from shardwright_formats.types.cluster import Cluster
 from shardwright_formats.types.limits import Name, NonNegativeCount, Rank, Samples
 from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model
-from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import ContextParallel, LayerStrategy, SequenceParallel, Strategy
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 FP8 = "fp8"
@@ -103,23 +103,55 @@ class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Half-open ranges of layer numbers; several when the schedule is interleaved."""
 
 
+_ADDED = {"cp_size": 1, "context": ContextParallel.GATHER.value}
+"""Fields of strategies that plans of earlier versions lack, with what these execute."""
+
+
+def _as_before(strategies: object) -> object:
+    """Return strategies, as JSON has them, without fields that say what plans of earlier versions execute."""
+    if isinstance(strategies, list | tuple):
+        return [_as_before(strategy) for strategy in strategies]
+    assert isinstance(strategies, dict)
+    return {name: value for name, value in strategies.items() if _ADDED.get(name) != value}
+
+
 def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
     """Return why a layer type cannot be sharded this way, or None when it can."""
     kind = model.types[type_name]
-    lengths = (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs))
-    sequences = [*(kind.sequence_must_divide or {}).items(), *(("the sequence length", length) for length in lengths)]
     match strategy.sequence_parallel:
         case SequenceParallel.NONE:
-            divided = [*kind.tp_must_divide.items()]
+            splits, divided = False, kind.tp_must_divide
         case SequenceParallel.MEGATRON:
-            divided = [*sequences, *kind.tp_must_divide.items()]
+            splits, divided = True, kind.tp_must_divide
         case SequenceParallel.ULYSSES:
-            divided = [*sequences, *kind.ulysses_must_divide.items()]
+            splits, divided = True, kind.ulysses_must_divide
         case unknown:
             assert_never(unknown)
-    odd = (f"{name} {length}" for name, length in divided if length % strategy.tp_size)
+    odd = (f"{name} {length}" for name, length in divided.items() if length % strategy.tp_size)
     wrong = next((f"tp_size {strategy.tp_size} does not divide {text}" for text in odd), None)
-    return wrong or _misfit_of_experts(kind, strategy)
+    return _misfit_of_sequence(model, kind, strategy, splits) or wrong or _misfit_of_experts(kind, strategy)
+
+
+def _misfit_of_sequence(model: Model, kind: LayerType, strategy: Strategy, splits: bool) -> str | None:
+    """Return why a layer type's positions cannot be shared out; `splits`: among tensor-parallel ranks, too."""
+    lengths = (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs))
+    sequences = [*(kind.sequence_must_divide or {}).items(), *(("the sequence length", length) for length in lengths)]
+    degrees = {"cp_size": strategy.cp_size, "tp_size": strategy.tp_size if splits else 1}
+    named = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
+    parts = [(named, degrees["cp_size"] * degrees["tp_size"], *each) for each in sequences]
+    if strategy.cp_size > 1:
+        # Each rank has two chunks of the positions: one from the front and one from the back.
+        parts.append((f"2 x cp_size {strategy.cp_size}", 2 * strategy.cp_size, "the sequence length", lengths[0]))
+        parts += [(f"cp_size {strategy.cp_size}", strategy.cp_size, "labels", kind.labels)]
+    odd = (f"{degree} does not divide {name} {length}" for degree, size, name, length in parts if length % size)
+    return next(odd, None) or _misfit_of_ring(kind, strategy)
+
+
+def _misfit_of_ring(kind: LayerType, strategy: Strategy) -> str | None:
+    if not isinstance(strategy, LayerStrategy) or strategy.context is not ContextParallel.RING:
+        return None
+    masked = "windows" if kind.window is not None else "ALiBi" if kind.alibi_heads else None
+    return None if masked is None else f"context ring knows no {masked}: use gather"
 
 
 def _misfit_of_experts(kind: LayerType, strategy: Strategy) -> str | None:
@@ -184,9 +216,10 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"fused names something twice: {', '.join(self.fused)}")
         for where, type_name, strategy in self._strategies():
             ranks = len(self.stages[self.stage_of(where)].ranks)
-            if strategy.tp_size * strategy.dp_size != ranks:
+            if strategy.tp_size * strategy.cp_size * strategy.dp_size != ranks:
+                context = f"cp_size {strategy.cp_size} x " if strategy.cp_size > 1 else ""
                 raise ValueError(
-                    f"{where}: tp_size {strategy.tp_size} x dp_size {strategy.dp_size} "
+                    f"{where}: tp_size {strategy.tp_size} x {context}dp_size {strategy.dp_size} "
                     f"is not the {ranks} ranks of its pipeline stage"
                 )
             if self.microbatch_samples % strategy.dp_size:
@@ -217,10 +250,12 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the identity of what a run of the plan executes.
 
         Neither names nor the cluster (its prices, memory and nodes) belong to it, nor what the planner knows of the
-        model beyond its family, configuration, sequence length and layers.
+        model beyond its family, configuration, sequence length and layers. A field of strategies that plans of earlier
+        versions lack belongs to it where it says something new.
         """
         executed = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ("name", "cluster")}
         model = self.model
+        executed |= {name: _as_before(to_builtins(executed[name])) for name in ("embedding", "head", "layers")}
         return sha256_of_value(executed | {"model": [model.family, model.config, model.sequence_length, model.layers]})
 
     def stage_of_rank(self, rank: int) -> int:

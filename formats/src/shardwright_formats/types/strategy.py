@@ -30,6 +30,15 @@ class SequenceParallel(StrEnum):
     """The sequence is split everywhere but in attention, where heads are (Jacobs et al. 2023)."""
 
 
+class ContextParallel(StrEnum):
+    """Ways in which the positions of one rank attend to those of the other ranks that share the sequence."""
+
+    GATHER = "gather"
+    """Keys and values of all ranks are gathered (Grattafiori et al. 2024)."""
+    RING = "ring"
+    """Keys and values go around the ranks while each attends to those that it has (Liu et al. 2023)."""
+
+
 class Recompute(StrEnum):
     """Choices of the activations of a layer that are computed again in its backward pass."""
 
@@ -48,14 +57,17 @@ class Recompute(StrEnum):
 class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
     """A sharding of the embedding or the head over the ranks of its pipeline stage.
 
-    `tp_size * dp_size` is the number of ranks of the pipeline stage. For Ulysses, `tp_size` is the degree of the
-    sequence-parallel group of attention, and parameters are data-parallel over all ranks of the pipeline stage.
+    `tp_size * cp_size * dp_size` is the number of ranks of the pipeline stage, tp_size the innermost. For
+    Ulysses, `tp_size` is the degree of the sequence-parallel group of attention, and parameters are data-parallel over
+    all ranks of the pipeline stage.
     """
 
     tp_size: Ranks
-    """Ranks that one sample of the layer is split over."""
+    """Ranks that one sample, or its part under `cp_size`, is split over."""
     tp_consecutive: bool = True
     """True where neighbouring ranks form a tensor-parallel group; else its ranks are `dp_size` apart."""
+    cp_size: Ranks = 1
+    """Parts that the positions of a sample are shared out in, in attention too, among neighbouring groups of ranks."""
     dp_size: Ranks
     """Parts that the samples of a microbatch are shared out in."""
     data_parallel: DataParallel = DataParallel.DDP
@@ -69,12 +81,14 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
     """Kind of sequence parallelism of the tensor-parallel group."""
 
     def __post_init__(self) -> None:
+        if self.cp_size > 1 and not self.tp_consecutive:
+            raise ValueError(f"tp_consecutive false is not for cp_size {self.cp_size}: neighbours share a sample there")
         if self.shard_size == 0:
             return
         if self.data_parallel is DataParallel.DDP:
             raise ValueError("shard_size is of zero2 and zero3, ddp shards nothing")
         whole = self.sequence_parallel is SequenceParallel.ULYSSES  # parameters are data-parallel over all ranks
-        ranks = self.dp_size * (self.tp_size if whole else 1)
+        ranks = self.dp_size * self.cp_size * (self.tp_size if whole else 1)
         if self.shard_size in (1, ranks) or ranks % self.shard_size:
             raise ValueError(
                 f"shard_size {self.shard_size} is no true divisor of the {ranks} ranks of data parallelism: "
@@ -116,14 +130,18 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The layer's type: a key of the model description's `types`."""
     recompute: Recompute = Recompute.NONE
     """Activations that are computed again in the backward pass."""
+    context: ContextParallel = ContextParallel.GATHER
+    """Way in which positions of one rank attend to those of others; it matters where cp_size is above 1."""
     experts: ExpertStrategy | UnsetType = UNSET
     """The sharing of the layer's experts; left out where each rank has its share of the features of all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.context is ContextParallel.RING and self.cp_size == 1:
+            raise ValueError("context ring needs cp_size above 1: leave it out")
         if self.experts is UNSET:
             return
-        if (ranks := self.tp_size * self.dp_size) % (self.experts.ep_size * self.experts.etp_size):
+        if (ranks := self.tp_size * self.cp_size * self.dp_size) % (self.experts.ep_size * self.experts.etp_size):
             raise ValueError(f"{_sizes(self.experts)} does not divide the {ranks} ranks of the stage")
         if self.tp_size > 1 and self.sequence_parallel is SequenceParallel.NONE:
             raise ValueError("experts are shared out among ranks that have positions of their own: split the sequence")
@@ -132,7 +150,7 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def expert_grid(self) -> ExpertGrid | None:
         """Return the sharding of its experts; None where it is the layer's."""
-        return None if self.experts is UNSET else _grid(self.experts, self.tp_size * self.dp_size)
+        return None if self.experts is UNSET else _grid(self.experts, self.tp_size * self.cp_size * self.dp_size)
 
 
 def _grid(experts: ExpertStrategy, ranks: int) -> ExpertGrid:

@@ -104,6 +104,9 @@ def check_stages(plan: Plan, target: ExportTarget) -> None:
     shared = (f"layers[{i}]" for i, layer in enumerate(plan.layers) if shares_experts(layer))
     layer = next(shared, None)
     target.demand(layer is None, f"{layer}, whose ranks share experts out", "leave out its experts")
+    contexts = (where for where, strategy in strategies(plan) if strategy.cp_size > 1)
+    where = next(contexts, None)
+    target.demand(where is None, f"{where}: cp_size above 1", "share positions out by sequence_parallel")
     holds = len(plan.stages) > 1 or schedule_of(plan.schedule).in_flight(1, plan.num_microbatches, 0) == 1
     target.demand(holds, f"{plan.schedule} in a single pipeline stage", "choose the schedule 1f1b")
 

@@ -78,6 +78,8 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
         yield f"attention {plan.attention} {obstacle}", "use auto, sdpa or eager"
     if plan.compile and any(kind.experts is not UNSET for kind in plan.model.types.values()):
         yield "compile: blocks with experts are not compiled, for the host tells their rows apart", "leave it out"
+    if any(axes_of(strategy).shares_context for strategy in (plan.embedding, *plan.layers, plan.head)):
+        yield "cp_size above 1 is not run yet", "share positions out by sequence_parallel"
     if plan.fused and (obstacle := _fused_obstacle(plan)) is not None:
         yield f"fused {obstacle}", "leave it out"
 

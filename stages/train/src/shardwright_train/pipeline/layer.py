@@ -195,7 +195,7 @@ def build_layer(
     layout = layout_of(strategy)
     dp_index, tp_index = layout.samples.part_of(context.me), layout.sharers.part_of(context.me)
     # Ranks with replicas of the activations draw the same numbers.
-    replica = (dp_index, tp_index) if layout.sequence_split else (dp_index,)
+    replica = (dp_index, tp_index) if layout.sequence.size > 1 else (dp_index,)
     randomness = Randomness(name, replica, tp_index, context.device)
     compiled = plan.compile and kind in family.parts
     # A compiled graph draws from one state: `check_kernels` refuses what needs several.
