@@ -184,6 +184,11 @@ class Axes(NamedTuple):
         return self.context.size > 1
 
     @property
+    def region(self) -> Axis:
+        """Return the axis of the ranks that share a region's matrices, or exchange positions for heads around it."""
+        return self.heads if self.exchanges_heads else self.dense.tensor
+
+    @property
     def exchanges_heads(self) -> bool:
         """Return whether each rank attends with some heads to all positions, and has some positions elsewhere."""
         return self.heads.size > 1

@@ -18,6 +18,7 @@ from shardwright_formats.semantics.chunks import (
     incoming_layout,
     needs_gradient,
 )
+from shardwright_formats.semantics.context_messages import context_messages
 from shardwright_formats.semantics.expert_messages import expert_messages, shares_experts
 from shardwright_formats.semantics.layout import closed_groups, parameter_box, sent_numel
 from shardwright_formats.semantics.messages import Cause as Cause
@@ -126,6 +127,7 @@ def region_messages(
 ) -> Iterator[Message]:
     """Yield the messages of tensor and sequence parallelism for one layer in one step of microbatches of `samples`.
 
+    They are of the positions that its ranks have under context parallelism.
     Without sequence parallelism a region sums its output forward and the gradient of its inputs backward (Shoeybi et
     al. 2019); Megatron's gathers and scatters the sequence in place of both, and gathers a region's inputs again in the
     backward pass in place of keeping them (Korthikanti et al. 2022), if `regathers`; Ulysses exchanges queries, keys,
@@ -135,7 +137,7 @@ def region_messages(
     recomputation keeps the sums and repeats none. Without a backward pass there are those of the forward pass alone.
     """
     axes = axes_of(strategy)
-    kind, ranks = model.types[type_name], axes.layout.sample_ranks
+    kind, ranks, context = model.types[type_name], axes.region.size, axes.context.size
     experts = expert_messages(kind, strategy, samples, tensors_of(model, kind), itemsize, microbatches)
     yield from (m for m in experts if kind.has_backward or m.during is Pass.FORWARD)
     if ranks == 1:
@@ -149,7 +151,7 @@ def region_messages(
         replays = recompute in (Recompute.FULL, Recompute.SELECTIVE) or alone
         ends = (alone or index == len(kind.regions) - 1) and recompute.value not in region.replays_sum
         if axes.exchanges_heads:
-            sizes = {name: positions * tensor.sequence_length for name, tensor in tensors.items()}
+            sizes = {name: positions * tensor.sequence_length // context for name, tensor in tensors.items()}
             exchanges = _ulysses_messages(region, ranks, sizes, replays, microbatches)
             yield from (m for m in exchanges if kind.has_backward or m.during is Pass.FORWARD)
             continue
@@ -164,7 +166,7 @@ def region_messages(
             length = tensors[name].sequence_length
             # Of whole sequences only the positions with labels enter the head's matrix: that of an image's class.
             length = min(length, kind.labels) if kind.labels and not axes.gathers_sequence else length
-            size = positions * length * tensors[name].features
+            size = positions * length // context * tensors[name].features
             collectives = [(Pass.FORWARD, forward), (Pass.BACKWARD, backward)]
             for during, collective in [*collectives, (Pass.BACKWARD, forward)] if replayed else collectives:
                 if collective is not None and (kind.has_backward or during is Pass.FORWARD):
@@ -207,7 +209,8 @@ def loss_messages(
     They are computed in float32 at least.
     """
     axes = axes_of(strategy)
-    ranks, positions = axes.dense.tensor.size, axes.rank_samples(samples) * kind.labels * max(4, itemsize)
+    ranks, labels = axes.dense.tensor.size, axes.rank_samples(samples) * kind.labels // axes.context.size
+    positions = labels * max(4, itemsize)
     if ranks > 1 and positions:
         for size in (positions, _REDUCTIONS * positions):
             yield Message(Cause.LOSS, Collective.ALL_REDUCE, ranks, size, Pass.FORWARD, microbatches)
@@ -260,6 +263,7 @@ def _chunk_messages(plan: Plan, rank: int, stage: int, chunk: int) -> Iterator[M
                 if times:
                     yield message._replace(times=times)
         yield from region_messages(model, type_name, strategy, samples, compute, microbatches)
+        yield from context_messages(kind, strategy, samples, tensors_of(model, kind), compute, reduce, microbatches)
         if name == HEAD:
             yield from loss_messages(kind, strategy, samples, compute, microbatches)
 

@@ -20,6 +20,8 @@ class Cause(StrEnum):
     """Activations enter and leave matrices that ranks share."""
     ULYSSES = "ulysses"
     """Positions are exchanged for heads."""
+    CONTEXT = "context"
+    """Keys and values go to the ranks whose positions attend to them, and gradients back."""
     EXPERTS = "experts"
     """Positions go to the ranks of their experts and back; ranks that share a sequence count what was chosen."""
     LOSS = "loss"
