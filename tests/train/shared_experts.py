@@ -18,7 +18,7 @@ from shardwright_formats.types import (
     SequenceParallel,
 )
 
-MODELS = (tiny("mixtral", num_local_experts=8), tiny("qwen3_moe"))
+MODELS = (tiny("mixtral", num_local_experts=8), tiny("qwen3_moe"), tiny("gpt_oss"))
 
 
 def shared_plans(world_size: int) -> list[Plan]:

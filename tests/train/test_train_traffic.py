@@ -124,7 +124,7 @@ def test_layers_that_stay_gathered_from_pass_to_pass_are_not_gathered_again(sche
         assert counted(plan, rank) == by_formula(plan, rank)
 
 
-@pytest.mark.parametrize(("family", "number"), [("mixtral", 0), ("mixtral", 1), ("qwen3_moe", 0), ("qwen3_moe", 3)])
+@pytest.mark.parametrize(("family", "number"), [("mixtral", 0), ("mixtral", 1), ("gpt_oss", 0), ("qwen3_moe", 3)])
 def test_experts_that_ranks_share_out_move_the_bytes_of_even_load(family: str, number: int) -> None:
     (model,) = (model for model in MODELS if model.family == family)
     plan = with_shared_experts(random_plan(model, number, WORLD, "bfloat16"), number)

@@ -112,7 +112,8 @@ def _group_messages(
 def partial_gradient_bytes(kind: LayerType, strategy: Strategy, rank: int, parameter_itemsize: int) -> int:
     """Return the bytes of replicated parameters' gradients that a rank's tensor-parallel group adds up once a step.
 
-    Those used inside a region are parts of a sum on every rank, the others where Megatron splits the sequence.
+    Those used inside a region are parts of a sum on every rank, the others where Megatron splits the sequence. The type
+    is that of one parameter group, its experts not cut yet (`ParameterGroup.uncut`).
     """
     axes = axes_of(strategy)
     if axes.dense.tensor.size == 1:
@@ -287,8 +288,9 @@ def _partial_sums(plan: Plan, rank: int, stage: int) -> Iterator[Message]:
     sizes: Counter[Axis] = Counter()
     for chunk in range(len(plan.stages[stage].layers)):
         for _, type_name, strategy in chunk_layers(plan, stage, chunk):
-            size = partial_gradient_bytes(plan.model.types[type_name], strategy, me, itemsize)
-            sizes[axes_of(strategy).dense.tensor] += size
+            for group in parameter_groups(kind := plan.model.types[type_name], strategy):
+                size = partial_gradient_bytes(group.uncut(kind), group.strategy, me, itemsize)
+                sizes[axes_of(group.strategy).dense.tensor] += size
     for axis, size in sizes.items():
         if size:
             yield Message(Cause.PARTIAL_GRADIENTS, Collective.ALL_REDUCE, axis.size, size, None)

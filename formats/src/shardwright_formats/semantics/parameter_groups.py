@@ -15,6 +15,11 @@ class ParameterGroup(NamedTuple):
     """The type with these parameters alone; of experts, those of one part that they are shared out in."""
     strategy: Strategy
 
+    def uncut(self, kind: LayerType) -> LayerType:
+        """Return the layer's type with the parameters of the group alone, in full."""
+        names = {p.name for p in self.kind.parameters}
+        return replace(kind, parameters=tuple(p for p in kind.parameters if p.name in names))
+
 
 def parameter_groups(kind: LayerType, strategy: Strategy) -> tuple[ParameterGroup, ...]:
     """Return the groups of a layer's parameters, that of the layer itself first."""
