@@ -1,8 +1,13 @@
-"""Plans with context parallelism: what cannot price or express them says so in one line."""
+"""Plans with context parallelism are priced; what cannot express them says so in one line."""
+
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from shardwright_estimate.devices import Efficiencies, rates_of, read_devices
+from shardwright_estimate.profile import hardware_profile, model_profile
+from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.display.plan_words import strategy_words
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import (
@@ -14,17 +19,23 @@ from shardwright_formats.types import (
     PipelineStage,
     Plan,
     Precision,
+    Recompute,
     Schedule,
+    SequenceParallel,
     Strategy,
 )
 from shardwright_models.description import model_of_config
 from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.profiles import Profiles, index_profiles
 from shardwright_search.interop.registry import TARGETS
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 4,
 }  # fmt: skip
+SETTINGS = ProfileSettings(
+    tp_sizes=(1, 2), sequence_parallel=tuple(SequenceParallel), recompute=tuple(Recompute), micro_batch_sizes=(1, 2, 4)
+)
 
 
 @pytest.fixture
@@ -42,9 +53,27 @@ def plan() -> Plan:
     )  # fmt: skip
 
 
-def test_a_plan_with_context_parallelism_has_no_price_yet(plan: Plan) -> None:
-    with pytest.raises(BadInput, match=r"plan p: layers\[1\] has cp_size 2, which has no price yet"):
-        evaluate(plan, None)  # type: ignore[arg-type]
+def profiles_of(plan: Plan, *lengths: int) -> Profiles:
+    """Estimates at some lengths."""
+    models = [(Path(str(n)), model_of_config(CONFIG, "m", n, "config.json")) for n in lengths]
+    table, device = read_devices(), plan.cluster.node_types["n"].device
+    rates, settings = rates_of(table, device), replace(SETTINGS, precision=plan.precision)
+    made = model_profile(models, settings, rates, Efficiencies(), table.revised).profile
+    hardware = hardware_profile(plan.cluster, [rates], Efficiencies(), None, table.revised)
+    return index_profiles(hardware, Path("h.h5"), made, Path("m.h5"))
+
+
+def test_a_plan_with_context_parallelism_is_priced_by_estimates_of_two_lengths(plan: Plan) -> None:
+    priced = evaluate(plan, profiles_of(plan, 16, 8))
+    assert [line for line in priced.warnings if line.startswith("derived")] == [
+        "derived: block of cp_size 2: from points of sequence_length 8"
+    ]
+    assert priced.estimate.simulated_step_time_s > 0
+
+
+def test_estimates_of_one_length_do_not_price_it(plan: Plan) -> None:
+    with pytest.raises(BadInput, match=r"no curve over lengths of block .*: profile the model at two lengths"):
+        evaluate(plan, profiles_of(plan, 16))
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))

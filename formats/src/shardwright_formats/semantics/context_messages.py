@@ -20,6 +20,8 @@ class KeysAndValues(NamedTuple):
 
     numel: int
     """Elements of both, for the positions of all ranks and the heads of one."""
+    queries: int
+    """Elements of the queries of one rank."""
     ranks: int
 
 
@@ -37,8 +39,10 @@ def keys_and_values(
     def of_region(heads: Heads) -> KeysAndValues:
         ranks = axes.region.size
         count = lcm(heads.kv_heads, ranks) if axes.exchanges_heads else heads.kv_heads
-        positions = axes.rank_samples(samples) * tensors[heads.keys].sequence_length
-        return KeysAndValues(2 * positions * count * heads.head_features // ranks, axes.context.size)
+        here, parts = axes.rank_samples(samples) * heads.head_features, axes.context.size
+        both = 2 * here * tensors[heads.keys].sequence_length * count // ranks
+        queries = here * tensors[heads.queries].sequence_length * heads.heads // ranks // parts
+        return KeysAndValues(both, queries, parts)
 
     return tuple(of_region(region.attention) for region in kind.regions if region.attention is not None)
 
@@ -60,7 +64,7 @@ def context_messages(
     """
     recompute = getattr(strategy, "recompute", Recompute.NONE)
     is_ring = isinstance(strategy, LayerStrategy) and strategy.context is ContextParallel.RING
-    for numel, ranks in keys_and_values(kind, strategy, samples, tensors):
+    for numel, _, ranks in keys_and_values(kind, strategy, samples, tensors):
         size, reduced = numel * compute_itemsize, numel * reduce_itemsize
         if is_ring:
             again = 1 + (recompute in (Recompute.FULL, Recompute.ATTENTION))

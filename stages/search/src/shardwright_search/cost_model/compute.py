@@ -10,12 +10,17 @@ from shardwright_formats.key import ExpertKey, LayerKey
 from shardwright_formats.types.model_profile import FitMode, LayerFigures, Quantity, StateRow
 from shardwright_search.cost_model.profiles import LayerPoints, Profiles, TimeModel
 
+Passes = tuple[float, float]
+"""Seconds of a forward and of a backward pass."""
+
 
 class ComputeCost(NamedTuple):
     """The figures of one microbatch through one layer on one rank, and a warning where they are no measured ones."""
 
     figures: LayerFigures[float]
     warning: str | None
+    attention: Passes = (0.0, 0.0)
+    """The part of both passes that scores of pairs of positions take, where ranks share positions out."""
 
 
 def slowest_compute(costs: Sequence[ComputeCost]) -> ComputeCost:
@@ -23,10 +28,12 @@ def slowest_compute(costs: Sequence[ComputeCost]) -> ComputeCost:
     if len(costs) == 1:
         return costs[0]
     columns = zip(*(cost.figures for cost in costs), strict=True)
-    return ComputeCost(LayerFigures(*map(max, columns)), _joined(cost.warning for cost in costs))
+    forward_s, backward_s = map(max, zip(*(cost.attention for cost in costs), strict=True))
+    warning = joined_warnings(cost.warning for cost in costs)
+    return ComputeCost(LayerFigures(*map(max, columns)), warning, (forward_s, backward_s))
 
 
-def _joined(warnings: Iterable[str | None]) -> str | None:
+def joined_warnings(warnings: Iterable[str | None]) -> str | None:
     """Return all different warnings as one, or None where there are none."""
     return "; ".join(dict.fromkeys(warning for warning in warnings if warning is not None)) or None
 
@@ -98,7 +105,7 @@ def with_experts(rest: ComputeCost, replayed_bytes: float, experts: ComputeCost)
     forward_s, backward_s, activation_bytes, _ = map(sum, zip(rest.figures, experts.figures, strict=True))
     workspace = max(rest.figures.workspace_bytes, replayed_bytes + experts.figures.workspace_bytes)
     figures = LayerFigures(forward_s, backward_s, activation_bytes, workspace)
-    return ComputeCost(figures, _joined((rest.warning, experts.warning)))
+    return ComputeCost(figures, joined_warnings((rest.warning, experts.warning)), rest.attention)
 
 
 def states_of(profiles: Profiles, type_name: str, tp_size: int) -> StateRow:
@@ -164,7 +171,7 @@ def _on_fits(profiles: Profiles, key: LayerKey, size: int, time_model: TimeModel
     if nearest != key:
         lengths = f"sequence_length {key.sequence_length}, nearest measured {nearest.sequence_length}"
         warnings.append(f"extrapolated: {strategy} at {lengths}")
-    return ComputeCost(figures, _joined(warnings))
+    return ComputeCost(figures, joined_warnings(warnings))
 
 
 def _on_curve(profiles: Profiles, key: LayerKey, quantity: str, size: int, time_model: TimeModel) -> float | None:

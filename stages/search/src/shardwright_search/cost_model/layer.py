@@ -38,13 +38,14 @@ from shardwright_search.cost_model.collectives import (
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
 from shardwright_search.cost_model.compute import (
     ComputeCost,
+    Passes,
     expert_cost,
-    layer_cost,
     probed_tp_size,
     slowest_compute,
     states_of,
     with_experts,
 )
+from shardwright_search.cost_model.context import SharedContext, context_times, shared_layer_cost
 from shardwright_search.cost_model.experts import exchange_times, expert_load, is_exchange, replays_experts
 from shardwright_search.cost_model.layer_cost import Cost as Cost
 from shardwright_search.cost_model.layer_cost import Gather as Gather
@@ -199,7 +200,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         compute = slowest_compute(
             [self._compute(type_name, strategy, on, axes_of(strategy).rank_samples(samples)) for on in views]
         )
-        sent = [self._traffic(type_name, strategy, on, samples) for on in views]
+        sent = [self._traffic(type_name, strategy, on, samples, compute.attention) for on in views]
         further = [longest(during) for during in zip(*sent, strict=True)]
         figures = compute.figures
         forward_s, backward_s = figures.forward_s + further[0].time_s, figures.backward_s + further[1].time_s
@@ -208,6 +209,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         once, alone, overlapped = added, costs.reduction.alone.time_s, costs.reduction.overlapped_s(backward_s)
         if reduces_every:
             once, alone, overlapped = 0, 0.0, 0.0
+        context = SharedContext(self.model, type_name, strategy, samples, self.precision)
+        workspace = ceil(figures.workspace_bytes) + context.workspace_bytes
         collectives = (costs.gather_each, costs.gather_once, costs.reduction)
         warnings = [compute.warning, *(d.warning for d in (*further, *(each.alone for each in collectives)))]
         return LayerCost(
@@ -224,7 +227,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             optimizer_ps=picoseconds(costs.optimizer_s),
             memory=costs.memory,
             activation_bytes=ceil(figures.activation_bytes),
-            workspace_bytes=max(ceil(figures.workspace_bytes), costs.memory.unreduced_gradients) + costs.memory.buffers,
+            workspace_bytes=max(workspace, costs.memory.unreduced_gradients) + costs.memory.buffers,
             warnings=tuple(dict.fromkeys(warning for warning in warnings if warning is not None)),
         )
 
@@ -255,14 +258,14 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         self, type_name: str, strategy: Strategy, topology: StageTopology, micro_batch_size: int
     ) -> ComputeCost:
         """Return the cost of the layer as measured, or rounded up to a measured degree with a warning."""
-        ranks, length = layout_of(strategy).sample_ranks, self.model.sequence_length
+        ranks, length = axes_of(strategy).region.size, self.model.sequence_length
         probed = self._probed(type_name, ranks, topology)
         key = LayerKey.from_strategy(type_name, strategy, tp_size=probed, sequence_length=length)
         if isinstance(strategy, LayerStrategy) and shares_experts(strategy):
             samples = micro_batch_size * layout_of(strategy).samples.size
             cost = self._beside_experts(topology.node_type, key, micro_batch_size, strategy, samples)
         else:
-            cost = self._measured(topology.node_type, key, micro_batch_size)
+            cost = self._measured(topology.node_type, key, micro_batch_size, axes_of(strategy).context.size)
         if probed == ranks:
             return cost
         rounded = f"rounded up: {type_name} tp_size {ranks}: as profiled with tp_size {probed}"
@@ -278,8 +281,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return self.cluster.node_types[topology.node_type].devices_per_node
 
     @cached_method
-    def _measured(self, node_type: str, key: LayerKey, micro_batch_size: int) -> ComputeCost:
-        return layer_cost(self.profiles_on(node_type), key, micro_batch_size, self.time_model)
+    def _measured(self, node_type: str, key: LayerKey, micro_batch_size: int, parts: int) -> ComputeCost:
+        return shared_layer_cost(self.profiles_on(node_type), key, micro_batch_size, parts, self.time_model)
 
     def _beside_experts(
         self, node_type: str, key: LayerKey, micro_batch_size: int, strategy: LayerStrategy, samples: int
@@ -288,20 +291,23 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         profiles = self.profiles_on(node_type)
         experts = expert_cost(profiles, *expert_load(self.model, key.type, strategy, samples))
         keys = (key, msgspec.structs.replace(key, recompute=Recompute.NONE))
-        rest, kept = (layer_cost(profiles.beside_experts, each, micro_batch_size, self.time_model) for each in keys)
+        shared = micro_batch_size, axes_of(strategy).context.size, self.time_model
+        rest, kept = (shared_layer_cost(profiles.beside_experts, each, *shared) for each in keys)
         replayed = kept.figures.activation_bytes - rest.figures.activation_bytes
         return with_experts(rest, replayed if replays_experts(strategy) else 0.0, experts)
 
     def _traffic(
-        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int
+        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, attention: Passes
     ) -> tuple[Duration, Duration]:
         """Return the time of messages that is not inside the layer's own times, forward and backward."""
-        further = self._further_traffic(type_name, strategy, topology, samples)
-        if not isinstance(strategy, LayerStrategy) or not shares_experts(strategy):
-            return further
-        profiles = self.profiles_on(topology.node_type)
-        exchanges = exchange_times(profiles, self.model, type_name, strategy, topology, samples, self.compute_bytes)
-        forward, backward = map(in_turn, zip(further, exchanges, strict=True))
+        profiles, times = self.profiles_on(topology.node_type), []
+        times.append(self._further_traffic(type_name, strategy, topology, samples))
+        context = SharedContext(self.model, type_name, strategy, samples, self.precision)
+        times.append(context_times(profiles, context, topology, attention))
+        if isinstance(strategy, LayerStrategy) and shares_experts(strategy):
+            shared = strategy, topology, samples, self.compute_bytes
+            times.append(exchange_times(profiles, self.model, type_name, *shared))
+        forward, backward = map(in_turn, zip(*times, strict=True))
         return forward, backward
 
     def _further_traffic(
@@ -312,11 +318,11 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         They were profiled, and are inside the layer's times, among neighbours inside one node: of more ranks than a
         node has, which an estimate alone can be of, as many as it has stand for them.
         """
-        layout = layout_of(strategy)
-        groups = axis_group_kinds(topology, layout.sharers)
-        inside = min(self._probed(type_name, layout.sample_ranks, topology), self._node_devices(topology))
+        sharers = axes_of(strategy).region
+        groups = axis_group_kinds(topology, sharers)
+        inside = min(self._probed(type_name, sharers.size, topology), self._node_devices(topology))
         profiled = (GroupKind(inside, inside, True),)
-        if layout.sample_ranks == 1 or groups == profiled:
+        if sharers.size == 1 or groups == profiled:
             return Duration(0.0), Duration(0.0)
         if not self.model.types[type_name].regions:
             absent = f"absent: what {type_name} sends among ranks that lie apart: counted as among neighbours"

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.semantics.process_groups import communicator_bytes, communicators
 from shardwright_formats.semantics.schedules.closed_form import step_time
 from shardwright_formats.semantics.schedules.registry import schedule_of
@@ -74,7 +72,6 @@ def evaluate(
 
     Raises BadInput when a profile is of another model, device or precision, or lacks a point.
     """
-    _check_priced(plan)
     check_profiles(profiles, plan.model, plan.cluster, plan.precision, plan.attention, plan.compile)
     costs = cost_model_of(plan, profiles) if costs is None else costs
     ranges = range_costs(plan, costs)
@@ -102,14 +99,6 @@ def evaluate(
         priced.add(f"{more} of {plan.num_microbatches} microbatches were taken to pass as those before; no timeline")
     warnings, used = (*provenance_warnings(plan, profiles), *sorted(priced)), profiles.used(plan.cluster)
     return Evaluation(estimate, objective_ps, warnings, used[0].reference_s if len(used) == 1 else 0.0)
-
-
-def _check_priced(plan: Plan) -> None:
-    layers = ((f"layers[{i}]", layer) for i, layer in enumerate(plan.layers))
-    for where, strategy in (("embedding", plan.embedding), *layers, ("head", plan.head)):
-        if axes_of(strategy).shares_context:
-            problem = f"{where} has cp_size {strategy.cp_size}, which has no price yet"
-            raise BadInput(f"plan {plan.name}", problem, "share positions out by sequence_parallel")
 
 
 def _closed_form_ps(plan: Plan, stages: Sequence[StageCosts]) -> int:

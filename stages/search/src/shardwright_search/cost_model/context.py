@@ -1,0 +1,196 @@
+"""Cost of layers whose ranks share out the positions of a sample: their computation, messages and buffers.
+
+With n ranks, time and kept bytes are constant + linear b s/n + quadratic b s^2/n of the curve over lengths. No probe
+runs so: such figures are derived.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from shardwright_formats.io import BadInput
+from shardwright_formats.key import LayerKey
+from shardwright_formats.semantics.axes import axes_of
+from shardwright_formats.semantics.communication import Message, tensors_of
+from shardwright_formats.semantics.context_messages import KeysAndValues, context_messages, keys_and_values
+from shardwright_formats.semantics.schedules.passes import Pass
+from shardwright_formats.types import (
+    EMBEDDING,
+    HEAD,
+    ITEMSIZE,
+    ContextParallel,
+    LayerStrategy,
+    Model,
+    Precision,
+    Recompute,
+    Strategy,
+)
+from shardwright_formats.types.hardware_profile import Collective, GroupKind
+from shardwright_formats.types.model_profile import FitMode, FitRow, LayerFigures, Quantity
+from shardwright_search.cost_model.collectives import (
+    Duration,
+    collective_time,
+    in_turn,
+    overlapped_time,
+    send_kind_time,
+    slowdowns_of,
+)
+from shardwright_search.cost_model.compute import ComputeCost, Passes, layer_cost
+from shardwright_search.cost_model.profiles import Profiles, TimeModel
+from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
+
+_ACCUMULATED_BYTES = 4
+"""Bytes of a number of attention's merged output, and of the gradient of queries, while blocks add to it."""
+
+
+def shared_layer_cost(
+    profiles: Profiles, key: LayerKey, micro_batch_size: int, parts: int, time_model: TimeModel
+) -> ComputeCost:
+    """Return the cost of a layer on one of `parts` ranks that share out its positions, messages aside.
+
+    Points of the share's own length stand for all but attention to other shares; without any, the curve over lengths.
+    Raises BadInput where the profile has no such curve.
+    """
+    if parts == 1:
+        return layer_cost(profiles, key, micro_batch_size, time_model)
+    alone = msgspec.structs.replace(key, sequence_length=key.sequence_length // parts)
+    lacks = alone not in profiles.layers
+    curves = _curves(profiles, key, parts) if lacks or key.type not in (EMBEDDING, HEAD) else {}
+    cost = layer_cost(profiles, alone, micro_batch_size, TimeModel.SEQUENCE if lacks else time_model)
+    figures, source = cost.figures, f"points of sequence_length {alone.sequence_length}"
+    if lacks:
+        figures, source = _on_joint_curves(profiles, alone, micro_batch_size, figures, curves), "the curve over lengths"
+    # Pairs of positions that a rank has both of: with those of others it has parts - 1 times as many.
+    pairs = micro_batch_size * alone.sequence_length**2
+    per_pair = {name: max(0.0, curves[name].quadratic) if name in curves else 0.0 for name in LayerFigures._fields}
+    shared = {name: value + per_pair[name] * pairs * (parts - 1) for name, value in figures._asdict().items()}
+    attention = per_pair["forward_s"] * pairs * parts, per_pair["backward_s"] * pairs * parts
+    warning = f"derived: {key.type} of cp_size {parts}: from {source}"
+    return ComputeCost(LayerFigures(**shared), warning, attention)
+
+
+def _curves(profiles: Profiles, key: LayerKey, parts: int) -> dict[str, FitRow]:
+    """Return the curves over micro-batch sizes and lengths of a layer, by quantity; a quantity that is 0 has none."""
+    rows = profiles.fits.get(strategy := key.without("sequence_length"), ())
+    curves = {str(row.quantity): row for row in rows if row.mode is FitMode.JOINT}
+    if Quantity.FORWARD_S not in curves:
+        problem = f"no curve over lengths of {strategy}, by which a cp_size of {parts} is priced"
+        raise BadInput(
+            profiles.model_file, problem, "profile the model at two lengths: sequence_lengths of the settings"
+        )
+    return curves
+
+
+def _on_joint_curves(
+    profiles: Profiles, key: LayerKey, size: int, figures: LayerFigures[float], curves: Mapping[str, FitRow]
+) -> LayerFigures[float]:
+    """Return figures with those that have a curve by it; raises BadInput where a time would be negative."""
+    tokens, pairs = size * key.sequence_length, size * key.sequence_length**2
+    joint = {name: row.constant + row.linear * tokens + row.quadratic * pairs for name, row in curves.items()}
+    if min(joint.values()) < 0:
+        problem = f"{key}: the joint curve is negative at micro_batch_size {size}"
+        raise BadInput(profiles.model_file, problem, "profile the model at that length, too")
+    return figures._replace(**joint)
+
+
+class SharedContext(NamedTuple):
+    """A layer whose ranks share out positions, with the samples of a microbatch and the formats of numbers."""
+
+    model: Model
+    type_name: str
+    strategy: Strategy
+    samples: int
+    precision: Precision
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Return the messages of a microbatch."""
+        kind = self.model.types[self.type_name]
+        given = kind, self.strategy, self.samples, tensors_of(self.model, kind)
+        return tuple(context_messages(*given, *self.itemsizes, 1))
+
+    @property
+    def is_ring(self) -> bool:
+        """Return whether keys and values go round the ranks."""
+        return isinstance(self.strategy, LayerStrategy) and self.strategy.context is ContextParallel.RING
+
+    @property
+    def attentions(self) -> tuple[KeysAndValues, ...]:
+        """Return the keys and values of each attention; none where no positions are shared out."""
+        kind = self.model.types[self.type_name]
+        return keys_and_values(kind, self.strategy, self.samples, tensors_of(self.model, kind))
+
+    @property
+    def itemsizes(self) -> tuple[int, int]:
+        """Return the bytes of a number that is computed with, and of one that is reduced."""
+        return ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return the bytes of keys, values and gradients on their way, and of sums of blocks.
+
+        Gathered: both and their gradients, thrice while these are laid out and scattered; in a ring what is here and
+        what arrives, and the gradients here, arriving and sent.
+        """
+        compute, reduce = self.itemsizes
+        moved = (each.numel // each.ranks * (2 * compute + 3 * reduce) for each in self.attentions)
+        gathered = (each.numel * (compute + 3 * reduce) for each in self.attentions)
+        summed = (each.queries * _ACCUMULATED_BYTES for each in self.attentions)
+        return max(moved if self.is_ring else gathered, default=0) + max(summed, default=0)
+
+
+def context_times(
+    profiles: Profiles, layer: SharedContext, topology: StageTopology, attention: Passes
+) -> tuple[Duration, Duration]:
+    """Return the time that the messages of context parallelism add to a microbatch, forward and backward.
+
+    `attention`: the time that each pass attends for. A gather comes before it, a ring's sends are overlapped with it.
+    """
+    if not (attentions := layer.attentions):
+        return Duration(0.0), Duration(0.0)
+    kinds = axis_group_kinds(topology, axes_of(layer.strategy).context)
+    if layer.is_ring:
+        each = attention[0] / len(attentions), attention[1] / len(attentions)
+        passes = [_ring_times(profiles, layer, one, topology, kinds, each) for one in attentions]
+    else:
+        passes = [_gather_times(profiles, layer, kinds)]
+    forward, backward = map(in_turn, zip(*passes, strict=True))
+    return forward, backward
+
+
+def _gather_times(profiles: Profiles, layer: SharedContext, kinds: Sequence[GroupKind]) -> tuple[Duration, Duration]:
+    def taken(message: Message) -> Duration:
+        time_s, warning = collective_time(profiles, message.collective, kinds, message.bytes)
+        return Duration(time_s * message.times, warning)
+
+    forward, backward = (in_turn(taken(m) for m in layer.messages if m.during is during) for during in Pass)
+    return forward, backward
+
+
+def _ring_times(
+    profiles: Profiles,
+    layer: SharedContext,
+    both: KeysAndValues,
+    topology: StageTopology,
+    kinds: Sequence[GroupKind],
+    attention: Passes,
+) -> tuple[Duration, Duration]:
+    """Return what a ring adds: each step has a block and a send but the last, in which gradients go home alone."""
+    across = any(kind.across_nodes for kind in kinds)
+    # Ranks of a node that lie in other rings send over the same network.
+    alone = all(kind.ranks_per_node == max(topology.on_each_node) for kind in kinds)
+    link = GroupKind(2, 1 if across else 2, alone)
+
+    def step(block_s: float, num_bytes: int) -> Duration:
+        send = send_kind_time(profiles, alone, across, num_bytes)
+        slowdowns = slowdowns_of(profiles, Collective.P2P, (link,), num_bytes)
+        return Duration(overlapped_time(block_s, send, slowdowns) * (both.ranks - 1), send.warning)
+
+    recompute = getattr(layer.strategy, "recompute", Recompute.NONE)
+    again = recompute in (Recompute.FULL, Recompute.ATTENTION)
+    sent, gradients = (both.numel // both.ranks * itemsize for itemsize in layer.itemsizes)
+    forward_s, backward_s = (each / both.ranks for each in (attention[0], attention[1] - again * attention[0]))
+    forward, home = step(forward_s, sent), send_kind_time(profiles, alone, across, gradients)
+    backward = in_turn([step(max(0.0, backward_s), sent + gradients), home, *([forward] if again else [])])
+    return forward, backward
