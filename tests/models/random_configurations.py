@@ -31,6 +31,17 @@ def random_configuration(name, rng):
             vision = shape | numbers | {"image_size": 32, "patch_size": 4}
             config = {"vision_config": vision | rng.choice(({}, {"num_channels": 1}))}
             further = {"num_labels": 5, "text_config": {"hidden_size": 64}}
+        case "llava":
+            text = {key: numbers[key] for key in numbers if key != "vocab_size"} | shape | {"vocab_size": 99}
+            vision = {"hidden_size": 4 * heads, "num_attention_heads": heads, "num_hidden_layers": rng.randint(2, 4)}
+            vision |= {"intermediate_size": inner, "image_size": 16, "patch_size": 4}
+            kind = rng.choice((None, "clip_vision_model", "siglip_vision_model"))
+            vision |= {} if kind is None else {"model_type": kind}
+            text |= rng.choice(({}, {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 1}))
+            config = {"text_config": text, "vision_config": vision, "image_token_index": 98}
+            config |= {"vision_feature_select_strategy": "full"} if kind == "siglip_vision_model" else {}
+            further = {"vision_feature_layer": rng.choice((-1, 1, 2)), "multimodal_projector_bias": False}
+            further |= {"tie_word_embeddings": True}
         case "modernbert":
             config = shape | numbers | {"pad_token_id": None, "global_attn_every_n_layers": rng.randint(1, 4)}
             further = dict.fromkeys(("attention_bias", "classifier_bias", "mlp_bias", "norm_bias"), True)
@@ -82,10 +93,13 @@ def random_configuration(name, rng):
             config |= {"pad_token_id": 0} if name in ("glm4", "phi3") else {}
     config |= {key: value for key, value in further.items() if rng.random() < 0.5}
     config = {"model_type": name} | config
-    return config, length_of(config) if FAMILIES[name].labels else rng.randint(1, 64)
+    family = FAMILIES[name]
+    least = family.least_positions(family.configured(config))
+    return config, length_of(config) if family.labels else rng.randint(least, 64)
 
 
 def length_of(config):
     """The positions of an image, or some of a text."""
     family = FAMILIES[config["model_type"]]
-    return family.fixed_positions(family.configured(config)) or 32
+    configured = family.configured(config)
+    return family.fixed_positions(configured) or max(32, family.least_positions(configured))

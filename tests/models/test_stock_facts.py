@@ -25,7 +25,7 @@ NEEDED = {
 }  # fmt: skip
 
 
-NEEDED_KEYS = {"baichuan": {"max_position_embeddings": 64}}
+NEEDED_KEYS = {"baichuan": {"max_position_embeddings": 64}, "llava": {"image_token_index": 5}}
 """Keys without which a file says too little."""
 
 
@@ -72,7 +72,12 @@ def test_attention_sees_what_the_stock_model_lets_it_see(stock):
     causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
     # Decoders are causal beside encoders, whatever the mask is that both have.
     both = {True, False} if len(facts.stacks) > 1 else {False}
-    assert causal == {Mask.CAUSAL: {True}}.get(facts.mask, both)
+    if facts.joined_by is None:
+        assert causal == {Mask.CAUSAL: {True}}.get(facts.mask, both)
+    else:
+        assert causal == both and facts.mask is Mask.CAUSAL
+        tower = facts.stacks[0].types[0]
+        assert facts.of_type(tower, facts.configured({})).mask is Mask.NONE
     assert (runtime.rotary is not None) == (facts.positions == "rope")
 
 
@@ -118,7 +123,8 @@ def test_tied_parameters_are_those_of_the_stock_model(stock):
 
 def test_samples_have_the_labels_of_the_objective(stock):
     facts, runtime, model = stock
-    length = facts.fixed_positions(facts.configured(vars(model.config))) or 32
+    read = facts.configured(vars(model.config))
+    length = facts.fixed_positions(read) or max(32, facts.least_positions(read))
     objective = runtime.objective.from_config(model.config, length)
     assert (facts.labels or length, facts.positions_without_input) == (objective.labels, objective.no_inputs)
 

@@ -24,6 +24,8 @@ FROZEN = {
     "the encoder": ("t5", ("embedding", "layers[0:2]", "head.lm_head.weight")),
     "matrices between": ("qwen3", ("layers[1:3].*proj*",)),
     "a stretch": ("vit", ("layers[1:3]",)),
+    "a vision tower": ("llava", ("embedding.model.vision_tower*", "layers[0:2]")),
+    "all before a projector": ("llava", ("embedding", "layers[0:2]", "head")),
     "norms": ("olmo2", ("layers.*norm*",)),
 }
 """What is frozen, by the family and the options that say so."""

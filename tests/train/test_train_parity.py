@@ -20,7 +20,7 @@ Compare = Callable[..., Errors]
 FAMILIES = (
     *("llama", "qwen3", "mistral", "gpt2", "bert", "t5", "vit", "olmo2", "gemma2", "gemma3_text", "cohere", "cohere2"),
     *("baichuan", "glm4", "granite", "mixtral", "qwen3_moe", "gpt_oss", "roberta", "smollm3", "phi3", "modernbert"),
-    *("swin", "siglip", "whisper"),
+    *("swin", "siglip", "whisper", "llava"),
 )
 PACKED = ("qwen3", "gpt2", "bert", "roberta")
 COMPILED = ("llama", "t5")

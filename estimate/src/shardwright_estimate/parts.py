@@ -17,10 +17,10 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.communication import LOSS_ELEMENTS
 from shardwright_formats.semantics.regathers import low_rank_pairs
 from shardwright_formats.types import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Region, base_type
-from shardwright_models.facts import Mask
-from shardwright_models.registry import facts_of
+from shardwright_models.facts import MULTIPLIED, Family, Mask
+from shardwright_models.registry import facts_of, facts_of_type
 
-_KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5}
+_KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5, "join": 12}
 """Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
 _COMPILED_KERNELS = _KERNELS | {"attention": 8, "mlp": 5}
 """Kernels of a part of a compiled block: products and attention, and one kernel for what lies between two of them."""
@@ -38,8 +38,8 @@ in float32 is not torch's: it keeps the distance from the mean, once for the var
 """
 _SOFT_CAP_BYTES = 6
 """Bytes kept of a 16-bit attention score that is bounded: its hyperbolic tangent, and a softmax in float32."""
-_TANH_GELU_COPIES = 3
-"""Tensors that GELU's tanh form (Hendrycks and Gimpel 2016), of single operators, keeps beside its input and output."""
+_GELU_COPIES = {"gelu_new": 3, "quick_gelu": 1}
+"""Tensors that forms of GELU (Hendrycks and Gimpel 2016) of single operators keep beside their input and output."""
 _ID_BYTES = 8
 _LOW_RANK_KERNELS = 4
 """Kernels of a low-rank pair in a forward pass: two products, the scaling and the sum."""
@@ -70,17 +70,19 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     if type_name == EMBEDDING:
         return tuple(_lookup(model, kind))
     if type_name == HEAD:
-        return (_as_trained(_with_norms(model, _logits(model, kind), 1, fused), kind, model, fused),)
-    if base_type(type_name) in facts_of(model).merging:
-        return (_as_trained(_merge(kind), kind, model, fused),)
+        facts = facts_of(model)
+        return (_as_trained(_with_norms(facts, _logits(model, kind), 1, fused), kind, model, facts, fused),)
+    if (base := base_type(type_name)) in (facts := facts_of(model)).merging:
+        part = _join(model, type_name) if base == facts.joined_by else _merge(kind)
+        return (_as_trained(part, kind, model, facts, fused),)
     regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
     made = [_block_part(model, type_name, region, fused) for region in regions]
-    norms = facts_of(model).norms
+    facts, _ = facts_of_type(model, type_name)
     parts = [
-        _as_trained(_with_norms(model, part, norms, fused), kind, model, fused, region)
+        _as_trained(_with_norms(facts, part, facts.norms, fused), kind, model, facts, fused, region)
         for region, part in enumerate(made)
     ]
-    if facts_of(model).parallel_parts:
+    if facts.parallel_parts:
         # The first part's norm is the others', too: they keep nothing outside the regions.
         parts[1:] = [msgspec.structs.replace(part, outside=0, outside_bytes=0) for part in parts[1:]]
     if kind.experts is not UNSET:
@@ -118,12 +120,12 @@ def _block_part(model: Model, type_name: str, region: Region, fused: bool) -> Pa
     if kind.experts is not UNSET:
         router = router_part(kind.experts, stream, hidden)
         return msgspec.structs.replace(router, kernels=router.kernels + _KERNELS["mlp"])
-    return _mlp_part(model, kind, region, stream, hidden, fused)
+    return _mlp_part(model, type_name, region, stream, hidden, fused)
 
 
-def _with_norms(model: Model, part: Part, norms: int, fused: bool) -> Part:
+def _with_norms(facts: Family, part: Part, norms: int, fused: bool) -> Part:
     """Return a part, which keeps the input of a first norm, with what its norms keep more."""
-    elements, more = _norm_keeps(model, fused)
+    elements, more = _norm_keeps(facts, fused)
     return msgspec.structs.replace(
         part,
         outside=part.outside + (norms * elements - 1) * part.result,
@@ -131,7 +133,7 @@ def _with_norms(model: Model, part: Part, norms: int, fused: bool) -> Part:
     )
 
 
-def _as_trained(part: Part, kind: LayerType, model: Model, fused: bool, region: int = 0) -> Part:
+def _as_trained(part: Part, kind: LayerType, model: Model, facts: Family, fused: bool, region: int = 0) -> Part:
     """Return a part of a layer, that of a region by its number, with some parameters frozen.
 
     Where all of them are, nothing is kept for gradients of weights alone: what norms multiply by theirs, and what goes
@@ -142,14 +144,15 @@ def _as_trained(part: Part, kind: LayerType, model: Model, fused: bool, region: 
     trained = kind.trained_share
     if any(LOW_RANK not in p.name for p in kind.trained_parameters):
         return msgspec.structs.replace(part, trained=trained)
-    norms = 1 if part.name == "logits" else facts_of(model).norms
-    scaled, scaled_bytes = _norm_scales(model, fused)
+    norms = 1 if part.name == "logits" else facts.norms
+    scaled, scaled_bytes = _norm_scales(facts, fused)
     pairs = low_rank_pairs(kind)[region] if kind.regions else ()
     # Norms of queries and keys are all that is kept further inside.
-    _, more = _norm_keeps(model, fused)
+    _, more = _norm_keeps(facts, fused)
     normed = part.inside_bytes // more if more else 0
     enters, leaves = (any(by_inputs is last for _, by_inputs in pairs) for last in (False, True))
-    ranks, positions = sum(rank for rank, _ in pairs), part.result // model.boundary[0].features
+    features = (kind.outputs or model.received_by(HEAD))[0].features
+    ranks, positions = sum(rank for rank, _ in pairs), part.result // features
     return msgspec.structs.replace(
         part,
         trained=trained,
@@ -161,17 +164,17 @@ def _as_trained(part: Part, kind: LayerType, model: Model, fused: bool, region: 
     )
 
 
-def _norm_scales(model: Model, fused: bool) -> tuple[int, int]:
+def _norm_scales(facts: Family, fused: bool) -> tuple[int, int]:
     """Return the elements and bytes of a feature that a norm keeps for the gradient of its weights alone."""
-    norm = facts_of(model).norm
+    norm = facts.norm
     if fused or (norm.kind == "LayerNorm" and not norm.in_float32):
         return 0, 0
     return (0, _FLOAT32_BYTES) if norm.in_float32 else (1, 0)
 
 
-def _norm_keeps(model: Model, fused: bool) -> tuple[int, int]:
+def _norm_keeps(facts: Family, fused: bool) -> tuple[int, int]:
     """Return the elements and further bytes that a norm keeps of a feature; a fused one keeps its input alone."""
-    norm = facts_of(model).norm
+    norm = facts.norm
     return _NORM_KEEPS["LayerNorm" if fused else f"{norm.kind}{' in float32' if norm.in_float32 else ''}"]
 
 
@@ -180,13 +183,13 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
 
     Any kernel keeps what it adds to the scores of an image's windows: a bias, which is learned, and a mask.
     """
-    a, family = attention_shape(model, type_name, region), facts_of(model)
+    a, (family, _) = attention_shape(model, type_name, region), facts_of_type(model, type_name)
     biases = a.scores if attended_positions(model, type_name) is not None else 0
     width = 2 * a.query_width * a.queries + 2 * a.key_width * a.key_positions
     norms_heads = any(p.name.endswith(_QUERY_NORM) for p in model.types[type_name].parameters)
-    elements, more = (width // 2 * n * norms_heads for n in _norm_keeps(model, fused))
+    elements, more = (width // 2 * n * norms_heads for n in _norm_keeps(family, fused))
     copies = a.query_width * a.queries * family.joins_features + width // 2 * family.keeps_unrotated
-    drops = _drops(model, region)
+    drops = _drops(model, type_name, region)
     return Part(
         name="attention",
         flops=2.0 * hidden * width,
@@ -209,16 +212,16 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
     )
 
 
-def _mlp_part(model: Model, kind: LayerType, region: Region, stream: int, hidden: int, fused: bool) -> Part:
+def _mlp_part(model: Model, type_name: str, region: Region, stream: int, hidden: int, fused: bool) -> Part:
     """Return a part whose two matrices keep input and output of the activation function; a gate keeps its product."""
-    family = facts_of(model)
-    activation, gated = family.feed_forward(family.configured(model.config))
-    copies = 0 if fused or activation != "gelu_new" else _TANH_GELU_COPIES
+    (family, config), kind = facts_of_type(model, type_name), model.types[type_name]
+    activation, gated = family.feed_forward(config)
+    copies = 0 if fused else _GELU_COPIES.get(activation, 0)
     matrices = 3 if gated else 2
     if (inner := kind.tp_must_divide.get(family.divided[-1])) is None:
         raise BadInput(f"model {model.name}", f"its blocks have no {family.divided[-1]}", "describe it again")
     wide = inner * stream // hidden
-    drops = _drops(model, region)
+    drops = _drops(model, type_name, region)
     return Part(
         name="mlp",
         flops=2.0 * matrices * hidden * wide,
@@ -246,6 +249,29 @@ def _merge(kind: LayerType) -> Part:
         result=size,
         widest_whole=2 * size,
         kernels=_KERNELS["merge"],
+    )
+
+
+def _join(model: Model, type_name: str) -> Part:
+    """Return what projects an image's states, and puts them among a text's.
+
+    It keeps what enters its two matrices and the activation function between them, the features that it puts into the
+    text, and where it puts them.
+    """
+    kind, (_, config) = model.types[type_name], facts_of_type(model, type_name)
+    (tensor,) = kind.outputs
+    first, *_ = (p for p in kind.parameters if len(p.shape) > 1)
+    size, (wide, narrow) = tensor.sequence_length * tensor.features, first.shape
+    return Part(
+        name="merge",
+        flops=float(kind.forward_flops_per_sample),
+        weights=sum(p.numel(1) for p in kind.parameters if len(p.shape) > 1),
+        undivided=True,
+        outside=size + config[MULTIPLIED] * (narrow + 3 * wide),
+        outside_bytes=(_ID_BYTES + 1) * tensor.sequence_length,
+        result=size,
+        widest_whole=size,
+        kernels=_KERNELS["join"],
     )
 
 
@@ -291,8 +317,8 @@ def _logits(model: Model, kind: LayerType) -> Part:
     )
 
 
-def _drops(model: Model, region: Region) -> bool:
+def _drops(model: Model, type_name: str, region: Region) -> bool:
     """Return whether a part drops some of what it adds to the stream, which keeps a mask."""
-    family = facts_of(model)
-    ends_in_norm = bool(family.ends_in_norm) and not family.drops(family.configured(model.config))
+    family, config = facts_of_type(model, type_name)
+    ends_in_norm = bool(family.ends_in_norm) and not family.drops(config)
     return bool(region.replays_sum) and not ends_in_norm

@@ -4,7 +4,6 @@ Keys that change no shape are not judged: whether the runtime can train the mode
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from math import prod
 from typing import NamedTuple, TypeGuard
 
@@ -23,7 +22,7 @@ from shardwright_formats.types.model import (
     Parameter,
     Region,
 )
-from shardwright_models.facts import ATTENDED, POSITIONS, Config, Family
+from shardwright_models.facts import ATTENDED, MULTIPLIED, POSITIONS, Config, Family
 from shardwright_models.registry import FAMILIES
 
 _TABLES = (
@@ -104,6 +103,8 @@ def wrong_length(family: Family, config: Config, sequence_length: int) -> str | 
     fixed = family.fixed_positions(config)
     if fixed is not None and sequence_length != fixed:
         return f"sequence length {sequence_length} is not the {fixed} positions of an image"
+    if sequence_length < (least := family.least_positions(config)):
+        return f"sequence length {sequence_length} is under {least}: those of an image, and of a text"
     longest, why = _longest(family, config)
     if longest is not None and sequence_length > longest:
         return f"sequence length {sequence_length} is over {longest} positions ({why})"
@@ -207,6 +208,7 @@ def _pairs(positions: int, window: int | None) -> int:
 
 
 def _layer_type(family: Family, config: Config, layer: str, sequence_length: int, contents: Contents) -> LayerType:
+    widths = family.state_features(config)
     config = family.of_layer(layer, config)
     states = {**dict.fromkeys(family.states, sequence_length), **family.state_lengths(config)}
     queried, *others = family.attended(layer)
@@ -214,7 +216,7 @@ def _layer_type(family: Family, config: Config, layer: str, sequence_length: int
     inside = layer not in (EMBEDDING, HEAD, *family.merging)
     labels = length if family.labels is None else family.labels
     embedded = config.get(POSITIONS, states[family.states[0]]) - family.positions_without_input
-    positions = {EMBEDDING: embedded, HEAD: labels}
+    multiplied = config.get(MULTIPLIED) or {EMBEDDING: embedded, HEAD: labels}.get(layer, length)
     window = family.effective_window(layer, config, length) if inside else None
     pairs = length * config[ATTENDED] if ATTENDED in config else _pairs(length, window)
     pairs = pairs + sum(length * states[keys] for keys in others) if inside else 0
@@ -226,15 +228,21 @@ def _layer_type(family: Family, config: Config, layer: str, sequence_length: int
     experts = family.experts_of(layer, config)
     products = contents.products + _chosen_products(family, config, experts)
     heads = {key: config[key] for key in family.divided[:1]} if inside else {}
-    boundary = partial(BoundaryTensor, features=config["hidden_size"])
-    handed = {name: config.get(POSITIONS, states[name]) for name in family.states}
+    handed = (
+        BoundaryTensor(
+            name=name,
+            sequence_length=config.get(POSITIONS, states[name]),
+            features=widths.get(name, config["hidden_size"]),
+        )
+        for name in family.handed_on(layer)
+    )
     return LayerType(
         parameters=contents.parameters,
-        forward_flops_per_sample=2 * products * positions.get(layer, length) + scores,
+        forward_flops_per_sample=2 * products * multiplied + scores,
         tp_must_divide=divided | _one_rank(family.undivided, layer),
         ulysses_must_divide=heads | _one_rank(family.undivided_by_ulysses, layer),
         sequence_must_divide=_one_rank(family.undivided_sequence, layer) or UNSET,
-        outputs=() if layer == HEAD else tuple(boundary(name=name, sequence_length=n) for name, n in handed.items()),
+        outputs=() if layer == HEAD else tuple(handed),
         regions=tuple(_regions(family, config, layer, contents.is_cut, window)),
         labels=labels if layer == HEAD else 0,
         experts=experts,

@@ -40,6 +40,8 @@ POSITIONS = "positions"
 """The key under which `shapes` gives the positions that a layer type hands on."""
 ATTENDED = "attended_positions"
 """The key under which `shapes` gives the positions that each position of a layer type attends to."""
+MULTIPLIED = "multiplied_positions"
+"""The key under which `shapes` gives the positions that the matrices of a layer type multiply; None: all its own."""
 
 
 class Mask(StrEnum):
@@ -158,7 +160,12 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     shapes: Callable[[str, Config], Config] = lambda _layer, _config: {}
     """Keys whose values differ from layer type to layer type, such as width and heads, with those of one type."""
     merging: tuple[str, ...] = ()
-    """Layer types that merge neighbouring positions, and attend to none; every rank merges all that it has."""
+    """Layer types that attend to nothing and hand on other shapes than they receive, such as what merges patches.
+
+    Every rank computes all that it has.
+    """
+    towers: Callable[[str, Config], "Family | None"] = lambda _layer, _config: None
+    """Facts of a type of block that are another family's, such as those of a vision tower; None: they are these."""
     wrong: Callable[[Config], str | None] = lambda _: None
     """Function that names the fault of keys taken together, or of those that are no lengths; None: there is none."""
     alibi: Callable[[Config], bool] = lambda _: False
@@ -173,6 +180,12 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Names, by layer type, of something that takes a whole sequence on each rank, as windows of an image do."""
     state_lengths: Callable[[Config], Mapping[str, int]] = lambda _: {}
     """Positions of those boundary tensors that have others than a sample of text, such as frames of a spectrogram."""
+    state_features: Callable[[Config], Mapping[str, int]] = lambda _: {}
+    """Features of those boundary tensors that pass through layers of other widths unchanged."""
+    joined_by: str | None = None
+    """The type of layer that joins all states into the last; None: each block may attend to those of stacks before."""
+    least_positions: Callable[[Config], int] = lambda _: 1
+    """The fewest positions of a sample, such as those of the image in it and one of text."""
     fixed_positions: Callable[[Config], int | None] = lambda _: None
     """Positions of each sample where the configuration tells them; None: samples of text are as long as is asked."""
     positions_before: Callable[[Config], int] = lambda _: 0
@@ -234,7 +247,16 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         The head has those of the last stack.
         """
         number = next((n for n, stack in enumerate(self.stacks) if stack.has(layer)), len(self.stacks) - 1)
-        return self.states[number::-1]
+        return self.states[number::-1] if self.joined_by is None else self.states[number : number + 1]
+
+    def handed_on(self, layer: str) -> tuple[str, ...]:
+        """Return the states that a type of layer hands on: all, or the last alone once they are joined."""
+        joined = self.joined_by is not None and (layer == self.joined_by or self.stacks[-1].has(layer))
+        return self.states[-1:] if joined else self.states
+
+    def of_type(self, layer: str, config: Config) -> "Family":
+        """Return the facts of a type of block."""
+        return self.towers(layer, config) or self
 
     def layers(self, config: Config) -> tuple[str, ...]:
         """Return the type of each block of a configuration, in order."""
@@ -260,9 +282,15 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         A configuration that says them by rules keeps these.
         """
         configured = self.configured(config)
-        counted = {key: value for stack in self.stacks for key, value in stack.counted(layers, configured).items()}
-        counted = counted if self.experts is None else counted | self.experts.typed(configured, layers)
-        return counted if self.nested is None else {self.nested: {**(config.get(self.nested) or {}), **counted}}
+        counted: dict[str | None, dict[str, Any]] = {None: {}}
+        for stack in self.stacks:
+            key = stack.inside or self.nested
+            inner = counted.setdefault(key, dict(config.get(key) or {}) if key else {})
+            inner.update(stack.counted(layers, configured))
+            counted[None].update(stack.resets)
+        if self.experts is not None:
+            counted[self.nested].update(self.experts.typed(configured, layers))
+        return counted.pop(None) | {key: inner for key, inner in counted.items() if key is not None}
 
     def of_layer(self, layer: str, config: Config) -> Config:
         """Return a configuration with the values that a layer type has."""
@@ -294,9 +322,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         """Return a configuration as descriptions keep it: with neither counts of layers, names of classes nor code."""
         counted = {*self.counts, *(usual for usual, short in self.aliases.items() if short in self.counts)}
         counted |= {"layer_types", *(key for stack in self.stacks if (key := stack.typed_by))}
-        kept = {key: given[key] for key in given if key not in counted | _NAMES}
-        if self.nested is not None and isinstance(inner := given.get(self.nested), Mapping):
-            kept[self.nested] = {key: inner[key] for key in inner if key not in counted}
+        reset = {key for stack in self.stacks for key in stack.resets}
+        kept = {key: given[key] for key in given if key not in counted | _NAMES | reset}
+        for name in (self.nested, *(stack.inside for stack in self.stacks)):
+            if name is not None and isinstance(inner := given.get(name), Mapping):
+                kept[name] = {key: inner[key] for key in inner if key not in counted}
         named = isinstance(given.get("id2label"), Mapping)
         return kept | {"num_labels": self.configured(given)["num_labels"]} if named else kept
 
@@ -305,7 +335,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         inner = None if self.nested is None else config.get(self.nested)
         if not isinstance(inner, Mapping):
             return config
-        return {**inner, **{key: value for key, value in config.items() if key != self.nested}}
+        return {**inner, **config}
 
     def _under_both_names(self, config: Config) -> dict[str, Any]:
         named: dict[str, Any] = {}

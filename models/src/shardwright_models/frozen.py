@@ -105,7 +105,7 @@ def _name(model: Model, base: str, held: frozenset[str], backward: bool, taken: 
     """Return the name of a type of block."""
     kinds = (kind for kind in model.layers if base_type(kind) == base)
     trained = {p.name for kind in kinds for p in _parameters(model, kind)} - held
-    if not held:
+    if held <= {p.name for p in _parameters(model, base) if not p.trained} if base in model.types else not held:
         return base
     word = _FROZEN if not trained else _ADAPTED if all(LOW_RANK in name for name in trained) else _PARTLY
     word = word if backward else NO_BACKWARD

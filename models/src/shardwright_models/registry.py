@@ -1,8 +1,8 @@
 """A registry of all families, keyed by the `model_type` of their config.json."""
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import Model
-from shardwright_models.facts import Family
+from shardwright_formats.types import Model, base_type
+from shardwright_models.facts import Config, Family
 from shardwright_models.families.baichuan import BAICHUAN
 from shardwright_models.families.bert import BERT
 from shardwright_models.families.cohere import COHERE
@@ -15,6 +15,7 @@ from shardwright_models.families.gpt2 import GPT2
 from shardwright_models.families.gpt_oss import GPT_OSS
 from shardwright_models.families.granite import GRANITE
 from shardwright_models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from shardwright_models.families.llava import LLAVA
 from shardwright_models.families.ministral import MINISTRAL
 from shardwright_models.families.modernbert import MODERNBERT
 from shardwright_models.families.olmo2 import OLMO2
@@ -39,6 +40,7 @@ _ALL = (
     GPT_OSS,
     GRANITE,
     LLAMA,
+    LLAVA,
     MINISTRAL,
     MISTRAL,
     MIXTRAL,
@@ -69,3 +71,13 @@ def facts_of(model: Model) -> Family:
         problem = f"nothing is known of the family {model.family!r}"
         raise BadInput(f"model {model.name}", problem, f"use a model of {', '.join(FAMILIES)}")
     return FAMILIES[model.family]
+
+
+def facts_of_type(model: Model, type_name: str) -> tuple[Family, Config]:
+    """Return the facts of a type of layer of a described model, and its configuration.
+
+    Raises BadInput as `facts_of` does.
+    """
+    family, layer = facts_of(model), base_type(type_name)
+    config = family.configured(model.config)
+    return family.of_type(layer, config), family.of_layer(layer, config)

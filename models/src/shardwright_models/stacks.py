@@ -29,6 +29,10 @@ class Stack(NamedTuple):
     """The type of the first block, and of no other; None: of any."""
     written: Mapping[str, object] = {}
     """The values that that key lists in place of the names of types."""
+    inside: str | None = None
+    """The key that holds its keys, such as vision_config; None: they stand with those of the family."""
+    resets: Mapping[str, object] = {}
+    """Top keys of the configuration, with the values by which it has no more blocks than those counted."""
     alike_within_window: bool = False
     """Whether its types differ by their windows alone: where these hold whole samples, each block is a BLOCK."""
 

@@ -122,10 +122,9 @@ def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool
     Without a mask transformers hands the heads of a group that share their keys over as they are (`enable_gqa`).
     """
     dtype, config = getattr(torch, plan.precision.compute), family.configuration(plan.model)
-    leaves_out = family.facts.mask
-    by_mask, learned = by_document or leaves_out in (Mask.PADDING, Mask.BIAS), leaves_out is Mask.BIAS
     make = partial(torch.zeros, dtype=dtype, device=device)
-    for heads, length in dict.fromkeys(_attentions(plan.model, family)):
+    for heads, length, leaves_out in dict.fromkeys(_attentions(plan.model, family)):
+        by_mask, learned = by_document or leaves_out in (Mask.PADDING, Mask.BIAS), leaves_out is Mask.BIAS
         masked = by_mask or heads.window is not None or heads.alibi
         causal = leaves_out is Mask.CAUSAL and not masked
         group = 1 if masked else heads.heads // heads.kv_heads
@@ -142,12 +141,17 @@ def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool
     return None
 
 
-def _attentions(model: Model, family: Family) -> Iterator[tuple[Heads, int]]:
-    """Yield the heads of each attention, and the positions that a kernel is given: those of a sample, or a window."""
+def _attentions(model: Model, family: Family) -> Iterator[tuple[Heads, int, Mask]]:
+    """Yield the heads of each attention, the positions that a kernel is given, and what it leaves out of these.
+
+    The positions are those of a sample or an image, or those of a window of an image.
+    """
     config = family.facts.configured(model.config)
     for name, kind in model.types.items():
-        length = family.facts.shapes(base_type(name), config).get(ATTENDED, model.sequence_length)
-        yield from ((region.attention, length) for region in kind.regions if region.attention is not None)
+        layer, lengths = base_type(name), {tensor.name: tensor.sequence_length for tensor in kind.outputs}
+        of_window, mask = family.facts.shapes(layer, config).get(ATTENDED), family.facts.of_type(layer, config).mask
+        for heads in (region.attention for region in kind.regions if region.attention is not None):
+            yield heads, of_window or lengths[heads.queries], mask
 
 
 def _drops_alike(plan: Plan, family: Family) -> str | None:

@@ -136,6 +136,10 @@ class Family:
         """Return the transformers configuration of a config.json."""
         return parse(self.stock.config_class, config, self.facts)
 
+    def may_lack(self, model: Model, name: str) -> bool:
+        """Return whether files may hold a tensor of a block that a model leaves out, since nothing asks for it."""
+        return False
+
     # What is the same for all.
 
     def dropout(self, config: Any) -> float:
@@ -189,7 +193,8 @@ class Family:
         return {"kernel": kernel, "window": window, "mask": mask, **self._angles(model, kind, positions, example)}
 
     def _angles(self, model: Model, kind: str, positions: slice, example: Tensor) -> dict[str, Any]:
-        if self.rotary is None:
+        of_kind = self.facts.of_type(base_type(kind), self.facts.configured(model.config))
+        if self.rotary is None or of_kind.positions != "rope":
             return {"arguments": {}}
         rotary = type(self.stock_model(model).get_submodule(self.rotary))(self.configuration(model))
         # Some kinds look at the length of the whole sequence, of which this rank may have a part.

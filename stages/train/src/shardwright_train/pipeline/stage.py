@@ -217,9 +217,8 @@ def _hooked_both_ways(states: States, hook: Hook, ended: str, begun: str, is_out
     backward pass is over when its gradients exist. An output has no other use, and FSDP2 wants no view there.
     """
     hook(f"{ended}.forward")
-    if not states[0].requires_grad:
-        return states
-    views = states if is_output else tuple(x.view_as(x) for x in states)
+    views = states if is_output else tuple(x.view_as(x) if x.requires_grad else x for x in states)
     for view in views:
-        view.register_hook(lambda _grad: hook(f"{begun}.backward"))
+        if view.requires_grad:
+            view.register_hook(lambda _grad: hook(f"{begun}.backward"))
     return views

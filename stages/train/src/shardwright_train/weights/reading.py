@@ -216,7 +216,8 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool) ->
                 matches[tied] = (*matches.get(tied, ()), rows)
         elif not _is_buffer(name, stock):
             surplus.append(name)
-    if inner := [name for name in surplus if any(name.startswith(f"{parts.path}.") for parts in family.parts.values())]:
+    blocks = tuple(f"{parts.path}." for parts in family.parts.values())
+    if inner := [name for name in surplus if name.startswith(blocks) and not family.may_lack(model, name)]:
         raise BadInput(folder, f"has what the model's blocks lack: {listed(inner)}", _REMEDY)
     head = {family.hugging_face_name(model, HEAD, name) for name in family.parameter_names(model, HEAD)}
     for name, stored_name in stored_names(stock, tuple(pieces)).items():

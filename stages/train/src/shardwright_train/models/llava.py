@@ -1,0 +1,149 @@
+"""Llava (Liu et al. 2023): a vision tower, a projector that puts its states among a text's, and Llama's blocks."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llava.configuration_llava import LlavaConfig
+
+from shardwright_formats.types import EMBEDDING, Model, base_type
+from shardwright_models.facts import BLOCK
+from shardwright_models.families.llama import LLAMA
+from shardwright_models.families.llava import (
+    LANGUAGE,
+    PROJECTOR,
+    TEXT,
+    TOWER,
+    VISION_TOWER,
+    image_tokens,
+    taken_blocks,
+)
+from shardwright_models.families.siglip import VISION
+from shardwright_models.families.towers import TOWERS, part_of
+from shardwright_train.data.image_text import ImageText
+from shardwright_train.data.share import Batch
+from shardwright_train.models.base import Family, States
+from shardwright_train.models.configuration import parse
+from shardwright_train.models.stock import Pieces
+from shardwright_train.parallel.sharding_rules import Parts
+from shardwright_train.parallel.vocab import token_embedding
+
+_EMBEDDINGS, _NORM = f"{VISION_TOWER}.embeddings", f"{VISION_TOWER}.pre_layrnorm"
+_TEXT_KEYS = LlamaConfig().to_dict().keys() - LlavaConfig().to_dict().keys()
+_PARTS = ("self_attn",), ("mlp",)
+
+
+class Llava(Family):
+    """The Llava family: tower and language model are sharded as such models are; the projector is replicated."""
+
+    embedding = (f"{LANGUAGE}.embed_tokens", _EMBEDDINGS, _NORM)
+    head = (f"{LANGUAGE}.norm", "lm_head")
+    parts = {
+        BLOCK: Parts(f"{LANGUAGE}.layers", *_PARTS),
+        TOWER: Parts(f"{VISION_TOWER}.encoder.layers", *_PARTS),
+        PROJECTOR: Parts("model.multi_modal_projector", (), (), alone=True),
+    }
+    plan = {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"), "colwise"),
+        **dict.fromkeys(("o_proj", "down_proj", "out_proj", "fc2"), "rowwise"),
+        "embed_tokens": "embedding_rowwise",
+    }
+    shared = {f"post_layernorm.{kind}": f"{VISION_TOWER}.post_layernorm.{kind}" for kind in ("weight", "bias")}
+    rotary = f"{LANGUAGE}.rotary_emb"
+    objective = ImageText
+
+    def configured(self, config: Mapping[str, Any]) -> Any:
+        """Return the configuration of the blocks that compute something; it has the attributes of the text's, too."""
+        read = self.facts.configured(config)
+        if (wrong := self.facts.wrong(read)) is not None:
+            raise ValueError(wrong)
+        outer, text, vision = dict(config), part_of(config, TEXT), part_of(config, VISION)
+        text |= {key: outer.pop(key) for key in _TEXT_KEYS & outer.keys()}
+        parse(LlamaConfig, text, LLAMA)  # names an unknown key
+        if kind := vision.get("model_type"):
+            parse(CONFIG_MAPPING[kind], vision, TOWERS[kind])
+        vision["num_hidden_layers"] = taken_blocks(read)
+        inner = {TEXT: text, VISION: vision, "vision_feature_layer": -1, "image_seq_length": image_tokens(read)}
+        configured = super().configured(outer | inner)
+        vars(configured).update({**vars(configured.text_config), **vars(configured)})
+        return configured
+
+    def module(self, stock: Any, kind: str, index: int) -> nn.Module:
+        """Return the modules of a layer; numbers of patches' positions are no buffer, which would lose its values."""
+        if kind != EMBEDDING:
+            return super().module(stock, kind, index)
+        paths = self.embedding if hasattr(stock.model.vision_tower, "pre_layrnorm") else self.embedding[:-1]
+        pieces = Pieces(stock, paths, self.embed)
+        embeddings: Any = pieces.get_submodule(_EMBEDDINGS)
+        del embeddings.position_ids
+        embeddings.position_ids = torch.arange(embeddings.num_positions, device="cpu")[None]
+        return pieces
+
+    def block(self, stock: Any, kind: str, index: int) -> nn.Module:
+        """Return a stock block, or the projector, which keeps the tower's last norm: nothing here asks for it."""
+        block: Any = super().block(stock, kind, index)
+        block.of_tower = kind == TOWER
+        if kind == PROJECTOR:
+            block.post_layernorm = copy.deepcopy(stock.model.vision_tower.post_layernorm).requires_grad_(False)
+            block.has_class = stock.config.vision_feature_select_strategy == "default"
+            block.image_token = stock.config.image_token_index
+        return block  # type: ignore[no-any-return]
+
+    def initialize(self, model: Model, module: nn.Module) -> None:
+        """Give a whole layer the initial weights that transformers gives it, those of the tower by its own class."""
+        stock = self.stock_model(model)
+        within = [part for name, part in module.named_modules() if name == VISION_TOWER]
+        within += [module] if getattr(module, "of_tower", False) else []
+        tower = {id(part) for root in within for part in root.modules()}
+
+        def start(part: nn.Module) -> None:
+            (stock.model.vision_tower if id(part) in tower else stock)._init_weights(part)
+
+        with torch.no_grad():
+            module.apply(start)
+
+    def keeps_last_sum(self, kind: str, config: Any) -> bool:
+        """Return whether a value after the last product is kept: where the projector puts its states among a text's."""
+        return kind == PROJECTOR or super().keeps_last_sum(kind, config)
+
+    def may_lack(self, model: Model, name: str) -> bool:
+        """Return whether a tensor is of a block of the tower behind the one whose states are taken."""
+        blocks = self.parts[TOWER].path
+        number = name.removeprefix(f"{blocks}.").partition(".")[0]
+        taken = sum(base_type(kind) == TOWER for kind in model.layers)
+        return name.startswith(f"{blocks}.") and number.isdecimal() and int(number) >= taken
+
+    def embed(self, pieces: Pieces, batch: Batch) -> States:
+        """Return the states of an image's patches, of which every rank computes all, and those of the tokens."""
+        tower: Any = pieces.get_submodule(VISION_TOWER)
+        table: Any = pieces.get_submodule(self.embedding[0])
+        embeddings, split = tower.embeddings, pieces.tensor_parallel
+        places = embeddings.position_embedding.weight
+        patches = embeddings.patch_embedding(batch["pixel_values"].to(places.dtype)).flatten(2).transpose(1, 2)
+        if hasattr(embeddings, "class_embedding"):
+            patches = torch.cat((embeddings.class_embedding.expand(len(patches), 1, -1), patches), 1)
+        states = patches + places
+        states = tower.pre_layrnorm(states) if hasattr(tower, "pre_layrnorm") else states
+        held = states[:, split.positions(states.shape[1])].clone()
+        return held, token_embedding(table, batch["tokens"], split)
+
+    def call(self, block: Any, states: States, batch: Batch, constants: dict[str, Any]) -> Any:
+        """Run a block on its states: the tower's pass those of the text through, and the projector joins both."""
+        if len(states) == 1:
+            return super().call(block, states, batch, constants)
+        image, text = states
+        if block.of_tower:
+            return block(image, attention_mask=None), text
+        projected = block(image[:, 1:].contiguous() if block.has_class else image)
+        return (placed(projected, text, batch["tokens"] == block.image_token),)
+
+
+def placed(features: Tensor, text: Tensor, inside: Tensor) -> Tensor:
+    """Return states of a text [n, s, h] with an image's features [n, t, h] at the positions that are true [n, s]."""
+    index = (inside.cumsum(1) - 1).clamp(0, features.shape[1] - 1)
+    rows = features.gather(1, index[..., None].expand(-1, -1, features.shape[-1]))
+    return rows.where(inside[..., None], text)
