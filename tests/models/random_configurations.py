@@ -66,6 +66,15 @@ def random_configuration(name, rng):
         case "baichuan":
             config = shape | numbers | {rng.choice(("model_max_length", "max_position_embeddings")): 64}
             further = {"z_loss_weight": 0, "tie_word_embeddings": False}
+        case "deepseek_v2" | "deepseek_v3":
+            groups, of_group = rng.randint(1, 3), rng.randint(2, 4)
+            config = shape | numbers | {"moe_intermediate_size": rng.randint(3, 40), "n_shared_experts": 2}
+            config |= {"n_routed_experts": groups * of_group, "num_experts_per_tok": rng.randint(1, of_group)}
+            config |= {"n_group": groups, "topk_group": 1, "topk_method": "group_limited_greedy", "kv_lora_rank": 5}
+            config |= {} if name == "deepseek_v2" else {"topk_method": "noaux_tc"}
+            further = {"q_lora_rank": rng.choice((None, 7)), "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+            further |= {"v_head_dim": rng.choice((3, 10)), "attention_bias": True, "first_k_dense_replace": 2}
+            further |= {"num_key_value_heads": heads, "tie_word_embeddings": True, "aux_loss_alpha": 0.1}
         case _:
             key_value_heads = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
             config = shape | numbers | {"num_key_value_heads": key_value_heads}

@@ -70,6 +70,10 @@ VARIANTS = {
     "cohere-defaults": {"model_type": "cohere", **TINY, "tie_word_embeddings": False},
     "cohere2": {"model_type": "cohere2", **TINY, "num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 24}
     | {"sliding_window": 8, "sliding_window_pattern": 3},
+    "deepseek-v2": {"model_type": "deepseek_v2", **TINY, "q_lora_rank": None, "num_experts_per_tok": 3}
+    | {"first_k_dense_replace": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "scoring_func": "softmax"},
+    "deepseek-v2-grouped": {"model_type": "deepseek_v2", **TINY, "num_experts_per_tok": 2, "n_routed_experts": 12}
+    | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1, "v_head_dim": 192},
     "gemma2-defaults": {"model_type": "gemma2", **TINY},
     "glm4": {"model_type": "glm4", **TINY, "num_key_value_heads": 2, "head_dim": 24, "pad_token_id": 0},
     "glm4-defaults": {"model_type": "glm4", **TINY, "attention_bias": False, "pad_token_id": 0},

@@ -85,7 +85,7 @@ def test_norms_and_bounds_are_those_of_a_stock_block(stock):
     facts, runtime, model = stock
     block = runtime.module(model, next(iter(runtime.parts)), 0)
     norms = [name for name, part in block.named_modules() if "Norm" in type(part).__name__ and "final" not in name]
-    of_heads = [name for name in norms if name.endswith(("q_norm", "k_norm"))]
+    of_heads = [name for name in norms if name.endswith(("q_norm", "k_norm", "_a_layernorm"))]
     assert len(norms) - len(of_heads) == (1 if facts.parallel_parts else 2) * facts.norms
     assert facts.soft_caps == (getattr(model.config, "attn_logit_softcapping", None) is not None)
 
@@ -94,6 +94,7 @@ def test_norms_and_bounds_are_those_of_a_stock_block(stock):
 def test_feed_forward_parts_have_the_stock_models_activation_and_gate(name, activation):
     facts, runtime = FAMILIES[name], family_named(name, "test")
     given = counted(facts, 1) | ({} if activation is None else {"feed_forward_proj": activation})
+    given |= {facts.experts.first: 0} if facts.experts and facts.experts.first else {}
     with torch.device("meta"):
         config = runtime.configured(given | NEEDED_KEYS.get(name, {}))
         block = runtime.module(runtime.skeleton(config), next(iter(runtime.parts)), 0)
@@ -102,8 +103,8 @@ def test_feed_forward_parts_have_the_stock_models_activation_and_gate(name, acti
     assert name == "gpt_oss" or type(ACT2FN[function]) in {type(module) for module in block.modules()}
     matrices = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D)]
     # Stock matrices may hold several side by side: queries, keys and values, and those of a gated part.
-    attention = {"gpt2": 2, "modernbert": 1}.get(name, 4)
-    assert len(matrices) - attention == (0 if facts.experts else 3 if gated else 2)
+    attention = {"gpt2": 2, "modernbert": 1, "deepseek_v2": 5, "deepseek_v3": 5}.get(name, 4)
+    assert len(matrices) - attention == (0 if facts.experts and not facts.experts.shared else 3 if gated else 2)
     if facts.experts:
         first, last = block.mlp.experts.gate_up_proj, block.mlp.experts.down_proj
         assert first.numel() == (2 if gated else 1) * last.numel()

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from transformers.models.cohere import modeling_cohere
 from transformers.models.cohere2 import modeling_cohere2
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RMSNorm
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama import modeling_llama
@@ -29,6 +32,9 @@ def compute_in_the_inputs_format() -> None:
     ):
         layer_norm.forward = _divided_by_deviation  # type: ignore[assignment]
         module.apply_rotary_pos_emb = _rotated_in_pairs
+    for norm in (DeepseekV2RMSNorm, DeepseekV3RMSNorm):
+        norm.forward = _divided_by_root  # type: ignore[assignment]
+    modeling_deepseek_v2.apply_rotary_emb = _turned_by  # type: ignore[assignment]
 
 
 def _divided_by_deviation(self: Any, x: Tensor) -> Tensor:
@@ -37,6 +43,16 @@ def _divided_by_deviation(self: Any, x: Tensor) -> Tensor:
         self.weight * distance * torch.rsqrt(distance.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
     )
     return scaled
+
+
+def _divided_by_root(self: Any, x: Tensor) -> Tensor:
+    scaled: Tensor = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+    return scaled
+
+
+def _turned_by(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
+    pairs = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k))
+    return tuple(torch.view_as_real(pair * angles[:, None]).flatten(-2).to(q.dtype) for pair in pairs)
 
 
 def _rotated_in_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

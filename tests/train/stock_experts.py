@@ -4,6 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright_train.models.experts import Choice
+from shardwright_train.models.registry import family_named
+
 
 def with_balance(stock: nn.Module) -> nn.Module:
     """A stock model, of which parts with experts say their balance loss, summed over samples, as `auxiliary`.
@@ -15,10 +18,10 @@ def with_balance(stock: nn.Module) -> nn.Module:
     config: Any = stock.config
     for part in parts:
         config._experts_implementation = "eager"
-        strength = config.router_aux_loss_coef / len(parts)
+        strength = strength_of(config, len(parts))
         if hasattr(part, "gate"):
-            part.gate.register_forward_hook(_widened)
-        part.register_forward_hook(lambda part, inputs, _, strength=strength: _note(part, inputs[0], strength))
+            part.gate.register_forward_hook(lambda _, inputs, __, part=part: _widened(part, config, inputs[0]))
+        part.register_forward_hook(lambda part, inputs, _, strength=strength: _note(part, config, inputs[0], strength))
     return stock
 
 
@@ -27,22 +30,38 @@ def router_of(part: Any) -> Any:
     return getattr(part, "gate", getattr(part, "router", None))
 
 
-def _widened(router: Any, inputs: tuple[Tensor], _: object) -> tuple[Tensor, Tensor, Tensor]:
-    logits = inputs[0] @ router.weight.T
-    weights, index = logits.softmax(-1).topk(router.top_k, -1)
-    if getattr(router, "norm_topk_prob", True):
-        weights = weights / weights.sum(-1, keepdim=True)
-    return logits, weights, index
+def strength_of(config: Any, layers: int) -> float:
+    """The factor of the loss of a layer and a sample."""
+    if config.model_type.startswith("deepseek"):
+        return float(getattr(config, "aux_loss_alpha", 0.0)) / config.num_experts_per_tok
+    return float(config.router_aux_loss_coef) / layers
 
 
-def _note(part: Any, hidden: Tensor, strength: float) -> None:
-    part.auxiliary = strength * sum(sample_balance(router_of(part), sample) for sample in hidden)
-
-
-def sample_balance(router: Any, sample: Tensor) -> Tensor:
-    """The loss of one sample [positions, hidden]: E sum_e f_e P_e."""
-    logits = sample @ router.weight.T
+def choice_of(part: Any, config: Any, x: Tensor) -> Choice:
+    """What a part chooses in the format of its input; DeepSeek's as in runs, which tests hold to the stock one."""
+    if config.model_type.startswith("deepseek"):
+        family: Any = family_named(config.model_type, "test")
+        return family.choose(part, x)  # type: ignore[no-any-return]
+    router = router_of(part)
+    logits = x @ router.weight.T
     probabilities = (logits if getattr(router, "bias", None) is None else logits + router.bias).softmax(-1)
-    chosen = probabilities.topk(router.top_k, -1).indices
-    often = [(chosen == expert).sum() / len(sample) for expert in range(router.num_experts)]
-    return router.num_experts * sum(f * p for f, p in zip(often, probabilities.mean(0), strict=True))
+    weights, index = probabilities.topk(router.top_k, -1)
+    normed = getattr(router, "norm_topk_prob", True)
+    return Choice(probabilities, index, weights / weights.sum(-1, keepdim=True) if normed else weights)
+
+
+def _widened(part: Any, config: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    choice = choice_of(part, config, x.reshape(-1, x.shape[-1]))
+    return choice.probabilities, choice.weights, choice.experts
+
+
+def _note(part: Any, config: Any, hidden: Tensor, strength: float) -> None:
+    part.auxiliary = strength * sum(sample_balance(part, config, sample) for sample in hidden)
+
+
+def sample_balance(part: Any, config: Any, sample: Tensor) -> Tensor:
+    """The loss of one sample [positions, hidden]: E sum_e f_e P_e."""
+    choice = choice_of(part, config, sample)
+    number = choice.probabilities.shape[-1]
+    often = [(choice.experts == expert).sum() / len(sample) for expert in range(number)]
+    return number * sum(f * p for f, p in zip(often, choice.probabilities.mean(0), strict=True))

@@ -18,12 +18,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import DataParallel, Recompute, SequenceParallel, Strategy
 from shardwright_models.experts import SPARSE
-from shardwright_train.models.experts import balance, chosen
+from shardwright_train.models.experts import balance
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel import experts
 from shardwright_train.parallel.checkpointing import Recomputation, recomputed
 
-FAMILIES = ("mixtral", "qwen3_moe")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2")
 SAMPLES, LENGTH, HIDDEN = 3, 16, 32
 Ran = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
 
@@ -62,7 +62,7 @@ def ran(part: Any, hidden: Tensor, call: Callable[..., Tensor] | None = None) ->
     part.zero_grad()
     part.losses = []
     output = (call or part)(x)
-    loss = part.losses[0] if part.losses else part.auxiliary
+    loss = part.losses[0][0] if part.losses else part.auxiliary
     part.losses = None
     (output.square().sum() + loss).backward()
     assert x.grad is not None
@@ -96,20 +96,23 @@ def test_experts_compute_what_the_stock_block_does(stock: Any, crowd: str) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_routers_choose_as_the_stock_ones_to_the_bit(stock: Any, dtype: torch.dtype) -> None:
-    router = stock.to(dtype).model.layers[-1].mlp.gate
+    part = stock.to(dtype).model.layers[-1].mlp
     x = states().flatten(0, 1).to(dtype)
-    logits, weights, index = router(x)
-    choice = chosen(x, router.weight, router.top_k, getattr(router, "norm_topk_prob", True))
+    logits, weights, index = part.gate(x)
+    family: Any = family_named(stock.config.model_type, "test")
+    choice = family.choose(part, x)
     assert torch.equal(choice.experts, index) and torch.equal(choice.weights.to(weights.dtype), weights)
     assert torch.equal(choice.probabilities, logits.float().softmax(-1))
 
 
 def test_the_balance_loss_is_the_stock_functions_of_one_layer_and_sample(stock: Any) -> None:
-    router, hidden = stock.model.layers[-1].mlp.gate, states()
+    part, hidden = stock.model.layers[-1].mlp, states()
+    stock.config.topk_method = "greedy"  # the stock function knows no groups
     for sample in hidden:
-        logits = (sample @ router.weight.T).detach()
-        stock_loss = load_balancing_loss_func((logits,), router.num_experts, router.top_k)
-        assert sample_balance(router, sample).item() == pytest.approx(float(stock_loss), rel=1e-6)
+        logits = (sample @ part.gate.weight.T).detach()
+        stock_loss = load_balancing_loss_func((logits,), part.gate.num_experts, part.gate.top_k)
+        loss = sample_balance(part, stock.config, sample).item()
+        assert loss == pytest.approx(float(stock_loss), rel=1e-6)
 
 
 def test_the_balance_loss_is_the_same_in_one_microbatch_and_in_many(stock: Any) -> None:

@@ -9,6 +9,7 @@ from command_calls import call
 from published_audio import AUDIO, REFUSED_AUDIO
 from published_decoders import DECODERS, REFUSED_DECODERS
 from published_encoders import ENCODERS, REFUSED_ENCODERS
+from published_latents import LATENTS, REFUSED_LATENTS
 from published_windowed import REFUSED_WINDOWED, WINDOWED
 
 from shardwright_formats.io import read_document
@@ -189,6 +190,7 @@ PUBLISHED: dict[str, tuple[Config, int, int]] = {
     **AUDIO,
     **DECODERS,
     **ENCODERS,
+    **LATENTS,
     **WINDOWED,
     "t5-small": (t5(6, 512, 2048, 8, n_positions=512), 512, 60_506_624),
     "t5-base": (t5(12, 768, 3072, 12, n_positions=512), 512, 222_903_552),
@@ -285,6 +287,7 @@ REFUSED: list[tuple[Config, int, str]] = [
     *REFUSED_AUDIO,
     *REFUSED_DECODERS,
     *REFUSED_ENCODERS,
+    *REFUSED_LATENTS,
     *REFUSED_WINDOWED,
 ]
 

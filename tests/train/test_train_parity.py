@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from compared_families import FAMILIES, PACKED
 from random_plans import bare_plan, random_plan, uneven_plan
 from rest_long import rest_long
 from run_parity import TOLERANCE
@@ -17,12 +18,6 @@ from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Reco
 Errors = dict[str, dict[str, float]]
 Compare = Callable[..., Errors]
 
-FAMILIES = (
-    *("llama", "qwen3", "mistral", "gpt2", "bert", "t5", "vit", "olmo2", "gemma2", "gemma3_text", "cohere", "cohere2"),
-    *("baichuan", "glm4", "granite", "mixtral", "qwen3_moe", "gpt_oss", "roberta", "smollm3", "phi3", "modernbert"),
-    *("swin", "siglip", "whisper", "llava"),
-)
-PACKED = ("qwen3", "gpt2", "bert", "roberta")
 COMPILED = ("llama", "t5")
 """`make compiled` has all of them."""
 # Several launches of many processes on two cores.
@@ -239,7 +234,7 @@ def test_documents_of_one_sample_train_as_if_each_were_alone(
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip((*ON_TWO, "more_ranks"), (1, 1, 12), strict=True)))
+@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip((*ON_TWO, "more_ranks"), (2, 1, 16), strict=True)))
 def test_experts_that_ranks_share_out_train_exactly_as_one_process(
     request: pytest.FixtureRequest, ranks: str, count: int
 ) -> None:

@@ -28,7 +28,16 @@ from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.data import Gathers
 
 WORLD = 8
-RANDOM = (("llama", 3), ("llama", 7), ("gpt2", 1), ("bert", 0), ("mixtral", 0), ("qwen3_moe", 0), ("swin", 3))
+RANDOM = (
+    ("llama", 3),
+    ("llama", 7),
+    ("gpt2", 1),
+    ("bert", 0),
+    ("mixtral", 0),
+    ("qwen3_moe", 0),
+    ("swin", 3),
+    ("deepseek_v2", 0),
+)
 
 
 def uniform(model: Model, name: str, every: bool, recompute: Recompute, **sharding: object) -> Plan:
@@ -124,7 +133,10 @@ def test_layers_that_stay_gathered_from_pass_to_pass_are_not_gathered_again(sche
         assert counted(plan, rank) == by_formula(plan, rank)
 
 
-@pytest.mark.parametrize(("family", "number"), [("mixtral", 0), ("mixtral", 1), ("gpt_oss", 0), ("qwen3_moe", 3)])
+SHARED = ("mixtral", 0), ("mixtral", 1), ("gpt_oss", 0), ("qwen3_moe", 3), ("deepseek_v2", 0), ("deepseek_v2", 1)
+
+
+@pytest.mark.parametrize(("family", "number"), SHARED)
 def test_experts_that_ranks_share_out_move_the_bytes_of_even_load(family: str, number: int) -> None:
     (model,) = (model for model in MODELS if model.family == family)
     plan = with_shared_experts(random_plan(model, number, WORLD, "bfloat16"), number)

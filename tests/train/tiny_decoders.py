@@ -136,6 +136,18 @@ DECODERS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
     },
 }
+DECODERS["deepseek_v2"] = {
+    "model_type": "deepseek_v2",
+    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16},
+    **{"num_hidden_layers": LAYERS, "num_attention_heads": 8, "q_lora_rank": None, "kv_lora_rank": 12},
+    **{"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1},
+    **{"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5},
+    **{"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "aux_loss_alpha": 0.5},
+    "initializer_range": 0.3,
+    "max_position_embeddings": 32,
+    "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 8, "beta_fast": 32}
+    | {"beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.7},
+}
 DECODERS["gemma3_text"] = DECODERS["gemma2"] | {
     **{"model_type": "gemma3_text", "sliding_window_pattern": 3, "rope_local_base_freq": 100.0},
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping")),

@@ -23,7 +23,7 @@ from shardwright_models.families.llama import LLAMA
 from shardwright_models.parameters import Parameters, linear
 from shardwright_models.registry import FAMILIES
 from shardwright_train.data.share import Batch
-from shardwright_train.models.base import States, WithLoss
+from shardwright_train.models.auxiliary_loss import States, WithLoss
 from shardwright_train.models.llama import Llama
 from shardwright_train.parallel.sharding_rules import INSIDE, Rule
 from shardwright_train.parallel.tensor import TensorParallel

@@ -1,6 +1,7 @@
 """Operations and kept tensors of a layer's experts, and of the router that chooses among them."""
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from shardwright_estimate.part import Part
 from shardwright_formats.types import Experts, LayerType, Model
@@ -10,6 +11,8 @@ ROUTER_KERNELS = 40
 """Kernels of a forward pass that choose experts, sort rows by them and back, and sum up the balance loss."""
 PRODUCT_KERNELS = 10
 """Kernels of experts: two grouped products with the ends of their groups, and what lies between them."""
+SHARED_KERNELS = 6
+"""Further kernels of experts that compute every position."""
 EXCHANGE_KERNELS = 15
 """Further kernels where rows come from several ranks: they are sorted by expert, and back."""
 _FLOAT32_BYTES = 4
@@ -18,23 +21,42 @@ _TILE_ROWS = 128
 """Rows of a tile of grouped products: the last tile of each expert is half full, in the mean."""
 
 
-def router_part(experts: Experts, stream: int, hidden: int) -> Part:
+def router_part(model: Model, experts: Experts, stream: int, hidden: int) -> Part:
     """Return what chooses the experts of each position, sorts a row for each of them, and sums up the results.
 
-    Each rank has whole matrices. A row keeps its expert, its places sorted and back, and its weight twice.
+    Each rank has whole matrices. A row keeps its expert, its places sorted and back, and its weight twice where weights
+    are divided by their sum. Experts that compute every position are a feed-forward part beside it.
     """
+    family = facts_of(model)
+    config = family.configured(model.config)
     positions = stream // hidden
     rows = positions * experts.top_k
-    return Part(
+    divided = 2 * rows + positions if config.get("norm_topk_prob", True) else 0
+    router = Part(
         name="mlp",
         flops=2.0 * hidden * positions * experts.number,
         weights=hidden * experts.number,
         undivided=True,
-        whole_bytes=_FLOAT32_BYTES * positions * (experts.number + 1) + rows * (3 * _INDEX_BYTES + 2 * _FLOAT32_BYTES),
+        whole_bytes=_FLOAT32_BYTES * (positions * experts.number + divided) + rows * 3 * _INDEX_BYTES,
         passing=2 * rows * hidden,
         outside=2 * stream,
         result=stream,
         kernels=ROUTER_KERNELS,
+    )
+    if experts.shared_features is UNSET:
+        return router
+    matrices = 3 if (gated := family.feed_forward(config).gated) else 2
+    wide = positions * experts.shared_features
+    return replace(
+        router,
+        flops=2.0 * hidden * matrices * wide,
+        whole_flops=router.flops,
+        weights=router.weights + hidden * matrices * experts.shared_features,
+        undivided=False,
+        inside=(matrices + gated) * wide,
+        products=(matrices - 1) * wide,
+        widest=wide,
+        kernels=ROUTER_KERNELS + SHARED_KERNELS,
     )
 
 

@@ -94,7 +94,7 @@ class _Share(NamedTuple):
         return (part.mask * self.inside + part.weight_copies * self.weights) * self.itemsize
 
     def product_bytes(self, part: Part) -> float:
-        return self.samples * part.products * self.itemsize * self.inside
+        return self.samples * self.itemsize * (part.products * self.inside + part.whole_products * self.entering)
 
     def selected_bytes(self, part: Part, ends: bool) -> float:
         """Return what selective recomputation keeps: also the sum over ranks, unless it ends the layer unused."""
@@ -188,7 +188,8 @@ def _at_positions(router: Part, share: _Share) -> Part:
     """Return the part of a router that sees the positions of its rank between regions, not those inside."""
     ratio = share.outside / share.entering
     sizes = {name: round(getattr(router, name) * ratio) for name in ("whole_bytes", "passing")}
-    return replace(router.scaled(ratio), **sizes)
+    scaled = router.scaled(ratio) if router.undivided else replace(router, whole_flops=router.whole_flops * ratio)
+    return replace(scaled, **sizes)
 
 
 def _exposed_s(messages: Iterable[Message], pass_s: float, machine: Machine) -> float:
@@ -279,7 +280,7 @@ def _products_s(part: Part, share: _Share, machine: Machine) -> float:
     kept = share.kept_bytes(part) + share.passing_bytes(part)
     weights, inside = (1.0, share.entering) if part.undivided else (share.weights, share.inside)
     product_bytes = part.weights * share.itemsize * weights + kept if part.weights else 0.0
-    operations = part.flops * share.samples * inside + part.tile_flops * weights
+    operations = (part.flops * inside + part.whole_flops * share.entering) * share.samples + part.tile_flops * weights
     return max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)
 
 

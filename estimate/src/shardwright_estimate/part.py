@@ -13,6 +13,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     flops: float
     """Operations of matrix products."""
+    whole_flops: float = 0.0
+    """Those that each tensor-parallel rank computes whole: of matrices that none shares out."""
     attention_flops: float = 0.0
     """Operations of scores and of what they weigh, those that a causal mask leaves out included."""
     causal: bool = False
@@ -30,6 +32,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Elements kept in the compute format."""
     products: int = 0
     """Elements among them that matrix products and attention give: what selective recomputation keeps."""
+    whole_products: int = 0
+    """Elements that products give on each rank whole."""
     passing_bytes: int = 0
     """Bytes that are written and read beside them, and not kept."""
     inside_bytes: int = 0
@@ -68,10 +72,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     def scaled(self, share: float) -> "Part":
         """Return the part with so many times the operations."""
-        operations = {
-            "flops": self.flops,
-            "attention_flops": self.attention_flops,
-            "left_out": self.left_out,
-            "tile_flops": self.tile_flops,
-        }
+        names = ("flops", "whole_flops", "attention_flops", "left_out", "tile_flops")
+        operations: dict[str, float] = {name: getattr(self, name) for name in names}
         return msgspec.structs.replace(self, **{name: value * share for name, value in operations.items()})

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright_estimate.expert_parts import PRODUCT_KERNELS, ROUTER_KERNELS, experts_part, router_part
+from shardwright_estimate.latents import latent_attention_part
 from shardwright_estimate.part import Part
 from shardwright_estimate.shapes import attended_positions, attention_shape, stream_elements, tensors_of
 from shardwright_formats.io import BadInput
@@ -88,7 +89,7 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     if kind.experts is not UNSET:
         parts += _experts(model, kind, parts)
     # The description's count of operations holds; the shapes only say how it is shared out.
-    counted = sum(part.flops + part.attention_flops for part in parts)
+    counted = sum(part.flops + part.whole_flops + part.attention_flops for part in parts)
     share = kind.forward_flops_per_sample / counted if counted else 0.0
     return tuple(part.scaled(share) for part in parts)
 
@@ -116,9 +117,13 @@ def _block_part(model: Model, type_name: str, region: Region, fused: bool) -> Pa
     kind, tensors = model.types[type_name], tensors_of(model, type_name)
     stream, hidden = stream_elements(tensors, region), tensors[0].features
     if region.attention is not None:
+        family = facts_of(model)
+        if (latents := family.latents(family.configured(model.config))) is not None:
+            keeps = _norm_keeps(family, fused)
+            return latent_attention_part(model, type_name, region, stream, latents, keeps, _KERNELS["attention"])
         return _attention_part(model, type_name, region, stream, hidden, fused)
     if kind.experts is not UNSET:
-        router = router_part(kind.experts, stream, hidden)
+        router = router_part(model, kind.experts, stream, hidden)
         return msgspec.structs.replace(router, kernels=router.kernels + _KERNELS["mlp"])
     return _mlp_part(model, type_name, region, stream, hidden, fused)
 

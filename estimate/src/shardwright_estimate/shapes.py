@@ -13,6 +13,8 @@ class AttentionShape(NamedTuple):
 
     query_width: int
     key_width: int
+    result_width: int
+    """Width of what its heads give."""
     queries: int
     """Positions that attend."""
     key_positions: int
@@ -47,6 +49,7 @@ def attention_shape(model: Model, type_name: str, region: Region) -> AttentionSh
     return AttentionShape(
         heads.heads * heads.head_features,
         heads.kv_heads * heads.head_features,
+        heads.heads * heads.features_of_values,
         lengths[heads.queries],
         lengths[heads.keys],
         attended_positions(model, type_name) or lengths[heads.keys],

@@ -23,6 +23,7 @@ from shardwright_formats.types.model import (
     Region,
 )
 from shardwright_models.facts import ATTENDED, MULTIPLIED, POSITIONS, Config, Family
+from shardwright_models.latents import VALUES
 from shardwright_models.registry import FAMILIES
 
 _TABLES = (
@@ -220,7 +221,8 @@ def _layer_type(family: Family, config: Config, layer: str, sequence_length: int
     window = family.effective_window(layer, config, length) if inside else None
     pairs = length * config[ATTENDED] if ATTENDED in config else _pairs(length, window)
     pairs = pairs + sum(length * states[keys] for keys in others) if inside else 0
-    scores = 4 * pairs * config["head_dim"] * config["num_attention_heads"]
+    values = config.get(VALUES, config["head_dim"])
+    scores = 2 * pairs * (config["head_dim"] + values) * config["num_attention_heads"]
     # Keys and values of other states are as many as these.
     further = sum(states[keys] - length for keys in others) if inside else 0
     scores += 4 * further * config["hidden_size"] * config["head_dim"] * config["num_key_value_heads"]
@@ -255,6 +257,7 @@ def _chosen_products(family: Family, config: Config, experts: Experts | UnsetTyp
         return 0
     matrices = 3 if family.feed_forward(config).gated else 2
     hidden: int = config["hidden_size"]
+    # Shared experts are matrices like others.
     return hidden * (experts.number + experts.top_k * matrices * experts.features)
 
 
@@ -281,6 +284,7 @@ def _regions(family: Family, config: Config, layer: str, is_cut: bool, window: i
         return
     replays = family.replays_sum(config)
     shape = {name: config[key] for name, key in _HEADS.items()}
+    shape |= {"value_features": config[VALUES]} if config.get(VALUES, config["head_dim"]) != config["head_dim"] else {}
     for keys in family.attended(layer):
         attention = Heads(queries=stream, keys=keys, **shape, window=window, alibi=family.alibi(config))
         enters = tuple(dict.fromkeys((stream, keys)))

@@ -1,7 +1,7 @@
 """Facts of experts: what the keys of a config.json say of the blocks that have some."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
@@ -33,16 +33,28 @@ class ExpertKeys(NamedTuple):
     """The types of block that have experts."""
     kept: int = 5
     """Numbers kept of a row for each feature: two products, the activation, the gated product, and that weighted."""
+    first: str | None = None
+    """The key of how many blocks there are before the first one with experts."""
+    shared: str | None = None
+    """The key of the number of experts that compute every position, as one of as many times the features."""
+    balance_of: Literal["model", "layer"] = "model"
+    """Whether the balance loss is a mean over layers, or a sum over them divided by the experts of a position."""
 
     def type_at(self, config: Config, index: int) -> str:
         """Return the type of a block by its index."""
         step = 1 if self.step is None else config[self.step]
+        if self.first is not None and index < (config[self.first] or 0):
+            return DENSE
         return DENSE if index in self._without(config) or (index + 1) % step else SPARSE
 
     def typed(self, config: Config, layers: Sequence[str]) -> dict[str, Any]:
         """Return the keys that say the types of these layers, where the configuration's rules say others."""
         types = [base_type(layer) for layer in layers]
-        if self.without is None or [self.type_at(config, i) for i in range(len(types))] == types:
+        if [self.type_at(config, i) for i in range(len(types))] == types:
+            return {}
+        if self.first is not None:
+            return {self.first: types.count(DENSE)}
+        if self.without is None:
             return {}
         dense: dict[str, Any] = {self.without: [i for i, kind in enumerate(types) if kind == DENSE]}
         return dense if self.step is None else {**dense, self.step: 1}
@@ -51,12 +63,17 @@ class ExpertKeys(NamedTuple):
         """Return the experts of a type of layer in a configuration; UNSET where it has none."""
         if layer not in self.types:
             return UNSET
-        return Experts(number=config[self.number], top_k=config[self.top_k], features=config[self.features])
+        features: int = config[self.features]
+        shared = UNSET if self.shared is None else config[self.shared] * features
+        return Experts(number=config[self.number], top_k=config[self.top_k], features=features, shared_features=shared)
 
     def wrong(self, config: Config) -> str | None:
         """Return what is wrong with what a configuration says of experts, whose lengths are lengths."""
         if config[self.top_k] > (number := config[self.number]):
             return f"{self.top_k} {config[self.top_k]} is over {self.number} {number}"
+        first = 0 if self.first is None else config[self.first] or 0
+        if not isinstance(first, int) or first < 0:
+            return f"{self.first} {first!r} is no number of layers"
         listed = self._without(config)
         if not isinstance(listed, list | tuple) or not all(isinstance(index, int) for index in listed):
             return f"{self.without} {listed!r} is no list of numbers of layers"

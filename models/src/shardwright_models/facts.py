@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from shardwright_formats.types import Attention, Experts, Parameter
 from shardwright_models.experts import DENSE, SPARSE, ExpertKeys
+from shardwright_models.latents import Latents
 from shardwright_models.stacks import BLOCK, FULL, SLIDING, Config, Stack
 
 __all__ = [
@@ -139,6 +140,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a head's features are joined after some were rotated; attention's output is then kept in two layouts."""
     keeps_unrotated: bool = False
     """Whether queries and keys are kept unrotated, too: one tensor holds them and the values."""
+    latents: Callable[[Config], Latents | None] = lambda _: None
+    """Function that tells of the latents that queries, keys and values come from (DeepSeek-AI 2024); None: of none."""
     experts: ExpertKeys | None = None
     """The keys that tell of its experts; None: it has none."""
     soft_caps: bool = False

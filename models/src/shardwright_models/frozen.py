@@ -70,7 +70,7 @@ def freeze(model: Model, parts: Sequence[FrozenPart], file: object = OPTION) -> 
 def freeze_where(model: Model, is_frozen: Callable[[Place, Parameter], bool], file: object) -> Model:
     """Return the model with parameters frozen by their layer and themselves, besides those that are; see `freeze`."""
     frozen = {
-        at: frozenset(p.name for p in _parameters(model, kind) if not p.trained or is_frozen(at, p))
+        at: frozenset(p.name for p in _parameters(model, kind) if p.frozen is True or is_frozen(at, p))
         for at, kind in _layers(model)
     }
     _check_replicas(model, frozen, file)

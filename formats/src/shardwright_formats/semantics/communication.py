@@ -7,7 +7,10 @@ what this rank sends; sends are counted by the sender.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import lcm, prod
+
+from msgspec import UNSET
 
 from shardwright_formats.semantics import tied_weights
 from shardwright_formats.semantics.axes import Axis, Layout, axes_of, layout_of
@@ -94,7 +97,7 @@ def _group_messages(
         if size := sum(p.numel(parts) for p in trained) * reduce_itemsize:
             yield Message(Cause.GRADIENTS, Collective.ALL_REDUCE, replicas, size, Pass.BACKWARD, reductions)
         return
-    size = _padded(kind.parameters, parts, ranks) * compute_itemsize
+    size = _padded([p for p in kind.parameters if not p.is_buffer], parts, ranks) * compute_itemsize
     if strategy.data_parallel is DataParallel.ZERO3:
         yield Message(Cause.PARAMETERS, Collective.ALL_GATHER, ranks, size, Pass.FORWARD, microbatches)
         if kind.has_backward:
@@ -156,7 +159,7 @@ def region_messages(
             exchanges = _ulysses_messages(region, ranks, sizes, replays, microbatches)
             yield from (m for m in exchanges if kind.has_backward or m.during is Pass.FORWARD)
             continue
-        if region.name == "mlp" and shares_experts(strategy):
+        if region.name == "mlp" and shares_experts(strategy) and not _has_shared_experts(kind):
             continue  # each rank's positions go to experts, not to all of its group
         entering, leaving = _GATHERED_SEQUENCE if axes.gathers_sequence else _WHOLE_SEQUENCE
         # What is gathered in a replay stays gathered until the backward pass behind it.
@@ -172,6 +175,11 @@ def region_messages(
             for during, collective in [*collectives, (Pass.BACKWARD, forward)] if replayed else collectives:
                 if collective is not None and (kind.has_backward or during is Pass.FORWARD):
                     yield Message(Cause.TENSOR_PARALLEL, collective, ranks, size, during, microbatches)
+
+
+def _has_shared_experts(kind: LayerType) -> bool:
+    """Return whether some experts compute every position, with their features shared out by tensor parallelism."""
+    return kind.experts is not UNSET and kind.experts.shared_features is not UNSET
 
 
 def tensors_of(model: Model, kind: LayerType) -> dict[str, BoundaryTensor]:
@@ -195,11 +203,15 @@ def _ulysses_messages(
     heads = region.attention
     if heads is None:
         return
-    queries = sizes[heads.queries] * heads.heads * heads.head_features // ranks
-    keys = sizes[heads.keys] * lcm(heads.kv_heads, ranks) * heads.head_features // ranks
-    for size in (queries, keys):
-        for during, times in ((Pass.FORWARD, 2), (Pass.BACKWARD, 4 if replays else 2)):
-            yield Message(Cause.ULYSSES, Collective.ALL_TO_ALL, ranks, size, during, times * microbatches)
+    of_queries = sizes[heads.queries] * heads.heads // ranks
+    of_keys = sizes[heads.keys] * lcm(heads.kv_heads, ranks) // ranks
+    widths = dict.fromkeys((heads.head_features, heads.features_of_values))
+    for one_feature, width in product((of_queries, of_keys), widths):
+        for during, times in ((Pass.FORWARD, 1), (Pass.BACKWARD, 2 if replays else 1)):
+            times *= 2 // len(widths)
+            yield Message(
+                Cause.ULYSSES, Collective.ALL_TO_ALL, ranks, one_feature * width, during, times * microbatches
+            )
 
 
 def loss_messages(

@@ -35,7 +35,7 @@ def parameter_box(parameter: Parameter, strategy: Strategy, rank: int) -> Box:
     for dim, axis in ((parameter.ep_dim, experts), (parameter.tp_dim, tensor)):
         if isinstance(dim, int):
             ranges[dim] = _share(ranges[dim], axis.size, axis.part_of(rank))
-    if shards > 1 and ranges:
+    if shards > 1 and ranges and not parameter.is_buffer:
         part = parameter.of_experts(experts.size)
         dim = part.states_dim(tensor.size, shards)
         start, end = ranges[dim]

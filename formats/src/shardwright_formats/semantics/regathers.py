@@ -13,7 +13,7 @@ def regathers(kind: LayerType) -> tuple[bool, ...]:
     there are not as many such matrices as regions, all regions are taken to be as the layer is. Where all is trained,
     all gather again, however the family lays its matrices out.
     """
-    if all(p.trained for p in kind.parameters):
+    if all(p.trained or p.is_buffer for p in kind.parameters):
         return (True,) * len(kind.regions)
     ends = [i for i, p in enumerate(kind.parameters) if _is_cut_by_inputs(p)]
     if len(ends) != len(kind.regions):

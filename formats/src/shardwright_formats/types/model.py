@@ -45,6 +45,8 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """True where it is not trained: it has no gradient and no optimizer state."""
     ep_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMS)] | UnsetType = UNSET
     """The tensor dim of experts; left out where it is no tensor of several."""
+    buffer: bool | UnsetType = UNSET
+    """True for a buffer, which steps set and no gradient: each rank has it whole, in float32 at least."""
 
     def __post_init__(self) -> None:
         for name, dim in (("tp_dim", self.tp_dim), ("ep_dim", None if self.ep_dim is UNSET else self.ep_dim)):
@@ -54,7 +56,12 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def trained(self) -> bool:
         """Return whether it has a gradient and an optimizer state."""
-        return self.frozen is not True
+        return self.frozen is not True and not self.is_buffer
+
+    @property
+    def is_buffer(self) -> bool:
+        """Return whether it is a buffer."""
+        return self.buffer is True
 
     def numel(self, parts: int) -> int:
         """Return the number of elements of each of so many tensor-parallel parts: an even share, rounded up."""
@@ -84,7 +91,7 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def shard_numel(self, parts: int, shards: int) -> int:
         """Return the number of elements of the largest shard that ZeRO cuts a tensor-parallel part into."""
         numel = self.numel(parts)
-        if not self.shape:
+        if not self.shape or self.is_buffer:
             return numel
         length = self.part_length(self.states_dim(parts, shards), parts)
         return numel // length * -(-length // shards)
@@ -118,10 +125,17 @@ class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Key and value heads."""
     head_features: Length
     """Features of one head."""
+    value_features: Length | None = None
+    """Features of one value head; null: those of the others."""
     window: Length | None = None
     """Positions that each attends to, itself the last, and an encoder as many behind; null: all. Below the samples'."""
     alibi: bool = False
     """True where scores fall with the distance of positions, at a slope for each head (Press et al. 2022)."""
+
+    @property
+    def features_of_values(self) -> int:
+        """Return the features of one value head, and of what one head gives."""
+        return self.value_features or self.head_features
 
 
 class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,6 +162,8 @@ class Experts(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Experts that compute each position."""
     features: Length
     """Features between the matrices of one expert."""
+    shared_features: Length | UnsetType = UNSET
+    """Features between the matrices of the experts that compute every position; left out where there are none."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.number:
@@ -275,7 +291,8 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def is_frozen(self) -> bool:
         """Return whether some parameter is frozen."""
-        return any(not p.trained for name in (EMBEDDING, *self.layers, HEAD) for p in self.types[name].parameters)
+        layers = (EMBEDDING, *self.layers, HEAD)
+        return any(p.frozen is True for name in layers for p in self.types[name].parameters)
 
     @property
     def boundary(self) -> tuple[BoundaryTensor, ...]:

@@ -144,10 +144,13 @@ def _misfit_of_sequence(model: Model, kind: LayerType, strategy: Strategy, split
         parts.append((f"2 x cp_size {strategy.cp_size}", 2 * strategy.cp_size, "the sequence length", lengths[0]))
         parts += [(f"cp_size {strategy.cp_size}", strategy.cp_size, "labels", kind.labels)]
     odd = (f"{degree} does not divide {name} {length}" for degree, size, name, length in parts if length % size)
-    return next(odd, None) or _misfit_of_ring(kind, strategy)
+    return next(odd, None) or _misfit_of_context(kind, strategy)
 
 
-def _misfit_of_ring(kind: LayerType, strategy: Strategy) -> str | None:
+def _misfit_of_context(kind: LayerType, strategy: Strategy) -> str | None:
+    heads = (region.attention for region in kind.regions if region.attention is not None)
+    if strategy.cp_size > 1 and any(each.features_of_values != each.head_features for each in heads):
+        return f"cp_size {strategy.cp_size}: keys and values of unequal heads are not sent together"
     if not isinstance(strategy, LayerStrategy) or strategy.context is not ContextParallel.RING:
         return None
     masked = "windows" if kind.window is not None else "ALiBi" if kind.alibi_heads else None

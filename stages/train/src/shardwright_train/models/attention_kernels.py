@@ -130,11 +130,12 @@ def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool
         group = 1 if masked else heads.heads // heads.kv_heads
         query = make(1, group, length, heads.head_features, requires_grad=True)
         key = make(1, 1, length, heads.head_features, requires_grad=True)
+        value = make(1, 1, length, heads.features_of_values, requires_grad=True)
         mask = make(length, length, requires_grad=learned) if masked else None
         try:
             with sdpa_kernel(list(_FUSED)):
                 scaled_dot_product_attention(
-                    query, key, key, mask, family.dropout(config), causal, enable_gqa=group > 1
+                    query, key, value, mask, family.dropout(config), causal, enable_gqa=group > 1
                 )
         except RuntimeError as error:
             return f"has no fused kernel here ({' '.join(str(error).split())})"

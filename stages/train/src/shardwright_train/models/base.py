@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -14,6 +14,7 @@ from shardwright_formats.types import EMBEDDING, HEAD, Attention, Model, Strateg
 from shardwright_models.facts import Family as Facts
 from shardwright_train.data.objectives import Causal, Classification, Text
 from shardwright_train.data.share import POSITIONS, Batch
+from shardwright_train.models.auxiliary_loss import States, WithLoss
 from shardwright_train.models.configuration import parse
 from shardwright_train.models.initial_weights import Filling
 from shardwright_train.models.low_rank import low_rank_fillings, with_low_rank
@@ -22,20 +23,6 @@ from shardwright_train.models.stock import Pieces, skeleton, stock_fillings, uns
 from shardwright_train.parallel.sharding_rules import OF_OUTPUTS, WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.vocab import loss_of_logits, token_embedding
-
-States = tuple[Tensor, ...]
-"""Output of a layer: tensors [samples, positions, features], as the description's `outputs` list."""
-
-
-class WithLoss(NamedTuple):
-    """The output of a block that has an auxiliary loss.
-
-    The loss is this rank's part of a sum over samples, whose mean over a step the runtime adds to the loss. Ranks that
-    hold replicas of the block's states compute it alike; ranks with other positions have parts of it.
-    """
-
-    states: States
-    loss: Tensor
 
 
 class Family:
@@ -113,12 +100,17 @@ class Family:
         arguments = constants["arguments"]
         if POSITIONS in batch and "every_angle" in constants:
             positions = batch[POSITIONS][:, constants["positions"]]
-            arguments = {"position_embeddings": tuple(angles[positions] for angles in constants["every_angle"])}
+            angles = tuple(each[positions] for each in constants["every_angle"])
+            arguments = {"position_embeddings": self.rotation(angles)}
         return (block(states[0], attention_mask=mask, **arguments),)
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the cosines and sines [1, s, features] of a type of block at some positions [1, s]."""
         angles: tuple[Tensor, ...] = rotary(example, positions)
+        return angles
+
+    def rotation(self, angles: tuple[Tensor, ...]) -> Any:
+        """Return what blocks take for these cosines and sines."""
         return angles
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
@@ -201,7 +193,7 @@ class Family:
         whole = torch.arange(model.sequence_length, device=example.device)[None]
         angles = self.angles(rotary.to(example.device), base_type(kind), example, whole)
         return {
-            "arguments": {"position_embeddings": tuple(x[:, positions].clone() for x in angles)},
+            "arguments": {"position_embeddings": self.rotation(tuple(x[:, positions].clone() for x in angles))},
             "every_angle": tuple(x[0] for x in angles),
             "positions": positions,
         }

@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024) and Qwen3-MoE (Qwen team 2025): Llama with experts in some blocks or in all."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from shardwright_formats.types import LayerStrategy, Strategy
 from shardwright_models.experts import DENSE, SPARSE
 from shardwright_models.facts import BLOCK
 from shardwright_train.data.share import Batch
-from shardwright_train.models.base import States, WithLoss
+from shardwright_train.models.auxiliary_loss import States, WithLoss
 from shardwright_train.models.llama import Llama
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import with_transpose
@@ -36,13 +36,15 @@ class Sparse(Llama):
         "mlp.experts.down_proj": Rule("cut", dim=2, ep_dim=0),
     }
     auxiliary_loss = True
+    always: tuple[str, ...] = ()
+    """Path in a block of the experts that compute every position, if there are such."""
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """Return a stock block; one with experts also returns the balance loss."""
         block = super().block(stock, kind, index)
         if self.facts.experts is not None and kind in self.facts.experts.types:
             part: Any = block.mlp
-            part.routing = self._routing(stock.config)
+            part.strength = self.strength(stock.config)
             part.choose = partial(self.choose, part)
             part.forward = partial(self.compute, part)
             part.experts.forward = partial(self.compute_experts, part.experts)
@@ -53,9 +55,11 @@ class Sparse(Llama):
         return block
 
     def parts_of(self, kind: str, strategy: Strategy) -> Parts | None:
-        """Return the parts of a type of block; where ranks share experts out, only attention needs all positions."""
+        """Return the parts of a type of block; where ranks share experts out, these do not need all positions."""
         parts = super().parts_of(kind, strategy)
-        return parts._replace(products=parts.attention) if parts and shares_experts(strategy) else parts
+        if parts is None or not shares_experts(strategy):
+            return parts
+        return parts._replace(products=(*parts.attention, *self.always))
 
     def units(self, kind: str, strategy: Strategy) -> Mapping[str, Strategy]:
         """Return the strategy of the experts where it is another than the layer's."""
@@ -65,7 +69,10 @@ class Sparse(Llama):
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States | WithLoss:
         """Run a block; one with experts returns its balance loss, too."""
         output: Any = super().call(block, states, batch, constants)[0]
-        return WithLoss((output[0],), output[1].tensor) if isinstance(output, tuple) else (output,)
+        if not isinstance(output, tuple):
+            return (output,)
+        noted: _Noted = output[1]
+        return WithLoss((output[0],), noted.tensor, noted.counts)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """Tell the experts which ranks share them."""
@@ -74,7 +81,7 @@ class Sparse(Llama):
 
     def choose(self, part: Any, x: Tensor) -> "Choice":
         """Return the choice of the router of a block's feed-forward part for positions x [positions, hidden]."""
-        return chosen(x, part.gate.weight, part.routing.top_k, part.routing.normed)
+        return chosen(x, part.gate.weight, part.gate.top_k, getattr(part.gate, "norm_topk_prob", True))
 
     def compute(self, part: Any, hidden: Tensor) -> Any:
         """Return what the stock feed-forward part does for states [samples, positions, hidden]."""
@@ -91,15 +98,14 @@ class Sparse(Llama):
         inner = experts.act_fn(gate) * up * weights.tensor[:, None]
         return recomputation.product(expert_products, inner.to(rows.dtype), experts.down_proj, counts)
 
-    def _routing(self, config: Any) -> "_Routing":
+    def strength(self, config: Any) -> float:
+        """Return the factor of the balance loss of one layer and one sample."""
         keys = self.facts.experts
         assert keys is not None
-        layers = sum(kind in keys.types for kind in self.facts.layers(vars(config)))
-        return _Routing(
-            top_k=getattr(config, keys.top_k),
-            normed=getattr(config, "norm_topk_prob", True),
-            strength=getattr(config, keys.balance) / layers,
-        )
+        read = self.facts.configured(vars(config))
+        of_layer: float = read[keys.balance]
+        of_model = sum(kind in keys.types for kind in self.facts.layers(read))
+        return of_layer / (read[keys.top_k] if keys.balance_of == "layer" else of_model)
 
 
 class Unseen:
@@ -114,12 +120,12 @@ class Unseen:
         self.tensor = tensor
 
 
-class _Routing(NamedTuple):
-    top_k: int
-    normed: bool
-    """Whether the weights of a position's experts add up to 1."""
-    strength: float
-    """Factor of the balance loss of one layer and one sample."""
+class _Noted(Unseen):
+    """The balance loss of a block, and how often each expert was chosen for this rank's positions [experts]."""
+
+    def __init__(self, loss: Tensor, counts: Tensor) -> None:
+        super().__init__(loss)
+        self.counts = counts
 
 
 class Choice(NamedTuple):
@@ -156,23 +162,27 @@ def balance(probabilities: Tensor, counts: Tensor, length: int) -> Tensor:
 
 
 def _forward(part: Any, hidden: Tensor) -> Tensor:
-    """Return the sum of the chosen experts' results for states [samples, positions, hidden] of a stock sparse part."""
+    """Return the sum of the chosen experts' results for states [samples, positions, hidden] of a stock sparse part.
+
+    Experts that compute every position add theirs.
+    """
     tensor_parallel: TensorParallel = part.tensor_parallel
     grid: TensorParallel | None = part.experts.tensor_parallel
     samples, positions, _ = hidden.shape
-    x, routing = hidden.flatten(0, 1), part.routing
+    x = hidden.flatten(0, 1)
     choice = part.choose(x)
+    # The loss needs them of each sample, over all ranks that share it; a step, this rank's.
     counts = _counts(choice.experts.view(samples, -1), choice.probabilities.shape[-1])
     rows = dispatch(choice.experts, counts.sum(0))
     loss = _loss(choice.probabilities.unflatten(0, (samples, positions)), counts, tensor_parallel, grid is not None)
     # A replay computes it like the pass before, but nothing is noted twice.
     if part.losses is not None:
-        part.losses.append(routing.strength * loss)
+        part.losses.append((part.strength * loss, rows.counts))
     sorted_rows, weights = rows.sort(x), rows.sort_copies(choice.weights)
     recomputation = tensor_parallel.recomputation
     if grid is None:
-        results = part.experts(sorted_rows, Unseen(weights), rows.counts, recomputation)
-        return tensor_parallel.leave(rows.collect(results).view_as(hidden))
+        results = rows.collect(part.experts(sorted_rows, Unseen(weights), rows.counts, recomputation))
+        return tensor_parallel.leave(_with_shared(part, hidden, results.view_as(hidden)))
     if grid.size == 1 and grid.expert_group is None:
         results = part.experts(sorted_rows, Unseen(weights), rows.counts, recomputation)
     else:
@@ -180,8 +190,17 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
         away = exchange(rows.counts, len(sorted_rows), grid.expert_group, features)
         sent = away.there(sorted_rows), Unseen(away.there(weights))
         results = away.back(part.experts(*sent, away.counts, recomputation))
-    # Nothing is summed over ranks, but a replay needs no results of experts.
-    return recomputation.sum(lambda output: output, rows.collect(results).view_as(hidden))
+    results = rows.collect(results).view_as(hidden)
+    # Nothing else is summed over ranks, but a replay needs no results of experts.
+    return recomputation.sum(lambda output: output, _with_shared(part, hidden, results, tensor_parallel.leave))
+
+
+def _with_shared(part: Any, hidden: Tensor, results: Tensor, leave: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return results and those of shared experts, which `leave` sums over ranks; None: all are summed later."""
+    if (shared := getattr(part, "shared_experts", None)) is None:
+        return results
+    always: Tensor = shared(hidden)
+    return results + (always if leave is None else leave(always))
 
 
 def _counts(index: Tensor, experts: int) -> Tensor:
@@ -205,7 +224,7 @@ def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel
     return with_transpose(part, lambda x: x * replicas, lambda gradient: gradient) if replicas > 1 else part
 
 
-def _taken(part: Any) -> Unseen:
-    (loss,) = part.losses
+def _taken(part: Any) -> "_Noted":
+    (noted,) = part.losses
     part.losses = None
-    return Unseen(loss)
+    return _Noted(*noted)

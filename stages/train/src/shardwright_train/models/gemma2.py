@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwright_formats.types import EMBEDDING
 from shardwright_train.data.share import Batch
-from shardwright_train.models.base import States
+from shardwright_train.models.auxiliary_loss import States
 from shardwright_train.models.llama import Llama
 from shardwright_train.models.stock import Pieces
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from shardwright_models.facts import BLOCK
 from shardwright_train.data.share import POSITIONS, Batch
-from shardwright_train.models.base import Family, States
+from shardwright_train.models.auxiliary_loss import States
+from shardwright_train.models.base import Family
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts, Rule
 from shardwright_train.parallel.vocab import positions_of, token_embedding

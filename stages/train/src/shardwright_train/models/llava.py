@@ -26,7 +26,8 @@ from shardwright_models.families.siglip import VISION
 from shardwright_models.families.towers import TOWERS, part_of
 from shardwright_train.data.image_text import ImageText
 from shardwright_train.data.share import Batch
-from shardwright_train.models.base import Family, States
+from shardwright_train.models.auxiliary_loss import States
+from shardwright_train.models.base import Family
 from shardwright_train.models.configuration import parse
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts

@@ -9,7 +9,8 @@ from shardwright_models.facts import FULL, SLIDING
 from shardwright_models.families.modernbert import FIRST
 from shardwright_train.data.objectives import Masked
 from shardwright_train.data.share import Batch
-from shardwright_train.models.base import Family, States
+from shardwright_train.models.auxiliary_loss import States
+from shardwright_train.models.base import Family
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts, Rule
 from shardwright_train.parallel.vocab import token_embedding

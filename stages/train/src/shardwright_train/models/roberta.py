@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from shardwright_train.data.share import POSITIONS, Batch
-from shardwright_train.models.base import States
+from shardwright_train.models.auxiliary_loss import States
 from shardwright_train.models.bert import Bert
 from shardwright_train.models.stock import Pieces
 

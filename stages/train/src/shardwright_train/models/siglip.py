@@ -11,7 +11,7 @@ from shardwright_models.facts import BLOCK
 from shardwright_models.families.siglip import VISION
 from shardwright_train.data.objectives import ClassificationOfAll
 from shardwright_train.data.share import Batch
-from shardwright_train.models.base import States
+from shardwright_train.models.auxiliary_loss import States
 from shardwright_train.models.configuration import parse
 from shardwright_train.models.stock import Pieces
 from shardwright_train.models.vit import ViT

@@ -50,6 +50,8 @@ def flash_obstacle(plan: Plan) -> str | None:
     regions = (region for kind in plan.model.types.values() for region in kind.regions)
     attentions = [region.attention for region in regions if region.attention is not None]
     widest = max((h.head_features for h in attentions), default=0)
+    if any(h.features_of_values != h.head_features for h in attentions):
+        return "computes no value heads of other features than query heads"
     if any(h.alibi for h in attentions):
         return "cannot add the slopes of ALiBi to scores"
     return f"has heads of up to {_WIDEST_HEAD} features, the model of {widest}" if widest > _WIDEST_HEAD else None

@@ -8,7 +8,8 @@ from torch import Tensor
 from shardwright_models.families.swin import MERGES, STAGES
 from shardwright_train.data.objectives import ClassificationOfAll
 from shardwright_train.data.share import Batch
-from shardwright_train.models.base import Family, States
+from shardwright_train.models.auxiliary_loss import States
+from shardwright_train.models.base import Family
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts, Rule
 

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from shardwright_train.data.encoder_decoder import Prefix, SpanCorruption
 from shardwright_train.data.share import Batch
-from shardwright_train.models.base import Family, States
+from shardwright_train.models.auxiliary_loss import States
+from shardwright_train.models.base import Family
 from shardwright_train.models.masks import causal_mask
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts

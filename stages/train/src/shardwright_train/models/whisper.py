@@ -12,7 +12,8 @@ from transformers.models.whisper.modeling_whisper import sinusoids
 from shardwright_formats.types import EMBEDDING, Model
 from shardwright_train.data.share import Batch
 from shardwright_train.data.transcription import Transcription
-from shardwright_train.models.base import Family, States
+from shardwright_train.models.auxiliary_loss import States
+from shardwright_train.models.base import Family
 from shardwright_train.models.initial_weights import Filling, Given
 from shardwright_train.models.masks import causal_mask
 from shardwright_train.models.stock import Pieces

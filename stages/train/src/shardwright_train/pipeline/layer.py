@@ -14,7 +14,8 @@ from shardwright_formats.semantics.chunks import chunk_layers
 from shardwright_formats.semantics.layout import Box, parameter_box
 from shardwright_formats.types import EMBEDDING, HEAD, Parameter, Plan, Recompute, Strategy, base_type
 from shardwright_train.data.share import Batch, BatchShare
-from shardwright_train.models.base import Family, States, WithLoss
+from shardwright_train.models.auxiliary_loss import States, WithLoss
+from shardwright_train.models.base import Family
 from shardwright_train.models.initial_weights import fill
 from shardwright_train.parallel.checkpointing import Recomputation, recomputed
 from shardwright_train.parallel.collectives import Redistribution

@@ -18,7 +18,7 @@ from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.types import ITEMSIZE, Attention, GradientReduction
 from shardwright_models.facts import Mask
 from shardwright_train.data.share import DOCUMENTS, Batch, BatchShare
-from shardwright_train.models.base import States
+from shardwright_train.models.auxiliary_loss import States
 from shardwright_train.models.masks import document_mask, padding_mask, shared_mask, window_mask
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.rng import RNGKey

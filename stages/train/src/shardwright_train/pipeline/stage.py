@@ -14,7 +14,7 @@ from shardwright_formats.semantics.chunks import chunk_layers, has_backward, inc
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel
 from shardwright_train.data.share import Batch
-from shardwright_train.models.base import States
+from shardwright_train.models.auxiliary_loss import States
 from shardwright_train.parallel.collectives import Redistribution, RedistributionSite, all_reduce_together
 from shardwright_train.parallel.data import local_tensor, placed_as
 from shardwright_train.parallel.parallelize import Unit, parallelize_stage
