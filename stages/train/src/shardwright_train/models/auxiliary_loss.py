@@ -1,4 +1,4 @@
-"""What layers give: states, and of blocks with experts a loss beside them."""
+"""Outputs of layers: states, and of blocks with experts a loss beside them."""
 
 from typing import NamedTuple
 
