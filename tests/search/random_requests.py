@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from made_up import HIDDEN, LENGTH, VOCABULARY, make_cluster, make_hardware, make_profiles, make_request
+from made_up import HIDDEN, LENGTH, VOCABULARY, make_cluster, make_curve, make_hardware, make_profiles, make_request
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
+from shardwright_formats.key import LayerKey
 from shardwright_formats.types import BoundaryTensor, Cluster, Heads, LayerType, Model, Parameter, Region
 from shardwright_formats.types.hardware_profile import Collective
+from shardwright_formats.types.model_profile import FitMode, FitRow, Quantity
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.solver.problem import Problem, Solution
 from shardwright_search.solver.targets import Target
@@ -135,7 +137,26 @@ def _random_world(rng: np.random.Generator, devices: tuple[int, ...], most_layer
     # Of a generator of its own: all else stays what it was before there were shard groups.
     if np.random.default_rng(count + batch).random() < 0.5:
         request = replace(request, shard_sizes=tuple(divisors(count)))
+    if np.random.default_rng([count, batch]).random() < 0.4:
+        request, profiles = replace(request, cp_sizes=(1, 2)), with_lengths(profiles)
     return World(request, model, cluster, profiles)
+
+
+def with_lengths(profiles: Profiles) -> Profiles:
+    """Profiles with curves over lengths through their points, a third of whose times attention takes."""
+    shares = {"linear": 2 / 3 / LENGTH, "quadratic": 1 / 3 / LENGTH**2}
+    curves: dict[LayerKey, list[FitRow]] = {}
+    for key, points in profiles.layers.items():
+        for quantity, values in zip(Quantity, points.values.T, strict=False):
+            slope = (values[-1] - values[0]) / (points.micro_batch_sizes[-1] - points.micro_batch_sizes[0])
+            constant = max(0.0, float(values[0] - slope * points.micro_batch_sizes[0]))
+            terms = {name: slope * share for name, share in shares.items()}
+            row = make_curve(constant, **terms, **key.columns | _JOINT | {"quantity": quantity})
+            curves.setdefault(key.without("sequence_length"), []).append(row)
+    return profiles._replace(fits=curves)
+
+
+_JOINT = {"mode": FitMode.JOINT, "micro_batch_size": 0, "sequence_length": 0}
 
 
 def random_solution(rng: np.random.Generator, problem: Problem) -> Solution:

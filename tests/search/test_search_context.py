@@ -1,8 +1,12 @@
 """Plans with context parallelism are priced; what cannot express them says so in one line."""
 
+from collections import Counter
+from itertools import product
 from pathlib import Path
 
+import msgspec
 import pytest
+from made_up import make_request
 from msgspec.structs import replace
 
 from shardwright_estimate.devices import Efficiencies, rates_of, read_devices
@@ -28,6 +32,12 @@ from shardwright_models.description import model_of_config
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles
 from shardwright_search.interop.registry import TARGETS
+from shardwright_search.search import SearchAnswer, find_best
+from shardwright_search.space.choices import shardings
+from shardwright_search.space.configurations import narrowed
+from shardwright_search.space.request import OuterSpace
+
+FILE = Path("s.json")
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -84,3 +94,70 @@ def test_no_system_is_told_of_context_parallelism(plan: Plan, target: str) -> No
 
 def test_context_parallelism_is_told_in_words(plan: Plan) -> None:
     assert strategy_words(plan.layers[1]) == "tp1 x cp2 x dp2 ddp context ring"
+
+
+ASKED = {
+    "global_batch_size": 2, "num_microbatches": [1], "pp_sizes": [1], "recompute": ["none"], "tp_sizes": [1],
+    "data_parallel": ["zero3"], "cp_sizes": [1, 2, 4],
+}  # fmt: skip
+
+
+def searched(plan: Plan, profiles: Profiles, **asked: object) -> SearchAnswer:
+    request = make_request(**ASKED | {"precision": {"compute": "bfloat16"}} | asked)
+    answer = find_best(request, plan.model, plan.cluster, profiles, FILE, lambda line: None)
+    assert isinstance(answer, SearchAnswer)
+    return answer
+
+
+def test_strategies_are_those_of_all_degrees_that_divide_a_stage(plan: Plan) -> None:
+    request = make_request(**ASKED | {"tp_sizes": [1, 2], "sequence_parallel": ["none", "ulysses"]})
+    layers = shardings(request, plan.model, "block", 4)
+    degrees = Counter((s.tp_size, s.cp_size, s.dp_size, s.sequence_parallel.value, s.context.value) for s in layers)
+    assert set(degrees.values()) == {1}
+    assert {each[:3] for each in degrees} == {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1)}
+    assert {each[1:] for each in degrees if each[1] == 1} == {(1, 4, "none", "gather"), (1, 2, "none", "gather"),
+                                                             (1, 2, "ulysses", "gather")}  # fmt: skip
+    assert degrees[1, 4, 1, "none", "gather"] == degrees[1, 4, 1, "none", "ring"] == 1
+    outer = shardings(replace(request, head=OuterSpace(cp_sizes=(2,))), plan.model, "head", 4)
+    assert {strategy.cp_size for strategy in outer} == {2}
+
+
+def test_long_samples_of_fewer_than_there_are_ranks_are_shared_out(plan: Plan) -> None:
+    """Two samples keep two of four ranks busy, but for context parallelism."""
+    profiles = profiles_of(plan, 16, 8, 4)
+    with pytest.raises(BadInput, match="no strategy divides the batch, the model and the devices"):
+        searched(plan, profiles, cp_sizes=[1])
+    answer = searched(plan, profiles)
+    assert {layer.cp_size for layer in answer.chosen.plan.layers} <= {2, 4}
+    every = [
+        evaluate(
+            replace(answer.chosen.plan, embedding=first, layers=tuple(layers), head=last), profiles, timeline=False
+        )
+        for first, *layers, last in product(
+            *(
+                [s for s in shardings(make_request(**ASKED), plan.model, name, 4) if s.cp_size > 1]
+                for name in ("embedding", *plan.model.layers, "head")
+            )
+        )
+    ]
+    assert len(every) > 50
+    assert answer.optimum_s == pytest.approx(min(each.objective_ps for each in every) / 1e12, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"cp_sizes": [2, 3]}, "2 does not divide 3"),
+        ({"cp_sizes": [2], "head": {"cp_sizes": [3]}}, "2 does not divide 3"),
+    ],
+)
+def test_degrees_that_one_plan_cannot_have_are_refused(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=message):
+        make_request(**ASKED | asked)
+
+
+def test_degrees_that_no_stage_has_and_spaces_without_any_are_told(plan: Plan) -> None:
+    with pytest.raises(BadInput, match="cp_sizes: 3 does not divide the number of devices, 4"):
+        searched(plan, profiles_of(plan, 16), cp_sizes=[3])
+    request = narrowed(make_request(**ASKED | {"disable": ["context_parallel"]}), plan.cluster)
+    assert request.cp_sizes == (1,)

@@ -243,9 +243,10 @@ def _parameter_axes(strategy: Strategy, tensor: Axis, states: Axis) -> Parameter
             assert_never(unknown)
 
 
-def strategy_on(stage_size: int, tp_size: int) -> Strategy | None:
-    """Return the plain strategy of a degree on all ranks of a stage, or None where it does not divide them."""
-    return None if stage_size % tp_size else Strategy(tp_size=tp_size, dp_size=stage_size // tp_size)
+def strategy_on(stage_size: int, tp_size: int, cp_size: int = 1) -> Strategy | None:
+    """Return the plain strategy of two degrees on all ranks of a stage, or None where they do not divide them."""
+    dp_size, left = divmod(stage_size, tp_size * cp_size)
+    return None if left else Strategy(tp_size=tp_size, cp_size=cp_size, dp_size=dp_size)
 
 
 def layout_of(strategy: Strategy) -> Layout:

@@ -219,8 +219,8 @@ def _asked_of(request: SearchRequest, cluster: Cluster) -> SearchRequest | None:
             return None
         return tuple(number for number in numbers if (devices % number == 0 if equal else number <= devices))
 
-    lists = {name: fitting(getattr(request, name)) for name in ("pp_sizes", "tp_sizes", "shard_sizes")}
-    if () in (lists["pp_sizes"], lists["tp_sizes"]):
+    lists = {name: fitting(getattr(request, name)) for name in ("pp_sizes", "tp_sizes", "cp_sizes", "shard_sizes")}
+    if () in (lists["pp_sizes"], lists["tp_sizes"], lists["cp_sizes"]):
         return None
     memory = request.memory_gib
     if isinstance(memory, Mapping):

@@ -4,6 +4,7 @@ Strategies are spelled in one way, and are the same on any cluster with stages a
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from math import gcd, lcm, prod
 from typing import NamedTuple
 
@@ -13,7 +14,14 @@ from msgspec.structs import replace
 from shardwright_formats.semantics.axes import Layout, axes_of, layout_of, strategy_on
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import misfit
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import (
+    ContextParallel,
+    DataParallel,
+    LayerStrategy,
+    Recompute,
+    SequenceParallel,
+    Strategy,
+)
 from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
 from shardwright_search.solver.problem import Cut
@@ -98,7 +106,8 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
     def gathered_tokens(self, strategy: Strategy, samples: int) -> int:
         """Return the tokens that Megatron's sequence parallelism gathers whole."""
         axes = axes_of(strategy)
-        return axes.rank_samples(samples) * self.model.sequence_length if axes.gathers_sequence else 0
+        tokens = axes.rank_samples(samples) * self.model.sequence_length // axes.context.size
+        return tokens if axes.gathers_sequence else 0
 
 
 def alike(choice: Choice) -> Choice:
@@ -124,20 +133,24 @@ def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: 
             strategies.add(sharding)
             continue
         fields = {name: getattr(sharding, name) for name in Strategy.__struct_fields__}
-        strategies |= {LayerStrategy(**fields, type=type_name, recompute=recompute) for recompute in kinds}
+        contexts = request.context if axes_of(sharding).shares_context else (ContextParallel.GATHER,)
+        layers = (LayerStrategy(**fields, type=type_name, context=context) for context in contexts)
+        fitting = [layer for layer in layers if misfit(model, type_name, layer) is None]
+        strategies |= {replace(layer, recompute=recompute) for layer in fitting for recompute in kinds}
     return tuple(sorted(strategies))
 
 
 def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterator[Strategy]:
     kinds = outer.data_parallel or request.data_parallel
     splits = outer.sequence_parallel or request.sequence_parallel
-    for tp_size in outer.tp_sizes or request.tp_sizes or divisors(stage_size):
-        if (plain := strategy_on(stage_size, tp_size)) is None:
+    tp_sizes = outer.tp_sizes or request.tp_sizes or divisors(stage_size)
+    for tp_size, cp_size in product(tp_sizes, outer.cp_sizes or request.cp_sizes):
+        if (plain := strategy_on(stage_size, tp_size, cp_size)) is None:
             continue
-        ranks, samples = layout_of(plain).sample_ranks, layout_of(plain).samples.size
+        ranks, samples = axes_of(plain).region.size, layout_of(plain).samples.size
         if ranks > (request.max_tp_size or ranks) or samples > (request.max_dp_size or samples):
             continue
-        grid = 1 < ranks < stage_size
+        grid = 1 < ranks < stage_size and not axes_of(plain).shares_context
         for sequence_parallel in splits if ranks > 1 else (SequenceParallel.NONE,):
             split = replace(plain, sequence_parallel=sequence_parallel)
             shards = axes_of(split).dense.states.size

@@ -23,7 +23,8 @@ from shardwright_formats.types import (
 from shardwright_search.space.placements import NodeTypes, pools_of
 from shardwright_search.space.request import Dimension, SearchRequest, Space, StageWidths, batch_sizes
 
-_PLAIN: dict[str, object] = {"data_parallel": (DataParallel.DDP,), "recompute": (Recompute.NONE,)}
+_WHOLE: dict[str, object] = {"cp_sizes": (1,)}
+_PLAIN: dict[str, object] = {"data_parallel": (DataParallel.DDP,), "recompute": (Recompute.NONE,), **_WHOLE}
 _MAX_LAYERS = 1_000
 """The most layers of a model: on two devices 2 CPU seconds and 200 MiB."""
 _ENDS = 2
@@ -103,7 +104,12 @@ def narrowed(request: SearchRequest, cluster: Cluster, profiled: Collection[int]
     space: dict[Space, dict[str, object]] = {
         Space.FULL: {},
         Space.DP: {"pp_sizes": (1,), "tp_sizes": (1,), **_PLAIN},
-        Space.ZERO: {"pp_sizes": (1,), "tp_sizes": (1,), "data_parallel": (DataParallel.ZERO2, DataParallel.ZERO3)},
+        Space.ZERO: {
+            "pp_sizes": (1,),
+            "tp_sizes": (1,),
+            "data_parallel": (DataParallel.ZERO2, DataParallel.ZERO3),
+            **_WHOLE,
+        },
         Space.TP: {"pp_sizes": (1,), "tp_sizes": (devices,), **_PLAIN},
         Space.PP: {"pp_sizes": (devices,), "tp_sizes": (1,), **_PLAIN},
         Space.DP_TP: {"pp_sizes": (1,), **_PLAIN},
@@ -121,6 +127,7 @@ def narrowed(request: SearchRequest, cluster: Cluster, profiled: Collection[int]
         Dimension.ZERO: {"data_parallel": (DataParallel.DDP,)},
         Dimension.TENSOR_PARALLEL: {"tp_sizes": (1,)},
         Dimension.SEQUENCE_PARALLEL: {"sequence_parallel": (SequenceParallel.NONE,)},
+        Dimension.CONTEXT_PARALLEL: _WHOLE,
         Dimension.PIPELINE_PARALLEL: {"pp_sizes": (1,)},
         Dimension.RECOMPUTE: {"recompute": (Recompute.NONE,)},
     }
@@ -229,7 +236,7 @@ def _problems(request: SearchRequest, devices: int, layers: int) -> Iterator[tup
         if unequal and all(schedule.interleaves for schedule in request.schedules):
             yield f"{name}, but interleaved stages are equally wide", "allow 1f1b or gpipe, or list equal widths"
     widths = {width for each in listed for width in each} or {devices}
-    for field in ("tp_sizes", "shard_sizes"):
+    for field in ("tp_sizes", "cp_sizes", "shard_sizes"):
         for number in getattr(request, field) or ():
             if number > devices if asked is StageWidths.ANY else all(width % number for width in widths):
                 where = "any of stage_widths" if listed else ranks

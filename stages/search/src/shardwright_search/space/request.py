@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -10,7 +11,7 @@ from msgspec import Meta
 from shardwright_formats.io import Document, Value
 from shardwright_formats.types.limits import Count, Gib, Name, NonNegativeCount, NonNegativeNumber, Seconds, Sha256
 from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.profiles import TimeModel
 
 _MAX_BATCH_SIZES = 10_000
@@ -48,6 +49,7 @@ class Dimension(StrEnum):
     ZERO = "zero"
     TENSOR_PARALLEL = "tensor_parallel"
     SEQUENCE_PARALLEL = "sequence_parallel"
+    CONTEXT_PARALLEL = "context_parallel"
     PIPELINE_PARALLEL = "pipeline_parallel"
     RECOMPUTE = "recompute"
 
@@ -88,6 +90,8 @@ class OuterSpace(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     tp_sizes: Counts | None = None
     """Tensor-parallel degrees."""
+    cp_sizes: Counts | None = None
+    """Context-parallel degrees."""
     data_parallel: Annotated[tuple[DataParallel, ...], Meta(min_length=1)] | None = None
     """Kinds of data parallelism."""
     sequence_parallel: Annotated[tuple[SequenceParallel, ...], Meta(min_length=1)] | None = None
@@ -147,6 +151,11 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     or a node type's."""
     max_tp_size: Count | None = None
     """The largest tensor-parallel degree."""
+    cp_sizes: Counts = (1,)
+    """Context-parallel degrees, of which each divides the next larger one: parts that positions are shared out in, in
+    attention, too. A profile of two lengths prices those above 1."""
+    context: Annotated[tuple[ContextParallel, ...], Meta(min_length=1)] = tuple(ContextParallel)
+    """Ways in which positions attend to those of other ranks, where a cp_size is above 1."""
     max_dp_size: Count | None = None
     """The largest data-parallel degree."""
     tp_consecutive: Annotated[tuple[bool, ...], Meta(min_length=1)] = (True,)
@@ -186,6 +195,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Scenarios that the plan shall be good in; null: the plan is the best one under the profile as it is."""
 
     def __post_init__(self) -> None:
+        _check_degrees(self)
         batch = self.global_batch_size
         if not isinstance(batch, BatchRange):
             return
@@ -195,6 +205,15 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(f"global_batch_size: more than {_MAX_BATCH_SIZES} sizes: take a larger step")
         if self.objective is Objective.STEP_TIME:
             raise ValueError("objective step_time needs one global_batch_size, not a range")
+
+
+def _check_degrees(request: SearchRequest) -> None:
+    """Raise ValueError where layers of a plan could share positions out in parts that are not parts of one another."""
+    asked = (request.cp_sizes, request.embedding.cp_sizes or (), request.head.cp_sizes or ())
+    sizes = sorted({size for listed in asked for size in listed})
+    for less, more in pairwise(sizes):
+        if more % less:
+            raise ValueError(f"cp_sizes: {less} does not divide {more}, and layers of one plan may have both")
 
 
 def batch_sizes(request: SearchRequest) -> Sequence[int]:
