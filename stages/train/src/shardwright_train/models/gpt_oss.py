@@ -34,7 +34,7 @@ class GptOss(Sparse):
         """Return the choice of a router, whose weights are a softmax over those of the chosen experts alone."""
         logits = linear(x, part.router.weight, part.router.bias)
         wide = torch.promote_types(torch.float32, logits.dtype)
-        scores, index = logits.topk(part.routing.top_k, -1)
+        scores, index = logits.topk(part.router.top_k, -1)
         return Choice(logits.softmax(-1, dtype=wide), index, scores.softmax(-1, dtype=wide))
 
     def compute(self, part: Any, hidden: Tensor) -> tuple[Tensor, None]:
