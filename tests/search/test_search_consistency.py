@@ -157,6 +157,7 @@ def test_a_batch_that_is_floored_is_caught(monkeypatch):
         megatron_gather_buffer=False,
         pp_sizes=(1,),
         tp_sizes=(2, 4),
+        cp_sizes=(1,),
     )
     with pytest.raises(BadInput, match="no strategy divides the batch"):
         world._replace(request=request).targets(world._replace(request=request).instance)
