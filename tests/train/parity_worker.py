@@ -21,6 +21,7 @@ from file_forms import as_in_runtime
 from frozen_models import adapted, frozen_names
 from in_one_format import compute_in_the_inputs_format
 from msgspec import UNSET
+from stock_experts import shares_of
 from tiny_models import (
     batch_of,
     engine_of,
@@ -32,6 +33,7 @@ from tiny_models import (
 from torch import Tensor, nn
 
 from shardwright_formats.io import read_document
+from shardwright_formats.semantics.expert_load import expert_slices
 from shardwright_formats.semantics.layout import parameter_box
 from shardwright_formats.types import Plan, Plans
 from shardwright_train.data.share import Batch, with_boundaries
@@ -96,6 +98,7 @@ class Reference:
         self.first_gradients: dict[str, Tensor] = {}
         self.losses: list[float] = []
         self.auxiliary: list[float] = []
+        self.shares: list[list[float]] = []
         self.norms: list[float] = []
         self._train(plan, initial_stock(model))
 
@@ -131,6 +134,7 @@ class Reference:
             stock_adamw.step()
             self.losses.append(loss.item())
             self.auxiliary.append((loss - entropy).item())
+            self.shares.append(shares_of(stock))
         self.parameters = {n: p.detach() for n, p in named.items()}
 
     def part(self, values: dict[str, Tensor], stage: Stage) -> list[Tensor]:
@@ -172,7 +176,7 @@ def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
 def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> dict[str, float]:
     engine = engine_of(plan, world, groups, settings=settings_of(plan))
     stage, parameters = engine.stage, engine.optimizer.parameters
-    gradient_error = loss_error = norm_error = 0.0
+    gradient_error = loss_error = norm_error = load_error = 0.0
     for step, batch in enumerate(batches(plan), start=1):
         loss = engine.forward_backward(Step.of_batch(batch, stage.context.share, number=step))
         if step == 1:
@@ -182,14 +186,23 @@ def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> d
         auxiliary = outcome.auxiliary_loss or 0.0
         losses = (outcome.loss, reference.losses[step - 1]), (auxiliary, reference.auxiliary[step - 1])
         loss_error = max(loss_error, *(abs(one - other) for one, other in losses))
+        loads = zip(shares_in(plan, outcome.assignments), reference.shares[step - 1], strict=True)
+        load_error = max(load_error, *(abs(one - other) for one, other in loads), 0.0)
         norm_error = max(norm_error, abs(outcome.grad_norm - reference.norms[step - 1]))
     mine = [local_tensor(p.detach()) for p in parameters.values() if p.requires_grad]
     return {
         "gradient": gradient_error,
         "loss": loss_error,
         "norm": norm_error,
+        "load": load_error,
         "parameters": worst(list(zip(mine, reference.part(reference.parameters, stage), strict=True))),
     }
+
+
+def shares_in(plan: Plan, assignments: Sequence[float]) -> list[float]:
+    """Shares of the experts of each layer in its assignments, layer after layer."""
+    parts = [assignments[part] for part in expert_slices(plan.model).values()] if assignments else []
+    return [count / sum(part) for part in parts for count in part]
 
 
 def _norm_gradients_not_summed() -> AbstractContextManager[object]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwright_train.models.experts import Choice
@@ -57,11 +58,23 @@ def _widened(part: Any, config: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 def _note(part: Any, config: Any, hidden: Tensor, strength: float) -> None:
     part.auxiliary = strength * sum(sample_balance(part, config, sample) for sample in hidden)
+    _, part.shares = _load(part, config, hidden.flatten(0, 1))
+
+
+def shares_of(stock: nn.Module) -> list[float]:
+    """Share of each expert in the choices of its layer in the last pass, layer after layer."""
+    return [share.item() for module in stock.modules() if hasattr(module, "shares") for share in module.shares]
 
 
 def sample_balance(part: Any, config: Any, sample: Tensor) -> Tensor:
     """The loss of one sample [positions, hidden]: E sum_e f_e P_e."""
-    choice = choice_of(part, config, sample)
-    number = choice.probabilities.shape[-1]
-    often = [(choice.experts == expert).sum() / len(sample) for expert in range(number)]
-    return number * sum(f * p for f, p in zip(often, choice.probabilities.mean(0), strict=True))
+    choice, shares = _load(part, config, sample)
+    often = choice.experts.shape[-1] * shares
+    return len(often) * (often * choice.probabilities.mean(0)).sum()
+
+
+def _load(part: Any, config: Any, x: Tensor) -> tuple[Choice, Tensor]:
+    """What positions x [positions, hidden] choose, and the share of each expert in it [experts]."""
+    choice = choice_of(part, config, x)
+    often = [(choice.experts == expert).sum() for expert in range(choice.probabilities.shape[-1])]
+    return choice, torch.stack(often) / choice.experts.numel()

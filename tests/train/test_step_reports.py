@@ -15,6 +15,7 @@ from shardwright_formats.io import write_document
 from shardwright_train.data.prepare import prepare
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World
+from shardwright_train.training.expert_load import LoadLog
 from shardwright_train.training.loggers import Loggers
 from shardwright_train.training.metrics import METRICS, Metrics, StepReports
 
@@ -39,7 +40,7 @@ class Slow:
 
 def reports_of(folder: Path, world: World, logger: Slow) -> StepReports:
     metrics = Metrics(folder / METRICS, random_plan(tiny("llama"), 0, 2), world, 4)
-    return StepReports(metrics, Loggers(None, {"slow": logger}))
+    return StepReports(metrics, Loggers(None, {"slow": logger}), LoadLog(metrics.plan.model))
 
 
 def test_a_step_is_written_down_while_the_next_one_runs_and_before_a_checkpoint(

@@ -8,6 +8,15 @@ from msgspec import UNSET
 from shardwright_formats.types import ExpertLoad, Model
 
 
+def expert_slices(model: Model) -> Mapping[int, slice]:
+    """Return the place of each layer's experts, by its number, in a row of the experts of all layers in order."""
+    slices, start = {}, 0
+    for layer, name in enumerate(model.layers):
+        if (experts := model.types[name].experts) is not UNSET:
+            slices[layer] = slice(start, start := start + experts.number)
+    return slices
+
+
 def load_misfit(load: ExpertLoad, model: Model) -> str | None:
     """Return why a load cannot be that of a model's experts, or None where it can.
 

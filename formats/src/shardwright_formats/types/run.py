@@ -58,6 +58,8 @@ class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """End of the step, in ISO 8601."""
     auxiliary_loss: float | UnsetType = UNSET
     """The part of the loss that auxiliary losses of blocks make up; absent where the family has none."""
+    expert_imbalance: NonNegativeNumber | UnsetType = UNSET
+    """Load of the fullest expert over the mean expert's, the mean over layers; absent where there are none."""
     save_s: Seconds | UnsetType = UNSET
     """Longest save of a checkpoint so far, since this start of the run; absent before the first."""
     evaluation: Evaluation | None = None

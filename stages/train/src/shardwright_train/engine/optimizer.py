@@ -69,8 +69,8 @@ class ShardedAdamW:
         """Clip by the global norm, update, and forget the gradients; `step` counts from 1.
 
         The gradients are those of `loss_scale` times the loss. One all_reduce over the world carries the squared norm,
-        the loss [] or [2] of `run_step`, whether any rank wants to stop or to save, and each rank's peak memory so far.
-        When loss or norm is not finite nothing is updated.
+        the loss [] or [2 + experts] of `run_step`, whether any rank wants to stop or to save, and each rank's peak
+        memory so far. When loss or norm is not finite nothing is updated.
         """
         squares, losses = self._squared_norm(), loss.reshape(-1)
         # `full` hands its number over with the kernel; a tensor made of it on the host would be waited for.
@@ -82,9 +82,10 @@ class ShardedAdamW:
         self.forget_gradients()
         # The one time in a step that the host waits for the device.
         mean_loss, squared, stops, saves, *rest = shared.tolist()
-        auxiliary, peaks = rest[: len(losses) - 1], tuple(map(int, rest[len(losses) - 1 :]))
+        of_blocks, peaks = rest[: len(losses) - 1], tuple(map(int, rest[len(losses) - 1 :]))
+        auxiliary, assignments = (of_blocks[0] if of_blocks else None), tuple(of_blocks[1:])
         norm = math.sqrt(squared) / loss_scale if squared >= 0 else math.nan
-        return StepOutcome(mean_loss, norm, learning_rate, stops > 0, saves > 0, peaks, *auxiliary)
+        return StepOutcome(mean_loss, norm, learning_rate, stops > 0, saves > 0, peaks, auxiliary, assignments)
 
     def forget_gradients(self) -> None:
         """Free the gradients."""
@@ -160,6 +161,8 @@ class StepOutcome:
     """Peak memory of each rank so far, in bytes: of its device's tensors on a GPU, of the process on CPU."""
     auxiliary_loss: float | None = None
     """Part of the loss that blocks' auxiliary losses are, of which the mean over samples counts; None without any."""
+    assignments: tuple[float, ...] = ()
+    """How often each expert of each layer is chosen, in order; of each layer to a factor, its ranks with replicas."""
 
     @property
     def finite(self) -> bool:

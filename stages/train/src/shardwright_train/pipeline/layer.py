@@ -92,8 +92,8 @@ class RankContext:
         )
 
 
-LossHook = Callable[[Tensor, int], None]
-"""A function that is called with a block's auxiliary loss, and with the number of ranks that compute it alike."""
+LossHook = Callable[["Layer", WithLoss], None]
+"""A function that is called with a block and its output, if that has an auxiliary loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class Layer:
         if not self.family.auxiliary_loss:
             raise TypeError(f"{type(self.family).__name__} returns auxiliary losses, but its `auxiliary_loss` is False")
         # A replayed forward pass does not come here: nothing is noted twice.
-        note_loss(output.loss, self.replicas)
+        note_loss(self, output)
         return output.states
 
     def _run(self, *states: Tensor, batch: Batch, rng_key: RNGKey) -> States | WithLoss | Tensor:

@@ -1,7 +1,7 @@
 """A training step and an evaluation of a rank: passes in the order of its action list."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,16 +14,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.semantics.chunks import stage_actions
+from shardwright_formats.semantics.expert_load import expert_slices
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.types import ITEMSIZE, Attention, GradientReduction
 from shardwright_models.facts import Mask
 from shardwright_train.data.share import DOCUMENTS, Batch, BatchShare
-from shardwright_train.models.auxiliary_loss import States
+from shardwright_train.models.auxiliary_loss import States, WithLoss
 from shardwright_train.models.masks import document_mask, padding_mask, shared_mask, window_mask
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.vocab import IGNORED
-from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.layer import Layer, RankContext
 from shardwright_train.pipeline.p2p import Messages, Pipeline
 from shardwright_train.pipeline.stage import Stage
 
@@ -125,7 +126,8 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
 
     Leaves in the parameters the gradients of `loss_scale` times the loss: the mean over all labels of the batch that
     count, and of blocks' auxiliary losses the mean over all samples. Returns this rank's part of the loss, unscaled:
-    the sum over all ranks is the loss. A family with auxiliary losses has [2]: the loss, and their part of it.
+    the sum over all ranks is the loss. A family with auxiliary losses has [2 + experts]: the loss, their part of it,
+    and how often each expert of each layer is chosen: ranks that compute the same positions all count them.
     """
     plan, todo = pipeline.context.plan, pipeline.actions()
     passes = _Passes(stage, pipeline, step, hook, Messages(pipeline))
@@ -153,7 +155,7 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
     if not pipeline.context.family.auxiliary_loss:
         return loss
     auxiliary = passes.auxiliary / plan.global_batch_size
-    return torch.stack([loss + auxiliary, auxiliary])
+    return torch.cat([torch.stack([loss + auxiliary, auxiliary]), passes.assignments])
 
 
 @dataclass
@@ -174,6 +176,10 @@ class _Passes:
     """Auxiliary losses of blocks, at which backward passes start, too."""
     auxiliary: Tensor = field(init=False)
     """This rank's part of the sum of the auxiliary losses."""
+    assignments: Tensor = field(init=False)
+    """How often each expert of each layer is chosen on this rank: whole numbers, in 64 bits exact."""
+    experts: Mapping[str, slice] = field(init=False)
+    """Place of the experts of each layer among these, by the layer's name."""
     segments: defaultdict[MicrobatchChunk, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Events of segments that a microbatch has had in a chunk."""
 
@@ -184,6 +190,9 @@ class _Passes:
         self.microbatches = Microbatches(self.stage, batch)
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.auxiliary = torch.zeros_like(self.loss)
+        slices = expert_slices(self.pipeline.context.plan.model)
+        self.experts = {f"layers[{number}]": part for number, part in slices.items()}
+        self.assignments = self.loss.new_zeros(max((part.stop for part in self.experts.values()), default=0))
 
     def forward(self, action: Action, following: Action | None) -> None:
         kind, microbatch, chunk = action
@@ -248,9 +257,11 @@ class _Passes:
             if name not in noted:
                 self.hook(name, at)
 
-    def _note_loss(self, at: MicrobatchChunk, loss: Tensor, replicas: int) -> None:
-        self.losses[at].append(loss)
-        self.auxiliary += loss.detach() / replicas
+    def _note_loss(self, at: MicrobatchChunk, layer: Layer, output: WithLoss) -> None:
+        self.losses[at].append(output.loss)
+        self.auxiliary += output.loss.detach() / layer.replicas
+        if output.counts is not None:
+            self.assignments[self.experts[layer.name]] += output.counts
 
     def _received(self, action: Action, following: Action | None) -> list[Tensor]:
         """Return an action's inputs once received, and start to receive those of the next."""

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec import UNSET
+
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import GIB, Plan, Prediction, StepMetrics
 from shardwright_train.options import LogTo
@@ -99,6 +101,7 @@ def scalars(metrics: StepMetrics, prediction: Prediction | None) -> dict[str, fl
         "loss/train": metrics.loss,
         "loss/validation": None if evaluation is None else evaluation.loss,
         "loss/validation_perplexity": None if evaluation is None else evaluation.perplexity,
+        "experts/imbalance": None if metrics.expert_imbalance is UNSET else metrics.expert_imbalance,
         "optimizer/grad_norm": metrics.grad_norm,
         "optimizer/learning_rate": metrics.learning_rate,
         "time/step_s": metrics.step_time_s,

@@ -33,6 +33,7 @@ from shardwright_train.parallel.world import World, check_device
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.training.evaluation import Evaluator, ValidationData, best_so_far, better, open_validation
+from shardwright_train.training.expert_load import LOAD, LoadLog
 from shardwright_train.training.loggers import Loggers, RunNames, open_loggers
 from shardwright_train.training.memory import lack_of_memory_explained, prediction_of, say_mask_memory, try_stages
 from shardwright_train.training.metrics import Metrics, StepReports
@@ -104,7 +105,7 @@ def train(job: RunJob, world: World) -> None:
     loggers = _loggers(job, plan, world, folder, before.step + 1)
     began = Beginning() if resumed is None else resumed.beginning(goes_on)
     saver = _saver(job, folder, identity, began, engine.tensors())
-    reports = StepReports(Metrics(folder / METRICS, plan, world, job.steps, saver.took_s), loggers)
+    reports = StepReports(Metrics(folder / METRICS, plan, world, job.steps, saver.took_s), loggers, LoadLog(plan.model))
     with closing(saver), closing(reports):
         run = _Run(job, plan, world, attention, batches, engine, saver, before, evaluator, reports)
         world.first_does(lambda: _begin(run, None if resumed is None else resumed.folder.parent))
@@ -249,6 +250,7 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
         ends = stops or step == job.steps
         if ends or outcome.save or is_best or due.by_step(step):
             run.reports.finish()
+            run.reports.load.write(run.saver.folder)
             run.saver.save(run.engine.tensors(), progress, wait=ends)
             due = due.saved()
         if step > run.resumed.step + 1:  # the first takes longer
@@ -268,8 +270,10 @@ def _begin(run: _Run, parent: Path | None) -> None:
     """Prepare the output folder and the metrics file for the following steps, and remove temporary files."""
     run.job.out.mkdir(parents=True, exist_ok=True)
     run.reports.metrics.keep_until(run.resumed.step, parent)
+    folders = (run.saver.folder, *(() if parent is None else (parent,)))
+    run.reports.load.resume(folders, run.resumed.step)
     (run.job.out / NOTE).unlink(missing_ok=True)
-    for file in (run.reports.metrics.file, *(run.job.out / name for name in (METRICS, DONE, NOTE))):
+    for file in (run.reports.metrics.file, *(run.job.out / name for name in (METRICS, DONE, NOTE, LOAD))):
         remove_temporaries(file)
 
 
@@ -281,6 +285,7 @@ def _finish(run: _Run, progress: Progress, checkpoint: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     prediction = prediction_of(run.job.plan, run.plan)
     shutil.copyfile(run.saver.folder / METRICS, out / METRICS)
+    run.reports.load.write(out)
     best = None
     if progress.best is not None:
         best_folder = folder_of_step(run.saver.folder, progress.best.step)

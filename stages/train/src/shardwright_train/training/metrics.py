@@ -16,6 +16,7 @@ from shardwright_formats.types import EMBEDDING, HEAD, Evaluation, Plan, StepMet
 from shardwright_train.checkpoints.folders import METRICS
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World
+from shardwright_train.training.expert_load import LoadLog, expert_imbalance
 from shardwright_train.training.loggers import Loggers
 
 # Published peaks in FLOP/s: dense matrix rates, from NVIDIA's data sheets of A100 (2021), H100 (2023) and H200 (2024).
@@ -72,6 +73,7 @@ class Metrics:
             learning_rate=outcome.learning_rate,
             peak_memory_bytes=outcome.peak_memory_bytes,
             auxiliary_loss=UNSET if outcome.auxiliary_loss is None else outcome.auxiliary_loss,
+            expert_imbalance=expert_imbalance(plan.model, outcome.assignments),
             time_utc=datetime.now(UTC).isoformat(timespec="milliseconds"),
             save_s=max(self.saves_s, default=UNSET),
             evaluation=evaluation,
@@ -120,6 +122,8 @@ class StepReports:
     metrics: Metrics
     loggers: Loggers
     """Loggers, open on rank 0 alone."""
+    load: LoadLog
+    """Load of experts."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "reports"))
     _writing: list[Future[None]] = field(default_factory=list)
 
@@ -144,4 +148,5 @@ class StepReports:
     def _write(self, step: int, outcome: StepOutcome, step_time_s: float, evaluation: Evaluation | None) -> None:
         written = self.metrics.write(step, outcome, step_time_s, evaluation)
         if written is not None:
+            self.load.add(step, outcome.assignments)
             self.loggers.write(written)
