@@ -83,8 +83,11 @@ def experts_part(model: Model, experts: Experts, rows: int, hidden: int, result:
         passing=2 * rows * hidden * exchanged,
         outside=0,
         result=result,
-        widest=(matrices - 1) * wide,
-        widest_whole=rows * hidden,
+        # Three gradients of weighted products, in float32, in place of these.
+        widest=-wide // 2,
+        widest_bytes=3 * _FLOAT32_BYTES * wide // 2,
+        # Results, sorted back and as they are sent.
+        widest_whole=(3 * rows * hidden if exchanged else 2 * rows * hidden) // 2,
         kernels=PRODUCT_KERNELS + EXCHANGE_KERNELS * exchanged,
     )
 

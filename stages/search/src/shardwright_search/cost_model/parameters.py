@@ -22,7 +22,7 @@ from shardwright_formats.types.hardware_profile import Collective, GroupKind
 from shardwright_formats.types.model import EMBEDDING, LayerType, Model, Parameter
 from shardwright_formats.types.model_profile import StateRow
 from shardwright_formats.types.plan import ITEMSIZE, Precision
-from shardwright_formats.types.strategy import DataParallel, Strategy
+from shardwright_formats.types.strategy import DataParallel, ExpertGrid, Strategy
 from shardwright_search.cost_model.collectives import (
     Duration,
     Slowdowns,
@@ -70,6 +70,7 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     buffers: int
     """Buffers of FSDP2 for a layer's collectives while the layer works: of gathers under ZeRO-3 2cP, of reductions rP.
 
+    Experts that ranks share out are gathered a layer at a time: cP.
     Beside the parameters it works with lie those of the layer that comes next, on their way. The reduction buffer of
     the layer before it, here taken to be as large, is kept until its own is ready; where the reduction is deferred that
     one has taken the place of gradients that are counted, and only its outcome, sP/w, comes on top.
@@ -101,6 +102,7 @@ def parameter_memory(
     full_bytes = ITEMSIZE[precision.reduce] * kind.trained_count(axes.tensor.size)
     stored, trained = (_shard_numel(group, axes) for group in (kind.parameters, kind.trained_parameters))
     shard_bytes = ITEMSIZE[precision.parameters] * trained
+    copies = 1 if isinstance(strategy, ExpertGrid) else 2
     one_format = precision.parameters == precision.compute == precision.reduce
     without_fsdp = (ddp or axes.states.size == 1) and one_format
     replicated = ddp and axes.states.size > 1
@@ -117,7 +119,7 @@ def parameter_memory(
         gradients=gradients,
         gradient_sums=shard_bytes * (replicated and reduce_every_microbatch),
         optimizer=2 * shard_bytes,
-        buffers=fsdp * (2 * computed * zero3 + (shard_bytes if deferred else full_bytes)),
+        buffers=fsdp * (copies * computed * zero3 + (shard_bytes if deferred else full_bytes)),
         unreduced_gradients=_bucket_bytes(kind, axes.tensor.size, precision)
         if replicated
         else full_bytes * (fsdp and not deferred),

@@ -68,7 +68,12 @@ class Sparse(Llama):
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States | WithLoss:
         """Run a block; one with experts returns its balance loss, too."""
-        output: Any = super().call(block, states, batch, constants)[0]
+        try:
+            output: Any = super().call(block, states, batch, constants)[0]
+        finally:
+            # A replay ends once it has what it needs, by an error: a loss that it noted would hold all that it kept.
+            if hasattr(block.mlp, "losses"):
+                block.mlp.losses = None
         if not isinstance(output, tuple):
             return (output,)
         noted: _Noted = output[1]
@@ -178,17 +183,17 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
     # A replay computes it like the pass before, but nothing is noted twice.
     if part.losses is not None:
         part.losses.append((part.strength * loss, rows.counts))
-    sorted_rows, weights = rows.sort(x), rows.sort_copies(choice.weights)
-    recomputation = tensor_parallel.recomputation
+    weights, recomputation = rows.sort_copies(choice.weights), tensor_parallel.recomputation
     if grid is None:
-        results = rows.collect(part.experts(sorted_rows, Unseen(weights), rows.counts, recomputation))
+        results = rows.collect(part.experts(rows.sort(x), Unseen(weights), rows.counts, recomputation))
         return tensor_parallel.leave(_with_shared(part, hidden, results.view_as(hidden)))
     if grid.size == 1 and grid.expert_group is None:
-        results = part.experts(sorted_rows, Unseen(weights), rows.counts, recomputation)
+        results = part.experts(rows.sort(x), Unseen(weights), rows.counts, recomputation)
     else:
         features = grid.group if grid.size > 1 else None
-        away = exchange(rows.counts, len(sorted_rows), grid.expert_group, features)
-        sent = away.there(sorted_rows), Unseen(away.there(weights))
+        away = exchange(rows.counts, len(weights), grid.expert_group, features)
+        # No name holds rows that were sent, while experts work.
+        sent = away.there(rows.sort(x)), Unseen(away.there(weights))
         results = away.back(part.experts(*sent, away.counts, recomputation))
     results = rows.collect(results).view_as(hidden)
     # Nothing else is summed over ranks, but a replay needs no results of experts.
