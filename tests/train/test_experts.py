@@ -10,20 +10,19 @@ import pytest
 import torch
 from forked_ranks import run_worker
 from shared_experts import shared_plans
-from stock_experts import sample_balance, with_balance
+from stock_experts import router_of, sample_balance, with_balance
 from tiny_models import tiny
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import DataParallel, Recompute, SequenceParallel, Strategy
-from shardwright_models.experts import SPARSE
 from shardwright_train.models.experts import balance
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel import experts
 from shardwright_train.parallel.checkpointing import Recomputation, recomputed
 
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "gpt_oss")
 SAMPLES, LENGTH, HIDDEN = 3, 16, 32
 Ran = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
 
@@ -44,8 +43,9 @@ def part_of(stock: nn.Module, recomputation: Recomputation | None = None) -> Any
     """What runs make of the last block's experts, on one rank."""
     held: Any = stock
     family = family_named(held.config.model_type, "test")
-    part: Any = family.block(held, SPARSE, len(held.model.layers) - 1).mlp
+    part: Any = family.block(held, family.facts.layers(vars(held.config))[-1], len(held.model.layers) - 1).mlp
     recomputation = recomputation or Recomputation(keeps_last=False)
+    part.experts.keeps_biases = 1.0
     part.tensor_parallel = SimpleNamespace(
         size=1,
         splits_everything=False,
@@ -62,6 +62,8 @@ def ran(part: Any, hidden: Tensor, call: Callable[..., Tensor] | None = None) ->
     part.zero_grad()
     part.losses = []
     output = (call or part)(x)
+    # Some stock parts return scores of their router, too.
+    output = output[0] if isinstance(output, tuple) else output
     loss = part.losses[0][0] if part.losses else part.auxiliary
     part.losses = None
     (output.square().sum() + loss).backward()
@@ -86,8 +88,8 @@ def test_experts_compute_what_the_stock_block_does(stock: Any, crowd: str) -> No
     hidden[..., 0] = strength
     for each in (part, wanted):
         with torch.no_grad():
-            each.gate.weight[:, 0] = 0.0
-            each.gate.weight[: 1 if strength < 20 else 4, 0] = 1.0
+            router_of(each).weight[:, 0] = 0.0
+            router_of(each).weight[: 1 if strength < 20 else 4, 0] = 1.0
     same(ran(part, hidden), ran(wanted, hidden), 1e-12)
     gradient = part.experts.down_proj.grad
     idle = [expert for expert in range(len(gradient)) if not gradient[expert].any()]
@@ -98,7 +100,7 @@ def test_experts_compute_what_the_stock_block_does(stock: Any, crowd: str) -> No
 def test_routers_choose_as_the_stock_ones_to_the_bit(stock: Any, dtype: torch.dtype) -> None:
     part = stock.to(dtype).model.layers[-1].mlp
     x = states().flatten(0, 1).to(dtype)
-    logits, weights, index = part.gate(x)
+    logits, weights, index = router_of(part)(x)
     family: Any = family_named(stock.config.model_type, "test")
     choice = family.choose(part, x)
     assert torch.equal(choice.experts, index) and torch.equal(choice.weights.to(weights.dtype), weights)
@@ -109,8 +111,9 @@ def test_the_balance_loss_is_the_stock_functions_of_one_layer_and_sample(stock: 
     part, hidden = stock.model.layers[-1].mlp, states()
     stock.config.topk_method = "greedy"  # the stock function knows no groups
     for sample in hidden:
-        logits = (sample @ part.gate.weight.T).detach()
-        stock_loss = load_balancing_loss_func((logits,), part.gate.num_experts, part.gate.top_k)
+        router = router_of(part)
+        logits = torch.nn.functional.linear(sample, router.weight, getattr(router, "bias", None)).detach()
+        stock_loss = load_balancing_loss_func((logits,), router.num_experts, router.top_k)
         loss = sample_balance(part, stock.config, sample).item()
         assert loss == pytest.approx(float(stock_loss), rel=1e-6)
 
