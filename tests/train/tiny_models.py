@@ -240,7 +240,8 @@ def stock_model(model: Model, attention: str | None = None) -> nn.Module:
     config = family.configuration(model)
     if model.family == "baichuan":
         return BaichuanForCausalLM(BaichuanConfig(**model.config, **family.facts.counted(model.layers, model.config)))
-    config._attn_implementation = attention or family.plain_kernel
+    # Stock gpt-oss has sinks in the eager kernel alone.
+    config._attn_implementation = "eager" if family.facts.sinks else attention or family.plain_kernel
     stock: nn.Module = family.stock(config)
     return with_balance(stock)
 

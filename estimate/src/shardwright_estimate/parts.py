@@ -18,7 +18,7 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.communication import LOSS_ELEMENTS
 from shardwright_formats.semantics.regathers import low_rank_pairs
 from shardwright_formats.types import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Region, base_type
-from shardwright_models.facts import MULTIPLIED, Family, Mask
+from shardwright_models.facts import MULTIPLIED, SINK_FEATURES, Family, Mask
 from shardwright_models.registry import facts_of, facts_of_type
 
 _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5, "join": 12}
@@ -194,6 +194,8 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
     norms_heads = any(p.name.endswith(_QUERY_NORM) for p in model.types[type_name].parameters)
     elements, more = (width // 2 * n * norms_heads for n in _norm_keeps(family, fused))
     copies = a.query_width * a.queries * family.joins_features + width // 2 * family.keeps_unrotated
+    # Heads are wider by the features of a sink, and so is all that is kept of them; the result is kept without, too.
+    copies += (width * a.heads // a.query_width * SINK_FEATURES + a.query_width * a.queries) * family.sinks
     drops = _drops(model, type_name, region)
     return Part(
         name="attention",

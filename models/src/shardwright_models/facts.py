@@ -39,6 +39,8 @@ _NAMES = frozenset(("auto_map", "id2label", "label2id", "transformers.js_config"
 Recomputation = Literal["full", "attention", "mlp"]
 POSITIONS = "positions"
 """The key under which `shapes` gives the positions that a layer type hands on."""
+SINK_FEATURES = 8
+"""Features of a head beside its own where kernels without sinks compute them: 16 bytes of 16 bits, as GPUs need."""
 ATTENDED = "attended_positions"
 """The key under which `shapes` gives the positions that each position of a layer type attends to."""
 MULTIPLIED = "multiplied_positions"
@@ -212,16 +214,14 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     def kernels(self) -> tuple[Attention, ...]:
         """Return the attention kernels that its blocks can use.
 
-        flash_attention_2 cannot add a bias to the scores, sdpa cannot bound them, and neither has sinks: transformers
-        would ignore it.
+        flash_attention_2 cannot add a bias to the scores, nor a sink, and sdpa cannot bound them: transformers would
+        ignore it.
         """
         unfit = {Attention.AUTO}
-        if self.mask is Mask.BIAS:
+        if self.mask is Mask.BIAS or self.sinks:
             unfit.add(Attention.FLASH_ATTENTION_2)
         if self.soft_caps:
             unfit |= {Attention.SDPA, Attention.SDPA_MATH}
-        if self.sinks:
-            unfit = {kernel for kernel in Attention if kernel is not Attention.EAGER}
         return tuple(kernel for kernel in Attention if kernel not in unfit)
 
     @property

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import layout_of
 from shardwright_formats.types import EMBEDDING, HEAD, Attention, Heads, Model, Plan, Precision, base_type
-from shardwright_models.facts import ATTENDED, Mask
+from shardwright_models.facts import ATTENDED, SINK_FEATURES, Mask
 from shardwright_train.models.base import Family
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import flash_attn_is_installed, flash_obstacle
@@ -122,16 +122,17 @@ def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool
     Without a mask transformers hands the heads of a group that share their keys over as they are (`enable_gqa`).
     """
     dtype, config = getattr(torch, plan.precision.compute), family.configuration(plan.model)
-    make = partial(torch.zeros, dtype=dtype, device=device)
+    make, sinks = partial(torch.zeros, dtype=dtype, device=device), family.facts.sinks
     for heads, length, leaves_out in dict.fromkeys(_attentions(plan.model, family)):
         by_mask, learned = by_document or leaves_out in (Mask.PADDING, Mask.BIAS), leaves_out is Mask.BIAS
         masked = by_mask or heads.window is not None or heads.alibi
         causal = leaves_out is Mask.CAUSAL and not masked
         group = 1 if masked else heads.heads // heads.kv_heads
-        query = make(1, group, length, heads.head_features, requires_grad=True)
-        key = make(1, 1, length, heads.head_features, requires_grad=True)
-        value = make(1, 1, length, heads.features_of_values, requires_grad=True)
-        mask = make(length, length, requires_grad=learned) if masked else None
+        places, more = length + sinks, SINK_FEATURES * sinks
+        query = make(1, group, places, heads.head_features + more, requires_grad=True)
+        key = make(1, 1, places, heads.head_features + more, requires_grad=True)
+        value = make(1, 1, places, heads.features_of_values + more, requires_grad=True)
+        mask = make(places, places, requires_grad=learned) if masked else None
         try:
             with sdpa_kernel(list(_FUSED)):
                 scaled_dot_product_attention(

@@ -47,6 +47,8 @@ class Family:
     """Parameters that all blocks of a type hold replicas of, with their paths in the stock model."""
     normed_behind: tuple[str, ...] = ()
     """Types of block whose last one is followed by a norm of the stack."""
+    kernel_names: Mapping[str, str] = {}
+    """Names under which the stock model finds the functions of attention kernels, where they are not the kernels'."""
     rotary: str | None = None
     """Path of the module that makes rotary cosines and sines."""
     objective: type[Text | Classification] = Causal
@@ -142,6 +144,10 @@ class Family:
     def plain_kernel(self) -> str:
         """Return the fastest kernel that needs no further package."""
         return (Attention.SDPA if Attention.SDPA in self.facts.kernels else Attention.EAGER).value
+
+    def kernel_name(self, kernel: str) -> str:
+        """Return the name under which the stock model finds the function of an attention kernel."""
+        return self.kernel_names.get(kernel, kernel)
 
     def learns(self, model: Model) -> Text | Classification:
         """Return the default objective of a described model."""
@@ -334,7 +340,7 @@ def _cached_skeleton(
 ) -> Any:
     described = msgspec.json.decode(config)
     configured = family.configured(described | family.facts.counted(layers, described))
-    configured._attn_implementation = attention
+    configured._attn_implementation = family.kernel_name(attention)
     return family.skeleton(configured)
 
 

@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 from shardwright_models.facts import BLOCK, FULL, SLIDING
 from shardwright_train.models.experts import Choice, Sparse, Unseen
 from shardwright_train.models.llama import Llama
+from shardwright_train.models.sinks import SINK_ATTENTION
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.experts import expert_products, with_biases
 from shardwright_train.parallel.sharding_rules import INSIDE, Rule
@@ -18,6 +19,7 @@ from shardwright_train.parallel.tensor import TensorParallel
 class GptOss(Sparse):
     """Experts in all blocks, with biases; in their first matrices columns of gate and values alternate."""
 
+    kernel_names = dict.fromkeys(("sdpa", "sdpa_math"), SINK_ATTENTION)
     parts = dict.fromkeys((BLOCK, SLIDING, FULL), Llama.parts[BLOCK])
     plan = {
         **Llama.plan,

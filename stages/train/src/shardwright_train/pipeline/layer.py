@@ -241,7 +241,7 @@ def _style(
         rules=family.rules | low_rank_rules(parameters),
         parts=family.parts_of(kind, strategy),
         after_split=lambda module, tensor_parallel: family.after_split(module, config, tensor_parallel),
-        attention=context.attention,
+        attention=family.kernel_name(context.attention),
         compile=compiled,
         frozen=frozenset(local for local, parameter in parameters.items() if not parameter.trained),
         has_backward=context.plan.model.types[type_name].has_backward,
