@@ -28,6 +28,14 @@ from slurm_jobs import RUN_MIN, Component, components_of, job_minutes, job_resou
 
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
 """Options of `shardwright-train run` that switch off a default, by key."""
+_KINDS = {Corpus.IMAGES: "images", Corpus.CAPTIONS: "pairs", Corpus.SPEECH: "pairs"}
+"""What data of a source become, where this is no text."""
+_FILES = {
+    "text": ("data.json", "tokens.bin"),
+    "images": ("images.npy", "labels.npy"),
+    "pairs": ("tokens.npy", "samples.npy"),
+}
+"""Files of each kind of data that a run waits for."""
 _PATHS = {"text", "tokenizer", "weights", "resume_from"}
 """Keys whose value may be the path of a file or folder of the user."""
 
@@ -192,9 +200,8 @@ class Workflow:
             if parts not in ((), (name,)):
                 files.append(f"{self.data_folder(name)}/blend.json")
             for part in parts:
-                is_images = self.settings.data[part].source is Corpus.IMAGES
-                ends = ("images.npy", "labels.npy") if is_images else ("data.json", "tokens.bin")
-                files += [f"{self.data_folder(part)}/{end}" for end in ends]
+                kind = _KINDS.get(self.settings.data[part].source, "text")
+                files += [f"{self.data_folder(part)}/{end}" for end in _FILES[kind]]
         return list(dict.fromkeys(files))
 
     def vocabulary_size(self, run: Run) -> int:
@@ -214,10 +221,10 @@ class Workflow:
         datasets = [{"folder": f"../{part}", "weight": weight} for part, weight in weights]
         return document_text(BlendedData, {"datasets": datasets})
 
-    def data_pattern(self, *, images: bool) -> str:
-        """Return a regular expression of the data that become arrays of images, or else tokens."""
+    def data_pattern(self, kind: str) -> str:
+        """Return a regular expression of the data that become the files of a kind: `text`, `images` or `pairs`."""
         unblended = ((name, data) for name, data in self.settings.data.items() if data.blend is None)
-        return _any_of(name for name, data in unblended if (data.source is Corpus.IMAGES) == images)
+        return _any_of(name for name, data in unblended if _KINDS.get(data.source, "text") == kind)
 
     def measured_searches(self) -> tuple[str, ...]:
         """Return the searches whose plan and runners-up are measured: those asked for, and those others depend on."""

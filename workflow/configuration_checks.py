@@ -18,6 +18,7 @@ from shardwright_models.presets import read_presets
 from shardwright_train.data.corpora import Source
 
 Section = Mapping[str, Any]
+_NO_TEXT = (Source.IMAGES, Source.CAPTIONS, Source.SPEECH)
 _Type = TypeVar("_Type")
 
 _REFERENCES = (
@@ -139,7 +140,7 @@ def _check_blend(name: str, blend: Mapping[str, float], settings: Configuration,
     if not blend:
         raise BadInput(file, f"data.{name}.blend names no data", "give each part its weight")
     for part in blend:
-        if settings.data[part].blend is not None or settings.data[part].source is Source.IMAGES:
+        if settings.data[part].blend is not None or settings.data[part].source in _NO_TEXT:
             raise BadInput(file, f"data.{name}.blend: {part} is no text", "blend entries that have a text")
 
 

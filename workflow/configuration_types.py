@@ -207,7 +207,7 @@ class Profile(ProfileSettings, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Data(PrepareOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A data set: text to tokenize, images to decode, or a blend of texts."""
+    """A data set: text to tokenize, images to decode, captions or speech, or a blend of texts."""
 
     text: str = ""
     blend: dict[Name, Annotated[float, Meta(gt=0, le=1e9)]] | None = None

@@ -13,6 +13,7 @@ from shardwright_train.data.sampling import BlendedData
 
 OTHER = {"text": "/texts/other.jsonl", "vocab_size": 300}
 PHOTOS = {"text": "/photos", "source": "images", "image_size": 224}
+CAPTIONS = {"text": "/captions", "source": "captions", "image_size": 336, "tokenizer": "/llava"}
 BOTH = {"blend": {"stdlib": 3, "other": 1.5}}
 
 
@@ -32,18 +33,21 @@ def test_a_blend_and_data_to_evaluate_on_are_prepared_before_the_run(finished):
     assert "--best" in converted and _options(converted)["--copy-from"] == "results/data/stdlib"
 
 
-def test_random_samples_need_no_data_and_images_are_decoded(finished):
+def test_random_samples_need_no_data_and_images_and_captions_are_read(finished):
     def change(config):
-        config["data"]["photos"] = PHOTOS
+        config["data"] |= {"photos": PHOTOS, "captions": CAPTIONS}
         config["runs"]["demo"] |= {"data": "random", "export": True}
         config["runs"]["demo-tight"]["data"] = "photos"
+        config["runs"]["captioned"] = {**config["runs"]["demo-tight"], "data": "captions"}
 
     finished.configure(change)
     done = finished.snakemake("runs", "-n", "--printshellcmds")
-    assert done.jobs == {"prepare_images": 1, "run": 2, "convert": 1}, done.output
+    assert done.jobs == {"prepare_images": 1, "prepare_pairs": 1, "run": 3, "convert": 1}, done.output
     assert "--data random " in done.output and "--copy-from" not in done.output
     prepare = "prepare --text /photos --source images --image-size 224 --workers 1 --out results/data/photos"
     assert prepare in done.output
+    options = "--text /captions --source captions --image-size 336 --tokenizer /llava --workers 1"
+    assert f"prepare {options} --out results/data/captions" in done.output
 
 
 def _changed(**entries):

@@ -17,7 +17,7 @@ rule prepare:
     benchmark:
         "results/benchmarks/prepare/{data}.tsv"
     wildcard_constraints:
-        data=CONFIG.data_pattern(images=False),
+        data=CONFIG.data_pattern("text"),
     threads: lambda wildcards: CONFIG.settings.data[wildcards.data].workers or 1
     resources:
         mem_mb=4000,
@@ -41,9 +41,24 @@ use rule prepare as prepare_images with:
     benchmark:
         "results/benchmarks/prepare_images/{data}.tsv"
     wildcard_constraints:
-        data=CONFIG.data_pattern(images=True),
+        data=CONFIG.data_pattern("images"),
     message:
         "decode the images {wildcards.data}"
+
+
+use rule prepare as prepare_pairs with:
+    output:
+        tokens="results/data/{data}/tokens.npy",
+        samples="results/data/{data}/samples.npy",
+        tokenizer="results/data/{data}/tokenizer.json",
+    log:
+        "results/logs/prepare_pairs/{data}.log",
+    benchmark:
+        "results/benchmarks/prepare_pairs/{data}.tsv"
+    wildcard_constraints:
+        data=CONFIG.data_pattern("pairs"),
+    message:
+        "read the images or recordings {wildcards.data} and their texts"
 
 
 # Checkpoints are no outputs: Snakemake would delete them before a run goes on. They lie under the identity of what the

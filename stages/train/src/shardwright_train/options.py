@@ -59,6 +59,10 @@ class PrepareOptions(Options, frozen=True, kw_only=True):
     and PNG files for each class, for ViT and Swin."""
     image_size: Annotated[int, Meta(ge=1, le=2**14)] | None = None
     """Height and width in pixels that images are scaled and cropped to, the model's image_size."""
+    mel_bins: Annotated[int, Meta(ge=1, le=2**10)] | None = None
+    """Frequencies of a spectrogram of speech, the model's num_mel_bins."""
+    seconds: Annotated[int, Meta(ge=1, le=2**10)] = 30
+    """Length in s that every recording is filled up to, a fiftieth of the model's max_source_positions."""
     vocab_size: Annotated[int, Meta(ge=257, le=2**24)] | None = None
     """Tokens of the byte-level BPE to train; needed unless `tokenizer` is given."""
     tokenizer: Path | None = None

@@ -25,11 +25,13 @@ def describe(options: DescribeOptions) -> None:
 
 def prepare_text(options: PrepareOptions) -> None:
     """Write a tokenizer and the tokens of a text, or images as arrays."""
-    if options.source is Source.IMAGES:
-        _prepare_images(options)
+    if (prepare_others := _OTHERS.get(options.source)) is not None:
+        prepare_others(options)
         return
     if options.image_size is not None:
         raise BadInput("--image-size", "a text has none", "leave it out, or say --source images")
+    if options.mel_bins is not None:
+        raise BadInput("--mel-bins", "a text has none", "leave it out, or say --source speech")
     from shardwright_train.data.prepare import How, prepare
 
     how = How(options.source, options.field, options.dataset_split, options.tokenizer_mib, options.workers)
@@ -45,6 +47,29 @@ def _prepare_images(options: PrepareOptions) -> None:
     if options.image_size is None:
         raise BadInput("--image-size", "is missing", "say the model's image_size, in pixels")
     prepare_images(Path(options.text), options.image_size, options.out, options.workers)
+
+
+def _prepare_captions(options: PrepareOptions) -> None:
+    from shardwright_train.data.pair_folder import Tokens, prepare_captions
+
+    if options.image_size is None:
+        raise BadInput("--image-size", "is missing", "say the model's image_size, in pixels")
+    tokens = Tokens(options.tokenizer, options.vocab_size)
+    prepare_captions(Path(options.text), options.image_size, options.out, tokens, options.workers)
+
+
+def _prepare_speech(options: PrepareOptions) -> None:
+    with without_collection():
+        from shardwright_train.data.pair_folder import Tokens, prepare_speech
+
+    if options.mel_bins is None:
+        raise BadInput("--mel-bins", "is missing", "say the model's num_mel_bins")
+    tokens = Tokens(options.tokenizer, options.vocab_size)
+    prepare_speech(Path(options.text), options.mel_bins, options.seconds, options.out, tokens, options.workers)
+
+
+_OTHERS = {Source.IMAGES: _prepare_images, Source.CAPTIONS: _prepare_captions, Source.SPEECH: _prepare_speech}
+"""Functions that prepare what is no text alone."""
 
 
 def convert(options: ConvertOptions) -> None:

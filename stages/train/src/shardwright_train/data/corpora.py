@@ -53,6 +53,10 @@ class Source(StrEnum):
     """Megatron's .bin and .idx, tokens already."""
     IMAGES = "images"
     """No text: a folder of classes, JPEG and PNG files in each."""
+    CAPTIONS = "captions"
+    """A folder of images, and captions.jsonl with a text for each."""
+    SPEECH = "speech"
+    """A folder of WAV files, and transcripts.jsonl with what is said in each."""
 
 
 _GLOBS = {Source.TEXT: "*.txt", Source.JSONL: "*.jsonl*", Source.WIKIPEDIA: "*.xml.bz2", Source.WIKITEXT: "*.xml.bz2"}

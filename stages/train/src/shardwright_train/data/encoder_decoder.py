@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwright_formats.io import BadInput
 from shardwright_train.data.objectives import RandomBatches, Text, TextBatches
+from shardwright_train.data.pairs import Pairs
 from shardwright_train.data.sampling import Blend, Samples
 from shardwright_train.data.share import Batch
 from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, SplitPart
@@ -139,10 +140,10 @@ class SpanCorruption(Text):
 
     def open(
         self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
-    ) -> TextBatches | RandomBatches:
+    ) -> TextBatches | RandomBatches | Pairs:
         """Open a split as any objective does; raise BadInput where there are too few sentinels for a sample's spans."""
         opened = super().open(folder, seed, part, boundaries)
-        if isinstance(opened, RandomBatches):
+        if not isinstance(opened, TextBatches):
             return opened
         sentinels = sentinels_of(opened.samples, self.vocab_size)
         if len(sentinels) < self.lengths.spans:

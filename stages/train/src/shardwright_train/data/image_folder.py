@@ -34,11 +34,7 @@ def prepare_images(folder: Path, size: int, out: Path, workers: int | None = Non
 
     Raises BadInput where a file is damaged, a class is empty, or Pillow is not installed: then nothing is left.
     """
-    try:
-        import PIL  # noqa: F401
-    except ImportError:
-        problem, remedy = "decoding images takes the package `pillow`", "pip install 'shardwright-train[images]'"
-        raise BadInput(folder, problem, remedy) from None
+    check_pillow(folder)
     files_by_class, is_new = _find(folder), not out.exists()
     out.parent.mkdir(parents=True, exist_ok=True)
     with only_run(out.with_name(f"{out.name}.lock"), Nodes()):
@@ -50,6 +46,15 @@ def prepare_images(folder: Path, size: int, out: Path, workers: int | None = Non
             raise
     number = sum(map(len, files_by_class.values()))
     print(f"{number} images of {len(files_by_class)} classes", file=sys.stderr, flush=True)
+
+
+def check_pillow(folder: Path) -> None:
+    """Raise BadInput, naming a folder of images, where nothing can decode them."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        problem, remedy = "decoding images takes the package `pillow`", "pip install 'shardwright-train[images]'"
+        raise BadInput(folder, problem, remedy) from None
 
 
 def _find(folder: Path) -> dict[str, list[Path]]:
@@ -94,14 +99,18 @@ def _decoded(files: list[Path], size: int, workers: int) -> Iterator[NDArray[np.
     with ThreadPoolExecutor(workers) as pool:
         for first in range(0, len(files), _AT_ONCE):
             some = files[first : first + _AT_ONCE]
-            yield from pool.map(_image, some, [size] * len(some))
+            yield from pool.map(fitted_image, some, [size] * len(some))
             done, now = first + len(some), time.monotonic()
             if now - reported_s >= _SAY_EVERY_S:
                 reported_s, left_s = now, (len(files) - done) * (now - began) / done
                 print(f"{done} of {len(files)} images, {left_s / 60:.0f} min left", file=sys.stderr, flush=True)
 
 
-def _image(file: Path, size: int) -> NDArray[np.uint8]:
+def fitted_image(file: Path, size: int) -> NDArray[np.uint8]:
+    """Return an image [3, size, size], scaled until it covers the square and cut around its middle.
+
+    Raises BadInput where the file is no whole JPEG or PNG.
+    """
     from PIL import Image, ImageOps
 
     try:

@@ -14,13 +14,11 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from shardwright_formats.io import BadInput, sha256_of_file, sha256_of_value
-from shardwright_train.data.sampling import samples_at
 from shardwright_train.data.share import Batch, BatchShare
-from shardwright_train.data.split import WHOLE, Split, SplitPart
+from shardwright_train.data.shuffled import Shuffled
+from shardwright_train.data.split import WHOLE, SplitPart
 
 _BRIGHTEST = 255
-_ORDER_OF_SPLITS = 2**40
-"""Seed that no run has, which assigns images to splits independently of the run."""
 
 
 class ImageForm(NamedTuple):
@@ -34,10 +32,7 @@ class ImageForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Images:
-    """A split of images: to train on, in another order each epoch; to evaluate, in one that no seed changes.
-
-    A folder often has its classes one after the other: the splits are those of one shuffled order of all images.
-    """
+    """A split of images: to train on, in another order each epoch; to evaluate, in one that no seed changes."""
 
     pixels: NDArray[np.uint8]
     """Pixels [images, channels, height, width], mapped from the file."""
@@ -51,13 +46,12 @@ class Images:
     @property
     def per_epoch(self) -> int:
         """Return the number of images of the split; in evaluation, those from 0 to it are all of it once."""
-        first, end = self._bounds
-        return end - first
+        return self._order.per_epoch
 
     def read(self, first: int, share: BatchShare) -> Batch:
         """Return `pixel_values` [samples, channels, height, width] in [-1, 1] and `labels` [samples, 1]."""
         indices = first + share.rows
-        chosen = self._chosen(indices)
+        chosen = self._order.chosen(indices)
         batch = {} if "labels" in share.left_out else {"labels": torch.from_numpy(self.labels[chosen])[:, None]}
         if "pixel_values" not in share.left_out:
             pixels = torch.from_numpy(self.pixels[chosen]).to(torch.float32)
@@ -65,16 +59,8 @@ class Images:
         return batch
 
     @property
-    def _bounds(self) -> tuple[int, int]:
-        begin, end = (round(share * len(self.labels)) for share in self.part.bounds)
-        return begin, end
-
-    def _chosen(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        if self.part.split is Split.TRAIN:
-            indices = samples_at(indices, self.per_epoch, self.seed)
-        if self.part == WHOLE:
-            return indices
-        return samples_at(self._bounds[0] + indices % self.per_epoch, len(self.labels), _ORDER_OF_SPLITS)
+    def _order(self) -> Shuffled:
+        return Shuffled(len(self.labels), self.seed, self.part)
 
     def counted(self, first: int, samples: int) -> int:
         """Return the number of labels of a batch that count."""
@@ -90,11 +76,11 @@ def open_images(folder: Path, form: ImageForm, seed: int, part: SplitPart = WHOL
     Raises BadInput when a file is absent or damaged, they do not belong together, or do not fit the model.
     """
     image_file, label_file = folder / "images.npy", folder / "labels.npy"
-    pixels, labels = _mapped(image_file), _mapped(label_file)
+    pixels, labels = mapped(image_file), mapped(label_file)
     if pixels.dtype != np.uint8 or pixels.ndim != 4:
-        raise BadInput(image_file, f"is {_described(pixels)}", "write uint8 [images, channels, height, width]")
+        raise BadInput(image_file, f"is {described(pixels)}", "write uint8 [images, channels, height, width]")
     if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
-        raise BadInput(label_file, f"is {_described(labels)}", "write integers [images]")
+        raise BadInput(label_file, f"is {described(labels)}", "write integers [images]")
     if len(labels) != len(pixels) or not len(labels):
         raise BadInput(label_file, f"{len(labels)} labels for {len(pixels)} images", "write one for each image")
     if pixels.shape[1:] != form[:3]:
@@ -110,7 +96,8 @@ def open_images(folder: Path, form: ImageForm, seed: int, part: SplitPart = WHOL
     return images
 
 
-def _mapped(path: Path) -> NDArray[Any]:
+def mapped(path: Path) -> NDArray[Any]:
+    """Return an array mapped from its file; raise BadInput where it is none."""
     try:
         return open_memmap(path, mode="r")
     except OSError as error:
@@ -119,5 +106,6 @@ def _mapped(path: Path) -> NDArray[Any]:
         raise BadInput(path, f"is no whole array ({error})", "write it with numpy.save") from None
 
 
-def _described(array: NDArray[Any]) -> str:
+def described(array: NDArray[Any]) -> str:
+    """Return the format and the shape of an array in words."""
     return f"{array.dtype} {list(array.shape)}"

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwright_formats.io import BadInput, RunFailed, sha256_of_value
 from shardwright_formats.types import EMBEDDING, HEAD
 from shardwright_train.data.images import ImageForm, Images, open_images
+from shardwright_train.data.pairs import Pairs
 from shardwright_train.data.sampling import Blend, Samples, open_data
 from shardwright_train.data.share import Batch, BatchShare, with_boundaries
 from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, Split, SplitPart
@@ -79,7 +80,7 @@ class Text(ABC):
 
     def open(
         self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
-    ) -> "TextBatches | RandomBatches":
+    ) -> "TextBatches | RandomBatches | Pairs":
         """Open a split of a folder of prepared text, or of a blend of several; RANDOM gives random tokens.
 
         Raises BadInput when a file is damaged, the split holds less than one sample, or it does not fit the model.
@@ -180,7 +181,7 @@ class Masked(Text):
 
     def open(
         self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
-    ) -> "TextBatches | RandomBatches":
+    ) -> "TextBatches | RandomBatches | Pairs":
         """Open a split of prepared text as any objective does; raise BadInput where the mask token is unknown."""
         if self.mask is None and folder != RANDOM:
             remedy = "add the number of a token that no text holds ([MASK]'s), and describe the model again"
@@ -343,5 +344,5 @@ def _pair(size: int | Iterable[int]) -> tuple[int, int]:
     return height, width
 
 
-Batches = TextBatches | RandomBatches | Images
+Batches = TextBatches | RandomBatches | Images | Pairs
 """Any source of the global batches of a run."""

@@ -1,24 +1,28 @@
 """The objective of an encoder of spectrograms and a decoder of text (Radford et al. 2022)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwright_formats.io import BadInput
 from shardwright_formats.types import EMBEDDING, HEAD
 from shardwright_train.data.encoder_decoder import Prefix
 from shardwright_train.data.objectives import RANDOM, RandomBatches, TextBatches
+from shardwright_train.data.pairs import PLACE, Pairs, open_pairs, padded
+from shardwright_train.data.pairs import Text as Words
 from shardwright_train.data.share import Batch
 from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, SplitPart
+from shardwright_train.parallel.vocab import IGNORED
 
 
 @dataclass(frozen=True)
 class Transcription(Prefix):
-    """What is said in a spectrogram, token after token; so far of random samples, for timing alone."""
+    """What is said in a spectrogram, token after token."""
 
     read_by: ClassVar[Mapping[str, str]] = {"input_features": EMBEDDING, "labels": HEAD}
     bins: int = 0
@@ -49,8 +53,35 @@ class Transcription(Prefix):
 
     def open(
         self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
-    ) -> TextBatches | RandomBatches:
-        """Open random samples; raise BadInput for folders, which hold no spectrograms."""
-        if folder != RANDOM:
-            raise BadInput(folder, "spectrograms are read from no folder yet", f"train on --data {RANDOM}, for timing")
-        return super().open(folder, seed, part, boundaries)
+    ) -> TextBatches | RandomBatches | Pairs:
+        """Open a split of a folder of spectrograms and what is said in them; RANDOM gives random ones."""
+        if folder == RANDOM or any(boundaries):
+            return super().open(folder, seed, part, boundaries)
+        return open_pairs(folder, self, seed, part)
+
+    @property
+    def inputs_file(self) -> str:
+        """Return the name of the file that holds the spectrograms."""
+        return "features.npy"
+
+    @property
+    def inputs_form(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """Return the format of a spectrogram, and its shape."""
+        return np.dtype(np.float32), (self.bins, self.frames)
+
+    def of_texts(self, texts: Sequence[Words]) -> Batch:
+        """Return `decoder_tokens` and `labels` [n, sequence_length]; what fills a text up is no label."""
+        labels = padded([text.astype(np.int64) for text in texts], self.sequence_length, IGNORED)
+        start = torch.full_like(labels[:, :1], self.first_token)
+        before = torch.cat((start, labels[:, :-1]), 1)
+        return {"decoder_tokens": before.masked_fill(before == IGNORED, self.first_token), "labels": labels}
+
+    def of_inputs(self, inputs: NDArray[Any]) -> Batch:
+        """Return `input_features` [n, bins, frames]."""
+        return {"input_features": torch.from_numpy(inputs)}
+
+    def unfit(self, text: Words, has_input: bool) -> str | None:
+        """Return why a text cannot be a sample, or None."""
+        if not has_input:
+            return "has no spectrogram"
+        return "has no words" if not len(text) or (text == PLACE).any() else None
