@@ -20,7 +20,9 @@ from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import (
     Cluster,
     DataParallel,
+    ExpertLoad,
     ExpertStrategy,
+    LayerLoad,
     LayerStrategy,
     NodeGroup,
     NodeType,
@@ -34,9 +36,11 @@ from shardwright_formats.types import (
 from shardwright_formats.types.hardware_profile import Collective, GroupKind, HardwareProfile
 from shardwright_models.description import model_of_config
 from shardwright_search.cost_model.collectives import collective_time
+from shardwright_search.cost_model.compute import expert_cost
+from shardwright_search.cost_model.experts import even_load
 from shardwright_search.cost_model.layer import LayerCost
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.cost_model.profiles import Profiles, index_profiles
+from shardwright_search.cost_model.profiles import LoadFile, Profiles, index_profiles
 from shardwright_search.cost_model.topology import stage_topology
 from shardwright_search.interop.registry import TARGETS
 
@@ -164,6 +168,39 @@ def test_experts_that_are_computed_again_lie_beside_what_comes_before_them(profi
     assert kept[Recompute.FULL] < min(kept[Recompute.MLP], kept[Recompute.SELECTIVE]) < kept[Recompute.NONE]
     more = workspace[Recompute.FULL] - workspace[Recompute.NONE]
     assert more == pytest.approx(kept[Recompute.NONE] - kept[Recompute.FULL], rel=0.1)
+
+
+def loaded(profiles: Profiles, *shares: float) -> Profiles:
+    """Profiles with a load in which the experts of both layers have these shares."""
+    layers = tuple(LayerLoad(layer=number, shares=shares) for number in range(2))
+    return profiles._replace(
+        load=LoadFile(Path("load.json"), ExpertLoad(model="m", first_step=1, last_step=9, layers=layers))
+    )
+
+
+def test_ranks_wait_for_the_group_that_gets_most_positions(profiles: Profiles) -> None:
+    uneven = loaded(profiles, 0.5, 1 / 6, 1 / 6, 1 / 6)
+    for ep_size, fullest in ((1, 1.0), (2, 4 / 3), (4, 2.0)):
+        shared = plan_of(ExpertStrategy(ep_size=ep_size))
+        key, rows = even_load(MODEL, "sparse", shared.layers[0], 8)
+        given, even = (layer_of(shared, each) for each in (uneven, profiles))
+        more = expert_cost(profiles, key, fullest * rows).figures, expert_cost(profiles, key, rows).figures
+        assert given.activation_bytes - even.activation_bytes == pytest.approx(
+            more[0].activation_bytes - more[1].activation_bytes, abs=2
+        )
+        assert (given.forward_ps > even.forward_ps) is (ep_size > 1)
+
+
+def test_an_even_load_is_said_to_be_assumed(plan: Plan, profiles: Profiles) -> None:
+    warning = "assumed: all experts get as many positions: imbalance takes the load of a run"
+    assert warning in evaluate(plan, profiles).warnings
+    assert warning not in evaluate(plan, loaded(profiles, 0.25, 0.25, 0.25, 0.25)).warnings
+    assert warning not in evaluate(plan_of(ExpertStrategy(ep_size=1)), profiles).warnings
+
+
+def test_a_load_of_other_experts_is_refused(plan: Plan, profiles: Profiles) -> None:
+    with pytest.raises(BadInput, match=r"load.json: is of other experts: layer 0 of m has 4 experts, not 2"):
+        evaluate(plan, loaded(profiles, 0.5, 0.5))
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))

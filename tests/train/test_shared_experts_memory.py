@@ -1,12 +1,15 @@
 """Memory of plans whose ranks share experts out: what is predicted, against steps at even load on fake tensors."""
 
+from pathlib import Path
+
 import pytest
 from priced_experts import FLOAT32, MIXED, held_bytes, plan_of, profiles_of
 
-from shardwright_formats.types import DataParallel, Precision, Recompute, SequenceParallel
-from shardwright_search.cost_model.profiles import Profiles
+from shardwright_formats.types import DataParallel, ExpertLoad, LayerLoad, Precision, Recompute, SequenceParallel
+from shardwright_search.cost_model.profiles import LoadFile, Profiles
 from shardwright_train.dry_run.simulated_step import simulate_step
 from shardwright_train.models.registry import family_named
+from shardwright_train.parallel import experts
 
 DDP, ZERO2, ZERO3 = DataParallel
 NONE, FULL, SELECTIVE = Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE
@@ -33,3 +36,21 @@ def test_memory_at_even_load_is_predicted_within_three_percent(given, profiles) 
     plan = plan_of(*given)
     step = simulate_step(plan, 0, family_named("mixtral", "test"), "sdpa")
     assert held_bytes(plan, profiles[plan.precision]) == pytest.approx(step.peak_bytes, rel=0.03)
+
+
+SHARES = (0.25, 0.25, *(1 / 12,) * 6)
+"""Shares of experts of which the first of four ranks gets twice the mean."""
+
+
+@pytest.mark.parametrize("given", [PLANS[1], PLANS[5]])
+def test_memory_of_the_fullest_rank_is_predicted_within_three_percent(given, profiles, monkeypatch) -> None:
+    """Half of all rows go to the first rank's two experts of eight."""
+    sent = lambda rows: [rows // 2, *(rows // 6 + (i < rows // 2 % 3) for i in range(3))]  # noqa: E731
+    monkeypatch.setattr(experts, "_rows_of_ranks", lambda *given: (sent(given[3]), [given[3] // 2] * 4, [2 * given[3]]))
+    plan, path = plan_of(*given), Path("load.json")
+    step = simulate_step(plan, 0, family_named("mixtral", "test"), "sdpa")
+    layers = tuple(LayerLoad(layer=number, shares=SHARES) for number in range(3))
+    load = LoadFile(path, ExpertLoad(model="m", first_step=1, last_step=1, layers=layers))
+    even = profiles[plan.precision]
+    assert held_bytes(plan, even._replace(load=load)) == pytest.approx(step.peak_bytes, rel=0.03)
+    assert held_bytes(plan, even) < 0.9 * step.peak_bytes

@@ -24,6 +24,8 @@ class ProfileOptions(Options, frozen=True, kw_only=True):
     """Model profile on the cluster's device (HDF5); of a mixed cluster one for each device."""
     correction: Path | None = None
     """Factors that measured plans taught (shardwright.correction, JSON), to be applied; of one device only."""
+    imbalance: Path | None = None
+    """Load of experts that a run logged (shardwright.expert_load, JSON); by default all get as many positions."""
 
 
 class ModelOptions(ProfileOptions, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from shardwright_formats.key import ExpertKey
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.semantics.communication import Cause, Message, region_messages, tensors_of
+from shardwright_formats.semantics.expert_load import imbalances
 from shardwright_formats.semantics.expert_messages import rank_positions
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import LayerStrategy, Model, Recompute
@@ -12,7 +13,15 @@ from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 
 
-def expert_load(model: Model, type_name: str, strategy: LayerStrategy, samples: int) -> tuple[ExpertKey, float]:
+def imbalance_of(profiles: Profiles, model: Model, type_name: str, strategy: LayerStrategy) -> float:
+    """Return the rows of the fullest rank over those at even load, for which all ranks of its group wait."""
+    grid = strategy.expert_grid
+    if profiles.load is None or grid is None:
+        return 1.0
+    return imbalances(profiles.load.load, model, axes_of(grid).dense.experts.size)[type_name]
+
+
+def even_load(model: Model, type_name: str, strategy: LayerStrategy, samples: int) -> tuple[ExpertKey, float]:
     """Return the key of a rank's experts, and the rows that it has of a microbatch of `samples` at even load."""
     kind, grid = model.types[type_name], strategy.expert_grid
     assert kind.experts and grid
@@ -46,8 +55,11 @@ def exchange_times(
     samples: int,
     itemsize: int,
 ) -> tuple[Duration, Duration]:
-    """Return the time in which rows go to the ranks of their experts and back, forward and backward."""
-    grid = strategy.expert_grid
+    """Return the time in which rows go to the ranks of their experts and back, forward and backward.
+
+    The fullest rank gets more than others send, and they wait for it.
+    """
+    grid, fullest = strategy.expert_grid, imbalance_of(profiles, model, type_name, strategy)
     assert grid is not None
     axes = axes_of(grid).dense
     sent = [m for m in region_messages(model, type_name, strategy, samples, itemsize, 1) if is_exchange(m)]
@@ -55,7 +67,7 @@ def exchange_times(
     def taken(message: Message) -> Duration:
         among = axes.experts if message.collective is Collective.ALL_TO_ALL else axes.tensor
         groups = axis_group_kinds(topology, among)
-        time_s, warning = collective_time(profiles, message.collective, groups, message.bytes)
+        time_s, warning = collective_time(profiles, message.collective, groups, fullest * message.bytes)
         return Duration(time_s * message.times, warning)
 
     forward, backward = (in_turn(taken(m) for m in sent if m.during is during) for during in Pass)

@@ -46,7 +46,13 @@ from shardwright_search.cost_model.compute import (
     with_experts,
 )
 from shardwright_search.cost_model.context import SharedContext, context_times, shared_layer_cost
-from shardwright_search.cost_model.experts import exchange_times, expert_load, is_exchange, replays_experts
+from shardwright_search.cost_model.experts import (
+    even_load,
+    exchange_times,
+    imbalance_of,
+    is_exchange,
+    replays_experts,
+)
 from shardwright_search.cost_model.layer_cost import Cost as Cost
 from shardwright_search.cost_model.layer_cost import Gather as Gather
 from shardwright_search.cost_model.layer_cost import LayerCost as LayerCost
@@ -289,7 +295,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> ComputeCost:
         """Return the cost of a layer whose ranks share experts out: that of its experts, and of the rest of it."""
         profiles = self.profiles_on(node_type)
-        experts = expert_cost(profiles, *expert_load(self.model, key.type, strategy, samples))
+        expert_key, rows = even_load(self.model, key.type, strategy, samples)
+        experts = expert_cost(profiles, expert_key, rows * imbalance_of(profiles, self.model, key.type, strategy))
         keys = (key, msgspec.structs.replace(key, recompute=Recompute.NONE))
         shared = micro_batch_size, axes_of(strategy).context.size, self.time_model
         rest, kept = (shared_layer_cost(profiles.beside_experts, each, *shared) for each in keys)

@@ -17,7 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Row, columns_of
 from shardwright_formats.key import ExpertKey, LayerKey, rows_by_key
-from shardwright_formats.types import Attention, Cluster, Model, Precision, profiled_as
+from shardwright_formats.semantics.expert_load import load_misfit
+from shardwright_formats.types import Attention, Cluster, ExpertLoad, Model, Precision, profiled_as
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model_profile import (
     ExpertRow,
@@ -60,6 +61,13 @@ class LayerPoints(NamedTuple):
     """Standard errors of the two times, as shares of them [points, 2]; 0 where none is known."""
 
 
+class LoadFile(NamedTuple):
+    """A load of experts, and its file."""
+
+    path: Path
+    load: ExpertLoad
+
+
 class Profiles(NamedTuple):
     """A hardware and a model profile of one device, with the names of their files, and those of other devices."""
 
@@ -91,6 +99,8 @@ class Profiles(NamedTuple):
     """The points of layers beside experts that ranks share out, by the keys of `layers`."""
     experts: Mapping[ExpertKey, LayerPoints] = MappingProxyType({})
     """The points of these experts, by keys without rows."""
+    load: LoadFile | None = None
+    """The load of experts that a run logged; None: all experts of a layer get as many positions."""
 
     @property
     def beside_experts(self) -> "Profiles":
@@ -198,6 +208,8 @@ def check_profiles(
     profiles: Profiles, model: Model, cluster: Cluster, precision: Precision, attention: Attention, compile: bool
 ) -> None:
     """Raise BadInput where a profile was made for another model, device, precision or kernels, or one is missing."""
+    if profiles.load is not None and (problem := load_misfit(profiles.load.load, model)) is not None:
+        raise BadInput(profiles.load.path, f"is of other experts: {problem}", "give the load of a run of this model")
     for one in profiles.per_device:
         _check_origin(one, model, precision, attention, compile)
     for device in devices_of(cluster):

@@ -22,7 +22,14 @@ def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
     """
     obstacle = [] if plan.cluster.obstacle is None else [f"plan_only: {plan.cluster.obstacle}"]
     lines = (line for one in profiles.used(plan.cluster) for line in _device_lines(plan, one))
-    return (*obstacle, *dict.fromkeys(lines))
+    return (*obstacle, *dict.fromkeys(lines), *_load_lines(plan, profiles))
+
+
+def _load_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
+    """Yield the warning of experts that ranks share out where nobody says how many positions each gets."""
+    grids = (layer.expert_grid for layer in plan.layers)
+    if profiles.load is None and any(grid and axes_of(grid).dense.experts.size > 1 for grid in grids):
+        yield "assumed: all experts get as many positions: imbalance takes the load of a run"
 
 
 def _device_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
