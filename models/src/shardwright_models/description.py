@@ -286,7 +286,8 @@ def _regions(family: Family, config: Config, layer: str, is_cut: bool, window: i
     shape = {name: config[key] for name, key in _HEADS.items()}
     shape |= {"value_features": config[VALUES]} if config.get(VALUES, config["head_dim"]) != config["head_dim"] else {}
     for keys in family.attended(layer):
-        attention = Heads(queries=stream, keys=keys, **shape, window=window, alibi=family.alibi(config))
+        further = {"alibi": family.alibi(config), "sinks": family.sinks}
+        attention = Heads(queries=stream, keys=keys, **shape, window=window, **further)
         enters = tuple(dict.fromkeys((stream, keys)))
         yield Region(name="attention", enters=enters, leaves=stream, attention=attention, replays_sum=replays)
     yield Region(name="mlp", enters=(stream,), leaves=stream, replays_sum=replays)

@@ -131,6 +131,8 @@ class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Positions that each attends to, itself the last, and an encoder as many behind; null: all. Below the samples'."""
     alibi: bool = False
     """True where scores fall with the distance of positions, at a slope for each head (Press et al. 2022)."""
+    sinks: bool = False
+    """True where the softmax has a further score of each head, which weighs nothing (Xiao et al. 2024)."""
 
     @property
     def features_of_values(self) -> int:
@@ -235,6 +237,11 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def window(self) -> int | None:
         """Return the sliding window of its attention; None where positions attend to all that a mask leaves."""
         return next((region.attention.window for region in self.regions if region.attention is not None), None)
+
+    @property
+    def has_sinks(self) -> bool:
+        """Return whether the softmax of its attention has further scores."""
+        return any(region.attention is not None and region.attention.sinks for region in self.regions)
 
     @property
     def alibi_heads(self) -> int:

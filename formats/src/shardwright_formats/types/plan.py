@@ -140,6 +140,8 @@ def _misfit_of_sequence(model: Model, kind: LayerType, strategy: Strategy, split
     named = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
     parts = [(named, degrees["cp_size"] * degrees["tp_size"], *each) for each in sequences]
     if strategy.cp_size > 1:
+        if kind.has_sinks:
+            return f"cp_size {strategy.cp_size} knows no sinks: share positions out by sequence_parallel"
         # Each rank has two chunks of the positions: one from the front and one from the back.
         parts.append((f"2 x cp_size {strategy.cp_size}", 2 * strategy.cp_size, "the sequence length", lengths[0]))
         parts += [(f"cp_size {strategy.cp_size}", strategy.cp_size, "labels", kind.labels)]
