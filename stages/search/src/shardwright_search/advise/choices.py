@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright_formats.io import BadInput, read_bytes
-from shardwright_formats.types import MIB, DataParallel, GradientReduction, Model, Plan, Recompute, SequenceParallel
+from shardwright_formats.types import (
+    MIB,
+    ContextParallel,
+    DataParallel,
+    GradientReduction,
+    Model,
+    Plan,
+    Recompute,
+    SequenceParallel,
+)
 from shardwright_search.advise.question import Question
 from shardwright_search.interop.limits import Reading, Setting
 from shardwright_search.interop.megatron_reader import read_megatron
@@ -26,9 +35,11 @@ _ZERO = {
     "3": DataParallel.ZERO3,
 }
 _RECOMPUTE = {str(kind): kind for kind in Recompute}
-_KEYS = {"tp", "pp", "mbs", "zero", "sp", "recompute", "vpp"}
+_CONTEXT = {str(kind): kind for kind in ContextParallel}
+_KEYS = {"tp", "cp", "context", "pp", "mbs", "zero", "sp", "recompute", "vpp"}
 _SUFFIXES = {Path(target.file_name).suffix for target in TARGETS.values()} - {".txt"}
 """Endings of files that are no choice where there is no such file."""
+_EXAMPLE = "write tp=8,pp=4,mbs=1,zero=1 (also cp, context, sp, recompute, vpp)"
 _COUNT = re.compile(r"[1-9]\d{0,6}")
 _SPLITS = {"0": SequenceParallel.NONE, "1": SequenceParallel.MEGATRON}
 
@@ -65,11 +76,13 @@ def _pairs(text: str, model: Model) -> UniformStrategy:
     pairs = dict(part.partition("=")[::2] for part in text.split(","))
     if unknown := sorted(set(pairs) - _KEYS):
         problem = f"{unknown[0]!r} is no file, no rule and no key of a choice"
-        raise BadInput(f"--against {text}", problem, "write tp=8,pp=4,mbs=1,zero=1 (also sp, recompute, vpp)")
+        raise BadInput(f"--against {text}", problem, _EXAMPLE)
     data_parallel = _one_of(text, "zero", pairs.get("zero", "0"), _ZERO)
     shards = data_parallel is DataParallel.ZERO3
     return UniformStrategy(
         tp_size=_count(text, pairs, "tp"),
+        cp_size=_count(text, pairs, "cp"),
+        context=_context(text, pairs),
         pp_size=_count(text, pairs, "pp"),
         micro_batch_size=_count(text, pairs, "mbs"),
         data_parallel=data_parallel,
@@ -78,6 +91,14 @@ def _pairs(text: str, model: Model) -> UniformStrategy:
         gradient_reduction=GradientReduction.EVERY_MICROBATCH if shards else GradientReduction.DEFERRED,
         chunks=_count(text, pairs, "vpp"),
     )
+
+
+def _context(text: str, pairs: Mapping[str, str]) -> ContextParallel:
+    """Return how positions attend to those of other ranks; with cp=1 there are none."""
+    if "context" in pairs and _count(text, pairs, "cp") == 1:
+        raise BadInput(f"--against {text}", "context without cp above 1", "give cp, or leave context out")
+    kind: ContextParallel = _one_of(text, "context", pairs.get("context", ContextParallel.GATHER.value), _CONTEXT)
+    return kind
 
 
 def _count(text: str, pairs: Mapping[str, str], key: str) -> int:

@@ -1,9 +1,12 @@
 """The search that `shardwright-search advise` makes of its options, by shapes and published figures alone."""
 
 import re
+from collections.abc import Sequence
 from math import gcd
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from shardwright_estimate.accuracy import SPARE_SHARE
 from shardwright_estimate.devices import Device, DeviceTable, Efficiencies, device_named, rates_of, read_devices
@@ -29,6 +32,7 @@ from shardwright_formats.types import (
 )
 from shardwright_models.description import model_of_config
 from shardwright_models.presets import read_presets
+from shardwright_search.advise.long_context import priced_lengths, searched_cp_sizes
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
 from shardwright_search.interop.limits import Setting
 from shardwright_search.options import AdviseOptions
@@ -145,6 +149,7 @@ def question_of(options: AdviseOptions) -> Question:
         global_batch_size=batch,
         memory_gib=machines.budgets_gib,
         tp_sizes=machines.tp_sizes,
+        cp_sizes=searched_cp_sizes(model, machines.cluster.num_devices),
         recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL),
         schedules=(Schedule.ONE_F_ONE_B, *interleaved),
         chunks_per_stage=_CHUNKS,
@@ -153,7 +158,9 @@ def question_of(options: AdviseOptions) -> Question:
         attention=attention,
         compile=options.compile,
     )
-    profiles = together([_profiles(request, model, machines, key, table, runtime) for key in machines.devices])
+    lengths = priced_lengths(model.sequence_length, request.cp_sizes, options.against)
+    models = (model, *(model_of(replace(options, seq=length))[0] for length in lengths))
+    profiles = together([_profiles(request, models, machines, key, table, runtime) for key in machines.devices])
     budgets = {key: int(gib * GIB) for key, gib in machines.budgets_gib.items()}
     habits = f"{runtime.text}, of {'compiled' if options.compile else 'eager'} blocks (--runtime)"
     sources = (f"{runtime.name}: {source}" for source in runtime.sources)
@@ -169,13 +176,13 @@ def _usual_batch(model: Model, cluster: Cluster) -> int:
 
 def _profiles(
     request: SearchRequest,
-    model: Model,
+    models: Sequence[Model],
     machines: Machines,
     node_type: str,
     table: DeviceTable,
     runtime: Runtime,
 ) -> Profiles:
-    """Return profiles that are estimated for the nodes of one type."""
+    """Return profiles that are estimated for the nodes of one type, of a model at its length and at further ones."""
     batch = request.global_batch_size
     assert isinstance(batch, int)
     settings = ProfileSettings(
@@ -190,10 +197,11 @@ def _profiles(
     rates, efficiencies, revised = rates_of(table, node_type), Efficiencies(), table.revised
     if settings.precision.compute == FP8 and FP8 not in map(str, machines.devices[node_type].peaks):
         raise BadInput("--precision", f"the table has no rate for fp8 products of {node_type}", "take bfloat16")
-    made = model_profile([(Path(model.name), model)], settings, rates, efficiencies, revised, _PACKAGE, runtime)
+    named = [(Path(f"{each.name}, {each.sequence_length} tokens"), each) for each in models]
+    made = model_profile(named, settings, rates, efficiencies, revised, _PACKAGE, runtime)
     alone, across = machines.alone(node_type), machines.networks.get(node_type)
     hardware = hardware_profile(alone, [rates], efficiencies, across, revised, _PACKAGE, runtime.overlap)
-    return index_profiles(hardware, Path("--gpus"), made.profile, Path(model.name))
+    return index_profiles(hardware, Path("--gpus"), made.profile, Path(models[0].name))
 
 
 def model_of(options: AdviseOptions) -> tuple[Model, str]:

@@ -214,7 +214,10 @@ def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
         yield f"interleaved schedules of over {chunks} chunks a stage (--against pp=2,vpp={2 * chunks} prices one)"
     else:
         yield "interleaved schedules (--against pp=2,vpp=2 prices one)"
-    yield from ("context and expert parallelism", "a split backward pass (zero bubble)", "offloading to the host")
+    most = max(question.request.cp_sizes)
+    further = f" of over {most} ranks" if most > 1 else ""
+    yield f"context parallelism{further} (--against cp={2 * most} prices it)"
+    yield from ("expert parallelism", "a split backward pass (zero bubble)", "offloading to the host")
     if not question.request.fine_grained:
         yield "strategies of each layer (--uniform)"
     yield from _with_less_room(question, answer)

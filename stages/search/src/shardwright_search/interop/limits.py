@@ -38,9 +38,10 @@ class Setting(NamedTuple):
 
     def with_dp_size(self, choice: UniformStrategy, name: str) -> UniformStrategy:
         """Return the choice with the data-parallel ranks that are left; BadInput naming `name` where none divide."""
-        devices, model_ranks = self.cluster.num_devices, choice.tp_size * choice.pp_size
+        devices, model_ranks = self.cluster.num_devices, choice.tp_size * choice.cp_size * choice.pp_size
         if devices % model_ranks:
-            problem = f"tp {choice.tp_size} x pp {choice.pp_size} does not divide {devices} GPUs"
+            context = f" x cp {choice.cp_size}" if choice.cp_size > 1 else ""
+            problem = f"tp {choice.tp_size}{context} x pp {choice.pp_size} does not divide {devices} GPUs"
             raise BadInput(name, problem, "choose divisors")
         return choice._replace(dp_size=devices // model_ranks)
 
@@ -104,6 +105,7 @@ class Limits(NamedTuple):
             fine_grained=request.fine_grained and not self.uniform,
             pp_sizes=degrees,
             tp_sizes=tp_sizes,
+            cp_sizes=(1,),
             data_parallel=self.data_parallel,
             gradient_reduction=self.gradient_reduction,
             recompute=self.recompute,

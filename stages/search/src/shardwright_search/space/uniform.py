@@ -10,6 +10,7 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import effective
 from shardwright_formats.types import (
     Cluster,
+    ContextParallel,
     DataParallel,
     GradientReduction,
     LayerStrategy,
@@ -35,6 +36,9 @@ class UniformStrategy(NamedTuple):
     """Ranks that ZeRO shares states out among; 0 for all data-parallel ranks."""
     sequence_parallel: SequenceParallel = SequenceParallel.NONE
     recompute: Recompute = Recompute.NONE
+    cp_size: int = 1
+    context: ContextParallel = ContextParallel.GATHER
+    """Way in which positions attend to those of other ranks, where cp_size is above 1."""
     tp_consecutive: bool = True
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     chunks: int = 1
@@ -51,6 +55,7 @@ class UniformStrategy(NamedTuple):
             Strategy(
                 tp_size=self.tp_size,
                 tp_consecutive=self.tp_consecutive,
+                cp_size=self.cp_size,
                 dp_size=self.dp_size,
                 data_parallel=self.data_parallel,
                 shard_size=self.shard_size,
@@ -94,10 +99,10 @@ def plan_of_uniform(
             name=name,
             model=model,
             cluster=cluster,
-            stages=stages_of(cut, uniform.pp_size, uniform.tp_size * uniform.dp_size, stage_ranks),
+            stages=stages_of(cut, uniform.pp_size, uniform.tp_size * uniform.cp_size * uniform.dp_size, stage_ranks),
             embedding=outer,
             head=outer,
-            layers=tuple(layer_of(layer, kind, uniform.recompute) for kind in model.layers),
+            layers=tuple(layer_of(layer, kind, uniform.recompute, uniform.context) for kind in model.layers),
             **settings,
         )
     except ValueError as error:
@@ -124,6 +129,8 @@ def stages_of(
     return tuple(PipelineStage(ranks=ranks[i], layers=tuple(ranges[i::pp_size])) for i in range(pp_size))
 
 
-def layer_of(strategy: Strategy, kind: str, recompute: Recompute) -> LayerStrategy:
+def layer_of(
+    strategy: Strategy, kind: str, recompute: Recompute, context: ContextParallel = ContextParallel.GATHER
+) -> LayerStrategy:
     """Return the strategy of a layer of a type."""
-    return LayerStrategy(**asdict(strategy), type=kind, recompute=recompute)
+    return LayerStrategy(**asdict(strategy), type=kind, recompute=recompute, context=context)
