@@ -154,5 +154,5 @@ def test_the_compared_plans_share_experts_out_in_every_way() -> None:
 
 
 def test_rows_go_to_the_ranks_of_their_experts_and_back_however_many_there_are() -> None:
-    """One rank's experts get no row, a rank has no position, none has one; gradients take the reverse way."""
-    run_worker("exchange_worker", [], 2)
+    """Whatever is hot, idle or empty, and whether ranks share experts, their features or both; gradients, too."""
+    run_worker("exchange_worker", [], 4)

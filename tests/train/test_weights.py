@@ -43,13 +43,15 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def pairs() -> list[Plan]:
-    """Two plans for each family; for some the second has stages of unequal width."""
+    """Two plans for each family, whose ranks share experts out; for some the second has stages of unequal width."""
     found = []
     for number, model in enumerate((*MODELS, TIED, ROTATED)):
         second = uneven_plan if number % 2 else random_plan
         name = f"{model.family} {number}"
-        shared = with_shared_experts(second(model, 50 + number, RANKS), number)
-        plans = random_plan(model, 40 + number, RANKS, "float32"), shared
+        # Wide stages have more ways to share experts out.
+        wide = {"stages": 1} if any(kind.experts is not msgspec.UNSET for kind in model.types.values()) else {}
+        first = with_shared_experts(random_plan(model, 40 + number, RANKS, "float32", **wide), number)
+        plans = first, with_shared_experts((random_plan if wide else second)(model, 50 + number, RANKS, **wide), number)
         found += [msgspec.structs.replace(plan, name=f"{name} {i}") for i, plan in enumerate(plans)]
     return found
 

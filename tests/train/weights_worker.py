@@ -35,7 +35,7 @@ class Loaded(Reference):
         stock_class: Any = type(stock_model(plan.model))
         kernel = family_named(plan.model.family, "plan").plain_kernel
         stock: nn.Module = stock_class.from_pretrained(folder, dtype=torch.float64, attn_implementation=kernel)
-        self.losses, self.auxiliary, self.norms = [], [], []
+        self.losses, self.auxiliary, self.shares, self.norms = [], [], [], []
         self._train(plan, with_balance(stock.train()))
 
 
