@@ -338,10 +338,7 @@ def _model_profile(model: Model) -> ModelProfile:
 def _tables(kind: type[Profile], rows: Mapping[str, Iterable[tuple[object, ...]]]) -> dict[str, Any]:
     """Each row's values in the order of its table's columns."""
     return {
-        name: Table(
-            row_type,
-            dict(zip(columns_of(row_type), zip(*rows[name], strict=True), strict=True)),
-        )
+        name: Table(row_type, dict(zip(columns_of(row_type), zip(*rows[name], strict=True), strict=True)))
         for name, row_type in tables_of(kind).items()
         if name in rows
     }

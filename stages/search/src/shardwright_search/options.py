@@ -11,30 +11,9 @@ from shardwright_formats.types.limits import Count, Gib, NonNegativeNumber, Samp
 from shardwright_formats.types.plan import Attention, ComputeType, DType, GradientReduction, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.profiles import TimeModel
+from shardwright_search.profile_options import ModelOptions, ProfileOptions
 from shardwright_search.simulation.simulator import Sends
 from shardwright_search.trained_parts import TrainedParts
-
-
-class ProfileOptions(Options, frozen=True, kw_only=True):
-    """The files that plans are priced with."""
-
-    hardware: tuple[Path, ...]
-    """Hardware profile of the cluster (HDF5); of a mixed one also several, one for each device."""
-    profile: tuple[Path, ...]
-    """Model profile on the cluster's device (HDF5); of a mixed cluster one for each device."""
-    correction: Path | None = None
-    """Factors that measured plans taught (shardwright.correction, JSON), to be applied; of one device only."""
-    imbalance: Path | None = None
-    """Load of experts that a run logged (shardwright.expert_load, JSON); by default all get as many positions."""
-
-
-class ModelOptions(ProfileOptions, frozen=True, kw_only=True):
-    """The files of a search but its request."""
-
-    cluster: Path
-    """Cluster file (shardwright.cluster, JSON)."""
-    model: Path
-    """Model description (shardwright.model, JSON)."""
 
 
 class PlanOptions(ModelOptions, frozen=True, kw_only=True):
@@ -132,8 +111,8 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     take: str = "best"
     """The plan that --out and --launch write: best, runner-up:N, a rule:NAME, or one of --against."""
     against: tuple[str, ...] = ()
-    """A choice to price beside the best plan: tp=8,pp=4,mbs=1,zero=1, a file of another system as --launch writes it,
-    such as Megatron-LM arguments or a torchtitan TOML, or rule:tp8, rule:smallest, rule:nvidia-table."""
+    """A choice to price beside the best plan: tp=8,pp=4,mbs=1,zero=1, a file of another system as --launch writes it
+    (Megatron-LM arguments, a torchtitan TOML), or rule:tp8, rule:smallest, rule:nvidia-table."""
     precision: Literal["float32", "bfloat16", "float16", "fp8"] = "bfloat16"
     """Type of forward and backward (fp8: of blocks' products, estimated alone); the rest is kept in float32."""
     compile: bool = False

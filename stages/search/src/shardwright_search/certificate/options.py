@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from shardwright_formats.command import POSITIONAL
-from shardwright_search.options import ProfileOptions
+from shardwright_search.profile_options import ProfileOptions
 
 
 class VerifyOptions(ProfileOptions, frozen=True, kw_only=True):

@@ -28,9 +28,9 @@ from shardwright_search.options import (
     EvaluateOptions,
     ExportOptions,
     ImportGalvatronOptions,
-    ProfileOptions,
     UniformOptions,
 )
+from shardwright_search.profile_options import ProfileOptions
 
 _EXECUTABLE = 0o755
 

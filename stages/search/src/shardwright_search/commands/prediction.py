@@ -16,7 +16,7 @@ from shardwright_search.alternatives import NEAR
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import LoadFile, Profiles, read_profiles
-from shardwright_search.options import ProfileOptions
+from shardwright_search.profile_options import ProfileOptions
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import headroom
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths

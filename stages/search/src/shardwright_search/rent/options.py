@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shardwright_formats.types import Count, PositiveNumber, Seconds
-from shardwright_search.options import ProfileOptions
+from shardwright_search.profile_options import ProfileOptions
 
 
 class RentOptions(ProfileOptions, frozen=True, kw_only=True):

@@ -1,0 +1,27 @@
+"""The options of all commands that price plans: the files of profiles, and of a model on a cluster."""
+
+from pathlib import Path
+
+from shardwright_formats.command import Options
+
+
+class ProfileOptions(Options, frozen=True, kw_only=True):
+    """The files that plans are priced with."""
+
+    hardware: tuple[Path, ...]
+    """Hardware profile of the cluster (HDF5); of a mixed one also several, one for each device."""
+    profile: tuple[Path, ...]
+    """Model profile on the cluster's device (HDF5); of a mixed cluster one for each device."""
+    correction: Path | None = None
+    """Factors that measured plans taught (shardwright.correction, JSON), to be applied; of one device only."""
+    imbalance: Path | None = None
+    """Load of experts that a run logged (shardwright.expert_load, JSON); by default all get as many positions."""
+
+
+class ModelOptions(ProfileOptions, frozen=True, kw_only=True):
+    """The files of a search but its request."""
+
+    cluster: Path
+    """Cluster file (shardwright.cluster, JSON)."""
+    model: Path
+    """Model description (shardwright.model, JSON)."""
