@@ -71,7 +71,7 @@ def random_configuration(name, rng):
             config = shape | numbers | {"moe_intermediate_size": rng.randint(3, 40), "n_shared_experts": 2}
             config |= {"n_routed_experts": groups * of_group, "num_experts_per_tok": rng.randint(1, of_group)}
             config |= {"n_group": groups, "topk_group": 1, "topk_method": "group_limited_greedy", "kv_lora_rank": 5}
-            config |= {} if name == "deepseek_v2" else {"topk_method": "noaux_tc"}
+            config |= {} if name == "deepseek_v2" else {"topk_method": "noaux_tc", "num_key_value_heads": heads}
             further = {"q_lora_rank": rng.choice((None, 7)), "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
             further |= {"v_head_dim": rng.choice((3, 10)), "attention_bias": True, "first_k_dense_replace": 2}
             further |= {"num_key_value_heads": heads, "tie_word_embeddings": True, "aux_loss_alpha": 0.1}

@@ -74,6 +74,9 @@ VARIANTS = {
     | {"first_k_dense_replace": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "scoring_func": "softmax"},
     "deepseek-v2-grouped": {"model_type": "deepseek_v2", **TINY, "num_experts_per_tok": 2, "n_routed_experts": 12}
     | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1, "v_head_dim": 192},
+    "deepseek-v3": {"model_type": "deepseek_v3", **TINY, "num_key_value_heads": 4, "n_routed_experts": 12}
+    | {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 5, "first_k_dense_replace": 1, "attention_bias": True},
+    "deepseek-v3-defaults": {"model_type": "deepseek_v3", **TINY, "num_key_value_heads": 4},
     "gemma2-defaults": {"model_type": "gemma2", **TINY},
     "glm4": {"model_type": "glm4", **TINY, "num_key_value_heads": 2, "head_dim": 24, "pad_token_id": 0},
     "glm4-defaults": {"model_type": "glm4", **TINY, "attention_bias": False, "pad_token_id": 0},

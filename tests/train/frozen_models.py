@@ -73,7 +73,7 @@ def frozen_names(model: Model) -> set[str]:
     for layer in layers:
         described = {p.name: p for p in model.type_of(layer).parameters}
         for local in family.parameter_names(model, layer):
-            trained = described[family.described_name(base_type(layer), local)].trained
+            trained = described[family.described_name(base_type(layer), local)].frozen is not True
             names[trained].add(family.owner_name(model, layer, local))
     assert not names[True] & names[False]
     return names[False]

@@ -21,7 +21,7 @@ from file_forms import as_in_runtime
 from frozen_models import adapted, frozen_names
 from in_one_format import compute_in_the_inputs_format
 from msgspec import UNSET
-from stock_experts import shares_of
+from stock_experts import correct_biases, shares_of
 from tiny_models import (
     batch_of,
     engine_of,
@@ -54,7 +54,9 @@ from shardwright_train.pipeline.stage import Stage
 from shardwright_train.torch_private import compiled
 
 STEPS = 3
-SETTINGS = Hyperparameters(learning_rate=1e-2, warmup_steps=1, steps=STEPS, weight_decay=0.1, clip_norm=0.5)
+SETTINGS = Hyperparameters(
+    learning_rate=1e-2, warmup_steps=1, steps=STEPS, weight_decay=0.1, clip_norm=0.5, router_bias_update_rate=0.05
+)
 _FACTORS = ("*embed*=0.25", "*wte*=0.25", "shared.*=0.25", "*relative_attention_bias*=3", "*.[02].*=0.5")
 GROUPED = replace(
     SETTINGS, decay_norms_and_biases=True, learning_rate_factors=tuple(map(LearningRateFactor.parse, _FACTORS))
@@ -132,10 +134,11 @@ class Reference:
             for group in stock_adamw.param_groups:
                 group["lr"] = SETTINGS.learning_rate_at(step) * group["factor"]
             stock_adamw.step()
+            correct_biases(stock, settings.router_bias_update_rate)
             self.losses.append(loss.item())
             self.auxiliary.append((loss - entropy).item())
             self.shares.append(shares_of(stock))
-        self.parameters = {n: p.detach() for n, p in named.items()}
+        self.parameters = {n: p.detach() for n, p in named.items()} | dict(stock.named_buffers())
 
     def part(self, values: dict[str, Tensor], stage: Stage) -> list[Tensor]:
         """What this rank should hold of some values of trained parameters, one by one."""
@@ -147,6 +150,7 @@ class Reference:
                 local: described[family.described_name(layer.kind, local)]
                 for local, _ in layer.module.named_parameters()
                 if described[family.described_name(layer.kind, local)].trained
+                or (described[family.described_name(layer.kind, local)].is_buffer and values is self.parameters)
             }
             names = {local: family.owner_name(model, layer.name, local) for local in held}
             whole = as_in_runtime(family, values, {names[local]: held[local].shape for local in held})
@@ -189,7 +193,8 @@ def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> d
         loads = zip(shares_in(plan, outcome.assignments), reference.shares[step - 1], strict=True)
         load_error = max(load_error, *(abs(one - other) for one, other in loads), 0.0)
         norm_error = max(norm_error, abs(outcome.grad_norm - reference.norms[step - 1]))
-    mine = [local_tensor(p.detach()) for p in parameters.values() if p.requires_grad]
+    held = parameters.items()
+    mine = [local_tensor(p.detach()) for n, p in held if p.requires_grad or n.endswith("correction_bias")]
     return {
         "gradient": gradient_error,
         "loss": loss_error,

@@ -18,13 +18,13 @@ from shardwright_formats.types import (
     SequenceParallel,
 )
 
-MODELS = (tiny("mixtral", num_local_experts=8), tiny("qwen3_moe"), tiny("gpt_oss"), tiny("deepseek_v2"))
+MODELS = (tiny("mixtral", num_local_experts=8), tiny("qwen3_moe"), tiny("gpt_oss"), tiny("deepseek_v3"))
 
 
 def shared_plans(world_size: int) -> list[Plan]:
     """Ranks share experts out, whatever the rest of the layers does; on four ranks in every way that there is."""
     on_four = [(model, number) for number in range(130, 134) for model in MODELS]
-    on_two = [(MODELS[0], 111), (MODELS[1], 143), (MODELS[3], 101), (MODELS[2], 7)]
+    on_two = [(MODELS[0], 111), (MODELS[1], 143), (MODELS[3], 120), (MODELS[2], 7)]
     drawn = on_two if world_size == 2 else on_four
     return [with_shared_experts(random_plan(model, number, world_size), number) for model, number in drawn]
 

@@ -56,7 +56,19 @@ def _widened(part: Any, config: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return choice.probabilities, choice.weights, choice.experts
 
 
+def correct_biases(stock: nn.Module, rate: float) -> None:
+    """Correct the biases of a stock model's routers by what they chose since the last time."""
+    for part in stock.modules():
+        if (counts := getattr(part, "counts", None)) is not None:
+            part.gate.e_score_correction_bias += rate * (counts.mean() - counts).sign()  # type: ignore[operator, union-attr]
+            part.counts = torch.zeros_like(counts)
+
+
 def _note(part: Any, config: Any, hidden: Tensor, strength: float) -> None:
+    if hasattr(router_of(part), "e_score_correction_bias"):
+        index = choice_of(part, config, hidden.flatten(0, 1)).experts.flatten()
+        counted = index.bincount(minlength=config.n_routed_experts).double()
+        part.counts = counted + getattr(part, "counts", 0)
     part.auxiliary = strength * sum(sample_balance(part, config, sample) for sample in hidden)
     _, part.shares = _load(part, config, hidden.flatten(0, 1))
 

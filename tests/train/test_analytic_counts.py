@@ -109,6 +109,12 @@ CONFIGS = {
         }
         for windowed, window in (("", 96), (" windowed", 40))
     },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", "hidden_size": 128, "moe_intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64, "q_lora_rank": 48, "kv_lora_rank": 40,
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "n_routed_experts": 16, "n_group": 4,
+        "num_experts_per_tok": 5, "topk_group": 2, "first_k_dense_replace": 0,
+    },
     "qwen3_moe": {
         "model_type": "qwen3_moe", "hidden_size": 128, "moe_intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 32, "num_experts": 16,
@@ -136,7 +142,8 @@ def saved_bytes(config, layers, change=lambda model: None):
     made._attn_implementation = family.kernel_name(kernel_of(config).value)
     model = family.stock(made).to(torch.bfloat16).train()
     change(model)
-    run = runs_experts(model) if hasattr(made, "num_experts") else model.base_model
+    has_experts = hasattr(made, "num_experts") or hasattr(made, "n_routed_experts")
+    run = runs_experts(model) if has_experts else model.base_model
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     held = {}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from forked_ranks import run_worker
 from shared_experts import shared_plans
-from stock_experts import router_of, sample_balance, with_balance
+from stock_experts import choice_of, router_of, sample_balance, with_balance
 from tiny_models import tiny
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -22,7 +22,7 @@ from shardwright_train.models.registry import family_named
 from shardwright_train.parallel import experts
 from shardwright_train.parallel.checkpointing import Recomputation, recomputed
 
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "gpt_oss")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 SAMPLES, LENGTH, HIDDEN = 3, 16, 32
 Ran = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
 
@@ -101,18 +101,19 @@ def test_routers_choose_as_the_stock_ones_to_the_bit(stock: Any, dtype: torch.dt
     part = stock.to(dtype).model.layers[-1].mlp
     x = states().flatten(0, 1).to(dtype)
     logits, weights, index = router_of(part)(x)
-    family: Any = family_named(stock.config.model_type, "test")
+    family: Any = family_named(model_type := stock.config.model_type, "test")
     choice = family.choose(part, x)
     assert torch.equal(choice.experts, index) and torch.equal(choice.weights.to(weights.dtype), weights)
-    assert torch.equal(choice.probabilities, logits.float().softmax(-1))
+    scores = logits.float().sigmoid()
+    wanted = logits.float().softmax(-1) if model_type != "deepseek_v3" else scores / scores.sum(-1, keepdim=True)
+    assert torch.equal(choice.probabilities, wanted)
 
 
 def test_the_balance_loss_is_the_stock_functions_of_one_layer_and_sample(stock: Any) -> None:
     part, hidden = stock.model.layers[-1].mlp, states()
-    stock.config.topk_method = "greedy"  # the stock function knows no groups
-    for sample in hidden:
-        router = router_of(part)
-        logits = torch.nn.functional.linear(sample, router.weight, getattr(router, "bias", None)).detach()
+    stock.config.topk_method, stock.config.n_group, stock.config.topk_group = "greedy", 1, 1
+    for sample in hidden:  # the stock function knows no groups, and no scores but probabilities
+        router, logits = router_of(part), choice_of(part, stock.config, sample).probabilities.log().detach()
         stock_loss = load_balancing_loss_func((logits,), router.num_experts, router.top_k)
         loss = sample_balance(part, stock.config, sample).item()
         assert loss == pytest.approx(float(stock_loss), rel=1e-6)

@@ -133,7 +133,7 @@ def test_layers_that_stay_gathered_from_pass_to_pass_are_not_gathered_again(sche
         assert counted(plan, rank) == by_formula(plan, rank)
 
 
-SHARED = ("mixtral", 0), ("mixtral", 1), ("gpt_oss", 0), ("qwen3_moe", 3), ("deepseek_v2", 0), ("deepseek_v2", 1)
+SHARED = ("mixtral", 0), ("mixtral", 1), ("gpt_oss", 0), ("qwen3_moe", 3), ("deepseek_v3", 0), ("deepseek_v3", 1)
 
 
 @pytest.mark.parametrize(("family", "number"), SHARED)

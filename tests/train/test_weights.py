@@ -32,7 +32,7 @@ def published(model: Model, folder: Path, **form: Any) -> nn.Module:
     """A stock model with random weights, in a folder as transformers writes it; norms and biases are no constants."""
     torch.manual_seed(len(model.layers))
     stock: Any = stock_model(model).float()
-    for parameter in stock.parameters():
+    for parameter in (*stock.parameters(), *(x for name, x in stock.named_buffers() if name.endswith("_bias"))):
         nn.init.normal_(parameter, std=0.1)
     stock.save_pretrained(folder, **form)
     return stock  # type: ignore[no-any-return]

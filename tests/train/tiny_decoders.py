@@ -148,6 +148,10 @@ DECODERS["deepseek_v2"] = {
     "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 8, "beta_fast": 32}
     | {"beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.7},
 }
+DECODERS["deepseek_v3"] = {key: value for key, value in DECODERS["deepseek_v2"].items() if "topk_m" not in key} | {
+    **{"model_type": "deepseek_v3", "q_lora_rank": 10, "first_k_dense_replace": 1, "attention_bias": True},
+    **{"num_key_value_heads": 8, "num_nextn_predict_layers": 0},
+}
 DECODERS["gemma3_text"] = DECODERS["gemma2"] | {
     **{"model_type": "gemma3_text", "sliding_window_pattern": 3, "rope_local_base_freq": 100.0},
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping")),

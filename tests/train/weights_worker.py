@@ -78,7 +78,8 @@ def passed_on(first: Plan, second: Plan, folder: Path, world: World, groups: Gro
         outcome = engine.train_step(Step.of_batch(batch, engine.stage.context.share, number=number))
         loss_error = max(loss_error, abs(outcome.loss - reference.losses[number - 1]))
     learning = engine.optimizer.parameters
-    mine = (x for name, x in shards(engine).items() if learning[name].requires_grad)
+    held = shards(engine).items()
+    mine = (x for name, x in held if learning[name].requires_grad or name.endswith("correction_bias"))
     trained = zip(mine, reference.part(reference.parameters, engine.stage), strict=True)
     return {
         "resumed": worst([(resumed[name], x) for name, x in straight.items()]),

@@ -7,7 +7,7 @@ from shardwright_models.families.baichuan import BAICHUAN
 from shardwright_models.families.bert import BERT
 from shardwright_models.families.cohere import COHERE
 from shardwright_models.families.cohere2 import COHERE2
-from shardwright_models.families.deepseek import DEEPSEEK_V2
+from shardwright_models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from shardwright_models.families.experts import MIXTRAL, QWEN3_MOE
 from shardwright_models.families.gemma2 import GEMMA2
 from shardwright_models.families.gemma3 import GEMMA3
@@ -35,6 +35,7 @@ _ALL = (
     COHERE,
     COHERE2,
     DEEPSEEK_V2,
+    DEEPSEEK_V3,
     GEMMA2,
     GEMMA3,
     GLM4,

@@ -55,8 +55,14 @@ def step_messages(plan: Plan, rank: int) -> tuple[Message, ...]:
     messages += _partial_sums(plan, rank, stage)
     messages += _tied_parameter_messages(plan, rank)
     if plan.world_size > 1:
-        messages.append(Message(Cause.NORM, Collective.ALL_REDUCE, plan.world_size, _NORM_BYTES, None))
+        size = _NORM_BYTES + _assignments_bytes(plan.model)
+        messages.append(Message(Cause.NORM, Collective.ALL_REDUCE, plan.world_size, size, None))
     return tuple(messages)
+
+
+def _assignments_bytes(model: Model) -> int:
+    """Return the bytes of how many positions each expert of each layer got in a step."""
+    return 8 * sum(experts.number for kind in model.layers if (experts := model.types[kind].experts) is not UNSET)
 
 
 def parameter_messages(

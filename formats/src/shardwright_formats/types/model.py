@@ -326,8 +326,8 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def parameter_count(self) -> int:
-        """Return the number of parameters, tied and shared ones counted once."""
-        return self._count(lambda kind: kind.parameters)
+        """Return the number of parameters, tied and shared ones counted once, and no buffers."""
+        return self._count(lambda kind: tuple(p for p in kind.parameters if not p.is_buffer))
 
     @property
     def trained_count(self) -> int:

@@ -181,7 +181,13 @@ DEEPSEEK_V3 = replace(
     parameters=_corrected,
     defaults=_DEFAULTS
     | {"first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
-    | {"moe_intermediate_size": 2048, "num_experts_per_tok": 8, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    | {
+        "num_key_value_heads": 128,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     wrong=_wrong_v3,
     ignored=("aux_loss_alpha", "ep_size", "moe_layer_freq", "scoring_func", "seq_aux", "topk_method"),

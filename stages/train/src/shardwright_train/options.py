@@ -175,6 +175,8 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Apply weight decay to norms and biases, too."""
     clip_norm: _Rate = 1.0
     """Largest global 2-norm of gradients; 0: no clipping."""
+    router_bias_update_rate: _Rate = 1e-3
+    """Change in a step of a bias by which experts are chosen, as those of DeepSeek-V3; 0 keeps them."""
     seed: NonNegativeCount = 0
     """Seed of initial weights and sample order."""
     objective: Objective | None = None

@@ -34,7 +34,8 @@ class Engine:
     def optimizer(self) -> ShardedAdamW:
         """Return the optimizer, made at the first use, once the parameters have memory."""
         parameters, replicas = self.stage.parameters_by_name(), self.stage.replicas()
-        return ShardedAdamW(parameters, self.settings, replicas, self.updates, self.stage.stock_names())
+        names, biases = self.stage.stock_names(), self.stage.router_biases()
+        return ShardedAdamW(parameters, self.settings, replicas, self.updates, names, biases)
 
     def forward_backward(self, step: Step, hook: StepHook = no_hook) -> Tensor:
         """Run forward and backward of a global batch; see `run_step`."""

@@ -63,6 +63,8 @@ class Hyperparameters:
     learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE
     final_fraction: float = 0.1
     """Fraction of the peak at the last step, for schedules that decay to one."""
+    router_bias_update_rate: float = 1e-3
+    """Change of a router's bias in a step, for an expert that is chosen more or less often than the mean."""
     decay_fraction: float = 0.1
     """Fraction of all steps in which wsd decays."""
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright_train.engine.learning_rate import Hyperparameters, ParameterGroup, group_of
 from shardwright_train.parallel.data import local_tensor, placed_as
+from shardwright_train.parallel.router_bias import RouterBiases
 from shardwright_train.parallel.world import peak_memory_bytes
 from shardwright_train.torch_private import foreach_mul_, foreach_norm, step_unless
 
@@ -24,8 +25,8 @@ class ShardedAdamW:
     learning rate is that of the step times its factor. Both go by its name in the stock model, which `stock_names`
     says of tied ones, so that all replicas are in one group. `replicas` names the parameters that count in the norm
     elsewhere: their gradients are those of the parameter they are replicas of. Frozen parameters, which require no
-    gradient, are left as they are and have no moments. The moments begin as zeros, and their
-    bias correction continues after `updates` steps.
+    gradient, are left as they are and have no moments; `router_biases` are corrected by counts instead. The moments
+    begin as zeros, and their bias correction continues after `updates` steps.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class ShardedAdamW:
         replicas: frozenset[str] = frozenset(),
         updates: int = 0,
         stock_names: Mapping[str, str] | None = None,
+        router_biases: RouterBiases | None = None,
     ) -> None:
+        self._router_biases = router_biases
         self.parameters, self.settings = parameters, settings
         self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._counted = [parameter for name, parameter in self._trained.items() if name not in replicas]
@@ -79,6 +82,9 @@ class ShardedAdamW:
         dist.all_reduce(shared)
         learning_rate = self.settings.learning_rate_at(step)
         self._update(shared, learning_rate, loss_scale)
+        if self._router_biases is not None:
+            rate = self.settings.router_bias_update_rate * shared[:2].isfinite().all()
+            self._router_biases.correct(shared[5 : 3 + len(losses)], rate)
         self.forget_gradients()
         # The one time in a step that the host waits for the device.
         mean_loss, squared, stops, saves, *rest = shared.tolist()

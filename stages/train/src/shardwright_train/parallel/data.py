@@ -119,7 +119,8 @@ def as_dtensor(parameter: nn.Parameter, dims: Mapping[str, int], mesh: DeviceMes
     It shares its memory with what is computed with. Autograd does not know it: computing with DTensors costs some 4 %
     of a small layer's time.
     """
-    *outer, dp = parameter.placements if isinstance(parameter, DTensor) else (Replicate(),)
+    replicated = (Replicate(),) * sum(name not in _CUTTING for name in _axis_names(mesh))
+    *outer, dp = parameter.placements if isinstance(parameter, DTensor) else replicated
     shape, cutting = list(parameter.shape), list[Placement]()
     for axis, name in enumerate(_axis_names(mesh)):
         dim, parts = dims.get(name), mesh.size(axis)

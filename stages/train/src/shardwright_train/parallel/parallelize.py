@@ -83,6 +83,10 @@ class Unit:
         dense = axes_of(self.strategy).dense
         return cut.parameter.of_experts(dense.experts.size).states_dim(dense.tensor.size, dense.shards)
 
+    def buffers(self, cut_of: Mapping[str, Cut]) -> set[nn.Parameter]:
+        """Return those of its parameters that steps set, which each rank has whole."""
+        return {parameter for name, parameter in self.named_parameters() if cut_of[name].is_buffer}
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names in the layer of the parameters that are computed with, and these."""
         for prefix, module in self.modules.items():
@@ -147,18 +151,18 @@ def parallelize(
         else:
             apply_activation_checkpointing(module, parts, recompute, tensor_parallel.randomness)
     # Data parallelism, from the inside out: FSDP2 shards, or replicas sum their gradients in place.
-    inner = set[nn.Parameter]()
+    inner = {buffer for unit in units.values() for buffer in unit.buffers(cut_of)}
     for unit in reversed(units.values()):
         dim_of = {p: unit.states_dim(cut_of[name]) for name, p in unit.named_parameters()}
         apply_fsdp(unit.module, unit.strategy.data_parallel, data_axes(unit.sharing.mesh), precision, inner, dim_of)
-        inner |= _unwrapped(unit)
+        inner |= _unwrapped(unit, cut_of)
     return ParallelModule(module=module, units=tuple(units.values()), cut_of=cut_of, has_backward=style.has_backward)
 
 
 def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gathers:
     """Join the layers of a pipeline stage's range of layers, the children of `stage`, under one FSDP2 root."""
     if layers:
-        plain = set[nn.Parameter]().union(*(_unwrapped(unit) for layer in layers for unit in layer.units))
+        plain = set[nn.Parameter]().union(*(_unwrapped(unit, layer.cut_of) for layer in layers for unit in layer.units))
         apply_fsdp_to_stage(stage, plain, data_axes(layers[0].units[0].sharing.mesh))
     units = [[(unit.module, unit.strategy.data_parallel) for unit in layer.units] for layer in layers]
     return Gathers(units, sum(not layer.has_backward for layer in layers))
@@ -183,6 +187,7 @@ def _unit(layer: nn.Module, root: str, root_of: Mapping[str, str], cut_of: Mappi
     )
 
 
-def _unwrapped(unit: Unit) -> set[nn.Parameter]:
-    """Return the parameters of a unit that FSDP2 does not wrap."""
-    return set() if isinstance(unit.module, FSDPModule) else {parameter for _, parameter in unit.named_parameters()}
+def _unwrapped(unit: Unit, cut_of: Mapping[str, Cut]) -> set[nn.Parameter]:
+    """Return the parameters of a unit that FSDP2 does not wrap: none but the buffers, or all."""
+    wrapped = isinstance(unit.module, FSDPModule)
+    return unit.buffers(cut_of) if wrapped else {parameter for _, parameter in unit.named_parameters()}

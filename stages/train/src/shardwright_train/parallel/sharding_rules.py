@@ -33,6 +33,8 @@ VOCABULARY = Rule("vocabulary")
 """A matrix cut by tokens or classes, padded to equal shares."""
 INSIDE = Rule("inside")
 """A replicated parameter applied to each rank's own heads or features: its gradient is a sum over the ranks."""
+BUFFER = Rule("buffer")
+"""A buffer that steps set: each rank has it whole, and no gradient."""
 
 WORDS = {
     "colwise": COLUMN,
@@ -86,6 +88,11 @@ class Cut(NamedTuple):
         return self.rule is not None and self.tp_dim is None
 
     @property
+    def is_buffer(self) -> bool:
+        """Return whether steps set it, and no gradient."""
+        return self.rule is BUFFER
+
+    @property
     def owner(self) -> str:
         """Return the name of the module whose parameter it is."""
         return self.name.rpartition(".")[0]
@@ -106,10 +113,14 @@ class Cut(NamedTuple):
     @property
     def parameter(self) -> Parameter:
         """Return the parameter in the description's words."""
-        ep_dim = self.dims.get("ep", UNSET)
-        frozen = UNSET if self.trained else True
         return Parameter(
-            name=self.name, shape=self.shape, tp_dim=self.tp_dim, inside=self.inside, ep_dim=ep_dim, frozen=frozen
+            name=self.name,
+            shape=self.shape,
+            tp_dim=self.tp_dim,
+            inside=self.inside,
+            frozen=UNSET if self.trained or self.is_buffer else True,
+            ep_dim=self.dims.get("ep", UNSET),
+            buffer=self.is_buffer or UNSET,
         )
 
 
@@ -132,7 +143,7 @@ def _rule_for(path: str, rules: Rules) -> Rule | None:
 def _stored(
     owner: nn.Module, name: str, shape: tuple[int, ...], rule: Rule | None
 ) -> tuple[tuple[int, ...], int | None]:
-    if rule is None or rule.kind == INSIDE.kind or (rule.kind == "row" and name == "bias"):
+    if rule is None or rule.kind in (INSIDE.kind, BUFFER.kind) or (rule.kind == "row" and name == "bias"):
         return shape, None
     dim = rule.dim
     if dim is None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.semantics.axes import layout_of
 from shardwright_formats.semantics.chunks import chunk_layers, has_backward, incoming_layout, needs_gradient
+from shardwright_formats.semantics.expert_load import expert_slices
 from shardwright_formats.semantics.schedules.passes import Action, Pass
 from shardwright_formats.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel
 from shardwright_train.data.share import Batch
@@ -19,6 +20,7 @@ from shardwright_train.parallel.collectives import Redistribution, Redistributio
 from shardwright_train.parallel.data import local_tensor, placed_as
 from shardwright_train.parallel.parallelize import Unit, parallelize_stage
 from shardwright_train.parallel.rng import RNGKey
+from shardwright_train.parallel.router_bias import RouterBias, RouterBiases, corrected_bias
 from shardwright_train.parallel.tied_weights import TiedParameters
 from shardwright_train.pipeline.layer import Layer, LossHook, RankContext, build_layer
 from shardwright_train.torch_private import end_without_backward, gathered_bytes
@@ -144,6 +146,21 @@ class Stage:
         """Return the names of the parameters that are replicas of another layer's."""
         full = zip(self.parameters(), self.parameters_by_name(), strict=True)
         return frozenset(name for (e, described, _), name in full if (e.name, described) in self.tied.replicas)
+
+    def router_biases(self) -> RouterBiases | None:
+        """Return the biases of routers that steps correct on this rank; None where the model has none."""
+        model = self.context.plan.model
+        corrected = {kind: bias.name for kind in model.types if (bias := corrected_bias(model.types[kind]))}
+        if not corrected:
+            return None
+        slices = {f"layers[{number}]": part for number, part in expert_slices(model).items()}
+        names = {f"layers[{number}]": corrected.get(kind) for number, kind in enumerate(model.layers)}
+        held = {
+            layer.name: RouterBias(local_tensor(parameter.detach()), slices[layer.name])
+            for layer, name, parameter in self.parameters()
+            if name == names.get(layer.name)
+        }
+        return RouterBiases(held)
 
     @property
     def gathered_bytes(self) -> int:

@@ -183,6 +183,7 @@ def _engine(
         decay_norms_and_biases=job.decay_norms_and_biases,
         learning_rate_factors=tuple(map(LearningRateFactor.parse, job.learning_rate_factor)),
         learning_rate_schedule=job.learning_rate_schedule,
+        router_bias_update_rate=job.router_bias_update_rate,
         final_fraction=job.final_fraction,
         decay_fraction=job.decay_fraction,
     )

@@ -132,11 +132,13 @@ def _parameters(
         for local in family.parameter_names(model, layer):
             saved = family.full_name(model, layer, local), shapes[family.described_name(kind, local)]
             saved_as.setdefault(family.hugging_face_name(model, layer, local), saved)
+    buffers = {name for name, parameter in stock.named_parameters() if not parameter.requires_grad}
     kept = [name for name in saved_as if name not in stock.all_tied_weights_keys]
     held = tensors_of_files(family, {name: tuple(stock.get_parameter(name).shape) for name in kept})
     for name, file_name in stored_names(stock, tuple(held)).items():
         shapes = {saved_as[parameter][0]: shape for parameter, shape in held[name].items()}
-        dtype = dtypes[next(iter(shapes))] if asked is None else asked
+        stored = dtypes[next(iter(shapes))]
+        dtype = stored if asked is None or name in buffers else asked
         saved_shapes = dict(saved_as[parameter] for parameter in held[name])
         whole = _Exported(file_name, stacked_shape(shapes.values()), dtype, saved_shapes, shapes)
         yield from _pieces(whole, source_of_name(stock, name))

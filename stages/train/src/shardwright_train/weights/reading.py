@@ -214,7 +214,7 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool) ->
             for parameter, rows in _rows_of(stored, held[name]):
                 tied = aliases.get(parameter, parameter)
                 matches[tied] = (*matches.get(tied, ()), rows)
-        elif not _is_buffer(name, stock):
+        elif family.may_lack(model, name) or not _is_buffer(name, stock):
             surplus.append(name)
     blocks = tuple(f"{parts.path}." for parts in family.parts.values())
     if inner := [name for name in surplus if name.startswith(blocks) and not family.may_lack(model, name)]:
