@@ -29,7 +29,7 @@ from slurm_jobs import RUN_MIN, Component, components_of, job_minutes, job_resou
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
 """Options of `shardwright-train run` that switch off a default, by key."""
 _KINDS = {Corpus.IMAGES: "images", Corpus.CAPTIONS: "pairs", Corpus.SPEECH: "pairs"}
-"""What data of a source become, where this is no text."""
+"""The form that data of a source become, where this is no text."""
 _FILES = {
     "text": ("data.json", "tokens.bin"),
     "images": ("images.npy", "labels.npy"),

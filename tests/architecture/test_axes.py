@@ -13,6 +13,7 @@ SIZES = {"tp_size", "cp_size", "dp_size", "shard_size", "ep_size", "etp_size"}
 PRODUCTS = {"prod", "lcm", "gcd", "divmod", "divisors"}
 EXCEPTIONS = {
     "formats/src/shardwright_formats/types/strategy.py": "the type's definition, which checks shard_size",
+    "formats/src/shardwright_formats/types/expert_load.py": "the type's definition, which checks the load of groups",
     "formats/src/shardwright_formats/types/plan.py": "the type's definition, which checks strategies against stages",
     "stages/profile/src/shardwright_profile/importers/": "reads the profiles of Galvatron and FASOP, by their degrees",
     "stages/search/src/shardwright_search/interop/": "reads and writes files of other systems, by their degrees",

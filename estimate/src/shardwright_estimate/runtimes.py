@@ -39,7 +39,7 @@ class RuntimeName(StrEnum):
 
 
 class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a runtime does beside its plan."""
+    """The habits of a runtime beside its plan."""
 
     name: RuntimeName
     fused: bool

@@ -1,4 +1,4 @@
-"""What a logged load of experts says of a model's layers: how much more the fullest rank gets than the mean one."""
+"""The imbalance of a model's layers by a logged load of experts: how much more the fullest rank gets than the mean."""
 
 from collections.abc import Mapping
 from statistics import fmean

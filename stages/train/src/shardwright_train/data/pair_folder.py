@@ -22,7 +22,7 @@ from shardwright_train.data.pairs import PLACE, SAMPLES, TOKENS
 from shardwright_train.data.tokenizing import TOKENIZER, Tokenizing, given, trained
 
 HERE = "<image>"
-"""What stands in a text in the place of its image; a text without it begins with the image."""
+"""The text that stands in the place of an image; a text without it begins with the image."""
 _RATE = 16_000
 """Samples of a recording in a second, as Whisper takes them."""
 _FRAMES_PER_S = 100

@@ -24,7 +24,7 @@ from shardwright_train.parallel.vocab import IGNORED
 
 TOKENS, SAMPLES = "tokens.npy", "samples.npy"
 PLACE = -1
-"""What stands among a text's tokens in the place of its image."""
+"""The token that stands in the place of a text's image."""
 Text = NDArray[np.int32]
 
 

@@ -22,7 +22,7 @@ from shardwright_train.parallel.vocab import IGNORED
 
 @dataclass(frozen=True)
 class Transcription(Prefix):
-    """What is said in a spectrogram, token after token."""
+    """The objective of transcription: the tokens of the words in a spectrogram, in order."""
 
     read_by: ClassVar[Mapping[str, str]] = {"input_features": EMBEDDING, "labels": HEAD}
     bins: int = 0

@@ -25,7 +25,7 @@ _POSITIONS = 2
 class _Step(NamedTuple):
     source: int
     rectangle: Rectangle | None
-    """What this rank sees of the keys of `source`; None: nothing."""
+    """The pairs of queries and keys of `source` that are computed; None: there are none."""
 
 
 class _Travelling(NamedTuple):

@@ -84,9 +84,9 @@ class _LayerSums:
         return LayerLoad(layer=layer, shares=tuple((self.shares / steps).tolist()), groups=tuple(groups))
 
 
-def group_imbalance(shares: NDArray[np.float64], ep_size: int) -> float:
-    """Return the load of the fullest of `ep_size` equal groups of neighbours over the mean group's."""
-    return float(ep_size * shares.reshape(ep_size, -1).sum(1).max())
+def group_imbalance(shares: NDArray[np.float64], groups: int) -> float:
+    """Return the load of the fullest of equal groups of neighbours over the mean group's."""
+    return float(groups * shares.reshape(groups, -1).sum(1).max())
 
 
 def expert_imbalance(model: Model, assignments: Sequence[float]) -> float | UnsetType:
