@@ -78,7 +78,7 @@ def random_configuration(name, rng):
         case _:
             key_value_heads = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
             config = shape | numbers | {"num_key_value_heads": key_value_heads}
-            if name in ("gpt_oss", "mixtral", "qwen3_moe"):
+            if name in ("gpt_oss", "llama4_text", "mixtral", "qwen3_moe"):
                 config |= {"num_local_experts": rng.randint(4, 9), "num_experts_per_tok": rng.randint(1, 4)}
             if name == "qwen3_moe":
                 config |= {"moe_intermediate_size": rng.randint(3, 40), "decoder_sparse_step": rng.randint(1, 3)}
@@ -94,6 +94,10 @@ def random_configuration(name, rng):
             )
             further |= {"tie_word_embeddings": True, "max_position_embeddings": 64}
             further |= {"attention_bias": False, "sliding_window": 20} if name == "gpt_oss" else {}
+            if name == "llama4_text":
+                config |= {"intermediate_size_mlp": rng.randint(3, 40), "no_rope_layer_interval": rng.randint(1, 3)}
+                config |= {"moe_layers": rng.choice(([], [0], [1, 2], None))}
+                further |= {"interleave_moe_layer_step": 2, "attention_bias": True, "use_qk_norm": False}
             biases = dict.fromkeys(("granite", "llama", "smollm3"), ("attention_bias", "mlp_bias"))
             biases |= dict.fromkeys(
                 ("cohere", "cohere2", "gemma2", "gemma3_text", "glm4", "olmo2", "qwen3"), ("attention_bias",)

@@ -101,12 +101,15 @@ def test_feed_forward_parts_have_the_stock_models_activation_and_gate(name, acti
     function, gated = facts.feed_forward(facts.configured(given))
     # gpt-oss has no module for what it makes of a sigmoid.
     assert name == "gpt_oss" or type(ACT2FN[function]) in {type(module) for module in block.modules()}
-    matrices = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D)]
+    router = facts.experts and facts.experts.router
+    parts = [part for name, part in block.named_modules() if name != router]
+    matrices = [part for part in parts if isinstance(part, nn.Linear | Conv1D)]
     # Stock matrices may hold several side by side: queries, keys and values, and those of a gated part.
     attention = {"gpt2": 2, "modernbert": 1, "deepseek_v2": 5, "deepseek_v3": 5}.get(name, 4)
     assert len(matrices) - attention == (0 if facts.experts and not facts.experts.shared else 3 if gated else 2)
     if facts.experts:
-        first, last = block.mlp.experts.gate_up_proj, block.mlp.experts.down_proj
+        experts = block.get_submodule(f"{runtime.part}.experts")
+        first, last = experts.gate_up_proj, experts.down_proj
         assert first.numel() == (2 if gated else 1) * last.numel()
 
 

@@ -16,6 +16,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama import modeling_llama
+from transformers.models.llama4 import modeling_llama4
 from transformers.models.modernbert import modeling_modernbert
 
 __all__ = ["compute_in_the_inputs_format"]
@@ -32,6 +33,10 @@ def compute_in_the_inputs_format() -> None:
     ):
         layer_norm.forward = _divided_by_deviation  # type: ignore[assignment]
         module.apply_rotary_pos_emb = _rotated_in_pairs
+    modeling_llama4.Llama4TextRMSNorm.forward = lambda self, x: self._norm(x) * self.weight
+    modeling_llama4.Llama4TextL2Norm.forward = lambda self, x: self._norm(x)
+    modeling_llama4.Llama4Router.forward = _chosen_by_sigmoid
+    modeling_llama4.apply_rotary_emb = _turned_heads_last
     for norm in (DeepseekV2RMSNorm, DeepseekV3RMSNorm):
         norm.forward = _divided_by_root  # type: ignore[assignment]
     modeling_deepseek_v2.apply_rotary_emb = _turned_by  # type: ignore[assignment]
@@ -53,6 +58,17 @@ def _divided_by_root(self: Any, x: Tensor) -> Tensor:
 def _turned_by(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
     pairs = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k))
     return tuple(torch.view_as_real(pair * angles[:, None]).flatten(-2).to(q.dtype) for pair in pairs)
+
+
+def _turned_heads_last(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
+    pairs = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k))
+    return tuple(torch.view_as_real(pair * angles[:, :, None]).flatten(-2).to(q.dtype) for pair in pairs)
+
+
+def _chosen_by_sigmoid(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    logits = torch.nn.functional.linear(x, self.weight)
+    scores, index = logits.topk(self.top_k, -1)
+    return torch.full_like(logits, -torch.inf).scatter(1, index, scores).sigmoid(), logits
 
 
 def _rotated_in_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

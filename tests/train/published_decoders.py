@@ -70,7 +70,22 @@ def ministral(**more: Any) -> Config:
     return shape | kind | tokens | numbers | more
 
 
+def llama_4(experts: int, step: int, **more: Any) -> Config:
+    kind = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "for_llm_compressor": False}
+    tokens = {"vocab_size": 202048, "bos_token_id": 200000, "eos_token_id": [200001, 200007], "pad_token_id": 200018}
+    routing = {"num_local_experts": experts, "num_experts_per_tok": 1, "interleave_moe_layer_step": step}
+    blocks = {"moe_layers": [i for i in range(48) if (i + 1) % step == 0], "no_rope_layers": [1, 1, 1, 0] * 12}
+    loss = {"output_router_logits": False, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0}
+    attention = {"attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0, "head_dim": 128}
+    scales = {"attn_scale": 0.1, "attn_temperature_tuning": True, "floor_scale": 8192, "use_qk_norm": step == 1}
+    long = {"intermediate_size_mlp": 16384, "max_position_embeddings": 1048576, "rope_theta": 500000.0}
+    shape = grouped(5120, 8192, 48, 40, 8)
+    return shape | kind | tokens | routing | blocks | loss | attention | scales | long | more
+
+
 DECODERS: dict[str, tuple[Config, int, int]] = {
+    "Llama-4-Scout, its language model": (llama_4(16, 1), 8192, 107_769_861_120),
+    "Llama-4-Maverick, its language model": (llama_4(128, 2), 8192, 400_711_848_960),
     "SmolLM2-1.7B": (
         grouped(2048, 8192, 24, 32, 32)
         | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "bos_token_id": 1}
@@ -124,6 +139,8 @@ DECODERS: dict[str, tuple[Config, int, int]] = {
 
 _WINDOWED = ["full_attention"] * 3 + ["sliding_attention"]
 REFUSED_DECODERS: list[tuple[Config, int, str]] = [
+    (llama_4(16, 1), 8193, "sequence length 8193 is over the attention_chunk_size 8192: attention is whole"),
+    (llama_4(16, 1, router_jitter_noise=0.1), 512, "router_jitter_noise 0.1 cannot be trained"),
     (granite(2048, 8192, 40, 32, 8, logits_scaling=0.0), 64, "logits_scaling 0.0 must be above 0"),
     (smollm3(no_rope_layers=[1, 1, 2, 0] * 9), 64, "no_rope_layers 2 is none of 1, 0"),
     (smollm3(no_rope_layers=[1, 0]), 64, "no_rope_layers is no list of the types of 36 layers"),

@@ -39,8 +39,8 @@ def strength_of(config: Any, layers: int) -> float:
 
 
 def choice_of(part: Any, config: Any, x: Tensor) -> Choice:
-    """What a part chooses in the format of its input; DeepSeek's as in runs, which tests hold to the stock one."""
-    if config.model_type.startswith("deepseek"):
+    """What a part chooses in the format of its input; some as in runs, which tests hold to the stock one."""
+    if config.model_type.startswith(("deepseek", "llama4")):
         family: Any = family_named(config.model_type, "test")
         return family.choose(part, x)  # type: ignore[no-any-return]
     router = router_of(part)

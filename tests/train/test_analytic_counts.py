@@ -102,6 +102,14 @@ CONFIGS = {
         "qk_rope_head_dim": 8, "v_head_dim": 32, "n_routed_experts": 16, "num_experts_per_tok": 5,
     },
     **{
+        f"llama4{normed}": {
+            "model_type": "llama4_text", "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "head_dim": 32, "use_qk_norm": bool(normed),
+        }
+        for normed in ("", " normed")
+    },
+    **{
         f"gpt_oss{windowed}": {
             "model_type": "gpt_oss", "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4,
@@ -142,8 +150,7 @@ def saved_bytes(config, layers, change=lambda model: None):
     made._attn_implementation = family.kernel_name(kernel_of(config).value)
     model = family.stock(made).to(torch.bfloat16).train()
     change(model)
-    has_experts = hasattr(made, "num_experts") or hasattr(made, "n_routed_experts")
-    run = runs_experts(model) if has_experts else model.base_model
+    run = runs_experts(model) if family.facts.experts else model.base_model
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     held = {}
 
@@ -165,15 +172,17 @@ def runs_experts(stock):
     blocks = [family.block(stock, kind, index) for index, kind in enumerate(kinds)]
     stock.model.layers = nn.ModuleList(blocks)
     for block in blocks:
-        block.mlp.experts.keeps_biases = 1.0
-        block.mlp.tensor_parallel = SimpleNamespace(
+        part = block.get_submodule(family.part)
+        part.experts.keeps_biases = 1.0
+        part.tensor_parallel = SimpleNamespace(
             size=1, splits_everything=False, axes=axes_of(Strategy(tp_size=1, dp_size=1)),
             leave=lambda x: x, recomputation=Recomputation(keeps_last=False),
         )  # fmt: skip
 
     def run(tokens):
         states = (stock.model.embed_tokens(tokens),)
-        angles = stock.model.rotary_emb(states[0], torch.arange(LENGTH)[None])
+        places = torch.arange(LENGTH)[None]
+        angles = family.rotation(family.angles(stock.model.rotary_emb, kinds[0], states[0], places))
         constants = {"kernel": "sdpa", "window": None, "arguments": {"position_embeddings": angles}}
         for kind, block in zip(kinds, blocks, strict=True):
             window = family.facts.effective_window(kind, vars(stock.config), LENGTH)
@@ -196,7 +205,7 @@ def test_a_layer_keeps_what_autograd_saves(family, tmp_path):
         Machine(1e12, 1e12, Link(1e12, 0.0)),
     ).activation_bytes  # fmt: skip
     # The estimate has no float32 sums of a softmax or a norm, of which there is one a position and head.
-    heads = 6 if "qwen3" in family or family in ("gemma3", "cohere") else 0
+    heads = 6 if "qwen3" in family or family in ("gemma3", "cohere", "llama4 normed") else 0
     sums = SAMPLES * LENGTH * 4 * (4 + 4 + heads)
     # Nor has it GLM 4's cosines and sines, which each block repeats for pairs of features, once for all samples.
     sums += 2 * LENGTH * 2 * 16 if family == "glm4" else 0

@@ -78,7 +78,7 @@ def experts_part(model: Model, experts: Experts, rows: int, hidden: int, result:
         weights=hidden * experts.number * matrices * experts.features,
         inside=family.experts.kept * wide,
         products=(matrices - 1) * wide,
-        whole=rows * hidden,
+        whole=family.experts.rows * rows * hidden,
         whole_bytes=rows * (_FLOAT32_BYTES + 2 * _INDEX_BYTES * exchanged),
         passing=2 * rows * hidden * exchanged,
         outside=0,

@@ -18,8 +18,9 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.communication import LOSS_ELEMENTS
 from shardwright_formats.semantics.regathers import low_rank_pairs
 from shardwright_formats.types import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Region, base_type
-from shardwright_models.facts import MULTIPLIED, SINK_FEATURES, Family, Mask
+from shardwright_models.facts import MULTIPLIED, Family, Mask
 from shardwright_models.registry import facts_of, facts_of_type
+from shardwright_models.stacks import SINK_FEATURES
 
 _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5, "join": 12}
 """Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
@@ -188,7 +189,7 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
 
     Any kernel keeps what it adds to the scores of an image's windows: a bias, which is learned, and a mask.
     """
-    a, (family, _) = attention_shape(model, type_name, region), facts_of_type(model, type_name)
+    a, (family, config) = attention_shape(model, type_name, region), facts_of_type(model, type_name)
     biases = a.scores if attended_positions(model, type_name) is not None else 0
     width = 2 * a.query_width * a.queries + 2 * a.key_width * a.key_positions
     norms_heads = any(p.name.endswith(_QUERY_NORM) for p in model.types[type_name].parameters)
@@ -196,6 +197,8 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
     copies = a.query_width * a.queries * family.joins_features + width // 2 * family.keeps_unrotated
     # Heads are wider by the features of a sink, and so is all that is kept of them; the result is kept without, too.
     copies += (width * a.heads // a.query_width * SINK_FEATURES + a.query_width * a.queries) * family.sinks
+    # A norm without weights keeps its input in float32: twice an element of 16 bits of queries and keys.
+    copies += width * family.normed_heads(base_type(type_name), config)
     drops = _drops(model, type_name, region)
     return Part(
         name="attention",

@@ -38,6 +38,8 @@ _TABLES = (
 )
 """Modules that are looked up in: nothing is multiplied."""
 _HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_features": "head_dim"}
+CHUNK = "attention_chunk_size"
+"""The key of the positions of a chunk, across whose borders some blocks do not attend."""
 _MAX_LENGTH = 2**31 - 1
 _STRETCHING = ("linear", "dynamic", "yarn")
 """Kinds of rotary scaling whose factor comes on top of the positions."""
@@ -112,6 +114,8 @@ def wrong_length(family: Family, config: Config, sequence_length: int) -> str | 
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if family.window is None and isinstance(window, int) and sequence_length > window:
         return f"sequence length {sequence_length} is over the sliding_window {window}: attention is whole"
+    if isinstance(chunk := config.get(CHUNK), int) and sequence_length > chunk:
+        return f"sequence length {sequence_length} is over the {CHUNK} {chunk}: attention is whole"
     return None
 
 

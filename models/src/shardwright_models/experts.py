@@ -33,6 +33,8 @@ class ExpertKeys(NamedTuple):
     """The types of block that have experts."""
     kept: int = 5
     """Numbers kept of a row for each feature: two products, the activation, the gated product, and that weighted."""
+    rows: int = 1
+    """Copies kept of a row: 2 where it is weighted before the first product."""
     first: str | None = None
     """The key of how many blocks there are before the first one with experts."""
     shared: str | None = None

@@ -39,8 +39,6 @@ _NAMES = frozenset(("auto_map", "id2label", "label2id", "transformers.js_config"
 Recomputation = Literal["full", "attention", "mlp"]
 POSITIONS = "positions"
 """The key under which `shapes` gives the positions that a layer type hands on."""
-SINK_FEATURES = 8
-"""Features of a head beside its own where kernels without sinks compute them: 16 bytes of 16 bits, as GPUs need."""
 ATTENDED = "attended_positions"
 """The key under which `shapes` gives the positions that each position of a layer type attends to."""
 MULTIPLIED = "multiplied_positions"
@@ -144,10 +142,14 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Whether queries and keys are kept unrotated, too: one tensor holds them and the values."""
     latents: Callable[[Config], Latents | None] = lambda _: None
     """Function that tells of the latents that queries, keys and values come from (DeepSeek-AI 2024); None: of none."""
+    normed_heads: Callable[[str, Config], bool] = lambda _layer, _config: False
+    """Whether a type of block norms queries and keys without weights, in float32."""
     experts: ExpertKeys | None = None
     """The keys that tell of its experts; None: it has none."""
     soft_caps: bool = False
     """Whether hyperbolic tangents bound the logits, and attention scores: sdpa would ignore it."""
+    without: tuple[Attention, ...] = ()
+    """Kernels that transformers does not give its blocks."""
     sinks: bool = False
     """Whether softmax over a position's scores has a further, learned score of each head, which weighs nothing."""
     above_zero: tuple[str, ...] = ()
@@ -222,7 +224,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
             unfit.add(Attention.FLASH_ATTENTION_2)
         if self.soft_caps:
             unfit |= {Attention.SDPA, Attention.SDPA_MATH}
-        return tuple(kernel for kernel in Attention if kernel not in unfit)
+        return tuple(kernel for kernel in Attention if kernel not in unfit.union(self.without))
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -324,7 +326,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     def described(self, given: Config) -> dict[str, Any]:
         """Return a configuration as descriptions keep it: with neither counts of layers, names of classes nor code."""
         counted = {*self.counts, *(usual for usual, short in self.aliases.items() if short in self.counts)}
-        counted |= {"layer_types", *(key for stack in self.stacks if (key := stack.typed_by))}
+        counted |= {"layer_types", *(key for stack in self.stacks for key in stack.typing_keys)}
         reset = {key for stack in self.stacks for key in stack.resets}
         kept = {key: given[key] for key in given if key not in counted | _NAMES | reset}
         for name in (self.nested, *(stack.inside for stack in self.stacks)):

@@ -16,6 +16,7 @@ from shardwright_models.families.gpt2 import GPT2
 from shardwright_models.families.gpt_oss import GPT_OSS
 from shardwright_models.families.granite import GRANITE
 from shardwright_models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from shardwright_models.families.llama4 import LLAMA4
 from shardwright_models.families.llava import LLAVA
 from shardwright_models.families.ministral import MINISTRAL
 from shardwright_models.families.modernbert import MODERNBERT
@@ -43,6 +44,7 @@ _ALL = (
     GPT_OSS,
     GRANITE,
     LLAMA,
+    LLAMA4,
     LLAVA,
     MINISTRAL,
     MISTRAL,

@@ -11,6 +11,8 @@ BLOCK = "block"
 """The layer type of families that have one."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Types of block that differ by a sliding window, by transformers' names."""
+SINK_FEATURES = 8
+"""Features of a head beside its own where kernels without sinks compute them: 16 bytes of 16 bits, as GPUs need."""
 
 
 class Stack(NamedTuple):
@@ -33,8 +35,15 @@ class Stack(NamedTuple):
     """The key that holds its keys, such as vision_config; None: they stand with those of the family."""
     resets: Mapping[str, object] = {}
     """Top keys of the configuration, with the values by which it has no more blocks than those counted."""
+    lists: tuple[str, ...] = ()
+    """Further keys that say the types of single blocks, of which `type_at` makes one."""
     alike_within_window: bool = False
     """Whether its types differ by their windows alone: where these hold whole samples, each block is a BLOCK."""
+
+    @property
+    def typing_keys(self) -> tuple[str, ...]:
+        """Return the keys that say the types of single blocks."""
+        return self.lists if self.typed_by is None else (self.typed_by, *self.lists)
 
     @property
     def values(self) -> tuple[object, ...]:

@@ -13,7 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import layout_of
 from shardwright_formats.types import EMBEDDING, HEAD, Attention, Heads, Model, Plan, Precision, base_type
-from shardwright_models.facts import ATTENDED, SINK_FEATURES, Mask
+from shardwright_models.facts import ATTENDED, Mask
+from shardwright_models.stacks import SINK_FEATURES
 from shardwright_train.models.base import Family
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import flash_attn_is_installed, flash_obstacle

@@ -100,7 +100,7 @@ def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
         raise ValueError(wrong)
     if (wrong := wrong_types(family, vars(config)) or wrong_window(family, vars(config))) is not None:
         raise ValueError(wrong)
-    listed = any(stack.typed_by == "layer_types" for stack in family.stacks)
+    listed = any("layer_types" in stack.typing_keys for stack in family.stacks)
     for kind in () if listed else getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer_types {kind!r} cannot be trained: layers attend to the whole sequence")

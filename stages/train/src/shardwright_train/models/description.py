@@ -8,6 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwright_formats.types import EMBEDDING, HEAD, Model, Parameter
 from shardwright_models.description import Contents, described_model
+from shardwright_models.facts import Family as Facts
 from shardwright_train.models.base import Family
 from shardwright_train.models.configuration import check_only, check_sizes
 from shardwright_train.parallel.sharding_rules import cuts
@@ -29,7 +30,7 @@ def describe(family: Family, config: dict[str, Any], name: str, sequence_length:
     def contents(layer: str) -> Contents:
         index = 0 if layer in (EMBEDDING, HEAD) else family.index(layers, layers.index(layer))
         module = family.module(stock, layer, index)
-        return Contents(_parameters(family, layer, module), _products(module))
+        return Contents(_parameters(family, layer, module), _products(module, facts))
 
     return described_model(facts, read, config, name, sequence_length, contents)
 
@@ -45,7 +46,8 @@ def _parameters(family: Family, layer: str, module: nn.Module) -> tuple[Paramete
     )
 
 
-def _products(module: nn.Module) -> int:
-    """Return the number of elements of the matrices."""
-    matrices = (m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | Conv1D))
-    return sum(m.weight.numel() for m in matrices)
+def _products(module: nn.Module, facts: Facts) -> int:
+    """Return the number of elements of the matrices, but not of a router's, which is counted with its experts."""
+    router = None if facts.experts is None else facts.experts.router
+    parts = (part for name, part in module.named_modules() if name != router)
+    return sum(p.weight.numel() for p in parts if isinstance(p, nn.Linear | nn.Conv1d | nn.Conv2d | Conv1D))

@@ -36,6 +36,8 @@ class Sparse(Llama):
         "mlp.experts.down_proj": Rule("cut", dim=2, ep_dim=0),
     }
     auxiliary_loss = True
+    part = "mlp"
+    """Name of the feed-forward part of a block."""
     always: tuple[str, ...] = ()
     """Path in a block of the experts that compute every position, if there are such."""
 
@@ -43,7 +45,7 @@ class Sparse(Llama):
         """Return a stock block; one with experts also returns the balance loss."""
         block = super().block(stock, kind, index)
         if self.facts.experts is not None and kind in self.facts.experts.types:
-            part: Any = block.mlp
+            part: Any = getattr(block, self.part)
             part.strength = self.strength(stock.config)
             part.choose = partial(self.choose, part)
             part.forward = partial(self.compute, part)
@@ -64,7 +66,7 @@ class Sparse(Llama):
     def units(self, kind: str, strategy: Strategy) -> Mapping[str, Strategy]:
         """Return the strategy of the experts where it is another than the layer's."""
         grid = strategy.expert_grid if isinstance(strategy, LayerStrategy) else None
-        return {} if grid is None else {"mlp.experts": grid}
+        return {} if grid is None else {f"{self.part}.experts": grid}
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States | WithLoss:
         """Run a block; one with experts returns its balance loss, too."""
@@ -72,8 +74,8 @@ class Sparse(Llama):
             output: Any = super().call(block, states, batch, constants)[0]
         finally:
             # A replay ends once it has what it needs, by an error: a loss that it noted would hold all that it kept.
-            if hasattr(block.mlp, "losses"):
-                block.mlp.losses = None
+            if hasattr(part := block.get_submodule(self.part), "losses"):
+                part.losses = None  # type: ignore[assignment]
         if not isinstance(output, tuple):
             return (output,)
         noted: _Noted = output[1]
@@ -82,7 +84,7 @@ class Sparse(Llama):
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """Tell the experts which ranks share them."""
         super().after_split(block, config, tensor_parallel)
-        block.mlp.tensor_parallel = tensor_parallel  # type: ignore[union-attr]
+        block.get_submodule(self.part).tensor_parallel = tensor_parallel  # type: ignore[assignment]
 
     def choose(self, part: Any, x: Tensor) -> "Choice":
         """Return the choice of the router of a block's feed-forward part for positions x [positions, hidden]."""
@@ -202,7 +204,7 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
 
 def _with_shared(part: Any, hidden: Tensor, results: Tensor, leave: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Return results and those of shared experts, which `leave` sums over ranks; None: all are summed later."""
-    if (shared := getattr(part, "shared_experts", None)) is None:
+    if (shared := getattr(part, "shared_experts", getattr(part, "shared_expert", None))) is None:
         return results
     always: Tensor = shared(hidden)
     return results + (always if leave is None else leave(always))

@@ -14,7 +14,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shardwright_models.facts import SINK_FEATURES
+from shardwright_models.stacks import SINK_FEATURES
 
 SINK_ATTENTION = "shardwright_sinks"
 """Name under which transformers' modules find the attention below."""
