@@ -1,13 +1,13 @@
 """Parts of stock models that compute in float32 whatever their input, made to compute in its format.
 
 Stock adds the gradients of norms' weights over samples in float32, where the order of the samples shows, and rounds
-what it rotates: no two plans would agree to 1e-10 in float64.
+what it rotates, and weights of keys, whose order may be another: no two plans would agree to 1e-10 in float64.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.cohere import modeling_cohere
 from transformers.models.cohere2 import modeling_cohere2
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
@@ -24,6 +24,7 @@ __all__ = ["compute_in_the_inputs_format"]
 
 def compute_in_the_inputs_format() -> None:
     """Replace these parts in this process."""
+    nn.functional.softmax = _softmax
     modeling_modernbert.apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb
     for norm in (Gemma2RMSNorm, Gemma3RMSNorm):
         norm.forward = lambda self, x: self._norm(x) * (1.0 + self.weight)  # type: ignore[assignment]
@@ -40,6 +41,10 @@ def compute_in_the_inputs_format() -> None:
     for norm in (DeepseekV2RMSNorm, DeepseekV3RMSNorm):
         norm.forward = _divided_by_root  # type: ignore[assignment]
     modeling_deepseek_v2.apply_rotary_emb = _turned_by  # type: ignore[assignment]
+
+
+def _softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.softmax(x, dim, x.dtype if x.dtype is torch.float64 else dtype)
 
 
 def _divided_by_deviation(self: Any, x: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def factor_of(name: str) -> float:
 
 def batches(plan: Plan) -> list[Batch]:
     found = [batch_of(plan.model, plan.global_batch_size, seed) for seed in range(STEPS)]
-    if plan.name.startswith("packed"):
+    if "packed" in plan.name:
         predicts_next = family_named(plan.model.family, "test").learns(plan.model).predicts_next
         found = [packed(batch, seed, predicts_next) for seed, batch in enumerate(found)]
     return found
@@ -316,7 +316,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
             checkpointing.compiled = partial(compiled, backend=backend)
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
             key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
-            key += f" {plan.model.layers} {plan.global_batch_size} {settings_of(plan)} {plan.name.startswith('packed')}"
+            key += f" {plan.model.layers} {plan.global_batch_size} {settings_of(plan)} {'packed' in plan.name}"
             if key not in references:
                 references[key] = made_by_first(world, Reference, plan)
             results[plan.name] = compare(plan, references[key], groups, world)

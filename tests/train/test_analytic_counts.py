@@ -16,7 +16,7 @@ from shardwright_models.frozen import FrozenPart, freeze
 from shardwright_models.low_rank import adapt, adapter_of_config
 from shardwright_models.registry import FAMILIES
 from shardwright_train.models.describe import describe_folder
-from shardwright_train.models.masks import window_mask
+from shardwright_train.models.masks import Places, window_mask
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.checkpointing import Recomputation
 
@@ -183,10 +183,11 @@ def runs_experts(stock):
         states = (stock.model.embed_tokens(tokens),)
         places = torch.arange(LENGTH)[None]
         angles = family.rotation(family.angles(stock.model.rotary_emb, kinds[0], states[0], places))
-        constants = {"kernel": "sdpa", "window": None, "arguments": {"position_embeddings": angles}}
+        whole = Places.whole(LENGTH)
+        constants = {"kernel": "sdpa", "window": None, "places": whole, "arguments": {"position_embeddings": angles}}
         for kind, block in zip(kinds, blocks, strict=True):
             window = family.facts.effective_window(kind, vars(stock.config), LENGTH)
-            constants["mask"] = None if window is None else window_mask(LENGTH, window, states[0], family.facts.mask)
+            constants["mask"] = None if window is None else window_mask(whole, window, states[0], family.facts.mask)
             states = family.call(block, states, {"tokens": tokens}, constants).states
 
     return run

@@ -20,7 +20,7 @@ from shardwright_formats.io import BadInput, read_document
 from shardwright_formats.types import Attention, LayerStrategy, Model, Plan, Precision, Strategy
 from shardwright_train.cli import APP
 from shardwright_train.models.attention_kernels import check_kernels
-from shardwright_train.models.masks import alibi_mask, alibi_slopes
+from shardwright_train.models.masks import Places, alibi_mask, alibi_slopes
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import flash_obstacle
 from shardwright_train.weights.reading import open_weights
@@ -95,14 +95,14 @@ def test_what_cannot_be_trained_is_named_in_one_line(tmp_path: Path, change: Con
 def test_slopes_and_masks_are_those_of_the_published_code(heads: int) -> None:
     assert alibi_slopes(heads) == pytest.approx(interleaved_slopes(heads), rel=1e-14)
     example = torch.zeros(1, dtype=torch.float64)
-    mask = alibi_mask(5, alibi_slopes(heads), example)
+    mask = alibi_mask(Places.whole(5), alibi_slopes(heads), example)
     slopes, positions = torch.tensor(interleaved_slopes(heads)).float(), torch.arange(5)
     wanted = (slopes[:, None, None] * (positions[None] - positions[:, None])).double()
     seen = positions[None] <= positions[:, None]
     assert torch.equal(mask[0][:, seen], wanted[:, seen])
     assert (mask[0][:, ~seen] == torch.finfo(torch.float64).min).all()
     # One for all layers, as long as a layer holds it.
-    assert alibi_mask(5, alibi_slopes(heads), example) is mask
+    assert alibi_mask(Places.whole(5), alibi_slopes(heads), example) is mask
 
 
 def planned(model: Model) -> Plan:
@@ -151,7 +151,7 @@ def test_blocks_save_what_llamas_do_and_one_mask_for_all() -> None:
             held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        constants = [family.constants(model, "block", slice(0, 16), states.detach(), "sdpa") for _ in range(2)]
+        constants = [family.constants(model, "block", Places.whole(16), states.detach(), "sdpa") for _ in range(2)]
         blocks = [family.build(model, f"layers[{i}]") for i in range(2)]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             outputs = [family.call(block, (states,), batch, c) for block, c in zip(blocks, constants, strict=True)]

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from context_plans import with_context
 from forked_ranks import run_worker
 from random_plans import bare_plan, random_plan, uneven_plan
 from tiny_models import tiny
@@ -37,10 +38,11 @@ RANKS = 4
 
 
 def plans(half: int | None = None) -> list[Plan]:
-    """Tensor, data and sequence parallelism, redistribution, tied parameters, stages of equal and other width."""
+    """Every kind of parallelism, redistribution, tied parameters, stages of equal and other width."""
     numbers = range(8) if half is None else range(half, 8, 2)
     drawn = [random_plan(TIED, number, RANKS) for number in numbers]
     others = [random_plan(tiny("t5"), 2, RANKS), uneven_plan(TIED, 1, RANKS), bare_plan(TIED, 3, RANKS)]
+    others.append(with_context(random_plan(TIED, 5, RANKS, stages=1), 5))
     some = [*drawn, *(others if half != 1 else [])]
     return [msgspec.structs.replace(plan, name=f"{number}") for number, plan in enumerate(some)]
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 
+from shardwright_train.models.masks import Places
 from shardwright_train.models.registry import family_named
 
 
@@ -21,7 +22,7 @@ def test_every_attention_kernel_attends_to_the_same_positions(name: str, causal:
         torch.manual_seed(0)
         block = family.build(model, f"layers[{number}]", kernel)
         family.initialize(model, block)
-        constants = family.constants(model, model.layers[number], slice(0, SEQUENCE_LENGTH), states, kernel)
+        constants = family.constants(model, model.layers[number], Places.whole(SEQUENCE_LENGTH), states, kernel)
         (output,) = family.call(block, (states,), batch, constants)
         outputs.append(output)
     for other in outputs[1:]:

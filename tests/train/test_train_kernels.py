@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,10 +23,11 @@ from shardwright_train.cli import APP
 from shardwright_train.models import attention_kernels as kernels
 from shardwright_train.models import support
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention, use_kernels
+from shardwright_train.models.masks import Places
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import check_installed, check_supported, without_devices
-from shardwright_train.parallel import tensor
-from shardwright_train.parallel.tensor import ULYSSES_ATTENTION, apply_ulysses
+from shardwright_train.parallel import sequence
+from shardwright_train.parallel.sequence import SHARED_ATTENTION, share_attention
 from shardwright_train.parallel.world import World
 
 SDPA, FLASH, EAGER = Attention.SDPA, Attention.FLASH_ATTENTION_2, Attention.EAGER
@@ -329,14 +331,16 @@ def test_ulysses_wraps_flash_attention_as_what_it_is_and_it_is_told_the_window(
     batch = batch_of(model, 2, 0)
     states = torch.randn(2, SEQUENCE_LENGTH, 32, generator=torch.Generator().manual_seed(0))
     outputs = []
-    for kernel, computed in ((SDPA.value, SDPA), (ULYSSES_ATTENTION, FLASH)):
-        constants = family.constants(model, model.layers[0], slice(0, SEQUENCE_LENGTH), states, computed.value)
+    for kernel, computed in ((SDPA.value, SDPA), (SHARED_ATTENTION, FLASH)):
+        constants = family.constants(model, model.layers[0], Places.whole(SEQUENCE_LENGTH), states, computed.value)
         torch.manual_seed(0)
         block = family.build(model, "layers[0]", kernel)
         family.initialize(model, block)
-        if kernel == ULYSSES_ATTENTION:
-            apply_ulysses(block, dist.group.WORLD, FLASH.value)
-            monkeypatch.setattr(tensor, "copy", None)  # nothing is copied in a call
+        if kernel == SHARED_ATTENTION:
+            facts = {"splits_everything": True, "attends_across": False, "order": None, "recomputation": None}
+            shared: Any = SimpleNamespace(sequence_group=dist.group.WORLD, context_group=dist.group.WORLD, **facts)
+            share_attention(block, shared, FLASH.value, torch.float32, keeps=False)
+            monkeypatch.setattr(sequence, "copy", None)  # nothing is copied in a call
         outputs += family.call(block, (states,), batch, constants)
         assert block.self_attn.config._attn_implementation == kernel
     assert asked == [("flash_attention_2", window, True)]

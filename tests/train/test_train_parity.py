@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from compared_families import FAMILIES, PACKED
+from context_plans import context_plans
 from random_plans import bare_plan, random_plan, uneven_plan
 from rest_long import rest_long
 from run_parity import TOLERANCE
@@ -28,6 +29,8 @@ ON_TWO = "two_ranks", "two_ranks_again"
 """Two halves of the plans: `make test` has every family in one number and one lower precision, `make test-long` all."""
 ON_EIGHT = ("llama", "t5", "vit")
 """`make parity` has 45 plans of each family, 5 of them on 8 ranks."""
+CONTEXT_FIRST = ("context 0:", "context 4:", "context 20:")
+"""Plans with context parallelism in the first half."""
 LOW_PRECISION = (("float32", 1e-5), ("bfloat16", 0.1))
 MUTATIONS = (
     "norm_gradients_not_summed",
@@ -77,6 +80,7 @@ def _half_on_two(half: int) -> list[Plan]:
     packed = [plan for i, plan in enumerate(packed) if (i % (len(PACKED) + 1) == 0) == (half == 0)]
     chunked = [_chunked_plan()] if half == 0 else []
     packed += shared_plans(2)[half::2]
+    packed += [plan for plan in context_plans(2) if plan.name.startswith(CONTEXT_FIRST) == (half == 0)]
     return [*low_precision, *drawn, compiled, *grouped[half::2], *packed, *chunked]
 
 
@@ -186,7 +190,7 @@ def two_ranks_again(compare: Compare) -> Errors:
 @pytest.fixture(scope="module")
 def more_ranks(compare: Compare) -> Errors:
     drawn = [*_plans(4), *_uneven_plans(), *_bare_plans(), *_grouped_plans(4), *_packed_plans(4)]
-    four = compare([*drawn, *shared_plans(4), _replicas_behind_a_cut(), *_in_groups(4)])
+    four = compare([*drawn, *shared_plans(4), *context_plans(4), _replicas_behind_a_cut(), *_in_groups(4)])
     return four | compare([*_plans(8), *_in_groups(8)])
 
 
@@ -240,6 +244,20 @@ def test_experts_that_ranks_share_out_train_exactly_as_one_process(
 ) -> None:
     found: Errors = request.getfixturevalue(ranks)
     exact = {name: errors for name, errors in found.items() if name.startswith("shared")}
+    assert len(exact) == count
+    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+
+
+_CONTEXT = (3, len(context_plans(2)) - 3, len(context_plans(4)))
+
+
+@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip(_MORE, _CONTEXT, strict=True)))
+def test_positions_that_attend_across_ranks_train_exactly_as_one_process(
+    request: pytest.FixtureRequest, ranks: str, count: int
+) -> None:
+    """Unlike cp sizes in one plan, with every kind of mask, documents, long positions, GQA, unequal widths."""
+    found: Errors = request.getfixturevalue(ranks)
+    exact = {name: errors for name, errors in found.items() if name.startswith("context")}
     assert len(exact) == count
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 

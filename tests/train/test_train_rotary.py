@@ -8,6 +8,7 @@ from tiny_models import SEQUENCE_LENGTH, stock_model, tiny
 from torch import Tensor
 
 from shardwright_formats.types import Model
+from shardwright_train.models.masks import Places
 from shardwright_train.models.registry import family_named
 
 # Below and over the length of pretraining, where a kind tells them apart.
@@ -28,12 +29,12 @@ KINDS: dict[str, dict[str, Any]] = {
 STATES = torch.randn(2, SEQUENCE_LENGTH, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def rotated(model: Model, positions: slice) -> tuple[Tensor, Tensor]:
+def rotated(model: Model, positions: slice, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
     family = family_named(model.family, "test")
-    found: tuple[Tensor, Tensor] = family.constants(model, model.layers[0], positions, STATES, "sdpa")["arguments"][
-        "position_embeddings"
-    ]
-    return found
+    places = Places(SEQUENCE_LENGTH, positions, positions, order)
+    constants = family.constants(model, model.layers[0], places, STATES, "sdpa")
+    angles: tuple[Tensor, Tensor] = constants["arguments"]["position_embeddings"]
+    return angles
 
 
 @pytest.mark.parametrize("family_name", ["llama", "qwen3"])
@@ -46,7 +47,7 @@ def test_every_rotary_embedding_gives_the_hidden_states_of_the_stock_model(kind:
     for number in range(len(model.layers)):
         block = family.build(model, f"layers[{number}]", "sdpa").double()
         block.load_state_dict(stock.model.layers[number].state_dict())
-        constants = family.constants(model, model.layers[number], slice(0, SEQUENCE_LENGTH), STATES, "sdpa")
+        constants = family.constants(model, model.layers[number], Places.whole(SEQUENCE_LENGTH), STATES, "sdpa")
         states = family.call(block, states, {"tokens": torch.zeros(2, SEQUENCE_LENGTH)}, constants)
     torch.testing.assert_close(stock.model.norm(states[0]), stock.model(inputs_embeds=STATES)[0], rtol=0, atol=1e-12)
 
@@ -57,6 +58,10 @@ def test_ranks_that_share_out_positions_turn_them_as_one_does(kind: str) -> None
     parts = zip(rotated(model, slice(0, half)), rotated(model, slice(half, SEQUENCE_LENGTH)), strict=True)
     for whole, part in zip(rotated(model, slice(0, SEQUENCE_LENGTH)), parts, strict=True):
         assert torch.equal(torch.cat(part, 1), whole)
+    order = torch.randperm(SEQUENCE_LENGTH, generator=torch.Generator().manual_seed(0))
+    permuted = rotated(model, slice(0, half), order)
+    for whole, part in zip(rotated(model, slice(0, SEQUENCE_LENGTH)), permuted, strict=True):
+        assert torch.equal(part, whole[:, order[:half]])
 
 
 def test_each_kind_turns_by_other_angles() -> None:

@@ -14,6 +14,7 @@ from shardwright_formats.io import read_document
 from shardwright_formats.types import EMBEDDING, HEAD, Model, SequenceParallel, Strategy, misfit
 from shardwright_train.cli import APP
 from shardwright_train.data.objectives import Text
+from shardwright_train.models.masks import Places
 from shardwright_train.models.registry import family_named
 from shardwright_train.models.stock import Pieces
 
@@ -152,7 +153,7 @@ def t5_block(number: int, kernel: str, encoder_states: Tensor, decoder_states: T
     torch.manual_seed(0)
     block = family.build(model, f"layers[{number}]", kernel)
     family.initialize(model, block)
-    constants = family.constants(model, model.layers[0], slice(0, SEQUENCE_LENGTH), encoder_states, kernel)
+    constants = family.constants(model, model.layers[0], Places.whole(SEQUENCE_LENGTH), encoder_states, kernel)
     return family.call(block, (encoder_states, decoder_states), batch_of(model, 2, 0), constants)
 
 

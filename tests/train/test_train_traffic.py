@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from command_calls import call
+from context_plans import with_context
 from random_plans import bare_plan, cluster_of, precision_of, random_plan, uneven_plan
 from rest_long import rest_long
 from shared_experts import MODELS, with_shared_experts
@@ -142,6 +143,17 @@ def test_experts_that_ranks_share_out_move_the_bytes_of_even_load(family: str, n
     plan = with_shared_experts(random_plan(model, number, WORLD, "bfloat16"), number)
     assert any(message.cause is Cause.EXPERTS for message in step_messages(plan, 5))
     assert counted(plan, 5) == by_formula(plan, 5)
+
+
+CONTEXT = (("llama", 5), ("qwen3", 0), ("gemma2", 3), ("t5", 7), ("bert", 5), ("mixtral", 0), ("baichuan", 0))
+
+
+@pytest.mark.parametrize(("family", "number"), CONTEXT)
+def test_positions_that_attend_across_ranks_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
+    plan = with_context(random_plan(tiny(family), number, WORLD, "bfloat16"), number)
+    assert any(message.cause is Cause.CONTEXT for message in step_messages(plan, 5))
+    for rank in (5, WORLD - 1):
+        assert counted(plan, rank) == by_formula(plan, rank)
 
 
 @pytest.mark.parametrize(("family", "number"), RANDOM)

@@ -46,10 +46,12 @@ def expert_messages(
     passes = (Pass.FORWARD, Pass.BACKWARD) if replays else (Pass.FORWARD,)
     axes = axes_of(strategy)
     here = axes.rank_samples(samples)
-    if axes.exchanges_heads or (shares_experts(strategy) and axes.gathers_sequence):
+    apart = axes.exchanges_heads or (shares_experts(strategy) and axes.gathers_sequence)
+    inside = axes.layout.sample_ranks // axes.context.size if apart else 1
+    for ranks in (inside, axes.context.size):
         size = here * kind.experts.number * _COUNT_BYTES
-        for during in passes:
-            yield Message(Cause.EXPERTS, Collective.ALL_REDUCE, axes.layout.sample_ranks, size, during, microbatches)
+        for during in passes if ranks > 1 else ():
+            yield Message(Cause.EXPERTS, Collective.ALL_REDUCE, ranks, size, during, microbatches)
     grid = strategy.expert_grid if isinstance(strategy, LayerStrategy) else None
     if grid is not None:
         positions = rank_positions(kind, strategy, samples, tensors)

@@ -36,6 +36,8 @@ class Purpose(StrEnum):
     """Activations that enter and leave matrices that the ranks share."""
     EXCHANGE = "exchanges of activations"
     """Redistribution between layouts, Ulysses, and rows for experts."""
+    CONTEXT = "context parallelism"
+    """Keys and values that positions of other ranks attend to."""
     DATA_PARALLEL = "data parallelism"
     """Parameters are gathered, gradients summed."""
     TIED_PARAMETERS = "tied parameters"
@@ -92,15 +94,16 @@ def communicator_bytes(counted: Mapping[Purpose, int], of_each: int = COMMUNICAT
 
 
 def strategy_groups(strategy: Strategy, ranks: tuple[int, ...]) -> Iterator[PlannedGroup]:
-    """Yield the groups along the axes of a layer's parameters, and those that exchange positions for heads."""
+    """Yield the groups along the axes of a layer's parameters, and of those along which attention exchanges."""
     axes = axes_of(strategy)
     for purpose, axis in ((Purpose.TENSOR_PARALLEL, axes.dense.tensor), (Purpose.EXCHANGE, axes.dense.experts)):
         for group in axis.groups(ranks):
             yield planned_group(purpose, group)
     for group in axes.dense.state_groups(ranks):
         yield planned_group(Purpose.DATA_PARALLEL, group)
-    for group in axes.heads.groups(ranks):
-        yield planned_group(Purpose.EXCHANGE, group)
+    for purpose, axis in ((Purpose.EXCHANGE, axes.heads), (Purpose.CONTEXT, axes.context)):
+        for group in axis.groups(ranks):
+            yield planned_group(purpose, group)
     if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) is not None:
         yield from strategy_groups(grid, ranks)
 

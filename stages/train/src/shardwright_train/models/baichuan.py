@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from shardwright_formats.types import Model
 from shardwright_train.models.llama import Llama
+from shardwright_train.models.masks import Places
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -43,13 +44,13 @@ class Baichuan(Llama):
         self,
         model: Model,
         kind: str,
-        positions: slice,
+        places: Places,
         example: Tensor,
         kernel: str,
         heads: Callable[[int], slice] = slice,
     ) -> dict[str, Any]:
         """Return those of Llama; under ALiBi by angles of 0, for positions show in the mask."""
-        constants = super().constants(model, kind, positions, example, kernel, heads)
+        constants = super().constants(model, kind, places, example, kernel, heads)
         if model.types[kind].alibi_heads:
             cos, sin = constants["arguments"]["position_embeddings"]
             constants["arguments"] = {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}

@@ -18,7 +18,7 @@ from shardwright_train.models.auxiliary_loss import States, WithLoss
 from shardwright_train.models.configuration import parse
 from shardwright_train.models.initial_weights import Filling
 from shardwright_train.models.low_rank import low_rank_fillings, with_low_rank
-from shardwright_train.models.masks import alibi_mask, alibi_slopes, mask_for, window_mask
+from shardwright_train.models.masks import Places, alibi_mask, alibi_slopes, mask_for, window_mask
 from shardwright_train.models.stock import Pieces, skeleton, stock_fillings, unstack
 from shardwright_train.parallel.sharding_rules import OF_OUTPUTS, WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
@@ -101,7 +101,7 @@ class Family:
         mask = mask_for(self.facts.mask, states[0], batch, constants)
         arguments = constants["arguments"]
         if POSITIONS in batch and "every_angle" in constants:
-            positions = batch[POSITIONS][:, constants["positions"]]
+            positions = batch[POSITIONS][:, constants["places"].computed]
             angles = tuple(each[positions] for each in constants["every_angle"])
             arguments = {"position_embeddings": self.rotation(angles)}
         return (block(states[0], attention_mask=mask, **arguments),)
@@ -173,24 +173,25 @@ class Family:
         self,
         model: Model,
         kind: str,
-        positions: slice,
+        places: Places,
         example: Tensor,
         kernel: str,
         heads: Callable[[int], slice] = slice,
     ) -> dict[str, Any]:
         """Return the constants of every pass through a described type of block: kernel, window, mask, angles.
 
-        Cosines and sines are for this rank's positions, in the dtype and on the device of `example`. `heads` tells this
-        rank's of so many heads: by default all.
+        Cosines and sines are for the positions that this rank computes, in the dtype and on the device of `example`.
+        `heads` tells this rank's of so many heads: by default all.
         """
         window, mask = model.types[kind].window, None
         if window is not None and kernel != Attention.FLASH_ATTENTION_2.value:
-            mask = window_mask(model.sequence_length, window, example, self.facts.mask)
+            mask = window_mask(places, window, example, self.facts.mask)
         if sloped := model.types[kind].alibi_heads:
-            mask = alibi_mask(model.sequence_length, alibi_slopes(sloped)[heads(sloped)], example)
-        return {"kernel": kernel, "window": window, "mask": mask, **self._angles(model, kind, positions, example)}
+            mask = alibi_mask(places, alibi_slopes(sloped)[heads(sloped)], example)
+        angles = self._angles(model, kind, places, example)
+        return {"kernel": kernel, "window": window, "places": places, "mask": mask, **angles}
 
-    def _angles(self, model: Model, kind: str, positions: slice, example: Tensor) -> dict[str, Any]:
+    def _angles(self, model: Model, kind: str, places: Places, example: Tensor) -> dict[str, Any]:
         of_kind = self.facts.of_type(base_type(kind), self.facts.configured(model.config))
         if self.rotary is None or of_kind.positions != "rope":
             return {"arguments": {}}
@@ -198,10 +199,10 @@ class Family:
         # Some kinds look at the length of the whole sequence, of which this rank may have a part.
         whole = torch.arange(model.sequence_length, device=example.device)[None]
         angles = self.angles(rotary.to(example.device), base_type(kind), example, whole)
+        positions = places.positions(example.device)[places.computed]
         return {
-            "arguments": {"position_embeddings": self.rotation(tuple(x[:, positions].clone() for x in angles))},
+            "arguments": {"position_embeddings": self.rotation(tuple(x[:, positions] for x in angles))},
             "every_angle": tuple(x[0] for x in angles),
-            "positions": positions,
         }
 
     def skeleton(self, config: Any) -> Any:

@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024) and Qwen3-MoE (Qwen team 2025): Llama with experts in some blocks or in all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -222,13 +222,20 @@ def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel
     `is_outside`: each rank has its positions between regions, not those of its tensor-parallel group.
     """
     length, ranks = probabilities.shape[1], 1 if is_outside else tensor_parallel.size
-    if tensor_parallel.splits_everything or (is_outside and tensor_parallel.sums_outside):
-        group = tensor_parallel.sequence_group
+    for group in _sharing_positions(tensor_parallel, is_outside):
         dist.all_reduce(counts, group=group)
         length *= group.size()
     # Inside a region the gradients of all its ranks add up.
     part, replicas = balance(probabilities, counts, length) / ranks, tensor_parallel.axes.layout.replicas
     return with_transpose(part, lambda x: x * replicas, lambda gradient: gradient) if replicas > 1 else part
+
+
+def _sharing_positions(tensor_parallel: TensorParallel, is_outside: bool) -> Iterator[dist.ProcessGroup]:
+    """Yield the groups over which positions of a sample are shared out where its experts are chosen."""
+    if tensor_parallel.splits_everything or (is_outside and tensor_parallel.sums_outside):
+        yield tensor_parallel.sequence_group
+    if tensor_parallel.axes.shares_context:
+        yield tensor_parallel.context_group
 
 
 def _taken(part: Any) -> "_Noted":

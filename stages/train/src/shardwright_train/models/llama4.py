@@ -12,6 +12,7 @@ from shardwright_formats.types import Model, base_type
 from shardwright_models.families.llama4 import ROTATED_DENSE, ROTATED_SPARSE, TYPES
 from shardwright_train.models.experts import Choice, Sparse, Unseen
 from shardwright_train.models.llama import Llama
+from shardwright_train.models.masks import Places
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.experts import expert_products
 from shardwright_train.parallel.sharding_rules import INSIDE, Parts, Rule
@@ -53,17 +54,17 @@ class Llama4(Sparse):
         gate, up = expert_products(rows, first, counts).chunk(2, -1)
         return recomputation.product(expert_products, up * experts.act_fn(gate), last, counts)
 
-    def constants(self, model: Model, kind: str, positions: slice, *others: Any) -> dict[str, Any]:
+    def constants(self, model: Model, kind: str, places: Places, *others: Any) -> dict[str, Any]:
         """Return those of all families; raise BadInput for parts of a sequence whose queries are scaled by position.
 
         Stock blocks that do not rotate count positions from the first that they are given.
         """
         config, rotates = self.configuration(model), base_type(kind) in (ROTATED_SPARSE, ROTATED_DENSE)
         scales = config.attn_temperature_tuning and model.sequence_length >= config.floor_scale and not rotates
-        if scales and positions != slice(0, model.sequence_length):
-            problem = f"ulysses: queries of {kind} layers are scaled by their positions in a sample"
+        if scales and (places.computed != slice(0, model.sequence_length) or places.order is not None):
+            problem = f"ulysses and cp_size above 1: queries of {kind} layers are scaled by their positions in a sample"
             raise BadInput(f"model {model.name}", problem, "use megatron there, or attn_temperature_tuning false")
-        return super().constants(model, kind, positions, *others)
+        return super().constants(model, kind, places, *others)
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the rotations [1, s, features / 2], complex numbers."""

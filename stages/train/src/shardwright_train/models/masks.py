@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -10,27 +10,61 @@ from torch import Tensor
 
 from shardwright_formats.types import Attention
 from shardwright_models.facts import Mask
-from shardwright_train.data.share import Batch
+from shardwright_train.data.share import DOCUMENTS, Batch
 
 _SHARED = "mask"
 _HELD: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 """Masks of windows and of slopes that some layer holds."""
 
 
-def shared_mask(window: int | None) -> str:
+class Places(NamedTuple):
+    """The places of a sample at which a rank works, where ranks hold its positions in an order."""
+
+    length: int
+    computed: slice
+    """Places whose states enter the matrix products on this rank."""
+    attending: slice
+    """Places that attend on this rank."""
+    order: Tensor | None = None
+    """Positions [s] at all places; None where they keep their order."""
+
+    @classmethod
+    def whole(cls, length: int) -> "Places":
+        """Return the places of a rank that has whole samples."""
+        return cls(length, slice(0, length), slice(0, length))
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions [s] at all places."""
+        return torch.arange(self.length, device=device) if self.order is None else self.order
+
+    def pairs(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions [q, 1] that attend on this rank, and all [s]."""
+        positions = self.positions(device)
+        return positions[self.attending, None], positions
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what a mask for these places is known by."""
+        rows, order = self.attending, self.order
+        return self.length, rows.start, rows.stop, None if order is None else tuple(order.tolist())
+
+
+def shared_mask(window: int | None, attending: slice) -> str:
     """Return the key in a microbatch of the mask that its layers with a window share, of the form of `document_mask`.
 
-    The window may be None: layers without one.
+    The window may be None: layers without one. `attending`: places of its rows.
     """
-    return _SHARED if window is None else f"{_SHARED} {window}"
+    rows = f"{_SHARED} {attending.start} to {attending.stop}"
+    return rows if window is None else f"{rows} in {window}"
 
 
 def mask_for(mask: Mask, states: Tensor, batch: Batch, constants: Mapping[str, Any]) -> Tensor | None:
     """Return the mask of a block for states [b, s, h]; a causal one covers all positions of the tokens.
 
-    `constants`: the block's kernel, its window, and the mask of that or of slopes, each None without one.
+    `constants`: the block's kernel, its window and places, and the mask of the window or of slopes, or None. A kernel
+    that attends to other ranks' positions makes a causal mask itself, and is told the documents alone.
     """
-    if (shared := batch.get(shared_mask(constants["window"]))) is not None:
+    if (shared := batch.get(shared_mask(constants["window"], constants["places"].attending))) is not None:
         return shared
     kernel, held = constants["kernel"], constants["mask"]
     if mask is Mask.PADDING:
@@ -38,7 +72,9 @@ def mask_for(mask: Mask, states: Tensor, batch: Batch, constants: Mapping[str, A
         return padding if held is None else torch.minimum(padding, held)
     if held is not None:
         return held  # type: ignore[no-any-return]
-    return causal_mask(states, batch["tokens"], kernel) if mask is Mask.CAUSAL else None
+    if mask is not Mask.CAUSAL:
+        return None
+    return batch.get(DOCUMENTS, causal_mask(states, batch["tokens"], kernel))
 
 
 def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
@@ -50,34 +86,33 @@ def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
     return after.triu(1)[None, None]
 
 
-def window_mask(length: int, window: int, example: Tensor, mask: Mask) -> Tensor:
-    """Return the mask [1, 1, s, s] to add to scores so that positions attend to `window`, themselves the last.
+def window_mask(places: Places, window: int, example: Tensor, mask: Mask) -> Tensor:
+    """Return the mask [1, 1, q, s] to add to scores so that positions attend to `window`, themselves the last.
 
     Where the family's `mask` is not causal, they attend to as many behind them. It is in the dtype and on the device of
     `example`; as long as one exists, it is returned again.
     """
     behind = 0 if mask is Mask.CAUSAL else window - 1
-    key = length, window, behind, example.dtype, example.device
+    key = places.key, window, behind, example.dtype, example.device
     if (made := _HELD.get(key)) is None:
-        seen = torch.ones(length, length, dtype=torch.bool, device=example.device).tril_(behind).triu_(1 - window)
-        made = torch.zeros(length, length, dtype=example.dtype, device=example.device)
-        made = made.masked_fill_(~seen, torch.finfo(example.dtype).min)[None, None]
+        queries, keys = places.pairs(example.device)
+        hidden = (keys > queries + behind) | (keys <= queries - window)
+        made = torch.zeros(hidden.shape, dtype=example.dtype, device=example.device)
+        made = made.masked_fill_(hidden, torch.finfo(example.dtype).min)[None, None]
         _HELD[key] = made
     return made
 
 
-def alibi_mask(length: int, slopes: Sequence[float], example: Tensor) -> Tensor:
-    """Return the causal mask [1, heads, s, s] to add to scores so that they fall with the distance, by heads' slopes.
+def alibi_mask(places: Places, slopes: Sequence[float], example: Tensor) -> Tensor:
+    """Return the causal mask [1, heads, q, s] to add to scores so that they fall with the distance, by heads' slopes.
 
     It is in the dtype and on the device of `example`; as long as one exists, it is returned again.
     """
-    key = length, tuple(slopes), example.dtype, example.device
+    key = places.key, tuple(slopes), example.dtype, example.device
     if (mask := _HELD.get(key)) is None:
-        distances = (
-            torch.arange(length, device=example.device)[None] - torch.arange(length, device=example.device)[:, None]
-        )
-        after = torch.ones(length, length, dtype=torch.bool, device=example.device).triu_(1)
-        mask = torch.empty(1, len(slopes), length, length, dtype=example.dtype, device=example.device)
+        queries, keys = places.pairs(example.device)
+        distances, after = keys - queries, keys > queries
+        mask = torch.empty(1, len(slopes), *distances.shape, dtype=example.dtype, device=example.device)
         # In float32, as in the code of the paper, and a head at a time, which takes less memory.
         for head, slope in enumerate(torch.tensor(slopes, dtype=torch.float32, device=example.device)):
             mask[0, head] = distances * slope
@@ -93,18 +128,18 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes if power == heads else slopes + alibi_slopes(2 * power)[0::2][: heads - power]
 
 
-def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None) -> Tensor:
-    """Return the mask to add to scores [b, heads, s, s] so that each position attends to its own document alone.
+def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None, places: Places) -> Tensor:
+    """Return the mask to add to scores [b, heads, q, s] so that each position attends to its own document alone.
 
     documents [b, s] number them; causal where there is no `padding` [b, s], which is false on what stands for nothing.
     """
-    hidden = documents[:, None, :, None] != documents[:, None, None, :]
+    queries, keys = places.pairs(documents.device)
+    hidden = documents[:, None, places.attending, None] != documents[:, None, None, :]
     if padding is None:
-        hidden |= torch.ones(hidden.shape[-2:], dtype=torch.bool, device=hidden.device).triu(1)
+        hidden |= keys > queries
     else:
         # A row that saw nothing would be no number: what stands for nothing sees itself.
-        itself = torch.eye(documents.shape[1], dtype=torch.bool, device=documents.device)
-        hidden |= ~(padding[:, None, None] | itself)
+        hidden |= ~(padding[:, None, None] | (keys == queries))
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 

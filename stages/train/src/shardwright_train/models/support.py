@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import FP8, HEAD, Attention, Plan
+from shardwright_formats.types import FP8, HEAD, Attention, ContextParallel, Plan
 from shardwright_models.registry import FAMILIES, facts_of
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
@@ -52,6 +52,8 @@ def flash_obstacle(plan: Plan) -> str | None:
     widest = max((h.head_features for h in attentions), default=0)
     if any(h.features_of_values != h.head_features for h in attentions):
         return "computes no value heads of other features than query heads"
+    if any(axes_of(layer).shares_context for layer in plan.layers):
+        return "attends to no positions of other ranks, as cp_size asks for"
     if any(h.alibi for h in attentions):
         return "cannot add the slopes of ALiBi to scores"
     return f"has heads of up to {_WIDEST_HEAD} features, the model of {widest}" if widest > _WIDEST_HEAD else None
@@ -81,9 +83,22 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.compile and any(kind.experts is not UNSET for kind in plan.model.types.values()):
         yield "compile: blocks with experts are not compiled, for the host tells their rows apart", "leave it out"
     if any(axes_of(strategy).shares_context for strategy in (plan.embedding, *plan.layers, plan.head)):
-        yield "cp_size above 1 is not run yet", "share positions out by sequence_parallel"
+        yield from _beyond_context(plan)
     if plan.fused and (obstacle := _fused_obstacle(plan)) is not None:
         yield f"fused {obstacle}", "leave it out"
+
+
+def _beyond_context(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what cannot be run where positions attend to those of other ranks."""
+    facts = facts_of(plan.model)
+    key = facts.dropouts.attention
+    if facts.configured(plan.model.config).get(key):
+        problem = f"cp_size above 1 drops nothing inside attention, for which {key} has a rate"
+        yield problem, f"describe the model with {key} 0, or share positions out by sequence_parallel"
+    if plan.compile:
+        yield "compile: blocks that attend to positions of other ranks (cp_size) are not compiled", "leave it out"
+    if any(layer.context is ContextParallel.RING for layer in plan.layers):
+        yield "context ring is not run yet", "use gather"
 
 
 def _fused_obstacle(plan: Plan) -> str | None:

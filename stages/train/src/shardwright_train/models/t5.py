@@ -73,15 +73,13 @@ class T5(Family):
         return encoded, block(decoded, mask, encoder_hidden_states=encoded, encoder_decoder_position_bias=zero)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """Correct the position bias: it covers all positions, even where this rank holds some, and this rank's heads.
-
-        The ranks share out the heads in the order in which they share out the positions.
-        """
+        """Correct the position bias: it covers all keys, of the positions and heads that attend on this rank."""
         super().after_split(block, config, tensor_parallel)
         attention: Any = block.get_submodule(_ATTENTION)
-        if tensor_parallel.splits_everything:
-            stock, ranks = attention.compute_bias, tensor_parallel.sequence_group.size()
-            heads = tensor_parallel.positions(config.num_heads)
+        if tensor_parallel.attends_apart:
+            axes, stock = tensor_parallel.axes, attention.compute_bias
+            ranks = (axes.layout.sequence if axes.exchanges_heads else axes.context).size
+            heads = tensor_parallel.heads(config.num_heads) if axes.exchanges_heads else slice(None)
             attention.compute_bias = lambda queries, keys, **more: stock(queries * ranks, keys * ranks, **more)[
-                :, heads
+                :, heads, tensor_parallel.attending(queries * ranks)
             ]

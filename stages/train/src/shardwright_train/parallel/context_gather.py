@@ -6,7 +6,7 @@ Keys and values are small where many heads share them. The backward pass gathers
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from operator import call
 from typing import Any
 
@@ -18,8 +18,8 @@ from shardwright_train.parallel.attention_blocks import Attended, Block, Piece, 
 from shardwright_train.parallel.collectives import gather_dim, gathered_again_by, scatter_dim, with_transpose
 from shardwright_train.parallel.context_shares import ContextShares, visible
 
-_POSITIONS = 3
-"""Dim of keys and values together [2, b, kv_heads, s, d]."""
+_HEADS, _POSITIONS = 2, 3
+"""Dims of keys and values together [2, b, kv_heads, s, d]."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,24 @@ class GatherAttention:
         return tuple(piece for run, end in self.shares.runs(self.group.rank()) for piece in _causal(run, end, scale))
 
     @contextmanager
-    def gathered(self, key: Tensor, value: Tensor) -> Iterator[Tensor]:
+    def gathered(self, key: Tensor, value: Tensor, repeat: int = 1) -> Iterator[Tensor]:
         """Yield keys and values [2, b, kv_heads, s, d] of all ranks in memory order, for any kernel called inside.
 
-        It keeps only this rank's, and gathers the others again in its backward pass.
+        Each head is repeated, for kernels that take as many as of queries. The kernel keeps only this rank's, and
+        gathers the others again in its backward pass, unless gathered ones are kept.
         """
-        there, back = partial(gather_dim, dim=_POSITIONS, group=self.group), self.scattered
-        with gathered_again_by([torch.stack([key, value])], lambda x: with_transpose(x, there, back)) as (both,):
+
+        def there(x: Tensor) -> Tensor:
+            return self._gather(x).repeat_interleave(repeat, _HEADS)
+
+        def back(gradient: Tensor) -> Tensor:
+            return self.scattered(gradient.unflatten(_HEADS, (-1, repeat)).sum(_HEADS + 1))
+
+        mine = torch.stack([key, value])
+        if self.keeps:
+            yield with_transpose(mine, there, back)
+            return
+        with gathered_again_by([mine], lambda x: with_transpose(x, there, back)) as (both,):
             yield both
 
     def seen(self, documents: Tensor | None) -> Tensor:
@@ -80,11 +91,13 @@ class GatherAttention:
 
     def scattered(self, gradient: Tensor) -> Tensor:
         """Return the sum over the ranks of gradients of gathered keys and values, of this rank's positions."""
+        if self.group.size() == 1:
+            return gradient
         return scatter_dim(gradient.to(self.reduce), _POSITIONS, self.group).to(gradient.dtype)
 
     def gathered_in_order(self, key: Tensor, value: Tensor) -> Tensor:
         """Return keys and values of all ranks together, in the order of their positions; without gradients."""
-        both = gather_dim(torch.stack([key, value]), _POSITIONS, self.group)
+        both = self._gather(torch.stack([key, value]))
         return both.index_select(_POSITIONS, self._natural)
 
     def scattered_from_order(self, gradient: Tensor) -> Tensor:
@@ -98,6 +111,9 @@ class GatherAttention:
     def in_memory_order(self, x: Tensor) -> Tensor:
         """Return rows in rising order of positions as they lie in memory."""
         return x.index_select(2, self._back)
+
+    def _gather(self, both: Tensor) -> Tensor:
+        return gather_dim(both, _POSITIONS, self.group) if self.group.size() > 1 else both
 
     def _seen_in_order(self, documents: Tensor) -> Tensor:
         positions, ordered = self._positions, documents.index_select(1, self._natural)

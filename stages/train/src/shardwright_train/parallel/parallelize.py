@@ -18,9 +18,11 @@ from shardwright_train.parallel.data import (
     apply_fsdp_to_stage,
     as_dtensor,
     data_axes,
+    torch_dtype,
 )
+from shardwright_train.parallel.sequence import share_attention
 from shardwright_train.parallel.sharding_rules import Cut, Parts, Rule, cuts
-from shardwright_train.parallel.tensor import TensorParallel, apply_tensor_parallel, apply_ulysses, enter_before
+from shardwright_train.parallel.tensor import TensorParallel, apply_tensor_parallel, enter_before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +144,11 @@ def parallelize(
             enters = sharings[root_of[name]].tensor_parallel
             enter_before(module.get_submodule(name), enters, keeps=replayed or style.compile)
         style.after_split(module, tensor_parallel)
-        # Ulysses: the sequence is sharded everywhere; attention exchanges positions for heads.
-        if tensor_parallel.splits_everything:
-            apply_ulysses(module, tensor_parallel.sequence_group, style.attention)
+        # Ulysses: the sequence is sharded everywhere; attention exchanges positions for heads. Context parallelism:
+        # positions attend to those of other ranks.
+        if tensor_parallel.attends_apart:
+            keeps = recompute in (Recompute.FULL, Recompute.SELECTIVE, Recompute.ATTENTION)
+            share_attention(module, tensor_parallel, style.attention, torch_dtype(precision.reduce), keeps)
         # Activation recomputation of attention or MLP; that of a full block is around its call.
         if style.compile:
             compile_block(module, parts, recompute, tensor_parallel.sums_outside)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright_formats.semantics.axes import ParameterAxes, axes_of
+from shardwright_formats.semantics.axes import Axis, ParameterAxes, axes_of
 from shardwright_formats.semantics.process_groups import (
     EDGE_CHANNELS,
     PlannedGroup,
@@ -79,11 +79,20 @@ class Groups:
         return self._meshes[key]
 
     def sequence_group(self, plan: Plan, strategy: Strategy) -> dist.ProcessGroup:
-        """Return the group of the ranks that one sample is sharded over."""
-        axes, ranks = axes_of(strategy), _stage_ranks(plan)
-        part = axes.layout.samples.part_of(ranks.index(dist.get_rank()))
-        purpose = Purpose.EXCHANGE if axes.exchanges_heads else Purpose.TENSOR_PARALLEL
-        return self.among(purpose, (ranks[i] for i in axes.layout.holders(part)))
+        """Return the group of the ranks that share heads or features of a layer, or exchange positions for heads."""
+        axes = axes_of(strategy)
+        if axes.exchanges_heads:
+            return self._in_stage(plan, Purpose.EXCHANGE, axes.heads)
+        return self._in_stage(plan, Purpose.TENSOR_PARALLEL, axes.dense.tensor)
+
+    def context_group(self, plan: Plan, strategy: Strategy) -> dist.ProcessGroup:
+        """Return the group of the ranks whose positions attend to one another."""
+        return self._in_stage(plan, Purpose.CONTEXT, axes_of(strategy).context)
+
+    def _in_stage(self, plan: Plan, purpose: Purpose, axis: Axis) -> dist.ProcessGroup:
+        """Return this rank's group along an axis of its pipeline stage."""
+        groups = axis.groups(_stage_ranks(plan))
+        return self.among(purpose, next(group for group in groups if dist.get_rank() in group))
 
     def among(self, purpose: Purpose, ranks: Iterable[int]) -> dist.ProcessGroup:
         """Return the group of some ranks, this one among them, for a purpose."""

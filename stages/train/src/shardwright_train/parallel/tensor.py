@@ -1,25 +1,20 @@
-"""Tensor parallelism: modules that compute with their shards, the sums that join them, and Ulysses inside attention."""
+"""Tensor parallelism: modules that compute with their shards, and the sums that join them."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from shardwright_formats.semantics.axes import Axes
+from shardwright_formats.semantics.axes import Axes, Axis
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import (
     copy_to_group,
-    exchange_dims,
     gather_sequence,
     gathered_again,
     scatter_sequence,
@@ -30,12 +25,6 @@ from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Cut, Rule
 from shardwright_train.torch_private import direct_parameters
 
-ULYSSES_ATTENTION = "shardwright_ulysses"
-"""Name under which transformers' modules find the attention below."""
-_HEADS, _POSITIONS = 1, 2
-"""Dims of queries, keys and values [b, heads, s, d]; attention's output is [b, s, heads, d]."""
-_SINKS = "s_aux"
-"""Argument of transformers' attention functions: a further score [heads] in the softmax, which weighs nothing."""
 _ENTERING = ("hidden_states", "key_value_states")
 
 
@@ -43,13 +32,17 @@ _ENTERING = ("hidden_states", "key_value_states")
 class TensorParallel:
     """The sharing of a layer by the ranks that one sample is sharded over.
 
-    `axis` is the mesh axis that shards parameters (of one rank under Ulysses), `sequence_group` has all those ranks.
-    Of experts it is that of the ranks that share each expert's features.
+    `axis` is the mesh axis that shards parameters (of one rank under Ulysses), `sequence_group` has all ranks that
+    share a sample, or its part under context parallelism, and `context_group` those whose parts attend to one another.
+    Of experts `axis` is that of the ranks that share each expert's features.
     """
 
     axis: DeviceMesh
     sequence_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
     axes: Axes
+    place: int
+    """Number of this rank inside its pipeline stage."""
     randomness: Randomness
     recomputation: Recomputation
     """Selective recomputation of the layer."""
@@ -57,6 +50,8 @@ class TensorParallel:
     """Whether a fused kernel computes the head's cross entropy."""
     expert_group: dist.ProcessGroup | None = None
     """Group of ranks that share experts out, of which this layer part is; None where each has all."""
+    order: Tensor | None = None
+    """Positions of a sample [s] in the order in which ranks hold them; None where they keep theirs."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -105,17 +100,27 @@ class TensorParallel:
         self.randomness.outside()
         return x
 
+    @property
+    def attends_apart(self) -> bool:
+        """Return whether attention is another than a stock kernel's of positions in their order, all on this rank."""
+        return self.splits_everything or self.attends_across
+
+    @property
+    def attends_across(self) -> bool:
+        """Return whether positions lie in another order, or attend to those of other ranks."""
+        return self.axes.shares_context or self.order is not None
+
     def positions(self, length: int) -> slice:
-        """Return the positions, of `length` in all, that this rank has between the matrix products."""
-        if not (self.splits_sequence or self.splits_everything):
-            return slice(0, length)
-        share = length // self.sequence_group.size()
-        first = self.sequence_group.rank() * share
-        return slice(first, first + share)
+        """Return the places, of `length` in all, that this rank has between the matrix products."""
+        return share_of(self.axes.layout.sequence, self.place, length)
 
     def positions_inside(self, length: int) -> slice:
-        """Return the positions that this rank works on in the matrix products: all of them, except under Ulysses."""
-        return self.positions(length) if self.splits_everything else slice(0, length)
+        """Return the places that this rank works on in the matrix products: all that attend, except under Ulysses."""
+        return self.positions(length) if self.splits_everything else self.attending(length)
+
+    def attending(self, length: int) -> slice:
+        """Return the places, of `length` in all, that attend on this rank: all, except under context parallelism."""
+        return share_of(self.axes.context, self.place, length)
 
     def heads(self, count: int) -> slice:
         """Return the heads, of `count` in all, that this rank attends with."""
@@ -127,6 +132,13 @@ class TensorParallel:
     def sums_outside(self) -> bool:
         """Return whether the gradient of a replicated parameter used outside the products is a sum over the ranks."""
         return self.splits_sequence and self.size > 1
+
+
+def share_of(axis: Axis, place: int, length: int) -> slice:
+    """Return the share of a length that the rank with number `place` inside its pipeline stage has along an axis."""
+    share = length // axis.size
+    first = axis.part_of(place) * share
+    return slice(first, first + share)
 
 
 def apply_tensor_parallel(
@@ -212,48 +224,3 @@ def _change_parameters(module: nn.Module, change: Callable[[str, Tensor], Tensor
             direct.update(kept)
 
     module.forward = forward
-
-
-class _Ulysses(NamedTuple):
-    group: dist.ProcessGroup
-    repeat: int
-    """Number of copies of each key and value head, so that the degree divides their number."""
-    kernel: Callable[..., Any]
-    seen: nn.Module
-    """Module that the kernel reads, as without Ulysses, its key and value heads repeated."""
-
-
-def apply_ulysses(block: nn.Module, group: dist.ProcessGroup, kernel: str) -> None:
-    """Make the attention of a block built for `ULYSSES_ATTENTION` exchange positions for heads over a group."""
-    for module in block.modules():
-        # The eager one is no registered function but each model's own.
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        if eager is not None and hasattr(module, "config"):
-            kernel_of_module = ALL_ATTENTION_FUNCTIONS.get_interface(kernel, eager)
-            repeat, seen = _seen(module, kernel, group.size())
-            module._ulysses = _Ulysses(group, repeat, kernel_of_module, seen)  # type: ignore[assignment]
-
-
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    group, repeat, kernel, seen = module._ulysses  # type: ignore[misc]
-    key, value = (x.repeat_interleave(repeat, _HEADS) for x in (key, value))
-    query, key, value = (exchange_dims(x, _HEADS, _POSITIONS, group) for x in (query, key, value))
-    if (sinks := kwargs.get(_SINKS)) is not None:
-        # One score of each head, which the eager kernel reads off the module.
-        kwargs[_SINKS] = vars(seen)["sinks"] = sinks.chunk(group.size())[group.rank()]
-    output, weights = kernel(seen, query, key, value, *args, **kwargs)
-    return exchange_dims(output, _POSITIONS - 1, _HEADS + 1, group), weights
-
-
-def _seen(module: nn.Module, kernel: str, degree: int) -> tuple[int, nn.Module]:
-    seen: Any = copy(module)
-    seen.config = copy(module.config)
-    seen.config._attn_implementation = kernel
-    groups = getattr(module, "num_key_value_groups", 1)
-    kv_heads = seen.config.num_attention_heads // groups
-    repeat = lcm(kv_heads, degree) // kv_heads
-    seen.num_key_value_groups = groups // repeat
-    return repeat, seen
-
-
-ALL_ATTENTION_FUNCTIONS.register(ULYSSES_ATTENTION, _attention)

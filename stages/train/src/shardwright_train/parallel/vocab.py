@@ -32,10 +32,14 @@ def token_embedding(embedding: nn.Embedding, tokens: Tensor, tensor_parallel: Te
 def positions_of(tokens: Tensor, tensor_parallel: TensorParallel, given: Tensor | None = None) -> Tensor:
     """Return the position numbers of tokens [b, s] that this rank holds between the matrix products.
 
-    Positions count from 0 unless they are given [b, s].
+    Positions count from 0 unless they are given [b, s] in the order in which ranks hold them.
     """
     held = tensor_parallel.positions(tokens.shape[1])
-    return torch.arange(held.start, held.stop, device=tokens.device) if given is None else given[:, held]
+    if given is not None:
+        return given[:, held]
+    if tensor_parallel.order is not None:
+        return tensor_parallel.order[held]
+    return torch.arange(held.start, held.stop, device=tokens.device)
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, tensor_parallel: TensorParallel) -> Tensor:

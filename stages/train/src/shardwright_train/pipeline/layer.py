@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from shardwright_formats.semantics.axes import axes_of, layout_of
 from shardwright_formats.semantics.chunks import chunk_layers
 from shardwright_formats.semantics.layout import Box, parameter_box
+from shardwright_formats.semantics.zigzag import position_order
 from shardwright_formats.types import EMBEDDING, HEAD, Parameter, Plan, Recompute, Strategy, base_type
+from shardwright_models.facts import Mask
 from shardwright_train.data.share import Batch, BatchShare
 from shardwright_train.models.auxiliary_loss import States, WithLoss
 from shardwright_train.models.base import Family
 from shardwright_train.models.initial_weights import fill
+from shardwright_train.models.masks import Places
 from shardwright_train.parallel.checkpointing import Recomputation, recomputed
 from shardwright_train.parallel.collectives import Redistribution
 from shardwright_train.parallel.data import GradientAllReduce, local_tensor, torch_dtype
@@ -25,7 +28,8 @@ from shardwright_train.parallel.low_rank import low_rank_rules
 from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, Sharing, parallelize
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.rng import Randomness, RNGKey
-from shardwright_train.parallel.tensor import ULYSSES_ATTENTION, TensorParallel
+from shardwright_train.parallel.sequence import SHARED_ATTENTION
+from shardwright_train.parallel.tensor import TensorParallel, share_of
 
 
 class GivenWeights(Protocol):
@@ -52,6 +56,12 @@ class RankContext:
     weights: GivenWeights | None = None
     """Given initial weights; None: all are drawn."""
 
+    @cached_property
+    def order(self) -> Tensor | None:
+        """Return the positions of a sample [s] in the order in which ranks hold them; None where they keep theirs."""
+        order = position_order(self.plan, self.family.facts.mask is Mask.CAUSAL)
+        return None if order is None else torch.tensor(order, device=self.device)
+
     @property
     def stage_index(self) -> int:
         """Return the pipeline stage of this rank."""
@@ -68,11 +78,20 @@ class RankContext:
         return self.stage_ranks.index(self.rank)
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Return the windows of this rank's blocks, each once; None for those without one."""
-        ranges = self.plan.stages[self.stage_index].layers
-        kinds = (kind for low, high in ranges for kind in self.plan.model.layers[low:high])
-        return tuple(dict.fromkeys(self.plan.model.types[kind].window for kind in kinds))
+    def masks(self) -> tuple[tuple[int | None, Places], ...]:
+        """Return the windows and places of this rank's blocks that read masks of documents, each pair once.
+
+        The window is None for those without one. Where ranks hold positions in an order, these read documents alone.
+        """
+        model, pairs = self.plan.model, dict[tuple[int | None, int, int], Places]()
+        for low, high in self.plan.stages[self.stage_index].layers:
+            for layer in self.plan.layers[low:high]:
+                window, axis = model.types[layer.type].window, axes_of(layer).context
+                if window is not None or self.order is None:
+                    rows = share_of(axis, self.me, model.sequence_length)
+                    places = Places(model.sequence_length, rows, rows, self.order)
+                    pairs.setdefault((window, rows.start, rows.stop), places)
+        return tuple((window, places) for (window, *_), places in pairs.items())
 
     @cached_property
     def share(self) -> BatchShare:
@@ -194,19 +213,20 @@ def build_layer(
     plan, family = context.plan, context.family
     config, described, kind = family.configuration(plan.model), plan.model.types[type_name], base_type(type_name)
     layout = layout_of(strategy)
-    dp_index, tp_index = layout.samples.part_of(context.me), layout.sharers.part_of(context.me)
+    dp_index, part = layout.samples.part_of(context.me), layout.sharers.part_of(context.me)
     # Ranks with replicas of the activations draw the same numbers.
-    replica = (dp_index, tp_index) if layout.sequence.size > 1 else (dp_index,)
-    randomness = Randomness(name, replica, tp_index, context.device)
+    replica = (dp_index, layout.sequence.part_of(context.me)) if layout.sequence.size > 1 else (dp_index,)
+    randomness = Randomness(name, replica, part, context.device)
     compiled = plan.compile and kind in family.parts
     # A compiled graph draws from one state: `check_kernels` refuses what needs several.
-    inside = Randomness(name, replica, tp_index, context.device) if compiled else randomness
+    inside = Randomness(name, replica, part, context.device) if compiled else randomness
     recomputation = Recomputation(keeps_last=family.keeps_last_sum(kind, config))
     sharings = {
         root: _sharing(context, each, inside, recomputation)
         for root, each in {"": strategy, **family.units(kind, strategy)}.items()
     }
-    module, named = _stock_module(context, name, strategy), {p.name: p for p in described.parameters}
+    module = _stock_module(context, name, sharings[""].tensor_parallel)
+    named = {p.name: p for p in described.parameters}
     parameters = {local: named[family.described_name(kind, local)] for local, _ in module.named_parameters()}
     style = _style(context, type_name, strategy, parameters, compiled)
     parallel = parallelize(module, style, sharings, plan.precision)
@@ -254,21 +274,24 @@ def _sharing(context: RankContext, strategy: Strategy, randomness: Randomness, r
     tensor_parallel = TensorParallel(
         axis=mesh["tp"],
         sequence_group=groups.sequence_group(plan, strategy),
+        context_group=groups.context_group(plan, strategy),
         axes=axes_of(strategy),
+        place=context.me,
         randomness=randomness,
         recomputation=recomputation,
         fused_loss="cross_entropy" in plan.fused,
+        order=context.order,
         expert_group=mesh["ep"].get_group() if "ep" in (mesh.mesh_dim_names or ()) else None,
     )
     return Sharing(strategy, mesh, tensor_parallel)
 
 
-def _stock_module(context: RankContext, name: str, strategy: Strategy) -> nn.Module:
+def _stock_module(context: RankContext, name: str, tensor_parallel: TensorParallel) -> nn.Module:
     """Return the stock module of a layer on the meta device."""
     plan = context.plan
     with torch.device("meta"), _default_dtype(torch_dtype(plan.precision.parameters)):
         module = context.family.build(
-            plan.model, name, ULYSSES_ATTENTION if axes_of(strategy).exchanges_heads else context.attention
+            plan.model, name, SHARED_ATTENTION if tensor_parallel.attends_apart else context.attention
         )
     fuse(module, plan.fused)
     return module
@@ -276,9 +299,12 @@ def _stock_module(context: RankContext, name: str, strategy: Strategy) -> nn.Mod
 
 def _constants(context: RankContext, type_name: str, tensor_parallel: TensorParallel) -> dict[str, Any]:
     example = torch.zeros(1, dtype=torch_dtype(context.plan.precision.compute), device=context.device)
-    positions = tensor_parallel.positions_inside(context.plan.model.sequence_length)
-    model, heads = context.plan.model, tensor_parallel.heads
-    return context.family.constants(model, type_name, positions, example, context.attention, heads)
+    model, heads, length = context.plan.model, tensor_parallel.heads, context.plan.model.sequence_length
+    places = Places(
+        length, tensor_parallel.positions_inside(length), tensor_parallel.attending(length), tensor_parallel.order
+    )
+    kernel = SHARED_ATTENTION if tensor_parallel.attends_across else context.attention
+    return context.family.constants(model, type_name, places, example, kernel, heads)
 
 
 def _fill(context: RankContext, parallel: ParallelModule, name: str, parameters: Mapping[str, Parameter]) -> None:

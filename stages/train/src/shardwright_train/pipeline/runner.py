@@ -20,7 +20,7 @@ from shardwright_formats.types import ITEMSIZE, Attention, GradientReduction
 from shardwright_models.facts import Mask
 from shardwright_train.data.share import DOCUMENTS, Batch, BatchShare
 from shardwright_train.models.auxiliary_loss import States, WithLoss
-from shardwright_train.models.masks import document_mask, padding_mask, shared_mask, window_mask
+from shardwright_train.models.masks import Places, document_mask, padding_mask, shared_mask, window_mask
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.vocab import IGNORED
@@ -69,36 +69,36 @@ class Microbatches:
 
     def masked(self, batch: Batch, action: Action) -> Batch:
         """Return a microbatch with the masks that its layers share, where these differ from another microbatch's."""
-        if not self.stage.has_blocks or not (windows := self._windows(batch)):
+        if not self.stage.has_blocks or not (wanted := self._wanted(batch)):
             return batch
         masks = self._masks.pop(action.microbatch, None)
         if masks is None:
-            masks = self._made(batch, windows)
+            masks = self._made(batch, wanted)
         if action.chunk < len(self.stage.chunks) - 1:
             self._masks[action.microbatch] = masks
         return {**batch, **masks}
 
-    def _windows(self, batch: Batch) -> tuple[int | None, ...]:
-        """Return the windows of this rank's blocks whose masks hold documents, or padding."""
+    def _wanted(self, batch: Batch) -> tuple[tuple[int | None, Places], ...]:
+        """Return the windows and places of this rank's blocks whose masks hold documents, or padding."""
         context = self.stage.context
         if DOCUMENTS in batch:
-            return context.windows
+            return context.masks
         padded = context.family.facts.mask is Mask.PADDING and context.attention != Attention.FLASH_ATTENTION_2.value
-        return tuple(window for window in context.windows if window is not None) if padded else ()
+        return tuple(pair for pair in context.masks if pair[0] is not None) if padded else ()
 
-    def _made(self, batch: Batch, windows: Sequence[int | None]) -> Batch:
-        """Return the masks of a microbatch for each of some windows."""
+    def _made(self, batch: Batch, wanted: Sequence[tuple[int | None, Places]]) -> Batch:
+        """Return the masks of a microbatch for each of some windows and places."""
         context, mask = self.stage.context, self.stage.context.family.facts.mask
         dtype = torch_dtype(context.plan.precision.compute)
         padding = batch["attention_mask"] if mask is Mask.PADDING else None
-        if DOCUMENTS in batch:
-            whole = document_mask(batch[DOCUMENTS], dtype, padding)
-        else:
-            whole = padding_mask(batch["attention_mask"], dtype, context.attention)
         masks = {}
-        for window in windows:
-            within = None if window is None else window_mask(whole.shape[-1], window, whole, mask)
-            masks[shared_mask(window)] = whole if within is None else torch.minimum(whole, within)
+        for window, places in wanted:
+            if DOCUMENTS in batch:
+                made = document_mask(batch[DOCUMENTS], dtype, padding, places)
+            else:
+                made = padding_mask(batch["attention_mask"], dtype, context.attention)
+            within = None if window is None else window_mask(places, window, made, mask)
+            masks[shared_mask(window, places.attending)] = made if within is None else torch.minimum(made, within)
         return masks
 
 
@@ -185,9 +185,7 @@ class _Passes:
 
     def __post_init__(self) -> None:
         device = self.pipeline.context.device
-        # The host waits for none of these copies: its side is pinned.
-        batch = {name: x.to(device, non_blocking=True) for name, x in self.step.batch.items()}
-        self.microbatches = Microbatches(self.stage, batch)
+        self.microbatches = Microbatches(self.stage, _on_device(self.step.batch, self.pipeline.context))
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.auxiliary = torch.zeros_like(self.loss)
         slices = expert_slices(self.pipeline.context.plan.model)
@@ -280,8 +278,9 @@ def mask_bytes(context: RankContext) -> int:
         passes[microbatch] += 1
         largest = max(largest, alive)
         alive -= passes[microbatch] == 2 * len(ranges)
-    masks = largest * len(context.windows) * context.share.local_samples
-    return masks * plan.model.sequence_length**2 * ITEMSIZE[plan.precision.compute]
+    rows = sum(places.attending.stop - places.attending.start for _, places in context.masks)
+    elements: int = largest * context.share.local_samples * rows * plan.model.sequence_length
+    return elements * ITEMSIZE[plan.precision.compute]
 
 
 @contextmanager
@@ -310,7 +309,7 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
     context = pipeline.context
     todo = [action for action in pipeline.actions() if action.kind is Pass.FORWARD]
     messages = Messages(pipeline)
-    microbatches = Microbatches(stage, {name: x.to(context.device, non_blocking=True) for name, x in batch.items()})
+    microbatches = Microbatches(stage, _on_device(batch, context))
     totals = torch.zeros(2, dtype=torch.float64, device=context.device)
     messages.expect(todo[0])
     for action, following in zip(todo, [*todo[1:], None], strict=True):
@@ -328,6 +327,15 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
             totals += _parts(stage, action, output, microbatch)
     messages.wait()
     return totals
+
+
+def _on_device(batch: Batch, context: RankContext) -> Batch:
+    """Return a batch on the device, its positions in the order in which ranks hold them.
+
+    The host waits for none of the copies: its side is pinned.
+    """
+    there = {name: x.to(context.device, non_blocking=True) for name, x in batch.items()}
+    return there if context.order is None else {name: x[:, context.order] for name, x in there.items()}
 
 
 def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Tensor:
