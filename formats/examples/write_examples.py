@@ -28,7 +28,7 @@ from shardwright_formats.types.measurement import (
     Segment,
     SegmentMemory,
 )
-from shardwright_formats.types.model import BoundaryTensor, LayerType, Model, Parameter
+from shardwright_formats.types.model import LayerType, Model, Parameter
 from shardwright_formats.types.model_profile import ModelProfile, ProfileOrigin, write_model_profile
 from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Schedule
 from shardwright_formats.types.prediction import (
@@ -40,6 +40,7 @@ from shardwright_formats.types.prediction import (
     StagePrediction,
     TimelineEvent,
 )
+from shardwright_formats.types.regions import BoundaryTensor
 from shardwright_formats.types.run import BestCheckpoint, Replanned, RunResult, StopNote
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 

@@ -16,8 +16,9 @@ from shardwright_formats.semantics.communication import (
 )
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import BoundaryTensor, Heads, Model, Region
+from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import ITEMSIZE, PipelineStage, Plan
+from shardwright_formats.types.regions import BoundaryTensor, Heads, Region
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"

@@ -17,8 +17,9 @@ from shardwright_estimate.layers import (
 from shardwright_estimate.messages import START_S, Link
 from shardwright_estimate.parts import layer_parts
 from shardwright_formats.io import BadInput
-from shardwright_formats.types.model import BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright_formats.types.model import LayerType, Model, Parameter
 from shardwright_formats.types.plan import Attention, Precision
+from shardwright_formats.types.regions import BoundaryTensor, Heads, Region
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_models.facts import FeedForward
 from shardwright_models.families.bert import BERT

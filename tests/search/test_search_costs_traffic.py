@@ -12,8 +12,8 @@ from shardwright_formats.semantics.axes import Layout, layout_of
 from shardwright_formats.semantics.layout import closed_groups, sent_numel
 from shardwright_formats.semantics.tied_weights import pieces_from_owners, pieces_to_owners, tied_parameters
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import BoundaryTensor
 from shardwright_formats.types.plan import PipelineStage, Plan, Precision, Schedule
+from shardwright_formats.types.regions import BoundaryTensor
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_search.cost_model.collectives import collective_time
 from shardwright_search.cost_model.communication import redistribution_time

@@ -11,17 +11,8 @@ from msgspec import UNSET, UnsetType
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types.limits import MAX_LAYERS
-from shardwright_formats.types.model import (
-    EMBEDDING,
-    HEAD,
-    BoundaryTensor,
-    Experts,
-    Heads,
-    LayerType,
-    Model,
-    Parameter,
-    Region,
-)
+from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter
+from shardwright_formats.types.regions import BoundaryTensor, Experts, Heads, Region
 from shardwright_models.facts import ATTENDED, MULTIPLIED, POSITIONS, Config, Family
 from shardwright_models.latents import VALUES
 from shardwright_models.registry import FAMILIES

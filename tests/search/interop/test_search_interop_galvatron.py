@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types.model import BoundaryTensor
 from shardwright_formats.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
+from shardwright_formats.types.regions import BoundaryTensor
 from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cli import APP
 from shardwright_search.interop.galvatron import galvatron_file, galvatron_limits, galvatron_strategy, plan_of_galvatron

@@ -30,8 +30,9 @@ from shardwright_formats.semantics.parameter_groups import ParameterGroup, param
 from shardwright_formats.semantics.regathers import regathers
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import HEAD, BoundaryTensor, LayerType, Model, Parameter, Region
+from shardwright_formats.types.model import HEAD, LayerType, Model, Parameter
 from shardwright_formats.types.plan import ITEMSIZE, GradientReduction, Plan
+from shardwright_formats.types.regions import BoundaryTensor, Region
 from shardwright_formats.types.strategy import DataParallel, Recompute, Strategy
 
 LOSS_ELEMENTS = 1 << 24

@@ -11,7 +11,8 @@ from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.semantics.messages import Cause, Message
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import BoundaryTensor, Heads, LayerType
+from shardwright_formats.types.model import LayerType
+from shardwright_formats.types.regions import BoundaryTensor, Heads
 from shardwright_formats.types.strategy import ContextParallel, LayerStrategy, Recompute, Strategy
 
 

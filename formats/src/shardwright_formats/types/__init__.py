@@ -10,5 +10,6 @@ from shardwright_formats.types.measurement import *
 from shardwright_formats.types.model import *
 from shardwright_formats.types.plan import *
 from shardwright_formats.types.prediction import *
+from shardwright_formats.types.regions import *
 from shardwright_formats.types.run import *
 from shardwright_formats.types.strategy import *

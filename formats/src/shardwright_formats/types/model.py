@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, UnsetType, field
 from msgspec.structs import replace
@@ -18,6 +18,7 @@ from shardwright_formats.types.limits import (
     Tokens,
 )
 from shardwright_formats.types.low_rank import LowRank
+from shardwright_formats.types.regions import BoundaryTensor, Experts, Region
 
 EMBEDDING = "embedding"
 HEAD = "head"
@@ -99,77 +100,6 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def part_length(self, dim: int, parts: int) -> int:
         """Return the length of a dim of each of so many tensor-parallel parts, rounded up."""
         return -(-self.shape[dim] // parts) if dim == self.tp_dim else self.shape[dim]
-
-
-class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tensor [batch, sequence_length, features] that a layer hands to the next, also over a pipeline cut."""
-
-    name: str
-    """Name that the runtime gives it."""
-    sequence_length: Tokens
-    """Positions per sample."""
-    features: Length
-    """Elements per position."""
-
-
-class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The attention of a region: what Ulysses exchanges positions for."""
-
-    queries: str
-    """The boundary tensor whose positions attend."""
-    keys: str
-    """The boundary tensor whose positions are attended to."""
-    heads: Length
-    """Query heads."""
-    kv_heads: Length
-    """Key and value heads."""
-    head_features: Length
-    """Features of one head."""
-    value_features: Length | None = None
-    """Features of one value head; null: those of the others."""
-    window: Length | None = None
-    """Positions that each attends to, itself the last, and an encoder as many behind; null: all. Below the samples'."""
-    alibi: bool = False
-    """True where scores fall with the distance of positions, at a slope for each head (Press et al. 2022)."""
-    sinks: bool = False
-    """True where the softmax has a further score of each head, which weighs nothing (Xiao et al. 2024)."""
-
-    @property
-    def features_of_values(self) -> int:
-        """Return the features of one value head, and of what one head gives."""
-        return self.value_features or self.head_features
-
-
-class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A stretch of a layer in which tensor-parallel ranks hold different features (Shoeybi et al. 2019)."""
-
-    name: Literal["attention", "mlp", "lookup", "logits"]
-    """Part of the layer that it is of: `recompute` names the first two."""
-    enters: tuple[str, ...] = ()
-    """Boundary tensors whose whole sequence the region's matrices take in."""
-    leaves: str | None = None
-    """The boundary tensor that the sum over the ranks is like; null for the head, where only numbers are summed."""
-    replays_sum: tuple[Literal["full", "attention", "mlp"], ...] = ()
-    """The kinds of recomputation that repeat that sum even at their end, because something behind it is kept."""
-    attention: Heads | None = None
-    """The attention inside."""
-
-
-class Experts(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The experts of a layer: feed-forward networks, of which a router chooses some for each position."""
-
-    number: Length
-    """Experts of the layer."""
-    top_k: Length
-    """Experts that compute each position."""
-    features: Length
-    """Features between the matrices of one expert."""
-    shared_features: Length | UnsetType = UNSET
-    """Features between the matrices of the experts that compute every position; left out where there are none."""
-
-    def __post_init__(self) -> None:
-        if self.top_k > self.number:
-            raise ValueError(f"{self.top_k} of {self.number} experts cannot compute a position")
 
 
 class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
