@@ -52,7 +52,6 @@ def test_a_row_is_its_plan_and_rows_of_one_plan_count_once(public, folder_of):
 def test_rows_that_no_plan_says_are_counted_by_their_first_cause(public, folder_of):
     cases = {
         "expert parallelism": {"ep": 8, "cp": 2},
-        "context parallelism": {"cp": 2},
         "precision NVFP4": {"precision": "NVFP4"},
         "recomputation of some layers alone": {"recompute": "full, 5 layers"},
         "activations of some layers on the host": {"note": "cpu offload layers 40"},
@@ -64,6 +63,18 @@ def test_rows_that_no_plan_says_are_counted_by_their_first_cause(public, folder_
     assert len(public.nvidia.nvidia(folder)) == 1
     with pytest.raises(BadInput, match="gpu 'V100' is not known: use H100, B200"):
         public.nvidia.nvidia(folder_of({"gpu": "V100"}))
+
+
+def test_a_run_whose_ranks_share_positions_is_priced_as_a_ring(public, folder_of):
+    """A published row of Llama 3 8B, whose two ranks hold half a sample each."""
+    row = {"model": "llama3-8b", "seq_len": 8192, "layers": 32, "tp": 1, "pp": 1, "vp": "", "cp": 2}
+    row |= {"num_gpus": 8, "dp": 4, "gbs": 128, "step_s": 12.78}
+    (run,) = public.nvidia.nvidia(folder_of(row))
+    assert (run.set, run.cp_size, run.dp_size, run.num_microbatches) == ("nvidia BF16 cp2", 2, 4, 32)
+    (one,) = public.pricing.priced([run], public.pricing.Factors())
+    assert abs(one.time_error) < 0.12
+    (whole,) = public.pricing.priced([run._replace(cp_size=1, num_microbatches=16)], public.pricing.Factors())
+    assert one.memory_bytes < whole.memory_bytes
 
 
 def test_interleaved_runs_fit_and_take_about_what_was_measured(public, folder_of):

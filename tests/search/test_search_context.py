@@ -82,7 +82,7 @@ def test_a_plan_with_context_parallelism_is_priced_by_estimates_of_two_lengths(p
 
 
 def test_estimates_of_one_length_do_not_price_it(plan: Plan) -> None:
-    with pytest.raises(BadInput, match=r"no curve over lengths of block .*: profile the model at two lengths"):
+    with pytest.raises(BadInput, match=r"no curve over lengths of block .*: profile the model at two sequence_lengths"):
         evaluate(plan, profiles_of(plan, 16))
 
 

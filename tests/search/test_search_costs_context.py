@@ -129,7 +129,7 @@ def test_points_of_a_share_say_what_all_but_attention_to_others_costs() -> None:
 
 
 def test_without_a_curve_over_lengths_two_are_asked_for() -> None:
-    with pytest.raises(BadInput, match=r"m\.h5: no curve over lengths of block.*: profile the model at two lengths"):
+    with pytest.raises(BadInput, match=r"m\.h5: no curve over lengths of block.*: profile the model at two s"):
         layer_of(costs_of(rows_of((LENGTH,)), make_cluster(4)), 4)
 
 

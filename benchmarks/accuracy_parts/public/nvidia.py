@@ -14,7 +14,7 @@ __all__ = ["left_out", "nvidia"]
 
 _COLUMNS = ("model", "precision", "gpu", "num_gpus", "seq_len", "layers", "tp", "pp", "cp", "ep", "dp", "vp", "mbs")
 _COLUMNS += ("gbs", "recompute", "step_s", "note")
-_PLAN = ("model", "precision", "gpu", "num_gpus", "seq_len", "tp", "pp", "vp", "mbs", "gbs")
+_PLAN = ("model", "precision", "gpu", "num_gpus", "seq_len", "tp", "pp", "cp", "vp", "mbs", "gbs")
 """Columns that tell plans apart; runs of one plan in several releases count once, with their median."""
 _PRESETS = {"gpt3-175b": "gpt-3-175b"} | {f"llama3-{size}": f"llama-3-{size}" for size in ("8b", "70b", "405b")}
 _NEMOTRON = {
@@ -67,8 +67,6 @@ def _obstacle(row: dict[str, str]) -> str | None:
 def _obstacles(row: dict[str, str]) -> Iterator[str]:
     if row["ep"] not in ("", "1"):
         yield "expert parallelism"
-    if row["cp"] not in ("", "1"):
-        yield "context parallelism"
     if row["precision"] not in _COMPUTE:
         yield f"precision {row['precision']}"
     if row["recompute"] not in ("", "none"):
@@ -85,9 +83,11 @@ def _run(folder: Path, row: dict[str, str]) -> Run:
     config = read_presets()[_PRESETS[model]].config if model in _PRESETS else _NEMOTRON
     dp_size, micro_batch_size = int(row["dp"]), int(row["mbs"])
     compute, chunks = _COMPUTE[row["precision"]], int(row["vp"] or 1)
-    plan = f"tp{row['tp']} pp{row['pp']}x{chunks} dp{dp_size} mbs{micro_batch_size}"
+    cp_size = int(row["cp"] or 1)
+    context = f" cp{cp_size}" if cp_size > 1 else ""
+    plan = f"tp{row['tp']}{context} pp{row['pp']}x{chunks} dp{dp_size} mbs{micro_batch_size}"
     return Run(
-        set=f"nvidia {'BF16' if compute == 'bfloat16' else 'FP8'}",
+        set=f"nvidia {'BF16' if compute == 'bfloat16' else 'FP8'}{context}",
         group=f"{model} {row['precision']}, batch {row['gbs']}, {row['num_gpus']} {row['gpu']}",
         name=f"{model} {row['precision']} {row['num_gpus']} {row['gpu']} {plan}",
         config=tuple(config.items()),
@@ -102,6 +102,7 @@ def _run(folder: Path, row: dict[str, str]) -> Run:
         recompute=Recompute.NONE,
         runtime="megatron_core",
         sequence_parallel=SequenceParallel.MEGATRON,
+        cp_size=cp_size,
         chunks=chunks,
         compute=compute,
         # scripts/performance/helpers.py of NeMo: grad_reduce_in_fp32 is False with FP8 alone.

@@ -24,7 +24,7 @@ from shardwright_formats.types.model import HEAD, Model
 from shardwright_formats.types.model_profile import LayerRow, ModelProfile
 from shardwright_formats.types.plan import PipelineStage, Plan, Precision, Schedule
 from shardwright_formats.types.prediction import StagePrediction
-from shardwright_formats.types.strategy import DataParallel, Recompute
+from shardwright_formats.types.strategy import ContextParallel, DataParallel, Recompute
 from shardwright_models.description import model_of_config
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, index_profiles, scaled
@@ -92,16 +92,19 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
     model = model_of_config(dict(first.config), "published", first.sequence_length, first.name)
     machine = first.machine
     rates = rates_of(table, machine.device, memory_bytes_per_s=_bytes_per_s(machine.memory_gbyte_s))
+    shares = sorted({first.sequence_length // run.cp_size for run in runs} - {first.sequence_length})
     settings = ProfileSettings(
         tp_sizes=tuple(sorted({run.tp_size for run in runs})),
         sequence_parallel=tuple(sorted({run.sequence_parallel for run in runs})),
         recompute=tuple(sorted({Recompute.NONE, *(run.recompute for run in runs)})),
-        micro_batch_sizes=tuple(sorted({run.micro_batch_size for run in runs})),
+        micro_batch_sizes=tuple(sorted({run.micro_batch_size for run in runs} | ({1, 2} if shares else set()))),
         precision=_precision(first),
         compile=first.compiled,
     )
     runtime = _assumed(first)
-    made = model_profile([(_NOWHERE, model)], settings, rates, Efficiencies(), table.revised, runtime=runtime).profile
+    shorter = (model_of_config(dict(first.config), "published", length, first.name) for length in shares)
+    models = [(_NOWHERE, each) for each in (model, *shorter)]
+    made = model_profile(models, settings, rates, Efficiencies(), table.revised, runtime=runtime).profile
     layers = _with_loss(made, model, first.runtime)
     limit = machine.memory_bytes or rates.device.memory_bytes or 0
     for devices, own in groupby(sorted(runs, key=lambda run: run.devices), key=lambda run: run.devices):
@@ -191,6 +194,8 @@ def _plan(run: Run, model: Model, cluster: Cluster) -> Plan:
         global_batch_size=run.global_batch_size,
         num_microbatches=run.num_microbatches,
         tp_size=run.tp_size,
+        cp_size=run.cp_size,
+        context=ContextParallel.RING if run.cp_size > 1 else ContextParallel.GATHER,
         pp_size=run.pp_size,
         data_parallel=run.data_parallel,
         sequence_parallel=run.sequence_parallel,

@@ -67,6 +67,8 @@ class Run(NamedTuple):
     """Fields of its runtime that are left at their defaults."""
     failed: bool = False
     """It did not run: out of memory, or for another reason that is not known."""
+    cp_size: int = 1
+    """Context-parallel ranks, in a ring."""
     chunks: int = 1
     """Layer ranges of a pipeline stage, in interleaved turns where there are several."""
     compute: ComputeType = "bfloat16"
@@ -81,7 +83,7 @@ class Run(NamedTuple):
     @property
     def dp_size(self) -> int:
         """Data-parallel ranks."""
-        return self.devices // (self.tp_size * self.pp_size)
+        return self.devices // (self.tp_size * self.cp_size * self.pp_size)
 
     @property
     def global_batch_size(self) -> int:

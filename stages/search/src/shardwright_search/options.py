@@ -9,7 +9,7 @@ from msgspec import field
 from shardwright_formats.command import POSITIONAL, Off, Options
 from shardwright_formats.types.limits import Count, Gib, NonNegativeNumber, Samples, Seconds, Tokens
 from shardwright_formats.types.plan import Attention, ComputeType, DType, GradientReduction, Precision, Schedule
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_formats.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.profiles import TimeModel
 from shardwright_search.profile_options import ModelOptions, ProfileOptions
 from shardwright_search.simulation.simulator import Sends
@@ -216,6 +216,10 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     """tp_size: ranks of a tensor-parallel group."""
     tp_consecutive: Annotated[bool, Off("--tp-strided")] = True
     """Groups of neighbouring ranks, or of ranks dp apart."""
+    cp_size: Count = field(default=1, name="cp")
+    """cp_size: parts of the positions of a sample, of embedding and head, too."""
+    context: ContextParallel = ContextParallel.GATHER
+    """How positions attend to those of other ranks, where cp is above 1."""
     pp_size: Count = field(default=1, name="pp")
     """pp_size: pipeline stages."""
     data_parallel: DataParallel = DataParallel.DDP

@@ -189,7 +189,8 @@ def _profiles(
         tp_sizes=machines.tp_sizes,
         sequence_parallel=request.sequence_parallel,
         recompute=tuple(Recompute),
-        micro_batch_sizes=tuple(2**power for power in range(batch.bit_length())),
+        # Several lengths have curves, which two sizes and lengths determine.
+        micro_batch_sizes=tuple(2**power for power in range(max(batch.bit_length(), min(2, len(models))))),
         precision=request.precision or Precision(),
         attention=request.attention,
         compile=request.compile,

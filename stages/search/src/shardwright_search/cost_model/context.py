@@ -76,9 +76,8 @@ def _curves(profiles: Profiles, key: LayerKey, parts: int) -> dict[str, FitRow]:
     curves = {str(row.quantity): row for row in rows if row.mode is FitMode.JOINT}
     if Quantity.FORWARD_S not in curves:
         problem = f"no curve over lengths of {strategy}, by which a cp_size of {parts} is priced"
-        raise BadInput(
-            profiles.model_file, problem, "profile the model at two lengths: sequence_lengths of the settings"
-        )
+        remedy = "profile the model at two sequence_lengths and micro_batch_sizes, in its settings"
+        raise BadInput(profiles.model_file, problem, remedy)
     return curves
 
 

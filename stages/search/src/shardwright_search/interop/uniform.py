@@ -22,10 +22,12 @@ def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Clus
 
     Raises BadInput when the numbers do not divide one another.
     """
-    width, vocab_tp_size = cluster.num_devices // request.pp_size, request.vocab_tp_size or request.tp_size
+    width = cluster.num_devices // (request.pp_size * request.cp_size)
+    vocab_tp_size, context = request.vocab_tp_size or request.tp_size, f" x cp {request.cp_size}"
     for option, tp_size in (("tp", request.tp_size), ("vocab-tp", vocab_tp_size)):
-        if cluster.num_devices % (request.pp_size * tp_size):
-            problem = f"{option} {tp_size} x pp {request.pp_size} does not divide {cluster.num_devices} devices"
+        if cluster.num_devices % (request.pp_size * request.cp_size * tp_size):
+            sizes = f"{option} {tp_size}{context if request.cp_size > 1 else ''} x pp {request.pp_size}"
+            problem = f"{sizes} does not divide {cluster.num_devices} devices"
             raise BadInput(f"cluster {cluster.name}", problem, "choose divisors")
     dp_size = width // request.tp_size
     layers = UniformStrategy(
@@ -38,6 +40,8 @@ def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Clus
         sequence_parallel=request.sequence_parallel,
         recompute=request.recompute,
         tp_consecutive=request.tp_consecutive,
+        cp_size=request.cp_size,
+        context=request.context,
         chunks=request.layer_ranges,
     )
     data_parallel = request.vocab_data_parallel or request.data_parallel

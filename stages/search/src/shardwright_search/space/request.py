@@ -153,7 +153,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The largest tensor-parallel degree."""
     cp_sizes: Counts = (1,)
     """Context-parallel degrees, of which each divides the next larger one: parts that positions are shared out in, in
-    attention, too. A profile of two lengths prices those above 1."""
+    attention, too. A profile of two lengths and micro-batch sizes prices those above 1."""
     context: Annotated[tuple[ContextParallel, ...], Meta(min_length=1)] = tuple(ContextParallel)
     """Ways in which positions attend to those of other ranks, where a cp_size is above 1."""
     max_dp_size: Count | None = None
