@@ -98,7 +98,7 @@ def test_the_answer_says_everything_that_was_asked(config, tmp_path, capsys):
         "  not searched: interleaved schedules of over 4 chunks a stage (--against pp=2,vpp=8 prices one), context "
         in told
     )
-    assert "offloading to the host, plans that leave less than 1.88 GiB for communicators\n" in told
+    assert "offloading to the host\n" in told
     plan = read_document(out, Plan)
     assert (plan.global_batch_size, plan.model.sequence_length, plan.cluster.num_devices) == (16, 512, 8)
 

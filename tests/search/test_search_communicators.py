@@ -1,13 +1,15 @@
 """NCCL's buffers: counted from the plan for its prediction, and left room for by the search."""
 
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
+from communicating_worlds import best_within, budgets_of_world, communicating_world, with_memory
 from made_up import make_cluster, make_model, make_profiles, make_request
 from msgspec.structs import replace
-from random_requests import FILE, World, random_world
+from random_requests import FILE, World, random_solution, random_world
+from rest_long import rest_long
 
 from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes, communicators
@@ -16,9 +18,16 @@ from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model import layer
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import SearchAnswer, find_best
-from shardwright_search.space.budget import GIB, Infeasible, budgets_of, budgets_of_stages, room_bytes
+from shardwright_search.space.budget import GIB, Infeasible, budgets_of, budgets_of_stages
+from shardwright_search.space.room import is_divisible, stage_rooms
+from shardwright_search.space.room_parts import stage_groups
+from shardwright_search.space.search_space import space_of
 
 MIB = 1 << 20
+
+
+SPLIT = (10, 38, 62, 78, 106, 112, 139)
+"""Worlds in which a plan that does not fit with its communicators is the best of a configuration."""
 
 
 def searched(world: World) -> SearchAnswer | Infeasible:
@@ -49,14 +58,6 @@ def test_a_middle_rank_of_three_kinds_of_parallelism_has_seven_communicators() -
     assert [own.memory_bytes - other.memory_bytes for own, other in pairs] == terms
 
 
-def test_a_rank_alone_needs_no_room() -> None:
-    model, cluster, request = make_model(2), make_cluster(2), make_request(global_batch_size=4)
-    profiles = make_profiles(model, cluster)._replace(communicator_bytes=4 * MIB)
-    assert room_bytes(request, model, cluster, profiles) == (3 * 4 + 4) * MIB
-    assert room_bytes(replace(request, pp_sizes=(1,)), model, cluster, profiles) == 3 * 4 * MIB
-    assert room_bytes(request, model, make_cluster(1), profiles) == 0
-
-
 def _tight(seed: int) -> World | None:
     """A world whose best plan hardly fits, where communicators take about as much as the rest."""
     world = random_world(seed)
@@ -66,20 +67,39 @@ def _tight(seed: int) -> World | None:
     held = max(stage.memory_bytes for stage in free.chosen.evaluation.estimate.stages) - world.profiles.process_bytes
     of_each = max(4, held // 2)
     profiles = world.profiles._replace(communicator_bytes=of_each)
-    asked = held + profiles.process_bytes + room_bytes(world.request, world.model, world.cluster, profiles)
+    asked = held + profiles.process_bytes + 2 * of_each
     request = replace(world.request, memory_gib=asked / GIB, reserve_gib=0.0)
     return world._replace(request=request, profiles=profiles)
+
+
+def _found(worlds: Iterable[World | None]) -> list[tuple[World, SearchAnswer]]:
+    answers = ((world, searched(world)) for world in worlds if world is not None)
+    return [(world, found) for world, found in answers if isinstance(found, SearchAnswer)]
 
 
 @pytest.fixture(scope="module")
 def tight() -> list[tuple[World, SearchAnswer]]:
     """Worlds that have a plan."""
-    some = []
-    for world in filter(None, map(_tight, range(8, 16))):
-        found = searched(world)
-        if isinstance(found, SearchAnswer):
-            some.append((world, found))
-    return some
+    return _found(map(_tight, range(8, 16)))
+
+
+@pytest.fixture
+def unsplit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that splits no configuration, as of unequal widths and of several chunks."""
+    monkeypatch.setattr(search, "parts_of", lambda instance, best: None)
+
+
+@pytest.fixture(scope="module")
+def begun_again() -> list[tuple[World, SearchAnswer]]:
+    """Worlds whose search has to begin again where it splits no configuration."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(search, "parts_of", lambda instance, best: None)
+        some = _found(
+            with_memory(world, budget + world.profiles.process_bytes)
+            for world in filter(None, map(communicating_world, SPLIT))
+            for budget in budgets_of_world(world, 4)
+        )
+    return [(world, found) for world, found in some if found.reserve_gib > world.request.reserve_gib]
 
 
 def test_every_plan_that_is_found_fits_with_the_communicators_that_it_makes(
@@ -97,22 +117,17 @@ def test_every_plan_that_is_found_fits_with_the_communicators_that_it_makes(
 
 
 def test_where_plans_make_more_communicators_than_expected_more_is_left_free_and_that_is_said(
-    tight: list[tuple[World, SearchAnswer]], tmp_path: Path
+    begun_again: list[tuple[World, SearchAnswer]], unsplit: None
 ) -> None:
-    again = [(world, found) for world, found in tight if found.reserve_gib > world.request.reserve_gib]
-    assert again
-    world, found = again[0]
+    assert all(found.bound_s <= found.optimum_s for _, found in begun_again)
+    world, found = begun_again[0]
     budgets = budgets_of_stages(found.chosen.plan, budgets_of(world.request, world.cluster, FILE))
     prediction = prediction_of_searched(found, world.request, budgets, {})
     assert any("more than reserve_gib were left free" in warning for warning in prediction.warnings)
-    asked = replace(world.request, reserve_gib=found.reserve_gib)
-    same = searched(world._replace(request=asked))
-    assert isinstance(same, SearchAnswer)
-    assert (same.chosen.plan, same.reserve_gib) == (found.chosen.plan, found.reserve_gib), "as if it had been asked for"
 
 
 def test_a_search_with_more_left_free_prices_no_layer_again(
-    tight: list[tuple[World, SearchAnswer]], monkeypatch: pytest.MonkeyPatch
+    begun_again: list[tuple[World, SearchAnswer]], unsplit: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     priced, rounds = [0], list[int]()
     once, slowest = search._once, layer.slowest_compute
@@ -129,27 +144,26 @@ def test_a_search_with_more_left_free_prices_no_layer_again(
 
     monkeypatch.setattr(layer, "slowest_compute", counted)
     monkeypatch.setattr(search, "_once", noted)
-    searched(next(world for world, found in tight if found.reserve_gib > world.request.reserve_gib))
+    searched(begun_again[0][0])
     first, *others = rounds
     assert first > 0 and others and not any(others)
 
 
 def test_where_nothing_is_found_with_more_left_free_a_runner_up_that_fits_is_the_answer(
-    tight: list[tuple[World, SearchAnswer]], monkeypatch: pytest.MonkeyPatch
+    begun_again: list[tuple[World, SearchAnswer]], unsplit: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = Infeasible("nothing", 1, 1, True)
     answers: list[SearchAnswer | Infeasible] = []
-    for world, found in tight:
-        if found.reserve_gib > world.request.reserve_gib:
-            once, calls = search._once, iter((search._once, lambda *_, **__: nothing))
-            monkeypatch.setattr(search, "_once", lambda *given, calls=calls, **named: next(calls)(*given, **named))
-            answers.append(searched(world))
-            monkeypatch.setattr(search, "_once", once)
-            if isinstance(own := answers[-1], SearchAnswer):
-                budgets = budgets_of_stages(own.chosen.plan, budgets_of(world.request, world.cluster, FILE))
-                stages = own.chosen.evaluation.estimate.stages
-                assert all(stage.memory_bytes <= most for stage, most in zip(stages, budgets, strict=True))
-                assert own.optimum_s >= own.bound_s
+    for world, _ in begun_again:
+        once, calls = search._once, iter((search._once, lambda *_, **__: nothing))
+        monkeypatch.setattr(search, "_once", lambda *given, calls=calls, **named: next(calls)(*given, **named))
+        answers.append(searched(world))
+        monkeypatch.setattr(search, "_once", once)
+        if isinstance(own := answers[-1], SearchAnswer):
+            budgets = budgets_of_stages(own.chosen.plan, budgets_of(world.request, world.cluster, FILE))
+            stages = own.chosen.evaluation.estimate.stages
+            assert all(stage.memory_bytes <= most for stage, most in zip(stages, budgets, strict=True))
+            assert own.optimum_s >= own.bound_s
     assert any(isinstance(own, SearchAnswer) for own in answers)
 
 
@@ -192,3 +206,36 @@ def test_counting_from_the_plan_is_no_less_than_any_of_its_collectives_need() ->
             for cause in causes & kinds.keys():
                 assert counted[rank][kinds[cause]] >= 1, (seed, rank, cause)
     assert len(seen & kinds.keys()) > 5
+
+
+@pytest.mark.parametrize("seeds", rest_long(1, ((*range(8), *SPLIT), range(8, 400))))
+def test_the_best_of_all_plans_that_fit_is_found_and_more_memory_never_makes_it_slower(seeds: Iterable[int]) -> None:
+    """Every plan of tiny worlds, counted with the communicators that it makes, within budgets from tight to ample."""
+    for seed in seeds:
+        if (world := communicating_world(seed)) is not None:
+            budgets, looked_at = budgets_of_world(world, 4), 0
+            best = [plan.score for plan in best_within(world, budgets)]
+            assert best == sorted(best, reverse=True), seed
+            for budget, score in zip(budgets, best, strict=True):
+                space = space_of(*with_memory(world, budget + world.profiles.process_bytes), FILE)
+                optimum = search._optimum(space, None, lambda line: None)
+                found = np.inf if optimum.best is None else optimum.best.score
+                assert (found, optimum.bound) == (score, score), (seed, budget)
+                looked_at = max(looked_at, optimum.looked_at - len(space.targets))
+            assert looked_at > 0 or seed not in SPLIT, seed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_of_a_stage_are_those_of_its_first_rank(seed: int) -> None:
+    world = random_world(seed, (4, 8), 4)
+    rng, instance = np.random.default_rng(seed), world.instance
+    for target in world.targets(instance):
+        configuration = target.configuration
+        if is_divisible(configuration) and not configuration.limits:
+            solution = random_solution(rng, instance.problem(configuration))
+            plan = instance.plan(configuration, solution)
+            groups, counted = stage_groups(instance, configuration, solution), communicators(plan)
+            for stage, room, has in zip(plan.stages, stage_rooms(configuration, world.model), groups, strict=True):
+                named = {group: sum(each.purpose is group for each in has | room.required) for group in Purpose}
+                named |= {Purpose.WORLD: 1, Purpose.EDGE: room.edges}
+                assert counted[stage.ranks[0]] == {group: count for group, count in named.items() if count}

@@ -16,7 +16,7 @@ from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.search import NEAR, Infeasible, SearchAnswer, find_best
-from shardwright_search.solver.branch_and_bound import guess
+from shardwright_search.solver.guesses import guess
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.search_space import space_of

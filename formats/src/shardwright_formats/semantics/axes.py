@@ -154,6 +154,14 @@ class ParameterAxes(NamedTuple):
         """Return whether groups of ranks hold replicas of each other's shards (HSDP)."""
         return 1 < self.shards < self.states.size
 
+    @property
+    def state_axes(self) -> tuple[Axis, ...]:
+        """Return the axes of `state_groups` among the ranks of a stage."""
+        if not self.replicates_shards:
+            return (self.states,)
+        stride = self.states.stride
+        return Axis(self.shards, stride), Axis(self.replicas, stride * self.shards)
+
     def state_groups(self, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Yield the groups that gather states and sum gradients; with HSDP those of shards, then those of replicas."""
         for group in self.states.groups(ranks):

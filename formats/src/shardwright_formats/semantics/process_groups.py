@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-from shardwright_formats.semantics.axes import axes_of, layout_of
+from shardwright_formats.semantics.axes import Axis, axes_of, layout_of
 from shardwright_formats.semantics.chunks import chunk_layers, cuts, incoming_layout
 from shardwright_formats.semantics.group_names import ranks_text
 from shardwright_formats.semantics.layout import closed_groups
@@ -106,6 +106,17 @@ def strategy_groups(strategy: Strategy, ranks: tuple[int, ...]) -> Iterator[Plan
             yield planned_group(purpose, group)
     if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) is not None:
         yield from strategy_groups(grid, ranks)
+
+
+def strategy_axes(strategy: Strategy) -> Iterator[tuple[Purpose, Axis]]:
+    """Yield the axes of `strategy_groups` that more than one rank is on: each rank of a stage has a group on each."""
+    axes = axes_of(strategy)
+    kinds = [(Purpose.TENSOR_PARALLEL, axes.dense.tensor), (Purpose.EXCHANGE, axes.dense.experts)]
+    kinds += [(Purpose.DATA_PARALLEL, axis) for axis in axes.dense.state_axes]
+    kinds += [(Purpose.EXCHANGE, axes.heads), (Purpose.CONTEXT, axes.context)]
+    yield from ((purpose, axis) for purpose, axis in kinds if axis.size > 1)
+    if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) is not None:
+        yield from strategy_axes(grid)
 
 
 def planned_group(purpose: Purpose, ranks: tuple[int, ...]) -> PlannedGroup:

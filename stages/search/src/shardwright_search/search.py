@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, MIB, Cluster, Model, ScenarioRegret
+from shardwright_formats.types import GIB, Cluster, Model, ScenarioRegret
 from shardwright_search.alternatives import MAX_NEAR, NEAR, further
 from shardwright_search.candidates import Candidate, best_elsewhere, candidate_of, is_short, runners_up
 from shardwright_search.cost_model.profiles import Profiles
@@ -23,18 +23,18 @@ from shardwright_search.solver.stopping import Stopped, latest, soon, stopped_at
 from shardwright_search.solver.targets import Best, Optimum
 from shardwright_search.space.budget import (
     Infeasible,
-    beyond_room,
     budgets_of,
+    fits,
     infeasible,
-    min_room_bytes,
-    room_bytes,
     states_beyond_budget,
+    uncounted_bytes,
     with_spare,
 )
-from shardwright_search.space.configurations import Configuration, narrowed
+from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.demands import NO_DEMANDS, Demands
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, Robust, SearchRequest
+from shardwright_search.space.room_parts import parts_of
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
 _MAX_NEAR_ELSEWHERE = 16
@@ -77,6 +77,10 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Configurations that were bounded alone and may have a better plan."""
     reserve_gib: float = 0.0
     """The memory left free in the end: more than the request says where plans make more communicators than expected."""
+    fits: bool = True
+    """Whether the chosen plan fits with its communicators."""
+    uncounted_bytes: int = 0
+    """Uncounted communicators of the chosen plan, or of one faster by more than `NEAR`, that does not fit; 0: none."""
 
     @cached_property
     def runners_up(self) -> tuple[Candidate, ...]:
@@ -96,9 +100,9 @@ def find_best(
 ) -> SearchAnswer | Infeasible:
     """Return the best plan of a request; `report` hears of the progress, `file` names the request in errors.
 
-    Communicators are counted once plans are known. Where those of all near ones leave the rest too little, the search
-    begins again with as much in reserve as the best one's take beyond the room that was left for them; a runner-up that
-    fits is the answer where that finds nothing, or is stopped before it finds something better.
+    Where the best plan of a configuration that is not split does not fit with its communicators, the search begins
+    again with those that were not counted in reserve; the bound stays that of all plans. A runner-up that fits is the
+    answer where that finds nothing, or is stopped before it finds something better.
 
     Raises BadInput for a request that names no plan, and for profiles that do not fit it; RuntimeError where a time
     limit is given in another thread than the main one.
@@ -109,16 +113,25 @@ def find_best(
     given = model, cluster, profiles
     once = partial(_once, given=given, file=file, report=report, deadline=deadline, budgets=budgets, demands=demands)
     while not isinstance(answer := _or_spare(once, asked, left), Infeasible):
-        if (more := beyond_room(*answer.chosen, budgets, asked, profiles)) == 0:
-            spare = _spare(left) if answer.stopped else None
+        if (more := answer.uncounted_bytes) == 0:
+            spare = _spare(left if answer.stopped else [each for each in left if each.fits])
             faster = spare is not None and spare.chosen.sample_s < answer.chosen.sample_s
-            return replace(spare, stopped=True) if spare is not None and faster else answer
+            known = replace(spare, stopped=answer.stopped) if spare is not None and faster else answer
+            return _with_bound(known, left[0]) if left else known
         left.append(answer)
         report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
         asked = replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
-    last = partial(once, deadline=0.0) if answer.stopped else once
-    spare = _spare(left) if left else _with_min_room(last, request, given, budgets, answer)
-    return answer if spare is None else spare
+        if (asked.reserve_gib - request.reserve_gib) * GIB >= min(budgets.values()):
+            reason = f"no plan fits: the communicators of a plan that was found lack {more} bytes"
+            return _spare(left) or Infeasible(reason, more, min(budgets.values()) + more, False)
+    spare = _spare(left)
+    return answer if spare is None else _with_bound(spare, left[0])
+
+
+def _with_bound(answer: SearchAnswer, first: SearchAnswer) -> SearchAnswer:
+    """Return an answer with the bound of the first search, which left nothing in reserve and so bounds all plans."""
+    samples = answer.chosen.plan.global_batch_size / first.chosen.plan.global_batch_size
+    return replace(answer, bound_s=min(answer.bound_s, first.bound_s * samples))
 
 
 def _or_spare(
@@ -134,28 +147,9 @@ def _or_spare(
 
 
 def _spare(answers: Sequence[SearchAnswer]) -> SearchAnswer | None:
-    """Return the last of the answers that has a runner-up, with that in place of its plan; None: there is none."""
-    return next((_with_runner_up(answer) for answer in reversed(answers) if answer.runners_up), None)
-
-
-def _with_min_room(
-    once: Callable[[SearchRequest], SearchAnswer | Infeasible],
-    request: SearchRequest,
-    given: _Given,
-    budgets: Mapping[str, int],
-    without: Infeasible,
-) -> SearchAnswer | None:
-    """Return the fastest plan that fits of those that are found with room for the fewest communicators alone."""
-    _, cluster, profiles = given
-    narrow = narrowed(request, cluster)
-    spared_bytes = room_bytes(narrow, *given) - min_room_bytes(narrow, *given)
-    asked = replace(request, reserve_gib=request.reserve_gib - spared_bytes / GIB)
-    if spared_bytes == 0 or without.missing_bytes > spared_bytes + MIB or isinstance(answer := once(asked), Infeasible):
-        return None
-    if not beyond_room(*answer.chosen, budgets, asked, profiles):
-        fitting = answer.chosen, *answer.runners_up
-        answer = replace(answer, beside=lambda: fitting)
-    return _with_runner_up(answer) if answer.runners_up else None
+    """Return the last of the answers that fits or has a runner-up, which then is its plan; None: there is none."""
+    spare = next((answer for answer in reversed(answers) if answer.fits or answer.runners_up), None)
+    return None if spare is None else replace(spare if spare.fits else _with_runner_up(spare), uncounted_bytes=0)
 
 
 def _with_runner_up(answer: SearchAnswer) -> SearchAnswer:
@@ -166,6 +160,7 @@ def _with_runner_up(answer: SearchAnswer) -> SearchAnswer:
     return replace(
         answer,
         chosen=best,
+        fits=True,
         optimum_s=best.evaluation.estimate.objective_s,
         bound_s=answer.bound_s * samples,
         beside=lambda: rest,
@@ -208,11 +203,8 @@ def _once(
     choice, whole = latest(choices, after)
     choice = choice or _Choice(optimum.best, (optimum.best,), len(optimum.near))
 
-    def fits(candidate: Candidate) -> bool:
-        return not beyond_room(*candidate, budgets, request, space.instance.costs.profiles)
-
     stopped = optimum.stopped or not whole
-    return replace(_answer(space, optimum, choice, fits, deadline), stopped=stopped, reserve_gib=request.reserve_gib)
+    return replace(_answer(space, optimum, choice, budgets, deadline), stopped=stopped, reserve_gib=request.reserve_gib)
 
 
 def listed(make: Callable[[], T], file: Path, deadline: float) -> T:
@@ -260,23 +252,33 @@ def _answer(
     space: SearchSpace,
     optimum: Optimum[Configuration],
     choice: _Choice,
-    fits: Callable[[Candidate], bool],
+    budgets: Mapping[str, int],
     deadline: float,
 ) -> SearchAnswer:
     """Return the first of the ranked plans that fits, or the first of all, with what is proven."""
     assert optimum.best is not None
     instance, ranked = space.instance, choice.ranked
-    chosen = next((each for each in ranked if len(ranked) > 1 and fits(candidate_of(instance, each))), ranked[0])
-    left, scale = space.open_below(optimum.best.score), chosen.target.scale * 1e12
-    candidate = candidate_of(instance, chosen, timeline=is_short(chosen.target.configuration))
+
+    def is_within(candidate: Candidate) -> bool:
+        return not instance.counts_communicators or fits(*candidate, budgets)
+
+    chosen = next((each for each in ranked if len(ranked) > 1 and is_within(candidate_of(instance, each))), ranked[0])
+    configuration, scale = chosen.target.configuration, chosen.target.scale * 1e12
+    candidate = candidate_of(instance, chosen, timeline=is_short(configuration))
+    fitting, more = is_within(candidate), 0
+    best = optimum.best if is_within(candidate_of(instance, optimum.best)) else chosen
+    left = space.open_below(best.score)
+    if not fitting or best.score > optimum.best.score * (1 + NEAR):
+        other = optimum.best if fitting else chosen
+        more = uncounted_bytes(instance, other.target.configuration, *candidate_of(instance, other), budgets)
 
     def beside() -> tuple[Candidate, ...]:
         known = (*best_elsewhere(space, optimum, choice.first, deadline), *choice.compared)
-        return tuple(filter(fits, runners_up(instance, candidate.plan, known)))
+        return tuple(filter(is_within, runners_up(instance, candidate.plan, known)))
 
     return SearchAnswer(
         chosen=candidate,
-        optimum_s=optimum.best.score / scale,
+        optimum_s=best.score / scale,
         bound_s=min(optimum.bound, inf if left is None else left.bound) / scale,
         beside=beside,
         examined=optimum.looked_at,
@@ -284,10 +286,12 @@ def _answer(
         near=choice.near,
         simulated=choice.simulated,
         stopped=optimum.stopped,
-        best=optimum.best,
+        best=best,
         instance=instance,
         regrets=choice.regrets,
         unlisted=left,
+        fits=fitting,
+        uncounted_bytes=more,
     )
 
 
@@ -342,4 +346,5 @@ def _optimum(space: SearchSpace, deadline: float | None, report: Report) -> Opti
         progress,
         waits=lambda asked: asked.num_chunks > 1,
         wide=len(space.instance.budgets) > 1,
+        parts_of=partial(parts_of, space.instance),
     )

@@ -11,12 +11,14 @@ from shardwright_formats.types import Cluster, Model
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.search import SearchAnswer
 from shardwright_search.solver.milp import HighsAnswer, highs_version, solve
+from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.solver.stopping import ended, latest
 from shardwright_search.solver.targets import Best, Target
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.room_parts import parts_of
 from shardwright_search.space.search_space import SearchSpace, space_of
 
 TOLERANCE = 1e-6
@@ -67,7 +69,8 @@ def _own_configuration(instance: Instance, best: Best[Configuration], deadline: 
     offset_ps = best.target.offset_ps
     ours_ps, theirs_ps = best.priced.objective_ps + offset_ps, answer.objective_ps + offset_ps
     worse = answer.done and theirs_ps > ours_ps * (1 + TOLERANCE)
-    if worse or _is_better(problem, answer, best.priced.objective_ps, offset_ps):
+    better = _is_better(problem, answer, best.priced.objective_ps, offset_ps)
+    if worse or (better and _communicators_fit(instance, best.target, answer)):
         raise RunFailed(_difference(best.target.configuration, ours_ps, theirs_ps))
     if not answer.done:
         return "the best plan's configuration was not decided in time"
@@ -119,7 +122,7 @@ def _other_configuration(
     problem, limit_ps = instance.problem(target.configuration), target.time_ps(best.score)
     below_ps = limit_ps - TOLERANCE * (limit_ps + target.offset_ps)
     answer = solve(problem, time_limit_s, below_ps)
-    if _is_better(problem, answer, limit_ps, target.offset_ps):
+    if _is_better(problem, answer, limit_ps, target.offset_ps) and _communicators_fit(instance, target, answer):
         ours_ps, theirs_ps = limit_ps + target.offset_ps, answer.objective_ps + target.offset_ps
         raise RunFailed(_difference(target.configuration, ours_ps, theirs_ps))
     return answer
@@ -132,6 +135,13 @@ def _is_better(problem: Problem, answer: HighsAnswer, limit_ps: float, offset_ps
     memory_bytes = price(problem, answer.solution).memory_bytes
     budgets = [problem.device_groups[place].budget_bytes for place in answer.solution.device_groups]
     return all(used <= budget for used, budget in zip(memory_bytes, budgets, strict=True))
+
+
+def _communicators_fit(instance: Instance, target: Target[Configuration], answer: HighsAnswer) -> bool:
+    """Return whether HiGHS's plan fits with the communicators that it makes."""
+    assert answer.solution is not None
+    priced = PricedSolution(answer.objective_ps, answer.solution)
+    return parts_of(instance, Best(target, priced, target.score(priced.objective_ps))) is None
 
 
 def _difference(configuration: Configuration, ours_ps: float, theirs_ps: float) -> str:

@@ -16,8 +16,7 @@ from shardwright_search.explain.printing import table
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, time_changes
 from shardwright_search.interop.limits import Target
 from shardwright_search.search import SearchAnswer
-from shardwright_search.space.budget import headroom, room_bytes
-from shardwright_search.space.configurations import narrowed
+from shardwright_search.space.budget import headroom
 
 _LESS_BY = {
     "parameters": "zero3, a larger tp_size, or more pipeline stages",
@@ -152,8 +151,7 @@ def _answer(
         yield f"  not searched: {', '.join(_not_searched(question, answer))}"
     else:
         yield f"  {_cost_of_limits(answer, within)}"
-        unsearched = (*within.target.unsearched, *_with_less_room(question, answer))
-        yield f"  not searched of what {within.target.title} has: {', '.join(unsearched)}"
+        yield f"  not searched of what {within.target.title} has: {', '.join(within.target.unsearched)}"
     for other, evaluation in batches:
         gives = ", ".join(_yields(question, other, evaluation.estimate))
         shape = f"{len(other.stages)} pipeline stage(s), {other.num_microbatches} microbatch(es)"
@@ -220,15 +218,6 @@ def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
     yield from ("expert parallelism", "a split backward pass (zero bubble)", "offloading to the host")
     if not question.request.fine_grained:
         yield "strategies of each layer (--uniform)"
-    yield from _with_less_room(question, answer)
-
-
-def _with_less_room(question: Question, answer: SearchAnswer) -> Iterator[str]:
-    """Yield what is not searched because all plans leave as much for communicators as those of most plans take."""
-    given = question.model, question.cluster, question.profiles
-    room_gib = room_bytes(narrowed(question.request, question.cluster), *given) / GIB
-    if left_gib := room_gib + answer.reserve_gib - question.request.reserve_gib:
-        yield f"plans that leave less than {left_gib:.3g} GiB for communicators"
 
 
 def _layer_counts(plan: Plan) -> str:

@@ -10,7 +10,6 @@ import msgspec
 
 from shardwright_formats.command import show
 from shardwright_formats.io import (
-    BadInput,
     NothingFits,
     RunFailed,
     atomic_path,
@@ -76,9 +75,6 @@ def plan(options: PlanOptions) -> None:
             reserving = msgspec.structs.replace(request, reserve_gib=answer.reserve_gib)
             second_opinion = prove(answer, reserving, *given[1:], options.prove_time_limit, report)
         if options.certificate is not None:
-            if answer.reserve_gib > request.reserve_gib:
-                problem = f"no certificate: communicators needed a reserve_gib of {answer.reserve_gib:.6f}"
-                raise BadInput(options.search, problem, "write this reserve_gib")
             certificate = _certificate_or_reason(answer, given, files, report, deadline)
         runners_up = answer.runners_up if options.runners_up else ()
         # After Ctrl-C nothing else is begun.

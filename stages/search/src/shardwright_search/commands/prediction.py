@@ -168,7 +168,7 @@ def _communicators(answer: SearchAnswer, request: SearchRequest, budgets_bytes: 
         more = answer.reserve_gib - request.reserve_gib
         yield (
             f"{more:.3g} GiB more than reserve_gib were left free, which communicators of plans that may be faster "
-            "needed; others that would fit without are left out"
+            "needed; others that would fit without were not searched, and the gap says how much faster they may be"
         )
     stages = answer.chosen.evaluation.estimate.stages
     for number, (stage, most) in enumerate(zip(stages, budgets_bytes, strict=True)):
@@ -223,9 +223,9 @@ def _scope(request: SearchRequest, answer: SearchAnswer) -> str:
             "its ranks in their order, "
         )
     return (
-        f"space {request.space}: no plan of it has a smaller closed form than objective_bound_s: any cut of the layers "
-        f"into pipeline stages {_widths(request)} with a layer or more each (embedding and head are layers), {layers}, "
-        f"the embedding and the head, {types}"
+        f"space {request.space}: no plan of it that fits, with its communicators, has a smaller closed form than "
+        f"objective_bound_s: any cut of the layers into pipeline stages {_widths(request)} with a layer or more each "
+        f"(embedding and head are layers), {layers}, the embedding and the head, {types}"
         f"{listed}{interleaved}; {_chosen_by(answer, request)}"
     )
 

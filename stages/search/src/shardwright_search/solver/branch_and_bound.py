@@ -14,20 +14,21 @@ from typing import Generic, NamedTuple
 
 import numpy as np
 
+from shardwright_search.solver.guesses import GUESSED, best_guess
 from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.stopping import Spent, ended
 from shardwright_search.solver.targets import Best, C, Optimum, Solvable, Target
 
 _RELAXED = -1
-_GUESSED = 0.05
-"""Share above its bound up to which a plan of a configuration is guessed where some plan is known."""
-_WIDE = (0.01, 0.02, _GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
-"""Shares where bounds may be loose and plans are many, and past `_GUESSED` where no plan is known yet: one
+_WIDE = (0.01, 0.02, GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
+"""Shares where bounds may be loose and plans are many, and past `GUESSED` where no plan is known yet: one
 after another, until a plan is found."""
 _AT_ONCE = 0.011
 """Share above its bound up to which a configuration is solved at once: labels grow fast with it."""
 _MAX_WIDER_LABELS = 6_000
 """Work on a configuration's plans past the limit that it was solved below."""
+_MAX_PARTS = 400
+"""Parts of configurations that are searched in their place; of more, bounds alone are known."""
 _LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
 
 
@@ -41,15 +42,18 @@ def optimize(
     max_labels: float = np.inf,
     waits: Callable[[C], bool] = lambda configuration: False,
     wide: bool = False,
+    parts_of: Callable[[Best[C]], Sequence[C] | None] = lambda best: None,
 ) -> Optimum[C]:
     """Return the best plan of all configurations, and up to `most` of each configuration within `near` of it.
 
     `deadline` and Ctrl-C end the search early. `report` hears the best score, the least
     bound and how many configurations are left. After `max_labels` labels it ends early, too. A configuration that
     `waits` comes after the best plan of all others is found, which a search that is stopped then has. `wide`: guesses
-    far above loose bounds are plans to be stayed below, too.
+    far above loose bounds are plans to be stayed below, too. `parts_of`: what to search in place of a configuration
+    whose best plan is none after all; None where it is one. Where there are too many parts, the best is such a plan if
+    no other is known.
     """
-    search = Search(targets, solvable, most, max_labels, wide)
+    search = Search(targets, solvable, most, max_labels, wide, parts_of)
 
     def progress(bound: float, left: int) -> None:
         known = search.best_known
@@ -61,29 +65,14 @@ def optimize(
     limit = search.best_score * (1 + near)
     if not stopped and best is not None:
         stopped = not ended(partial(search.find_all, limit), deadline)
-    close = sorted((one for plans in search.plans.values() for one in plans if one.score <= limit), key=_score)
+    known = (one for plans in search.plans.values() for one in plans if one.score <= limit)
+    close = sorted((one for one in known if parts_of(one) is None), key=_score)
     if best is None:
-        close = []
+        best = min(search.left_out.values(), key=_score, default=None)
+        close = [] if best is None else [best]
     elif not close or best.score < close[0].score:
         close = [best, *close]  # a guess
     return Optimum(best, tuple(close), bound, search.bounds(), search.looked_at, len(search.plans), stopped)
-
-
-def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) -> Best[C] | None:
-    """Return a plan of a configuration with a known bound, guessed until none is better; None: none was found."""
-    asked = solvable(target.configuration)
-    least = max(bound, target.score(asked.lower_ps))
-    plan = _guessed(asked, target.time_ps(least * (1 + _GUESSED)))
-    return None if plan is None else Best(target, plan, target.score(plan.objective_ps))
-
-
-def _guessed(asked: Solvable, below_ps: float, enough_ps: float = -np.inf) -> PricedSolution | None:
-    """Return the best of guesses that are made until none is better, or one is good enough."""
-    better = best = asked.guess(below_ps)
-    # Below a nearer limit other labels are the promising ones.
-    while better is not None and better.objective_ps > enough_ps:
-        best, better = better, asked.guess(better.objective_ps)
-    return better or best
 
 
 def plans_below(
@@ -120,9 +109,11 @@ class Search(Generic[C]):
         most: int,
         max_labels: float,
         wide: bool = False,
+        parts_of: Callable[[Best[C]], Sequence[C] | None] = lambda best: None,
     ) -> None:
         self._wide = wide
-        self._targets, self._solvable, self._most = targets, solvable, most
+        self._targets, self._solvable, self._most = list(targets), solvable, most
+        self._parts_of, self._max_targets = parts_of, len(targets) + _MAX_PARTS
         self._max_labels, self._labels = max_labels, 0
         self._now = _Open(0.0, -1, 0)
         self.heap: list[_Open] = []
@@ -136,6 +127,10 @@ class Search(Generic[C]):
         self._reach: dict[int, float] = {}
         """Scores below which all plans of a configuration with plans are known, up to the most that are asked."""
         self.best: Best[C] | None = None
+        self.left_out: dict[int, Best[C]] = {}
+        """The plan that is the best but is none, by configuration, where there were too many parts to search."""
+        self.whole: list[int] = list(range(len(targets)))
+        """The number of the target that each configuration is a part of, or is."""
         self.looked_at = 0
 
     @property
@@ -151,7 +146,8 @@ class Search(Generic[C]):
     @property
     def min_bound(self) -> float:
         """Score that no plan of the configurations left, the one worked on among them, is below."""
-        return min([self._now.bound, *(one.bound for one in (*self.heap[:1], *self._waiting))])
+        left_out = (best.score for best in self.left_out.values())
+        return min([self._now.bound, *left_out, *(one.bound for one in (*self.heap[:1], *self._waiting))])
 
     @property
     def _left(self) -> list[_Open]:
@@ -205,7 +201,11 @@ class Search(Generic[C]):
         return bool(self.heap)
 
     def find_all(self, limit: float) -> None:
-        """Know all plans up to a limit, which is above the best one, as far as that is little work."""
+        """Know all plans up to a limit, which is above the best one, as far as that is little work.
+
+        No parts are searched any more.
+        """
+        self._max_targets = 0
         self.heap, self._closed = [*self.heap, *self._closed], []
         heapq.heapify(self.heap)
         while self.heap and self.heap[0].bound <= limit:
@@ -214,8 +214,9 @@ class Search(Generic[C]):
         self._widen(limit)
 
     def unsolved(self) -> dict[int, float]:
-        """Return the bounds of configurations neither solved nor left out, by number; 0: it was not looked at."""
-        return {number: 0.0 for number in range(self.looked_at, len(self._targets))} | self._open
+        """Return the bounds of configurations neither solved nor closed, by number; 0: it was not looked at."""
+        left_out = {number: best.score for number, best in self.left_out.items()}
+        return {number: 0.0 for number in range(self.looked_at, len(self._targets))} | self._open | left_out
 
     def final_scores(self) -> dict[int, float]:
         """Return the scores of the best plans, and the bounds that are no lower than their limits, by number."""
@@ -264,9 +265,7 @@ class Search(Generic[C]):
             guessed = self._guess(here, target, limit)
             known = np.inf if guessed is None else target.score(guessed.objective_ps)
             if guessed is not None and known < limit:
-                self.guesses[here.number] = Best(target, guessed, known)
-                if self._wide:
-                    self.best = self.best_known
+                self._take_guess(here.number, Best(target, guessed, known))
         wanted = next((cut for cut in cuts if known < cut), limit)
         if wanted <= here.bound * (1 + _AT_ONCE):
             cut = wanted
@@ -277,27 +276,49 @@ class Search(Generic[C]):
             narrowest = next(cut for cut in cuts if plans[0].score < cut)
             plans = tuple(best for best in plans if best.score < narrowest)
             self._reach[here.number] = narrowest
+        if plans and (parts := self._parts_of(plans[0])) is not None:
+            self._search_parts(here.number, plans[0], parts)
+            return
         self.plans[here.number] = plans
         if plans:
             self.best = min((*plans[:1], *self._best), key=_score)
         elif np.isfinite(cut):
             heapq.heappush(self.heap, _Open(cut, here.number, min(tries + 1, len(_LIMITS)), known))
 
+    def _take_guess(self, number: int, best: Best[C]) -> None:
+        if self._parts_of(best) is not None:
+            return
+        self.guesses[number] = best
+        if self._wide:
+            self.best = self.best_known
+
+    def _search_parts(self, number: int, best: Best[C], parts: Sequence[C]) -> None:
+        """Search the parts of a configuration, whose best plan is none after all, in its place."""
+        if len(self._targets) + len(parts) > self._max_targets:
+            if self._max_targets:
+                self.left_out[number] = best
+            return
+        self.whole += [self.whole[number]] * len(parts)
+        for part in parts:
+            heapq.heappush(self.heap, _Open(best.score, len(self._targets), _RELAXED))
+            self._targets.append(best.target._replace(configuration=part))
+        self.looked_at += len(parts)
+
     def _widen(self, limit: float) -> None:
         """Know all plans up to a limit of what was solved below a nearer one, as far as that is little work."""
         for number, reach in self._reach.items():
             plans, above = self.plans[number], float(np.nextafter(limit, np.inf))
-            if reach < above:
+            if plans and reach < above:
                 known = [plans[0].target], self._solvable, above, self._most, _MAX_WIDER_LABELS
                 self.plans[number] = tuple(plans_below(*known)) or plans
 
     def _guess(self, here: "_Open", target: Target[C], limit: float) -> PricedSolution | None:
         """Return the best guess; where bounds are loose or no plan is known, guess ever further above until some is."""
         solvable, enough = self._solvable(target.configuration), target.time_ps(here.bound * (1 + _AT_ONCE))
-        further = [above for above in _WIDE if self._wide or above >= _GUESSED]
+        further = [above for above in _WIDE if self._wide or above >= GUESSED]
         for above in further if self._wide or self.best is None else further[:1]:
             below = min(limit, here.bound * (1 + above))
-            if (plan := _guessed(solvable, target.time_ps(below), enough)) is not None or below == limit:
+            if (plan := best_guess(solvable, target.time_ps(below), enough)) is not None or below == limit:
                 return plan
         return None
 

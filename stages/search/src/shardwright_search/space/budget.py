@@ -1,7 +1,4 @@
-"""The memory that a rank may use, the room left for its communicators, and how much is missing when no plan fits.
-
-A search leaves room for communicators before it knows how many its plan makes.
-"""
+"""The memory that a rank may use, whether a plan fits with its communicators, and how much is missing if none does."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,24 +11,20 @@ from msgspec.structs import replace
 from shardwright_estimate.accuracy import SPARE_SHARE
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source
-from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes
-from shardwright_formats.types import GIB, ITEMSIZE, Cluster, Estimate, Model, Plan
+from shardwright_formats.types import GIB, ITEMSIZE, Cluster, Estimate, Plan
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.cost_model.tied_weights import has_shared
 from shardwright_search.solver.stopping import ended
-from shardwright_search.space.configurations import Configuration, narrowed
+from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
-
-_GRID = {Purpose.WORLD: 1, Purpose.TENSOR_PARALLEL: 1, Purpose.DATA_PARALLEL: 1}
-_MIDDLE_EDGES, _END_EDGES = 4, 2
 
 
 class Infeasible(NamedTuple):
     """No plan fits: why, how much is missing on a rank, and the least budget with which one fits.
 
-    Of several chunks a stage only a bound is known: not `exact`, both numbers are then too small.
+    Of several chunks a stage, and of the communicators of stages whose layers differ, only a bound is known: not
+    `exact`, both numbers may then be too small.
     """
 
     reason: str
@@ -162,16 +155,31 @@ def infeasible(
     # Measured memory may be more than the tables say by a factor.
     missing_bytes = ceil(shortfall.missing_bytes * instance.costs.profiles_on(shortfall.node_type).memory_factor)
     exact = shortfall.configuration in configurations and shortfall.configuration.num_chunks == 1
+    exact = exact and _is_known(instance, shortfall)
     lack = f"lacks {'' if exact else 'more than '}{missing_bytes} bytes a rank in pipeline stage {shortfall.stage}"
     reason = f"{subject} ({shortfall.configuration}) {lack}"
     return _lacking(instance, reason, shortfall.node_type, missing_bytes, exact, file)
 
 
+def _is_known(instance: Instance, shortfall: Shortfall) -> bool:
+    """Return whether a plan lacks no more with all its communicators: layers of other groups may make more."""
+    from shardwright_search.solver.min_memory import min_memory
+    from shardwright_search.space.room_parts import alike_parts
+
+    parts = alike_parts(instance, shortfall.configuration)
+    return any(min_memory(instance.problem(part), shortfall.missing_bytes) is not None for part in parts)
+
+
 def _shortfall(instance: Instance, configurations: Sequence[Configuration]) -> Shortfall:
-    """Return the least that is lacking; where a plan with one chunk fits, the least known of several chunks."""
+    """Return the least that is lacking; where a plan with one chunk fits, the least known of several chunks.
+
+    What fits but for communicators that are not counted lacks a byte or more.
+    """
     shortfall = min_shortfall(instance, configurations)
     if shortfall.missing_bytes > 0:
         return shortfall
+    if instance.counts_communicators:
+        return shortfall._replace(missing_bytes=1)
     return min((_of_chunks(instance, each) for each in configurations), key=lambda each: each.missing_bytes)
 
 
@@ -228,49 +236,27 @@ def _of_chunks(instance: Instance, configuration: Configuration) -> Shortfall:
     return Shortfall(configuration, stage, instance.node_type(configuration, 0), max(1, *missing))
 
 
-def room_bytes(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> int:
-    """Return what a rank's communicators hold where all layers of its stage share a strategy; the request is narrowed.
-
-    That of all ranks, of one tensor-parallel and one data-parallel group; with pipeline stages the edges of a middle
-    stage to both neighbours, or of an end with the group of tied parameters, whichever is more.
-    """
-    if cluster.num_devices == 1:
-        return 0
-    size = _communicator_bytes(cluster, profiles)
-    room = communicator_bytes(_GRID, size)
-    if len(model.layers) == 1 or not any(pp_size > 1 for pp_size in request.pp_sizes or (2,)):
-        return room
-    tied = bool(model.tied) or has_shared(model)
-    end = {Purpose.EDGE: _END_EDGES, Purpose.TIED_PARAMETERS: int(tied)}
-    return room + max(communicator_bytes(edges, size) for edges in ({Purpose.EDGE: _MIDDLE_EDGES}, end))
+def fits(plan: Plan, evaluation: Evaluation, budgets: Mapping[str, int]) -> bool:
+    """Return whether a plan fits with the communicators that it makes."""
+    stages = zip(evaluation.estimate.stages, budgets_of_stages(plan, budgets), strict=True)
+    return all(stage.memory_bytes <= budget for stage, budget in stages)
 
 
-def min_room_bytes(request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles) -> int:
-    """Return what the communicators of a rank hold at least, and no more than the room for them.
-
-    That of all ranks, with a group or the two edges of an end of the pipeline.
-    """
-    counts = {Purpose.WORLD: 1, Purpose.EDGE: _END_EDGES}
-    least = communicator_bytes(counts, _communicator_bytes(cluster, profiles))
-    return min(least, room_bytes(request, model, cluster, profiles))
-
-
-def _communicator_bytes(cluster: Cluster, profiles: Profiles) -> int:
-    """Return what a communicator holds, on the devices where it is the most."""
-    return max(on_device.communicator_bytes for on_device in profiles.used(cluster))
-
-
-def beyond_room(
-    plan: Plan, evaluation: Evaluation, budgets: Mapping[str, int], request: SearchRequest, profiles: Profiles
+def uncounted_bytes(
+    instance: Instance, configuration: Configuration, plan: Plan, evaluation: Evaluation, budgets: Mapping[str, int]
 ) -> int:
-    """Return the bytes of a plan's communicators beyond the room for them where they overfill a stage, else 0."""
-    factor = max(on_device.memory_factor for on_device in profiles.used(plan.cluster))
-    room = ceil(factor * room_bytes(narrowed(request, plan.cluster), plan.model, plan.cluster, profiles))
-    return max(
-        (
-            max(stage.memory_terms_bytes["communicators"] - room, stage.memory_bytes - budget)
-            for stage, budget in zip(evaluation.estimate.stages, budgets_of_stages(plan, budgets), strict=True)
-            if stage.memory_bytes > budget and "communicators" in stage.memory_terms_bytes
-        ),
-        default=0,
-    )
+    """Return the most that a stage's communicators hold beyond those that every plan of its configuration makes.
+
+    That is in stages that are beyond their budget; 0 where there are none. The ranks of a stage have a group, at least.
+    """
+    most = 0
+    rooms, limits = instance.rooms(configuration), budgets_of_stages(plan, budgets)
+    for place, stage, room, budget in zip(plan.stages, evaluation.estimate.stages, rooms, limits, strict=True):
+        if stage.memory_bytes > budget:
+            profiles = [instance.costs.profiles_on(name) for name in instance.costs.node_types_of(place.ranks)]
+            of_each = max(each.communicator_bytes for each in profiles)
+            counted = of_each * (1 + (len(place.ranks) > 1)) + room.held_bytes(of_each)
+            factor = max(each.memory_factor for each in profiles)
+            held = stage.memory_terms_bytes["communicators"]
+            most = max(most, held - int(factor * counted), stage.memory_bytes - budget)
+    return most

@@ -21,6 +21,7 @@ from shardwright_formats.types import (
     Strategy,
 )
 from shardwright_search.space.placements import NodeTypes, pools_of
+from shardwright_search.space.rank_groups import StageLimit
 from shardwright_search.space.request import Dimension, SearchRequest, Space, StageWidths, batch_sizes
 
 _WHOLE: dict[str, object] = {"cp_sizes": (1,)}
@@ -58,6 +59,8 @@ class Configuration(NamedTuple):
     """The one strategy of embedding and head; None: each has its own."""
     block_in_each_stage: bool = False
     """Whether no pipeline stage has the embedding or the head alone."""
+    limits: tuple[StageLimit, ...] = ()
+    """Limits of a part of the configuration: groups that pipeline stages must or must not have."""
 
     @property
     def microbatch_samples(self) -> int:

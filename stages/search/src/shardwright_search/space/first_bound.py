@@ -73,7 +73,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         least = self._relaxed_ps(configuration, choice, topologies, weights)
         if p == 1:
             return least
-        on_types = [self._on_type(choice, equal, m == 1) for equal in by_type]
+        on_types = [self._on_type(configuration, choice, equal) for equal in by_type]
         fewest = configuration.in_flight(p - 1)
         parts = min_phases(fewest, m, any(group.keeps_sums for on_type in on_types for group in on_type.groups))
         least += min(weights)[0] * sends_ps(on_types)
@@ -85,7 +85,8 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
     ) -> float:
         """Return the bound of all layers over all ranks, on stages that may have these topologies and weights."""
         instance, p, m = self.instance, configuration.pp_size, configuration.num_microbatches
-        groups = tuple(instance.prices.lean_group(choice, topology, m == 1) for topology in topologies)
+        room = min(instance.rooms(configuration), key=lambda each: each.held_bytes(1 << 10))
+        groups = tuple(instance.prices.lean_group(choice, topology, m == 1, room) for topology in topologies)
         mean_width = instance.costs.cluster.num_devices / p
         budgets = dict.fromkeys(self._ranks, 0.0)
         for topology, group in zip(topologies, groups, strict=True):
@@ -128,9 +129,10 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
                 topologies |= dict.fromkeys(stage_topology(cluster, stage) for stage in stages)
         return tuple(topologies)
 
-    def _on_type(self, choice: Choice, equal: _Equal, single_microbatch: bool) -> OnType:
-        prices = self.instance.prices
-        groups = tuple(prices.device_group(choice, topology, single_microbatch) for topology in equal.topologies)
+    def _on_type(self, configuration: Configuration, choice: Choice, equal: _Equal) -> OnType:
+        prices, single_microbatch = self.instance.prices, configuration.num_microbatches == 1
+        room = min(self.instance.rooms(configuration), key=lambda each: each.held_bytes(1 << 10))
+        groups = tuple(prices.device_group(choice, topology, single_microbatch, room) for topology in equal.topologies)
         send_ps = min((prices.min_send_ps(choice, link) for link in equal.links), default=0.0)
         return OnType(equal.stages, groups, send_ps)
 

@@ -19,7 +19,7 @@ from shardwright_search.solver.min_memory import plain_plan
 from shardwright_search.solver.partition import Pipeline, PricedSolution
 from shardwright_search.solver.stopping import ended, latest, soon
 from shardwright_search.solver.targets import Best, Solvable, Target
-from shardwright_search.space.budget import budgets_of, room_bytes, with_spare
+from shardwright_search.space.budget import budgets_of, with_spare
 from shardwright_search.space.configurations import Configuration, configurations, narrowed
 from shardwright_search.space.demands import NO_DEMANDS, Demands, Outer
 from shardwright_search.space.first_bound import FirstBounds
@@ -276,9 +276,8 @@ def space_of(
     sizes = budgets_of(request, cluster, file)
     profiled = set.intersection(*({key.tp_size for key in each.layers} for each in profiles.used(cluster)))
     request = narrowed(request, cluster, profiled)
-    room = room_bytes(request, model, cluster, profiles)
     budgets = {
-        name: _without_process(size, profiles.of_device(cluster.node_types[name].device)) - room
+        name: _without_process(size, profiles.of_device(cluster.node_types[name].device), cluster.num_devices > 1)
         for name, size in sizes.items()
     }
     if known is not None:
@@ -287,6 +286,7 @@ def space_of(
     return SearchSpace(Instance.made(request, costs, budgets), file, demands)
 
 
-def _without_process(budget_bytes: int, profiles: Profiles) -> int:
-    factor = profiles.memory_factor
-    return int(budget_bytes / factor) - profiles.process_bytes - (0 if factor == 1 else _ROUNDING_BYTES)
+def _without_process(budget_bytes: int, profiles: Profiles, communicates: bool) -> int:
+    """Return what a budget leaves without the process and, where it `communicates`, the communicator of all ranks."""
+    factor, always = profiles.memory_factor, profiles.process_bytes + communicates * profiles.communicator_bytes
+    return int(budget_bytes / factor) - always - (0 if factor == 1 else _ROUNDING_BYTES)

@@ -23,8 +23,13 @@ from shardwright_search.solver.quick_bounds import Counted, Relaxed, lean
 from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.space.choices import Choice, Handover, LayerChoices, Shardings
 from shardwright_search.space.placements import NodeTypes, pools_of
+from shardwright_search.space.rank_groups import TIED, RankGroups, change_groups, strategy_groups, tied_types
+from shardwright_search.space.room import NO_ROOM, StageRoom, with_groups
 from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.pareto import Ints, Numbers
+
+_NEVER_PS = 2.0**50
+"""Picoseconds: 19 minutes."""
 
 
 class _End(NamedTuple):
@@ -137,7 +142,16 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         if budgets.items() <= self.budgets.items():
             return self
         other = replace(self, budgets=budgets)
-        for name in ("_options", "_layouts", "_moves", "_rank_to_rank", "_to_other_width", "sends", "boundary"):
+        for name in (
+            "_options",
+            "_groups",
+            "_layouts",
+            "_moves",
+            "_rank_to_rank",
+            "_to_other_width",
+            "sends",
+            "boundary",
+        ):
             vars(other)[name] = getattr(self, name)
         return other
 
@@ -147,23 +161,36 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(dict.fromkeys((EMBEDDING, *self.costs.model.layers, HEAD)))
 
     @cached_method
-    def device_group(self, choice: Choice, topology: StageTopology, single_microbatch: bool) -> DeviceGroup:
-        """Return the costs of every strategy on stages of this topology."""
+    def device_group(
+        self, choice: Choice, topology: StageTopology, single_microbatch: bool, room: StageRoom = NO_ROOM
+    ) -> DeviceGroup:
+        """Return the costs of every strategy on stages of this topology, with room for these communicators."""
         handed_on = (tensor.features for kind in self.costs.model.types.values() for tensor in kind.outputs)
         features = max(handed_on)
         buffer_bytes = (choice.buffer_tokens or 0) * features * self.costs.compute_bytes
+        size = self.communicator_bytes(topology)
+        options = (self._options(name, choice, topology, single_microbatch) for name in self.types)
+        if size:
+            groups = (self._groups(name, choice, topology) for name in self.types)
+            options = (with_groups(*each, room, size) for each in zip(options, groups, strict=True))
         return DeviceGroup(
-            options=tuple(self._options(name, choice, topology, single_microbatch) for name in self.types),
-            redistribution_ps=np.array([self._moves(name, choice, topology) for name in self.types]),
-            budget_bytes=self.budget_bytes(topology) - buffer_bytes,
+            options=tuple(options),
+            redistribution_ps=np.array([self._moves(name, choice, topology, room.excluded) for name in self.types]),
+            budget_bytes=self.budget_bytes(topology) - buffer_bytes - room.held_bytes(size),
             width=topology.size,
         )
 
     @cached_method
-    def lean_group(self, choice: Choice, topology: StageTopology, single_microbatch: bool) -> DeviceGroup:
+    def lean_group(
+        self, choice: Choice, topology: StageTopology, single_microbatch: bool, room: StageRoom = NO_ROOM
+    ) -> DeviceGroup:
         """Return the device group with the strategies alone that `Stages` may lean on."""
-        whole = self.device_group(choice, topology, single_microbatch)
+        whole = self.device_group(choice, topology, single_microbatch, room)
         return replace(whole, options=tuple(map(lean, whole.options)))
+
+    def communicator_bytes(self, topology: StageTopology) -> int:
+        """Return what a communicator holds on the node types of a stage, where it is the most."""
+        return max(self.costs.profiles_on(name).communicator_bytes for name in topology.type_names)
 
     def budget_bytes(self, topology: StageTopology) -> int:
         """Return the least budget of a stage's node types less the most that a process takes, as plans are priced."""
@@ -204,6 +231,17 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return Options._make((*np.array(rows, float).T.copy(), *self._layouts(name, shardings, topology)))
 
     @cached_method
+    def _groups(self, name: str, choice: Choice, topology: StageTopology) -> tuple[RankGroups, ...]:
+        """Return the groups that each strategy takes; of a type that is in no stage there are none."""
+        tied: RankGroups = frozenset({TIED} if name in self._tied_types else ())
+        strategies = self.layers.shardings(choice).of_type(name, topology.size)
+        return tuple(strategy_groups(strategy) | tied for strategy in strategies) or (frozenset(),)
+
+    @cached_property
+    def _tied_types(self) -> frozenset[str]:
+        return tied_types(self.costs.model)
+
+    @cached_method
     def _layouts(self, name: str, shardings: Shardings, topology: StageTopology) -> tuple[Ints, Ints]:
         """Return the numbers of the input and output layouts of each strategy, or of the classes of tied parameters."""
         strategies = shardings.of_type(name, topology.size)
@@ -217,15 +255,24 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return (classes, numbers) if name == EMBEDDING else (numbers, classes)
 
     @cached_method
-    def _moves(self, name: str, choice: Choice, topology: StageTopology) -> Numbers:
-        """Return times [layouts, layouts], forward and back together, between layouts of the stage's width."""
+    def _moves(self, name: str, choice: Choice, topology: StageTopology, excluded: RankGroups = frozenset()) -> Numbers:
+        """Return times [layouts, layouts], forward and back together, between layouts of the stage's width.
+
+        A change in an excluded group takes longer than any step.
+        """
         shardings = self.layers.shardings(choice)
-        layouts = shardings.layouts
+        layouts, lengths = shardings.layouts, self.lengths(name)
         one_way = np.zeros((len(layouts), len(layouts)))
         for a, b in product(_of_width(shardings, topology.size), repeat=2):
             moved = self.costs.redistribution(name, layouts[a], layouts[b], topology, choice.samples)
             one_way[a, b] = moved.time_ps
+            if excluded and excluded & change_groups(layouts[a], layouts[b], choice.samples, lengths):
+                one_way[a, b] = _NEVER_PS
         return one_way + one_way.T
+
+    def lengths(self, name: str) -> tuple[int, ...]:
+        """Return the sequence lengths of the tensors that a layer type hands on."""
+        return tuple(dict.fromkeys(tensor.sequence_length for tensor in self.costs.model.types[name].outputs))
 
     def handed_over(self, choice: Choice, handover: Handover) -> Numbers:
         """Return times [types, layouts given, layouts received]; infinity: it cannot be."""
