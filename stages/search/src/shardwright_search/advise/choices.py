@@ -36,10 +36,10 @@ _ZERO = {
 }
 _RECOMPUTE = {str(kind): kind for kind in Recompute}
 _CONTEXT = {str(kind): kind for kind in ContextParallel}
-_KEYS = {"tp", "cp", "context", "pp", "mbs", "zero", "sp", "recompute", "vpp"}
+_KEYS = {"tp", "cp", "context", "pp", "mbs", "zero", "sp", "recompute", "vpp", "ep", "etp"}
 _SUFFIXES = {Path(target.file_name).suffix for target in TARGETS.values()} - {".txt"}
 """Endings of files that are no choice where there is no such file."""
-_EXAMPLE = "write tp=8,pp=4,mbs=1,zero=1 (also cp, context, sp, recompute, vpp)"
+_EXAMPLE = "write tp=8,pp=4,mbs=1,zero=1 (also ep, etp, cp, context, sp, recompute, vpp)"
 _COUNT = re.compile(r"[1-9]\d{0,6}")
 _SPLITS = {"0": SequenceParallel.NONE, "1": SequenceParallel.MEGATRON}
 
@@ -72,14 +72,17 @@ def _usual_split(model: Model) -> SequenceParallel:
 
 
 def _pairs(text: str, model: Model) -> UniformStrategy:
-    """Return the choice of `tp=8,pp=4`; zero 3 reduces each microbatch's gradients, as FSDP keeps shards of them."""
+    """Return the choice of `tp=8,pp=4`; zero 3 reduces each microbatch's gradients, as FSDP keeps shards of them.
+
+    Without etp ranks share the features of each expert as those of the rest, as in Megatron-LM.
+    """
     pairs = dict(part.partition("=")[::2] for part in text.split(","))
     if unknown := sorted(set(pairs) - _KEYS):
         problem = f"{unknown[0]!r} is no file, no rule and no key of a choice"
         raise BadInput(f"--against {text}", problem, _EXAMPLE)
     data_parallel = _one_of(text, "zero", pairs.get("zero", "0"), _ZERO)
     shards = data_parallel is DataParallel.ZERO3
-    return UniformStrategy(
+    choice = UniformStrategy(
         tp_size=_count(text, pairs, "tp"),
         cp_size=_count(text, pairs, "cp"),
         context=_context(text, pairs),
@@ -91,6 +94,8 @@ def _pairs(text: str, model: Model) -> UniformStrategy:
         gradient_reduction=GradientReduction.EVERY_MICROBATCH if shards else GradientReduction.DEFERRED,
         chunks=_count(text, pairs, "vpp"),
     )
+    etp_size = _count(text, pairs, "etp") if "etp" in pairs else choice.tp_size
+    return choice.with_experts(_count(text, pairs, "ep"), etp_size)
 
 
 def _context(text: str, pairs: Mapping[str, str]) -> ContextParallel:

@@ -15,7 +15,7 @@ from shardwright_search.space.uniform import UniformStrategy, even_cuts
 Words = Mapping[str, Sequence[str]]
 """Values of arguments by name, with underscores; an argument without a value has none."""
 _COUNT = re.compile(r"[1-9]\d{0,6}")
-_NOT_PRICED = ("context_parallel_size", "expert_model_parallel_size", "decoder_pipeline_manual_split_list")
+_NOT_PRICED = ("context_parallel_size", "decoder_pipeline_manual_split_list")
 _FSDP = {
     "no_shard": DataParallel.DDP,
     "optim_grads": DataParallel.ZERO2,
@@ -43,6 +43,12 @@ def read_megatron(text: str, file: str, setting: Setting) -> Reading:
     )
     uniform = _with_ranges(file, given, len(setting.model.layers), uniform)
     uniform = _with_states(file, given, setting.with_dp_size(uniform, file))
+    tp_size = str(uniform.tp_size)
+    ep_size = _count(file, given, "expert_model_parallel_size")
+    uniform = uniform.with_experts(ep_size, _count(file, given, "expert_tensor_parallel_size", tp_size))
+    if uniform.experts is not None and uniform.shard_size:
+        problem = "num_distributed_optimizer_instances beside experts that ranks share out is not priced"
+        raise BadInput(file, problem, "leave it at 1")
     kind, notes = _recompute(file, given, setting)
     plan = setting.plan(uniform._replace(recompute=kind), file)
     return Reading(_first_recomputed(file, given, plan), tuple(notes))

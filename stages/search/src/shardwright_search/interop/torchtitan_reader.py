@@ -11,7 +11,7 @@ from shardwright_formats.types import DataParallel, GradientReduction, Plan, Rec
 from shardwright_search.interop.limits import Reading, Setting
 from shardwright_search.space.uniform import UniformStrategy
 
-_NOT_PRICED = ("context_parallel_degree", "expert_parallel_degree")
+_NOT_PRICED = ("context_parallel_degree",)
 _MODES = ("none", "full", "selective")
 _BY_OPERATOR = (
     "torchtitan's selective recomputation by operator is priced as results of products kept; it keeps every second one"
@@ -37,6 +37,7 @@ def read_torchtitan(text: str, file: str, setting: Setting) -> Reading:
         sequence_parallel=SequenceParallel.MEGATRON,
     )
     uniform = _with_states(file, parallel, setting.with_dp_size(uniform, file))
+    uniform = _with_experts(file, parallel, uniform)
     in_pipeline = uniform.pp_size > 1
     sample_key = "pipeline_parallel_microbatch_size" if in_pipeline else "local_batch_size"
     uniform = uniform._replace(micro_batch_size=_number(file, parallel if in_pipeline else training, sample_key))
@@ -69,6 +70,23 @@ def _with_states(file: str, parallel: Mapping[str, Any], uniform: UniformStrateg
         shard_size=shards if 1 < shards < uniform.dp_size else 0,
         gradient_reduction=GradientReduction.EVERY_MICROBATCH if uniform.pp_size == 1 else GradientReduction.DEFERRED,
     )
+
+
+def _with_experts(file: str, parallel: Mapping[str, Any], uniform: UniformStrategy) -> UniformStrategy:
+    """Return the choice with experts shared out, which borrow tensor-parallel ranks, or take their features' as tp."""
+    ep_size = _number(file, parallel, "expert_parallel_degree")
+    etp_size = _number(file, parallel, "expert_tensor_parallel_degree")
+    if ep_size == 1:  # then the other has no effect
+        return uniform
+    if etp_size not in (1, uniform.tp_size):
+        problem = f"expert_tensor_parallel_degree {etp_size} is neither 1 nor tensor_parallel_degree {uniform.tp_size}"
+        raise BadInput(file, problem, "correct it")
+    if etp_size == 1 and ep_size % uniform.tp_size:
+        problem = f"expert_parallel_degree {ep_size} is no multiple of tensor_parallel_degree {uniform.tp_size}"
+        raise BadInput(file, problem, "choose one, or share the features of experts by tp")
+    if uniform.shard_groups > 1:
+        raise BadInput(file, "data_parallel_replicate_degree beside expert_parallel_degree", "leave it at 1")
+    return uniform.with_experts(ep_size, etp_size)
 
 
 def _with_ranges(file: str, parallel: Mapping[str, Any], uniform: UniformStrategy) -> UniformStrategy:

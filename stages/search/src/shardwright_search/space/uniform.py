@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from msgspec import UNSET
 from msgspec.structs import asdict
 
 from shardwright_formats.io import BadInput
@@ -12,6 +13,7 @@ from shardwright_formats.types import (
     Cluster,
     ContextParallel,
     DataParallel,
+    ExpertStrategy,
     GradientReduction,
     LayerStrategy,
     Model,
@@ -39,6 +41,8 @@ class UniformStrategy(NamedTuple):
     cp_size: int = 1
     context: ContextParallel = ContextParallel.GATHER
     """Way in which positions attend to those of other ranks, where cp_size is above 1."""
+    experts: ExpertStrategy | None = None
+    """Sharing of experts in layers that have some; None where each rank has its share of the features of all."""
     tp_consecutive: bool = True
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     chunks: int = 1
@@ -62,6 +66,16 @@ class UniformStrategy(NamedTuple):
                 sequence_parallel=self.sequence_parallel,
             )
         )
+
+    def with_experts(self, ep_size: int, etp_size: int) -> "UniformStrategy":
+        """Return the choice with experts shared out, their states as those of the rest of a layer.
+
+        Where each rank has its share of the features of all, this is how layers are without.
+        """
+        if (ep_size, etp_size) == (1, self.tp_size):
+            return self
+        experts = ExpertStrategy(ep_size=ep_size, etp_size=etp_size, data_parallel=self.data_parallel)
+        return self._replace(experts=experts)
 
     @property
     def shard_groups(self) -> int:
@@ -92,6 +106,8 @@ def plan_of_uniform(
     if ranges > len(model.layers):
         kind = "pipeline stages" if uniform.chunks == 1 else "layer ranges"
         raise BadInput(f"model {model.name}", f"{ranges} {kind} for {len(model.layers)} layers", "lower pp")
+    if uniform.experts is not None and all(model.types[kind].experts is UNSET for kind in model.layers):
+        raise BadInput(f"model {model.name}", "has no experts to share out", "leave out ep and etp")
     cut = uniform.ranges or tuple(pairwise(even_cuts(len(model.layers), ranges)))
     try:
         outer, layer = (vocabulary or uniform).strategy, uniform.strategy
@@ -102,7 +118,7 @@ def plan_of_uniform(
             stages=stages_of(cut, uniform.pp_size, uniform.tp_size * uniform.cp_size * uniform.dp_size, stage_ranks),
             embedding=outer,
             head=outer,
-            layers=tuple(layer_of(layer, kind, uniform.recompute, uniform.context) for kind in model.layers),
+            layers=tuple(_layer(layer, kind, uniform, model) for kind in model.layers),
             **settings,
         )
     except ValueError as error:
@@ -130,7 +146,17 @@ def stages_of(
 
 
 def layer_of(
-    strategy: Strategy, kind: str, recompute: Recompute, context: ContextParallel = ContextParallel.GATHER
+    strategy: Strategy,
+    kind: str,
+    recompute: Recompute,
+    context: ContextParallel = ContextParallel.GATHER,
+    experts: ExpertStrategy | None = None,
 ) -> LayerStrategy:
-    """Return the strategy of a layer of a type."""
-    return LayerStrategy(**asdict(strategy), type=kind, recompute=recompute, context=context)
+    """Return the strategy of a layer of a type; `experts` are those that it has, shared out."""
+    shared = UNSET if experts is None else experts
+    return LayerStrategy(**asdict(strategy), type=kind, recompute=recompute, context=context, experts=shared)
+
+
+def _layer(strategy: Strategy, kind: str, uniform: UniformStrategy, model: Model) -> LayerStrategy:
+    experts = None if model.types[kind].experts is UNSET else uniform.experts
+    return layer_of(strategy, kind, uniform.recompute, uniform.context, experts)
