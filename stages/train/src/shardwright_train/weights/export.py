@@ -126,19 +126,21 @@ def _parameters(
     """Yield the parameters of the stock model, each once: the first of tied ones, the first layer's of replicas."""
     stock: Any = family.stock_model(model)
     saved_as: dict[str, tuple[str, tuple[int, ...]]] = {}
+    buffers = set[str]()
     kinds = {EMBEDDING: EMBEDDING, **{f"layers[{i}]": kind for i, kind in enumerate(model.layers)}, HEAD: HEAD}
     for layer, kind in kinds.items():
         shapes = {parameter.name: parameter.shape for parameter in model.types[kind].parameters}
+        held_whole = {parameter.name for parameter in model.types[kind].parameters if parameter.is_buffer}
+        buffers |= {family.hugging_face_name(model, layer, name) for name in held_whole}
         for local in family.parameter_names(model, layer):
             saved = family.full_name(model, layer, local), shapes[family.described_name(kind, local)]
             saved_as.setdefault(family.hugging_face_name(model, layer, local), saved)
-    buffers = {name for name, parameter in stock.named_parameters() if not parameter.requires_grad}
     kept = [name for name in saved_as if name not in stock.all_tied_weights_keys]
     held = tensors_of_files(family, {name: tuple(stock.get_parameter(name).shape) for name in kept})
     for name, file_name in stored_names(stock, tuple(held)).items():
         shapes = {saved_as[parameter][0]: shape for parameter, shape in held[name].items()}
-        stored = dtypes[next(iter(shapes))]
-        dtype = stored if asked is None or name in buffers else asked
+        dtype = dtypes[next(iter(shapes))] if asked is None else asked
+        dtype = torch.promote_types(dtype, torch.float32) if name in buffers else dtype
         saved_shapes = dict(saved_as[parameter] for parameter in held[name])
         whole = _Exported(file_name, stacked_shape(shapes.values()), dtype, saved_shapes, shapes)
         yield from _pieces(whole, source_of_name(stock, name))
