@@ -104,6 +104,9 @@ VARIANTS = {
     "siglip-defaults": {"model_type": "siglip", "id2label": {"0": "a", "1": "b", "2": "c"}},
     "llava": {"model_type": "llava", "text_config": TINY, "vision_config": {**IMAGE, "image_size": 32, "patch_size": 8}}
     | {"image_token_index": 90, "architectures": ["LlavaForConditionalGeneration"], "ignore_index": -100},
+    "gemma3-images": {"model_type": "gemma3", "image_token_index": 90, "mm_tokens_per_image": 4}
+    | {"text_config": {"model_type": "gemma3_text", **TINY, "num_key_value_heads": 2, "sliding_window": 8}}
+    | {"vision_config": {"model_type": "siglip_vision_model", **IMAGE, "image_size": 32, "patch_size": 8}},
     "llava-siglip": {"model_type": "llava", "text_config": {"model_type": "llama", **TINY}, "image_token_index": 90}
     | {"vision_config": {"model_type": "siglip_vision_model", **IMAGE, "image_size": 32, "patch_size": 8}}
     | {"vision_feature_select_strategy": "full", "vision_feature_layer": -1, "tie_word_embeddings": True},
@@ -274,7 +277,8 @@ _BILLIONS = {
     "glm-4-9b": 9.40, "glm-4-32b": 32.57, "granite-3.0-8b": 8.17, "baichuan2-13b": 13.90,
     "command-r": 34.98, "command-r-plus": 103.81, "command-r7b": 8.03,
     "gemma-3-1b": 1.0, "gemma-3-4b": 3.88, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01,
-    "llava-1.5-7b": 7.063, "swin-tiny": 0.0283, "swin-small": 0.0496, "swin-base": 0.0878, "swin-large": 0.1965,
+    "llava-1.5-7b": 7.063, "gemma-3-4b-images": 4.30,
+    "swin-tiny": 0.0283, "swin-small": 0.0496, "swin-base": 0.0878, "swin-large": 0.1965,
 }  # fmt: skip
 """Parameters in billions, as the pages of the published weights count them; tied matrices once."""
 

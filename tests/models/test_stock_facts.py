@@ -25,7 +25,11 @@ NEEDED = {
 }  # fmt: skip
 
 
-NEEDED_KEYS = {"baichuan": {"max_position_embeddings": 64}, "llava": {"image_token_index": 5}}
+NEEDED_KEYS = {
+    "baichuan": {"max_position_embeddings": 64},
+    "llava": {"image_token_index": 5},
+    "gemma3": {"mm_tokens_per_image": 196},
+}
 """Keys without which a file says too little."""
 
 

@@ -167,11 +167,14 @@ def auxiliary_of(stock: nn.Module) -> Tensor:
 
 
 def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """The largest difference on any rank, so that replicas that disagree are seen; padding does not count."""
+    """The largest difference on any rank, so that replicas that disagree are seen; padding does not count.
+
+    It is relative where values are over 1: gradients behind the norm of a projection that begins with 0 are 1e8.
+    """
     differences = [0.0]
     for mine, wanted in pairs:
         cut = mine[tuple(slice(0, length) for length in wanted.shape)].double() - wanted.double()
-        differences.append(cut.abs().max().item() if cut.numel() else 0.0)
+        differences.append(cut.abs().max().item() / max(1.0, wanted.abs().max().item()) if cut.numel() else 0.0)
     found = torch.tensor(max(differences) if all(map(math.isfinite, differences)) else math.inf)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
@@ -192,7 +195,8 @@ def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> d
         loss_error = max(loss_error, *(abs(one - other) for one, other in losses))
         loads = zip(shares_in(plan, outcome.assignments), reference.shares[step - 1], strict=True)
         load_error = max(load_error, *(abs(one - other) for one, other in loads), 0.0)
-        norm_error = max(norm_error, abs(outcome.grad_norm - reference.norms[step - 1]))
+        norm = reference.norms[step - 1]
+        norm_error = max(norm_error, abs(outcome.grad_norm - norm) / max(1.0, norm))
     held = parameters.items()
     mine = [local_tensor(p.detach()) for n, p in held if p.requires_grad or n.endswith("correction_bias")]
     return {

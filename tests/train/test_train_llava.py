@@ -1,6 +1,7 @@
 """Llava: what its layers compute and keep, what files may hold, and where an image stands in a text."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,14 @@ from shardwright_formats.types.plan import misfit
 from shardwright_models.description import model_of_config
 from shardwright_models.frozen import FrozenPart, freeze
 from shardwright_train.models.llava import placed
+from shardwright_train.models.masks import Places, image_mask
 from shardwright_train.models.registry import family_named
 from shardwright_train.weights.reading import open_weights
 
 FAMILY = family_named("llava", "test")
 SAMPLES = 3
+WHOLE = {**tiny("gemma3").config["text_config"], "num_hidden_layers": 2, "sliding_window": 16}
+"""Gemma's blocks, of which windows hold a whole sample: stock computes all scores, whatever is masked."""
 
 
 def test_layers_are_a_tower_a_projector_and_a_language_model() -> None:
@@ -37,19 +41,30 @@ def test_layers_are_a_tower_a_projector_and_a_language_model() -> None:
     assert names == {"post_layernorm.weight", "post_layernorm.bias"}
 
 
-def test_operations_are_those_that_torch_counts() -> None:
-    model = tiny("llava")
+@pytest.mark.parametrize(("family", "tokens"), [("llava", 9), ("gemma3", 4)])
+def test_operations_are_those_that_torch_counts(family: str, tokens: int) -> None:
+    model = tiny(family, **({"text_config": WHOLE} if family == "gemma3" else {}))
     stock = stock_model(model, "eager")
     batch = batch_of(model, 1, 1)
-    batch["tokens"][:, 2:11] = stock.config.image_token_index
-    batch["tokens"][:, 11:] = 1
-    batch["tokens"][:, :2] = 1
+    batch["tokens"][:] = 1
+    batch["tokens"][:, 2 : 2 + tokens] = stock.config.image_token_index
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         stock_logits(stock, batch)
     described = sum(model.types[name].forward_flops_per_sample for name in ("embedding", *model.layers, "head"))
-    # A rotation makes its angles by a product.
-    angles = 2 * SEQUENCE_LENGTH * (32 // 8 // 2)
+    # Rotations make their angles by products, Gemma's of two kinds.
+    angles = 2 * SEQUENCE_LENGTH * (4 // 2 if family == "llava" else 2 * 8 // 2)
     assert counter.get_total_flops() in (described, described + angles)
+
+
+@pytest.mark.parametrize("window", [5, None])
+def test_positions_of_an_image_attend_to_all_of_it(window: int | None) -> None:
+    inside = torch.zeros(2, 12, dtype=torch.bool)
+    inside[0, 3:9] = True
+    seen = image_mask(inside, window, torch.float32)[:, 0] == 0
+    for sample, query, key in product(range(2), range(12), range(12)):
+        together = bool(inside[sample, query] and inside[sample, key])
+        near = window is None or key > query - window
+        assert bool(seen[sample, query, key]) == ((key <= query or together) and near)
 
 
 def test_a_tower_that_is_frozen_with_the_embedding_has_no_backward_pass() -> None:
@@ -77,7 +92,7 @@ def test_a_layer_keeps_what_autograd_saves(layer: str) -> None:
     states = tuple(torch.randn(SAMPLES, t.sequence_length, t.features, requires_grad=True) for t in shapes)
     tokens = torch.zeros(SAMPLES, SEQUENCE_LENGTH, dtype=torch.long)
     tokens[:, 3:12] = 60
-    constants = FAMILY.constants(model, layer, slice(0, SEQUENCE_LENGTH), torch.zeros(1), "sdpa")
+    constants = FAMILY.constants(model, layer, Places.whole(SEQUENCE_LENGTH), torch.zeros(1), "sdpa")
     apart = {x.untyped_storage().data_ptr() for x in (*module.parameters(), tokens)}
     apart |= {x.untyped_storage().data_ptr() for x in constants["arguments"].get("position_embeddings", ())}
     apart |= {x.untyped_storage().data_ptr() for x in states} if layer == "projector" else set()

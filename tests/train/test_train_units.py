@@ -65,8 +65,13 @@ def test_every_parameter_is_given_an_initial_value_and_every_norm_its_neutral_on
         for local, parameter in built.named_parameters():
             assert parameter.isfinite().all(), (layer, local)
             # Matrices and tables are drawn, the rest begins with 1 or 0, as Swin's biases do; some families draw more.
-            of_many = ("relative_position_bias_table", "_norm.weight", "_proj_bias")
-            drawn = {"siglip": ("mlp",), "gpt_oss": ("sinks", "router"), "llava": ("class_embedding",)}.get(name, ())
+            of_many = ("relative_position_bias_table", "_norm.weight", "_proj_bias", "mm_input_projection_weight")
+            drawn = {
+                "siglip": ("mlp",),
+                "gpt_oss": ("sinks", "router"),
+                "llava": ("class_embedding",),
+                "gemma3": ("mlp.fc",),
+            }.get(name, ())
             alike = parameter.dim() == 1 or local.endswith(of_many)
             alike = alike and not any(part in local for part in drawn)
             assert (parameter.unique().numel() == 1) == alike, (layer, local)

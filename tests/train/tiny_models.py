@@ -9,7 +9,7 @@ from baichuan_reference import BaichuanConfig, BaichuanForCausalLM
 from file_forms import as_in_files
 from stock_experts import with_balance
 from tiny_decoders import DECODERS, LAYERS
-from tiny_multi_modal import MULTI_MODAL
+from tiny_multi_modal import MULTI_MODAL, logits_of_images
 from torch import Tensor, nn
 from transformers import T5ForConditionalGeneration
 
@@ -296,10 +296,7 @@ def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:
             features = batch["input_features"].to(torch.get_default_dtype())
             logits = stock(features, decoder_input_ids=batch["decoder_tokens"]).logits
         case _ if "pixel_values" in batch and "tokens" in batch:
-            # Stock takes images for texts that have one, and no others.
-            shown = (batch["tokens"] == stock.config.image_token_index).any(1)
-            images = {"pixel_values": batch["pixel_values"][shown].to(stock.dtype)} if shown.any() else {}
-            logits = stock(batch["tokens"], **images).logits
+            logits = logits_of_images(stock, batch)
         case _ if "pixel_values" in batch:
             logits = stock(batch["pixel_values"].to(stock.dtype)).logits[:, None]
         case _:

@@ -1,6 +1,10 @@
-"""Tiny configurations of models that read images and a text."""
+"""Tiny configurations of models that read images and a text, and what their stock models give."""
 
 from typing import Any
+
+from torch import Tensor
+
+from shardwright_train.data.share import Batch
 
 MULTI_MODAL: dict[str, dict[str, Any]] = {
     "llava": {
@@ -25,4 +29,43 @@ MULTI_MODAL: dict[str, dict[str, Any]] = {
             "patch_size": 4,
         },
     },
+    "gemma3": {
+        "model_type": "gemma3",
+        "image_token_index": 60,
+        "mm_tokens_per_image": 4,
+        "text_config": {
+            "model_type": "gemma3_text",
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 8,
+            "rope_local_base_freq": 500.0,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 4,
+            "vision_use_head": False,
+        },
+    },
 }
+
+
+def logits_of_images(stock: Any, batch: Batch) -> Tensor:
+    """Logits of texts with images: stock takes these for texts that have one, and for no others."""
+    inside = batch["tokens"] == stock.config.image_token_index
+    images = {"pixel_values": batch["pixel_values"][inside.any(1)].to(stock.dtype)} if inside.any() else {}
+    if stock.config.model_type == "gemma3":
+        images["token_type_ids"] = inside.long()
+    logits: Tensor = stock(batch["tokens"], **images).logits
+    return logits

@@ -25,6 +25,7 @@ from shardwright_formats.semantics.parameter_groups import parameter_groups
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import HEAD, ITEMSIZE, Attention, LayerType, Model, Precision, Recompute, Strategy
 from shardwright_formats.types.model_profile import LayerFigures
+from shardwright_models.registry import facts_of
 
 KERNEL_START_S = 5e-6
 """Time that every kernel adds on the device: filling and draining it."""
@@ -211,7 +212,9 @@ def estimate_memory(
 
 def masks_bytes(model: Model, precision: Precision, attention: Attention) -> int:
     """Return the bytes of the masks that a rank holds: one for each length of window, added to its layers' scores."""
-    windows = {kind.window for kind in model.types.values()} - {None} if attention in _MASKED else ()
+    windows = {kind.window for kind in model.types.values()} if attention in _MASKED else set()
+    # Where an image stands in its text, masks differ from sample to sample, and are of blocks without a window, too.
+    windows -= set() if facts_of(model).images_ahead else {None}
     return len(windows) * model.sequence_length**2 * ITEMSIZE[precision.compute]
 
 

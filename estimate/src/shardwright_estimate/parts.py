@@ -205,7 +205,7 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
         flops=2.0 * hidden * width,
         attention_flops=4.0 * (a.queries * a.keys - a.left_out) * a.query_width,
         left_out=4.0 * a.left_out * a.query_width,
-        causal=family.mask is Mask.CAUSAL and not a.alibi,
+        causal=family.mask is Mask.CAUSAL and not a.alibi and not family.images_ahead,
         mask=a.scores * a.alibi,
         weights=2 * hidden * (a.query_width + a.key_width),
         inside=width + elements + copies + biases,

@@ -261,6 +261,8 @@ def _one_rank(undivided: Config, layer: str) -> dict[str, int]:
 
 
 def _is_matrix(family: Family, parameter: Parameter) -> bool:
+    if parameter.name in family.matrices:
+        return True
     path, _, kind = parameter.name.rpartition(".")
     others = path.endswith((*_TABLES, "norm")) or (family.experts is not None and path == family.experts.router)
     return kind == "weight" and len(parameter.shape) > 1 and not others
@@ -277,7 +279,7 @@ def _regions(family: Family, config: Config, layer: str, is_cut: bool, window: i
     if layer == HEAD:
         yield Region(name="logits", enters=(stream,))
         return
-    replays = family.replays_sum(config)
+    replays = family.of_type(layer, config).replays_sum(config)
     shape = {name: config[key] for name, key in _HEADS.items()}
     shape |= {"value_features": config[VALUES]} if config.get(VALUES, config["head_dim"]) != config["head_dim"] else {}
     for keys in family.attended(layer):

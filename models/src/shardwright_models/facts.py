@@ -99,10 +99,7 @@ class Only(NamedTuple):
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a family. Those that an estimate or an export reads of every family have no default.
-
-    Keys are those of its config.json.
-    """
+    """The facts of a family, by keys of its config.json; those that estimates or exports read have no default."""
 
     model_type: str
     """Its name in a config.json, in descriptions and in transformers."""
@@ -167,12 +164,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     shapes: Callable[[str, Config], Config] = lambda _layer, _config: {}
     """Keys whose values differ from layer type to layer type, such as width and heads, with those of one type."""
     merging: tuple[str, ...] = ()
-    """Layer types that attend to nothing and hand on other shapes than they receive, such as what merges patches.
-
-    Every rank computes all that it has.
-    """
+    """Layer types that attend to nothing and hand on other shapes; every rank computes all that it has."""
     towers: Callable[[str, Config], "Family | None"] = lambda _layer, _config: None
-    """Facts of a type of block that are another family's, such as those of a vision tower; None: they are these."""
+    """Facts of a type of block that are another family's; None: they are these."""
     wrong: Callable[[Config], str | None] = lambda _: None
     """Function that names the fault of keys taken together, or of those that are no lengths; None: there is none."""
     alibi: Callable[[Config], bool] = lambda _: False
@@ -190,7 +184,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     state_features: Callable[[Config], Mapping[str, int]] = lambda _: {}
     """Features of those boundary tensors that pass through layers of other widths unchanged."""
     joined_by: str | None = None
-    """The type of layer that joins all states into the last; None: each block may attend to those of stacks before."""
+    """The type of layer that joins all states into the last; None: blocks may attend to those of stacks before."""
+    images_ahead: bool = False
+    """Whether positions of an image attend to all of it, those behind them included."""
+    matrices: tuple[str, ...] = ()
+    """Parameters that multiply without a module of their own."""
     least_positions: Callable[[Config], int] = lambda _: 1
     """The fewest positions of a sample, such as those of the image in it and one of text."""
     fixed_positions: Callable[[Config], int | None] = lambda _: None

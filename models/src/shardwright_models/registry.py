@@ -11,6 +11,7 @@ from shardwright_models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from shardwright_models.families.experts import MIXTRAL, QWEN3_MOE
 from shardwright_models.families.gemma2 import GEMMA2
 from shardwright_models.families.gemma3 import GEMMA3
+from shardwright_models.families.gemma3_images import GEMMA3_IMAGES
 from shardwright_models.families.glm4 import GLM4
 from shardwright_models.families.gpt2 import GPT2
 from shardwright_models.families.gpt_oss import GPT_OSS
@@ -39,6 +40,7 @@ _ALL = (
     DEEPSEEK_V3,
     GEMMA2,
     GEMMA3,
+    GEMMA3_IMAGES,
     GLM4,
     GPT2,
     GPT_OSS,

@@ -37,16 +37,20 @@ _TEXT_DEFAULTS = {
 }
 
 
-class _Tower(Stack):
+class Tower(Stack):
     """The blocks of a vision tower up to the one whose states are taken, and the projector behind them."""
 
     def layers(self, config: Config) -> Sequence[str]:
         """Return the types of its blocks, and that of the projector."""
-        return [TOWER] * taken_blocks(config) + [PROJECTOR]
+        return [TOWER] * self.taken(config) + [PROJECTOR]
 
     def numbers(self, config: Config) -> Sequence[Any]:
-        """Return the number of blocks that are taken."""
-        return (taken_blocks(config),)
+        """Return the number of its blocks."""
+        return (self.taken(config),)
+
+    def taken(self, config: Config) -> int:
+        """Return the number of its blocks that compute something."""
+        return taken_blocks(config)
 
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
         """Return the key that counts the blocks of the tower."""
@@ -144,7 +148,7 @@ LLAVA = replace(
     nested=TEXT,
     parameters=_parameters,
     stacks=(
-        _Tower(types=(TOWER, PROJECTOR), state=IMAGE_STATES, inside=VISION, resets={_LAYER: -1}),
+        Tower(types=(TOWER, PROJECTOR), state=IMAGE_STATES, inside=VISION, resets={_LAYER: -1}),
         Stack(types=(BLOCK,)),
     ),
     aliases={"image_token_id": "image_token_index"},

@@ -10,7 +10,7 @@ from shardwright_models.facts import Config
 from shardwright_models.families.siglip import SIGLIP, VISION
 from shardwright_models.parameters import Parameters, linear, norm
 
-_CLIP, _SIGLIP = "clip_vision_model", "siglip_vision_model"
+CLIP, _SIGLIP = "clip_vision_model", "siglip_vision_model"
 
 
 def _clip_block(_layer: str, config: Config) -> Parameters:
@@ -26,7 +26,7 @@ def _clip_block(_layer: str, config: Config) -> Parameters:
 
 _CLIP_TOWER = replace(
     SIGLIP,
-    model_type=_CLIP,
+    model_type=CLIP,
     nested=None,
     parameters=_clip_block,
     defaults={
@@ -36,7 +36,7 @@ _CLIP_TOWER = replace(
     },
 )
 _SIGLIP_TOWER = replace(SIGLIP, model_type=_SIGLIP, nested=None)
-TOWERS = {_CLIP: _CLIP_TOWER, _SIGLIP: _SIGLIP_TOWER}
+TOWERS = {CLIP: _CLIP_TOWER, _SIGLIP: _SIGLIP_TOWER}
 """Facts of the towers' blocks, by the model_type of a vision_config."""
 _LENGTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels")
 _SIDES = ("image_size", "patch_size")
@@ -66,7 +66,7 @@ def patches(vision: Config) -> int:
 
 def positions(kind: str, vision: Config) -> int:
     """Return the positions of a tower's states: the patches of an image, and with CLIP one for its class."""
-    return patches(vision) + (kind == _CLIP)
+    return patches(vision) + (kind == CLIP)
 
 
 def block_shapes(vision: Config) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def block_shapes(vision: Config) -> dict[str, Any]:
 def embedding_parameters(prefix: str, kind: str, vision: Config) -> Parameters:
     """Yield the parameters that make states of an image's patches."""
     hidden, patch = vision["hidden_size"], vision["patch_size"]
-    if kind == _CLIP:
+    if kind == CLIP:
         yield Parameter(name=f"{prefix}.embeddings.class_embedding", shape=(hidden,))
     projection = f"{prefix}.embeddings.patch_embedding"
     yield Parameter(name=f"{projection}.weight", shape=(hidden, vision["num_channels"], patch, patch))
@@ -88,7 +88,7 @@ def embedding_parameters(prefix: str, kind: str, vision: Config) -> Parameters:
         yield Parameter(name=f"{projection}.bias", shape=(hidden,))
     table = f"{prefix}.embeddings.position_embedding.weight"
     yield Parameter(name=table, shape=(positions(kind, vision), hidden))
-    if kind == _CLIP:
+    if kind == CLIP:
         yield from norm(f"{prefix}.pre_layrnorm", hidden)
 
 

@@ -124,7 +124,8 @@ class Family:
 
     def keeps_last_sum(self, kind: str, config: Any) -> bool:
         """Return whether a value after the last sum of a type of block is kept for the backward pass."""
-        return kind in self.normed_behind or "full" in self.facts.replays_sum(vars(config))
+        facts = self.facts.of_type(kind, vars(config))
+        return kind in self.normed_behind or "full" in facts.replays_sum(vars(config))
 
     def configured(self, config: Mapping[str, Any]) -> Any:
         """Return the transformers configuration of a config.json."""
@@ -193,7 +194,7 @@ class Family:
 
     def _angles(self, model: Model, kind: str, places: Places, example: Tensor) -> dict[str, Any]:
         of_kind = self.facts.of_type(base_type(kind), self.facts.configured(model.config))
-        if self.rotary is None or of_kind.positions != "rope":
+        if self.rotary is None or of_kind.positions != "rope" or base_type(kind) in self.facts.merging:
             return {"arguments": {}}
         rotary = type(self.stock_model(model).get_submodule(self.rotary))(self.configuration(model))
         # Some kinds look at the length of the whole sequence, of which this rank may have a part.

@@ -49,5 +49,6 @@ def _parameters(family: Family, layer: str, module: nn.Module) -> tuple[Paramete
 def _products(module: nn.Module, facts: Facts) -> int:
     """Return the number of elements of the matrices, but not of a router's, which is counted with its experts."""
     router = None if facts.experts is None else facts.experts.router
+    bare = sum(p.numel() for name, p in module.named_parameters() if name in facts.matrices)
     parts = (part for name, part in module.named_modules() if name != router)
-    return sum(p.weight.numel() for p in parts if isinstance(p, nn.Linear | nn.Conv1d | nn.Conv2d | Conv1D))
+    return bare + sum(p.weight.numel() for p in parts if isinstance(p, nn.Linear | nn.Conv1d | nn.Conv2d | Conv1D))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llava.configuration_llava import LlavaConfig
 
 from shardwright_formats.types import EMBEDDING, Model, base_type
 from shardwright_models.facts import BLOCK
+from shardwright_models.facts import Family as Facts
 from shardwright_models.families.llama import LLAMA
 from shardwright_models.families.llava import (
     LANGUAGE,
@@ -20,21 +20,19 @@ from shardwright_models.families.llava import (
     TOWER,
     VISION_TOWER,
     image_tokens,
-    taken_blocks,
 )
 from shardwright_models.families.siglip import VISION
-from shardwright_models.families.towers import TOWERS, part_of
+from shardwright_models.families.towers import CLIP, TOWERS, part_of, vision_kind
 from shardwright_train.data.image_text import ImageText
 from shardwright_train.data.share import Batch
 from shardwright_train.models.auxiliary_loss import States
 from shardwright_train.models.base import Family
-from shardwright_train.models.configuration import parse
+from shardwright_train.models.configuration import check_only, parse
 from shardwright_train.models.stock import Pieces
 from shardwright_train.parallel.sharding_rules import Parts
 from shardwright_train.parallel.vocab import token_embedding
 
 _EMBEDDINGS, _NORM = f"{VISION_TOWER}.embeddings", f"{VISION_TOWER}.pre_layrnorm"
-_TEXT_KEYS = LlamaConfig().to_dict().keys() - LlavaConfig().to_dict().keys()
 _PARTS = ("self_attn",), ("mlp",)
 
 
@@ -56,22 +54,37 @@ class Llava(Family):
     shared = {f"post_layernorm.{kind}": f"{VISION_TOWER}.post_layernorm.{kind}" for kind in ("weight", "bias")}
     rotary = f"{LANGUAGE}.rotary_emb"
     objective = ImageText
+    text: tuple[Any, Facts] = LlamaConfig, LLAMA
+    """Configuration class and facts of the language model."""
 
     def configured(self, config: Mapping[str, Any]) -> Any:
         """Return the configuration of the blocks that compute something; it has the attributes of the text's, too."""
         read = self.facts.configured(config)
         if (wrong := self.facts.wrong(read)) is not None:
             raise ValueError(wrong)
-        outer, text, vision = dict(config), part_of(config, TEXT), part_of(config, VISION)
-        text |= {key: outer.pop(key) for key in _TEXT_KEYS & outer.keys()}
-        parse(LlamaConfig, text, LLAMA)  # names an unknown key
-        if kind := vision.get("model_type"):
-            parse(CONFIG_MAPPING[kind], vision, TOWERS[kind])
-        vision["num_hidden_layers"] = taken_blocks(read)
-        inner = {TEXT: text, VISION: vision, "vision_feature_layer": -1, "image_seq_length": image_tokens(read)}
-        configured = super().configured(outer | inner)
-        vars(configured).update({**vars(configured.text_config), **vars(configured)})
+        (text_class, text_facts), outer = self.text, dict(config)
+        text, vision = part_of(config, TEXT), part_of(config, VISION)
+        moved = text_class().to_dict().keys() - self.stock.config_class().to_dict().keys()
+        text |= {key: outer.pop(key) for key in moved & outer.keys()}
+        tower = TOWERS[vision_kind(config, CLIP)] if "model_type" in vision else None
+        for part, kind, facts in (
+            (text, text_class, text_facts),
+            (vision, tower and CONFIG_MAPPING[tower.model_type], tower),
+        ):
+            if facts is not None:
+                parse(kind, part, facts)  # names an unknown key
+                check_only(part, facts)
+        vision["num_hidden_layers"] = self.facts.stacks[0].numbers(read)[0]
+        configured = super().configured(outer | {TEXT: text, VISION: vision, **self.normalized(read)})
+        of_text = {
+            key: x for key, x in vars(configured.text_config).items() if key not in ("model_type", "architectures")
+        }
+        vars(configured).update({**of_text, **vars(configured)})
         return configured
+
+    def normalized(self, read: Mapping[str, Any]) -> dict[str, Any]:
+        """Return keys of a configuration whose tower ends with the block whose states are taken."""
+        return {"vision_feature_layer": -1, "image_seq_length": image_tokens(read)}
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
         """Return the modules of a layer; numbers of patches' positions are no buffer, which would lose its values."""
@@ -90,7 +103,7 @@ class Llava(Family):
         block.of_tower = kind == TOWER
         if kind == PROJECTOR:
             block.post_layernorm = copy.deepcopy(stock.model.vision_tower.post_layernorm).requires_grad_(False)
-            block.has_class = stock.config.vision_feature_select_strategy == "default"
+            block.has_class = getattr(stock.config, "vision_feature_select_strategy", None) == "default"
             block.image_token = stock.config.image_token_index
         return block  # type: ignore[no-any-return]
 

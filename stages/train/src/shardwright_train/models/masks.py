@@ -143,6 +143,28 @@ def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None,
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
+def image_masks(
+    batch: Batch, config: Mapping[str, Any], wanted: Sequence[tuple[int | None, Places]], dtype: torch.dtype
+) -> Batch:
+    """Return the shared masks of a microbatch for some windows, in which positions of an image see all of it."""
+    inside = batch["tokens"] == config["image_token_index"]
+    return {shared_mask(window, places.attending): image_mask(inside, window, dtype) for window, places in wanted}
+
+
+def image_mask(inside: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return the causal mask [b, 1, s, s] to add to scores, in which positions of an image see all of it.
+
+    `inside` [b, s] is true on these. A window hides what lies further before a position.
+    """
+    after = torch.ones(inside.shape[1], inside.shape[1], dtype=torch.bool, device=inside.device).triu_(1)
+    hidden = after & ~(inside[:, :, None] & inside[:, None])
+    if window is not None:
+        hidden |= torch.ones_like(after).tril_(-window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)[
+        :, None
+    ]
+
+
 def padding_mask(mask: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
     """Return a kernel's form of a mask [b, s] that is false on padding.
 

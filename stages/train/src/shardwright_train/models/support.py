@@ -97,6 +97,8 @@ def _beyond_context(plan: Plan) -> Iterator[tuple[str, str]]:
         yield problem, f"describe the model with {key} 0, or share positions out by sequence_parallel"
     if plan.compile:
         yield "compile: blocks that attend to positions of other ranks (cp_size) are not compiled", "leave it out"
+    if facts.joined_by is not None:
+        yield "cp_size above 1 is not for images among a text, which keep their order", "use sequence_parallel"
     if any(layer.context is ContextParallel.RING for layer in plan.layers):
         yield "context ring is not run yet", "use gather"
 

@@ -79,13 +79,16 @@ class RankContext:
 
     @property
     def masks(self) -> tuple[tuple[int | None, Places], ...]:
-        """Return the windows and places of this rank's blocks that read masks of documents, each pair once.
+        """Return the windows and places of this rank's blocks that read masks of a microbatch, each pair once.
 
-        The window is None for those without one. Where ranks hold positions in an order, these read documents alone.
+        The window is None for those without one; a tower reads no mask. Where ranks hold positions in an order, blocks
+        read documents alone.
         """
-        model, pairs = self.plan.model, dict[tuple[int | None, int, int], Places]()
+        facts, model, pairs = self.family.facts, self.plan.model, dict[tuple[int | None, int, int], Places]()
         for low, high in self.plan.stages[self.stage_index].layers:
             for layer in self.plan.layers[low:high]:
+                if facts.joined_by is not None and not facts.stacks[-1].has(base_type(layer.type)):
+                    continue
                 window, axis = model.types[layer.type].window, axes_of(layer).context
                 if window is not None or self.order is None:
                     rows = share_of(axis, self.me, model.sequence_length)

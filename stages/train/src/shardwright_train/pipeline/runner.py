@@ -20,7 +20,7 @@ from shardwright_formats.types import ITEMSIZE, Attention, GradientReduction
 from shardwright_models.facts import Mask
 from shardwright_train.data.share import DOCUMENTS, Batch, BatchShare
 from shardwright_train.models.auxiliary_loss import States, WithLoss
-from shardwright_train.models.masks import Places, document_mask, padding_mask, shared_mask, window_mask
+from shardwright_train.models.masks import Places, document_mask, image_masks, padding_mask, shared_mask, window_mask
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.vocab import IGNORED
@@ -79,9 +79,9 @@ class Microbatches:
         return {**batch, **masks}
 
     def _wanted(self, batch: Batch) -> tuple[tuple[int | None, Places], ...]:
-        """Return the windows and places of this rank's blocks whose masks hold documents, or padding."""
+        """Return the windows and places of this rank's blocks whose masks hold documents, images or padding."""
         context = self.stage.context
-        if DOCUMENTS in batch:
+        if DOCUMENTS in batch or context.family.facts.images_ahead:
             return context.masks
         padded = context.family.facts.mask is Mask.PADDING and context.attention != Attention.FLASH_ATTENTION_2.value
         return tuple(pair for pair in context.masks if pair[0] is not None) if padded else ()
@@ -90,6 +90,8 @@ class Microbatches:
         """Return the masks of a microbatch for each of some windows and places."""
         context, mask = self.stage.context, self.stage.context.family.facts.mask
         dtype = torch_dtype(context.plan.precision.compute)
+        if (facts := context.family.facts).images_ahead:
+            return image_masks(batch, facts.configured(context.plan.model.config), wanted, dtype)
         padding = batch["attention_mask"] if mask is Mask.PADDING else None
         masks = {}
         for window, places in wanted:
