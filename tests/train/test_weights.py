@@ -89,6 +89,13 @@ def _check_export(plan: Plan, folder: Path) -> None:
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[key], x) and found[key].dtype is x.dtype for key, x in wanted.items())
     assert len(list((folder / "out sharded").glob("*.safetensors"))) > 1
+    if any(key.endswith("correction_bias") for key in wanted):
+        narrow = ConvertOptions(
+            checkpoint=checkpoint, plan=folder / "plan.json", out=folder / "narrow", dtype="bfloat16", file_gib=1.0
+        )
+        export(narrow)
+        for key, x in tensors_of(folder / "narrow").items():
+            assert x.dtype is (torch.float32 if key.endswith("correction_bias") else torch.bfloat16)
     stock_class: Any = type(stock_model(plan.model))
     batch = batch_of(plan.model, 2, 0)
     torch.set_default_dtype(torch.float32)

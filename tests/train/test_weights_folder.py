@@ -190,6 +190,19 @@ def test_experts_that_a_folder_has_whole_are_read_as_they_are(tmp_path: Path) ->
         assert torch.equal(window[:, 0], whole[1:4, 24 + 5 : 48])
 
 
+def test_layers_that_predict_further_tokens_are_named_and_not_used(tmp_path: Path) -> None:
+    model, folder = tiny("deepseek_v3"), tmp_path / "model"
+    published(model, folder)
+    further = {f"model.layers.4.{name}": torch.zeros(32) for name in ("enorm.weight", "shared_head.norm.weight")}
+    change_tensors(folder, lambda tensors: tensors.update(further))
+    weights = open_weights(folder, model, family_named("deepseek_v3", "test"), allow_new=False)
+    assert weights.surplus == tuple(further)
+    assert weights.notes("float32") == [f"not used: {', '.join(further)}"]
+    change_tensors(folder, lambda tensors: tensors.update({"model.layers.3.enorm.weight": torch.zeros(32)}))
+    with pytest.raises(BadInput, match=r"has what the model's blocks lack: model\.layers\.3\.enorm\.weight"):
+        open_weights(folder, model, family_named("deepseek_v3", "test"), allow_new=False)
+
+
 @pytest.mark.parametrize("said", [True, False])
 def test_experts_in_four_bits_are_refused_in_one_line_that_says_what_to_do(tmp_path: Path, said: bool) -> None:
     model, folder = tiny("gpt_oss"), tmp_path / "model"
