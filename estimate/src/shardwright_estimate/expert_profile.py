@@ -17,6 +17,7 @@ from shardwright_formats.types import (
     ExpertStrategy,
     LayerStrategy,
     Model,
+    Recompute,
     Strategy,
     misfit,
 )
@@ -46,15 +47,36 @@ def expert_rows(
     models: Sequence[Model], strategies: Sequence[Strategy], settings: ProfileSettings, machines: Machines
 ) -> Iterator[ExpertRow]:
     """Yield the rows of experts: any number of them that can be a rank's, for all rows that it can have."""
-    model = models[0]
-    for name in sparse_types(model):
-        experts, machine = model.types[name].experts, machines.reached_in(name)
+    for key in expert_keys(models, strategies, settings, settings.recompute):
+        figures = estimate_experts(models[0], key, settings.precision, machines.reached_in(key.type))
+        yield ExpertRow.from_figures(key, _analytic(figures))
+
+
+def expert_keys(
+    models: Sequence[Model],
+    strategies: Sequence[Strategy],
+    settings: ProfileSettings,
+    recompute: Sequence[Recompute],
+    levels: int | None = None,
+) -> Iterator[ExpertKey]:
+    """Yield the keys of all experts that a rank can have, with all their numbers of rows, or `levels` of these.
+
+    `models` are descriptions of one model at each length, and `strategies` those of the rest of its layers.
+    """
+    for name in sparse_types(models[0]):
+        experts = models[0].types[name].experts
         assert experts is not UNSET
         etp_sizes = [size for size in sorted({1, *settings.tp_sizes}) if experts.features % size == 0]
-        for number, etp_size, recompute in product(divisors(experts.number), etp_sizes, settings.recompute):
-            for rows in _rows(models, strategies, settings, experts, etp_size):
-                key = ExpertKey(type=name, experts=number, etp_size=etp_size, recompute=recompute, rows=rows)
-                yield ExpertRow.from_figures(key, _analytic(estimate_experts(model, key, settings.precision, machine)))
+        for number, etp_size, kind in product(divisors(experts.number), etp_sizes, recompute):
+            for rows in _some(list(_rows(models, strategies, settings, experts, etp_size)), levels):
+                yield ExpertKey(type=name, experts=number, etp_size=etp_size, recompute=kind, rows=rows)
+
+
+def _some(values: Sequence[int], levels: int | None) -> Sequence[int]:
+    """Return values, or so many of them, their ends and evenly between."""
+    if levels is None or len(values) <= levels:
+        return values
+    return [values[round(i * (len(values) - 1) / (levels - 1))] for i in range(levels)]
 
 
 def sparse_types(model: Model) -> tuple[str, ...]:

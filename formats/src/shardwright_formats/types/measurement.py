@@ -3,9 +3,10 @@
 from statistics import fmean, median, median_low
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from shardwright_formats.io import Document, Value
+from shardwright_formats.types.expert_probes import ExpertMeasurement
 from shardwright_formats.types.limits import Bytes, NonNegativeCount, PositiveSeconds, Rank, Seconds, SignedSeconds
 from shardwright_formats.types.plan import Plan
 
@@ -214,6 +215,8 @@ class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Plans that were measured, in the order they were asked for."""
     failed: tuple[PlanFailure, ...] = ()
     """The others, in that order."""
+    experts: tuple[ExpertMeasurement, ...] | UnsetType = UNSET
+    """Experts that were measured by themselves; left out where none were."""
 
     def __post_init__(self) -> None:
         if not self.plans and not self.failed:

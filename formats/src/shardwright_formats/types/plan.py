@@ -4,10 +4,11 @@ from collections import Counter
 from enum import StrEnum
 from typing import Annotated, Literal, assert_never
 
-from msgspec import UNSET, Meta, to_builtins
+from msgspec import UNSET, Meta, UnsetType, to_builtins
 
 from shardwright_formats.io import Document, Value, sha256_of_value
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.expert_probes import ExpertProbe
 from shardwright_formats.types.limits import Name, NonNegativeCount, Rank, Samples
 from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model
 from shardwright_formats.types.strategy import ContextParallel, LayerStrategy, SequenceParallel, Strategy
@@ -328,6 +329,8 @@ class Plans(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     in_turns: tuple[Annotated[tuple[NonNegativeCount, ...], Meta(min_length=2)], ...] = ()
     """Places of plans that are subtracted from one another, the one that the others are compared with first: they are
     stepped in turns, so that a slow moment of the machine meets them all."""
+    experts: tuple[ExpertProbe, ...] | UnsetType = UNSET
+    """Probes of experts of the plans' model by themselves, to be measured besides; left out where there are none."""
 
     def __post_init__(self) -> None:
         places = [place for group in self.in_turns for place in group]

@@ -1,8 +1,6 @@
 """The fit of a model profile to measured probes: layers, parameters, ZeRO and process, and notes on doubtful times."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
-from math import hypot
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -14,9 +12,17 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source, Sourced, Table
 from shardwright_formats.key import LayerKey, rows_by_key
 from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR, Duration
 from shardwright_formats.types import EMBEDDING, HEAD, DataParallel, Measurement, Model, Recompute
-from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProcessRow, StateRow
+from shardwright_formats.types.model_profile import (
+    ExpertRow,
+    LayerFigures,
+    LayerRow,
+    ModelProfile,
+    ProcessRow,
+    StateRow,
+)
+from shardwright_profile.model.doubtful import falling_times, uncertain_times
+from shardwright_profile.model.experts import fit_experts
 from shardwright_profile.model.probe_results import (
     LAYERS,
     LayerPair,
@@ -26,7 +32,8 @@ from shardwright_profile.model.probe_results import (
     read_probes,
     seconds_per_layer,
 )
-from shardwright_profile.model.replays import LIKELY, hidden_replays, mean_of, with_replays
+from shardwright_profile.model.probes import is_apart
+from shardwright_profile.model.replays import hidden_replays, mean_of, with_replays
 from shardwright_profile.model.rest import hidden_rests, rest_rows
 
 
@@ -54,10 +61,13 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
     they cannot be compared, where one is missing, and where noise hides the cost of a layer.
     """
     origin, provenance, all_probes = read_probes(measurements)
-    probes = [probe for probe in all_probes if probe.data_parallel is DataParallel.DDP]
+    replicated = [probe for probe in all_probes if probe.data_parallel is DataParallel.DDP]
+    probes = [probe for probe in replicated if not is_apart(probe.plan)]
     pairs = layer_pairs(probes)
     measured = list(_block_rows(pairs))
     layers = sorted([*with_replays(measured), *rest_rows(pairs), *_end_rows(probes)], key=lambda row: row.key)
+    apart = _block_rows(layer_pairs([probe for probe in replicated if is_apart(probe.plan)]))
+    experts, rests = fit_experts(measurements, probes[0], layers, list(apart))
     line = fit_optimizer_line(probes)
     states = sorted(fit_states(pairs, line, zero_rates(all_probes)), key=lambda row: (row.type, row.tp_size))
     return ModelProfile(
@@ -77,6 +87,8 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
         states=Table.from_rows(StateRow, states),
         process=Table.from_rows(ProcessRow, [_process(probes, line)]),
         fits=fits_table(layers),
+        rests=Table.from_rows(LayerRow, sorted(rests, key=lambda row: row.key)),
+        experts=Table.from_rows(ExpertRow, sorted(experts, key=lambda row: row.key)),
     )
 
 
@@ -304,38 +316,3 @@ def _plain_microbatch_s(zero3: ProbeResult, probes: Sequence[ProbeResult]) -> fl
         return None
     few = min(alike, key=lambda probe: sum(probe.counts.values()))
     return few.microbatch_s + sum(probe.microbatch_s - few.microbatch_s for probe in alike)
-
-
-def falling_times(layers: Iterable[LayerRow]) -> Iterator[str]:
-    """Yield a sentence for each time shorter than that of a smaller micro-batch, by more than three standard errors.
-
-    The rows ascend in micro-batch size.
-    """
-    for key, points in rows_by_key(layers, "micro_batch_size").items():
-        for small, large in pairwise(points):
-            for way in ("forward", "backward"):
-                times_s = [getattr(row, f"{way}_s") for row in (small, large)]
-                error_s = hypot(*(getattr(row, f"{way}_error_s") for row in (small, large)))
-                if times_s[0] - times_s[1] > LIKELY * error_s:
-                    yield (
-                        f"not monotone: {way} time of {key} falls from {times_s[0]:.4g} s to "
-                        f"{times_s[1]:.4g} s as micro_batch_size grows from {small.micro_batch_size} to "
-                        f"{large.micro_batch_size}"
-                    )
-
-
-def uncertain_times(probes: Sequence[ProbeResult], layers: Iterable[LayerRow]) -> Iterator[str]:
-    """Yield a sentence on what was measured again, if anything, and one for each time with an error over a fifth."""
-    again = {probe.in_turns: probe.measured_again for probe in probes if probe.in_turns}
-    if any(again.values()):
-        times = f"up to {max(again.values())} times" if max(again.values()) > 1 else "once"
-        yield f"measured again: {sum(map(bool, again.values()))} of {len(again)} groups of probes in turns, {times}"
-    for row in (row for row in layers if row.type not in (EMBEDDING, HEAD)):
-        for way in ("forward", "backward"):
-            time = Duration(getattr(row, f"{way}_s"), getattr(row, f"{way}_error_s"))
-            if time.median_s > 0 and time.relative_error > MAX_RELATIVE_ERROR:
-                yield (
-                    f"uncertain: {way} time of {row.type} (tp_size {row.tp_size}, sequence_parallel "
-                    f"{row.sequence_parallel}, recompute {row.recompute}, micro_batch_size {row.micro_batch_size}, "
-                    f"sequence_length {row.sequence_length}) has a standard error of {time.relative_error:.0%}"
-                )

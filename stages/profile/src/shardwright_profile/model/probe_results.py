@@ -26,7 +26,7 @@ from shardwright_formats.types import (
     profiled_as,
 )
 from shardwright_formats.types.model_profile import ProfileOrigin
-from shardwright_profile.model.probes import NUM_MICROBATCHES, layer_counts, probe_key
+from shardwright_profile.model.probes import NUM_MICROBATCHES, is_apart, layer_counts, probe_key
 
 LAYERS = "layers"
 _SEGMENTS = (EMBEDDING, LAYERS, HEAD)
@@ -141,7 +141,7 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
                 raise BadInput(file, problem, "fit the measurements of one model on one kind of device at a time")
     seen: dict[tuple[object, ...], ProbeResult] = {}
     for result in results:
-        identity = (result.key, result.data_parallel, *sorted(result.counts.items()))
+        identity = (result.key, result.data_parallel, is_apart(result.plan), *sorted(result.counts.items()))
         if identity in seen:
             raise BadInput(
                 result.file,

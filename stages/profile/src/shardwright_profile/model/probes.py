@@ -4,15 +4,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from msgspec import UNSET
 from msgspec.structs import asdict, replace
 
+from shardwright_estimate.expert_profile import expert_keys, sparse_types
 from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
 from shardwright_formats.io import BadInput
 from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.axes import axes_of, layout_of, strategy_on
+from shardwright_formats.semantics.expert_messages import shares_experts
 from shardwright_formats.types import (
     Cluster,
     DataParallel,
+    ExpertProbe,
+    ExpertStrategy,
     LayerStrategy,
     Model,
     NodeGroup,
@@ -27,6 +32,11 @@ from shardwright_formats.types import (
 NUM_MICROBATCHES = 3
 """Minimum number of microbatches with a middle one, which gathers no parameters and only adds to existing gradients."""
 
+_EXPERT_KINDS = (Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE)
+"""Kinds of recomputation that experts tell apart."""
+_LEVELS = 3
+"""Numbers of rows that experts are measured at: a line, and the floor that few rows for each stand on."""
+
 
 class Probes(NamedTuple):
     """The plans to measure, and one sentence for each strategy that was left out."""
@@ -35,11 +45,13 @@ class Probes(NamedTuple):
     in_turns: tuple[tuple[int, ...], ...]
     """Places of the plans that differ only in the number of layers or in ZeRO, the one of the fewest layers first."""
     left_out: tuple[str, ...]
+    experts: tuple[ExpertProbe, ...] = ()
+    """Probes of experts by themselves, of a model that has some."""
 
     @property
     def document(self) -> Plans:
         """Return the document of the plans to measure."""
-        return Plans(plans=self.plans, in_turns=self.in_turns)
+        return Plans(plans=self.plans, in_turns=self.in_turns, experts=self.experts or UNSET)
 
 
 def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, settings: ProfileSettings) -> Probes:
@@ -79,6 +91,7 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
         for size in settings.sizes(described.sequence_length, length)
         for truncated in _truncations(described, settings.layers)
     )
+    plans += tuple(_apart(models, node, settings, fitting))
     plans += _zero_probes(model, node, settings, fitting)
     left_out += [
         f"{formatted(strategy)} sequence_length={described.sequence_length}: {misfit_of(described, strategy)}"
@@ -86,7 +99,41 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
         for described in models
         if misfit_of(described, strategy) is not None
     ]
-    return Probes(plans, tuple(_in_turns(plans)), tuple(left_out))
+    return Probes(plans, tuple(_in_turns(plans)), tuple(left_out), tuple(_expert_probes(models, settings, fitting)))
+
+
+def _apart(
+    models: Sequence[Model], node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
+) -> Iterator[Plan]:
+    """Yield the probes of layers whose ranks have all experts each, for positions of their own.
+
+    Without what their experts take, they cost what a layer does beside experts that ranks share out, whatever its
+    tensor parallelism. Of a rank alone the other probes are such.
+    """
+    model = models[0]
+    split = [strategy for strategy in fitting if layout_of(strategy).sequence.size > 1 and sparse_types(model)]
+    for strategy, recompute in product(split, settings.recompute):
+        for size in settings.sizes(model.sequence_length, model.sequence_length):
+            for truncated in _truncations(model, settings.layers):
+                plan = _probe(truncated, node, settings, strategy, recompute, size)
+                layers = (_with_all_experts(layer, truncated) for layer in plan.layers)
+                yield replace(plan, name=f"{plan.name} experts apart", layers=tuple(layers))
+
+
+def _with_all_experts(layer: LayerStrategy, model: Model) -> LayerStrategy:
+    sparse = model.types[layer.type].experts is not UNSET
+    return replace(layer, experts=ExpertStrategy(ep_size=1)) if sparse else layer
+
+
+def _expert_probes(
+    models: Sequence[Model], settings: ProfileSettings, fitting: Sequence[Strategy]
+) -> Iterator[ExpertProbe]:
+    """Yield the probes of experts, of which recomputation repeats all, what lies between products, or nothing."""
+    kinds = [kind for kind in _EXPERT_KINDS if kind in settings.recompute or kind is Recompute.NONE]
+    if Recompute.MLP in settings.recompute and Recompute.FULL not in kinds:
+        kinds.append(Recompute.FULL)
+    for key in expert_keys(models, fitting, settings, kinds, _LEVELS):
+        yield ExpertProbe(**key.columns)
 
 
 def probe_key(plan: Plan) -> LayerKey:
@@ -95,6 +142,11 @@ def probe_key(plan: Plan) -> LayerKey:
     size = axes_of(strategy).rank_samples(plan.microbatch_samples)
     key = LayerKey.from_fields(strategy, micro_batch_size=size, sequence_length=plan.model.sequence_length)
     return key.without("type")
+
+
+def is_apart(plan: Plan) -> bool:
+    """Return whether a probe is of layers whose ranks have all experts each, for positions of their own."""
+    return any(map(shares_experts, plan.layers))
 
 
 def layer_counts(model: Model) -> dict[str, int]:
@@ -118,9 +170,9 @@ def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
 
 def _in_turns(plans: Sequence[Plan]) -> Iterator[tuple[int, ...]]:
     """Yield the places of all probes of a key, in their order: the shortest one comes first."""
-    by_key: dict[LayerKey, list[int]] = {}
+    by_key: dict[tuple[LayerKey, bool], list[int]] = {}
     for place, plan in enumerate(plans):
-        by_key.setdefault(probe_key(plan), []).append(place)
+        by_key.setdefault((probe_key(plan), is_apart(plan)), []).append(place)
     yield from map(tuple, by_key.values())
 
 

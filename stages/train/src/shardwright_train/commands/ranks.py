@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright_formats.io import BadInput, OutOfMemory, RunFailed, read_any_document, read_document, write_document
 from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import Attention, Measurement, Plan, PlanFailure, Plans, Prediction
+from shardwright_formats.types import Attention, ExpertProbe, Measurement, Plan, PlanFailure, Plans, Prediction
 from shardwright_launch.accelerator import CPU, check_accelerator, device_type_of
 from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
@@ -121,9 +122,11 @@ def start_measure(options: MeasureOptions) -> None:
     ):
         sized = sorted((plan for _, plan in plans), key=lambda plan: plan.world_size)
         in_turns = [tuple(some.plans[place].sha256 for place in group) for _, some in asked for group in some.in_turns]
+        experts = tuple(probe for _, some in asked if some.experts is not UNSET for probe in some.experts)
         results = _Results({}, {})
         for _, group in groupby(sized, key=lambda plan: plan.world_size):
-            _measure(tuple(group), in_turns, options, nodes, scratch, results)
+            _measure(tuple(group), in_turns, experts, options, nodes, scratch, results)
+            experts = ()  # any launch can measure them
         if nodes.rank == 0:
             write_document(out, _in_order([plan for _, plan in plans], results))
             journal_path(out).unlink(missing_ok=True)
@@ -139,6 +142,7 @@ class _Results(NamedTuple):
 def _measure(
     plans: tuple[Plan, ...],
     in_turns: list[_Turns],
+    experts: tuple[ExpertProbe, ...],
     options: MeasureOptions,
     nodes: Nodes,
     scratch: Path,
@@ -153,7 +157,7 @@ def _measure(
     fields = msgspec.structs.asdict(options) | {"plans": (together,), "out": result}
     apart: list[_Turns] = []
     while plans:
-        write_document(together, _asked(plans, [group for group in in_turns if group not in apart]))
+        write_document(together, _asked(plans, [group for group in in_turns if group not in apart], experts))
         job = MeasureJob(**fields, journal=journal_path(options.out).absolute())
         try:
             start_ranks(job, plans[0], nodes, f"after {len(results.failed) + len(apart)} that lacked memory")
@@ -182,11 +186,12 @@ def _measure(
         return
 
 
-def _asked(plans: tuple[Plan, ...], in_turns: Sequence[_Turns]) -> Plans:
-    """Return the given plans with their groups to measure in turns."""
+def _asked(plans: tuple[Plan, ...], in_turns: Sequence[_Turns], experts: tuple[ExpertProbe, ...]) -> Plans:
+    """Return the given plans with their groups to measure in turns, and probes of experts."""
     places = {plan.sha256: place for place, plan in enumerate(plans)}
     groups = (tuple(places[one] for one in group if one in places) for group in in_turns)
-    return Plans(plans=plans, in_turns=tuple(group for group in groups if len(group) > 1))
+    turns = tuple(group for group in groups if len(group) > 1)
+    return Plans(plans=plans, in_turns=turns, experts=experts or UNSET)
 
 
 def _in_order(plans: Sequence[Plan], results: _Results) -> Measurement:

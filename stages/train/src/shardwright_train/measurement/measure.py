@@ -13,15 +13,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from msgspec import UNSET, UnsetType
 
 from shardwright_formats.io import Value, read_document, write_document
 from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import Attention, Measurement, Plan, PlanMeasurement, Plans, RankMemory
+from shardwright_formats.types import (
+    Attention,
+    ExpertMeasurement,
+    Measurement,
+    Plan,
+    PlanMeasurement,
+    Plans,
+    RankMemory,
+)
 from shardwright_launch.journal import Journal, JournalKind, Kept
 from shardwright_launch.ranks import allocator_setting
 from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.measurement import timing
+from shardwright_train.measurement.experts import measure_experts
 from shardwright_train.measurement.profiles import record_memory, segments_of_memory, trace_file, traced
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
@@ -56,6 +66,9 @@ def measure_plans(job: MeasureJob, world: World) -> None:
         journal.add(group)
         if world.rank == 0:
             _say_measured(places, group, len(plans))
+    experts: tuple[ExpertMeasurement, ...] | UnsetType = UNSET
+    if asked.experts is not UNSET:
+        experts = measure_experts(plans[0], asked.experts, job, world)
     if world.rank == 0:
         complete = Measurement(
             device=device,
@@ -65,6 +78,7 @@ def measure_plans(job: MeasureJob, world: World) -> None:
             attention=next(taken, kernels[0]),
             allocator=allocator_setting(os.environ) if world.device.type == "cuda" else "",
             plans=tuple(measurement for measurement in measured if measurement is not None),
+            experts=experts,
         )
         write_document(job.out, complete)
 

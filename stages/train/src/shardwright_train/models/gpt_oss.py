@@ -57,7 +57,8 @@ class GptOss(Sparse):
         gate_up = with_biases(products, experts.gate_up_proj_bias, counts)
         inner: Tensor = _Gated.apply(gate_up, weights.tensor, experts.limit, experts.alpha)  # type: ignore[no-untyped-call]
         results = recomputation.product(expert_products, inner, experts.down_proj.transpose(1, 2), counts)
-        return with_biases(results, experts.down_proj_bias * experts.keeps_biases, counts, weights.tensor)
+        biases = experts.down_proj_bias * getattr(experts, "keeps_biases", 1.0)
+        return with_biases(results, biases, counts, weights.tensor)
 
 
 class _Gated(torch.autograd.Function):
