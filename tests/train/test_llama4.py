@@ -13,6 +13,7 @@ from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import Attention, Strategy
 from shardwright_models.description import model_of_config
 from shardwright_models.families.llama4 import DENSE, ROTATED_DENSE, ROTATED_SPARSE, SPARSE
+from shardwright_train.models.masks import Places
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.checkpointing import Recomputation
 
@@ -60,11 +61,13 @@ def test_lists_of_blocks_make_their_types() -> None:
 
 def test_scaled_queries_need_all_positions() -> None:
     scaled = tiny("llama4_text", floor_scale=SEQUENCE_LENGTH)
-    half, example = slice(0, SEQUENCE_LENGTH // 2), torch.zeros(1)
+    part, whole, example = slice(0, SEQUENCE_LENGTH // 2), slice(0, SEQUENCE_LENGTH), torch.zeros(1)
+    half = Places(SEQUENCE_LENGTH, part, part)
     for model, kind in ((MODEL, SPARSE), (scaled, ROTATED_SPARSE)):
         FAMILY.constants(model, kind, half, example, "sdpa")
-    with pytest.raises(BadInput, match="ulysses: queries of no_rope_sparse layers are scaled by their positions"):
-        FAMILY.constants(scaled, SPARSE, half, example, "sdpa")
+    for places in (half, Places(SEQUENCE_LENGTH, whole, whole, torch.arange(SEQUENCE_LENGTH))):
+        with pytest.raises(BadInput, match="1: queries of no_rope_sparse layers are scaled by their positions"):
+            FAMILY.constants(scaled, SPARSE, places, example, "sdpa")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwright_formats.types import Attention
 from shardwright_models.facts import FULL, SLIDING, Mask
-from shardwright_train.models.masks import mask_for
+from shardwright_train.models.masks import Places, mask_for
 from shardwright_train.models.registry import family_named
 
 MODEL = tiny("gpt_oss", num_hidden_layers=2)
@@ -23,7 +23,7 @@ def attended(layer: int, kernel: str) -> list[Tensor]:
     FAMILY.initialize(MODEL, block)
     part = block.double().self_attn
     states = torch.randn(3, SEQUENCE_LENGTH, 32, dtype=torch.float64, requires_grad=True)
-    constants = FAMILY.constants(MODEL, MODEL.layers[layer], slice(0, SEQUENCE_LENGTH), states.detach(), kernel)
+    constants = FAMILY.constants(MODEL, MODEL.layers[layer], Places.whole(SEQUENCE_LENGTH), states.detach(), kernel)
     mask = mask_for(Mask.CAUSAL, states, batch_of(MODEL, 3, 0), constants)
     output, _ = part(states, attention_mask=mask, **constants["arguments"])
     output.square().sum().backward()

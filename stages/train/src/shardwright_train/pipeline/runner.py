@@ -1,7 +1,7 @@
 """A training step and an evaluation of a rank: passes in the order of its action list."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,18 +13,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.semantics.chunks import stage_actions
 from shardwright_formats.semantics.expert_load import expert_slices
 from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.types import ITEMSIZE, Attention, GradientReduction
-from shardwright_models.facts import Mask
-from shardwright_train.data.share import DOCUMENTS, Batch, BatchShare
+from shardwright_formats.types import GradientReduction
+from shardwright_train.data.share import Batch, BatchShare
 from shardwright_train.models.auxiliary_loss import States, WithLoss
-from shardwright_train.models.masks import Places, document_mask, image_masks, padding_mask, shared_mask, window_mask
-from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.vocab import IGNORED
-from shardwright_train.pipeline.layer import Layer, RankContext
+from shardwright_train.pipeline.layer import Layer
+from shardwright_train.pipeline.microbatches import Microbatches, on_device
 from shardwright_train.pipeline.p2p import Messages, Pipeline
 from shardwright_train.pipeline.stage import Stage
 
@@ -47,61 +44,6 @@ class StepHook(Protocol):
 
 def no_hook(name: str, at: MicrobatchChunk | None = None) -> None:
     """Do nothing."""
-
-
-@dataclass
-class Microbatches:
-    """The microbatches of a batch, each with the masks that all its layers on this rank read: one for each window.
-
-    They are made for the first chunk of a microbatch, kept here until the last one has them, and then live as
-    long as what the layers keep of them for their backward passes.
-    """
-
-    stage: Stage
-    batch: Batch
-    """Batch on the device."""
-    _masks: dict[int, Batch] = field(default_factory=dict)
-
-    def taken_by(self, action: Action) -> Batch:
-        """Return the microbatch of a forward pass, its layers' masks aside."""
-        samples = self.stage.context.share.local_samples
-        return {name: x[action.microbatch * samples :][:samples] for name, x in self.batch.items()}
-
-    def masked(self, batch: Batch, action: Action) -> Batch:
-        """Return a microbatch with the masks that its layers share, where these differ from another microbatch's."""
-        if not self.stage.has_blocks or not (wanted := self._wanted(batch)):
-            return batch
-        masks = self._masks.pop(action.microbatch, None)
-        if masks is None:
-            masks = self._made(batch, wanted)
-        if action.chunk < len(self.stage.chunks) - 1:
-            self._masks[action.microbatch] = masks
-        return {**batch, **masks}
-
-    def _wanted(self, batch: Batch) -> tuple[tuple[int | None, Places], ...]:
-        """Return the windows and places of this rank's blocks whose masks hold documents, images or padding."""
-        context = self.stage.context
-        if DOCUMENTS in batch or context.family.facts.images_ahead:
-            return context.masks
-        padded = context.family.facts.mask is Mask.PADDING and context.attention != Attention.FLASH_ATTENTION_2.value
-        return tuple(pair for pair in context.masks if pair[0] is not None) if padded else ()
-
-    def _made(self, batch: Batch, wanted: Sequence[tuple[int | None, Places]]) -> Batch:
-        """Return the masks of a microbatch for each of some windows and places."""
-        context, mask = self.stage.context, self.stage.context.family.facts.mask
-        dtype = torch_dtype(context.plan.precision.compute)
-        if (facts := context.family.facts).images_ahead:
-            return image_masks(batch, facts.configured(context.plan.model.config), wanted, dtype)
-        padding = batch["attention_mask"] if mask is Mask.PADDING else None
-        masks = {}
-        for window, places in wanted:
-            if DOCUMENTS in batch:
-                made = document_mask(batch[DOCUMENTS], dtype, padding, places)
-            else:
-                made = padding_mask(batch["attention_mask"], dtype, context.attention)
-            within = None if window is None else window_mask(places, window, made, mask)
-            masks[shared_mask(window, places.attending)] = made if within is None else torch.minimum(made, within)
-        return masks
 
 
 @dataclass(frozen=True)
@@ -187,7 +129,7 @@ class _Passes:
 
     def __post_init__(self) -> None:
         device = self.pipeline.context.device
-        self.microbatches = Microbatches(self.stage, _on_device(self.step.batch, self.pipeline.context))
+        self.microbatches = Microbatches(self.stage, on_device(self.step.batch, self.pipeline.context))
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.auxiliary = torch.zeros_like(self.loss)
         slices = expert_slices(self.pipeline.context.plan.model)
@@ -270,21 +212,6 @@ class _Passes:
         return self.messages.received(action)
 
 
-def mask_bytes(context: RankContext) -> int:
-    """Return the most bytes of masks that a rank holds at once where its samples tell their documents apart."""
-    plan, stage = context.plan, context.stage_index
-    ranges = plan.stages[stage].layers
-    passes, alive, largest = Counter[int](), 0, 0
-    for _, microbatch, _ in stage_actions(plan, stage):
-        alive += passes[microbatch] == 0
-        passes[microbatch] += 1
-        largest = max(largest, alive)
-        alive -= passes[microbatch] == 2 * len(ranges)
-    rows = sum(places.attending.stop - places.attending.start for _, places in context.masks)
-    elements: int = largest * context.share.local_samples * rows * plan.model.sequence_length
-    return elements * ITEMSIZE[plan.precision.compute]
-
-
 @contextmanager
 def evaluating(stage: Stage) -> Iterator[None]:
     """Disable dropout and gradients inside; afterwards the stage is as before, its parameters sharded."""
@@ -311,7 +238,7 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
     context = pipeline.context
     todo = [action for action in pipeline.actions() if action.kind is Pass.FORWARD]
     messages = Messages(pipeline)
-    microbatches = Microbatches(stage, _on_device(batch, context))
+    microbatches = Microbatches(stage, on_device(batch, context))
     totals = torch.zeros(2, dtype=torch.float64, device=context.device)
     messages.expect(todo[0])
     for action, following in zip(todo, [*todo[1:], None], strict=True):
@@ -329,15 +256,6 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
             totals += _parts(stage, action, output, microbatch)
     messages.wait()
     return totals
-
-
-def _on_device(batch: Batch, context: RankContext) -> Batch:
-    """Return a batch on the device, its positions in the order in which ranks hold them.
-
-    The host waits for none of the copies: its side is pinned.
-    """
-    there = {name: x.to(context.device, non_blocking=True) for name, x in batch.items()}
-    return there if context.order is None else {name: x[:, context.order] for name, x in there.items()}
 
 
 def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Tensor:

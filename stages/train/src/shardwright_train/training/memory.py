@@ -16,7 +16,8 @@ from shardwright_train.engine.engine import Engine
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.world import World, out_of_memory_said
 from shardwright_train.pipeline.layer import RankContext
-from shardwright_train.pipeline.runner import Step, mask_bytes
+from shardwright_train.pipeline.microbatches import mask_bytes
+from shardwright_train.pipeline.runner import Step
 
 _STATES = ("parameters", "gradients", "optimizer")
 
