@@ -1,4 +1,4 @@
-"""Random plans in which positions attend to those of other ranks."""
+"""Random plans in which positions attend to those of other ranks, over gathered keys and values or round a ring."""
 
 import random
 from typing import TypeVar
@@ -8,7 +8,8 @@ from random_plans import random_plan, uneven_plan
 from shared_experts import with_shared_experts
 from tiny_models import tiny
 
-from shardwright_formats.types import EMBEDDING, HEAD, Model, Plan, Strategy, misfit
+from shardwright_formats.types import EMBEDDING, HEAD, ContextParallel, Model, Plan, Strategy, misfit
+from shardwright_train.models.support import ring_obstacle
 
 AnyStrategy = TypeVar("AnyStrategy", bound=Strategy)
 FAMILIES = (
@@ -36,6 +37,7 @@ def context_plans(world_size: int) -> list[Plan]:
     if world_size == 4:
         plans += [with_context(uneven_plan(tiny(family), 250, 4), 1) for family in ("llama", "t5")]
         plans += [with_shared_experts(with_context(random_plan(tiny("mixtral"), n, 4), n), n) for n in (260, 261)]
+    plans = [with_rings(plan, number) for number, plan in enumerate(plans)]
     names = (f"context {number}: {plan.name.replace('+', ' and ')}" for number, plan in enumerate(plans))
     return [msgspec.structs.replace(plan, name=name) for plan, name in zip(plans, names, strict=True)]
 
@@ -55,6 +57,17 @@ def with_context(plan: Plan, number: int) -> Plan:
         layers=tuple(_shared(plan.model, layer.type, layer, draw) for layer in plan.layers),
         head=_shared(plan.model, HEAD, plan.head, draw),
     )
+
+
+def with_rings(plan: Plan, number: int) -> Plan:
+    """The same plan, in which keys go round a ring in every other layer that shares positions out, where they can."""
+    turns = [layer.cp_size > 1 and (i + number) % 2 == 1 for i, layer in enumerate(plan.layers)]
+    layers = [
+        msgspec.structs.replace(layer, context=ContextParallel.RING) if turn else layer
+        for layer, turn in zip(plan.layers, turns, strict=True)
+    ]
+    fits = all(misfit(plan.model, layer.type, layer) is None for layer in layers)
+    return msgspec.structs.replace(plan, layers=tuple(layers)) if fits and ring_obstacle(plan) is None else plan
 
 
 def _shared(model: Model, kind: str, strategy: AnyStrategy, draw: random.Random) -> AnyStrategy:

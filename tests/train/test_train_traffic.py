@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from command_calls import call
-from context_plans import with_context
+from context_plans import with_context, with_rings
 from random_plans import bare_plan, cluster_of, precision_of, random_plan, uneven_plan
 from rest_long import rest_long
 from shared_experts import MODELS, with_shared_experts
@@ -21,7 +21,14 @@ from shardwright_formats.semantics.communication import Cause, step_messages
 from shardwright_formats.semantics.process_groups import communicator_bytes, communicators
 from shardwright_formats.types.model import Model
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Schedule
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types.strategy import (
+    ContextParallel,
+    DataParallel,
+    LayerStrategy,
+    Recompute,
+    SequenceParallel,
+    Strategy,
+)
 from shardwright_train.cli import APP
 from shardwright_train.dry_run.check import check_roles, roles_of
 from shardwright_train.dry_run.simulated_step import simulate_step
@@ -154,6 +161,23 @@ def test_positions_that_attend_across_ranks_move_the_bytes_of_the_formulas(famil
     assert any(message.cause is Cause.CONTEXT for message in step_messages(plan, 5))
     for rank in (5, WORLD - 1):
         assert counted(plan, rank) == by_formula(plan, rank)
+
+
+@pytest.mark.parametrize(("family", "number"), [("llama", 5), ("vit", 0)])
+def test_keys_that_go_round_a_ring_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
+    """Of every kind of recomputation, of which some repeat a round."""
+    plan = with_context(random_plan(tiny(family), number, WORLD, "bfloat16"), number)
+    plan = msgspec.structs.replace(plan, num_microbatches=1, global_batch_size=plan.microbatch_samples)
+    rings = max((with_rings(plan, turn) for turn in range(2)), key=_rings)
+    assert _rings(rings) > 0
+    for recompute in Recompute:
+        layers = tuple(msgspec.structs.replace(layer, recompute=recompute) for layer in rings.layers)
+        one = msgspec.structs.replace(rings, layers=layers)
+        assert counted(one, 5) == by_formula(one, 5), recompute
+
+
+def _rings(plan: Plan) -> int:
+    return sum(layer.context is ContextParallel.RING for layer in plan.layers)
 
 
 @pytest.mark.parametrize(("family", "number"), RANDOM)

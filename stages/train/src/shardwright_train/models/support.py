@@ -9,6 +9,7 @@ from msgspec import UNSET
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import FP8, HEAD, Attention, ContextParallel, Plan
+from shardwright_models.facts import Mask
 from shardwright_models.registry import FAMILIES, facts_of
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
@@ -99,8 +100,21 @@ def _beyond_context(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "compile: blocks that attend to positions of other ranks (cp_size) are not compiled", "leave it out"
     if facts.joined_by is not None:
         yield "cp_size above 1 is not for images among a text, which keep their order", "use sequence_parallel"
-    if any(layer.context is ContextParallel.RING for layer in plan.layers):
-        yield "context ring is not run yet", "use gather"
+    if any(layer.context is ContextParallel.RING for layer in plan.layers) and (obstacle := ring_obstacle(plan)):
+        yield f"context ring {obstacle}", "use gather"
+
+
+def ring_obstacle(plan: Plan) -> str | None:
+    """Return why attention of a plan's model cannot go round a ring, or None: its blocks take no mask but documents."""
+    facts = facts_of(plan.model)
+    regions = (region for kind in plan.model.types.values() for region in kind.regions)
+    attentions = [region.attention for region in regions if region.attention is not None]
+    if facts.mask not in (Mask.CAUSAL, Mask.NONE):
+        return f"adds no {facts.mask} to scores, as {plan.model.family} models do"
+    if Attention.SDPA not in facts.kernels or plan.attention is Attention.EAGER:
+        return "computes with the kernels of sdpa alone"
+    crossed = any(attention.keys != attention.queries for attention in attentions)
+    return "attends to no other sequence than the queries'" if crossed else None
 
 
 def _fused_obstacle(plan: Plan) -> str | None:

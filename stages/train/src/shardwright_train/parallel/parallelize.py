@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import DataParallel, Precision, Recompute, Strategy
+from shardwright_formats.types import ContextParallel, DataParallel, Precision, Recompute, Strategy
 from shardwright_train.parallel.checkpointing import apply_activation_checkpointing, compile_block, part_of
 from shardwright_train.parallel.data import (
     Gathers,
@@ -148,7 +148,8 @@ def parallelize(
         # positions attend to those of other ranks.
         if tensor_parallel.attends_apart:
             keeps = recompute in (Recompute.FULL, Recompute.SELECTIVE, Recompute.ATTENTION)
-            share_attention(module, tensor_parallel, style.attention, torch_dtype(precision.reduce), keeps)
+            context = getattr(strategy, "context", ContextParallel.GATHER)
+            share_attention(module, tensor_parallel, style.attention, torch_dtype(precision.reduce), keeps, context)
         # Activation recomputation of attention or MLP; that of a full block is around its call.
         if style.compile:
             compile_block(module, parts, recompute, tensor_parallel.sums_outside)

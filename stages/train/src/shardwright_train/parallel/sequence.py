@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shardwright_formats.types import Attention
+from shardwright_formats.types import Attention, ContextParallel
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import exchange_dims
 from shardwright_train.parallel.context_gather import GatherAttention
+from shardwright_train.parallel.context_ring import RingAttention
 from shardwright_train.parallel.context_shares import ContextShares
 from shardwright_train.parallel.tensor import TensorParallel
 
@@ -47,7 +48,8 @@ class AcrossRanks:
     """Selective recomputation of the layer."""
     keeps: bool
     """Whether gathered keys and values are kept for the backward pass, as where a replay has gathered them again."""
-    _of_length: dict[tuple[int, bool], GatherAttention] = field(default_factory=dict)
+    context: ContextParallel
+    _of_length: dict[tuple[int, bool], GatherAttention | RingAttention] = field(default_factory=dict)
 
     def attend(
         self,
@@ -75,6 +77,7 @@ class AcrossRanks:
         if self.kernel in _MASKLESS and is_plain and query.shape[_POSITIONS] == key.shape[_POSITIONS]:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             return attention(query, key, value, scale, documents).transpose(1, 2).contiguous()
+        assert isinstance(attention, GatherAttention), "plans whose masks a ring does not know are refused"
         if added is None and (causal or documents is not None):
             seen = attention.seen(documents)
             hidden = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
@@ -84,15 +87,15 @@ class AcrossRanks:
             output: Tensor = compute(module, query, keys, values, added, scaling=scaling, **kwargs)[0]
         return output
 
-    def _attention(self, key: Tensor, causal: bool) -> GatherAttention:
+    def _attention(self, key: Tensor, causal: bool) -> GatherAttention | RingAttention:
         """Return the attention to all keys, of which this rank has some."""
         length = key.shape[_POSITIONS] * self.group.size()
         if (made := self._of_length.get((length, causal))) is None:
             order = self._positions if self.order is not None else range(length)
             shares = ContextShares(order, self.group.size())
-            made = GatherAttention(
-                shares, self.group, causal, self.reduce, key.device, self.recomputation.whole, self.keeps
-            )
+            given = shares, self.group, causal, self.reduce, key.device, self.recomputation.whole
+            is_ring = self.context is ContextParallel.RING
+            made = RingAttention(*given) if is_ring else GatherAttention(*given, self.keeps)
             self._of_length[length, causal] = made
         return made
 
@@ -114,7 +117,12 @@ class _Shared(NamedTuple):
 
 
 def share_attention(
-    block: nn.Module, tensor_parallel: TensorParallel, kernel: str, reduce: torch.dtype, keeps: bool
+    block: nn.Module,
+    tensor_parallel: TensorParallel,
+    kernel: str,
+    reduce: torch.dtype,
+    keeps: bool,
+    context: ContextParallel = ContextParallel.GATHER,
 ) -> None:
     """Make the attention of a block built for `SHARED_ATTENTION` compute with the positions of other ranks.
 
@@ -127,7 +135,7 @@ def share_attention(
         # The eager one is no registered function but each model's own.
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if eager is not None and hasattr(module, "config"):
-            given = group, order, kernel, reduce, tensor_parallel.recomputation, keeps
+            given = group, order, kernel, reduce, tensor_parallel.recomputation, keeps, context
             across = AcrossRanks(*given) if tensor_parallel.attends_across else None
             kernel_of_module = ALL_ATTENTION_FUNCTIONS.get_interface(kernel, eager)
             repeat, seen = _seen(module, kernel, degree, repeats=across is not None)

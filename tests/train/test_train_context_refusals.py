@@ -1,0 +1,47 @@
+"""Models whose keys cannot go round a ring are refused in one line before ranks start, and others are not."""
+
+import msgspec
+import pytest
+from context_plans import with_context, with_rings
+from random_plans import random_plan
+from tiny_models import tiny
+
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import Attention, ContextParallel, Plan, misfit
+from shardwright_train.models.support import check_supported
+
+
+def ring(family: str, attention: Attention = Attention.AUTO, **config: object) -> Plan:
+    """A plan of two ranks that share positions out in every block, round a ring."""
+    plan = random_plan(tiny(family, **config), 0, 2, "float32", stages=1)
+    shared = {"tp_size": 1, "cp_size": 2, "dp_size": 1, "tp_consecutive": True, "context": ContextParallel.RING}
+    layers = tuple(msgspec.structs.replace(layer, **shared) for layer in plan.layers)
+    return msgspec.structs.replace(plan, layers=layers, attention=attention)
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        (ring("t5"), "context ring adds no bias to scores, as t5 models do"),
+        (ring("bert"), "context ring adds no padding to scores, as bert models do"),
+        (ring("llama", Attention.EAGER), "context ring computes with the kernels of sdpa alone"),
+        (ring("whisper"), "context ring attends to no other sequence than the queries'"),
+    ],
+)
+def test_a_model_that_needs_masks_is_refused(plan: Plan, problem: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        check_supported(plan, "plan.json")
+    assert str(refused.value) == f"plan.json: {problem}: use gather"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "vit", "olmo2", "mixtral"])
+def test_a_model_of_causal_or_full_attention_is_run(family: str) -> None:
+    plan = ring(family)
+    assert all(misfit(plan.model, layer.type, layer) is None for layer in plan.layers)
+    check_supported(plan, "plan.json")
+
+
+def test_random_plans_have_rings_only_where_they_can_be() -> None:
+    for family, number in (("t5", 7), ("bert", 5), ("gemma2", 3)):
+        plan = with_context(random_plan(tiny(family), number, 8), number)
+        assert with_rings(plan, 0) == with_rings(plan, 1) == plan
