@@ -79,6 +79,10 @@ def test_a_plan_with_context_parallelism_is_priced_by_estimates_of_two_lengths(p
         "derived: block of cp_size 2: from points of sequence_length 8"
     ]
     assert priced.estimate.simulated_step_time_s > 0
+    said = "assumed: samples of one document each"
+    assert len([line for line in priced.warnings if line.startswith(said)]) == 1
+    whole = replace(plan, layers=(plan.layers[0], plan.layers[0]))
+    assert not any(line.startswith(said) for line in evaluate(whole, profiles_of(plan, 16)).warnings)
 
 
 def test_estimates_of_one_length_do_not_price_it(plan: Plan) -> None:

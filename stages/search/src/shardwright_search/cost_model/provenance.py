@@ -22,7 +22,14 @@ def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
     """
     obstacle = [] if plan.cluster.obstacle is None else [f"plan_only: {plan.cluster.obstacle}"]
     lines = (line for one in profiles.used(plan.cluster) for line in _device_lines(plan, one))
-    return (*obstacle, *dict.fromkeys(lines), *_load_lines(plan, profiles))
+    return (*obstacle, *dict.fromkeys(lines), *_load_lines(plan, profiles), *_document_lines(plan))
+
+
+def _document_lines(plan: Plan) -> Iterator[str]:
+    """Yield a warning where ranks share positions out: their order balances samples as a whole, not their documents."""
+    if any(axes_of(layer).shares_context for layer in plan.layers):
+        unlike = "where documents keep to themselves (--reset-attention-mask), ranks attend to unlike numbers of them"
+        yield f"assumed: samples of one document each: {unlike}"
 
 
 def _load_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
