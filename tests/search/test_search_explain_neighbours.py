@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, DataParallel, Recompute
+from shardwright_formats.types import GIB, ContextParallel, DataParallel, Recompute
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain import what_if
@@ -26,6 +26,7 @@ from shardwright_search.explain.what_if import (
 )
 from shardwright_search.search import find_best
 from shardwright_search.space.budget import Infeasible, budgets_of
+from shardwright_search.space.request import OuterSpace
 
 FILE = Path("s.json")
 
@@ -55,6 +56,17 @@ def test_where_states_may_be_shared_out_in_groups_one_kind_has_none(world, make)
     kinds = neighbours(best(*world).chosen.plan, replace(request, shard_sizes=(2,)), profiles, FILE)
     (question,) = [own for own in kinds if own.difference == "states shared out among all ranks"]
     assert question.request.shard_sizes is None
+
+
+def test_where_positions_may_be_shared_out_one_kind_shares_none_and_others_are_of_one_way_each(world, make):
+    request, *_, profiles = world
+    plan, asked = best(*world).chosen.plan, replace(request, cp_sizes=(1, 2), head=OuterSpace(cp_sizes=(2,)))
+    kinds = {each.difference: each.request for each in neighbours(plan, asked, profiles, FILE)}
+    whole = kinds["no context parallelism"]
+    assert (whole.cp_sizes, whole.head.cp_sizes) == ((1,), None)
+    assert [kinds[f"context {kind} alone"].context for kind in ContextParallel] == [(kind,) for kind in ContextParallel]
+    one_way = replace(asked, context=(ContextParallel.RING,))
+    assert not any("context ring" in each.difference for each in neighbours(plan, one_way, profiles, FILE))
 
 
 def test_a_batch_size_nearby_that_all_devices_divide_is_named_where_it_is_much_faster(make):

@@ -79,6 +79,11 @@ def _kinds(plan: Plan, asked: SearchRequest, file: Path) -> Iterator[tuple[str, 
     yield "one strategy for all layers", replace(asked, fine_grained=False)
     if asked.shard_sizes is not None:
         yield "states shared out among all ranks", replace(asked, shard_sizes=None)
+    if asked.cp_sizes != (1,):
+        embedding, head = (replace(outer, cp_sizes=None) for outer in (asked.embedding, asked.head))
+        yield "no context parallelism", replace(asked, cp_sizes=(1,), embedding=embedding, head=head)
+        for kind in asked.context if len(asked.context) > 1 else ():
+            yield f"context {kind} alone", replace(asked, context=(kind,))
     alone = replace(asked, embedding=OuterSpace(), head=OuterSpace(), max_pp_size=None, max_dp_size=None)
     yield "data parallelism only", replace(alone, space=Space.DP)
     yield "ZeRO only", replace(alone, space=Space.ZERO)
