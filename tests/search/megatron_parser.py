@@ -17,21 +17,25 @@ def parser() -> argparse.ArgumentParser:
         "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
         "num-distributed-optimizer-instances", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels",
         "num-query-groups", "max-position-embeddings", "vocab-size", "make-vocab-size-divisible-by", "rotary-base",
+        "num-experts", "moe-router-topk", "moe-ffn-hidden-size", "expert-model-parallel-size",
+        "expert-tensor-parallel-size", "moe-shared-expert-intermediate-size",
     ):  # fmt: skip
         own.add_argument(f"--{name}", type=int)
-    for name in ("norm-epsilon", "attention-dropout", "hidden-dropout", "rope-scaling-factor"):
+    for name in ("norm-epsilon", "attention-dropout", "hidden-dropout", "rope-scaling-factor", "moe-aux-loss-coeff"):
         own.add_argument(f"--{name}", type=float)
     for name in (
         "sequence-parallel", "use-distributed-optimizer", "untie-embeddings-and-output-weights", "bf16", "fp16",
         "grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32", "use-megatron-fsdp",
         "no-gradient-accumulation-fusion", "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
-        "qk-layernorm", "use-rope-scaling",
+        "qk-layernorm", "use-rope-scaling", "moe-grouped-gemm",
     ):  # fmt: skip
         own.add_argument(f"--{name}", action="store_true")
     own.add_argument("--position-embedding-type", choices=["learned_absolute", "rope", "mrope", "relative", "none"])
     own.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"])
     own.add_argument("--recompute-granularity", choices=["full", "selective"])
-    own.add_argument("--recompute-modules", nargs="*", choices=["core_attn", "layernorm", "mlp"])
+    own.add_argument("--recompute-modules", nargs="*", choices=["core_attn", "layernorm", "mlp", "moe"])
+    own.add_argument("--moe-router-load-balancing-type", choices=["aux_loss", "seq_aux_loss", "sinkhorn", "none"])
+    own.add_argument("--moe-token-dispatcher-type", choices=["allgather", "alltoall", "flex"])
     own.add_argument("--recompute-method", choices=["uniform", "block"])
     own.add_argument("--data-parallel-sharding-strategy", default="no_shard")
     own.add_argument("--outer-dp-sharding-strategy", choices=["no_shard", "optim"])

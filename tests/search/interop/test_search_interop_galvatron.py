@@ -134,7 +134,11 @@ def test_microbatches_are_those_that_torchs_chunk_makes(read, config):
     [
         ({"cp_sizes_enc": "1,2,1,1,1"}, "cp_sizes_enc asks for context parallelism"),
         ({"vcp": 2}, "vcp 2 asks for context parallelism"),
-        ({"ep_sizes_enc": "2,2,2,2,2"}, "ep_sizes_enc asks for expert parallelism"),
+        (
+            {"ep_sizes_enc": "1,2,2,2,2"},
+            "ep_sizes_enc or tp_of_ep_sizes_enc of layer 1, which has no experts, is not 1",
+        ),
+        ({"tp_of_ep_sizes_enc": "1,1,0,1,1"}, "ep_sizes_enc or tp_of_ep_sizes_enc has a degree below 1"),
         ({"checkpoint": "1,2,0,0,0"}, "checkpoint of layer 1 is 2"),
         ({"use_sp": "1,0"}, "use_sp has 2 numbers, tp_sizes_enc 5"),
         ({"tp_sizes_enc": "4,2,x,8,2"}, "tp_sizes_enc is no list of numbers"),

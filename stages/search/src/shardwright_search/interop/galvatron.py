@@ -28,6 +28,7 @@ from shardwright_formats.types import (
     SequenceParallel,
     Strategy,
 )
+from shardwright_search.interop.galvatron_experts import layer_with_experts, told_of_experts
 from shardwright_search.interop.galvatron_file import (
     DataParallelType,
     GalvatronLayer,
@@ -41,6 +42,7 @@ from shardwright_search.interop.target import (
     WHOLE_LAYERS,
     Exported,
     ExportTarget,
+    check_expert_states,
     check_recompute,
     check_stages,
     check_trained,
@@ -49,7 +51,7 @@ from shardwright_search.interop.target import (
 )
 from shardwright_search.options import GalvatronRun
 from shardwright_search.space.demands import Demands, Outer
-from shardwright_search.space.uniform import layer_of, stages_of
+from shardwright_search.space.uniform import stages_of
 
 _DEFAULTS: dict[DataParallel, DataParallelType] = {DataParallel.DDP: "ddp", DataParallel.ZERO2: "zero2"}
 _SCHEDULES: dict[PipelineType, Schedule] = {"gpipe": Schedule.GPIPE, "pipedream_flush": Schedule.ONE_F_ONE_B}
@@ -100,7 +102,7 @@ def plan_of_galvatron(
             embedding=vocabulary,
             head=vocabulary,
             layers=tuple(
-                layer_of(sharding, model.layers[i], Recompute.FULL if layer.checkpoint else Recompute.NONE)
+                layer_with_experts(sharding, layer, given.default_dp_type, model, i, file)
                 for sharding, layer, joined in zip(shardings, given.layers, _joined(model), strict=True)
                 for i in joined
             ),
@@ -130,7 +132,7 @@ def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
     default = _check_strategies(plan, target)
     return GalvatronStrategy(
         layers=tuple(
-            _galvatron_layer(effective(plan.layers[first]), plan.layers[first].recompute)
+            told_of_experts(_galvatron_layer(effective(plan.layers[first]), plan.layers[first].recompute), plan, first)
             for first, *_ in _joined(plan.model)
         ),
         vocabulary=_galvatron_layer(effective(plan.embedding), Recompute.NONE),
@@ -267,6 +269,8 @@ def _check_strategies(plan: Plan, target: ExportTarget) -> DataParallelType:
             sharing = sharing or (where, sequence)
             feature = f"{where}: sequence_parallel {sequence}, where {sharing[0]} has {sharing[1]}"
             target.demand(sequence is sharing[1], feature, "use one kind wherever tp_size is above 1")
+    for i, layer in enumerate(plan.layers):
+        check_expert_states(f"layers[{i}]", layer, target)
     check_recompute(plan, target)
     alike = effective(plan.embedding) == effective(plan.head)
     target.demand(alike, "a head sharded otherwise than the embedding", "shard them alike")

@@ -5,7 +5,7 @@ Versions: hetu-galvatron 2.4.0 (`utils/config_utils.py`, `core/runtime/hybrid_pa
 `vocab_sdp` where the search writes `embed_sdp`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -31,6 +31,8 @@ class GalvatronLayer(NamedTuple):
     ulysses: bool
     checkpoint: bool
     """Flag of recomputing the whole layer."""
+    experts: tuple[int, int] | None = None
+    """Degrees of expert parallelism and of tensor parallelism of experts; None where the file does not say them."""
 
 
 class GalvatronStrategy(NamedTuple):
@@ -71,13 +73,6 @@ class _Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tp_of_ep_sizes_enc: str | None = None
 
 
-_FOREIGN = {
-    "cp_sizes_enc": "context parallelism",
-    "ep_sizes_enc": "expert parallelism",
-    "tp_of_ep_sizes_enc": "expert tensor parallelism",
-}
-
-
 def read_galvatron(path: Path) -> GalvatronStrategy:
     """Read a strategy file; raises BadInput as `strategy_of_keys` does."""
     return strategy_of_keys(read_object(path), path)
@@ -95,9 +90,9 @@ def strategy_of_keys(raw: object, path: Path) -> GalvatronStrategy:
         raise BadInput(path, str(error), remedy) from None
     sizes = _numbers(path, "tp_sizes_enc", keys.tp_sizes_enc)
     count = len(sizes)
-    for name, meaning in _FOREIGN.items():
-        if set(_listed(path, keys, name, count, 1)) != {1}:
-            raise BadInput(path, f"{name} asks for {meaning}, which no plan can say", "give it degree 1 in every layer")
+    if set(_listed(path, keys, "cp_sizes_enc", count, 1)) != {1}:
+        problem = "cp_sizes_enc asks for context parallelism, which is not read"
+        raise BadInput(path, problem, "give it degree 1 in every layer")
     if keys.vcp != 1:
         raise BadInput(path, f"vcp {keys.vcp} asks for context parallelism, which no plan can say", "give it degree 1")
     flags = [
@@ -105,7 +100,7 @@ def strategy_of_keys(raw: object, path: Path) -> GalvatronStrategy:
         for name in ("tp_consecutive_flags", "dp_types_enc", "use_sp", "checkpoint")
     ]
     return GalvatronStrategy(
-        layers=tuple(GalvatronLayer(*layer) for layer in zip(sizes, *flags, strict=True)),
+        layers=tuple(GalvatronLayer(*layer) for layer in zip(sizes, *flags, _experts(path, keys, count), strict=True)),
         vocabulary=GalvatronLayer(keys.vtp, True, _vocabulary_is_zero3(path, keys), keys.vsp == 1, False),
         pp_division=_division(path, keys, count),
         global_bsz=keys.global_bsz,
@@ -136,7 +131,26 @@ def galvatron_keys(strategy: GalvatronStrategy) -> dict[str, int | str]:
         "vcp": 1,
         "embed_sdp": int(vocabulary.zero3),
         "vocab_sdp": int(vocabulary.zero3),
+        **_expert_keys(layers),
     }
+
+
+def _expert_keys(layers: Sequence[GalvatronLayer]) -> dict[str, int | str]:
+    """Return the degrees of experts, where some layer has any; a layer without has 1."""
+    if all(layer.experts is None for layer in layers):
+        return {}
+    pairs = [layer.experts or (1, 1) for layer in layers]
+    return {"ep_sizes_enc": _joined(ep for ep, _ in pairs), "tp_of_ep_sizes_enc": _joined(etp for _, etp in pairs)}
+
+
+def _experts(path: Path, keys: _Keys, count: int) -> Sequence[tuple[int, int] | None]:
+    """Return the degrees of experts in each layer, which older files do not have."""
+    if keys.ep_sizes_enc is None and keys.tp_of_ep_sizes_enc is None:
+        return [None] * count
+    ep_sizes, etp_sizes = (_listed(path, keys, name, count, 1) for name in ("ep_sizes_enc", "tp_of_ep_sizes_enc"))
+    if min(*ep_sizes, *etp_sizes) < 1:
+        raise BadInput(path, "ep_sizes_enc or tp_of_ep_sizes_enc has a degree below 1", "use degrees from 1")
+    return list(zip(ep_sizes, etp_sizes, strict=True))
 
 
 def _vocabulary_is_zero3(path: Path, keys: _Keys) -> bool:

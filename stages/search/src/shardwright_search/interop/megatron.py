@@ -15,6 +15,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from shardwright_formats.types import (
     DataParallel,
     GradientReduction,
@@ -29,6 +31,7 @@ from shardwright_formats.types import (
 from shardwright_models.facts import Family
 from shardwright_models.registry import FAMILIES
 from shardwright_search.interop.limits import Limits, Target, torchrun, whole_groups
+from shardwright_search.interop.megatron_experts import check_split_sequence, expert_model_options, expert_options
 from shardwright_search.interop.megatron_reader import read_megatron
 from shardwright_search.interop.target import Exported, ExportTarget, kernel_notes, uniform_of
 from shardwright_search.space.demands import Demands, Outer
@@ -51,7 +54,8 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
     Raises BadInput naming the first thing that Megatron-LM cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
-    uniform = uniform_of(plan, target, _KINDS)
+    uniform = uniform_of(plan, target, _KINDS, has_expert_grids=True)
+    check_split_sequence(plan, uniform, target)
     holds = plan.schedule in _SCHEDULES or uniform.pp_size == 1
     target.demand(holds, f"the schedule {plan.schedule}", f"choose {' or '.join(_SCHEDULES)}")
     options = {
@@ -62,6 +66,7 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
         "--micro-batch-size": uniform.micro_batch_size,
         "--global-batch-size": plan.global_batch_size,
         "--optimizer": "adam",
+        **expert_options(uniform.experts),
         **_partition(uniform),
         **_data_parallel(plan, uniform, target),
         **_recompute(plan, uniform.ranges, target),
@@ -144,7 +149,8 @@ def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarg
         i = parts.index(False) if not all(parts) else 0
         feature = f"layers[{i}]: recompute {plan.layers[i].recompute}, where others have mlp"
         target.demand(all(parts), feature, "recompute all layers alike")
-        return {"--recompute-granularity": "selective", "--recompute-modules": "mlp"}
+        experts = plan.model.types[plan.layers[0].type].experts
+        return {"--recompute-granularity": "selective", "--recompute-modules": "mlp" if experts is UNSET else "moe"}
     recomputed = [layer.recompute is Recompute.FULL for layer in plan.layers]
     most = max(sum(recomputed[low:high]) for low, high in ranges)
     if not most:
@@ -189,6 +195,8 @@ def model_options(model: Model, target: ExportTarget) -> Arguments:
     options: dict[str, str | int | float] = {"--num-layers": len(model.layers), "--hidden-size": hidden}
     options |= {} if inner is None else {"--ffn-hidden-size": inner}
     options |= {} if heads is None else _heads(heads, hidden)
+    if block.experts is not UNSET and family is not None:
+        options |= expert_model_options(model, block.experts, family)
     options["--seq-length"] = model.sequence_length
     positions = model.config.get("max_position_embeddings", model.config.get("n_positions"))
     options["--max-position-embeddings"] = positions if isinstance(positions, int) else model.sequence_length
@@ -206,7 +214,10 @@ def model_notes(model: Model) -> Iterator[str]:
     if isinstance(model.config.get("vocab_size"), int):
         yield "--vocab-size is of its NullTokenizer; another tokenizer brings its own"
     if family is None or not family.megatron:
-        yield f"of a {model.family} model it is told the sizes alone: norms, positions and activations are yours"
+        rest = "norms, positions and activations"
+        if any(model.types[kind].experts is not UNSET for kind in model.layers):
+            rest = "norms, positions, activations and routers"
+        yield f"of a {model.family} model it is told the sizes alone: {rest} are yours"
     scaling = _rope(model.config).get("rope_type", "default")
     if family is not None and family.positions == "rope" and scaling not in ("default", "llama3"):
         yield f"rotary embeddings of type {scaling} are not in the file"

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
@@ -160,6 +161,8 @@ def _recompute(file: str, given: Words, setting: Setting) -> tuple[Recompute, li
     if granularity != "selective":
         raise BadInput(file, f"recompute_granularity {granularity!r}", "choose full, selective")
     modules = set(given.get("recompute_modules") or ("core_attn",))
+    if any(setting.model.types[name].experts is not UNSET for name in setting.model.layers):
+        modules = {"mlp" if name == "moe" else name for name in modules}
     if unknown := sorted(modules - {"core_attn", "mlp", "layernorm"}):
         raise BadInput(file, f"recompute_modules {unknown[0]} is not priced", "choose core_attn, mlp, layernorm")
     if "core_attn" in modules and setting.attention is Attention.EAGER:

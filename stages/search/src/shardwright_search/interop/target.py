@@ -3,11 +3,23 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.axes import effective
+from shardwright_formats.semantics.axes import axes_of, effective
 from shardwright_formats.semantics.expert_messages import shares_experts
 from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import EMBEDDING, HEAD, Attention, Plan, Recompute, SequenceParallel, Strategy
+from shardwright_formats.types import (
+    EMBEDDING,
+    HEAD,
+    Attention,
+    ExpertStrategy,
+    LayerStrategy,
+    Plan,
+    Recompute,
+    SequenceParallel,
+    Strategy,
+)
 from shardwright_search.space.uniform import UniformStrategy
 
 WHOLE_LAYERS = (Recompute.NONE, Recompute.FULL)
@@ -43,15 +55,19 @@ class ExportTarget(NamedTuple):
         self.demand(holds, f"precision {plan.precision.text}{where}", remedy)
 
 
-def uniform_of(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute] = WHOLE_LAYERS) -> UniformStrategy:
+def uniform_of(
+    plan: Plan, target: ExportTarget, kinds: Sequence[Recompute] = WHOLE_LAYERS, has_expert_grids: bool = False
+) -> UniformStrategy:
     """Return the one strategy of a plan that shards all its layers alike, as all systems but Galvatron want it.
 
     Recomputation is left out: layers may differ in it. Raises BadInput naming the first layer, embedding and head
     included, that is sharded otherwise than the first layer, and for what none of them has: strided tensor-parallel
     groups, Ulysses, layers of several types, recomputation but of these kinds, interleaved microbatches in unequal
-    groups.
+    groups. Experts that ranks share out are refused unless the system has grids for them.
     """
     check_trained(plan, target)
+    if not has_expert_grids:
+        check_whole_experts(plan, target)
     check_stages(plan, target)
     for i, layer in enumerate(plan.layers):
         types = f"layers[{i}]: type {layer.type}, where layers[0] has {plan.layers[0].type}"
@@ -69,6 +85,7 @@ def uniform_of(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute] = WH
         data_parallel=first.data_parallel,
         shard_size=first.shard_size,
         sequence_parallel=first.sequence_parallel,
+        experts=_shared_experts(plan, target),
         gradient_reduction=plan.gradient_reduction,
         chunks=chunks,
         ranges=tuple(stage.layers[chunk] for chunk in range(chunks) for stage in plan.stages),
@@ -101,14 +118,42 @@ def check_stages(plan: Plan, target: ExportTarget) -> None:
         block = range(i * width, (i + 1) * width)
         order = f"stages[{i}]: its ranks are not {block[0]} to {block[-1]}"
         target.demand(stage.ranks == tuple(block), order, "number by stage")
-    shared = (f"layers[{i}]" for i, layer in enumerate(plan.layers) if shares_experts(layer))
-    layer = next(shared, None)
-    target.demand(layer is None, f"{layer}, whose ranks share experts out", "leave out its experts")
     contexts = (where for where, strategy in strategies(plan) if strategy.cp_size > 1)
     where = next(contexts, None)
     target.demand(where is None, f"{where}: cp_size above 1", "share positions out by sequence_parallel")
     holds = len(plan.stages) > 1 or schedule_of(plan.schedule).in_flight(1, plan.num_microbatches, 0) == 1
     target.demand(holds, f"{plan.schedule} in a single pipeline stage", "choose the schedule 1f1b")
+
+
+def check_whole_experts(plan: Plan, target: ExportTarget) -> None:
+    """Raise BadInput naming the first layer whose ranks share experts out."""
+    shared = (f"layers[{i}]" for i, layer in enumerate(plan.layers) if shares_experts(layer))
+    layer = next(shared, None)
+    target.demand(layer is None, f"{layer}, whose ranks share experts out", "leave out its experts")
+
+
+def check_expert_states(where: str, layer: LayerStrategy, target: ExportTarget) -> None:
+    """Raise BadInput where a layer's experts are not of its kind of data parallelism, or in groups of ranks.
+
+    Other systems have one kind for both.
+    """
+    if layer.expert_grid is None or axes_of(layer.expert_grid).dense.states.size == 1:
+        return
+    kind, experts = effective(layer).data_parallel, layer.expert_grid.data_parallel
+    feature = f"{where}: experts {experts}, where the rest has {kind}"
+    target.demand(experts is kind, feature, "give experts the data_parallel of their layer")
+    grouped = f"{where}: experts beside states shared out in groups"
+    target.demand(not (layer.shard_size or layer.expert_grid.shard_size), grouped, "leave out shard_size")
+
+
+def _shared_experts(plan: Plan, target: ExportTarget) -> ExpertStrategy | None:
+    """Return how all layers share experts out; None where each rank has its share of the features of all."""
+    first = plan.layers[0].experts
+    for i, layer in enumerate(plan.layers):
+        feature = f"layers[{i}]: experts shared out otherwise than in layers[0]"
+        target.demand(layer.experts == first, feature, "share them out alike in all layers")
+        check_expert_states(f"layers[{i}]", layer, target)
+    return None if first is UNSET else first
 
 
 def check_recompute(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute] = WHOLE_LAYERS) -> None:

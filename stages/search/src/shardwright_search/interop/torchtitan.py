@@ -52,7 +52,7 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
     Raises BadInput naming the first thing that torchtitan cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
-    uniform = uniform_of(plan, target)
+    uniform = uniform_of(plan, target, has_expert_grids=True)
     _check_parallelism(plan, uniform, target)
     _check_pipeline(plan, uniform, target)
     name, flavor = _name_and_flavor(plan.model)
@@ -93,6 +93,7 @@ def _check_parallelism(plan: Plan, uniform: UniformStrategy, target: ExportTarge
     holds = uniform.tp_size == 1 or uniform.sequence_parallel is SequenceParallel.MEGATRON
     feature = "embedding: tensor parallelism without sequence_parallel megatron"
     target.demand(holds, feature, "choose sequence_parallel megatron")
+    _check_experts(uniform, target)
     alone = uniform.tp_size == uniform.pp_size == 1
     holds = uniform.dp_size == 1 or uniform.data_parallel is not DataParallel.DDP or alone
     target.demand(holds, "embedding: ddp beside tensor or pipeline parallelism", "choose zero2 or zero3")
@@ -103,6 +104,19 @@ def _check_parallelism(plan: Plan, uniform: UniformStrategy, target: ExportTarge
     where = "without a pipeline" if uniform.pp_size == 1 else "in a pipeline"
     feature = f"gradient_reduction {plan.gradient_reduction} {where}"
     target.demand(plan.gradient_reduction is reduced, feature, f"choose {reduced}")
+
+
+def _check_experts(uniform: UniformStrategy, target: ExportTarget) -> None:
+    """Raise BadInput for expert grids that torchtitan does not have: they borrow FSDP's ranks, and all of tp or no."""
+    if (experts := uniform.experts) is None:
+        return
+    sizes = f"ep_size {experts.ep_size} x etp_size {experts.etp_size} beside tp_size {uniform.tp_size}"
+    borrows = experts.etp_size == 1 and experts.ep_size % uniform.tp_size == 0
+    holds = experts.ep_size > 1 and (borrows or experts.etp_size == uniform.tp_size)
+    remedy = "give ep_size 2 or more, and etp_size as tp_size, or 1 with a multiple of tp_size as ep_size"
+    target.demand(holds, f"layers[0]: {sizes}", remedy)
+    replicated = uniform.dp_size > 1 and uniform.data_parallel is DataParallel.DDP
+    target.demand(not replicated, "layers[0]: experts shared out beside ddp", "choose zero2 or zero3")
 
 
 def _check_pipeline(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> None:
@@ -150,6 +164,8 @@ def _parallelism(plan: Plan, uniform: UniformStrategy) -> dict[str, Toml]:
         "pipeline_parallel_degree": uniform.pp_size,
         "context_parallel_degree": 1,
     }
+    if (experts := uniform.experts) is not None:
+        keys |= {"expert_parallel_degree": experts.ep_size, "expert_tensor_parallel_degree": experts.etp_size}
     if not replicated:
         keys["fsdp_reshard_after_forward"] = "always" if uniform.data_parallel is DataParallel.ZERO3 else "never"
     if uniform.pp_size > 1:

@@ -1,0 +1,120 @@
+"""Plans that share experts out, for and from other systems: what is written says the same read back, or is refused."""
+
+import json
+import shlex
+import tomllib
+
+import pytest
+from megatron_parser import parser
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from shardwright_formats.io import BadInput
+from shardwright_formats.types import (
+    DataParallel,
+    ExpertStrategy,
+    GradientReduction,
+    Precision,
+    Recompute,
+    SequenceParallel,
+)
+from shardwright_models.description import model_of_config
+from shardwright_search.interop.limits import Setting
+from shardwright_search.interop.registry import TARGETS
+from shardwright_search.options import System
+from shardwright_search.space.uniform import UniformStrategy
+
+CONFIG = {
+    "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 4, "router_aux_loss_coef": 0.02,
+}  # fmt: skip
+GRIDS = ((4, 2), (2, 1), (2, 2), (1, 2), (4, 1))
+"""Degrees of experts and of their features, beside two tensor-parallel ranks in stages of eight."""
+MIXED = Precision(compute="bfloat16")
+
+
+@pytest.fixture
+def setting(make) -> Setting:
+    model = model_of_config(CONFIG, "m", 16, "config.json")
+    return Setting(model, make.cluster(16, 2), global_batch_size=32, precision=MIXED)
+
+
+def _shared(setting, ep_size, etp_size, kind=DataParallel.ZERO2, **changes):
+    """A plan of two stages, or of one, whose ranks share experts out."""
+    choice = UniformStrategy(
+        tp_size=2, pp_size=2, micro_batch_size=2, data_parallel=kind, sequence_parallel=SequenceParallel.MEGATRON
+    )
+    return setting.plan(choice._replace(**changes).with_experts(ep_size, etp_size), "mine")
+
+
+def _read_back(system, plan, setting):
+    target = TARGETS[system]
+    return replace(target.read(target.export(plan, "plan.json").text, target.file_name, setting).plan, name="mine")
+
+
+@pytest.mark.parametrize(("ep_size", "etp_size"), GRIDS)
+@pytest.mark.parametrize("system", [System.MEGATRON, System.GALVATRON, System.TORCHTITAN])
+def test_a_sharing_of_experts_says_the_same_read_back(setting, system, ep_size, etp_size):
+    plan = _shared(setting, ep_size, etp_size)
+    assert _read_back(system, plan, setting) == plan
+
+
+def test_megatron_is_told_degrees_and_experts_and_a_balance_loss_of_equal_strength(setting):
+    """Its loss of sequences is divided by the experts of a position and added up over layers."""
+    text = TARGETS[System.MEGATRON].export(_shared(setting, 4, 1, recompute=Recompute.MLP), "plan.json").text
+    given = parser().parse_args(shlex.split(text))
+    assert (given.expert_model_parallel_size, given.expert_tensor_parallel_size) == (4, 1)
+    assert (given.num_experts, given.moe_router_topk, given.moe_ffn_hidden_size) == (4, 2, 24)
+    assert (given.moe_router_load_balancing_type, given.moe_aux_loss_coeff) == ("seq_aux_loss", 0.02 * 2 / 4)
+    assert given.recompute_modules == ["moe"] and given.moe_token_dispatcher_type == "alltoall"
+
+
+def test_galvatron_is_told_of_experts_layer_by_layer(setting):
+    plan = _shared(setting, 4, 1)
+    whole = replace(plan.layers[0], experts=UNSET)
+    other = ExpertStrategy(ep_size=2, etp_size=4, data_parallel=DataParallel.ZERO2)
+    plan = replace(plan, layers=(whole, replace(plan.layers[1], experts=other), *plan.layers[2:]))
+    given = json.loads(TARGETS[System.GALVATRON].export(plan, "plan.json").text)
+    assert (given["ep_sizes_enc"], given["tp_of_ep_sizes_enc"]) == ("1,2,4,4", "2,4,1,1")
+    assert _read_back(System.GALVATRON, plan, setting) == plan
+
+
+def test_torchtitan_is_told_degrees_of_experts(setting):
+    text = TARGETS[System.TORCHTITAN].export(_shared(setting, 4, 1), "plan.json").text
+    given = tomllib.loads(text)["parallelism"]
+    assert (given["expert_parallel_degree"], given["expert_tensor_parallel_degree"]) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("system", "made", "problem"),
+    [
+        (
+            System.MEGATRON,
+            {"ep_size": 2, "etp_size": 1, "experts_kind": DataParallel.DDP},
+            "experts ddp, where",
+        ),
+        (
+            System.GALVATRON,
+            {"ep_size": 2, "etp_size": 1, "experts_kind": DataParallel.ZERO3},
+            "experts zero3, where",
+        ),
+        (System.TORCHTITAN, {"ep_size": 2, "etp_size": 4}, "ep_size 2 x etp_size 4 beside tp_size 2"),
+        (System.TORCHTITAN, {"ep_size": 1, "etp_size": 1}, "ep_size 1 x etp_size 1 beside tp_size 2"),
+        (System.DEEPSPEED, {"ep_size": 2, "etp_size": 1}, "whose ranks share experts out: leave out its experts"),
+        (System.MEGATRON, {"shard_size": 2, "ep_size": 2, "etp_size": 1}, "experts beside states shared out in groups"),
+    ],
+)
+def test_a_sharing_that_a_system_does_not_have_is_refused(setting, system, made, problem):
+    kind = made.pop("experts_kind", None)
+    plan = _shared(setting, made.pop("ep_size"), made.pop("etp_size"), **made)
+    if kind is not None:
+        changed = replace(plan.layers[0].experts, data_parallel=kind)
+        plan = replace(plan, layers=tuple(replace(layer, experts=changed) for layer in plan.layers))
+    with pytest.raises(BadInput, match=problem):
+        TARGETS[system].export(plan, "plan.json")
+
+
+def test_experts_beside_whole_sequences_are_not_for_megatron(setting):
+    choice = UniformStrategy(tp_size=2, pp_size=2, micro_batch_size=2, gradient_reduction=GradientReduction.DEFERRED)
+    with pytest.raises(BadInput, match="experts beside tensor parallelism of whole sequences"):
+        TARGETS[System.MEGATRON].export(setting.plan(choice, "mine"), "plan.json")
