@@ -16,8 +16,9 @@ from forked_ranks import run_worker
 from random_plans import random_plan
 from tiny_models import tiny
 from torch import Tensor, nn
-from transformers import CohereConfig
+from transformers import CohereConfig, DeepseekV3Config
 from transformers.models.cohere.modeling_cohere import CohereAttention
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama as llama
 
@@ -43,6 +44,12 @@ class DroppingNorm(llama.LlamaRMSNorm):
         return F.dropout(super().forward(hidden_states), 0.5, self.training)
 
 
+def from_latents(pairs: bool) -> nn.Module:
+    """DeepSeek-V3's attention, which turns pairs of features or halves."""
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    return DeepseekV3Attention(DeepseekV3Config(**shape, rope_interleave=pairs), 0)
+
+
 @pytest.mark.parametrize(
     ("name", "module", "can"),
     [
@@ -56,6 +63,7 @@ class DroppingNorm(llama.LlamaRMSNorm):
         ("rotary", lambda: llama.LlamaAttention(tiny_config(), 0), True),
         # It turns even features against odd ones, by a function of the same name.
         ("rotary", lambda: CohereAttention(CohereConfig(hidden_size=32, num_attention_heads=4), 0), False),
+        *(("rotary", lambda pairs=pairs: from_latents(pairs), not pairs) for pairs in (True, False)),
         ("rotary", lambda: nn.Linear(32, 32), False),
         ("cross_entropy", lambda: nn.Linear(32, 32), True),
     ],

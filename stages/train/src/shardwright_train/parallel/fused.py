@@ -81,10 +81,10 @@ def _with_global(function: FunctionType | None, name: str, value: Callable[..., 
 def _turns_halves(module: nn.Module) -> bool:
     """Return whether a module is an attention that rotates one half of features against the other, like the kernel.
 
-    Some models have a function of the same name that turns even features against odd ones.
+    Some models have a function of the same name, or another one beside it, that turns even features against odd ones.
     """
-    forward = _forward_of(module)
-    if forward is None or _ROTARY not in forward.__code__.co_names:
+    forward, config = _forward_of(module), getattr(module, "config", None)
+    if forward is None or _ROTARY not in forward.__code__.co_names or getattr(config, "rope_interleave", False):
         return False
     x, angles = _numbers(1, 2, 3, 8), _numbers(1, 3, 4)
     cos, sin = angles.cos(), angles.sin()
