@@ -21,6 +21,7 @@ from shardwright_formats.types import (
     Strategy,
     misfit,
 )
+from shardwright_formats.types.limits import MAX_COUNT
 from shardwright_formats.types.model_profile import ExpertRow, LayerFigures, LayerRow
 
 _FULLEST = 2
@@ -102,13 +103,17 @@ def _rows(
     experts: Experts,
     parts: int,
 ) -> Iterator[int]:
-    """Yield the rows of a rank from the fewest to twice the most at even load, each twice as many as before."""
+    """Yield the rows of a rank from the fewest to twice the most at even load, each twice as many as before.
+
+    More than a profile can say lie on the line that its last two give.
+    """
     sizes = micro_batch_sizes(settings)
     positions = [
         model.sequence_length * size // layout_of(strategy).sequence.size
         for model, strategy, size in product(models, strategies, (min(sizes), max(sizes)))
     ]
-    rows, most = min(positions) * experts.top_k, _FULLEST * max(positions) * experts.top_k * parts
+    rows, most = (number * experts.top_k for number in (min(positions), _FULLEST * max(positions) * parts))
+    most = min(most, MAX_COUNT)
     while rows < most:
         yield rows
         rows *= 2

@@ -22,12 +22,13 @@ order under Ulysses. `samples` and `sequence` are the layout of activations; `te
 a group of parameters: a layer's own, or its experts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from math import lcm
 from typing import NamedTuple, assert_never
 
-from shardwright_formats.types import DataParallel, ExpertGrid, SequenceParallel, Strategy
+from shardwright_formats.types import DataParallel, ExpertGrid, ExpertStrategy, SequenceParallel, Strategy
 
 _KNOWN_FIELDS = {
     *("tp_size", "tp_consecutive", "cp_size", "dp_size", "data_parallel", "shard_size", "sequence_parallel"),
@@ -255,6 +256,15 @@ def strategy_on(stage_size: int, tp_size: int, cp_size: int = 1) -> Strategy | N
     """Return the plain strategy of two degrees on all ranks of a stage, or None where they do not divide them."""
     dp_size, left = divmod(stage_size, tp_size * cp_size)
     return None if left else Strategy(tp_size=tp_size, cp_size=cp_size, dp_size=dp_size)
+
+
+def expert_strategies_on(
+    stage_size: int, ep_sizes: Iterable[int], etp_sizes: Iterable[int]
+) -> Iterator[ExpertStrategy]:
+    """Yield the plain ways to share experts out over a stage by such degrees, where these divide its ranks."""
+    for ep_size, etp_size in product(sorted({*ep_sizes}), sorted({*etp_sizes})):
+        if stage_size % (ep_size * etp_size) == 0:
+            yield ExpertStrategy(ep_size=ep_size, etp_size=etp_size)
 
 
 def layout_of(strategy: Strategy) -> Layout:

@@ -16,14 +16,15 @@ MAX_BATCH = 2**22
 """Samples of a step."""
 MAX_DIMS = 8
 """The most dims of a tensor."""
-_MAX_COUNT = 2**31 - 1
+MAX_COUNT = 2**31 - 1
+"""The largest count of any thing."""
 _MAX_BYTES = 2**60
 _MAX_SECONDS = 1e9
 _MAX_NUMBER = 1e15
 
-Count = Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 """A number of things, at least 1."""
-NonNegativeCount = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
+NonNegativeCount = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 """A number of things, a place counted from 0, or a seed."""
 Rank = Annotated[int, Meta(ge=0, lt=MAX_DEVICES, extra={"unit": "rank"})]
 """Number of a device."""
@@ -33,7 +34,7 @@ SomeRanks = Annotated[int, Meta(ge=0, le=MAX_DEVICES, extra={"unit": "ranks"})]
 """The size of a group that there may be none of."""
 Samples = Annotated[int, Meta(ge=1, le=MAX_BATCH, extra={"unit": "samples"})]
 """A batch or a micro-batch."""
-Tokens = Annotated[int, Meta(ge=1, le=_MAX_COUNT, extra={"unit": "tokens"})]
+Tokens = Annotated[int, Meta(ge=1, le=MAX_COUNT, extra={"unit": "tokens"})]
 """A sequence length."""
 Length = Annotated[int, Meta(ge=1, le=2**34)]
 """The length of one dim of a tensor."""

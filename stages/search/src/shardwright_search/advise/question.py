@@ -32,6 +32,7 @@ from shardwright_formats.types import (
 )
 from shardwright_models.description import model_of_config
 from shardwright_models.presets import read_presets
+from shardwright_search.advise.experts import searched_ep_sizes
 from shardwright_search.advise.long_context import priced_lengths, searched_cp_sizes
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
 from shardwright_search.interop.limits import Setting
@@ -150,6 +151,7 @@ def question_of(options: AdviseOptions) -> Question:
         memory_gib=machines.budgets_gib,
         tp_sizes=machines.tp_sizes,
         cp_sizes=searched_cp_sizes(model, machines.cluster.num_devices),
+        ep_sizes=searched_ep_sizes(model, machines.cluster.num_devices),
         recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL),
         schedules=(Schedule.ONE_F_ONE_B, *interleaved),
         chunks_per_stage=_CHUNKS,

@@ -215,9 +215,16 @@ def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
     most = max(question.request.cp_sizes)
     further = f" of over {most} ranks" if most > 1 else ""
     yield f"context parallelism{further} (--against cp={2 * most} prices it)"
-    yield from ("expert parallelism", "a split backward pass (zero bubble)", "offloading to the host")
+    yield from _experts_not_searched(question)
+    yield from ("a split backward pass (zero bubble)", "offloading to the host")
     if not question.request.fine_grained:
         yield "strategies of each layer (--uniform)"
+
+
+def _experts_not_searched(question: Question) -> Iterator[str]:
+    """Yield the ways to share out the experts that a model has which no plan of the space has."""
+    if sizes := question.request.ep_sizes:
+        yield f"experts in more than {max(sizes)} parts, or with features shared out beside (etp)"
 
 
 def _layer_counts(plan: Plan) -> str:

@@ -206,6 +206,8 @@ def _scope(request: SearchRequest, answer: SearchAnswer) -> str:
     listed = "; ".join(f"{field} {names(field)}" for field in (*fields, *kinds) if getattr(request, field) != ())
     if request.cp_sizes != (1,):
         listed += f"; cp_sizes {names('cp_sizes')}, context {names('context')}"
+    if request.ep_sizes:
+        listed += f"; ep_sizes {names('ep_sizes')}, etp_sizes {names('etp_sizes')}"
     if request.shard_sizes is not None:
         listed += f"; shard_sizes {names('shard_sizes')} or all ranks"
     layers = "any strategy for each layer" if request.fine_grained else "one strategy for all layers"

@@ -6,6 +6,7 @@ from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
@@ -84,6 +85,7 @@ def _kinds(plan: Plan, asked: SearchRequest, file: Path) -> Iterator[tuple[str, 
         yield "no context parallelism", replace(asked, cp_sizes=(1,), embedding=embedding, head=head)
         for kind in asked.context if len(asked.context) > 1 else ():
             yield f"context {kind} alone", replace(asked, context=(kind,))
+    yield from _kinds_with_experts(plan, asked)
     alone = replace(asked, embedding=OuterSpace(), head=OuterSpace(), max_pp_size=None, max_dp_size=None)
     yield "data parallelism only", replace(alone, space=Space.DP)
     yield "ZeRO only", replace(alone, space=Space.ZERO)
@@ -94,6 +96,21 @@ def _kinds(plan: Plan, asked: SearchRequest, file: Path) -> Iterator[tuple[str, 
     counts = {each.num_microbatches for each in listed if each.global_batch_size == plan.global_batch_size}
     for count in sorted(counts - {plan.num_microbatches}):
         yield f"{count} microbatch(es)", replace(fixed, num_microbatches=(count,))
+
+
+def _kinds_with_experts(plan: Plan, asked: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
+    """Yield the changes of what a request asks of experts: no grid of their own, other degrees, or no folding.
+
+    Nothing is folded where experts' features are shared out as the rest of the layer is, and ep_size divides dp_size.
+    """
+    if not asked.ep_sizes:
+        return
+    yield "experts sharded as the rest of their layer", replace(asked, ep_sizes=())
+    chosen = {layer.experts.ep_size for layer in plan.layers if layer.experts is not UNSET}
+    for ep_size in sorted({*asked.ep_sizes} - chosen):
+        yield f"ep_size {ep_size} or none", replace(asked, ep_sizes=(ep_size,))
+    for tp_size in asked.tp_sizes or divisors(plan.cluster.num_devices):
+        yield f"no folding: tp_size = etp_size = {tp_size}", replace(asked, tp_sizes=(tp_size,), etp_sizes=(tp_size,))
 
 
 def outlook(plan: Plan, request: SearchRequest, profiles: Profiles, file: Path) -> tuple[WhatIf, ...]:

@@ -106,6 +106,7 @@ class Limits(NamedTuple):
             pp_sizes=degrees,
             tp_sizes=tp_sizes,
             cp_sizes=(1,),
+            ep_sizes=(),
             data_parallel=self.data_parallel,
             gradient_reduction=self.gradient_reduction,
             recompute=self.recompute,

@@ -29,6 +29,8 @@ from shardwright_search.space.request import BatchRange, Objective, SearchReques
 from shardwright_search.space.room_parts import parts_of
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
+_NEEDED = "pp_sizes", "tp_sizes", "cp_sizes"
+"""Lists of degrees of which at least one must fit a sub-cluster."""
 _MAX_RECENT = 6
 _HOUR_S = 3600.0
 _PS = 1e-12
@@ -220,8 +222,8 @@ def _asked_of(request: SearchRequest, cluster: Cluster) -> SearchRequest | None:
             return None
         return tuple(number for number in numbers if (devices % number == 0 if equal else number <= devices))
 
-    lists = {name: fitting(getattr(request, name)) for name in ("pp_sizes", "tp_sizes", "cp_sizes", "shard_sizes")}
-    if () in (lists["pp_sizes"], lists["tp_sizes"], lists["cp_sizes"]):
+    lists = {name: fitting(getattr(request, name)) for name in (*_NEEDED, "shard_sizes", "ep_sizes", "etp_sizes")}
+    if () in (lists[name] for name in _NEEDED):
         return None
     memory = request.memory_gib
     if isinstance(memory, Mapping):

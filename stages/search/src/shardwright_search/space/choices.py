@@ -9,9 +9,11 @@ from math import gcd, lcm, prod
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright_formats.semantics.axes import Layout, axes_of, layout_of, strategy_on
+from shardwright_formats.semantics.axes import Layout, axes_of, expert_strategies_on, layout_of, strategy_on
+from shardwright_formats.semantics.expert_messages import shares_experts
 from shardwright_formats.types.model import EMBEDDING, HEAD, Model
 from shardwright_formats.types.plan import misfit
 from shardwright_formats.types.strategy import (
@@ -101,7 +103,12 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
             return False
         if not isinstance(strategy, LayerStrategy):
             return choice.outer is None or strategy == choice.outer
-        return choice.layers is None or strategy == replace(choice.layers, type=type_name)
+        return choice.layers is None or strategy == self.as_type(choice.layers, type_name)
+
+    def as_type(self, strategy: LayerStrategy, type_name: str) -> LayerStrategy:
+        """Return the strategy of a layer of another type that does as one does, but for experts, which it may lack."""
+        lacks = self.model.types[type_name].experts is UNSET
+        return replace(strategy, type=type_name, experts=UNSET if lacks else strategy.experts)
 
     def gathered_tokens(self, strategy: Strategy, samples: int) -> int:
         """Return the tokens that Megatron's sequence parallelism gathers whole."""
@@ -135,9 +142,10 @@ def shardings(request: SearchRequest, model: Model, type_name: str, stage_size: 
         fields = {name: getattr(sharding, name) for name in Strategy.__struct_fields__}
         contexts = request.context if axes_of(sharding).shares_context else (ContextParallel.GATHER,)
         layers = (LayerStrategy(**fields, type=type_name, context=context) for context in contexts)
-        fitting = [layer for layer in layers if misfit(model, type_name, layer) is None]
+        shared = (each for layer in layers for each in (layer, *_with_experts(request, model, layer, stage_size)))
+        fitting = [layer for layer in shared if misfit(model, type_name, layer) is None]
         strategies |= {replace(layer, recompute=recompute) for layer in fitting for recompute in kinds}
-    return tuple(sorted(strategies))
+    return tuple(sorted(strategies, key=lambda strategy: (shares_experts(strategy), strategy)))
 
 
 def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterator[Strategy]:
@@ -158,6 +166,24 @@ def _grids(request: SearchRequest, outer: OuterSpace, stage_size: int) -> Iterat
                 for consecutive in sorted(set(request.tp_consecutive)) if grid else (True,):
                     sharing = {"data_parallel": data_parallel, "shard_size": shard_size}
                     yield replace(split, tp_consecutive=consecutive, **sharing)
+
+
+def _with_experts(
+    request: SearchRequest, model: Model, layer: LayerStrategy, stage_size: int
+) -> Iterator[LayerStrategy]:
+    """Yield a layer's sharding with each way to share its experts out that is another than the layer's."""
+    axes = axes_of(layer)
+    if model.types[layer.type].experts is UNSET or (axes.dense.tensor.size > 1 and not axes.gathers_sequence):
+        return
+    kinds = request.expert_data_parallel or request.data_parallel
+    for plain in expert_strategies_on(stage_size, request.ep_sizes, request.etp_sizes):
+        grid = replace(layer, experts=plain).expert_grid
+        assert grid is not None
+        ranks = axes_of(grid).dense.states.size
+        whole = axes.dense.tensor.size == 1 and ranks == stage_size
+        for kind, shards in _sharings(request, kinds if ranks > 1 else (DataParallel.DDP,), ranks):
+            if not whole or (kind, shards) != (layer.data_parallel, layer.shard_size):
+                yield replace(layer, experts=replace(plain, data_parallel=kind, shard_size=shards))
 
 
 def _sharings(request: SearchRequest, kinds: Sequence[DataParallel], ranks: int) -> Iterator[tuple[DataParallel, int]]:
@@ -212,7 +238,7 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         by_type = self.layers.shardings(choice).strategies[choice.widths[0]]
         first, *others = dict.fromkeys(self.costs.model.layers)
         layers = (s for s in by_type[first] if isinstance(s, LayerStrategy))
-        return tuple(s for s in layers if all(replace(s, type=other) in by_type[other] for other in others))
+        return tuple(s for s in layers if all(self.layers.as_type(s, other) in by_type[other] for other in others))
 
     def outer_strategies(self, configuration: Configuration) -> tuple[Strategy, ...]:
         """Return what embedding and head can share on stages of any of the configuration's widths."""

@@ -25,7 +25,13 @@ from shardwright_search.space.rank_groups import StageLimit
 from shardwright_search.space.request import Dimension, SearchRequest, Space, StageWidths, batch_sizes
 
 _WHOLE: dict[str, object] = {"cp_sizes": (1,)}
-_PLAIN: dict[str, object] = {"data_parallel": (DataParallel.DDP,), "recompute": (Recompute.NONE,), **_WHOLE}
+_LIKE_THE_LAYER: dict[str, object] = {"ep_sizes": ()}
+_PLAIN: dict[str, object] = {
+    "data_parallel": (DataParallel.DDP,),
+    "recompute": (Recompute.NONE,),
+    **_WHOLE,
+    **_LIKE_THE_LAYER,
+}
 _MAX_LAYERS = 1_000
 """The most layers of a model: on two devices 2 CPU seconds and 200 MiB."""
 _ENDS = 2
@@ -112,6 +118,7 @@ def narrowed(request: SearchRequest, cluster: Cluster, profiled: Collection[int]
             "tp_sizes": (1,),
             "data_parallel": (DataParallel.ZERO2, DataParallel.ZERO3),
             **_WHOLE,
+            **_LIKE_THE_LAYER,
         },
         Space.TP: {"pp_sizes": (1,), "tp_sizes": (devices,), **_PLAIN},
         Space.PP: {"pp_sizes": (devices,), "tp_sizes": (1,), **_PLAIN},
@@ -131,6 +138,7 @@ def narrowed(request: SearchRequest, cluster: Cluster, profiled: Collection[int]
         Dimension.TENSOR_PARALLEL: {"tp_sizes": (1,)},
         Dimension.SEQUENCE_PARALLEL: {"sequence_parallel": (SequenceParallel.NONE,)},
         Dimension.CONTEXT_PARALLEL: _WHOLE,
+        Dimension.EXPERT_PARALLEL: _LIKE_THE_LAYER,
         Dimension.PIPELINE_PARALLEL: {"pp_sizes": (1,)},
         Dimension.RECOMPUTE: {"recompute": (Recompute.NONE,)},
     }
@@ -154,7 +162,7 @@ def _limited(request: SearchRequest, field: str, allowed: object, name: str) -> 
     asked = getattr(request, field)
     if isinstance(allowed, tuple) and asked is not None:
         left = tuple(value for value in asked if value in allowed)
-        if not left:
+        if allowed and not left:
             listed = ", ".join(str(value) for value in asked)
             problem = f"{field}: {name} and {listed} leave nothing to choose from"
             raise BadInput(f"search {request.name}", problem, "change either")
@@ -239,7 +247,7 @@ def _problems(request: SearchRequest, devices: int, layers: int) -> Iterator[tup
         if unequal and all(schedule.interleaves for schedule in request.schedules):
             yield f"{name}, but interleaved stages are equally wide", "allow 1f1b or gpipe, or list equal widths"
     widths = {width for each in listed for width in each} or {devices}
-    for field in ("tp_sizes", "cp_sizes", "shard_sizes"):
+    for field in ("tp_sizes", "cp_sizes", "shard_sizes", "ep_sizes", "etp_sizes"):
         for number in getattr(request, field) or ():
             if number > devices if asked is StageWidths.ANY else all(width % number for width in widths):
                 where = "any of stage_widths" if listed else ranks

@@ -50,6 +50,7 @@ class Dimension(StrEnum):
     TENSOR_PARALLEL = "tensor_parallel"
     SEQUENCE_PARALLEL = "sequence_parallel"
     CONTEXT_PARALLEL = "context_parallel"
+    EXPERT_PARALLEL = "expert_parallel"
     PIPELINE_PARALLEL = "pipeline_parallel"
     RECOMPUTE = "recompute"
 
@@ -156,6 +157,13 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     attention, too. A profile of two lengths and micro-batch sizes prices those above 1."""
     context: Annotated[tuple[ContextParallel, ...], Meta(min_length=1)] = tuple(ContextParallel)
     """Ways in which positions attend to those of other ranks, where a cp_size is above 1."""
+    ep_sizes: tuple[Count, ...] = ()
+    """Parts that a layer's experts may be shared out in, whatever the rest of the layer does; none: experts are sharded
+    as the rest. The profile says what experts cost by themselves."""
+    etp_sizes: Counts = (1,)
+    """Neighbouring ranks that may share the features of each expert of a part, where experts are shared out."""
+    expert_data_parallel: Annotated[tuple[DataParallel, ...], Meta(min_length=1)] | None = None
+    """Kinds of data parallelism of experts that are shared out; null: those of `data_parallel`."""
     max_dp_size: Count | None = None
     """The largest data-parallel degree."""
     tp_consecutive: Annotated[tuple[bool, ...], Meta(min_length=1)] = (True,)
