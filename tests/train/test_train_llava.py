@@ -67,6 +67,13 @@ def test_positions_of_an_image_attend_to_all_of_it(window: int | None) -> None:
         assert bool(seen[sample, query, key]) == ((key <= query or together) and near)
 
 
+def test_the_plan_says_the_format_not_a_part_of_the_file() -> None:
+    config = tiny("llava").config
+    parts = {key: {**config[key], "torch_dtype": "float16"} for key in ("text_config", "vision_config")}
+    model = tiny("llava", **parts)
+    assert {p.dtype for p in FAMILY.stock_model(model).parameters()} == {torch.get_default_dtype()}
+
+
 def test_a_tower_that_is_frozen_with_the_embedding_has_no_backward_pass() -> None:
     model = freeze(tiny("llava"), [FrozenPart.parse("embedding"), FrozenPart.parse("layers[0:2]")])
     assert model.layers == ("vision.no_grad", "vision.no_grad", "projector", "block", "block")

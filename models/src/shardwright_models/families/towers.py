@@ -27,6 +27,8 @@ def _clip_block(_layer: str, config: Config) -> Parameters:
 _CLIP_TOWER = replace(
     SIGLIP,
     model_type=CLIP,
+    # Published files name the vocabulary of a text tower that is not there.
+    ignored=("vocab_size",),
     nested=None,
     parameters=_clip_block,
     defaults={

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ class Llava(Family):
             if facts is not None:
                 parse(kind, part, facts)  # names an unknown key
                 check_only(part, facts)
+        for part, key in product((text, vision), ("dtype", "torch_dtype")):
+            part.pop(key, None)  # The plan says in which format, also where a part of the file does.
         vision["num_hidden_layers"] = self.facts.stacks[0].numbers(read)[0]
         configured = super().configured(outer | {TEXT: text, VISION: vision, **self.normalized(read)})
         of_text = {
