@@ -3,9 +3,11 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from msgspec import UNSET
 
+from shardwright_estimate.expert_profile import expert_keys
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Source, Sourced
@@ -17,6 +19,7 @@ from shardwright_formats.types import (
     NodeType,
     Recompute,
     SequenceParallel,
+    Strategy,
 )
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow
 from shardwright_models.description import model_of_config
@@ -140,3 +143,11 @@ def test_experts_measured_twice_are_refused(probes):
     document = SimpleNamespace(experts=tuple(map(measured, probes.experts[:2] + probes.experts[:1])))
     with pytest.raises(BadInput, match=r"m.json: 1 experts of sparse etp_size 1 recompute none were measured twice"):
         fit_experts([(Path("m.json"), document)], None, [whole(NONE)], [])
+
+
+def test_points_of_experts_end_where_a_file_can_tell_no_more_rows():
+    """A large batch of a model that computes each position many times, in one micro-batch."""
+    strategy = Strategy(tp_size=1, dp_size=1)
+    settings = msgspec.structs.replace(SETTINGS, tp_sizes=(1,), recompute=(NONE,), micro_batch_sizes=(1, 2**28))
+    rows = [key.rows for key in expert_keys([MODEL], [strategy], settings, (NONE,))]
+    assert max(rows) == 2**31 - 1 and min(rows) == LENGTH * 2
