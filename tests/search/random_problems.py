@@ -75,7 +75,7 @@ def _in_flight(rng: np.random.Generator, count: int, pp_size: int) -> tuple[int,
     return tuple(count if rng.random() < 0.3 else min(count, pp_size - i) for i in range(pp_size))
 
 
-def _with_tight_budgets(rng: np.random.Generator, problem: Problem) -> Problem:
+def with_tight_budgets(rng: np.random.Generator, problem: Problem) -> Problem:
     needs = np.sort(np.concatenate([found.memory.max(0) for found in every_plan(problem)]))
     share = float(rng.choice([0, 0.02, 0.2, 0.6, 0.999]))
     budgets = [
@@ -113,7 +113,30 @@ def random_problem(seed: int) -> Problem:
         boundary_bytes=rng.integers(0, 1 + scale.costs // 3, (4, scale.layouts)).astype(float),
         tied_ps=rng.integers(0, 1 + scale.costs // 2, (scale.classes, scale.classes)).astype(float),
     )
-    return _with_tight_budgets(rng, problem)
+    return with_tight_budgets(rng, problem)
+
+
+@lru_cache(maxsize=2_000)
+def random_with_experts(seed: int) -> Problem:
+    """Such a problem whose blocks each have, in each of 2 or 3 ways, experts beside the rest, which add up to it."""
+    problem, rng = random_problem(seed), np.random.default_rng([seed, 1])
+    groups = []
+    for group in problem.device_groups:
+        blocks = (_beside_experts(rng, rest) if kind in (1, 2) else rest for kind, rest in enumerate(group.options))
+        groups.append(replace(group, options=tuple(blocks)))
+    return with_tight_budgets(rng, replace(problem, device_groups=tuple(groups)))
+
+
+def _beside_experts(rng: np.random.Generator, rest: Options) -> Options:
+    ways = int(rng.integers(2, 4))
+    most = 1 + max(int(column.max()) for column in rest[:7])
+    experts = [rng.integers(0, most, ways).astype(float) for _ in range(7)]
+    experts[4] *= rest.sum_bytes.max() > 0
+    numbers = [np.add.outer(a, b).ravel() for a, b in zip(rest[:6], experts[:6], strict=True)]
+    workspace = np.maximum.outer(rest.workspace_bytes, experts[6]).ravel()
+    return Options(
+        *numbers, workspace, *(np.repeat(layout, ways) for layout in (rest.input_layout, rest.output_layout))
+    )
 
 
 @lru_cache(maxsize=2_000)
@@ -218,7 +241,7 @@ def _with_sends(
         boundary_bytes=rng.integers(0, 1 + scale.costs // 3, (4, scale.layouts)).astype(float),
         tied_ps=rng.integers(0, 1 + scale.costs // 2, (scale.classes, scale.classes)).astype(float),
     )
-    return _with_tight_budgets(rng, problem)
+    return with_tight_budgets(rng, problem)
 
 
 def with_budgets(problem: Problem, budgets: list[int]) -> Problem:

@@ -14,7 +14,7 @@ from brute_force import mistakes
 from certificate_attacks import accepted
 from interleaved_problems import mistakes as interleaved_mistakes
 from random_fronts import front_mistakes
-from random_problems import random_mixed, random_spanning, random_unequal
+from random_problems import random_mixed, random_spanning, random_unequal, random_with_experts
 from simulated_optimum import too_slow
 
 __all__ = ["main"]
@@ -34,6 +34,7 @@ def main(count: int) -> int:
     wrong = 0
     kinds: dict[str, Mistakes] = {
         "gpipe and 1f1b": mistakes,
+        "experts beside the rest": partial(mistakes, made=random_with_experts),
         "stages of unequal width": partial(mistakes, made=random_unequal),
         "several node types": partial(mistakes, made=random_mixed),
         "stages that span node types": partial(mistakes, made=random_spanning),
