@@ -32,6 +32,8 @@ PLANS = (
         shard_size=2,
         sequence_parallel=SequenceParallel.ULYSSES,
     ),
+    plan_of("positions", tp_size=1, cp_size=4, dp_size=1, data_parallel=DataParallel.ZERO3),
+    plan_of("positions and heads", tp_size=2, cp_size=2, dp_size=1, sequence_parallel=SequenceParallel.ULYSSES),
     plan_of("padded vocabulary", tp_size=4, dp_size=1, sequence_parallel=SequenceParallel.MEGATRON),
     plan_of("padded and sharded", tp_size=4, dp_size=1, data_parallel=DataParallel.ZERO3),
 )
@@ -41,7 +43,7 @@ PLANS = (
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_replicas_of_shards_are_saved_once_and_other_plans_go_on_from_them(tmp_path: Path) -> None:
-    told = saved(tmp_path, run_worker, PLANS[:2])
+    told = saved(tmp_path, run_worker, [*PLANS[:2], PLANS[4]])
     assert max(one.error for one in resumed(tmp_path, run_worker, PLANS[1:], told)) < TOLERANCE
     # Halves, each once, take no more than quarters do.
     groups, alone = (sum(f.stat().st_size for f in (tmp_path / plan.name).rglob("*.safetensors")) for plan in PLANS[:2])

@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
+from context_plans import with_context
 from evaluation_worker import MUTATIONS
 from forked_ranks import run_worker
 from random_plans import bare_plan, random_plan, uneven_plan
@@ -33,11 +35,15 @@ def plans_on(world_size: int) -> list[Plan]:
     The last on two ranks has dropout.
     """
     if world_size == 2:
-        once_more = [random_plan(MODELS["llama"], 50, 2), random_plan(MODELS["gpt2"], 60, 2)]
+        shared = with_context(random_plan(MODELS["llama"], 42, 2, stages=1), 42)
+        shared = msgspec.structs.replace(shared, name="context")
+        once_more = [random_plan(MODELS["llama"], 50, 2), shared, random_plan(MODELS["gpt2"], 60, 2)]
         return [*_numbered([*MODELS.values()], 40, 2), *once_more]
     uneven = [uneven_plan(model, number, 4) for number, model in enumerate(_FIRST[2:])]
     bare = [bare_plan(model, number, 4) for number, model in enumerate(_FIRST[:2])]
-    return [*_numbered(_FIRST, 70, 4), *uneven, *bare]
+    context = [with_context(random_plan(tiny(family), 71, 4, stages=1), 71) for family in ("llama", "bert")]
+    context = [msgspec.structs.replace(plan, name=f"context {plan.name}") for plan in context]
+    return [*_numbered(_FIRST, 70, 4), *uneven, *bare, *context]
 
 
 def _compared(world_size: int, folder: Path, mutations: tuple[str, ...] = ()) -> Errors:

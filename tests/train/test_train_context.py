@@ -1,0 +1,73 @@
+"""What cannot be run where positions attend across ranks is refused in one line, and masks are of a rank's rows."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from context_plans import with_context
+from random_plans import on_devices, random_plan
+from tiny_models import tiny
+
+from shardwright_formats.io import BadInput
+from shardwright_formats.semantics.zigzag import zigzag
+from shardwright_formats.types import Attention, LayerStrategy, Plan
+from shardwright_models.facts import Mask
+from shardwright_train.models.masks import Places, alibi_mask, document_mask, window_mask
+from shardwright_train.models.support import check_supported
+
+LENGTH = 16
+LEAST = torch.finfo(torch.float64).min
+
+
+def planned(family: str = "llama", **changes: Any) -> Plan:
+    """A plan on two ranks that share the positions of each block out."""
+    plan = random_plan(tiny(family, **changes), 0, 2, "bfloat16", stages=1)
+    layers = tuple(LayerStrategy(type=kind, tp_size=1, cp_size=2, dp_size=1) for kind in plan.model.layers)
+    return msgspec.structs.replace(plan, layers=layers)
+
+
+def on_gpus() -> Plan:
+    return msgspec.structs.replace(on_devices(planned(), *["NVIDIA H200"] * 2), attention=Attention.FLASH_ATTENTION_2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (planned("gpt2", attn_pdrop=0.1), "cp_size above 1 drops nothing inside attention, for which attn_pdrop has"),
+        (planned("t5", dropout_rate=0.1), "for which dropout_rate has a rate: describe the model with dropout_rate 0"),
+        (msgspec.structs.replace(planned(), compile=True), "compile: blocks that attend to positions of other ranks"),
+        (on_gpus(), "attention flash_attention_2 attends to no positions of other ranks, as cp_size asks for"),
+    ],
+    ids=["attention dropout", "one dropout", "compile", "flash"],
+)
+def test_what_cannot_attend_across_ranks_is_refused(plan: Plan, words: str) -> None:
+    with pytest.raises(BadInput, match=r"^plan\.json: ") as refused:
+        check_supported(plan, "plan.json")
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_dropout_outside_attention_stays() -> None:
+    check_supported(planned("gpt2", embd_pdrop=0.1, resid_pdrop=0.1), "plan.json")
+    check_supported(with_context(random_plan(tiny("llama"), 3, 4), 3), "plan.json")
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("kind", ["window", "slopes", "documents", "padded documents"])
+def test_masks_of_a_rank_are_the_rows_of_the_whole_one_in_the_order_of_the_plan(kind: str, rank: int) -> None:
+    example, order = torch.zeros(1, dtype=torch.float64), torch.tensor(zigzag(LENGTH, 4))
+    documents = (torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.3).long().cumsum(1)
+    padding = (torch.arange(LENGTH) < 13).expand(2, -1) if kind == "padded documents" else None
+
+    def made(places: Places, numbers: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        if kind == "window":
+            return window_mask(places, 5, example, Mask.CAUSAL)
+        if kind == "slopes":
+            return alibi_mask(places, [0.5, 0.25], example)
+        return document_mask(numbers, torch.float64, real, places)
+
+    rows = slice(rank * LENGTH // 4, (rank + 1) * LENGTH // 4)
+    mine = made(Places(LENGTH, rows, rows, order), documents[:, order], None if padding is None else padding[:, order])
+    whole = made(Places.whole(LENGTH), documents, padding)
+    assert torch.equal(mine, whole[..., order[rows], :][..., order])
+    assert (mine == LEAST).any() and (mine > LEAST).any(-1).all()
