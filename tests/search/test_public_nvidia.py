@@ -11,7 +11,8 @@ from shardwright_formats.types import DataParallel
 ROOT = Path(__file__).resolve().parents[2]
 _GPT = {
     "model": "gpt3-175b", "precision": "BF16", "gpu": "H100", "num_gpus": 128, "seq_len": 2048, "layers": 96, "tp": 4,
-    "pp": 8, "cp": 1, "ep": "", "dp": 4, "vp": 6, "mbs": 1, "gbs": 256, "recompute": "none", "step_s": 8.3, "note": "",
+    "pp": 8, "cp": 1, "ep": "", "etp": "", "dp": 4, "vp": 6, "mbs": 1, "gbs": 256, "recompute": "none", "step_s": 8.3,
+    "note": "",
 }  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def test_a_row_is_its_plan_and_rows_of_one_plan_count_once(public, folder_of):
 
 def test_rows_that_no_plan_says_are_counted_by_their_first_cause(public, folder_of):
     cases = {
-        "expert parallelism": {"ep": 8, "cp": 2},
+        "model llama4-maverick-400b": {"model": "llama4-maverick-400b", "ep": 8, "cp": 2},
         "precision NVFP4": {"precision": "NVFP4"},
         "recomputation of some layers alone": {"recompute": "full, 5 layers"},
         "activations of some layers on the host": {"note": "cpu offload layers 40"},
@@ -75,6 +76,24 @@ def test_a_run_whose_ranks_share_positions_is_priced_as_a_ring(public, folder_of
     assert abs(one.time_error) < 0.12
     (whole,) = public.pricing.priced([run._replace(cp_size=1, num_microbatches=16)], public.pricing.Factors())
     assert one.memory_bytes < whole.memory_bytes
+
+
+def test_runs_with_experts_are_priced_with_their_grid(public, folder_of):
+    """Published rows of Grok-1 (cut to 2 layers), of Qwen3 235B and of DeepSeek-V3, whose layers no stages divide."""
+    row = {"model": "grok1-314b", "seq_len": 4096, "layers": 2, "num_gpus": 8, "tp": 4, "pp": 1, "vp": "", "ep": 2}
+    grok = row | {"dp": 2, "gbs": 1024, "step_s": 24.0}
+    row = {"gpu": "GB200", "seq_len": 4096, "num_gpus": 256, "tp": 1, "pp": 8, "mbs": 1, "ep": 32, "dp": 32}
+    qwen = row | {"model": "qwen3-235b-a22b", "layers": 94, "vp": 3, "gbs": 8192, "step_s": 26.6623}
+    deepseek = row | {"model": "deepseek-v3", "layers": 61, "pp": 4, "vp": 4, "ep": 64, "dp": 64, "gbs": 4096}
+    deepseek |= {"recompute": "mla_up_proj", "step_s": 20.878}
+    runs = public.nvidia.nvidia(folder_of(grok, qwen, deepseek))
+    assert {run.set for run in runs} == {"nvidia BF16 experts"}
+    assert [(run.ep_size, run.etp_size) for run in runs] == [(2, 4), (32, 1), (64, 1)]
+    assert runs[0].cuts is None and [run.cuts[-1] for run in runs[1:]] == [94, 61]
+    assert len(runs[1].cuts) == 25 and runs[1].cuts[:3] == (0, 3, 7) and runs[1].cuts[-2] == 91
+    found = {one.run.name.split()[0]: one for one in public.pricing.priced(runs, public.pricing.Factors())}
+    for name, worst in (("grok1-314b", 0.2), ("qwen3-235b-a22b", 0.25), ("deepseek-v3", 0.15)):
+        assert abs(found[name].time_error) < worst
 
 
 def test_interleaved_runs_fit_and_take_about_what_was_measured(public, folder_of):

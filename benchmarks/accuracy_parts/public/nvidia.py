@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
@@ -12,11 +13,32 @@ from shardwright_models.presets import read_presets
 
 __all__ = ["left_out", "nvidia"]
 
-_COLUMNS = ("model", "precision", "gpu", "num_gpus", "seq_len", "layers", "tp", "pp", "cp", "ep", "dp", "vp", "mbs")
+_COLUMNS = (
+    "model",
+    "precision",
+    "gpu",
+    "num_gpus",
+    "seq_len",
+    "layers",
+    "tp",
+    "pp",
+    "cp",
+    "ep",
+    "etp",
+    "dp",
+    "vp",
+    "mbs",
+)
 _COLUMNS += ("gbs", "recompute", "step_s", "note")
-_PLAN = ("model", "precision", "gpu", "num_gpus", "seq_len", "tp", "pp", "cp", "vp", "mbs", "gbs")
+_PLAN = ("model", "precision", "gpu", "num_gpus", "seq_len", "tp", "pp", "cp", "ep", "etp", "vp", "mbs", "gbs")
 """Columns that tell plans apart; runs of one plan in several releases count once, with their median."""
 _PRESETS = {"gpt3-175b": "gpt-3-175b"} | {f"llama3-{size}": f"llama-3-{size}" for size in ("8b", "70b", "405b")}
+_PRESETS |= {name: name for name in ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3")}
+_PRESETS |= {"grok1-314b": "grok-1"}
+_EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "grok1-314b")
+"""Models with experts."""
+_LIGHT = ("mla_up_proj", "core_attn")
+"""Recomputation of so little that it is counted as none: a product of latents, and flash attention's scores."""
 _NEMOTRON = {
     "model_type": "llama",
     "hidden_size": 18432,
@@ -45,7 +67,7 @@ _SHARDED = "fully sharded data parallel"
 
 
 def nvidia(folder: Path) -> list[Run]:
-    """The dense runs in bfloat16 and FP8 that a uniform plan says, one of each plan."""
+    """The runs in bfloat16 and FP8 that a plan with one strategy for all layers says, one of each plan."""
     runs: dict[tuple[str, ...], list[Run]] = {}
     for row in rows_of(folder, _COLUMNS):
         if _obstacle(row) is None:
@@ -65,29 +87,34 @@ def _obstacle(row: dict[str, str]) -> str | None:
 
 
 def _obstacles(row: dict[str, str]) -> Iterator[str]:
-    if row["ep"] not in ("", "1"):
-        yield "expert parallelism"
+    if row["model"] not in (*_PRESETS, "nemotron4-340b"):
+        yield f"model {row['model']}"
     if row["precision"] not in _COMPUTE:
         yield f"precision {row['precision']}"
-    if row["recompute"] not in ("", "none"):
+    if row["recompute"] not in ("", "none", *(_LIGHT if row["model"] in _EXPERTS else ())):
         yield "recomputation of some layers alone"
     if "offload" in row["note"]:
         yield "activations of some layers on the host"
-    if int(row["layers"]) % (int(row["pp"]) * int(row["vp"] or 1)):
+    if row["model"] not in _EXPERTS and int(row["layers"]) % (int(row["pp"]) * int(row["vp"] or 1)):
         yield "chunks of unlike numbers of layers"
 
 
 def _run(folder: Path, row: dict[str, str]) -> Run:
     model = known(folder, row, "model", (*_PRESETS, "nemotron4-340b"))
     machine = _MACHINES[known(folder, row, "gpu", _MACHINES)]
-    config = read_presets()[_PRESETS[model]].config if model in _PRESETS else _NEMOTRON
+    config = dict(read_presets()[_PRESETS[model]].config if model in _PRESETS else _NEMOTRON)
+    layers, shared = int(row["layers"]), ""
+    if model in _EXPERTS:
+        config["num_hidden_layers"] = layers
+        shared = f" ep{row['ep']}"
     dp_size, micro_batch_size = int(row["dp"]), int(row["mbs"])
     compute, chunks = _COMPUTE[row["precision"]], int(row["vp"] or 1)
     cp_size = int(row["cp"] or 1)
     context = f" cp{cp_size}" if cp_size > 1 else ""
-    plan = f"tp{row['tp']}{context} pp{row['pp']}x{chunks} dp{dp_size} mbs{micro_batch_size}"
+    ep_size = int(row["ep"] or 1)
+    plan = f"tp{row['tp']}{context}{shared} pp{row['pp']}x{chunks} dp{dp_size} mbs{micro_batch_size}"
     return Run(
-        set=f"nvidia {'BF16' if compute == 'bfloat16' else 'FP8'}{context}",
+        set=f"nvidia {'BF16' if compute == 'bfloat16' else 'FP8'}{' experts' if shared else context}",
         group=f"{model} {row['precision']}, batch {row['gbs']}, {row['num_gpus']} {row['gpu']}",
         name=f"{model} {row['precision']} {row['num_gpus']} {row['gpu']} {plan}",
         config=tuple(config.items()),
@@ -103,9 +130,29 @@ def _run(folder: Path, row: dict[str, str]) -> Run:
         runtime="megatron_core",
         sequence_parallel=SequenceParallel.MEGATRON,
         cp_size=cp_size,
+        ep_size=ep_size,
+        etp_size=int(row["etp"] or _etp_size(ep_size, int(row["tp"]), dp_size * cp_size)),
+        cuts=_cuts(layers, int(row["pp"]) * chunks) if shared else None,
         chunks=chunks,
         compute=compute,
         # scripts/performance/helpers.py of NeMo: grad_reduce_in_fp32 is False with FP8 alone.
         reduce="float32" if compute == "bfloat16" else "bfloat16",
         measured_s=float(row["step_s"]),
     )
+
+
+def _etp_size(ep_size: int, tp_size: int, others: int) -> int:
+    """Ranks that share the features of an expert where a row does not say it: as many as tensor-parallel ones.
+
+    That is Megatron-LM's default. Where so many do not fit the ranks of a stage, each expert is whole.
+    """
+    return 1 if tp_size * others % (ep_size * tp_size) else tp_size
+
+
+def _cuts(layers: int, ranges: int) -> tuple[int, ...] | None:
+    """Where ranges of unlike numbers of layers begin and end: embedding and loss count as a layer each."""
+    if layers % ranges == 0:
+        return None
+    share, more = divmod(layers + 2, ranges)
+    sizes = [share + (i < more) - (i == 0) - (i == ranges - 1) for i in range(ranges)]
+    return tuple(accumulate(sizes, initial=0))

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from accuracy_parts.public.host_floor import added_s
 from accuracy_parts.public.runs import Machine, Run
 from accuracy_parts.public.runtimes import RUNTIMES, runtime_of
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright_estimate.accuracy import SPARE_SHARE
@@ -24,7 +25,7 @@ from shardwright_formats.types.model import HEAD, Model
 from shardwright_formats.types.model_profile import LayerRow, ModelProfile
 from shardwright_formats.types.plan import PipelineStage, Plan, Precision, Schedule
 from shardwright_formats.types.prediction import StagePrediction
-from shardwright_formats.types.strategy import ContextParallel, DataParallel, Recompute
+from shardwright_formats.types.strategy import ContextParallel, DataParallel, ExpertStrategy, LayerStrategy, Recompute
 from shardwright_models.description import model_of_config
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, index_profiles, scaled
@@ -208,16 +209,27 @@ def _plan(run: Run, model: Model, cluster: Cluster) -> Plan:
         compile=run.compiled,
     )
     plan = uniform_plan("published", request, model, cluster)
-    if run.cuts is None or run.pp_size == 1:
-        return plan
-    stages = tuple(
-        PipelineStage(ranks=stage.ranks, layers=(run.cuts[i : i + 2],))  # type: ignore[arg-type]
-        for i, stage in enumerate(plan.stages)
-    )
+    stages = plan.stages
+    if run.cuts is not None and run.pp_size > 1:
+        ranges = list(pairwise(run.cuts))
+        stages = tuple(
+            PipelineStage(ranks=stage.ranks, layers=tuple(ranges[i :: run.pp_size])) for i, stage in enumerate(stages)
+        )
     try:
-        return replace(plan, stages=stages)
+        layers = tuple(_with_experts(layer, run, model) for layer in plan.layers)
+        return replace(plan, stages=stages, layers=layers)
     except ValueError as problem:
         raise BadInput(run.name, str(problem), "leave it out") from None
+
+
+def _with_experts(layer: LayerStrategy, run: Run, model: Model) -> LayerStrategy:
+    """The strategy of a layer with its experts shared out as the run does, where it has some."""
+    grid = run.ep_size, run.etp_size
+    if model.types[layer.type].experts is UNSET or grid == (1, run.tp_size):
+        return layer
+    width = layer.tp_size * layer.dp_size * layer.cp_size
+    kind = run.data_parallel if width > run.ep_size * run.etp_size else DataParallel.DDP
+    return replace(layer, experts=ExpertStrategy(ep_size=run.ep_size, etp_size=run.etp_size, data_parallel=kind))
 
 
 def _cluster(machine: Machine, device: str, devices: int, memory_bytes: int) -> Cluster:

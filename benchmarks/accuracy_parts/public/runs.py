@@ -59,7 +59,7 @@ class Run(NamedTuple):
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     sequence_parallel: SequenceParallel = SequenceParallel.NONE
     cuts: tuple[int, ...] | None = None
-    """Where the layers are cut, if not evenly."""
+    """Where the layers are cut, in the order of the layers, if not evenly."""
     measured_s: float | None = None
     measured_bytes: float | None = None
     """Of the fullest device."""
@@ -69,6 +69,10 @@ class Run(NamedTuple):
     """It did not run: out of memory, or for another reason that is not known."""
     cp_size: int = 1
     """Context-parallel ranks, in a ring."""
+    ep_size: int = 1
+    """Groups of ranks that share experts out."""
+    etp_size: int = 1
+    """Ranks of a group that share the features of each of its experts."""
     chunks: int = 1
     """Layer ranges of a pipeline stage, in interleaved turns where there are several."""
     compute: ComputeType = "bfloat16"

@@ -15,6 +15,8 @@ SHARED_KERNELS = 6
 """Further kernels of experts that compute every position."""
 EXCHANGE_KERNELS = 15
 """Further kernels where rows come from several ranks: they are sorted by expert, and back."""
+_FUSED_ROUTER_KERNELS, _FUSED_PRODUCT_KERNELS, _FUSED_EXCHANGE_KERNELS = 10, 3, 4
+"""The same where the choice, permutations and activations are a kernel each, as Megatron-LM's fusions have it."""
 _FLOAT32_BYTES = 4
 _INDEX_BYTES = 8
 _TILE_ROWS = 128
@@ -42,6 +44,7 @@ def router_part(model: Model, experts: Experts, stream: int, hidden: int) -> Par
         outside=2 * stream,
         result=stream,
         kernels=ROUTER_KERNELS,
+        fused_kernels=_FUSED_ROUTER_KERNELS,
     )
     if experts.shared_features is UNSET:
         return router
@@ -57,6 +60,7 @@ def router_part(model: Model, experts: Experts, stream: int, hidden: int) -> Par
         products=(matrices - 1) * wide,
         widest=wide,
         kernels=ROUTER_KERNELS + SHARED_KERNELS,
+        fused_kernels=_FUSED_ROUTER_KERNELS + _FUSED_PRODUCT_KERNELS,
     )
 
 
@@ -89,6 +93,7 @@ def experts_part(model: Model, experts: Experts, rows: int, hidden: int, result:
         # Results, sorted back and as they are sent.
         widest_whole=(3 * rows * hidden if exchanged else 2 * rows * hidden) // 2,
         kernels=PRODUCT_KERNELS + EXCHANGE_KERNELS * exchanged,
+        fused_kernels=_FUSED_PRODUCT_KERNELS + _FUSED_EXCHANGE_KERNELS * exchanged,
     )
 
 

@@ -166,7 +166,8 @@ def estimate_experts(model: Model, key: ExpertKey, precision: Precision, machine
     here = replace(experts, number=key.experts, top_k=1, features=experts.features // parts)
     exchanged = key.experts < experts.number or parts > 1
     part = experts_part(model, here, key.rows, hidden, 0, exchanged)
-    part = replace(part, trained=kind.trained_share)
+    kernels = part.fused_kernels if machine.compiled and part.fused_kernels is not None else part.kernels
+    part = replace(part, trained=kind.trained_share, kernels=kernels)
     share = _Share(1, itemsize, 1.0, 1.0, 1.0, 1.0, False, False)
     replayed = _replayed([part], key.recompute)
     forward_s = _part_time_s(part, share, machine)

@@ -67,6 +67,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     widest_bytes: int = 0
     """Bytes of the largest float32 tensor beside them."""
     kernels: int
+    fused_kernels: int | None = None
+    """Kernels where what lies between products is fused; None: as of other parts of its name."""
     trained: float = 1.0
     """Share of the matrices' elements that have gradients: the others cost the gradient of their inputs alone."""
 

@@ -60,7 +60,9 @@ def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: boo
         return _parts(model, type_name, fused)
     blocks = _parts(model, type_name, fused=True)
     return tuple(
-        msgspec.structs.replace(part, kernels=part.kernels + _COMPILED_KERNELS[part.name] - _KERNELS[part.name])
+        msgspec.structs.replace(part, kernels=_COMPILED_KERNELS[part.name] - _KERNELS[part.name] + part.kernels)
+        if part.fused_kernels is None
+        else msgspec.structs.replace(part, kernels=part.fused_kernels)
         for part in blocks
     )
 
@@ -125,7 +127,8 @@ def _block_part(model: Model, type_name: str, region: Region, fused: bool) -> Pa
         return _attention_part(model, type_name, region, stream, hidden, fused)
     if kind.experts is not UNSET:
         router = router_part(model, kind.experts, stream, hidden)
-        return msgspec.structs.replace(router, kernels=router.kernels + _KERNELS["mlp"])
+        fewest = _COMPILED_KERNELS["mlp"] + (router.fused_kernels or 0)
+        return msgspec.structs.replace(router, kernels=router.kernels + _KERNELS["mlp"], fused_kernels=fewest)
     return _mlp_part(model, type_name, region, stream, hidden, fused)
 
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shardwright_estimate.curves import fits_table
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Row, columns_of
 from shardwright_formats.key import ExpertKey, LayerKey, rows_by_key
@@ -97,6 +98,8 @@ class Profiles(NamedTuple):
     """The profiles of the other devices of a mixed cluster."""
     rests: Mapping[LayerKey, LayerPoints] = MappingProxyType({})
     """The points of layers beside experts that ranks share out, by the keys of `layers`."""
+    rest_fits: Mapping[LayerKey, Sequence[FitRow]] = MappingProxyType({})
+    """The curves through them, by the keys of `fits`."""
     experts: Mapping[ExpertKey, LayerPoints] = MappingProxyType({})
     """The points of these experts, by keys without rows."""
     load: LoadFile | None = None
@@ -105,7 +108,7 @@ class Profiles(NamedTuple):
     @property
     def beside_experts(self) -> "Profiles":
         """Return the profiles whose layers lack the experts that ranks share out."""
-        return self._replace(layers=self.rests, fits={})
+        return self._replace(layers=self.rests, fits=self.rest_fits)
 
     @property
     def per_device(self) -> tuple["Profiles", ...]:
@@ -186,6 +189,7 @@ def index_profiles(
         model_file=model_file,
         layers=_layer_points(model_profile.curves),
         rests=_layer_points(model_profile.rest_curves),
+        rest_fits=rows_by_key(fits_table(model_profile.rests.rows).rows, "micro_batch_size", "sequence_length"),
         experts={key: _points(rows, [row.rows for row in rows]) for key, rows in model_profile.expert_curves.items()},
         states={row.key: row for row in model_profile.states.rows},
         fits=rows_by_key(model_profile.fits.rows, "micro_batch_size", "sequence_length"),
