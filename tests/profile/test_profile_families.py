@@ -20,7 +20,7 @@ from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
 from shardwright_profile.show import draw_profile
 
-FAMILIES = ("llama", "gpt2", "bert", "t5", "vit", "swin", "qwen3_moe", "modernbert", "whisper")
+FAMILIES = ("llama", "gpt2", "bert", "t5", "vit", "swin", "qwen3_moe", "modernbert", "whisper", "llava")
 SETTINGS = ProfileSettings(
     tp_sizes=(1,),
     sequence_parallel=(SequenceParallel.NONE,),

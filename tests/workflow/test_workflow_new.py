@@ -30,6 +30,9 @@ def _new(folder, *options):
         ("vit-huge", "8:A100-40", []),
         ("swin-tiny", "1x8:A100-40", []),
         ("t5-3b", "2x8:A10", ["--inter-node-gbit-s", 100]),
+        ("siglip-base", "4:A100-40", []),
+        ("llava-1.5-7b", "8:A100-80", []),
+        ("whisper-small", "4:A100-40", []),
     ],
 )
 def test_a_new_configuration_passes_the_checks_of_the_workflow(tmp_path, model, gpus, options):
@@ -39,7 +42,8 @@ def test_a_new_configuration_passes_the_checks_of_the_workflow(tmp_path, model, 
     nodes = [(group.count, workflow.settings.node_types[group.node_type]) for group in _nodes(workflow)]
     assert [(count, node.devices_per_node) for count, node in nodes] == [(int(n or 1), int(g)) for n, _, g in groups]
     assert config["data"]["corpus"]["text"] == str(tmp_path / "corpus")
-    assert (config["data"]["corpus"].get("source") == "images") == (model in ("vit-huge", "swin-tiny"))
+    sources = {**dict.fromkeys(("vit-huge", "swin-tiny", "siglip-base"), "images"), "llava-1.5-7b": "captions"}
+    assert config["data"]["corpus"].get("source") == (sources | {"whisper-small": "speech"}).get(model)
     assert config["profiles"]["estimated"]["precision"]["compute"] == ("float16" if "V100" in gpus else "bfloat16")
     given = dict(zip(options[::2], options[1::2], strict=True))
     assert workflow.settings.runs[model].steps == given.get("--steps", 1000)

@@ -13,6 +13,7 @@ from shardwright_formats.command import show
 from shardwright_formats.io import BadInput, check_writable, write_bytes
 from shardwright_formats.types import GIB
 from shardwright_models.presets import Preset, read_presets
+from shardwright_models.registry import FAMILIES
 from shardwright_search.advise.question import Machines, machines_of, question_of
 from shardwright_search.options import AdviseOptions
 
@@ -136,9 +137,16 @@ def _cluster(machines: Machines) -> dict[str, object]:
 
 
 def _data(preset: Preset, options: NewOptions) -> dict[str, object]:
-    """Return the entry of the data: images where the model has no vocabulary, else text."""
-    if "vocab_size" not in preset.config:
-        return {"text": options.data, "source": "images", "image_size": preset.config["image_size"]}
-    if options.tokenizer is not None:
-        return {"text": options.data, "tokenizer": str(options.tokenizer)}
-    return {"text": options.data, "vocab_size": min(_VOCABULARY, preset.config["vocab_size"])}
+    """Return the entry of the data: images where the model has no vocabulary, else texts, of images or of speech."""
+    facts = FAMILIES[preset.config["model_type"]]
+    read = facts.configured(preset.config)
+    if "vocab_size" not in read:
+        return {"text": options.data, "source": "images", "image_size": read["image_size"]}
+    of_text = {"vocab_size": min(_VOCABULARY, read["vocab_size"])}
+    texts = of_text if options.tokenizer is None else {"tokenizer": str(options.tokenizer)}
+    if facts.joined_by is not None:
+        size = read["vision_config"]["image_size"]
+        return {"text": options.data, "source": "captions", "image_size": size, **texts}
+    if "num_mel_bins" in read:
+        return {"text": options.data, "source": "speech", "mel_bins": read["num_mel_bins"], **texts}
+    return {"text": options.data, **texts}
