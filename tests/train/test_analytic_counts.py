@@ -1,6 +1,7 @@
 """What analytic profiles say that a layer keeps, against what transformers' own layers save for the backward pass."""
 
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from shardwright_estimate.expert_parts import PRODUCT_KERNELS, ROUTER_KERNELS
 from shardwright_estimate.layers import Machine, estimate_layer
 from shardwright_estimate.messages import Link
 from shardwright_formats.semantics.axes import axes_of
@@ -19,6 +21,7 @@ from shardwright_train.models.describe import describe_folder
 from shardwright_train.models.masks import Places, window_mask
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.checkpointing import Recomputation
+from shardwright_train.torch_private import TorchDispatchMode
 
 SAMPLES, LENGTH = 3, 96
 CONFIGS = {
@@ -220,6 +223,40 @@ def test_a_layer_keeps_what_autograd_saves(family, tmp_path):
     sums += SAMPLES * (2 * (4 + 2) * (32 + 8) * 2 + LENGTH * 16) if "gpt_oss" in family else 0
     scores = SAMPLES * 4 * LENGTH**2 if kernel_of(config) is Attention.EAGER else 0
     assert measured - sums <= found <= measured + scores // 2
+
+
+VIEWS = ("view", "_t", "transpose", "unsqueeze", "expand", "slice", "split", "unbind", "empty", "detach", "promote")
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute something; products of all experts are one, as grouped ones are."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.name().partition("::")[2].partition(".")[0]
+        if name != "t" and not any(word in name for word in VIEWS):
+            self.counts[name] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_start_about_as_many_kernels_as_are_counted(family):
+    made = AutoConfig.for_model(family, **{key: x for key, x in CONFIGS[family].items() if key != "model_type"})
+    made._attn_implementation = "sdpa"
+    model = family_named(family, "test").stock(made).to(torch.bfloat16).train()
+    runs_experts(model)
+    part, states = model.model.layers[0].mlp, torch.randn(SAMPLES, LENGTH, 128, dtype=torch.bfloat16)
+    part.losses = []
+    with Kernels() as kernels:
+        part(states)
+    products = kernels.counts.pop("mm") - 1
+    assert products == 2 * part.experts.num_experts
+    # A sort is several kernels, and grouped products come with the ends of their groups, twice.
+    counted = sum(kernels.counts.values()) - kernels.counts["cat"] + 1 + 2 + 2 * 2 + 3
+    assert counted == pytest.approx(ROUTER_KERNELS + PRODUCT_KERNELS, abs=5)
 
 
 def frozen(model):

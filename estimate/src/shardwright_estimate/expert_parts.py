@@ -7,13 +7,13 @@ from shardwright_estimate.part import Part
 from shardwright_formats.types import Experts, LayerType, Model
 from shardwright_models.registry import facts_of
 
-ROUTER_KERNELS = 40
+ROUTER_KERNELS = 27
 """Kernels of a forward pass that choose experts, sort rows by them and back, and sum up the balance loss."""
-PRODUCT_KERNELS = 10
+PRODUCT_KERNELS = 8
 """Kernels of experts: two grouped products with the ends of their groups, and what lies between them."""
 SHARED_KERNELS = 6
 """Further kernels of experts that compute every position."""
-EXCHANGE_KERNELS = 15
+EXCHANGE_KERNELS = 20
 """Further kernels where rows come from several ranks: they are sorted by expert, and back."""
 _FUSED_ROUTER_KERNELS, _FUSED_PRODUCT_KERNELS, _FUSED_EXCHANGE_KERNELS = 10, 3, 4
 """The same where the choice, permutations and activations are a kernel each, as Megatron-LM's fusions have it."""
