@@ -61,7 +61,8 @@ def _divided_by_root(self: Any, x: Tensor) -> Tensor:
 
 
 def _turned_by(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
-    pairs = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k))
+    wide = (x.to(torch.promote_types(torch.float32, x.dtype)) for x in (q, k))
+    pairs = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in wide)
     return tuple(torch.view_as_real(pair * angles[:, None]).flatten(-2).to(q.dtype) for pair in pairs)
 
 
