@@ -290,11 +290,13 @@ def test_positions_are_shared_out_in_two_chunks_a_rank(length: int, changes: dic
     assert wrong is None if problem is None else wrong is not None and wrong.startswith(problem)
 
 
-def test_context_parallelism_leaves_out_attention_with_sinks() -> None:
+def test_a_ring_leaves_out_attention_with_sinks() -> None:
     config = {"model_type": "gpt_oss", "hidden_size": 32, "num_attention_heads": 8, "num_hidden_layers": 1}
     model = model_of_config(config, "m", 16, "config.json")
     strategy = LayerStrategy(type="block", tp_size=1, dp_size=1, cp_size=2)
-    assert misfit(model, "block", strategy) == "cp_size 2 knows no sinks: share positions out by sequence_parallel"
+    assert misfit(model, "block", strategy) is None
+    ring = structs.replace(strategy, context=RING)
+    assert misfit(model, "block", ring) == "context ring knows no sinks: use gather"
 
 
 @pytest.mark.parametrize(

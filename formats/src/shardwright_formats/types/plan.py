@@ -141,8 +141,6 @@ def _misfit_of_sequence(model: Model, kind: LayerType, strategy: Strategy, split
     named = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
     parts = [(named, degrees["cp_size"] * degrees["tp_size"], *each) for each in sequences]
     if strategy.cp_size > 1:
-        if kind.has_sinks:
-            return f"cp_size {strategy.cp_size} knows no sinks: share positions out by sequence_parallel"
         # Each rank has two chunks of the positions: one from the front and one from the back.
         parts.append((f"2 x cp_size {strategy.cp_size}", 2 * strategy.cp_size, "the sequence length", lengths[0]))
         parts += [(f"cp_size {strategy.cp_size}", strategy.cp_size, "labels", kind.labels)]
@@ -156,8 +154,9 @@ def _misfit_of_context(kind: LayerType, strategy: Strategy) -> str | None:
         return f"cp_size {strategy.cp_size}: keys and values of unequal heads are not sent together"
     if not isinstance(strategy, LayerStrategy) or strategy.context is not ContextParallel.RING:
         return None
-    masked = "windows" if kind.window is not None else "ALiBi" if kind.alibi_heads else None
-    return None if masked is None else f"context ring knows no {masked}: use gather"
+    has = {"windows": kind.window is not None, "ALiBi": kind.alibi_heads > 0, "sinks": kind.has_sinks}
+    unknown = next((name for name, is_there in has.items() if is_there), None)
+    return None if unknown is None else f"context ring knows no {unknown}: use gather"
 
 
 def _misfit_of_experts(kind: LayerType, strategy: Strategy) -> str | None:
