@@ -12,7 +12,10 @@ import yaml
 from random_configurations import length_of, random_configuration
 
 from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.types import Model
+from shardwright_formats.semantics.communication import Cause, region_messages
+from shardwright_formats.semantics.schedules.passes import Pass
+from shardwright_formats.types import LayerStrategy, Model, SequenceParallel
+from shardwright_formats.types.plan import misfit
 from shardwright_models.description import model_of_config
 from shardwright_models.facts import FULL, SLIDING
 from shardwright_models.presets import read_presets
@@ -298,3 +301,15 @@ def test_swin_has_the_operations_that_its_authors_count(size, products):
     model = model_of_config(preset.config, size, None, size)
     operations = sum(model.types[name].forward_flops_per_sample for name in ("embedding", *model.layers, "head"))
     assert operations / 2e9 == pytest.approx(products, rel=0.01)
+
+
+def test_value_heads_of_other_features_are_exchanged_by_themselves_and_not_among_a_context():
+    model = model_of_config(VARIANTS["deepseek-v3"], "m", 32, "config.json")
+    ulysses = LayerStrategy(type="dense", tp_size=2, dp_size=1, sequence_parallel=SequenceParallel.ULYSSES)
+    messages = [m for m in region_messages(model, "dense", ulysses, 1, 2, 1) if m.cause is Cause.ULYSSES]
+    heads = model.types["dense"].regions[0].attention
+    widths = {heads.head_features, heads.features_of_values}
+    assert len(widths) == 2 and {m.bytes for m in messages} == {2 * 32 * 4 * width // 2 for width in widths}
+    assert sum(m.times for m in messages if m.during is Pass.FORWARD) == 4
+    shared = LayerStrategy(type="dense", tp_size=1, dp_size=1, cp_size=2)
+    assert misfit(model, "dense", shared) == "cp_size 2: keys and values of unequal heads are not sent together"

@@ -61,6 +61,7 @@ def odd_vocabulary() -> Plan:
         (lambda: planned(attention=FLASH, device="cpu"), "attention flash_attention_2 needs CUDA, the plan is for cpu"),
         (lambda: planned(attention=FLASH, precision=Precision()), "in bfloat16 or float16, the plan in float32"),
         (wide_heads, "heads of up to 256 features, the model of 528"),
+        (lambda: planned("deepseek_v2", attention=FLASH), "computes no value heads of other features than query heads"),
         (lambda: planned(fused=EVERYTHING, device="cpu"), "fused rotary, norm, cross_entropy needs CUDA"),
         (
             lambda: planned(
