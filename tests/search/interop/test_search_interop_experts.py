@@ -3,6 +3,7 @@
 import json
 import shlex
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 from megatron_parser import parser
@@ -118,3 +119,24 @@ def test_experts_beside_whole_sequences_are_not_for_megatron(setting):
     choice = UniformStrategy(tp_size=2, pp_size=2, micro_batch_size=2, gradient_reduction=GradientReduction.DEFERRED)
     with pytest.raises(BadInput, match="experts beside tensor parallelism of whole sequences"):
         TARGETS[System.MEGATRON].export(setting.plan(choice, "mine"), "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("system", "ep_size", "etp_size", "kind", "runs"),
+    [
+        (System.MEGATRON, 2, 4, DataParallel.ZERO2, True),
+        (System.MEGATRON, 2, 4, DataParallel.DDP, False),
+        (System.TORCHTITAN, 2, 4, DataParallel.ZERO2, False),
+        (System.TORCHTITAN, 2, 2, DataParallel.ZERO2, True),
+        (System.TORCHTITAN, 4, 1, DataParallel.ZERO2, True),
+        (System.TORCHTITAN, 4, 1, DataParallel.ZERO3, False),
+    ],
+)
+def test_a_search_within_a_system_has_the_grids_that_it_exports(setting, system, ep_size, etp_size, kind, runs):
+    (layer, *_) = _shared(setting, ep_size, etp_size).layers
+    experts = ExpertStrategy(ep_size=ep_size, etp_size=etp_size, data_parallel=kind)
+    layer = replace(layer, dp_size=8, experts=experts)
+    configuration = SimpleNamespace(layers=layer, num_chunks=1, num_microbatches=2, pp_size=1)
+    first = TARGETS[system].limits(setting.model, MIXED)[0]
+    assert first.expert_grids and (system is System.TORCHTITAN or SequenceParallel.NONE not in first.sequence_parallel)
+    assert first.demands.allows(configuration) is runs

@@ -333,7 +333,7 @@ GALVATRON = Target(
         "galvatron/core/runtime/arguments.py: --galvatron_config_path, --sequence-parallel",
     ),
     limits=galvatron_limits,
-    unsearched=("Ulysses", "tensor parallelism without --sequence-parallel", "gpipe", "strided groups"),
+    unsearched=("Ulysses", "tensor parallelism without --sequence-parallel", "gpipe", "strided groups", "expert parallelism"),
     file_name="galvatron.json",
     mark="pp_deg",
     export=galvatron_file,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
@@ -19,7 +20,7 @@ from shardwright_formats.types import (
     Schedule,
     SequenceParallel,
 )
-from shardwright_search.interop.target import Exported
+from shardwright_search.interop.target import Exported, experts_apart
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.demands import Demands, Outer
 from shardwright_search.space.request import SearchRequest
@@ -91,6 +92,8 @@ class Limits(NamedTuple):
     schedules: tuple[Schedule, ...] = (Schedule.ONE_F_ONE_B,)
     uniform: bool = True
     """Whether all layers share one strategy."""
+    expert_grids: bool = False
+    """Whether experts may be shared out otherwise than the rest of a layer."""
     demands: Demands = Demands(outer=Outer.AS_LAYERS)
 
     def narrowed(self, request: SearchRequest, devices: int) -> SearchRequest | None:
@@ -106,7 +109,7 @@ class Limits(NamedTuple):
             pp_sizes=degrees,
             tp_sizes=tp_sizes,
             cp_sizes=(1,),
-            ep_sizes=(),
+            ep_sizes=request.ep_sizes if self.expert_grids else (),
             data_parallel=self.data_parallel,
             gradient_reduction=self.gradient_reduction,
             recompute=self.recompute,
@@ -148,6 +151,16 @@ def torchrun(plan: Plan, words: str, launcher: str = "torchrun") -> str:
     per_node = str(counts[0]) if len(set(counts)) == 1 else "$GPUS_OF_THIS_NODE"
     where = "" if nodes == 1 else " --node_rank $NODE_RANK --master_addr $MASTER_ADDR --master_port 29500"
     return f"{launcher} --nnodes {nodes} --nproc_per_node {per_node}{where} {words}"
+
+
+def has_experts(model: Model) -> bool:
+    """Return whether some layer of a model has experts."""
+    return any(model.types[kind].experts is not UNSET for kind in model.layers)
+
+
+def expert_states_alike(configuration: Configuration) -> bool:
+    """Return whether states of experts are shared as those of the rest of their layers, all alike."""
+    return configuration.layers is None or experts_apart(configuration.layers) is None
 
 
 def whole_groups(configuration: Configuration) -> bool:

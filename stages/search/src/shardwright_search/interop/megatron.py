@@ -30,7 +30,14 @@ from shardwright_formats.types import (
 )
 from shardwright_models.facts import Family
 from shardwright_models.registry import FAMILIES
-from shardwright_search.interop.limits import Limits, Target, torchrun, whole_groups
+from shardwright_search.interop.limits import (
+    Limits,
+    Target,
+    expert_states_alike,
+    has_experts,
+    torchrun,
+    whole_groups,
+)
 from shardwright_search.interop.megatron_experts import check_split_sequence, expert_model_options, expert_options
 from shardwright_search.interop.megatron_reader import read_megatron
 from shardwright_search.interop.target import Exported, ExportTarget, kernel_notes, uniform_of
@@ -215,7 +222,7 @@ def model_notes(model: Model) -> Iterator[str]:
         yield "--vocab-size is of its NullTokenizer; another tokenizer brings its own"
     if family is None or not family.megatron:
         rest = "norms, positions and activations"
-        if any(model.types[kind].experts is not UNSET for kind in model.layers):
+        if has_experts(model):
             rest = "norms, positions, activations and routers"
         yield f"of a {model.family} model it is told the sizes alone: {rest} are yours"
     scaling = _rope(model.config).get("rope_type", "default")
@@ -277,8 +284,9 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def megatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
     """Return its two ways: its own optimizers over pipelines, and Megatron-FSDP, documented without one."""
-    parallel = SequenceParallel.NONE, SequenceParallel.MEGATRON
-    demands = Demands(outer=Outer.AS_LAYERS, allows=whole_groups)
+    whole = () if has_experts(model) else (SequenceParallel.NONE,)
+    parallel = *whole, SequenceParallel.MEGATRON
+    demands = Demands(outer=Outer.AS_LAYERS, allows=lambda each: whole_groups(each) and expert_states_alike(each))
     return (
         Limits(
             "DDP or its distributed optimizer, gradients reduced once a step",
@@ -287,6 +295,7 @@ def megatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
             recompute=_KINDS,
             sequence_parallel=parallel,
             schedules=_SCHEDULES,
+            expert_grids=True,
             demands=demands,
         ),
         Limits(
@@ -296,6 +305,7 @@ def megatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
             recompute=_KINDS,
             sequence_parallel=parallel,
             pipeline=False,
+            expert_grids=True,
             demands=demands,
         ),
     )

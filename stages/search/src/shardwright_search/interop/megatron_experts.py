@@ -10,6 +10,7 @@ from msgspec import UNSET
 
 from shardwright_formats.types import Experts, ExpertStrategy, Model, Plan, SequenceParallel
 from shardwright_models.facts import Family
+from shardwright_search.interop.limits import has_experts
 from shardwright_search.interop.target import ExportTarget
 from shardwright_search.space.uniform import UniformStrategy
 
@@ -18,10 +19,9 @@ Arguments = Mapping[str, str | int | float]
 
 def check_split_sequence(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> None:
     """Raise BadInput for experts beside tensor parallelism of whole sequences, which Megatron-LM refuses."""
-    has_experts = any(plan.model.types[kind].experts is not UNSET for kind in plan.model.layers)
     holds = uniform.tp_size == 1 or uniform.sequence_parallel is SequenceParallel.MEGATRON
     feature = "experts beside tensor parallelism of whole sequences"
-    target.demand(holds or not has_experts, feature, "choose sequence_parallel megatron")
+    target.demand(holds or not has_experts(plan.model), feature, "choose sequence_parallel megatron")
 
 
 def expert_options(experts: ExpertStrategy | None) -> Arguments:

@@ -133,17 +133,26 @@ def check_whole_experts(plan: Plan, target: ExportTarget) -> None:
 
 
 def check_expert_states(where: str, layer: LayerStrategy, target: ExportTarget) -> None:
-    """Raise BadInput where a layer's experts are not of its kind of data parallelism, or in groups of ranks.
+    """Raise BadInput where a layer's experts are not of its kind of data parallelism, or in groups of ranks."""
+    if (apart := experts_apart(layer)) is not None:
+        feature, remedy = apart
+        target.demand(False, f"{where}: {feature}", remedy)
 
-    Other systems have one kind for both.
+
+def experts_apart(layer: LayerStrategy) -> tuple[str, str] | None:
+    """Return how states of a layer's experts are shared otherwise than the rest, and what to do; None if they are not.
+
+    Other systems have one kind of data parallelism for both, and groups of shards for neither beside expert grids.
     """
-    if layer.expert_grid is None or axes_of(layer.expert_grid).dense.states.size == 1:
-        return
-    kind, experts = effective(layer).data_parallel, layer.expert_grid.data_parallel
-    feature = f"{where}: experts {experts}, where the rest has {kind}"
-    target.demand(experts is kind, feature, "give experts the data_parallel of their layer")
-    grouped = f"{where}: experts beside states shared out in groups"
-    target.demand(not (layer.shard_size or layer.expert_grid.shard_size), grouped, "leave out shard_size")
+    grid = layer.expert_grid
+    if grid is None or axes_of(grid).dense.states.size == 1:
+        return None
+    kind = effective(layer).data_parallel
+    if grid.data_parallel is not kind:
+        feature = f"experts {grid.data_parallel}, where the rest has {kind}"
+        return feature, "give experts the data_parallel of their layer"
+    grouped = layer.shard_size or grid.shard_size
+    return ("experts beside states shared out in groups", "leave out shard_size") if grouped else None
 
 
 def _shared_experts(plan: Plan, target: ExportTarget) -> ExpertStrategy | None:

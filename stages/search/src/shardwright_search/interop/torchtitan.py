@@ -10,8 +10,11 @@ Ranks are numbered pipeline stage first, then data-parallel rank, then tensor-pa
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
+from msgspec import UNSET
+
 from shardwright_formats.types import (
     DataParallel,
+    ExpertStrategy,
     GradientReduction,
     Model,
     Plan,
@@ -21,7 +24,7 @@ from shardwright_formats.types import (
     SequenceParallel,
 )
 from shardwright_models.registry import FAMILIES
-from shardwright_search.interop.limits import Limits, Target, torchrun, whole_groups
+from shardwright_search.interop.limits import Limits, Target, expert_states_alike, torchrun, whole_groups
 from shardwright_search.interop.target import WHOLE_LAYERS, Exported, ExportTarget, kernel_notes, uniform_of
 from shardwright_search.interop.torchtitan_reader import read_torchtitan
 from shardwright_search.space.configurations import Configuration
@@ -111,12 +114,26 @@ def _check_experts(uniform: UniformStrategy, target: ExportTarget) -> None:
     if (experts := uniform.experts) is None:
         return
     sizes = f"ep_size {experts.ep_size} x etp_size {experts.etp_size} beside tp_size {uniform.tp_size}"
-    borrows = experts.etp_size == 1 and experts.ep_size % uniform.tp_size == 0
-    holds = experts.ep_size > 1 and (borrows or experts.etp_size == uniform.tp_size)
+    holds = _borrows(experts, uniform.tp_size)
     remedy = "give ep_size 2 or more, and etp_size as tp_size, or 1 with a multiple of tp_size as ep_size"
     target.demand(holds, f"layers[0]: {sizes}", remedy)
     replicated = uniform.dp_size > 1 and uniform.data_parallel is DataParallel.DDP
     target.demand(not replicated, "layers[0]: experts shared out beside ddp", "choose zero2 or zero3")
+
+
+def _borrows(experts: ExpertStrategy, tp_size: int) -> bool:
+    """Return whether experts take ranks of FSDP, and of tensor parallelism all or none."""
+    borrows = experts.etp_size == 1 and experts.ep_size % tp_size == 0
+    return experts.ep_size > 1 and (borrows or experts.etp_size == tp_size)
+
+
+def _has_experts_so(configuration: Configuration) -> bool:
+    """Return whether a configuration's experts, if they are shared out, are so as torchtitan does it."""
+    layers = configuration.layers
+    if layers is None or layers.experts is UNSET:
+        return True
+    replicated = layers.data_parallel is DataParallel.DDP
+    return not replicated and expert_states_alike(configuration) and _borrows(layers.experts, layers.tp_size)
 
 
 def _check_pipeline(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> None:
@@ -217,7 +234,8 @@ def torchtitan_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
     parallel = SequenceParallel.MEGATRON, SequenceParallel.NONE
 
     def accumulates(configuration: Configuration) -> bool:
-        return _shares_sequence(configuration) and _reads(configuration, casts)
+        read = _shares_sequence(configuration) and _reads(configuration, casts)
+        return read and _has_experts_so(configuration)
 
     def fills(configuration: Configuration) -> bool:
         filled = configuration.num_microbatches >= configuration.pp_size
@@ -230,6 +248,7 @@ def torchtitan_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
         recompute=WHOLE_LAYERS,
         sequence_parallel=parallel,
         pipeline=False,
+        expert_grids=True,
         demands=Demands(outer=Outer.AS_LAYERS, allows=accumulates),
     )
     pipeline = Limits(
@@ -240,6 +259,7 @@ def torchtitan_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
         sequence_parallel=parallel,
         pipeline=True,
         schedules=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B),
+        expert_grids=True,
         demands=Demands(outer=Outer.AS_LAYERS, allows=fills),
     )
     return (flat,) if model.tied else (flat, pipeline)
