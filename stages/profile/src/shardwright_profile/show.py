@@ -127,8 +127,12 @@ def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[SplitTable]]:
         "states": "one layer's parameters under plain ddp",
         "process": "once a process or a step",
         "fits": "curves through the points",
+        "rests": "one layer beside experts that ranks share out, one microbatch",
+        "experts": "one rank's experts of a layer, for its rows",
     }
-    return title, (_columns(words, getattr(profile, name)) for name, words in titles.items())
+    there = ((words, getattr(profile, name)) for name, words in titles.items())
+    optional = (profile.rests, profile.experts)
+    return title, (_columns(words, table) for words, table in there if len(table) or table not in optional)
 
 
 def _columns(title: str, table: Table[Row]) -> SplitTable:
