@@ -19,13 +19,15 @@ from shardwright_formats.types import (
 )
 
 MODELS = (tiny("mixtral", num_local_experts=8), tiny("qwen3_moe"), tiny("gpt_oss"), tiny("deepseek_v3"))
+WEIGHTED_FIRST = tiny("llama4_text")
+"""A model whose experts take in weighted positions."""
 
 
 def shared_plans(world_size: int) -> list[Plan]:
     """Ranks share experts out, whatever the rest of the layers does; on four ranks in every way that there is."""
     on_four = [(model, number) for number in range(130, 134) for model in MODELS]
-    on_two = [(MODELS[0], 111), (MODELS[1], 143), (MODELS[3], 120), (MODELS[2], 7)]
-    drawn = on_two if world_size == 2 else on_four
+    on_two = [(MODELS[0], 111), (MODELS[1], 143), (MODELS[3], 120), (MODELS[2], 7), (WEIGHTED_FIRST, 18)]
+    drawn = on_two if world_size == 2 else [*on_four, (WEIGHTED_FIRST, 134)]
     return [with_shared_experts(random_plan(model, number, world_size), number) for model, number in drawn]
 
 

@@ -238,7 +238,7 @@ def test_documents_of_one_sample_train_as_if_each_were_alone(
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip(_MORE, (2, 2, 16), strict=True)))
+@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip(_MORE, (3, 2, 17), strict=True)))
 def test_experts_that_ranks_share_out_train_exactly_as_one_process(
     request: pytest.FixtureRequest, ranks: str, count: int
 ) -> None:
