@@ -12,9 +12,10 @@ from functools import partial
 
 from brute_force import mistakes
 from certificate_attacks import accepted
+from expert_problems import random_with_experts
 from interleaved_problems import mistakes as interleaved_mistakes
 from random_fronts import front_mistakes
-from random_problems import random_mixed, random_spanning, random_unequal, random_with_experts
+from random_problems import random_mixed, random_spanning, random_unequal
 from simulated_optimum import too_slow
 
 __all__ = ["main"]

@@ -36,7 +36,7 @@ class ExpertMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=
     """A probe of experts that was measured on a rank while all ranks ran it."""
 
     probe: ExpertProbe
-    """What was run."""
+    """The probe that was run."""
     forward_s: _Times
     """Time of each forward pass."""
     backward_s: _Times

@@ -181,9 +181,11 @@ def _with_experts(
         assert grid is not None
         ranks = axes_of(grid).dense.states.size
         whole = axes.dense.tensor.size == 1 and ranks == stage_size
-        for kind, shards in _sharings(request, kinds if ranks > 1 else (DataParallel.DDP,), ranks):
-            if not whole or (kind, shards) != (layer.data_parallel, layer.shard_size):
-                yield replace(layer, experts=replace(plain, data_parallel=kind, shard_size=shards))
+        for kind, size in _sharings(request, kinds if ranks > 1 else (DataParallel.DDP,), ranks):
+            shared = replace(layer, experts=replace(plain, data_parallel=kind, shard_size=size))
+            shards = axes_of(shared.expert_grid or layer).dense.shards
+            if not whole or (kind, shards) != (layer.data_parallel, axes.dense.shards):
+                yield shared
 
 
 def _sharings(request: SearchRequest, kinds: Sequence[DataParallel], ranks: int) -> Iterator[tuple[DataParallel, int]]:
