@@ -12,13 +12,15 @@ from msgspec.structs import replace
 from test_search_shared_experts import CLUSTER, MODEL, plan_of, profiles
 
 from shardwright_formats.io import BadInput
+from shardwright_formats.semantics.process_groups import PlannedGroup, strategy_groups
 from shardwright_formats.types import HEAD, Model, Plan
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel
+from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
 from shardwright_models.description import model_of_config
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.what_if import _kinds
 from shardwright_search.search import SearchAnswer, find_best
+from shardwright_search.space import rank_groups
 from shardwright_search.space.choices import shardings
 from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import SearchRequest
@@ -114,3 +116,20 @@ def test_dense_layers_beside_them_share_nothing_out() -> None:
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_the_groups_of_a_stage_s_first_rank_are_known_from_its_axes(width: int) -> None:
+    """What the search counts of communicators is what plans make, of experts' own grids, too."""
+    asked = request_of(tp_sizes=[1, 2, 4], sequence_parallel=["megatron", "ulysses"], shard_sizes=[2], cp_sizes=[1, 2])
+    listed = shardings(asked, MODEL, "sparse", width)
+    for strategy in listed:
+        made = {(each.purpose, each.ranks) for each in groups_of(strategy, width) if 0 in each.ranks}
+        assert {(purpose, tuple(ranks)) for purpose, ranks in rank_groups.strategy_groups(strategy)} == made, strategy
+        for rank in range(width):
+            assert len({each for each in groups_of(strategy, width) if rank in each.ranks}) == len(made), strategy
+    assert len(listed) > 50
+
+
+def groups_of(strategy: Strategy, width: int) -> list[PlannedGroup]:
+    return [each for each in strategy_groups(strategy, tuple(range(width))) if len(each.ranks) > 1]
