@@ -35,6 +35,7 @@ LORA = {
     "queries and values": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}),
     "all matrices": ("qwen3", {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"}),
     "feed-forward": ("t5", {"r": 2, "lora_alpha": 2, "target_modules": ["wo", "wi_0"], "use_rslora": True}),
+    "a tower and its text": ("llava", {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "fc1"]}),
     "outputs": ("bert", {"r": 4, "lora_alpha": 8, "target_modules": ["attention.output.dense", "intermediate.dense"]}),
 }
 """Low-rank matrices by family and adapter_config.json; A and B are drawn at random, so that both have gradients."""

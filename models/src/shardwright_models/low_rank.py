@@ -14,9 +14,10 @@ from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types.low_rank import LOW_RANK, LowRank
-from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter
+from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, base_type
 from shardwright_models.facts import Only
 from shardwright_models.frozen import freeze_where
+from shardwright_models.registry import facts_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"
@@ -78,7 +79,7 @@ def adapt(model: Model, low_rank: LowRank, file: object) -> Model:
 
     Raises BadInput, naming `file`, where a target is no matrix of a block, or none that can have them.
     """
-    if model.is_frozen:
+    if _is_frozen_on_request(model):
         raise BadInput(file, "parts of the model are frozen besides", "take one of --frozen and --lora")
     names = {name for kind in model.layers for name, _ in _matrices(model.types[kind], low_rank.targets)}
     for target in low_rank.targets:
@@ -88,6 +89,16 @@ def adapt(model: Model, low_rank: LowRank, file: object) -> Model:
     ends = {name: model.types[name] for name in (EMBEDDING, HEAD)}
     extended = replace(model, types={**ends, **kinds}, low_rank=low_rank)
     return freeze_where(extended, lambda _, parameter: LOW_RANK not in parameter.name, file)
+
+
+def _is_frozen_on_request(model: Model) -> bool:
+    """Return whether parameters are frozen that the family trains; some have such that it never does."""
+    facts = facts_of(model)
+    config = facts.completed(facts.configured(model.config | facts.counted(model.layers, model.config)))
+    kinds = (EMBEDDING, *dict.fromkeys(map(base_type, model.layers)), HEAD)
+    never = {p.name for kind in kinds for p in facts.parameters(kind, config) if not p.trained}
+    frozen = {p.name for kind in model.types.values() for p in kind.parameters if not p.trained}
+    return not frozen <= never
 
 
 def _adapted(model: Model, kind: str, low_rank: LowRank) -> LayerType:
