@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from saved_steps import IDENTITY, PLAN, progress_of, saved_steps, saver_of, tensors_of
+from tiny_models import tiny
 
 from shardwright_formats.io import BadInput, OutOfMemory, RunFailed, ShardwrightError, Stopped, system_fault
 from shardwright_launch.lock import only_run
@@ -20,9 +21,12 @@ from shardwright_train.checkpoints import saver as saving
 from shardwright_train.checkpoints.choice import check_branch, check_same_run, check_shared, newest_whole, read_whole
 from shardwright_train.checkpoints.folders import (
     RECORD,
+    Beginning,
     adopt_older,
     complete_checkpoints,
     folder_of_run,
+    identity_of,
+    identity_of_tensors,
     named_checkpoints,
     prune,
 )
@@ -192,6 +196,26 @@ def test_a_run_goes_on_with_its_own_settings_alone_and_a_branch_with_any(run: Pa
     for name, value in (("model_sha256", "5" * 64), ("data_sha256", "5" * 64), ("seed", 8)):
         with pytest.raises(BadInput, match="was saved under"):
             check_branch(resumed, msgspec.structs.replace(IDENTITY, **{name: value}), batch_may_change=True)
+
+
+def test_a_branch_goes_on_with_longer_samples_behind_as_many_tokens(run: Path, one_rank: World) -> None:
+    """48 samples of 16 tokens are 19 1/5 of 40, so that the 21st is the next one that nothing was trained on."""
+    resumed = read_whole(run / "step-00000006", one_rank)
+    length = IDENTITY.sequence_length
+    assert length == 16 and resumed.progress(length) == resumed.record.progress
+    assert [resumed.progress(longer).samples for longer in (32, 40)] == [24, 20]
+    assert resumed.beginning(False, 40) == Beginning(step=6, samples=20)
+    longer = tiny("llama", rope_theta=5e5, max_position_embeddings=128)
+    asked = msgspec.structs.replace(PLAN, model=msgspec.structs.replace(longer, sequence_length=32))
+    other = msgspec.structs.replace(IDENTITY, model_sha256=identity_of(asked.model), sequence_length=32)
+    other = msgspec.structs.replace(other, tensors_sha256=identity_of_tensors(asked.model))
+    check_branch(resumed, other, batch_may_change=False, length_may_change=True)
+    with pytest.raises(BadInput, match=r"another model.*--allow-length-change"):
+        check_branch(resumed, other, batch_may_change=False)
+    for change in ({"rms_norm_eps": 1e-3}, {"vocab_size": 62}, {"num_hidden_layers": 5}):
+        strange = msgspec.structs.replace(other, tensors_sha256=identity_of_tensors(tiny("llama", **change)))
+        with pytest.raises(BadInput, match="a model of other parameters or settings"):
+            check_branch(resumed, strange, batch_may_change=False, length_may_change=True)
 
 
 def test_a_branch_has_a_folder_of_its_own(run: Path) -> None:

@@ -9,14 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
+from context_plans import with_context
 from forked_command import Command, forked_command
 from random_plans import random_plan
-from tiny_models import tiny
+from tiny_models import CONFIGS, SEQUENCE_LENGTH, tiny
 
 from shardwright_formats.io import read_document, write_document
 from shardwright_formats.types import Plan, RunResult, StopNote
 from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
+from shardwright_train.models.description import describe
+from shardwright_train.models.registry import family_named
 from shardwright_train.training.stopping import Grace
 
 STEPS = 6
@@ -144,6 +147,25 @@ def test_a_branch_goes_on_under_another_plan_with_the_same_samples(work: Path, u
     done = read_document(work / "branch" / "DONE.json", RunResult)
     record = json.loads((Path(done.checkpoint) / "checkpoint.json").read_bytes())
     assert record["parent"] == str(begin) and record["progress"]["step"] == STEPS
+
+
+def test_a_branch_goes_on_with_longer_samples_of_which_ranks_share_the_positions(work: Path, unbroken: Path) -> None:
+    config = CONFIGS["llama"] | {"vocab_size": 260, "rope_theta": 5e5}
+    model = describe(family_named("llama", "test"), config, "longer", 2 * SEQUENCE_LENGTH)
+    plan = with_context(random_plan(model, 42, 2, "float32", stages=1), 42)
+    assert any(layer.cp_size > 1 for layer in plan.layers)
+    write_document(work / "long.json", plan)
+    begin = Path(read_document(unbroken / "DONE.json", RunResult).checkpoint)
+    before = json.loads((begin / "checkpoint.json").read_bytes())["progress"]["samples"]
+    branch = "--resume-from", str(begin), "--steps", str(STEPS + 2)
+    status, _, err = finish(start(work, work / "long.json", "long", *branch))
+    assert (status, err.count("\n")) == (2, 1) and "--allow-length-change" in err
+    status, _, err = finish(start(work, work / "long.json", "long", *branch, "--allow-length-change"))
+    assert status == 0, err
+    done = read_document(work / "long" / "DONE.json", RunResult)
+    record = json.loads((Path(done.checkpoint) / "checkpoint.json").read_bytes())
+    assert record["began"] == {"step": STEPS, "samples": -(-before // 2)}
+    assert max(losses(work / "long")[-2:]) < losses(unbroken)[0]
 
 
 def test_another_learning_rate_is_no_quiet_change(work: Path, plan_file: Path, unbroken: Path) -> None:

@@ -139,6 +139,9 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     on from there when it is run again. Without it a run goes on from its own newest whole checkpoint."""
     allow_batch_change: bool = False
     """Let a branch have another global batch size than the checkpoint was saved with."""
+    allow_length_change: bool = False
+    """Let a branch have samples of another length, and other settings of rotations, than the checkpoint was saved
+    with; it goes on behind as many tokens."""
     max_time_s: Annotated[float, Meta(ge=1, le=1e9)] | None = None
     """Stop in order (exit 75) with the first step that ends so many s after the first began."""
     max_restarts: Annotated[int, Meta(ge=0, le=1000)] = 0

@@ -11,7 +11,7 @@ import msgspec
 
 from shardwright_formats.io import BadInput, check_regular, read_document, sha256_of_file, sha256_of_value
 from shardwright_train.checkpoints import folders
-from shardwright_train.checkpoints.folders import RECORD, Beginning, Checkpoint, Identity
+from shardwright_train.checkpoints.folders import RECORD, Beginning, Checkpoint, Identity, Progress
 from shardwright_train.options import RunOptions
 from shardwright_train.parallel.world import World
 
@@ -24,12 +24,16 @@ _NONE_WHOLE = "put back what is missing, or start anew in another --checkpoints 
 _DIFFERENCES = {
     "plan_sha256": "another plan",
     "model_sha256": "another model",
+    "tensors_sha256": "a model of other parameters or settings",
     "data_sha256": "other data",
     "seed": "another seed",
     "weights_sha256": "other weights to begin with",
     "global_batch_size": "another global batch size",
 }
-_REMEDY = {"global_batch_size": "plan for the same, or allow it with --allow-batch-change"}
+_REMEDY = {
+    "global_batch_size": "plan for the same, or allow it with --allow-batch-change",
+    "model_sha256": "start anew in another --checkpoints folder, or allow longer samples with --allow-length-change",
+}
 
 
 class Resumed(NamedTuple):
@@ -38,9 +42,14 @@ class Resumed(NamedTuple):
     folder: Path
     record: Checkpoint
 
-    def beginning(self, goes_on: bool) -> Beginning:
+    def progress(self, sequence_length: int) -> Progress:
+        """Return the progress, in samples of a length: those of another one count as many tokens, rounded up."""
+        progress, saved = self.record.progress, self.record.identity.sequence_length or sequence_length
+        return msgspec.structs.replace(progress, samples=-(-progress.samples * saved // sequence_length))
+
+    def beginning(self, goes_on: bool, sequence_length: int) -> Beginning:
         """Return where the batches of a continued run or, if `goes_on` is false, of a branch begin."""
-        progress = self.record.progress
+        progress = self.progress(sequence_length)
         return self.record.began if goes_on else Beginning(step=progress.step, samples=progress.samples)
 
 
@@ -75,7 +84,7 @@ def checkpoint_to_resume(job: RunOptions, identity: Identity, run: Path, world: 
         check_same_run(resumed, identity)
     elif job.resume_from is not None:
         resumed = read_whole(job.resume_from, world)
-        check_branch(resumed, identity, job.allow_batch_change)
+        check_branch(resumed, identity, job.allow_batch_change, job.allow_length_change)
     if resumed is not None and resumed.record.progress.step > job.steps:
         problem = f"is at step {resumed.record.progress.step}, past --steps {job.steps}"
         raise BadInput(resumed.folder, problem, "ask for more steps")
@@ -168,7 +177,8 @@ def check_files(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> N
 def check_same_run(resumed: Resumed, asked: Identity) -> None:
     """Raise BadInput where a run's checkpoint was saved with another identity than the requested one."""
     is_older = folders.names_plan(resumed.folder.parent, resumed.record.identity.plan_sha256)
-    _check(resumed, asked, tuple(name for name in _DIFFERENCES if name != "plan_sha256" or not is_older))
+    unlike = {"tensors_sha256", *(["plan_sha256"] if is_older else [])}  # the model's own hash is stricter
+    _check(resumed, asked, tuple(name for name in _DIFFERENCES if name not in unlike))
     saved = msgspec.structs.asdict(resumed.record.identity.settings)
     for name, wanted in msgspec.structs.asdict(asked.settings).items():
         if saved[name] != wanted:
@@ -179,9 +189,9 @@ def check_same_run(resumed: Resumed, asked: Identity) -> None:
             )
 
 
-def check_branch(resumed: Resumed, asked: Identity, batch_may_change: bool) -> None:
+def check_branch(resumed: Resumed, asked: Identity, batch_may_change: bool, length_may_change: bool = False) -> None:
     """Raise BadInput where a branch cannot begin from a checkpoint; it may have another plan and other settings."""
-    same = ("model_sha256", "data_sha256", "seed")
+    same = ("tensors_sha256" if length_may_change else "model_sha256", "data_sha256", "seed")
     _check(resumed, asked, same if batch_may_change else (*same, "global_batch_size"))
 
 

@@ -20,7 +20,20 @@ import msgspec
 from msgspec import Meta
 
 from shardwright_formats.io import BadInput, Document, Value, sha256_of_value
-from shardwright_formats.types import Bytes, Count, Model, NonNegativeCount, Plan, Samples, Seconds, Sha256, whole
+from shardwright_formats.types import (
+    EMBEDDING,
+    HEAD,
+    Bytes,
+    Count,
+    Model,
+    NonNegativeCount,
+    Plan,
+    Samples,
+    Seconds,
+    Sha256,
+    Tokens,
+    whole,
+)
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 from shardwright_train.options import RunOptions
 
@@ -205,6 +218,11 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     settings: Settings
     weights_sha256: Sha256 | None = None
     """SHA-256 of the files of the initial weights; None where all were drawn."""
+    sequence_length: Tokens | None = None
+    """Tokens of a sample; None in records of earlier versions."""
+    tensors_sha256: Sha256 | None = None
+    """SHA-256 of the model's description without its sequence length and the settings of its rotations; None in records
+    of earlier versions."""
 
     @classmethod
     def of_run(cls, job: RunOptions, plan: Plan, data_sha256: str, weights_sha256: str | None = None) -> "Identity":
@@ -214,6 +232,8 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             plan_sha256=plan.executed_sha256,
             model_sha256=identity_of(plan.model),
             weights_sha256=weights_sha256,
+            sequence_length=plan.model.sequence_length,
+            tensors_sha256=identity_of_tensors(plan.model),
             data_sha256=data_sha256,
             seed=job.seed,
             global_batch_size=plan.global_batch_size,
@@ -310,3 +330,16 @@ class Checkpoint(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
 def identity_of(model: Model) -> str:
     """Return the SHA-256 of the parts of a model's description that are the same under all plans."""
     return sha256_of_value([model.architecture_sha256, model.sequence_length])
+
+
+_OF_POSITIONS = frozenset(
+    ("max_position_embeddings", "original_max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
+)
+"""Keys of a configuration that another sequence length may change, where no parameter takes its shape from them."""
+
+
+def identity_of_tensors(model: Model) -> str:
+    """Return the SHA-256 of what models share whose samples are of other lengths: family, configuration, parameters."""
+    config = {key: value for key, value in model.config.items() if key not in _OF_POSITIONS}
+    kinds = (model.types[name] for name in (EMBEDDING, *model.layers, HEAD))
+    return sha256_of_value([model.family, config, [[[p.name, p.shape] for p in kind.parameters] for kind in kinds]])

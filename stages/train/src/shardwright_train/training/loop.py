@@ -92,7 +92,8 @@ def train(job: RunJob, world: World) -> None:
     resumed = checkpoint_to_resume(job, identity, folder, world)
     (attention,) = settle_attention([plan], world, by_document=job.reset_attention_mask)
     loss_scale = LossScale.for_compute(plan.precision.compute)
-    before = Progress.begin(loss_scale.value) if resumed is None else resumed.record.progress
+    length = plan.model.sequence_length
+    before = Progress.begin(loss_scale.value) if resumed is None else resumed.progress(length)
     engine = _engine(job, plan, world, attention, before.updates, resumed is not None, weights)
     if job.reset_attention_mask and world.rank == 0:
         say_mask_memory(job.plan, engine.stage.context)
@@ -103,7 +104,7 @@ def train(job: RunJob, world: World) -> None:
     best = best_so_far(job, before.best if goes_on else None, validation)
     before = msgspec.structs.replace(before, best=best)
     loggers = _loggers(job, plan, world, folder, before.step + 1)
-    began = Beginning() if resumed is None else resumed.beginning(goes_on)
+    began = Beginning() if resumed is None else resumed.beginning(goes_on, length)
     saver = _saver(job, folder, identity, began, engine.tensors())
     reports = StepReports(Metrics(folder / METRICS, plan, world, job.steps, saver.took_s), loggers, LoadLog(plan.model))
     with closing(saver), closing(reports):
