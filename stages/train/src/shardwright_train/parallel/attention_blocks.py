@@ -54,10 +54,13 @@ class Attended(NamedTuple):
 
 
 def nothing_attended(query: Tensor) -> Attended:
-    """Return the attention of queries [b, heads, q, d] to no keys, in float32 at least."""
+    """Return the attention of queries [b, heads, q, d] to no keys, in float32 at least.
+
+    Its output lies in memory as [b, q, heads, d], which is what the product behind attention reads.
+    """
     dtype = torch.promote_types(query.dtype, torch.float32)
-    output = torch.zeros(query.shape, dtype=dtype, device=query.device)
-    return Attended(output, query.new_full(query.shape[:-1], -inf, dtype=dtype))
+    output = torch.zeros(query.transpose(1, 2).shape, dtype=dtype, device=query.device)
+    return Attended(output.transpose(1, 2), query.new_full(query.shape[:-1], -inf, dtype=dtype))
 
 
 @dataclass(frozen=True)

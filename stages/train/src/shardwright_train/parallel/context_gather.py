@@ -106,11 +106,11 @@ class GatherAttention:
 
     def rising(self, x: Tensor) -> Tensor:
         """Return this rank's rows [b, heads, s/n, ...] in rising order of positions."""
-        return x.index_select(2, self._rising)
+        return x if self._is_rising else x.index_select(2, self._rising)
 
     def in_memory_order(self, x: Tensor) -> Tensor:
         """Return rows in rising order of positions as they lie in memory."""
-        return x.index_select(2, self._back)
+        return x if self._is_rising else x.index_select(2, self._back)
 
     def _gather(self, both: Tensor) -> Tensor:
         return gather_dim(both, _POSITIONS, self.group) if self.group.size() > 1 else both
@@ -133,6 +133,10 @@ class GatherAttention:
     @cached_property
     def _places(self) -> Tensor:
         return torch.tensor(self.shares.places(self.group.rank()), device=self.device)
+
+    @cached_property
+    def _is_rising(self) -> bool:
+        return self.shares.is_rising(self.group.rank())
 
     @cached_property
     def _rising(self) -> Tensor:

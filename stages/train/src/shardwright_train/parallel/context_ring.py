@@ -62,10 +62,16 @@ class RingAttention:
         Each rank gives its positions in memory order; `documents` [b, s] number those of all positions, in that order:
         none sees another document.
         """
-        query, key, value = (_permuted(x, self._rising, self._back) for x in (query, key, value))
         passes = _Passes(self, scale, documents)
+        if self._is_rising:
+            return self._attended(query, key, value, passes)
+        query, key, value = (_permuted(x, self._rising, self._back) for x in (query, key, value))
+        return _permuted(self._attended(query, key, value, passes), self._back, self._rising)
+
+    @staticmethod
+    def _attended(query: Tensor, key: Tensor, value: Tensor, passes: "_Passes") -> Tensor:
         output: Tensor = _Ring.apply(query, key, value, passes)  # type: ignore[no-untyped-call]
-        return _permuted(output, self._back, self._rising)
+        return output
 
     @cached_property
     def steps(self) -> tuple[_Step, ...]:
@@ -102,6 +108,10 @@ class RingAttention:
     def _places(self) -> tuple[Tensor, ...]:
         ranks = range(self.shares.size)
         return tuple(torch.tensor(self.shares.places(rank), device=self.device) for rank in ranks)
+
+    @cached_property
+    def _is_rising(self) -> bool:
+        return self.shares.is_rising(self.group.rank())
 
     @cached_property
     def _rising(self) -> Tensor:

@@ -48,6 +48,10 @@ class ContextShares:
         """Return the places inside a rank's share of its positions in rising order [s/n]."""
         return _argsort(self._share(rank))
 
+    def is_rising(self, rank: int) -> bool:
+        """Return whether a rank's positions lie in memory in rising order, as those of the largest cp_size do."""
+        return list(self._share(rank)) == self.positions(rank)
+
     def positions(self, rank: int) -> list[int]:
         """Return a rank's positions in rising order [s/n]."""
         return sorted(self._share(rank))
