@@ -34,8 +34,8 @@ _PLAN = ("model", "precision", "gpu", "num_gpus", "seq_len", "tp", "pp", "cp", "
 """Columns that tell plans apart; runs of one plan in several releases count once, with their median."""
 _PRESETS = {"gpt3-175b": "gpt-3-175b"} | {f"llama3-{size}": f"llama-3-{size}" for size in ("8b", "70b", "405b")}
 _PRESETS |= {name: name for name in ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3")}
-_PRESETS |= {"grok1-314b": "grok-1"}
-_EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "grok1-314b")
+_PRESETS |= {"grok1-314b": "grok-1", "llama4-maverick-400b": "llama-4-maverick"}
+_EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "grok1-314b", "llama4-maverick-400b")
 """Models with experts."""
 _LIGHT = ("mla_up_proj", "core_attn")
 """Recomputation of so little that it is counted as none: a product of latents, and flash attention's scores."""
