@@ -33,7 +33,9 @@ class Loaded(Reference):
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         stock_class: Any = type(stock_model(plan.model))
-        kernel = family_named(plan.model.family, "plan").plain_kernel
+        family = family_named(plan.model.family, "plan")
+        # Stock gpt-oss has sinks in the eager kernel alone.
+        kernel = "eager" if family.facts.sinks else family.plain_kernel
         stock: nn.Module = stock_class.from_pretrained(folder, dtype=torch.float64, attn_implementation=kernel)
         self.losses, self.auxiliary, self.shares, self.norms = [], [], [], []
         self._train(plan, with_balance(stock.train()))
