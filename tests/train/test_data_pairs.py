@@ -17,6 +17,7 @@ from shardwright_formats.io import BadInput
 from shardwright_train.cli import APP
 from shardwright_train.data.image_text import ImageText
 from shardwright_train.data.pairs import Pairs, open_pairs
+from shardwright_train.data.sampling import check_described
 from shardwright_train.data.share import BatchShare
 from shardwright_train.data.split import WHOLE, Fractions, Split, SplitPart
 from shardwright_train.data.transcription import Transcription
@@ -123,6 +124,7 @@ def test_recordings_become_spectrograms_and_their_words_labels(tmp_path: Path) -
     _speech(tmp_path / "in")
     ended = _prepare(tmp_path, "speech", "--mel-bins", "5", "--seconds", "1")
     assert ended == (0, "samples: 2, features: 2, tokens: 14\n")
+    check_described(tmp_path / "out")
     opened = SPEECH.open(tmp_path / "out", 0)
     batch = opened.read(0, BatchShare(1, 2))
     order = opened.order.chosen(np.arange(2)).tolist()

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
+from random_plans import random_plan
 from safetensors.torch import load_file, save_file
 from test_weights import published
 from tiny_models import SEQUENCE_LENGTH, batch_of, stock_logits, stock_model, tiny
@@ -21,6 +23,7 @@ from shardwright_models.frozen import FrozenPart, freeze
 from shardwright_train.models.llava import placed
 from shardwright_train.models.masks import Places, image_mask
 from shardwright_train.models.registry import family_named
+from shardwright_train.models.support import check_supported
 from shardwright_train.weights.reading import open_weights
 
 FAMILY = family_named("llava", "test")
@@ -86,6 +89,14 @@ def test_only_the_text_shares_out_a_sequence_behind_an_odd_tower() -> None:
     assert problems["vision"] == "tp_size 2 does not divide the sequence length 5"
     assert problems["projector"] == "tp_size 2 does not divide image_positions 1"
     assert problems["block"] is None
+
+
+def test_positions_of_a_text_with_images_keep_their_order() -> None:
+    plan = random_plan(tiny("llava"), 0, 2, stages=1)
+    shared = LayerStrategy(type="block", tp_size=1, dp_size=1, cp_size=2)
+    layers = tuple(shared if layer.type == "block" else layer for layer in plan.layers)
+    with pytest.raises(BadInput, match="cp_size above 1 is not for images among a text"):
+        check_supported(replace(plan, layers=layers), "plan.json")
 
 
 @pytest.mark.parametrize("layer", ["vision", "projector", "block"])

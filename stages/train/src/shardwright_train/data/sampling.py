@@ -298,12 +298,12 @@ class Blend:
 
 
 def check_described(folder: Path) -> None:
-    """Raise BadInput where blend.json, or a folder's data.json, cannot be read; image folders need neither."""
-    file = folder / BLEND
+    """Raise BadInput where blend.json, or a folder's data.json, cannot be read; folders of arrays need neither."""
+    file, files = folder / BLEND, DataFolder(folder)
     if file.is_file():
         for part in read_document(file, BlendedData).datasets:
             DataFolder(folder / part.folder).read_description()
-    elif not (files := DataFolder(folder)).images.exists():
+    elif not any(array.exists() for array in files.arrays):
         files.read_description()
 
 

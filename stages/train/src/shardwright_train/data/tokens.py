@@ -255,14 +255,14 @@ class PreparedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class DataFolder:
-    """The files of a folder of data: of tokens, or of images."""
+    """The files of a folder of data: of tokens, of images, or of texts with images or recordings."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = folder / "tokenizer.json"
         self.tokens = folder / "tokens.bin"
         self.index = folder / "tokens.idx"
         self.description = folder / "data.json"
-        self.images = folder / "images.npy"
+        self.arrays = folder / "images.npy", folder / "features.npy"
         self.unfinished = folder / "unfinished"
 
     def read_description(self) -> PreparedData:
