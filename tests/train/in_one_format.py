@@ -61,14 +61,17 @@ def _divided_by_root(self: Any, x: Tensor) -> Tensor:
 
 
 def _turned_by(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
-    wide = (x.to(torch.promote_types(torch.float32, x.dtype)) for x in (q, k))
-    pairs = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in wide)
-    return tuple(torch.view_as_real(pair * angles[:, None]).flatten(-2).to(q.dtype) for pair in pairs)
+    return tuple(torch.view_as_real(_as_complex(x) * angles[:, None]).flatten(-2).to(x.dtype) for x in (q, k))
 
 
 def _turned_heads_last(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
-    pairs = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k))
-    return tuple(torch.view_as_real(pair * angles[:, :, None]).flatten(-2).to(q.dtype) for pair in pairs)
+    return tuple(torch.view_as_real(_as_complex(x) * angles[:, :, None]).flatten(-2).to(x.dtype) for x in (q, k))
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    """Pairs of features as complex numbers, which have no 16 bits."""
+    wide = x.to(torch.promote_types(torch.float32, x.dtype))
+    return torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
 
 
 def _chosen_by_sigmoid(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
