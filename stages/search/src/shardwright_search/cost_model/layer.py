@@ -65,6 +65,7 @@ from shardwright_search.cost_model.parameters import (
     parameter_costs,
     slowest_parameters,
 )
+from shardwright_search.cost_model.parts_of_strategies import of_parameters, of_passes
 from shardwright_search.cost_model.profiles import Profiles, TimeModel
 from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 from shardwright_search.step.cached_method import cached_method
@@ -74,13 +75,6 @@ def _slower(ends: Iterable[Duration]) -> Cost:
     """Return the cost of a message, which takes as long as its slower end."""
     slower = longest(ends)
     return Cost(picoseconds(slower.time_s), slower.warning)
-
-
-def _plain(strategy: Strategy) -> Strategy:
-    """Return a strategy without what does not concern parameters."""
-    if isinstance(strategy, LayerStrategy) and shares_experts(strategy):
-        return msgspec.structs.replace(strategy, recompute=Recompute.NONE)
-    return Strategy(**{name: getattr(strategy, name) for name in Strategy.__struct_fields__})
 
 
 class Link(NamedTuple):
@@ -202,13 +196,8 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         Raises BadInput when a profile lacks a point.
         """
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-        views = topology.each_type
-        compute = slowest_compute(
-            [self._compute(type_name, strategy, on, axes_of(strategy).rank_samples(samples)) for on in views]
-        )
-        sent = [self._traffic(type_name, strategy, on, samples, compute.attention) for on in views]
-        further = [longest(during) for during in zip(*sent, strict=True)]
-        figures = compute.figures
+        compute, further = self._passes(type_name, of_passes(strategy), topology, samples)
+        views, figures = topology.each_type, compute.figures
         forward_s, backward_s = figures.forward_s + further[0].time_s, figures.backward_s + further[1].time_s
         costs = self._all_parameters(type_name, strategy, views, single_microbatch)
         added = picoseconds(costs.reduction.added_s(backward_s))
@@ -237,13 +226,25 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             warnings=tuple(dict.fromkeys(warning for warning in warnings if warning is not None)),
         )
 
+    @cached_method
+    def _passes(
+        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int
+    ) -> tuple[ComputeCost, list[Duration]]:
+        """Return the costs of a microbatch's passes: what is computed, and further messages forward and backward."""
+        views, rank_samples = topology.each_type, axes_of(strategy).rank_samples(samples)
+        compute = slowest_compute([self._compute(type_name, strategy, on, rank_samples) for on in views])
+        sent = [self._traffic(type_name, strategy, on, samples, compute.attention) for on in views]
+        return compute, [longest(during) for during in zip(*sent, strict=True)]
+
     def _all_parameters(
         self, type_name: str, strategy: Strategy, views: Sequence[StageTopology], single_microbatch: bool
     ) -> LayerParameters:
         """Return the costs of a layer's parameters, those of experts that ranks share out included."""
         groups = []
         for number, group in enumerate(parameter_groups(self.model.types[type_name], strategy)):
-            priced = [self._parameters(type_name, number, _plain(strategy), on, single_microbatch) for on in views]
+            priced = [
+                self._parameters(type_name, number, of_parameters(strategy), on, single_microbatch) for on in views
+            ]
             groups.append((group.strategy, slowest_parameters(priced)))
         return joined_parameters(groups)
 
