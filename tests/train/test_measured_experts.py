@@ -11,6 +11,7 @@ from tiny_models import tiny
 
 from shardwright_estimate.layers import Machine, estimate_experts
 from shardwright_estimate.messages import Link
+from shardwright_formats.key import ExpertKey
 from shardwright_formats.types import ExpertProbe, Recompute
 from shardwright_train.measurement.experts import measure_experts
 
@@ -38,7 +39,7 @@ def test_experts_keep_what_is_estimated(world) -> None:
     )]  # fmt: skip
     for measured in measure_experts(plan, probes, JOB, world):
         probe = measured.probe
-        estimated = estimate_experts(MODEL, msgspec.structs.replace(probe.key), FLOAT32, MACHINE)
+        estimated = estimate_experts(MODEL, ExpertKey.from_fields(probe), FLOAT32, MACHINE)
         assert len(measured.forward_s) == len(measured.backward_s) == 2
         assert min(*measured.forward_s, *measured.backward_s, measured.reference_s) > 0
         assert measured.activation_bytes == pytest.approx(estimated.activation_bytes, rel=0.02, abs=9000)

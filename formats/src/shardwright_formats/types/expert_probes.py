@@ -5,7 +5,6 @@ from typing import Annotated
 from msgspec import Meta
 
 from shardwright_formats.io import Value
-from shardwright_formats.key import ExpertKey
 from shardwright_formats.types.limits import Bytes, Count, PositiveSeconds, Ranks, Seconds
 from shardwright_formats.types.strategy import Recompute
 
@@ -25,11 +24,6 @@ class ExpertProbe(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Activations of the layer that are computed again in the backward pass."""
     rows: Count
     """Rows of the rank over all its experts."""
-
-    @property
-    def key(self) -> ExpertKey:
-        """Return the key of what it measures."""
-        return ExpertKey.from_fields(self)
 
 
 class ExpertMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -72,7 +72,7 @@ def _expert_rows(
         )
         for kind in asked:
             if _SAME.get(kind, kind) is one.probe.recompute:
-                yield ExpertRow.from_figures(msgspec.structs.replace(one.probe.key, recompute=kind), figures)
+                yield ExpertRow.from_figures(ExpertKey.from_fields(one.probe, recompute=kind), figures)
 
 
 def _rests(model: Model, experts: Sequence[ExpertRow], layers: Iterable[LayerRow]) -> Iterator[LayerRow]:

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
+from shardwright_formats.key import ExpertKey
 from shardwright_formats.semantics.axes import Axis, ParameterAxes
 from shardwright_formats.types import ExpertMeasurement, ExpertProbe, Model, Plan, Recompute
 from shardwright_train.measurement.profiles import record_memory
@@ -35,7 +36,7 @@ def measure_experts(
 
 
 def _measure(plan: Plan, probe: ExpertProbe, job: MeasureJob, world: World) -> ExpertMeasurement:
-    world.heartbeat.begin(f"while {probe.key} compute {probe.rows} rows")
+    world.heartbeat.begin(f"while {ExpertKey.from_fields(probe)} compute {probe.rows} rows")
     with out_of_memory_said():
         run = _Run.build(plan, probe, world.device)
         for _ in range(job.warmup_steps):
