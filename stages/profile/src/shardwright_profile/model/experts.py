@@ -54,7 +54,8 @@ def _check_once(measured: Sequence[ExpertMeasurement], file: Path) -> None:
     probes = [one.probe for one in measured]
     twice = next((probe for number, probe in enumerate(probes) if probe in probes[:number]), None)
     if twice is not None:
-        raise BadInput(file, f"{twice.key} were measured twice at {twice.rows} rows", "pass one of the measurements")
+        problem = f"{ExpertKey.from_fields(twice)} were measured twice at {twice.rows} rows"
+        raise BadInput(file, problem, "pass one of the measurements")
 
 
 def _expert_rows(
