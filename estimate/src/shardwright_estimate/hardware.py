@@ -178,8 +178,8 @@ def message_times_s(key: CollectiveKey, leaving: float, network: Network, messag
     """Return times of messages that all groups exchange at once: the slower of a device's link and a node's network.
 
     A ring crosses the border of a node once each way, and an all_to_all sends from each rank to all ranks of other
-    nodes; groups that leave one node share its network, `leaving` being what they send out of it over a message. As
-    NCCL counts them, as many steps cross a border as a ring of the nodes alone would have.
+    nodes, to all of them at once; groups that leave one node share its network, `leaving` being what they send out of
+    it over a message. As NCCL counts them, as many steps cross a border as a ring of the nodes alone would have.
     """
     collective, size = key.collective, key.group_size
     if collective is Collective.ALL_REDUCE and network.link.all_reduce and not key.group.across_nodes:
@@ -189,7 +189,7 @@ def message_times_s(key: CollectiveKey, leaving: float, network: Network, messag
     if key.group.across_nodes and network.between is not None:
         nodes, step_s = key.group.nodes, network.between.step_s
         moved = max(moved, leaving / network.between.spanning(nodes, collective))
-        crossing = size - key.ranks_per_node if collective is Collective.ALL_TO_ALL else steps(collective, nodes)
+        crossing = steps(collective, nodes)
     return START_S + (inside - crossing) * network.link.step_s + crossing * step_s + moved * message_bytes
 
 

@@ -33,11 +33,11 @@ class Link(NamedTuple):
 
 
 def steps(collective: Collective, group_size: int) -> int:
-    """Return the number of messages that follow one another in a ring."""
+    """Return the number of messages that follow one another: in a ring, or all at once where each pair has its own."""
     match collective:
         case Collective.ALL_REDUCE:
             return 2 * (group_size - 1)
-        case Collective.P2P:
+        case Collective.P2P | Collective.ALL_TO_ALL:
             return 1
         case _:
             return group_size - 1
@@ -47,7 +47,8 @@ def moved_bytes(collective: Collective, group_size: int, message_bytes: float) -
     """Return the bytes that each rank sends, for a message as `Collective` counts it."""
     if collective is Collective.P2P:
         return message_bytes
-    return steps(collective, group_size) / group_size * message_bytes
+    parts = 2 * (group_size - 1) if collective is Collective.ALL_REDUCE else group_size - 1
+    return parts / group_size * message_bytes
 
 
 def message_time_s(collective: Collective, group_size: int, message_bytes: float, link: Link) -> float:
