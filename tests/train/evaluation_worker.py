@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from in_one_format import compute_in_the_inputs_format
 from parity_worker import worst
 from tiny_models import batch_of, engine_of, initial_stock, stock_logits
 from torch import nn
@@ -118,6 +119,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     torch.set_default_dtype(torch.float64)
+    compute_in_the_inputs_format()
     results: dict[str, dict[str, float]] = {}
     with joined_world("cpu") as world:
         groups = Groups("cpu")

@@ -26,6 +26,8 @@ CONFIG["searches"]["tight"]["correction"] = "roomy"
 CONFIG["runs"]["demo"] |= {"export": True, "max_restarts": 1, "on_node_loss": "replan"}
 CONFIG["data"]["photos"] = {"text": "photos", "source": "images", "image_size": 8}
 CONFIG["runs"]["demo-tight"]["data"] = "photos"
+CONFIG["data"]["captions"] = {"text": "captions", "source": "captions", "image_size": 8}
+CONFIG["runs"]["demo-captions"] = CONFIG["runs"]["demo-tight"] | {"data": "captions"}
 
 
 def _shells(text):

@@ -295,11 +295,11 @@ class Family:
         return {tied: owner for owner, tied in model.tied}.get(name, name)
 
     def stock_names(self, model: Model) -> tuple[str, ...]:
-        """Return the names of all parameters of the stock model."""
+        """Return the names of all parameters of the stock model, without buffers."""
         blocks = ((f"layers[{i}]", kind) for i, kind in enumerate(model.layers))
         layers = ((EMBEDDING, EMBEDDING), *blocks, (HEAD, HEAD))
-        names = (self.owner_name(model, name, p.name) for name, kind in layers for p in model.types[kind].parameters)
-        return tuple(dict.fromkeys(names))
+        parameters = ((name, p) for name, kind in layers for p in model.types[kind].parameters if not p.is_buffer)
+        return tuple(dict.fromkeys(self.owner_name(model, name, p.name) for name, p in parameters))
 
     def described_name(self, kind: str, parameter: str) -> str:
         """Return the model description's name of a layer's parameter, the one that transformers stores it under."""
