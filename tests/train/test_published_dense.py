@@ -34,7 +34,7 @@ REFUSED = {
 }
 """Those with experts that are refused as published, by a word of why; the others are described."""
 LENGTHS = {"bert-base": 512, "t5-base": 512, "flan-t5-xl": 512, "whisper-large-v3": 448}
-GPUS = {"llama-3.1-405b": "16x8:H200"}
+GPUS = {"llama-3.1-405b": "16x8:H200"} | dict.fromkeys(("llama-3.3-70b-instruct", "qwen2.5-72b"), "4x8:H100-SXM")
 pytestmark = [pytest.mark.skipif(not FILES, reason="the published configurations are not beside the clone")]
 
 
@@ -69,7 +69,7 @@ def test_what_is_refused_is_so_by_its_key(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", DENSE)
 def test_a_dense_configuration_is_planned(name: str, tmp_path: Path) -> None:
     config = json.loads(FILES[name].read_text())
-    asked = [str(FILES[name]), "--gpus", GPUS.get(name, "2x8:H100-SXM"), "--batch", "128", "--time-limit", "2"]
+    asked = [str(FILES[name]), "--gpus", GPUS.get(name, "2x8:H100-SXM"), "--batch", "128", "--time-limit", "10"]
     length = [] if FAMILIES[config["model_type"]].labels else ["--seq", str(length_of(name, config))]
     ended = call(APP, "advise", *asked, *length, "--out", str(tmp_path / "plan.json"))
     assert ended.exit_code in (0, 4), ended.stderr  # 4: time was up before the plan was proven

@@ -1,11 +1,11 @@
 """A training step and an evaluation of a rank: passes in the order of its action list."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class _Passes:
     hook: StepHook
     messages: Messages
     inputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
-    ends: dict[MicrobatchChunk, States | tuple[GradientEdge, ...]] = field(default_factory=dict)
+    ends: dict[MicrobatchChunk, tuple[Tensor | GradientEdge | None, ...]] = field(default_factory=dict)
     """Starts of the backward passes: the loss, or the edges of outputs, whose memory is freed once sent."""
     microbatches: Microbatches = field(init=False)
     loss: Tensor = field(init=False)
@@ -155,7 +155,7 @@ class _Passes:
             send = self.messages.send if self.stage.has_backward else self.messages.send_after_the_last
             send([x.detach() for x in output], action)
             if here.has_backward:
-                self.ends[at] = tuple(map(get_gradient_edge, output))
+                self.ends[at] = tuple(get_gradient_edge(x) if x.requires_grad else None for x in output)
         else:
             mean = output / self.step.counted
             self.loss += mean.detach()
@@ -170,7 +170,10 @@ class _Passes:
         gradients: list[Tensor | None] = [*self._received(action, following)] or [None] * len(ends)
         share = self.step.loss_scale / self.pipeline.context.plan.global_batch_size
         self.hook("backward.wait", at)
-        torch.autograd.backward((*ends, *losses), [*gradients, *(torch.full_like(x, share) for x in losses)])
+        # An output of frozen parts alone goes back nowhere; the stage behind sends a gradient for it all the same.
+        given = [(end, gradient) for end, gradient in zip(ends, gradients, strict=True) if end is not None]
+        roots: Sequence[Any] = [*(end for end, _ in given), *losses]
+        torch.autograd.backward(roots, [*(each for _, each in given), *(torch.full_like(x, share) for x in losses)])
         self._end_segments(at)
         self.hook("backward.end", at)
         if leaves:
