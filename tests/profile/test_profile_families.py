@@ -30,7 +30,7 @@ SETTINGS = ProfileSettings(
     layers=(1, 5),
 )
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(3200)
 
 
 def _command(stage: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -59,7 +59,7 @@ def profiles(make_cluster: Callable[..., object], tmp_path_factory: pytest.TempP
 
 def _fitted(files: list[Path], out: Path, steps: int) -> dict[str, ModelProfile]:
     told = forked_command(["measure", *files, "--steps", steps, "--warmup-steps", 2, "--out", out])
-    _, err = told.communicate(timeout=540)
+    _, err = told.communicate(timeout=1500)
     assert told.returncode == 0, err
     measured = read_document(out, Measurement)
     return {
