@@ -99,6 +99,11 @@ CORRECTIONS = (
 
 REFROZEN = (
     (
+        "*",
+        "messages of an all-to-all are estimated to leave at once, with the latency of one step: analytic hardware "
+        "profiles, and what is planned on them",
+    ),
+    (
         "*[pc]*",
         "the search counts the communicators of each plan, in place of leaving room for those of most: on analytic "
         "profiles it finds faster plans (samples a second of `analytic` 1.62, of `bert-dgx` 1.22, of the others 1.0 to "
