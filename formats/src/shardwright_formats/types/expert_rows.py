@@ -1,6 +1,6 @@
 """Rows of a model profile about a layer's experts, and the figures that they have like those of whole layers."""
 
-from typing import Annotated, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from msgspec import Meta
 
@@ -19,6 +19,21 @@ class LayerFigures(NamedTuple, Generic[Number]):
     backward_s: Number
     activation_bytes: Number
     workspace_bytes: Number
+
+
+def figure_columns(figures: LayerFigures[Sourced]) -> dict[str, Any]:
+    """Return the columns of figures and of their sources, with whole bytes."""
+    forward, backward, activation, workspace = figures
+    return {
+        "forward_s": forward.value,
+        "forward_source": forward.source,
+        "backward_s": backward.value,
+        "backward_source": backward.source,
+        "activation_bytes": round(activation.value),
+        "activation_source": activation.source,
+        "workspace_bytes": round(workspace.value),
+        "workspace_source": workspace.source,
+    }
 
 
 class ExpertRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,18 +69,7 @@ class ExpertRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @classmethod
     def from_figures(cls, key: ExpertKey, figures: LayerFigures[Sourced]) -> "ExpertRow":
         """Return the row of these figures, with whole bytes."""
-        forward, backward, activation, workspace = figures
-        return cls(
-            **key.columns,
-            forward_s=forward.value,
-            forward_source=forward.source,
-            backward_s=backward.value,
-            backward_source=backward.source,
-            activation_bytes=round(activation.value),
-            activation_source=activation.source,
-            workspace_bytes=round(workspace.value),
-            workspace_source=workspace.source,
-        )
+        return cls(**key.columns, **figure_columns(figures))
 
     @property
     def key(self) -> ExpertKey:

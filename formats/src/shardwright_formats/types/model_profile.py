@@ -16,6 +16,7 @@ from shardwright_formats.io.table import Row, Source, Sourced, Table, sourced
 from shardwright_formats.key import ExpertKey, LayerKey, rows_by_key
 from shardwright_formats.types.expert_rows import ExpertRow as ExpertRow
 from shardwright_formats.types.expert_rows import LayerFigures as LayerFigures
+from shardwright_formats.types.expert_rows import figure_columns
 from shardwright_formats.types.limits import (
     Bytes,
     Count,
@@ -108,19 +109,11 @@ class LayerRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_field
     @classmethod
     def from_figures(cls, key: LayerKey, figures: LayerFigures[Sourced]) -> "LayerRow":
         """Return the row of these figures, with whole bytes."""
-        forward, backward, activation, workspace = figures
         return cls(
             **key.columns,
-            forward_s=forward.value,
-            forward_error_s=forward.error,
-            forward_source=forward.source,
-            backward_s=backward.value,
-            backward_error_s=backward.error,
-            backward_source=backward.source,
-            activation_bytes=round(activation.value),
-            activation_source=activation.source,
-            workspace_bytes=round(workspace.value),
-            workspace_source=workspace.source,
+            **figure_columns(figures),
+            forward_error_s=figures.forward_s.error,
+            backward_error_s=figures.backward_s.error,
         )
 
     @property

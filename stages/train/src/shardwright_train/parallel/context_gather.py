@@ -3,37 +3,28 @@
 Keys and values are small where many heads share them. The backward pass gathers them again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from operator import call
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright_train.parallel.attention_blocks import Attended, Block, Piece, nothing_attended
 from shardwright_train.parallel.collectives import gather_dim, gathered_again_by, scatter_dim, with_transpose
-from shardwright_train.parallel.context_shares import ContextShares, visible
+from shardwright_train.parallel.context_attention import ContextAttention
+from shardwright_train.parallel.context_shares import visible
 
 _HEADS, _POSITIONS = 2, 3
 """Dims of keys and values together [2, b, kv_heads, s, d]."""
 
 
 @dataclass(frozen=True)
-class GatherAttention:
+class GatherAttention(ContextAttention):
     """Attention of this rank's positions to those of a group, whose keys and values are gathered."""
 
-    shares: ContextShares
-    group: dist.ProcessGroup
-    causal: bool
-    reduce: torch.dtype
-    """Format in which gradients of keys and values are summed over the ranks."""
-    device: torch.device
-    keep: Callable[[Callable[[], Attended]], Attended] = call
-    """Function that calls another, or returns what that returned when it was called first: selective recomputation."""
     keeps: bool = False
     """Whether gathered keys and values are kept for the backward pass: where a replay gathers them right before it."""
 
@@ -106,11 +97,11 @@ class GatherAttention:
 
     def rising(self, x: Tensor) -> Tensor:
         """Return this rank's rows [b, heads, s/n, ...] in rising order of positions."""
-        return x if self._is_rising else x.index_select(2, self._rising)
+        return x if self.is_rising else x.index_select(2, self.rising_order)
 
     def in_memory_order(self, x: Tensor) -> Tensor:
         """Return rows in rising order of positions as they lie in memory."""
-        return x if self._is_rising else x.index_select(2, self._back)
+        return x if self.is_rising else x.index_select(2, self.memory_order)
 
     def _gather(self, both: Tensor) -> Tensor:
         return gather_dim(both, _POSITIONS, self.group) if self.group.size() > 1 else both
@@ -133,18 +124,6 @@ class GatherAttention:
     @cached_property
     def _places(self) -> Tensor:
         return torch.tensor(self.shares.places(self.group.rank()), device=self.device)
-
-    @cached_property
-    def _is_rising(self) -> bool:
-        return self.shares.is_rising(self.group.rank())
-
-    @cached_property
-    def _rising(self) -> Tensor:
-        return torch.tensor(self.shares.rising(self.group.rank()), device=self.device)
-
-    @cached_property
-    def _back(self) -> Tensor:
-        return self._rising.argsort()
 
 
 class _Gathered(torch.autograd.Function):

@@ -4,10 +4,9 @@ Causal shares in zig-zag order have equal work at each step (Brandon et al. 2023
 backward pass keys and values go round again, and their gradients behind them, which are at home after the last step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from operator import call
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from shardwright_train.parallel.attention_blocks import Attended, Block, Piece, nothing_attended
 from shardwright_train.parallel.collectives import with_transpose
-from shardwright_train.parallel.context_shares import ContextShares, Rectangle, visible
+from shardwright_train.parallel.context_attention import ContextAttention
+from shardwright_train.parallel.context_shares import Rectangle, visible
 
 _POSITIONS = 2
 """Dim of queries, keys and values [b, heads, s, d]; keys and values together are [2, b, heads, s, d]."""
@@ -42,31 +42,22 @@ class _Travelling(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RingAttention:
+class RingAttention(ContextAttention):
     """Attention of this rank's positions to those of a group, whose keys and values go round."""
-
-    shares: ContextShares
-    group: dist.ProcessGroup
-    causal: bool
-    reduce: torch.dtype
-    """Format in which gradients of keys and values go round."""
-    device: torch.device
-    keep: Callable[[Callable[[], Attended]], Attended] = call
-    """Function that calls another, or returns what that returned when it was called first: selective recomputation."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
     ) -> Tensor:
-        """Return the attention of queries [b, heads, s/n, d] to keys and values [b, kv_heads, s, d] of all ranks.
+        """Return the attention of queries [b, heads, s/n, d] to keys and values [b, kv_heads, s/n, d] of all ranks.
 
         Each rank gives its positions in memory order; `documents` [b, s] number those of all positions, in that order:
         none sees another document.
         """
         passes = _Passes(self, scale, documents)
-        if self._is_rising:
+        if self.is_rising:
             return self._attended(query, key, value, passes)
-        query, key, value = (_permuted(x, self._rising, self._back) for x in (query, key, value))
-        return _permuted(self._attended(query, key, value, passes), self._back, self._rising)
+        query, key, value = (_permuted(x, self.rising_order, self.memory_order) for x in (query, key, value))
+        return _permuted(self._attended(query, key, value, passes), self.memory_order, self.rising_order)
 
     @staticmethod
     def _attended(query: Tensor, key: Tensor, value: Tensor, passes: "_Passes") -> Tensor:
@@ -108,18 +99,6 @@ class RingAttention:
     def _places(self) -> tuple[Tensor, ...]:
         ranks = range(self.shares.size)
         return tuple(torch.tensor(self.shares.places(rank), device=self.device) for rank in ranks)
-
-    @cached_property
-    def _is_rising(self) -> bool:
-        return self.shares.is_rising(self.group.rank())
-
-    @cached_property
-    def _rising(self) -> Tensor:
-        return torch.tensor(self.shares.rising(self.group.rank()), device=self.device)
-
-    @cached_property
-    def _back(self) -> Tensor:
-        return self._rising.argsort()
 
 
 @dataclass(frozen=True)
