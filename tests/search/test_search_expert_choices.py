@@ -9,6 +9,7 @@ import pytest
 from made_up import make_request
 from msgspec import UNSET
 from msgspec.structs import replace
+from test_search_context import CONFIG as DENSE
 from test_search_shared_experts import CLUSTER, MODEL, plan_of, profiles
 
 from shardwright_formats.io import BadInput
@@ -22,7 +23,7 @@ from shardwright_search.explain.what_if import _kinds
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space import rank_groups
 from shardwright_search.space.choices import shardings
-from shardwright_search.space.configurations import narrowed
+from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest
 
 _ = profiles
@@ -107,6 +108,12 @@ def test_explain_asks_for_plans_without_a_grid_and_without_folding(profiles: Pro
 def test_degrees_that_no_stage_has_and_spaces_without_any_are_told(profiles: Profiles) -> None:
     with pytest.raises(BadInput, match="ep_sizes: 3 does not divide the number of devices, 4"):
         find_best(request_of(ep_sizes=[3]), MODEL, CLUSTER, profiles, FILE, lambda line: None)
+    wide = replace(CLUSTER, nodes=(replace(CLUSTER.nodes[0], count=2),))
+    with pytest.raises(BadInput, match="ep_sizes: 8 does not divide the experts of any layer: list divisors"):
+        configurations(request_of(ep_sizes=[4, 8]), MODEL, wide, FILE)
+    dense = model_of_config(DENSE, "m", 16, "config.json")
+    with pytest.raises(BadInput, match="ep_sizes: m has no experts to share out: leave it empty"):
+        configurations(request_of(ep_sizes=[2]), dense, CLUSTER, FILE)
     assert narrowed(request_of(disable=["expert_parallel"]), CLUSTER).ep_sizes == ()
 
 

@@ -5,6 +5,7 @@ from math import ceil, isqrt
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
@@ -176,7 +177,7 @@ def configurations(request: SearchRequest, model: Model, cluster: Cluster, file:
     Raises BadInput, naming the search file, for a listed number that no plan has: it would be left out in silence.
     """
     devices, layers = cluster.num_devices, len(model.layers)
-    for problem, remedy in _problems(request, devices, layers):
+    for problem, remedy in (*_problems(request, devices, layers), *_expert_problems(request, model)):
         raise BadInput(file, problem, remedy)
     return tuple(
         Configuration(batch, count, pp_size, schedule, *chunks, widths=widths)
@@ -262,6 +263,16 @@ def _problems(request: SearchRequest, devices: int, layers: int) -> Iterator[tup
     for number in request.pp_sizes or map(len, listed):
         if number > layers + _ENDS:
             yield f"pp_sizes: {number} pipeline stages for {layers} layers", "list at most that many"
+
+
+def _expert_problems(request: SearchRequest, model: Model) -> Iterator[tuple[str, str]]:
+    """Yield each listed number of parts that no layer's experts can be shared out in, and what to do about it."""
+    experts = [kind.experts for name in model.layers if (kind := model.types[name]).experts is not UNSET]
+    if request.ep_sizes and not experts:
+        yield f"ep_sizes: {model.name} has no experts to share out", "leave it empty"
+    for parts in request.ep_sizes:
+        if all(each.number % parts for each in experts):
+            yield f"ep_sizes: {parts} does not divide the experts of any layer", "list divisors of their number"
 
 
 def _chunks(request: SearchRequest, layers: int, pp_size: int, schedule: Schedule) -> Iterator[tuple[int, Lacking]]:
