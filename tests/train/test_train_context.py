@@ -1,6 +1,7 @@
 """What cannot be run where positions attend across ranks is refused in one line, and masks are of a rank's rows."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -13,8 +14,12 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.zigzag import zigzag
 from shardwright_formats.types import Attention, LayerStrategy, Plan
 from shardwright_models.facts import Mask
+from shardwright_train.data.share import Batch
 from shardwright_train.models.masks import Places, alibi_mask, document_mask, window_mask
+from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import check_supported
+from shardwright_train.pipeline.layer import RankContext
+from shardwright_train.pipeline.microbatches import on_device
 
 LENGTH = 16
 LEAST = torch.finfo(torch.float64).min
@@ -71,3 +76,16 @@ def test_masks_of_a_rank_are_the_rows_of_the_whole_one_in_the_order_of_the_plan(
     whole = made(Places.whole(LENGTH), documents, padding)
     assert torch.equal(mine, whole[..., order[rows], :][..., order])
     assert (mine == LEAST).any() and (mine > LEAST).any(-1).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "whisper", "llava", "gemma3", "vit"])
+def test_pixels_and_spectrograms_keep_their_order(family: str) -> None:
+    """As positions would lie in any family: those of a spectrogram, or beside an image, keep theirs so far."""
+    runtime, model = family_named(family, "test"), tiny(family)
+    order = torch.arange(model.sequence_length).flip(0)
+    context = Mock(spec=RankContext, family=runtime, order=order, device=torch.device("cpu"))
+    batch: Batch = runtime.learns(model).random_batch(3, torch.Generator().manual_seed(0))
+    there = on_device(batch, context)
+    along = {name for name, x in batch.items() if x.shape == (3, model.sequence_length)}
+    assert along or family == "vit"
+    assert {name for name, x in batch.items() if not torch.equal(there[name], x)} == along

@@ -29,6 +29,7 @@ class ImageText(Causal):
     """The next token of a text, in which an image takes as many positions as it has states; these are no labels."""
 
     read_by: ClassVar[Mapping[str, str]] = {"pixel_values": EMBEDDING, "labels": HEAD}
+    beside_positions: ClassVar[frozenset[str]] = frozenset({"pixel_values"})
     keeps_boundaries: ClassVar[bool] = False
     image_token: int
     """Token that stands at each position of an image."""

@@ -36,6 +36,8 @@ class Text(ABC):
     """Number of positions of a sample that hold no input."""
     read_by: ClassVar[Mapping[str, str]] = {"labels": HEAD}
     """Tensors of a batch that only one type of layer reads."""
+    beside_positions: ClassVar[frozenset[str]] = frozenset()
+    """Tensors of a batch whose dim 1 is not a sample's positions, such as the channels of an image."""
     is_random: ClassVar[bool] = False
     """Whether making a batch needs random numbers."""
     predicts_next: ClassVar[bool] = False
@@ -244,6 +246,7 @@ class Classification:
     no_inputs: ClassVar[int] = 1
     """Number of positions without input: the one that the class is predicted from, if any."""
     read_by: ClassVar[Mapping[str, str]] = {"pixel_values": EMBEDDING, "labels": HEAD}
+    beside_positions: ClassVar[frozenset[str]] = frozenset(read_by)
     keeps_boundaries: ClassVar[bool] = False
     form: ImageForm
 
@@ -277,8 +280,7 @@ class Classification:
     ) -> "Images | RandomBatches":
         """Open a split of a folder of images; RANDOM gives random ones."""
         if any(boundaries):
-            problem = "images have no documents"
-            raise BadInput("--reset-attention-mask, --reset-position-ids", problem, "leave them out")
+            raise BadInput("--reset-attention-mask, --reset-position-ids", "images have no documents", "leave them out")
         if folder == RANDOM:
             return random_batches(self, seed, part)
         return open_images(folder, self.form, seed, part)

@@ -25,6 +25,7 @@ class Transcription(Prefix):
     """The objective of transcription: the tokens of the words in a spectrogram, in order."""
 
     read_by: ClassVar[Mapping[str, str]] = {"input_features": EMBEDDING, "labels": HEAD}
+    beside_positions: ClassVar[frozenset[str]] = frozenset({"input_features"})
     bins: int = 0
     """Frequencies of a spectrogram."""
     frames: int = 0

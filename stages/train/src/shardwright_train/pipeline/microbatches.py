@@ -73,12 +73,15 @@ class Microbatches:
 
 
 def on_device(batch: Batch, context: RankContext) -> Batch:
-    """Return a batch on the device, its positions in the order in which ranks hold them.
+    """Return a batch on the device, its positions in the order in which ranks hold them; pixels keep theirs.
 
     The host waits for none of the copies: its side is pinned.
     """
     there = {name: x.to(context.device, non_blocking=True) for name, x in batch.items()}
-    return there if context.order is None else {name: x[:, context.order] for name, x in there.items()}
+    if context.order is None:
+        return there
+    beside = context.family.objective.beside_positions
+    return {name: x if name in beside else x[:, context.order] for name, x in there.items()}
 
 
 def mask_bytes(context: RankContext) -> int:
