@@ -87,6 +87,8 @@ VARIANTS = {
     "granite-scaled": {"model_type": "granite", **TINY, "logits_scaling": 8.0, "embedding_multiplier": 12.0},
     "ministral": {"model_type": "ministral", **TINY, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}
     | {"layer_types": ["full_attention", "sliding_attention"]},
+    "ministral3": {"model_type": "ministral3", **TINY, "num_key_value_heads": 2, "head_dim": 16},
+    "ministral3-defaults": {"model_type": "ministral3", "num_hidden_layers": 2},
     "phi3": {"model_type": "phi3", **TINY, "num_key_value_heads": 2, "sliding_window": 20, "pad_token_id": 0},
     "phi3-defaults": {"model_type": "phi3", **TINY, "pad_token_id": 0, "resid_pdrop": 0.1, "mlp_bias": False},
     "smollm3": {"model_type": "smollm3", **TINY, "pad_token_id": 5, "no_rope_layers": [0, 1]},

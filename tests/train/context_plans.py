@@ -14,7 +14,7 @@ from shardwright_train.models.support import ring_obstacle
 AnyStrategy = TypeVar("AnyStrategy", bound=Strategy)
 FAMILIES = (
     *("llama", "qwen3", "gpt2", "bert", "t5", "vit", "olmo2", "gemma2", "gemma3_text", "cohere2", "baichuan"),
-    *("mixtral", "phi3", "modernbert", "whisper", "gpt_oss"),
+    *("mixtral", "phi3", "modernbert", "whisper", "gpt_oss", "ministral3"),
 )
 """Every kind of mask and of positions."""
 _BEFORE = {"original_max_position_embeddings": 8}

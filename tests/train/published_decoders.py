@@ -70,6 +70,16 @@ def ministral(**more: Any) -> Config:
     return shape | kind | tokens | numbers | more
 
 
+def ministral3(**more: Any) -> Config:
+    """Ministral 3 8B, of which files name a model with images that holds this one."""
+    config = ministral(model_type="ministral3", intermediate_size=14336, num_hidden_layers=34, sliding_window=None)
+    rotary = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    rotary |= {"original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0}
+    scaled = {"max_position_embeddings": 262144, "llama_4_scaling_beta": 0.1}
+    del config["rope_theta"]
+    return config | {"max_position_embeddings": 262144, "rope_parameters": rotary | scaled} | more
+
+
 def llama_4(experts: int, step: int, **more: Any) -> Config:
     kind = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "for_llm_compressor": False}
     tokens = {"vocab_size": 202048, "bos_token_id": 200000, "eos_token_id": [200001, 200007], "pad_token_id": 200018}
@@ -113,6 +123,7 @@ DECODERS: dict[str, tuple[Config, int, int]] = {
         8192,
         8_019_808_256,
     ),
+    "Ministral-3-8B-Base-2512, its language model": (ministral3(), 32768, 8_489_553_920),
     "Phi-3-mini-4k-instruct": (phi3(3072, 8192, 32, 32, 32), 4096, 3_821_079_552),
     "Phi-3-mini-128k-instruct": (phi3(3072, 8192, 32, 32, 32, **stretched()), 8192, 3_821_079_552),
     "Phi-3.5-mini-instruct": (
@@ -141,6 +152,11 @@ _WINDOWED = ["full_attention"] * 3 + ["sliding_attention"]
 REFUSED_DECODERS: list[tuple[Config, int, str]] = [
     (llama_4(16, 1), 8193, "sequence length 8193 is over the attention_chunk_size 8192: attention is whole"),
     (llama_4(16, 1, router_jitter_noise=0.1), 512, "router_jitter_noise 0.1 cannot be trained"),
+    (
+        ministral3(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        64,
+        "rope_parameters: llama_4_scaling_beta None is no number that queries can be scaled by",
+    ),
     (granite(2048, 8192, 40, 32, 8, logits_scaling=0.0), 64, "logits_scaling 0.0 must be above 0"),
     (smollm3(no_rope_layers=[1, 1, 2, 0] * 9), 64, "no_rope_layers 2 is none of 1, 0"),
     (smollm3(no_rope_layers=[1, 0]), 64, "no_rope_layers is no list of the types of 36 layers"),

@@ -70,6 +70,7 @@ def odd_vocabulary() -> Plan:
             "in float32 at most, the plan in float64",
         ),
         (lambda: planned("t5", attention=FLASH), "not for t5 models: use one of: auto, sdpa, sdpa_math, eager"),
+        (lambda: planned("ministral3", attention=FLASH), "not for ministral3 models: use one of: auto, sdpa,"),
         (lambda: planned("gemma2", attention=SDPA), "for gemma2 models: use one of: auto, flash_attention_2, eager"),
         (odd_vocabulary, "the head's tp_size 2 does not divide 61 classes"),
         (lambda: planned(precision=Precision(compute="float16", reduce="float16")), "float32/float16/float16"),

@@ -68,6 +68,22 @@ DECODERS: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "layer_types": ["full_attention", "sliding_attention"] * 2,
     },
+    "ministral3": {
+        "model_type": "ministral3",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "max_position_embeddings": 64, "llama_4_scaling_beta": 0.8},
+            "original_max_position_embeddings": 4,
+        },
+    },
     "smollm3": {
         "model_type": "smollm3",
         "vocab_size": 61,

@@ -209,6 +209,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of a config.json that mean something here, or nothing, and that transformers does not list."""
     only: Mapping[str, Only] = {}
     """Keys of which but one value can be trained."""
+    rotary_keys: tuple[str, ...] = ()
+    """Further keys of its rope_parameters."""
 
     @property
     def kernels(self) -> tuple[Attention, ...]:

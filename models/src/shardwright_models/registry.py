@@ -20,6 +20,7 @@ from shardwright_models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from shardwright_models.families.llama4 import LLAMA4
 from shardwright_models.families.llava import LLAVA
 from shardwright_models.families.ministral import MINISTRAL
+from shardwright_models.families.ministral3 import MINISTRAL3
 from shardwright_models.families.modernbert import MODERNBERT
 from shardwright_models.families.olmo2 import OLMO2
 from shardwright_models.families.phi3 import PHI3
@@ -49,6 +50,7 @@ _ALL = (
     LLAMA4,
     LLAVA,
     MINISTRAL,
+    MINISTRAL3,
     MISTRAL,
     MIXTRAL,
     MODERNBERT,

@@ -104,17 +104,19 @@ def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
     for kind in () if listed else getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer_types {kind!r} cannot be trained: layers attend to the whole sequence")
-    _check_rotary(getattr(config, "rope_parameters", None), _rotates_partly(type(config)))
+    further = {*family.rotary_keys, *((_PARTIAL,) if _rotates_partly(type(config)) else ())}
+    _check_rotary(getattr(config, "rope_parameters", None), further)
 
 
-def _check_rotary(parameters: Mapping[str, Any] | None, partly: bool) -> None:
+def _check_rotary(parameters: Mapping[str, Any] | None, further: set[str]) -> None:
+    """Raise ValueError naming a rotary key that is neither one of all families' nor a `further` one."""
     if parameters is None:
         return
     if parameters and all(isinstance(each, Mapping) for each in parameters.values()):  # one of each type of block
         for each in parameters.values():
-            _check_rotary(each, partly)
+            _check_rotary(each, further)
         return
-    if unknown := sorted(set(parameters) - _ROPE_KEYS - ({_PARTIAL} if partly else set())):
+    if unknown := sorted(set(parameters) - _ROPE_KEYS - further):
         raise ValueError(f"rope_parameters: {unknown[0]!r} cannot be trained: it is no key of a rotary embedding here")
     if (kind := parameters.get("rope_type")) not in _ROPE_TYPES:
         raise ValueError(f"rope_type {kind!r} cannot be trained: use one of {', '.join(_ROPE_TYPES)}")
