@@ -9,12 +9,14 @@ import torch.distributed as dist
 from context_worker import LENGTH, zig_zag
 from forked_ranks import run_worker
 
+from shardwright_formats.semantics.process_groups import PlannedGroup, Purpose
 from shardwright_formats.types.hardware_profile import Collective
 from shardwright_train.dry_run.simulated_step import Traffic, _SentBytes, _simulated_world
 from shardwright_train.parallel.attention_blocks import Attended, Block, nothing_attended
 from shardwright_train.parallel.context_gather import GatherAttention
 from shardwright_train.parallel.context_ring import RingAttention
 from shardwright_train.parallel.context_shares import ContextShares, Rectangle, visible
+from shardwright_train.parallel.process_groups import _send_a_number
 from shardwright_train.torch_private import FakeTensorMode
 
 IN_ORDER = tuple(range(LENGTH))
@@ -92,6 +94,33 @@ def test_a_query_that_sees_nothing_is_zero_and_no_number_is_missing() -> None:
     torch.testing.assert_close((dq[:, :, rows], dk, dv), without)
 
 
+def test_rows_of_a_mask_lie_as_far_apart_as_the_memory_efficient_kernel_asks() -> None:
+    """No GPU is here: its kernel takes rows that begin at multiples of 8 numbers alone."""
+    seen = torch.rand(2, 1, 3, 13, generator=torch.Generator().manual_seed(0)) < 0.5
+    bias = Block(0.3, seen=seen)._bias(torch.zeros(2, 4, 3, 8))
+    assert bias is not None and bias.shape == (2, 4, 3, 13)
+    assert all(stride % 8 == 0 for stride in bias.stride()[:-1]) and bias.stride(-1) == 1
+    assert torch.equal(bias[:, 1] == 0, seen[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "capability", "is_flash"),
+    [
+        (torch.bfloat16, 128, (9, 0), True),
+        (torch.float32, 128, (9, 0), False),
+        (torch.float16, 128, (7, 5), False),
+        (torch.bfloat16, 20, (9, 0), False),
+        (torch.bfloat16, 512, (9, 0), False),
+    ],
+)
+def test_the_flash_kernel_is_called_with_what_it_computes_alone(
+    dtype: torch.dtype, features: int, capability: tuple[int, int], is_flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stand-in for a device: no GPU is here."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert Block(0.3)._is_flash(torch.zeros(1, 2, 3, features, dtype=dtype)) is is_flash
+
+
 @pytest.mark.parametrize(("kind", "sent"), [(RingAttention, (3 + 3) * 4 + 4 * 8), (GatherAttention, 0)])
 def test_a_simulated_step_knows_what_a_group_of_four_sends(kind: type, sent: int) -> None:
     """Ring: keys and values go round forward and backward, and behind them their gradients, in float64."""
@@ -108,3 +137,11 @@ def test_a_simulated_step_knows_what_a_group_of_four_sends(kind: type, sent: int
         gathers, scatters = (messages.pop(Traffic(Collective[name], 4)) for name in ("ALL_GATHER", "REDUCE_SCATTER"))
         assert (gathers, scatters) == (2 * 4 * 4 * share, 4 * 8 * share)
     assert messages == {}
+
+
+def test_ranks_that_share_positions_are_connected_as_a_ring_before_a_step() -> None:
+    """Connections that NCCL makes in the midst of a schedule could wait for a receive that was posted ahead."""
+    with _simulated_world(1, 4), FakeTensorMode(), _SentBytes() as counted:
+        assert dist.group.WORLD is not None
+        _send_a_number(PlannedGroup(Purpose.CONTEXT, (0, 1, 2, 3)), dist.group.WORLD, torch.zeros(1))
+    assert Traffic(Collective.P2P, 2) in counted.bytes and Traffic(Collective.ALL_REDUCE, 4) in counted.bytes

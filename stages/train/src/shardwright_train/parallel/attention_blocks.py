@@ -25,6 +25,10 @@ _HEADS = 1
 _SHORT = (torch.float16, torch.bfloat16)
 _ROWS = 32
 """Multiple of queries to which the memory-efficient kernel pads its logarithms."""
+_ALIGNMENT = 8
+"""Numbers of which the memory-efficient kernel's rows of a mask, and the flash kernel's heads, are multiples."""
+_WIDEST_FLASH, _FLASH_CAPABILITY = 256, (8, 0)
+"""Largest heads and least compute capability of the flash kernel."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -136,14 +140,22 @@ class Block:
         return dq, _folded(dk, heads), _folded(dv, heads)
 
     def _is_flash(self, query: Tensor) -> bool:
-        return query.dtype in _SHORT and self.seen is None
+        if query.dtype not in _SHORT or self.seen is not None:
+            return False
+        features = query.shape[-1]
+        takes_heads = features % _ALIGNMENT == 0 and features <= _WIDEST_FLASH
+        return takes_heads and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
 
     def _bias(self, query: Tensor) -> Tensor | None:
-        """Return a mask to add to scores; it is finite, so that kernels compute numbers where nothing is seen."""
+        """Return a mask to add to scores; it is finite, so that kernels compute numbers where nothing is seen.
+
+        Its rows lie as far apart as the memory-efficient kernel asks, whatever the number of keys.
+        """
         if self.seen is None:
             return None
-        hidden = torch.zeros(self.seen.shape, dtype=query.dtype, device=query.device)
-        hidden.masked_fill_(~self.seen, torch.finfo(query.dtype).min)
+        keys = self.seen.shape[-1]
+        rows = torch.zeros(*self.seen.shape[:-1], keys + -keys % _ALIGNMENT, dtype=query.dtype, device=query.device)
+        hidden = rows[..., :keys].masked_fill_(~self.seen, torch.finfo(query.dtype).min)
         return hidden.expand(*query.shape[:2], -1, -1)
 
 

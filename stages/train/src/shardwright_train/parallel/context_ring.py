@@ -4,19 +4,18 @@ Causal shares in zig-zag order have equal work at each step (Brandon et al. 2023
 backward pass keys and values go round again, and their gradients behind them, which are at home after the last step.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright_train.parallel.attention_blocks import Attended, Block, Piece, nothing_attended
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.context_attention import ContextAttention
 from shardwright_train.parallel.context_shares import Rectangle, visible
+from shardwright_train.parallel.ring_sends import Travelling, pass_on
 
 _POSITIONS = 2
 """Dim of queries, keys and values [b, heads, s, d]; keys and values together are [2, b, heads, s, d]."""
@@ -26,19 +25,6 @@ class _Step(NamedTuple):
     source: int
     rectangle: Rectangle | None
     """The pairs of queries and keys of `source` that are computed; None: there are none."""
-
-
-class _Travelling(NamedTuple):
-    """A tensor on its way to the next rank of the ring, and that of the rank before."""
-
-    works: Sequence[dist.Work]
-    sent: Tensor
-    arriving: Tensor
-
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.arriving
 
 
 @dataclass(frozen=True)
@@ -79,16 +65,9 @@ class RingAttention(ContextAttention):
         """Return the numbers of documents [b, s/n] of a rank's positions, in their rising order."""
         return documents.index_select(1, self._places[rank])
 
-    def pass_on(self, x: Tensor) -> _Travelling:
+    def pass_on(self, x: Tensor) -> Travelling:
         """Send a tensor to the next rank of the ring, and return it on its way."""
-        rank, size = self.group.rank(), self.group.size()
-        sent, arriving = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        there, here = (dist.get_global_rank(self.group, (rank + i) % size) for i in (1, -1))
-        ways = [
-            dist.P2POp(dist.isend, sent, there, self.group),
-            dist.P2POp(dist.irecv, arriving, here, self.group),
-        ]
-        return _Travelling(dist.batch_isend_irecv(ways), sent, arriving)
+        return pass_on(x, self.group)
 
     @cached_property
     def _positions(self) -> tuple[Tensor, ...]:
@@ -161,7 +140,7 @@ class _Ring(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def _arrived(x: _Travelling | None) -> Tensor:
+def _arrived(x: Travelling | None) -> Tensor:
     assert x is not None
     return x.wait()
 

@@ -17,6 +17,7 @@ from shardwright_formats.semantics.process_groups import (
 )
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import Plan, Strategy
+from shardwright_train.parallel.ring_sends import pass_on
 
 _MeshKey = tuple[tuple[int, ...], ParameterAxes]
 _ALL_TO_ALL = (Purpose.EXCHANGE, Purpose.TIED_PARAMETERS)
@@ -135,7 +136,10 @@ class Groups:
 
 
 def _send_a_number(planned: PlannedGroup, group: dist.ProcessGroup, number: torch.Tensor) -> None:
-    """Send a number over a group as it will be used: a group that exchanges pieces connects all pairs of ranks."""
+    """Send a number over a group as it will be used: a group that exchanges pieces connects all pairs of ranks.
+
+    Ranks that share positions gather, or send round a ring, whose connections a sum does not make.
+    """
     if planned.purpose is Purpose.EDGE:
         source, target = planned.ranks
         if dist.get_rank() == source:
@@ -145,6 +149,9 @@ def _send_a_number(planned: PlannedGroup, group: dist.ProcessGroup, number: torc
     elif planned.purpose in _ALL_TO_ALL:
         numbers = number.expand(len(planned.ranks)).contiguous()
         dist.all_to_all_single(torch.empty_like(numbers), numbers, group=group)
+    elif planned.purpose is Purpose.CONTEXT:
+        dist.all_reduce(number, group=group)
+        pass_on(number, group).wait()
     else:
         dist.all_reduce(number, group=group)
 
