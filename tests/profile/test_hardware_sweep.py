@@ -59,15 +59,15 @@ def test_two_ranks_measure_every_kind_of_message_to_one_mebibyte(make_cluster, t
     assert repeats.max() <= 100
     assert {name.decode() for name in profile.rates["name"]} == {*_RATES, *_LAYERS, "startup_s"}
     lines = progress.splitlines()
-    assert [line.split(":")[0] for line in lines[:4]] == ["1/11 devices", "1/11 devices", "1/11 layers", "hardware"]
+    assert [line.split(":")[0] for line in lines[:4]] == ["1/12 devices", "1/12 devices", "1/12 layers", "hardware"]
     # What is measured whatever the budget: points, a pair at two sizes, overlap at three.
     assert re.match(
-        r"hardware: 30 points, 2 rounds of pairs, 9 overlaps, at least 6 repeats each: about [\d.e+]+ s needed, "
+        r"hardware: 30 points, 2 rounds of pairs, 12 overlaps, at least 6 repeats each: about [\d.e+]+ s needed, "
         r"0.5 s given(: the small sizes are timed all the same)?$",
         lines[3],
     )
-    assert lines[4].startswith("2/11 all_gather of 2 consecutive ranks in a node: 1 KiB in ")
-    assert len([line for line in lines if not line.startswith("note: ")]) == 4 + len(repeats) + 2 + 9
+    assert lines[4].startswith("2/12 all_gather of 2 consecutive ranks in a node: 1 KiB in ")
+    assert len([line for line in lines if not line.startswith("note: ")]) == 4 + len(repeats) + 2 + 12
     assert profile.provenance.notes.splitlines() == [line[6:] for line in lines if line.startswith("note: ")]
     _check_what_else_is_in_it(profile)
     assert [path.name for path in out.parent.iterdir()] == ["hardware.h5"]
@@ -86,8 +86,8 @@ def _check_what_else_is_in_it(profile: HardwareProfile) -> None:
     assert pairs["message_bytes"].tolist() == [1024, _ONE_MIB]
     assert ((pairs["time_s"] > 1e-7) & (pairs["time_s"] < 1)).all()
     kinds = sorted({(name.decode(), int(size)) for name, size in zip(*_columns(overlap, 2), strict=True)})
-    assert kinds == [("all_gather", 2), ("all_reduce", 2), ("reduce_scatter", 2)]
-    for name in (b"all_gather", b"all_reduce", b"reduce_scatter"):
+    assert kinds == [("all_gather", 2), ("all_reduce", 2), ("p2p", 2), ("reduce_scatter", 2)]
+    for name in (b"all_gather", b"all_reduce", b"p2p", b"reduce_scatter"):
         rows = overlap["collective"] == name
         assert sorted(overlap["collective_bytes"][rows]) == sorted([4096, 65536, _ONE_MIB] * 3)
     assert len(set(overlap["compute_s"].tolist())) == len(overlap["compute_s"])
@@ -148,7 +148,7 @@ def test_two_launchers_of_one_rank_each_measure_across_nodes(make_cluster, tmp_p
 
 def test_a_killed_rank_ends_the_others_and_is_named(make_cluster, tmp_path):
     sweep = _start_long_sweep(tmp_path, make_cluster((1, 2)))
-    sweep.until_said("1/11 devices", 60)  # the ranks have met
+    sweep.until_said("1/12 devices", 60)  # the ranks have met
     started = time.monotonic()
     os.kill(sweep.ranks()[1][0], signal.SIGKILL)
     _, errors = sweep.communicate(timeout=30)

@@ -109,13 +109,15 @@ def test_each_rank_has_a_link_to_its_neighbour_in_every_pipeline_and_one_message
             assert len({target - source for source, target in pairs}) == 1
 
 
-def test_overlap_is_timed_for_each_group_size_inside_a_node_and_across_nodes(make_cluster):
-    found = overlap_kinds(collective_kinds(make_cluster((2, 4))))
-    assert [(str(key.collective), *key.group) for key, _ in found] == [
-        (collective, *kind)
+def test_overlap_is_timed_for_each_group_size_inside_a_node_and_across_nodes_and_for_sends(make_cluster):
+    found = [(str(key.collective), key.group) for key, _ in overlap_kinds(collective_kinds(make_cluster((2, 4))))]
+    wanted = [
+        (collective, kind)
         for kind in ((8, 4, True), (4, 4, True), (4, 2, False), (2, 2, True), (2, 1, False))
         for collective in ("all_gather", "all_reduce", "reduce_scatter")
     ]
+    assert [each for each in found if each[0] != "p2p"] == wanted
+    assert [kind for collective, kind in found if collective == "p2p"] == [(2, 2, True), (2, 1, True)]
 
 
 def test_overlap_is_timed_at_every_second_size_with_one_mebibyte_among_them():

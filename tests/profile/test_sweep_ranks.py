@@ -47,7 +47,7 @@ def test_all_ranks_of_a_sweep_measure_the_same_in_the_same_order(make_cluster, m
     counts = Counter(key[0] for key in keys[0])
     assert counts["pair"] == 2 * links
     assert counts["rate"] == 2 + 2
-    assert counts["overlap"] % (3 * 3) == 0
+    assert counts["overlap"] % 3 == 0  # ratios; fewer kinds of sends than of collectives
     steps = [said.step for said in swept[0][1] if isinstance(said, Progress)]
     assert steps == sorted(steps)
     assert set(steps) == set(range(swept[0][1][-1].steps))

@@ -17,7 +17,7 @@ from shardwright_profile.hardware.profile import JOURNAL, StartEntry, SweepIdent
 
 _POINTS = 5 * 4
 _PAIRS = 2
-_OVERLAPS = 3 * 2 * 3
+_OVERLAPS = 4 * 2 * 3
 _LINES = 1 + 1 + 2 + 2 + _POINTS + _PAIRS + _OVERLAPS
 """Of a whole journal: header, start-up, rates, layers, points, pairs, overlaps."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -77,13 +78,13 @@ def make_hardware(
     cluster: Cluster,
     latency_s: float = 20e-6,
     bytes_per_s: float = 1e9,
-    overlap: Sequence[tuple[Collective, int, float, float] | tuple[Collective, int, float, float, int, int]] = (),
+    overlap: Sequence[tuple[Any, ...]] = (),
     device: str = "cpu",
 ) -> HardwareProfile:
     """Every kind of message at 1 KiB to 1 MiB: a latency, twice that across nodes, and a bandwidth.
 
     `overlap`: of a collective among so many ranks the slowdowns of compute and of the message, how many of the ranks
-    share a node (all), and of how many bytes.
+    share a node (all), of how many bytes, and in how many seconds alone.
     """
     widest = max(node.devices_per_node for node in cluster.node_types.values())
     rows = [
@@ -120,7 +121,13 @@ def make_hardware(
 
 
 def _overlap_row(
-    collective: Collective, ranks: int, compute: float, message: float, on_a_node: int | None = None, size: int = 0
+    collective: Collective,
+    ranks: int,
+    compute: float,
+    message: float,
+    on_a_node: int | None = None,
+    size: int = 0,
+    alone_s: float = 0.0,
 ) -> OverlapRow:
     return OverlapRow(
         collective=collective,
@@ -128,7 +135,7 @@ def _overlap_row(
         ranks_per_node=on_a_node or ranks,
         collective_bytes=size,
         compute_s=0.0,
-        collective_s=0.0,
+        collective_s=alone_s,
         compute_slowdown=compute,
         collective_slowdown=message,
         source=Source.MEASURED,

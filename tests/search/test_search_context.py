@@ -81,6 +81,10 @@ def test_a_plan_with_context_parallelism_is_priced_by_estimates_of_two_lengths(p
     assert priced.estimate.simulated_step_time_s > 0
     said = "assumed: samples of one document each"
     assert len([line for line in priced.warnings if line.startswith(said)]) == 1
+    ring = "assumed: sends of a ring overlap with nothing: h.h5 has no overlap of sends"
+    assert ring in priced.warnings
+    gathered = replace(plan, layers=(plan.layers[0], replace(plan.layers[1], context=ContextParallel.GATHER)))
+    assert ring not in evaluate(gathered, profiles_of(plan, 16, 8)).warnings
     whole = replace(plan, layers=(plan.layers[0], plan.layers[0]))
     assert not any(line.startswith(said) for line in evaluate(whole, profiles_of(plan, 16)).warnings)
 

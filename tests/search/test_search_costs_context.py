@@ -23,6 +23,7 @@ from shardwright_formats.types.hardware_profile import Collective
 from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProfileOrigin
 from shardwright_models.description import model_of_config
 from shardwright_profile.importers.documents import profile_of, state_row
+from shardwright_search.cost_model.collectives import exchange_time, send_kind_time
 from shardwright_search.cost_model.layer import CostModel, LayerCost
 from shardwright_search.cost_model.profiles import TimeModel, index_profiles
 from shardwright_search.cost_model.topology import stage_topology
@@ -165,6 +166,25 @@ def test_sends_of_a_ring_hide_behind_blocks_but_the_way_home(slow: float, recomp
     assert layer.forward_ps * 1e-12 == pytest.approx(time_s + 3 * added * ROUND_S)
     backward_s = 3 * added * both_s + ROUND_S + again * 3 * added * ROUND_S
     assert layer.backward_ps * 1e-12 == pytest.approx(2 * time_s + backward_s)
+
+
+def test_a_step_of_a_ring_takes_as_long_as_messages_both_ways_were_measured_to() -> None:
+    """A message each way takes 1.5 times one way at 32 KiB, and 2 times at 1 MiB; overlap slows neither."""
+    sizes = {1 << 15: 1.5, 1 << 20: 2.0}
+    overlap = [
+        (Collective.P2P, 2, 1.0, 1.0, 2, size, factor * (20e-6 + size / 2 / FASTER)) for size, factor in sizes.items()
+    ]
+    overlap += [(Collective.ALL_REDUCE, 2, 9.0, 9.0, 2, 1 << 15, 1.0)]
+    costs = costs_of(rows_of((LENGTH, 2 * LENGTH)), make_cluster(4), overlap)
+    for num_bytes, factor in {1 << 10: 1.5, 1 << 15: 1.5, int(2**17.5): 1.75, 1 << 21: 2.0}.items():
+        one_way_s = send_kind_time(costs.profiles, True, False, num_bytes).time_s
+        assert exchange_time(costs.profiles, True, False, num_bytes).time_s == pytest.approx(factor * one_way_s)
+    time_s, home_s = seconds(2, LENGTH / 4, LENGTH**2 / 4), 1.5 * ROUND_S
+    layer = layer_of(costs, 4, context=RING)
+    assert layer.forward_ps * 1e-12 == pytest.approx(time_s)
+    assert layer.backward_ps * 1e-12 == pytest.approx(2 * time_s + home_s)
+    across = exchange_time(costs.profiles, True, True, 1 << 15).time_s
+    assert across == send_kind_time(costs.profiles, True, True, 1 << 15).time_s, "not measured across nodes"
 
 
 def test_a_ring_across_nodes_sends_at_their_rate() -> None:

@@ -81,7 +81,13 @@ def test_the_nearest_measured_slowdowns_are_taken(make):
         (Collective.ALL_REDUCE, 4, 2.0, 3.0),
         (Collective.ALL_GATHER, 2, 0.9, 1.1),
     ]
+    sends = [(Collective.P2P, 2, 7.0, 8.0)]
     model, cluster = make.model(), make.cluster()
+    without_sends = make.profiles(model, cluster, make.hardware(cluster, overlap=measured))
+    assert slowdowns_of(without_sends, Collective.P2P, [NEAR], 1 << 20) == slowdowns_of(
+        without_sends, Collective.REDUCE_SCATTER, [NEAR], 1 << 20
+    ), "sends that were not measured slow as other collectives do"
+    measured += sends
     profiles = make.profiles(model, cluster, make.hardware(cluster, overlap=measured))
 
     def found(collective: Collective, ranks: int) -> tuple[float, float]:
@@ -90,7 +96,8 @@ def test_the_nearest_measured_slowdowns_are_taken(make):
     assert found(Collective.ALL_REDUCE, 2) == pytest.approx((1.3, 1.4))
     assert found(Collective.ALL_REDUCE, 8) == pytest.approx((1.4, 1.5)), "the median of all of this collective"
     assert found(Collective.ALL_GATHER, 2) == pytest.approx((1.0, 1.1)), "nothing is faster beside another"
-    assert found(Collective.REDUCE_SCATTER, 2) == pytest.approx((1.2, 1.3)), "the median of as many ranks"
+    assert found(Collective.REDUCE_SCATTER, 2) == pytest.approx((1.2, 1.3)), "the median of as many ranks, but of sends"
+    assert found(Collective.P2P, 2) == pytest.approx((7.0, 8.0))
     assert slowdowns_of(make.profiles(model, cluster), Collective.ALL_REDUCE, [NEAR], 1 << 20) is None
 
 

@@ -136,19 +136,21 @@ def messages_alike(cluster: Cluster) -> Iterator[tuple[list[CollectiveKey], NDAr
 
 
 def overlap_kinds(kinds: Sequence[CollectiveKind]) -> tuple[CollectiveKind, ...]:
-    """Return the kinds that are timed overlapped with a computation."""
+    """Return the kinds that are timed overlapped with a computation: sends, too, as rings of attention have them."""
     groups = dict(kinds)
-    return tuple(CollectiveKind(key, groups[key]) for key in overlap_keys(groups))
+    return tuple(CollectiveKind(key, groups[key]) for key in overlap_keys(groups, (*_OVERLAPPED, Collective.P2P)))
 
 
-def overlap_keys(keys: Iterable[CollectiveKey]) -> tuple[CollectiveKey, ...]:
+def overlap_keys(
+    keys: Iterable[CollectiveKey], collectives: Sequence[Collective] = _OVERLAPPED
+) -> tuple[CollectiveKey, ...]:
     """Return the keys that are timed overlapped with a computation: each group size inside a node and across nodes.
 
     Of groups of one size across nodes those with the fewest ranks on a node are taken, as data parallelism has them.
     """
     chosen: dict[tuple[Collective, int, bool], CollectiveKey] = {}
     for key in sorted(keys, key=_overlap_order):
-        if key.collective in _OVERLAPPED:
+        if key.collective in collectives:
             chosen.setdefault((key.collective, key.group_size, key.group.across_nodes), key)
     return tuple(chosen.values())
 

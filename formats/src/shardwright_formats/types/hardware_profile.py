@@ -143,7 +143,7 @@ class OverlapRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A collective and a computation, each alone and both at once."""
 
     collective: Collective
-    """Collective that was timed."""
+    """Collective that was timed; for p2p a message each way at once, as a step of a ring has."""
     group_size: Ranks
     """Number of ranks that take part."""
     ranks_per_node: Ranks

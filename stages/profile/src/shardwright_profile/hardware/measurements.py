@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +65,41 @@ def p2p_call(
     if rank in targets:
         return lambda: _done(dist.send(message, targets[rank], process_group))
     return lambda: _done(dist.recv(message, sources[rank], process_group))
+
+
+class Exchange(NamedTuple):
+    """The messages of a rank on their way, of which one is sent and one received."""
+
+    works: Sequence[dist.Work]
+
+    def wait(self) -> None:
+        """Wait until both are over, or queue that on the current stream."""
+        for work in self.works:
+            work.wait()
+
+
+def exchange_call(
+    pairs: Groups, message_bytes: int, process_group: dist.ProcessGroup | None, device: torch.device
+) -> Callable[[], Exchange | None]:
+    """Return a call that starts a message of `message_bytes` each way between both ranks of every pair.
+
+    It is a step of a ring of two ranks, made as ring attention makes it. `process_group` is that of this rank's pair;
+    None where it has none.
+    """
+    if process_group is None:
+        return lambda: None
+    (other,) = (a if b == dist.get_rank() else b for a, b in pairs if dist.get_rank() in (a, b))
+    sent = torch.zeros(message_bytes // 4, dtype=torch.float32, device=device)
+    arriving = torch.empty_like(sent)
+
+    def start() -> Exchange:
+        ways = [
+            dist.P2POp(dist.isend, sent, other, process_group),
+            dist.P2POp(dist.irecv, arriving, other, process_group),
+        ]
+        return Exchange(dist.batch_isend_irecv(ways))
+
+    return start
 
 
 def _done(_: object) -> None:

@@ -1,4 +1,8 @@
-"""Slowdowns of a collective and a computation that run at once (only the ranks of a sweep import this)."""
+"""Slowdowns of a collective and a computation that run at once (only the ranks of a sweep import this).
+
+Collectives are those of data parallelism, and sends as ring attention makes them: one each way at once. The clock of
+streams on CUDA devices never ran in a test, which have CPU ranks alone.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +16,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from shardwright_formats.semantics.sweep_plan import COMPUTE_RATIOS, CollectiveKind
-from shardwright_profile.hardware.measurements import collective_call
+from shardwright_formats.types.hardware_profile import Collective
+from shardwright_profile.hardware.measurements import Exchange, collective_call, exchange_call
 from shardwright_profile.hardware.profile import OverlapEntry, PointEntry, overlap_key
 from shardwright_profile.hardware.session import WARM_UP_REPEATS, Session, Task
 
@@ -25,7 +30,7 @@ _PRODUCTS_IN_MESSAGE = 8
 _TRIES = 5
 
 
-Start = Callable[[], dist.Work | None]
+Start = Callable[[], dist.Work | Exchange | None]
 """A function that starts a collective and returns its work; None where this rank has no part in it."""
 
 Clock = Callable[[Start | None, Callable[[], None], int], tuple[float, float]]
@@ -74,6 +79,15 @@ def _overlaps(session: Session, timer: "_Timer", kind: CollectiveKind) -> Iterat
         yield Task(subject, keys, partial(timer.entries, kind, point), 1 / 2, None if size in always else needs_s)
 
 
+def _start_call(
+    kind: CollectiveKind, message_bytes: int, group: dist.ProcessGroup | None, device: torch.device
+) -> Start:
+    """Return a call that starts a collective; of sends each pair has one each way, as a step of a ring has."""
+    if kind.key.collective is Collective.P2P:
+        return exchange_call(kind.groups, message_bytes, group, device)
+    return collective_call(kind, message_bytes, group, device, wait=False)
+
+
 class _Timer:
     """A timer of collectives overlapped with computations."""
 
@@ -85,7 +99,7 @@ class _Timer:
         session = self._session
         session.stopwatch.doing = f"timing {point.message_bytes} bytes overlapped, {kind}"
         group = session.process_groups.mine(kind.groups)
-        start = collective_call(kind, point.message_bytes, group, session.stopwatch.device, wait=False)
+        start = _start_call(kind, point.message_bytes, group, session.stopwatch.device)
         point_s = float(np.median(point.times_s))
         fitting = [c for c in self._computations if c.time_s * _PRODUCTS_IN_MESSAGE <= point_s]
         computation = fitting[-1] if fitting else self._computations[0]
@@ -164,7 +178,7 @@ class _CpuClock:
         return compute_s, arrival.result() - started if arrival is not None else 0.0
 
 
-def _arrived_at(work: dist.Work) -> float:
+def _arrived_at(work: dist.Work | Exchange) -> float:
     work.wait()
     return perf_counter()
 

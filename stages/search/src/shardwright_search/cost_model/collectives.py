@@ -50,6 +50,37 @@ def send_kind_time(profiles: Profiles, consecutive: bool, across_nodes: bool, nu
     return _on_curve(profiles, key, num_bytes)
 
 
+def exchange_time(profiles: Profiles, consecutive: bool, across_nodes: bool, num_bytes: float) -> Duration:
+    """Return the time of a step of a ring, in which each rank sends a message and receives one.
+
+    It is that of a message one way, times what a message each way was measured to take over it, at least 1 and linear
+    in the logarithm of the bytes; 1 where overlap of sends was not measured.
+    """
+    one_way = send_kind_time(profiles, consecutive, across_nodes, num_bytes)
+    log_bytes, factors = _both_ways(profiles.hardware, across_nodes)
+    if not len(factors):
+        return one_way
+    factor = float(np.interp(log(max(1.0, num_bytes)), log_bytes, factors))
+    return one_way._replace(time_s=one_way.time_s * factor)
+
+
+@lru_cache(maxsize=16)
+def _both_ways(hardware: HardwareProfile, across: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return logarithms of bytes, ascending [sizes], and the times of a message each way over those one way [sizes].
+
+    Both are of neighbours, inside a node or across nodes.
+    """
+    key = CollectiveKey(Collective.P2P, 2, 1 if across else 2, True)
+    ratios: dict[int, list[float]] = {}
+    for row in hardware.overlap.rows:
+        alike = row.collective is Collective.P2P and row.ranks_per_node == key.ranks_per_node
+        if alike and row.collective_bytes and row.collective_s and (nearest := nearest_measured(hardware, key)):
+            one_way_s = seconds_on(hardware, nearest, row.collective_bytes)
+            ratios.setdefault(row.collective_bytes, []).append(row.collective_s / one_way_s)
+    sizes = sorted(ratios)
+    return np.log(np.array(sizes)), np.array([max(1.0, median(np.array(ratios[size]))) for size in sizes])
+
+
 def longest(durations: Iterable[Duration]) -> Duration:
     """Return the longest of several that must all be over."""
     return max(durations, key=lambda duration: duration.time_s)
@@ -94,14 +125,17 @@ def _slowdown_curve(
 ) -> _SlowdownCurve | None:
     """Return the medians by message size over the computations that were timed while the collective ran.
 
-    They are of the rows of this link, inside a node or across nodes, this collective and this group size, in that order
-    of importance: what no row agrees in is passed over. Sizes that are not known count only where no other is.
+    They are of the rows of sends or of other collectives, this link, inside a node or across nodes, this collective and
+    this group size, in that order of importance: what no row agrees in is passed over. Sizes that are not known count
+    only where no other is.
     """
     table = hardware.overlap
     if not len(table):
         return None
     rows = np.ones(len(table), bool)
+    sends = Collective.P2P.encode()
     for alike in (
+        (table["collective"] == sends) == (collective is Collective.P2P),
         (table["ranks_per_node"] < table["group_size"]) == across,
         table["collective"] == collective.encode(),
         table["group_size"] == size,

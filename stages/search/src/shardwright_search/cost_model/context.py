@@ -31,9 +31,9 @@ from shardwright_formats.types.model_profile import FitMode, FitRow, LayerFigure
 from shardwright_search.cost_model.collectives import (
     Duration,
     collective_time,
+    exchange_time,
     in_turn,
     overlapped_time,
-    send_kind_time,
     slowdowns_of,
 )
 from shardwright_search.cost_model.compute import ComputeCost, Passes, layer_cost
@@ -182,7 +182,7 @@ def _ring_times(
     link = GroupKind(2, 1 if across else 2, alone)
 
     def step(block_s: float, num_bytes: int) -> Duration:
-        send = send_kind_time(profiles, alone, across, num_bytes)
+        send = exchange_time(profiles, alone, across, num_bytes)
         slowdowns = slowdowns_of(profiles, Collective.P2P, (link,), num_bytes)
         return Duration(overlapped_time(block_s, send, slowdowns) * (both.ranks - 1), send.warning)
 
@@ -190,6 +190,6 @@ def _ring_times(
     again = recompute in (Recompute.FULL, Recompute.ATTENTION)
     sent, gradients = (both.numel // both.ranks * itemsize for itemsize in layer.itemsizes)
     forward_s, backward_s = (each / both.ranks for each in (attention[0], attention[1] - again * attention[0]))
-    forward, home = step(forward_s, sent), send_kind_time(profiles, alone, across, gradients)
+    forward, home = step(forward_s, sent), exchange_time(profiles, alone, across, gradients)
     backward = in_turn([step(max(0.0, backward_s), sent + gradients), home, *([forward] if again else [])])
     return forward, backward

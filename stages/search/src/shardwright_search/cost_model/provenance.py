@@ -7,7 +7,8 @@ from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.axes import axes_of, layout_of
 from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR
 from shardwright_formats.semantics.expert_messages import shares_experts
-from shardwright_formats.types import EMBEDDING, HEAD, Plan, Strategy
+from shardwright_formats.types import EMBEDDING, HEAD, ContextParallel, Plan, Strategy
+from shardwright_formats.types.hardware_profile import Collective
 from shardwright_search.cost_model.profiles import LayerPoints, Profiles, Sources, sources_of
 
 _QUOTED = ("analytic", "assumed")
@@ -66,6 +67,14 @@ def _overlap_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
     if len(known) == 1 and len(set(plan.cluster.node_of_rank)) > 1:
         there, here = ("across nodes", "inside a node") if known == {True} else ("inside a node", "across nodes")
         yield f"assumed: slowdowns of overlapped messages {here} of {profiles.hardware_file.name}: those {there}"
+    if has_ring(plan) and not (overlap["collective"] == Collective.P2P.encode()).any():
+        assumed = "slow computation as other collectives do" if sources else "overlap with nothing"
+        yield f"assumed: sends of a ring {assumed}: {profiles.hardware_file.name} has no overlap of sends"
+
+
+def has_ring(plan: Plan) -> bool:
+    """Return whether keys and values of some layer go round its ranks."""
+    return any(axes_of(layer).shares_context and layer.context is ContextParallel.RING for layer in plan.layers)
 
 
 def _used(plan: Plan, profiles: Profiles) -> Sources:
