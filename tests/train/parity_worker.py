@@ -21,6 +21,7 @@ from file_forms import as_in_runtime
 from frozen_models import adapted, frozen_names
 from in_one_format import compute_in_the_inputs_format
 from msgspec import UNSET
+from skewed_routing import begin_with, check_skewed, skew_of, skew_routing
 from stock_experts import correct_biases, shares_of
 from tiny_models import (
     batch_of,
@@ -105,12 +106,16 @@ class Reference:
         self._train(plan, initial_stock(model))
 
     def _train(self, plan: Plan, stock: nn.Module) -> None:
+        skew = skew_of(plan)
+        if skew is not None:
+            skew_routing(stock, skew)
         for name in frozen_names(plan.model):
             stock.get_parameter(name).requires_grad_(False)
         if plan.model.low_rank is UNSET:
             named = {name: p for name, p in named_parameters(stock, plan.model).items() if p.requires_grad}
         else:
             named = adapted(stock, plan.model)
+        self.initial = {name: p.detach().clone() for name, p in named.items()} if skew else {}
         settings = settings_of(plan)
         grouped = settings is GROUPED
         groups = [
@@ -124,6 +129,8 @@ class Reference:
         stock_adamw = torch.optim.AdamW(groups, betas=SETTINGS.betas, eps=SETTINGS.eps)
         for step, batch in enumerate(batches(plan), start=1):
             logits = stock_logits(stock, batch)
+            if skew is not None:
+                check_skewed(stock, skew)
             entropy = nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
             loss = entropy + auxiliary_of(stock) / plan.global_batch_size
             stock_adamw.zero_grad()
@@ -183,6 +190,8 @@ def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
 def compare(plan: Plan, reference: Reference, groups: Groups, world: World) -> dict[str, float]:
     engine = engine_of(plan, world, groups, settings=settings_of(plan))
     stage, parameters = engine.stage, engine.optimizer.parameters
+    if reference.initial:
+        begin_with(parameters, reference.part(reference.initial, stage))
     gradient_error = loss_error = norm_error = load_error = 0.0
     for step, batch in enumerate(batches(plan), start=1):
         loss = engine.forward_backward(Step.of_batch(batch, stage.context.share, number=step))
@@ -321,6 +330,7 @@ def main(plans_file: str, result_file: str, *mutations: str) -> None:
             torch.set_default_dtype(getattr(torch, plan.precision.parameters))
             key = f"{plan.model.architecture_sha256} {len(plan.layers)} {plan.model.tied} {plan.precision.parameters}"
             key += f" {plan.model.layers} {plan.global_batch_size} {settings_of(plan)} {'packed' in plan.name}"
+            key += f" {skew_of(plan)}"
             if key not in references:
                 references[key] = made_by_first(world, Reference, plan)
             results[plan.name] = compare(plan, references[key], groups, world)

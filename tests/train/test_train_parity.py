@@ -10,6 +10,7 @@ from random_plans import bare_plan, random_plan, uneven_plan
 from rest_long import rest_long
 from run_parity import TOLERANCE
 from shared_experts import shared_plans
+from skewed_routing import SKEWS, skew_of, skewed_plans
 from tiny_models import CONFIGS, tiny
 
 from shardwright_formats.semantics.axes import layout_of
@@ -79,7 +80,7 @@ def _half_on_two(half: int) -> list[Plan]:
     compiled = _compiled(random_plan(tiny(COMPILED[half]), 0, 2))
     packed = [plan for i, plan in enumerate(packed) if (i % (len(PACKED) + 1) == 0) == (half == 0)]
     chunked = [_chunked_plan()] if half == 0 else []
-    packed += shared_plans(2)[half::2]
+    packed += [*shared_plans(2)[half::2], *skewed_plans(2)[half::2]]
     packed += [plan for plan in context_plans(2) if plan.name.startswith(CONTEXT_FIRST) == (half == 0)]
     return [*low_precision, *drawn, compiled, *grouped[half::2], *packed, *chunked]
 
@@ -190,7 +191,9 @@ def two_ranks_again(compare: Compare) -> Errors:
 @pytest.fixture(scope="module")
 def more_ranks(compare: Compare) -> Errors:
     drawn = [*_plans(4), *_uneven_plans(), *_bare_plans(), *_grouped_plans(4), *_packed_plans(4)]
-    four = compare([*drawn, *shared_plans(4), *context_plans(4), _replicas_behind_a_cut(), *_in_groups(4)])
+    four = compare(
+        [*drawn, *shared_plans(4), *skewed_plans(4), *context_plans(4), _replicas_behind_a_cut(), *_in_groups(4)]
+    )
     return four | compare([*_plans(8), *_in_groups(8)])
 
 
@@ -213,6 +216,13 @@ def test_compiled_plans_train_exactly_as_one_process(request: pytest.FixtureRequ
     assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
 
 
+def _all_exact(found: Errors, prefix: str, count: int) -> None:
+    """Raise AssertionError unless so many plans of that prefix were compared and none differs."""
+    exact = {name: errors for name, errors in found.items() if name.startswith(prefix)}
+    assert len(exact) == count
+    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+
+
 _MORE = (*ON_TWO, "more_ranks")
 _GROUPED = (-(-(len(FAMILIES) + 1) // 2), (len(FAMILIES) + 1) // 2, len(FAMILIES) + 1)
 _PACKED = (3, 3 * len(PACKED) - 3, 2 * len(PACKED))
@@ -222,33 +232,33 @@ _PACKED = (3, 3 * len(PACKED) - 3, 2 * len(PACKED))
 def test_parameters_that_decay_and_learn_otherwise_train_as_in_one_process(
     request: pytest.FixtureRequest, ranks: str, count: int
 ) -> None:
-    found: Errors = request.getfixturevalue(ranks)
-    exact = {name: errors for name, errors in found.items() if name.startswith("grouped")}
-    assert len(exact) == count
-    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+    _all_exact(request.getfixturevalue(ranks), "grouped", count)
 
 
 @pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip(_MORE, _PACKED, strict=True)))
 def test_documents_of_one_sample_train_as_if_each_were_alone(
     request: pytest.FixtureRequest, ranks: str, count: int
 ) -> None:
-    found: Errors = request.getfixturevalue(ranks)
-    exact = {name: errors for name, errors in found.items() if name.startswith("packed")}
-    assert len(exact) == count
-    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+    _all_exact(request.getfixturevalue(ranks), "packed", count)
+
+
+_CONTEXT = (3, len(context_plans(2)) - 3, len(context_plans(4)))
 
 
 @pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip(_MORE, (3, 2, 17), strict=True)))
 def test_experts_that_ranks_share_out_train_exactly_as_one_process(
     request: pytest.FixtureRequest, ranks: str, count: int
 ) -> None:
-    found: Errors = request.getfixturevalue(ranks)
-    exact = {name: errors for name, errors in found.items() if name.startswith("shared")}
-    assert len(exact) == count
-    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+    _all_exact(request.getfixturevalue(ranks), "shared", count)
 
 
-_CONTEXT = (3, len(context_plans(2)) - 3, len(context_plans(4)))
+@pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip(_MORE, (3, 3, 18), strict=True)))
+def test_crowded_experts_and_ranks_without_rows_train_exactly_as_one_process(
+    request: pytest.FixtureRequest, ranks: str, count: int
+) -> None:
+    """Whole models, of which the stock one was seen to route by each skew."""
+    assert {skew_of(plan) for plan in skewed_plans(2)} == set(SKEWS)
+    _all_exact(request.getfixturevalue(ranks), "skewed", count)
 
 
 @pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip(_MORE, _CONTEXT, strict=True)))
@@ -256,10 +266,7 @@ def test_positions_that_attend_across_ranks_train_exactly_as_one_process(
     request: pytest.FixtureRequest, ranks: str, count: int
 ) -> None:
     """Unlike cp sizes in one plan, with every kind of mask, documents, long positions, GQA, unequal widths."""
-    found: Errors = request.getfixturevalue(ranks)
-    exact = {name: errors for name, errors in found.items() if name.startswith("context")}
-    assert len(exact) == count
-    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+    _all_exact(request.getfixturevalue(ranks), "context", count)
 
 
 def test_tied_parameters_in_different_layouts_train_as_one(two_ranks: Errors) -> None:
