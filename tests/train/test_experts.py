@@ -21,6 +21,7 @@ from shardwright_train.models.experts import balance
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel import experts
 from shardwright_train.parallel.checkpointing import Recomputation, recomputed
+from shardwright_train.torch_private import FakeTensorMode
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 SAMPLES, LENGTH, HIDDEN = 3, 16, 32
@@ -140,6 +141,33 @@ def test_recomputed_experts_have_the_gradients_of_kept_ones(stock: Any, kind: st
         same(ran(part, hidden, run), kept, 0.0)
     if grouped:
         same(ran(part, hidden), kept, 0.05)
+
+
+def test_a_rank_without_any_rows_computes_no_grouped_product() -> None:
+    """On fake tensors of a GPU, where PyTorch refuses an inner length of 0 in the gradients of matrices."""
+    with FakeTensorMode():
+        for rows, grouped in ((5, True), (0, False)):
+            made = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((rows, 8), (3, 16, 8))]
+            assert experts._has_grouped_products(*made) is grouped
+
+
+def test_matrices_of_experts_without_rows_have_gradients_of_0_on_gpus_that_write_none() -> None:
+    """On a stand-in for a Blackwell GPU and for its product, which leaves there what memory held."""
+    weights, counts = torch.ones(3, 8, 8, dtype=torch.bfloat16, requires_grad=True), torch.tensor([4, 0, 2])
+    rows, cuda = torch.ones(6, 8, dtype=torch.bfloat16), experts.torch.cuda
+
+    def unwritten(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
+        matrices.register_hook(lambda gradient: gradient.masked_fill((counts == 0)[:, None, None], torch.nan))
+        return torch.nn.functional.grouped_mm(rows, matrices, offs=offs)
+
+    with (
+        patch.object(experts, "_has_grouped_products", lambda *_: True),
+        patch.object(cuda, "is_available", lambda: True),
+        patch.object(cuda, "get_device_capability", lambda _: (10, 3)),
+        patch.object(experts, "grouped_mm", unwritten),
+    ):
+        experts.expert_products(rows, weights, counts).backward(torch.ones(6, 8, dtype=torch.bfloat16))
+    assert weights.grad is not None and weights.grad[:, 0, 0].tolist() == [4, 0, 2]
 
 
 def test_the_compared_plans_share_experts_out_in_every_way() -> None:

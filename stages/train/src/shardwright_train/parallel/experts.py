@@ -17,6 +17,8 @@ from shardwright_train.torch_private import FakeTensor
 
 _ALIGNMENT = 8
 """Numbers of 16 bits that rows of grouped products must be a multiple of: 16 bytes."""
+_BLACKWELL = (10, 0)
+"""Compute capability from which gradients of matrices without rows are not written (PyTorch issue 172439)."""
 
 
 class Dispatch(NamedTuple):
@@ -174,6 +176,8 @@ def expert_products(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     grouped products.
     """
     if _has_grouped_products(rows, weights):
+        if torch.cuda.is_available() and torch.cuda.get_device_capability(rows.device) >= _BLACKWELL:
+            weights = _with_gradients_of_rows(weights, counts)
         return grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     parts = rows.split(_rows_of_experts(counts, len(rows)))
     return torch.cat([linear(part, matrix) for part, matrix in zip(parts, weights.unbind(), strict=True)])
@@ -189,8 +193,16 @@ def with_biases(rows: Tensor, biases: Tensor, counts: Tensor, weights: Tensor | 
 
 
 def _has_grouped_products(rows: Tensor, weights: Tensor) -> bool:
+    """Return whether PyTorch computes products in groups; their gradients refuse matrices of no rows at all."""
     aligned = all(length % _ALIGNMENT == 0 for length in weights.shape[1:])
-    return rows.is_cuda and rows.dtype is torch.bfloat16 and aligned
+    return rows.is_cuda and rows.dtype is torch.bfloat16 and aligned and len(rows) > 0
+
+
+def _with_gradients_of_rows(weights: Tensor, counts: Tensor) -> Tensor:
+    """Return matrices [experts, outputs, inputs] whose gradients are 0 where experts have no rows, whatever arrives."""
+    return with_transpose(
+        weights, lambda x: x.view_as(x), lambda gradient: gradient.masked_fill((counts == 0)[:, None, None], 0)
+    )
 
 
 def _rows_of_experts(counts: Tensor, rows: int) -> Sequence[int]:
