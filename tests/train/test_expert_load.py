@@ -7,6 +7,7 @@ from statistics import fmean
 import pytest
 from forked_command import forked_command
 from msgspec import UNSET
+from msgspec.structs import replace
 from random_plans import random_plan
 from shared_experts import with_shared_experts
 from tiny_models import tiny
@@ -55,6 +56,28 @@ def test_a_resumed_run_counts_on_where_its_checkpoint_was(tmp_path: Path) -> Non
         assert load.layers[0].shares[0] == (0.375 if step == 1 else 0.25)
     (tmp_path / LOAD).write_text("{}")
     with pytest.raises(BadInput, match=LOAD):
+        LoadLog(MODEL).resume((tmp_path,), 1)
+
+
+@pytest.mark.parametrize(
+    ("of_model", "changes", "problem"),
+    [
+        ({"num_hidden_layers": 3}, {}, "layer 2 of tiny-mixtral has no experts"),
+        ({"num_local_experts": 8}, {}, "layer 0 of tiny-mixtral has 4 experts, not 8"),
+        ({"num_hidden_layers": 1}, {}, "it lacks groups of layer 1, which a run logs"),
+        ({}, {"groups": ()}, "it lacks groups of layer 0, which a run logs"),
+    ],
+)
+def test_a_load_of_another_model_is_refused_in_one_line(
+    of_model: dict[str, int], changes: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    model = tiny("mixtral", **{"num_local_experts": 4, "num_hidden_layers": 2} | of_model)
+    log = LoadLog(model)
+    log.add(1, [1.0] * sum(kind.experts.number for name in model.layers if (kind := model.types[name]).experts))
+    log.write(tmp_path)
+    load = read_document(tmp_path / LOAD, ExpertLoad)
+    write_document(tmp_path / LOAD, replace(load, layers=tuple(replace(one, **changes) for one in load.layers)))
+    with pytest.raises(BadInput, match=problem):
         LoadLog(MODEL).resume((tmp_path,), 1)
 
 

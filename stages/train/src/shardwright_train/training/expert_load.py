@@ -8,8 +8,8 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.semantics.expert_load import expert_slices
+from shardwright_formats.io import BadInput, read_document, write_document
+from shardwright_formats.semantics.expert_load import expert_slices, load_misfit
 from shardwright_formats.types import ExpertLoad, GroupLoad, LayerLoad, Model
 
 LOAD = "load.json"
@@ -29,14 +29,27 @@ class LoadLog:
         self._sums = {layer: _LayerSums.of_experts(part.stop - part.start) for layer, part in self._slices.items()}
 
     def resume(self, folders: Sequence[Path], step: int) -> None:
-        """Go on from the first of some folders' load.json that ends with a step; raise BadInput for a damaged one."""
+        """Go on from the first of some folders' load.json that ends with a step.
+
+        Raises BadInput for a damaged one, and for one that another model or program wrote.
+        """
         for file in (folder / LOAD for folder in folders):
             load = read_document(file, ExpertLoad) if self._sums and file.is_file() else None
             if load is not None and load.last_step == step:
+                if (problem := self._misfit(load)) is not None:
+                    raise BadInput(file, problem, "move it away: the load is then counted from here on")
                 self.first_step, self.last_step = load.first_step, step
                 for one in load.layers:
                     self._sums[one.layer].add_mean(one, step - load.first_step + 1)
                 return
+
+    def _misfit(self, load: ExpertLoad) -> str | None:
+        """Return why sums cannot go on from a load, or None where they can."""
+        if (problem := load_misfit(load, self.model)) is not None:
+            return problem
+        groups = {one.layer: {group.ep_size for group in one.groups} for one in load.layers}
+        lacking = (layer for layer, sums in self._sums.items() if groups.get(layer) != set(sums.imbalance))
+        return next((f"it lacks groups of layer {layer}, which a run logs" for layer in lacking), None)
 
     def add(self, step: int, assignments: Sequence[float]) -> None:
         """Count a step, by how often each expert of each layer with experts was chosen, in order."""
