@@ -225,6 +225,8 @@ class CheckOptions(Options, frozen=True, kw_only=True):
     """Plan to check (JSON)."""
     reset_attention_mask: bool = False
     """Count the masks that a run with this option holds."""
+    data: Path | None = None
+    """Prepared text: say how unequal its documents leave the attention of ranks that share samples out (cp_size)."""
 
 
 class ConvertOptions(Options, frozen=True, kw_only=True):

@@ -95,6 +95,7 @@ def check(options: CheckOptions) -> None:
     def progress(done: int, total: int) -> None:
         print(f"simulated {done} of {total} roles", file=sys.stderr, flush=True)
 
+    shares = () if options.data is None else _document_shares(plan, options.data, options.reset_attention_mask)
     runnable, attention = without_devices(plan)
     checks = check_roles(runnable, family, attention, progress, options.reset_attention_mask)
     printed = StringIO()
@@ -102,5 +103,17 @@ def check(options: CheckOptions) -> None:
     width = None if is_terminal else PIPED_WIDTH
     console = Console(file=printed, force_terminal=is_terminal, width=width, highlight=False, markup=False)
     print_checks(plan, checks, console)
-    show(printed.getvalue().removesuffix("\n"))
+    show("\n".join([printed.getvalue().removesuffix("\n"), *shares]))
     raise_if_too_large(plan, checks)
+
+
+def _document_shares(plan: Plan, data: Path, separates: bool) -> tuple[str, ...]:
+    """Return a line for each cp_size of a plan of how unequal documents leave the attention of its ranks."""
+    from shardwright_train.data.document_pairs import document_warnings
+    from shardwright_train.data.split import Boundaries
+    from shardwright_train.models.registry import family_named
+
+    if not separates:
+        raise BadInput("--data", "documents meet in a sample without --reset-attention-mask", "pass both")
+    objective = family_named(plan.model.family, plan.name).trained_on(plan.model, None)
+    return document_warnings(plan, objective.open(data, 0, boundaries=Boundaries(reset_attention_mask=True)))

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,6 +21,7 @@ from shardwright_train.checkpoints.choice import check_shared, checkpoint_to_res
 from shardwright_train.checkpoints.folders import METRICS, Beginning, Identity, Progress, folder_of_run, folder_of_step
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
+from shardwright_train.data.document_pairs import document_warnings
 from shardwright_train.data.objectives import Batches
 from shardwright_train.data.share import on_host, read_ahead
 from shardwright_train.data.split import Split, SplitPart
@@ -97,6 +99,8 @@ def train(job: RunJob, world: World) -> None:
     engine = _engine(job, plan, world, attention, before.updates, resumed is not None, weights)
     if job.reset_attention_mask and world.rank == 0:
         say_mask_memory(job.plan, engine.stage.context)
+        for line in document_warnings(plan, batches):
+            print(f"warning: {line}", file=sys.stderr, flush=True)
     if resumed is not None:
         read_tensors(resumed.folder, engine.tensors())
     evaluator = None if validation is None else Evaluator(engine, validation, world)
