@@ -16,6 +16,7 @@ from typing import Any
 from configuration_checks import Section, check_data, check_model_keys, check_references, converted, read_preset, typed
 from configuration_files import check_texts
 from configuration_types import RANDOM, Configuration, ModelChoice, Profile, Run, Search, Select, Source
+from expert_loads import check_load
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.command.options import options_of
 from shardwright_formats.io import BadInput, Document
@@ -278,6 +279,8 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
     for name in settings.clusters:
         converted(workflow.cluster(name), Cluster, f"clusters.{name}", file)
     check_data(settings, config, file)
+    for name, search in settings.searches.items():
+        check_load(settings, workflow.folder, search.imbalance, f"searches.{name}.imbalance", file)
     for name, run in settings.runs.items():
         rows = json.loads(workflow.model_config_json(settings.searches[run.search].model)).get("vocab_size")
         tokens = workflow.vocabulary_size(run)

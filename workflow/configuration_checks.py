@@ -31,6 +31,7 @@ _REFERENCES = (
     ("runs", "valid_data", "data"),
 )
 """Section, key, and the section that the key's value names an entry of."""
+_ARTICLES = {"correction": "a correction", "imbalance": "an imbalance"}
 
 
 def typed(config: Section, file: str) -> Configuration:
@@ -88,6 +89,7 @@ def check_references(config: Configuration, file: str) -> None:
     for name, search in config.searches.items():
         if search.correction is not None:
             _check_correction(name, search, config.searches, file)
+        _check_order(config, (name,), file)
 
 
 def _references(config: Configuration) -> Iterator[tuple[str, str, str]]:
@@ -110,12 +112,26 @@ def _check_correction(name: str, search: Search, searches: Mapping[str, Search],
         if getattr(source, key) != getattr(search, key):
             problem = f"{where}: {search.correction} has another {key}, and so other profiles"
             raise BadInput(file, problem, f"take a search of {getattr(search, key)}")
-    passed = [name]
-    while (following := searches[passed[-1]].correction) is not None:
+
+
+def _check_order(config: Configuration, passed: tuple[str, ...], file: str, first: str | None = None) -> None:
+    """Raise BadInput where a search needs itself: by what measured plans taught, or by the run of its load.
+
+    `first`: the key by which the first of the searches passed needs the second.
+    """
+    for key, following in _needed(config, config.searches[passed[-1]]):
         if following in passed:
-            problem = f"{where}: {' needs '.join([*passed, following])}"
-            raise BadInput(file, problem, "learn from a search without a correction")
-        passed.append(following)
+            problem = f"searches.{passed[0]}.{first or key}: {' needs '.join([*passed, following])}"
+            raise BadInput(file, problem, f"learn from a search without {_ARTICLES[first or key]}")
+        _check_order(config, (*passed, following), file, first or key)
+
+
+def _needed(config: Configuration, search: Search) -> Iterator[tuple[str, str]]:
+    """Yield the searches that must be done before another, each with the key that says so."""
+    if search.correction is not None:
+        yield "correction", search.correction
+    if search.imbalance in config.runs:
+        yield "imbalance", config.runs[str(search.imbalance)].search
 
 
 def check_data(settings: Configuration, config: Section, file: str) -> None:

@@ -43,6 +43,9 @@ File = Annotated[str, whole("[^{}]+", max_length=1000)]
 Image = Annotated[str, whole("[A-Za-z0-9._/][A-Za-z0-9._/:@+-]*", max_length=1000)]
 """The address of an image or the path of a file, which Snakemake gives to a shell as it is."""
 
+Imbalance = Annotated[float, Meta(ge=1, le=MAX_DEVICES)] | File
+"""Load of the fullest rank's experts over the mean rank's; or the load of a run, by its name or its file."""
+
 _NUMBER = r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?"
 _UP_TO = rf"([0-9]+:)?{_NUMBER}(,([0-9]+:)?{_NUMBER})*"
 _RATES = rf"{_UP_TO}(\+[a-z0-9_]+={_UP_TO})*"
@@ -225,6 +228,9 @@ class Search(SearchRequest, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The plan that runs train with."""
     correction: Name | None = None
     """Name of a search whose measured plans correct this search's predictions."""
+    imbalance: Imbalance | None = None
+    """Positions of the fullest rank's experts over the mean rank's, a ratio from 1; or a run, or the load.json of one,
+    that logged the load of experts. null: as many positions for each expert."""
 
 
 class Run(RunOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=False):
@@ -279,7 +285,9 @@ DECIDED: dict[str, dict[str, str]] = {
     "data": {"out": "the workflow names its files"},
     "runs": dict.fromkeys(("plan", "out", "checkpoints", "log_dir"), "the workflow names its files")
     | dict.fromkeys(("nnodes", "node_rank", "rendezvous"), "the cluster says it")
-    | dict.fromkeys(("replan_hardware", "replan_profile", "replan_search"), "they are those of the run's search"),
+    | dict.fromkeys(
+        ("replan_hardware", "replan_profile", "replan_search", "replan_imbalance"), "they are those of the run's search"
+    ),
 }
 """Keys of the stages' types that a configuration does not hold, by section, and why."""
 

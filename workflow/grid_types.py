@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from configuration_types import Name, Text
+from configuration_types import Imbalance, Name, Text
 from shardwright_formats.io import Value
 from shardwright_formats.types import MAX_DEVICES, Count, Gib, NonNegativeNumber, PositiveNumber
 from shardwright_search.space.request import Counts, Space
@@ -103,6 +103,8 @@ class GridModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory_gib: Gibs | None = None
     global_batch_size: Counts | None = None
     search: dict[str, Any] = field(default_factory=dict)
+    imbalance: Imbalance | None = None
+    """Load of experts, as a search of the configuration says it."""
     published: tuple[Published, ...] = ()
     published_times: tuple[PublishedTime, ...] = ()
     even: Even | None = None

@@ -12,6 +12,7 @@ from msgspec.structs import asdict
 from configuration import Workflow, command_line, document_text, spelled_options
 from configuration_checks import converted
 from configuration_files import read_yaml
+from expert_loads import check_load, load_options, load_sha256, runs_of
 from grid_types import GridCluster, GridSettings, Profiles, Published
 from shardwright_formats.io import BadInput, Document
 from shardwright_formats.types import GIB, Cluster
@@ -34,6 +35,17 @@ class Inputs(NamedTuple):
     def profiles(self) -> list[str]:
         """Return the options that name both kinds of profile."""
         return spelled_options({"hardware": list(self.hardware), "profile": list(self.profile)})
+
+
+class GridLoad(NamedTuple):
+    """The load of experts that the searches of a model are given."""
+
+    runs: list[str]
+    """File that shows that the run of the load is done, if it is that of a run."""
+    options: list[str]
+    """The option that says the load, if there is one."""
+    sha256: str
+    """Hash of the load's file; empty for other loads."""
 
 
 class GridFile:
@@ -70,6 +82,16 @@ class GridFile:
     def measurements(self) -> list[str]:
         """Return the paths of the grid's measurements; empty where its plans are not run."""
         return self.parts("measured") if self.settings.measure else []
+
+    def load_of(self, model: str) -> GridLoad:
+        """Return the load of a model's experts."""
+        config, folder, imbalance = (
+            self._workflow.settings,
+            self._workflow.folder,
+            self.settings.models[model].imbalance,
+        )
+        files, options = runs_of(config, imbalance), load_options(config, folder, imbalance)
+        return GridLoad(files, options, load_sha256(config, folder, imbalance))
 
     def cells_json(self, model: str, cluster: str) -> str:
         """Return the grid document of a model on a cluster."""
@@ -160,7 +182,7 @@ class GridFile:
                 cluster=files.cluster, model=files.model, sequence_parallel=plan.sequence_parallel,
                 precision_reduce="float32", num_microbatches=plan.num_microbatches, out=path,
             )  # fmt: skip
-            yield _evaluation(path, files)
+            yield _evaluation(path, files, self.load_of(model).options)
 
     def _described(self, model: str) -> str:
         """Return the name of the model's file, or of the configuration's model."""
@@ -181,7 +203,7 @@ class GridFile:
                 "uniform", cluster=files.cluster, model=files.model, **asdict(entry.even), **self._computed(model),
                 global_batch_size=batch, name="even", out=path,
             )  # fmt: skip
-            yield _evaluation(path, files)
+            yield _evaluation(path, files, self.load_of(model).options)
 
     def _computed(self, model: str) -> dict[str, Any]:
         """Return the number formats and kernels of a model's searches, as options of a plan."""
@@ -216,6 +238,8 @@ class GridFile:
                 f"models.{model}", (*entry.clusters, *(each.cluster for each in entry.published)), known
             )
             self._check_published_times(model)
+            where = f"models.{model}.imbalance"
+            check_load(self._workflow.settings, self._workflow.folder, entry.imbalance, where, str(self.file))
         for model, cluster in self.pairs:
             self.cells_json(model, cluster)
         for name in settings.fronts:
@@ -259,10 +283,10 @@ def _node_type(cluster: GridCluster) -> dict[str, Any]:
     }
 
 
-def _evaluation(plan: str, files: Inputs) -> str:
+def _evaluation(plan: str, files: Inputs, load: Iterable[str]) -> str:
     """Return the command that evaluates a plan."""
     prediction = plan.removesuffix(".json") + ".prediction.json"
-    return command_line("evaluate", plan, *files.profiles, out=prediction)
+    return command_line("evaluate", plan, *files.profiles, *load, out=prediction)
 
 
 def _ascending(size: tuple[float | None, int]) -> tuple[bool, float, int]:

@@ -100,7 +100,7 @@ def test_every_key_says_what_it_means():
 
 def test_a_configuration_can_say_all_that_a_search_can():
     """But number formats and kernels, which it takes from the profile."""
-    of_the_workflow = {"model", "cluster", "select", "correction"}
+    of_the_workflow = {"model", "cluster", "select", "correction", "imbalance"}
     fields = set(SearchRequest.__struct_fields__) - {"name", "precision", "attention", "compile"}
     assert set(configured()["properties"]) - of_the_workflow == fields == set(FULL)
 

@@ -14,7 +14,7 @@ from shardwright_estimate.devices import Efficiencies, rates_of, read_devices
 from shardwright_estimate.profile import hardware_profile, model_profile
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.display.plan_words import strategy_words
-from shardwright_formats.io import BadInput
+from shardwright_formats.io import BadInput, write_document
 from shardwright_formats.semantics.communication import Cause, region_messages
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import (
@@ -37,10 +37,11 @@ from shardwright_formats.types.hardware_profile import Collective, GroupKind, Ha
 from shardwright_models.description import model_of_config
 from shardwright_search.cost_model.collectives import collective_time
 from shardwright_search.cost_model.compute import expert_cost
+from shardwright_search.cost_model.expert_load import LoadFile, StatedLoad, read_load
 from shardwright_search.cost_model.experts import even_load
 from shardwright_search.cost_model.layer import LayerCost
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.cost_model.profiles import LoadFile, Profiles, index_profiles
+from shardwright_search.cost_model.profiles import Profiles, index_profiles
 from shardwright_search.cost_model.topology import stage_topology
 from shardwright_search.interop.registry import TARGETS
 
@@ -189,6 +190,39 @@ def test_ranks_wait_for_the_group_that_gets_most_positions(profiles: Profiles) -
             more[0].activation_bytes - more[1].activation_bytes, abs=2
         )
         assert (given.forward_ps > even.forward_ps) is (ep_size > 1)
+
+
+def test_a_stated_load_is_that_of_the_fullest_rank_of_all_layers(plan: Plan, profiles: Profiles) -> None:
+    """At most it gets all rows of its group, and a rank that has all experts gets what the others get."""
+    stated = profiles._replace(load=StatedLoad(2.0))
+    shares = {1: (0.25,) * 4, 2: (0.5, 0.5, 0, 0), 4: (0.5, 1 / 6, 1 / 6, 1 / 6)}
+    for ep_size, logged in shares.items():
+        shared = plan_of(ExpertStrategy(ep_size=ep_size))
+        assert layer_of(shared, stated) == layer_of(shared, loaded(profiles, *logged))
+    all_on_one = profiles._replace(load=StatedLoad(9.0))
+    assert layer_of(plan_of(ExpertStrategy(ep_size=2)), all_on_one) == layer_of(
+        plan_of(ExpertStrategy(ep_size=2)), stated
+    )
+    warning = "assumed: the fullest rank's experts get up to 2 times the mean rank's positions"
+    assert warning in evaluate(plan, stated).warnings
+
+
+@pytest.mark.parametrize("text", ["0.5", "nan", "inf", "-1", "1e9"])
+def test_a_ratio_below_1_or_beyond_all_ranks_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match=r"^--imbalance: .* is no load .*: give a ratio from 1 to 1048576, or the load"):
+        read_load(text)
+
+
+def test_a_load_is_a_ratio_or_a_file(tmp_path: Path, profiles: Profiles) -> None:
+    path = tmp_path / "load.json"
+    given = loaded(profiles, 0.25, 0.25, 0.25, 0.25).load
+    assert isinstance(given, LoadFile)
+    write_document(path, given.load)
+    assert (read_load("1"), read_load("1.5"), read_load(str(path))) == (
+        StatedLoad(1.0), StatedLoad(1.5), given._replace(path=path),
+    )  # fmt: skip
+    with pytest.raises(BadInput, match=r"nowhere.json: does not exist|nowhere.json"):
+        read_load("nowhere.json")
 
 
 def test_an_even_load_is_said_to_be_assumed(plan: Plan, profiles: Profiles) -> None:

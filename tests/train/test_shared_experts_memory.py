@@ -6,7 +6,8 @@ import pytest
 from priced_experts import FLOAT32, MIXED, held_bytes, plan_of, profiles_of
 
 from shardwright_formats.types import DataParallel, ExpertLoad, LayerLoad, Precision, Recompute, SequenceParallel
-from shardwright_search.cost_model.profiles import LoadFile, Profiles
+from shardwright_search.cost_model.expert_load import LoadFile
+from shardwright_search.cost_model.profiles import Profiles
 from shardwright_train.dry_run.simulated_step import simulate_step
 from shardwright_train.models.registry import family_named
 from shardwright_train.parallel import experts

@@ -192,3 +192,18 @@ def test_without_the_first_node_there_is_nowhere_to_meet(work: Path, tmp_path: P
     with pytest.raises(RunFailed, match=r"node 0, where .*is gone: start.*all nodes.*--resume-from") as caught:
         replanned(options, plan, Nodes(3, 1, "host:1"), (0,), tmp_path)
     assert not isinstance(caught.value, BadInput)
+
+
+def test_a_plan_for_the_nodes_that_are_left_is_priced_with_the_same_load_of_experts(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, called = read_document(work / "three.json", Plan), list[list[str]]()
+    options = RunOptions(
+        plan=tmp_path, data=tmp_path, steps=1, out=tmp_path, checkpoints=tmp_path, replan_hardware=tmp_path / "h.h5",
+        replan_profile=(tmp_path / "p.h5",), replan_search=tmp_path / "s.json", replan_imbalance="1.5",
+    )  # fmt: skip
+    monkeypatch.setattr("shardwright_train.supervision._run", lambda words: called.append([*map(str, words)]))
+    with pytest.raises(BadInput, match=r"lost.prediction.json"):
+        replanned(options, plan, Nodes(3, 0, "host:1"), (2,), tmp_path)
+    assert [words[0] for words in called] == ["evaluate", "plan"]
+    assert all(words[words.index("--imbalance") + 1] == "1.5" for words in called)

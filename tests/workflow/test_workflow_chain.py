@@ -129,6 +129,30 @@ def test_what_one_search_taught_is_given_to_another_that_asks_for_it(finished):
     assert _options(search)["--correction"] == "results/corrections/roomy.json"
 
 
+def test_a_load_of_experts_is_given_to_the_search_that_says_it_and_another_one_searches_again(finished):
+    """A ratio as it is; a run's when it is done; a file's content counts, not its date."""
+
+    def searched(imbalance):
+        finished.configure(lambda config: config["searches"]["tight"].update(imbalance=imbalance))
+        done = finished.snakemake("plans")
+        assert done.status == 0, done.output
+        (*_, search) = _of(finished.calls(), "shardwright-search plan")
+        return done.jobs, _options(search).get("--imbalance")
+
+    load, name = finished.folder / "load.json", str(finished.folder / "load.json")
+    text = (ROOT / "formats/examples/expert_load.json").read_text()
+    assert searched(1.5) == ({"search": 1}, "1.5")
+    assert searched(2) == ({"search": 1}, "2.0")
+    assert searched("demo") == ({"search": 1}, "results/runs/demo/load.json")
+    load.write_text(text)
+    assert searched(name) == ({"search": 1}, name)
+    load.write_text(text)
+    assert searched(name)[0] == {}
+    load.write_text(text.replace('"last_step": ', '"last_step": 9'))
+    assert searched(name)[0] == {"search": 1}
+    assert searched(None) == ({"search": 1}, None)
+
+
 def test_a_run_begins_with_weights_and_leaves_a_model_where_it_is_told_to(finished):
     """A switch takes no value."""
     said = {"weights": "/models/demo", "new_weights": True, "checkpoint_async": False, "export": True}
@@ -304,16 +328,17 @@ def test_the_demo_says_what_it_does_what_came_of_it_and_why_it_fails(finished):
 
 
 def test_a_run_that_may_lose_nodes_is_told_what_to_plan_again_with(finished):
-    finished.configure(lambda config: config["runs"]["demo"].update(max_restarts=1, on_node_loss="replan"))
+    def change(config):
+        config["runs"]["demo"].update(max_restarts=1, on_node_loss="replan")
+        config["searches"]["roomy"]["imbalance"] = 1.5
+
+    finished.configure(change)
     done = finished.snakemake("results/runs/demo/DONE.json")
     assert done.status == 0, done.output
     given = _options(_of(finished.calls(), "shardwright-train run")[-1])
-    (plan,) = (
-        call
-        for call in _of(finished.calls(), "shardwright-search plan")
-        if _options(call)["--out"].endswith("roomy.json")
-    )
-    for name in ("hardware", "profile", "search"):
+    plans = _of(finished.calls(), "shardwright-search plan")
+    plan = [call for call in plans if _options(call)["--out"].endswith("roomy.json")][-1]
+    for name in ("hardware", "profile", "search", "imbalance"):
         assert given[f"--replan-{name}"] == _options(plan)[f"--{name}"]
 
 

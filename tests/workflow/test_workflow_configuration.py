@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from snakemake_executor_plugin_slurm.validation import validate_slurm_extra
 from configuration import load_workflow
 from configuration_checks import check_model_keys
 from configuration_files import read_yaml
-from shardwright_formats.io import BadInput, Document
+from expert_loads import load_options, load_sha256
+from shardwright_formats.io import BadInput, Document, sha256_of_file
 from shardwright_formats.types import Cluster
 from slurm_jobs import job_resources
 
@@ -73,6 +75,20 @@ def _read(text: str, kind: type[Document]):
                 "searches__tight__model": "other",
             },
             "searches.tight.correction: roomy has another model, and so other profiles: take a search of other",
+        ),
+        (
+            {"searches__tight__imbalance": "load.jsn"},
+            "searches.tight.imbalance: 'load.jsn' is neither a file nor under runs: name a run, the load.json",
+        ),
+        ({"searches__tight__imbalance": 0.5}, "searches.tight.imbalance: Expected `float` >= 1.0"),
+        ({"searches__tight__imbalance": {"ep2": 1.5}}, "searches.tight.imbalance: Expected `"),
+        (
+            {"searches__roomy__imbalance": "demo"},
+            "searches.roomy.imbalance: roomy needs roomy: learn from a search without an imbalance",
+        ),
+        (
+            {"searches__roomy__imbalance": "demo-tight", "searches__tight__correction": "roomy"},
+            "searches.roomy.imbalance: roomy needs tight needs roomy: learn from a search without",
         ),
         ({"searches__a/b": DEFAULT["searches"]["tight"]}, "searches.a/b: Expected `str` matching regex"),
         ({"searches__tight__model": "dema"}, "searches.tight.model: 'dema' is not under models: did you mean demo?"),
@@ -263,6 +279,22 @@ def test_what_others_rest_on_is_measured_without_being_asked_for():
     assert measured() == ()
     assert measured(searches__tight__select="measured") == ("tight",)
     assert measured(searches__tight__correction="roomy") == ("roomy",)
+
+
+def test_a_load_is_no_part_of_a_search_document_and_a_file_may_stand_beside_the_configuration(tmp_path, monkeypatch):
+    config = copy.deepcopy(DEFAULT)
+    config["searches"]["tight"]["imbalance"] = "load.json"
+    (tmp_path / "there").mkdir()
+    shutil.copy(ROOT / "formats/examples/expert_load.json", tmp_path / "there/load.json")
+    monkeypatch.chdir(tmp_path)
+    workflow = load_workflow(config, "there/config.yaml", ROOT)
+    given = workflow.settings, workflow.folder, "load.json"
+    assert load_options(*given) == ["--imbalance", "there/load.json"]
+    assert load_sha256(*given) == sha256_of_file(tmp_path / "there/load.json")
+    assert workflow.search_json("tight") == _load().search_json("tight")
+    (tmp_path / "there/load.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"^there/load.json: [^\n]+$"):
+        load_workflow(config, "there/config.yaml", ROOT)
 
 
 def test_a_search_is_not_touched_by_another_ones_budget():

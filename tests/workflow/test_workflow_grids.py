@@ -108,6 +108,22 @@ def test_even_plans_are_made_by_commands_that_exist():
     )
 
 
+def test_a_load_of_experts_is_given_to_the_searches_of_a_model_and_to_its_even_plans(tmp_path):
+    models = yaml.safe_load((ROOT / "config/grids/laptop.yaml").read_text())["models"]
+    models["demo-experts"] |= {"imbalance": "demo", "even": {"pp": 2, "num_microbatches": 2}}
+    models["demo-mixed"]["imbalance"] = 1.5
+    grid = _written(tmp_path, "laptop", {"models": models})
+    load = grid.load_of("demo-experts")
+    assert (load.runs, load.sha256) == (["results/runs/demo/DONE.json"], "")
+    assert load.options == ["--imbalance", "results/runs/demo/load.json"]
+    assert grid.load_of("demo") == ([], [], "") and grid.load_of("demo-mixed").options == ["--imbalance", "1.5"]
+    _, evaluate = grid.even_lines("demo-experts", "laptop")
+    assert "--imbalance results/runs/demo/load.json" in evaluate
+    models["demo-experts"]["imbalance"] = "load.jsn"
+    with pytest.raises(BadInput, match=r"models.demo-experts.imbalance: 'load.jsn' is neither a file nor under runs"):
+        _written(tmp_path / "other", "laptop", {"models": models})
+
+
 def test_grids_of_own_models_need_a_configuration_that_has_them():
     other = json.loads(json.dumps(CONFIG).replace('"demo"', '"other"'))
     assert sorted(read_grids([ROOT / "config"], load_workflow(other, "other.yaml", ROOT))) == ["fasop", "galvatron"]

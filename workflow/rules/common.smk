@@ -17,6 +17,7 @@ PREFIX = workflow.modifier.path_modifier.prefix or ""
 sys.path.insert(0, str(ROOT / "workflow"))
 from configuration import load_workflow, spelled_options, upgrade_versions  # noqa: E402
 from configuration_files import check_configurations  # noqa: E402
+from expert_loads import load_options, load_sha256, runs_of  # noqa: E402
 from slurm_jobs import RUN_MIN, job_minutes, job_resources, know_heterogeneous_jobs, signal_lead_s  # noqa: E402
 from shardwright_formats.io import one_line_errors  # noqa: E402
 
@@ -114,8 +115,11 @@ def cluster_of_search(wildcards):
 
 
 def group_of_search(wildcards):
-    """Return the group of jobs of a search; None for a corrected one, which waits for another search to be measured."""
-    return None if CONFIG.corrections_of(wildcards.search) else "search"
+    """Return the group of jobs of a search; None for one that waits for another search to be measured or trained with."""
+    waits_for = CONFIG.corrections_of(wildcards.search) + runs_of(
+        CONFIG.settings, CONFIG.settings.searches[wildcards.search].imbalance
+    )
+    return None if waits_for else "search"
 
 
 def profiles_of_search(wildcards):
@@ -150,7 +154,13 @@ def replan_options(wildcards):
             "replan_search": placed(f"results/searches/{run.search}.json"),
             "replan_profile": [placed(path) for path in CONFIG.profiles_of(search)],
         }
-    )
+    ) + [word.replace("--", "--replan-", 1) for word in search_load(run.search)]
+
+
+def search_load(search):
+    """Return the option that says the load of experts to the commands of a search."""
+    words = load_options(CONFIG.settings, CONFIG.folder, CONFIG.settings.searches[search].imbalance)
+    return [placed(word) for word in words]
 
 
 def grid_profiles(wildcards, input):

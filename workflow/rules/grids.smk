@@ -10,6 +10,11 @@ wildcard_constraints:
     front="[^/]+",
 
 
+def load_of_front(wildcards):
+    grid = GRIDS[wildcards.grid]
+    return grid.load_of(grid.settings.fronts[wildcards.front].model)
+
+
 rule grids:
     input:
         expand("results/grids/{grid}.md", grid=GRIDS),
@@ -21,6 +26,7 @@ rule grid_searches:
     input:
         unpack(lambda wildcards: GRIDS[wildcards.grid].inputs(wildcards.model, wildcards.cluster)._asdict()),
         cells="results/grids/{grid}/asked/{model}@{cluster}.json",
+        load=lambda wildcards: GRIDS[wildcards.grid].load_of(wildcards.model).runs,
     output:
         answers="results/grids/{grid}/answers/{model}@{cluster}.json",
     log:
@@ -32,12 +38,14 @@ rule grid_searches:
         runtime=240,
     params:
         profiles=grid_profiles,
+        load=lambda wildcards: [placed(word) for word in GRIDS[wildcards.grid].load_of(wildcards.model).options],
+        load_sha256=lambda wildcards: GRIDS[wildcards.grid].load_of(wildcards.model).sha256,
         kept=placed("results/cells"),
     message:
         "search the cells of {wildcards.model} on {wildcards.cluster}: progress and time left are in {log}"
     shell:
         "shardwright-search grid {input.cells:q} --cluster {input.cluster:q} --model {input.model:q}"
-        " {params.profiles:q} --folder {params.kept:q}"
+        " {params.profiles:q} {params.load:q} --folder {params.kept:q}"
         " --out {output.answers:q} > {log:q} 2>&1"
 
 
@@ -52,6 +60,7 @@ for kind, lines_of, further in (
         input:
             unpack(lambda wildcards: GRIDS[wildcards.grid].inputs(wildcards.model, wildcards.cluster)._asdict()),
             *further,
+            load=lambda wildcards: GRIDS[wildcards.grid].load_of(wildcards.model).runs,
         output:
             batch=f"results/grids/{{grid}}/{kind}/{{model}}@{{cluster}}.txt",
             plans=directory(f"results/grids/{{grid}}/{kind}/{{model}}@{{cluster}}"),
@@ -65,6 +74,7 @@ for kind, lines_of, further in (
             lines=lambda wildcards, lines_of=lines_of: [
                 placed(line) for line in lines_of(GRIDS[wildcards.grid], wildcards.model, wildcards.cluster)
             ],
+            load_sha256=lambda wildcards: GRIDS[wildcards.grid].load_of(wildcards.model).sha256,
         message:
             f"price the {kind} plans of {{wildcards.model}} on {{wildcards.cluster}}"
         shell:
@@ -77,6 +87,7 @@ rule grid_front:
     input:
         unpack(lambda wildcards: GRIDS[wildcards.grid].front_inputs(wildcards.front)._asdict()),
         search="results/grids/{grid}/fronts/{front}.search.json",
+        load=lambda wildcards: load_of_front(wildcards).runs,
     output:
         multiext("results/grids/{grid}/fronts/{front}/front", ".csv", ".h5", ".html"),
         report("results/grids/{grid}/fronts/{front}/front.svg", caption="../report/front.rst", category="Grids"),
@@ -90,11 +101,13 @@ rule grid_front:
     params:
         folder=lambda wildcards, output: Path(output[0]).parent,
         profiles=grid_profiles,
+        load=lambda wildcards: [placed(word) for word in load_of_front(wildcards).options],
+        load_sha256=lambda wildcards: load_of_front(wildcards).sha256,
     message:
         "search the front {wildcards.front}, step time against price: progress is in {log}"
     shell:
         "rm -rf {params.folder:q}; shardwright-search rent --cluster {input.cluster:q} --model {input.model:q}"
-        " {params.profiles:q} --search {input.search:q} --out {params.folder:q} > {log:q} 2>&1"
+        " {params.profiles:q} {params.load:q} --search {input.search:q} --out {params.folder:q} > {log:q} 2>&1"
 
 
 rule grid_measure:

@@ -13,6 +13,7 @@ rule search:
         profiles=profiles_of_search,
         search="results/searches/{search}.json",
         correction=lambda wildcards: CONFIG.corrections_of(wildcards.search),
+        load=lambda wildcards: runs_of(CONFIG.settings, CONFIG.settings.searches[wildcards.search].imbalance),
     output:
         plan="results/plans/{search}.json",
         prediction="results/plans/{search}.prediction.json",
@@ -30,11 +31,15 @@ rule search:
         **COMPUTED,
         profiles=lambda wildcards, input: spelled_options({"profile": list(input.profiles)}),
         correction=lambda wildcards, input: spelled_options({"correction": list(input.correction)}),
+        load=lambda wildcards: search_load(wildcards.search),
+        load_sha256=lambda wildcards: load_sha256(
+            CONFIG.settings, CONFIG.folder, CONFIG.settings.searches[wildcards.search].imbalance
+        ),
     message:
         "search the plan {wildcards.search}"
     shell:
         "shardwright-search plan --cluster {input.cluster:q} --model {input.model:q} --hardware {input.hardware:q}"
-        " {params.profiles:q} {params.correction:q} --search {input.search:q} --out {output.plan:q} --runners-up"
+        " {params.profiles:q} {params.correction:q} {params.load:q} --search {input.search:q} --out {output.plan:q} --runners-up"
         " 2> {log:q}"
 
 

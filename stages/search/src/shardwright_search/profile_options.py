@@ -14,8 +14,9 @@ class ProfileOptions(Options, frozen=True, kw_only=True):
     """Model profile on the cluster's device (HDF5); of a mixed cluster one for each device."""
     correction: Path | None = None
     """Factors that measured plans taught (shardwright.correction, JSON), to be applied; of one device only."""
-    imbalance: Path | None = None
-    """Load of experts that a run logged (shardwright.expert_load, JSON); by default all get as many positions."""
+    imbalance: str | None = None
+    """Positions that the fullest rank's experts get over the mean rank's: a ratio from 1, at most the ranks that share
+    them out, or a load that a run logged (shardwright.expert_load, JSON); by default all get as many."""
 
 
 class ModelOptions(ProfileOptions, frozen=True, kw_only=True):

@@ -154,6 +154,8 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Model profile on a device of the cluster (HDF5), for replan."""
     replan_search: Path | None = None
     """Search file (JSON) with the plan's global batch size, for replan."""
+    replan_imbalance: str | None = None
+    """`--imbalance` of `shardwright-search`, for replan: a ratio from 1, or a load of experts (JSON)."""
     trial: bool = True
     """Try each pipeline stage alone before the first step, so that a lack of memory is found, and kernels are loaded,
     before one waits for another; it takes part of a step's time."""

@@ -129,6 +129,7 @@ def _search(options: RunOptions, plan: Plan, gone: Collection[int], run: Path, f
     write_document(folder / "lost.json", plan)
     profiles = ["--hardware", options.replan_hardware]
     profiles += [word for profile in options.replan_profile for word in ("--profile", profile)]
+    profiles += [] if options.replan_imbalance is None else ["--imbalance", options.replan_imbalance]
     _run(["evaluate", folder / "lost.json", *profiles, "--out", folder / "lost.prediction.json"])
     described = ["--cluster", cluster, "--model", model, "--search", options.replan_search]
     _run(["plan", *profiles, *described, "--time-limit", _SEARCH_S, "--out", out])

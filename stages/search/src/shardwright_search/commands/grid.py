@@ -25,6 +25,7 @@ from shardwright_search.commands.prediction import (
     read_inputs,
     written,
 )
+from shardwright_search.cost_model.expert_load import StatedLoad
 from shardwright_search.options import GridOptions
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.solver.stopping import was_interrupted
@@ -122,5 +123,11 @@ def _cells(options: GridOptions) -> _Cells:
     inputs = read_inputs(options)
     files = {"cluster": options.cluster, "model": options.model} | inputs.files
     hashes = {role: sha256_of_file(path) for role, path in files.items()}
-    shared = sha256_of_value([version("shardwright-search"), options.time_limit, hashes])
+    shared = sha256_of_value([version("shardwright-search"), options.time_limit, hashes, *_stated(inputs)])
     return _Cells(options, cluster, model, inputs._replace(files=files), shared)
+
+
+def _stated(inputs: Inputs) -> tuple[float, ...]:
+    """Return the imbalance that is stated as a number, which no file holds; nothing without one."""
+    load = inputs.profiles.load
+    return (load.ratio,) if isinstance(load, StatedLoad) else ()

@@ -11,11 +11,12 @@ from msgspec.structs import replace
 from shardwright_formats.display.plan_words import headline, stage_lines
 from shardwright_formats.io import BadInput, atomic_path, read_document, sha256_of_file, write_document
 from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import MIB, Correction, Estimate, ExpertLoad, Plan, Prediction, Proof, RunnerUp
+from shardwright_formats.types import MIB, Correction, Estimate, Plan, Prediction, Proof, RunnerUp
 from shardwright_search.alternatives import NEAR
 from shardwright_search.candidates import Candidate
+from shardwright_search.cost_model.expert_load import LoadFile, read_load
 from shardwright_search.cost_model.plan import Evaluation
-from shardwright_search.cost_model.profiles import LoadFile, Profiles, read_profiles
+from shardwright_search.cost_model.profiles import Profiles, read_profiles
 from shardwright_search.profile_options import ProfileOptions
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import headroom
@@ -42,9 +43,10 @@ def read_inputs(options: ProfileOptions) -> Inputs:
         for role, several in (("hardware", hardware), ("profile", profile))
         for number, file in enumerate(several, 1)
     }
-    if (imbalance := options.imbalance) is not None:
-        load = LoadFile(imbalance, read_document(imbalance, ExpertLoad))
-        profiles, files = profiles.each(lambda one: one._replace(load=load)), files | {"imbalance": imbalance}
+    if options.imbalance is not None:
+        load = read_load(options.imbalance)
+        profiles = profiles.each(lambda one: one._replace(load=load))
+        files |= {"imbalance": load.path} if isinstance(load, LoadFile) else {}
     if correction is None:
         return Inputs(profiles, files, ())
     from shardwright_search.cost_model.calibration import check_learned_from, corrected

@@ -3,7 +3,6 @@
 from shardwright_formats.key import ExpertKey
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.semantics.communication import Cause, Message, region_messages, tensors_of
-from shardwright_formats.semantics.expert_load import imbalances
 from shardwright_formats.semantics.expert_messages import rank_positions
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import LayerStrategy, Model, Recompute
@@ -18,7 +17,7 @@ def imbalance_of(profiles: Profiles, model: Model, type_name: str, strategy: Lay
     grid = strategy.expert_grid
     if profiles.load is None or grid is None:
         return 1.0
-    return imbalances(profiles.load.load, model, axes_of(grid).dense.experts.size)[type_name]
+    return profiles.load.imbalance(model, type_name, axes_of(grid).dense.experts.size)
 
 
 def even_load(model: Model, type_name: str, strategy: LayerStrategy, samples: int) -> tuple[ExpertKey, float]:

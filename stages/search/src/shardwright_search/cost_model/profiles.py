@@ -18,8 +18,7 @@ from shardwright_estimate.curves import fits_table
 from shardwright_formats.io import BadInput
 from shardwright_formats.io.table import Row, columns_of
 from shardwright_formats.key import ExpertKey, LayerKey, rows_by_key
-from shardwright_formats.semantics.expert_load import load_misfit
-from shardwright_formats.types import Attention, Cluster, ExpertLoad, Model, Precision, profiled_as
+from shardwright_formats.types import Attention, Cluster, Model, Precision, profiled_as
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model_profile import (
     ExpertRow,
@@ -32,6 +31,7 @@ from shardwright_formats.types.model_profile import (
     StateRow,
     read_model_profile,
 )
+from shardwright_search.cost_model.expert_load import Load
 
 Sources = frozenset[tuple[str, str]]
 """Numbers of a profile by name, each with where it comes from: measured, derived, assumed, analytic or absent."""
@@ -60,13 +60,6 @@ class LayerPoints(NamedTuple):
     """Where these figures come from, over all points."""
     errors: NDArray[Any]
     """Standard errors of the two times, as shares of them [points, 2]; 0 where none is known."""
-
-
-class LoadFile(NamedTuple):
-    """A load of experts, and its file."""
-
-    path: Path
-    load: ExpertLoad
 
 
 class Profiles(NamedTuple):
@@ -102,8 +95,8 @@ class Profiles(NamedTuple):
     """The curves through them, by the keys of `fits`."""
     experts: Mapping[ExpertKey, LayerPoints] = MappingProxyType({})
     """The points of these experts, by keys without rows."""
-    load: LoadFile | None = None
-    """The load of experts that a run logged; None: all experts of a layer get as many positions."""
+    load: Load | None = None
+    """The load of experts; None: all experts of a layer get as many positions."""
 
     @property
     def beside_experts(self) -> "Profiles":
@@ -212,8 +205,8 @@ def check_profiles(
     profiles: Profiles, model: Model, cluster: Cluster, precision: Precision, attention: Attention, compile: bool
 ) -> None:
     """Raise BadInput where a profile was made for another model, device, precision or kernels, or one is missing."""
-    if profiles.load is not None and (problem := load_misfit(profiles.load.load, model)) is not None:
-        raise BadInput(profiles.load.path, f"is of other experts: {problem}", "give the load of a run of this model")
+    if profiles.load is not None:
+        profiles.load.check(model)
     for one in profiles.per_device:
         _check_origin(one, model, precision, attention, compile)
     for device in devices_of(cluster):

@@ -9,6 +9,7 @@ from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR
 from shardwright_formats.semantics.expert_messages import shares_experts
 from shardwright_formats.types import EMBEDDING, HEAD, ContextParallel, Plan, Strategy
 from shardwright_formats.types.hardware_profile import Collective
+from shardwright_search.cost_model.expert_load import StatedLoad
 from shardwright_search.cost_model.profiles import LayerPoints, Profiles, Sources, sources_of
 
 _QUOTED = ("analytic", "assumed")
@@ -40,10 +41,14 @@ def _document_lines(plan: Plan) -> Iterator[str]:
 
 
 def _load_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
-    """Yield the warning of experts that ranks share out where nobody says how many positions each gets."""
+    """Yield the warning of experts that ranks share out where no run says how many positions each gets."""
     grids = (layer.expert_grid for layer in plan.layers)
-    if profiles.load is None and any(grid and axes_of(grid).dense.experts.size > 1 for grid in grids):
+    if not any(grid and axes_of(grid).dense.experts.size > 1 for grid in grids):
+        return
+    if profiles.load is None:
         yield "assumed: all experts get as many positions: imbalance takes the load of a run"
+    elif isinstance(profiles.load, StatedLoad):
+        yield f"assumed: the fullest rank's experts get up to {profiles.load.ratio:g} times the mean rank's positions"
 
 
 def _device_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:

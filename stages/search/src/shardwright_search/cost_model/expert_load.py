@@ -1,0 +1,53 @@
+"""The load of the experts that ranks share out: what a run logged of it, or a number that is stated."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwright_formats.io import BadInput, read_document
+from shardwright_formats.semantics.expert_load import imbalances, load_misfit
+from shardwright_formats.types import MAX_DEVICES, ExpertLoad, Model
+
+
+class LoadFile(NamedTuple):
+    """A load of experts that a run logged, and its file."""
+
+    path: Path
+    load: ExpertLoad
+
+    def imbalance(self, model: Model, type_name: str, ep_size: int) -> float:
+        """Return the rows of the fullest of `ep_size` groups of experts over the mean group's."""
+        return imbalances(self.load, model, ep_size)[type_name]
+
+    def check(self, model: Model) -> None:
+        """Raise BadInput where the load is of other experts than those of a model."""
+        if (problem := load_misfit(self.load, model)) is not None:
+            raise BadInput(self.path, f"is of other experts: {problem}", "give the load of a run of this model")
+
+
+class StatedLoad(NamedTuple):
+    """A load of experts that is stated as one number for all layers."""
+
+    ratio: float
+    """Rows of the fullest group over the mean group's, from 1."""
+
+    def imbalance(self, _model: Model, _type_name: str, ep_size: int) -> float:
+        """Return the ratio, but at most `ep_size`, where one group has all rows."""
+        return min(self.ratio, float(ep_size))
+
+    def check(self, _model: Model) -> None:
+        """Accept any model."""
+
+
+Load = LoadFile | StatedLoad
+
+
+def read_load(text: str) -> Load:
+    """Return the load that `--imbalance` says; BadInput where it is neither a ratio nor the file of a load."""
+    try:
+        ratio = float(text)
+    except ValueError:
+        return LoadFile(Path(text), read_document(Path(text), ExpertLoad))
+    if not 1 <= ratio <= MAX_DEVICES:
+        remedy = f"give a ratio from 1 to {MAX_DEVICES}, or the load.json of a run"
+        raise BadInput("--imbalance", f"{text} is no load of the fullest rank over the mean one's", remedy)
+    return StatedLoad(ratio)
