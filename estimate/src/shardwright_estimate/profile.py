@@ -70,27 +70,20 @@ def model_profile(
     machines = machines_of(rates, compute, efficiencies, runtime, settings.compile)
     described = [one for _, one in models]
     asked, left_out = _asked(described, settings)
-    rows = [row for one, strategy, _ in asked for row in _layer_rows(one, strategy, settings, machines, runtime.fused)]
-    layers = sorted(rows, key=lambda row: row.key)
-    rests = [row for one, strategy, _ in asked for row in rest_rows(one, strategy, settings, machines, runtime.fused)]
     shardings = [strategy for _, strategy, _ in asked]
-    origin = ProfileOrigin(
-        model=model.name,
-        architecture_sha256=model.architecture_sha256,
-        device=rates.name,
-        backend="analytic",
-        precision=profiled_as(precision, settings.compile),
-        attention=str(settings.attention),
+    layers, rests = (
+        sorted(
+            (row for one, strategy, _ in asked for row in rows(one, strategy, settings, machines, runtime.fused)),
+            key=lambda row: row.key,
+        )
+        for rows in (_layer_rows, rest_rows)
     )
+    notes = model_notes(rates, efficiencies, precision.compute, runtime, process, settings.compile)
     tp_sizes = sorted({1, *settings.tp_sizes})
     return AnalyticProfile(
         ModelProfile(
-            origin=origin,
-            provenance=_provenance(
-                revised,
-                package,
-                model_notes(rates, efficiencies, precision.compute, runtime, process, settings.compile),
-            ),
+            origin=_origin(model, rates, settings),
+            provenance=_provenance(revised, package, notes),
             layers=Table.from_rows(LayerRow, layers),
             states=Table.from_rows(StateRow, _state_rows(model, tp_sizes, precision, machines.blocks)),
             process=Table.from_rows(
@@ -98,10 +91,21 @@ def model_profile(
                 [_process_row(process, max(masks_bytes(one, precision, attention) for _, one in models))],
             ),
             fits=fits_table(layers),
-            rests=Table.from_rows(LayerRow, sorted(rests, key=lambda row: row.key)),
+            rests=Table.from_rows(LayerRow, rests),
             experts=Table.from_rows(ExpertRow, expert_rows(described, shardings, settings, machines)),
         ),
         left_out,
+    )
+
+
+def _origin(model: Model, rates: Rates, settings: ProfileSettings) -> ProfileOrigin:
+    return ProfileOrigin(
+        model=model.name,
+        architecture_sha256=model.architecture_sha256,
+        device=rates.name,
+        backend="analytic",
+        precision=profiled_as(settings.precision, settings.compile),
+        attention=str(settings.attention),
     )
 
 

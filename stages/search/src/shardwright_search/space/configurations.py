@@ -1,9 +1,9 @@
 """The configurations that are searched, with how many ranks their pipeline stages may have."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import ceil, isqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -33,6 +33,17 @@ _PLAIN: dict[str, object] = {
     **_WHOLE,
     **_LIKE_THE_LAYER,
 }
+_LIMITS_WITHOUT: Mapping[Dimension, Mapping[str, object]] = {
+    Dimension.DATA_PARALLEL: {"max_dp_size": 1},
+    Dimension.ZERO: {"data_parallel": (DataParallel.DDP,)},
+    Dimension.TENSOR_PARALLEL: {"tp_sizes": (1,)},
+    Dimension.SEQUENCE_PARALLEL: {"sequence_parallel": (SequenceParallel.NONE,)},
+    Dimension.CONTEXT_PARALLEL: _WHOLE,
+    Dimension.EXPERT_PARALLEL: _LIKE_THE_LAYER,
+    Dimension.PIPELINE_PARALLEL: {"pp_sizes": (1,)},
+    Dimension.RECOMPUTE: {"recompute": (Recompute.NONE,)},
+}
+"""What is left of the options where a dimension is disabled."""
 _MAX_LAYERS = 1_000
 """The most layers of a model: on two devices 2 CPU seconds and 200 MiB."""
 _ENDS = 2
@@ -110,52 +121,51 @@ def narrowed(request: SearchRequest, cluster: Cluster, profiled: Collection[int]
     `profiled`: the tensor-parallel sizes that can be priced, if not all; where none are listed, these are taken.
     Raises BadInput, naming the search, where the options and these leave nothing.
     """
-    devices = cluster.num_devices
-    space: dict[Space, dict[str, object]] = {
-        Space.FULL: {},
-        Space.DP: {"pp_sizes": (1,), "tp_sizes": (1,), **_PLAIN},
-        Space.ZERO: {
-            "pp_sizes": (1,),
-            "tp_sizes": (1,),
-            "data_parallel": (DataParallel.ZERO2, DataParallel.ZERO3),
-            **_WHOLE,
-            **_LIKE_THE_LAYER,
-        },
-        Space.TP: {"pp_sizes": (1,), "tp_sizes": (devices,), **_PLAIN},
-        Space.PP: {"pp_sizes": (devices,), "tp_sizes": (1,), **_PLAIN},
-        Space.DP_TP: {"pp_sizes": (1,), **_PLAIN},
-        Space.DP_PP: {"tp_sizes": (1,), **_PLAIN},
-        Space.THREE_D: {"fine_grained": False, **_PLAIN},
-        Space.FASOP: {
-            "fine_grained": False,
-            "max_tp_size": min(4, request.max_tp_size or 4),
-            "sequence_parallel": (SequenceParallel.NONE,),
-            **_PLAIN,
-        },
-    }
-    without: dict[Dimension, dict[str, object]] = {
-        Dimension.DATA_PARALLEL: {"max_dp_size": 1},
-        Dimension.ZERO: {"data_parallel": (DataParallel.DDP,)},
-        Dimension.TENSOR_PARALLEL: {"tp_sizes": (1,)},
-        Dimension.SEQUENCE_PARALLEL: {"sequence_parallel": (SequenceParallel.NONE,)},
-        Dimension.CONTEXT_PARALLEL: _WHOLE,
-        Dimension.EXPERT_PARALLEL: _LIKE_THE_LAYER,
-        Dimension.PIPELINE_PARALLEL: {"pp_sizes": (1,)},
-        Dimension.RECOMPUTE: {"recompute": (Recompute.NONE,)},
-    }
-    limits = {f"space {request.space}": space[request.space]}
-    limits |= {f"disable {dimension}": without[dimension] for dimension in request.disable}
+    limits = {f"space {request.space}": _limits_of_space(request, cluster.num_devices)}
+    limits |= {f"disable {dimension}": _LIMITS_WITHOUT[dimension] for dimension in request.disable}
     for name, limit in limits.items():
         for field, allowed in limit.items():
             request = _limited(request, field, allowed, name)
     if request.tp_sizes is None and (profiled is not None or request.stage_widths is not StageWidths.EQUAL):
-        listed = request.stage_widths
-        pools = map(len, pools_of(cluster)) if listed is StageWidths.ANY else ()
-        sizes = sorted({size for number in (devices, *pools) for size in divisors(number)})
-        if isinstance(listed, tuple):
-            sizes = [size for size in sizes if any(width % size == 0 for each in listed for width in each)]
+        sizes = _possible_tp_sizes(request.stage_widths, cluster)
         request = replace(request, tp_sizes=tuple(size for size in sizes if profiled is None or size in profiled))
     return replace(request, space=Space.FULL, disable=())
+
+
+def _limits_of_space(request: SearchRequest, devices: int) -> Mapping[str, object]:
+    """Return what the named space of a request allows, by the name of the option."""
+    match request.space:
+        case Space.FULL:
+            return {}
+        case Space.DP:
+            return {"pp_sizes": (1,), "tp_sizes": (1,), **_PLAIN}
+        case Space.ZERO:
+            kinds = {"data_parallel": (DataParallel.ZERO2, DataParallel.ZERO3)}
+            return {"pp_sizes": (1,), "tp_sizes": (1,), **kinds, **_WHOLE, **_LIKE_THE_LAYER}
+        case Space.TP:
+            return {"pp_sizes": (1,), "tp_sizes": (devices,), **_PLAIN}
+        case Space.PP:
+            return {"pp_sizes": (devices,), "tp_sizes": (1,), **_PLAIN}
+        case Space.DP_TP:
+            return {"pp_sizes": (1,), **_PLAIN}
+        case Space.DP_PP:
+            return {"tp_sizes": (1,), **_PLAIN}
+        case Space.THREE_D:
+            return {"fine_grained": False, **_PLAIN}
+        case Space.FASOP:
+            few = {"max_tp_size": min(4, request.max_tp_size or 4), "sequence_parallel": (SequenceParallel.NONE,)}
+            return {"fine_grained": False, **few, **_PLAIN}
+        case unknown:
+            assert_never(unknown)
+
+
+def _possible_tp_sizes(widths: StageWidths | tuple[tuple[int, ...], ...], cluster: Cluster) -> list[int]:
+    """Return the tensor-parallel sizes that stages of some widths can have, ascending."""
+    pools = map(len, pools_of(cluster)) if widths is StageWidths.ANY else ()
+    sizes = sorted({size for number in (cluster.num_devices, *pools) for size in divisors(number)})
+    if not isinstance(widths, tuple):
+        return sizes
+    return [size for size in sizes if any(width % size == 0 for each in widths for width in each)]
 
 
 def _limited(request: SearchRequest, field: str, allowed: object, name: str) -> SearchRequest:
