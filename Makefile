@@ -48,10 +48,10 @@ test-browser: $(STAMP) ## pages in a real browser, 1,280 and 420 pixels wide: De
 	@tests/browser/chromium.sh
 	@python -m pytest -q tests/browser $(PYTEST)
 
-parity: $(STAMP) ## 416 random plans of eight families on 2, 4 and 8 ranks against one process, in float64 (long)
+parity: $(STAMP) ## random plans of every family on 2, 4 and 8 ranks against one process, in float64 (half an hour)
 	@python tests/train/run_parity.py
 
-compiled: $(STAMP) ## plans of eight families under torch.compile against one process, in float32 (minutes)
+compiled: $(STAMP) ## a plan of every family under torch.compile against one process, in float32 (minutes)
 	@python tests/train/run_compiled.py
 
 kills: $(STAMP) ## a run killed at 100 random moments and gone on with comes to the bits of an unbroken one (minutes; goes on where it was cut)

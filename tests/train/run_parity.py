@@ -1,6 +1,7 @@
 """`make parity`: many random plans of every family on 2, 4 and 8 ranks against one process, in float64.
 
-On 4 and 8 ranks a quarter as many again have pipeline stages of unequal width.
+One launch trains a plan of each family. On 4 and 8 ranks the first of four launches has plans of each family with
+pipeline stages of unequal width, too. Each plan of a family with experts is trained with those shared out as well.
 
 python tests/train/run_parity.py [PLANS_PER_FAMILY_ON_2 ON_4 ON_8]
 """
@@ -17,14 +18,14 @@ from shared_experts import with_shared_experts
 from tiny_models import CONFIGS, tiny
 
 from shardwright_formats.io import write_document
-from shardwright_formats.types import Plan, Plans
+from shardwright_formats.types import Model, Plan, Plans
 from shardwright_launch.ranks import launch
 from shardwright_train.models.registry import family_named
 
 __all__ = ["TOLERANCE", "Start", "compare", "launched"]
 
 TOLERANCE = 1e-10
-PLANS = (20, 20, 5)
+PLANS = (8, 8, 2)
 WORLDS = (2, 4, 8)
 
 Errors = dict[str, dict[str, float]]
@@ -51,27 +52,31 @@ def compare(plans: Sequence[Plan], folder: Path, start: Start, mutations: Sequen
 
 
 def main(counts: Sequence[int]) -> int:
-    """Compare, say what was seen, and return the number of plans that differ."""
-    different = 0
-    models = [tiny(family) for family in CONFIGS]
+    """Compare, say what was seen after each launch, and return the number of plans that differ."""
+    models, trained, different, worst = [tiny(family) for family in CONFIGS], 0, 0, 0.0
     for size, count in zip(WORLDS, counts, strict=True):
-        started = time.monotonic()
-        # Other numbers than those of the tests.
-        plans = [random_plan(model, 1000 + number, size) for number in range(count) for model in models]
-        if size in UNEVEN:
-            plans += [uneven_plan(model, 1000 + number, size) for number in range(-(-count // 4)) for model in models]
-        experts = [plan for plan in plans if family_named(plan.model.family, "test").facts.experts is not None]
-        plans += [with_shared_experts(plan, number) for number, plan in enumerate(experts)]
-        with tempfile.TemporaryDirectory() as folder:
-            errors = compare(plans, Path(folder), launched)
-        wrong = {name: found for name, found in errors.items() if max(found.values()) > TOLERANCE}
-        worst = max(max(found.values()) for found in errors.values())
-        took = time.monotonic() - started
-        print(f"{size} ranks: {len(errors)} plans, {len(wrong)} differ, largest error {worst:.1e}, {took:.0f} s")
-        for name, found in wrong.items():
-            print(f"  {name}: {found}")
-        different += len(wrong)
+        for number in range(count):
+            started = time.monotonic()
+            with tempfile.TemporaryDirectory() as folder:
+                errors = compare(_plans(models, number, size), Path(folder), launched)
+            wrong = {name: found for name, found in errors.items() if not max(found.values()) <= TOLERANCE}
+            largest = max(max(found.values()) for found in errors.values())
+            seen = f"{len(errors)} plans, {len(wrong)} differ, largest error {largest:.1e}"
+            print(f"{size} ranks, {number + 1} of {count}: {seen}, {time.monotonic() - started:.0f} s", flush=True)
+            for name, found in wrong.items():
+                print(f"  {name}: {found}")
+            trained, different, worst = trained + len(errors), different + len(wrong), max(worst, largest)
+    print(f"{trained} plans of {len(models)} families, {different} differ, largest error {worst:.1e}")
     return different
+
+
+def _plans(models: Sequence[Model], number: int, size: int) -> list[Plan]:
+    # Other numbers than those of the tests.
+    plans = [random_plan(model, 1000 + number, size) for model in models]
+    if size in UNEVEN and number % 4 == 0:
+        plans += [uneven_plan(model, 1000 + number, size) for model in models]
+    experts = [plan for plan in plans if family_named(plan.model.family, "test").facts.experts is not None]
+    return [*plans, *(with_shared_experts(plan, number) for plan in experts)]
 
 
 if __name__ == "__main__":
