@@ -41,7 +41,7 @@ def random_configuration(name, rng):
             config = {"text_config": text, "vision_config": vision, "image_token_index": 98}
             config |= {"vision_feature_select_strategy": "full"} if kind == "siglip_vision_model" else {}
             further = {"vision_feature_layer": rng.choice((-1, 1, 2)), "multimodal_projector_bias": False}
-            further |= {"tie_word_embeddings": True}
+            further |= {"tie_word_embeddings": True, "images_per_sample": rng.randint(1, 3)}
         case "gemma3":
             text = {key: numbers[key] for key in numbers if key != "vocab_size"} | shape | {"vocab_size": 99}
             vision = {"hidden_size": 4 * heads, "num_attention_heads": heads, "num_hidden_layers": rng.randint(1, 4)}
@@ -50,7 +50,7 @@ def random_configuration(name, rng):
             text |= rng.choice(({}, {"attention_bias": True}, {"head_dim": 8}, {"sliding_window_pattern": 2}))
             config = {"text_config": text, "vision_config": vision, "image_token_index": 98}
             config |= {"mm_tokens_per_image": rng.choice((1, 4, 16))}
-            further = {"boi_token_index": 3, "tie_word_embeddings": True}
+            further = {"boi_token_index": 3, "tie_word_embeddings": True, "images_per_sample": rng.randint(1, 3)}
         case "modernbert":
             config = shape | numbers | {"pad_token_id": None, "global_attn_every_n_layers": rng.randint(1, 4)}
             further = dict.fromkeys(("attention_bias", "classifier_bias", "mlp_bias", "norm_bias"), True)

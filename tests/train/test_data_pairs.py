@@ -3,6 +3,7 @@
 import json
 import wave
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,38 @@ def test_captions_become_texts_with_the_positions_of_their_image(tmp_path: Path)
     assert set(left) == {"tokens"} and torch.equal(left["tokens"], tokens)
 
 
+def test_a_text_has_several_images_each_in_its_place(tmp_path: Path) -> None:
+    lines = [
+        {"text": "is <image>it<image>", "image": ["dog.png", "cat.png"]},
+        {"text": "see", "image": "cat.png"},
+        {"text": "a text"},
+        {"text": "both", "image": ["cat.png", "dog.png"]},
+    ]
+    _captions(tmp_path / "in")
+    _listed(tmp_path / "in", "captions.jsonl", lines)
+    assert _prepare(tmp_path, "captions", "--image-size", "4") == (0, "samples: 4, images: 5, tokens: 27\n")
+    assert np.load(tmp_path / "out" / "samples.npy")[:, 2].tolist() == [0, 2, -1, 3]
+    several = replace(IMAGES, sequence_length=20, images=2)
+    opened = several.open(tmp_path / "out", 0)
+    assert isinstance(opened, Pairs)
+    batch = opened.read(0, BatchShare(1, 4))
+    rows = {place: row for row, place in enumerate(opened.order.chosen(np.arange(4)).tolist())}
+    inside = batch["tokens"] == 299
+    assert inside[rows[0]].tolist() == [False] * 3 + [True] * 4 + [False] * 2 + [True] * 4 + [False] * 7
+    assert [int(inside[rows[place]].sum()) for place in range(4)] == [8, 4, 0, 8]
+    assert batch["pixel_values"].shape == (4, 2, 3, 4, 4)
+    red, green, black = (pytest.approx(x) for x in ([1, -1, -1], [-1, 1, -0.6], [-1, -1, -1]))
+    seen = [batch["pixel_values"][rows[place], :, :, 0, 0].tolist() for place in range(4)]
+    assert seen == [[green, red], [red, black], [black, black], [red, green]]
+    with pytest.raises(BadInput, match="sample 0 has 2 images, over the 1 of images_per_sample"):
+        IMAGES.open(tmp_path / "out", 0)
+    with pytest.raises(BadInput, match="sample 0 has an image of 4 positions from 9 on, over 12"):
+        replace(several, sequence_length=12).open(tmp_path / "out", 0)
+    np.save(tmp_path / "out" / "images.npy", np.zeros((4, 3, 4, 4), np.uint8))
+    with pytest.raises(BadInput, match="sample 3 has images behind the last one: prepare it again"):
+        several.open(tmp_path / "out", 0)
+
+
 def test_a_split_and_an_identity_are_those_of_the_files(tmp_path: Path) -> None:
     folder = _captioned(tmp_path)
     part = SplitPart(Split.VALID, Fractions(valid=0.34))
@@ -114,7 +147,7 @@ def test_clip_gets_pixels_as_it_was_trained_with_them() -> None:
     family, model = family_named("llava", "test"), tiny("llava")
     objective = family.learns(model)
     assert isinstance(objective, ImageText)
-    grey = objective.of_inputs(np.full((1, 3, 12, 12), 51, np.uint8))["pixel_values"]
+    grey = objective.of_inputs(np.full((1, 1, 3, 12, 12), 51, np.uint8))["pixel_values"]
     expected = [(0.2 - mean) / deviation for mean, deviation in (
         (0.48145466, 0.26862954), (0.4578275, 0.26130258), (0.40821073, 0.27577711))]  # fmt: skip
     assert grey[0, :, 0, 0].tolist() == pytest.approx(expected)
@@ -151,9 +184,12 @@ def test_recordings_become_spectrograms_and_their_words_labels(tmp_path: Path) -
         ),
         (
             lambda folder: _listed(folder, "captions.jsonl", [{"text": "<image>a<image>", "image": "cat.png"}]),
-            "line 1 has 2 places for its image",
+            "line 1 has 2 places for its 1 images",
         ),
-        (lambda folder: _listed(folder, "captions.jsonl", [{"text": "<image>"}]), "line 1 has 1 places for its image"),
+        (
+            lambda folder: _listed(folder, "captions.jsonl", [{"text": "<image>"}]),
+            "line 1 has 1 places for its 0 images",
+        ),
         (lambda folder: (folder / "cat.png").unlink(), "cat.png: is no whole JPEG or PNG"),
         (lambda folder: _listed(folder, "captions.jsonl", [{"text": "a", "audio": "x"}]), "line 1 names audio"),
     ],

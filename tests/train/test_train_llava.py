@@ -11,6 +11,7 @@ from random_plans import random_plan
 from safetensors.torch import load_file, save_file
 from test_weights import published
 from tiny_models import SEQUENCE_LENGTH, batch_of, stock_logits, stock_model, tiny
+from tiny_multi_modal import SEVERAL
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright_estimate.layers import Machine, estimate_layer
@@ -44,13 +45,16 @@ def test_layers_are_a_tower_a_projector_and_a_language_model() -> None:
     assert names == {"post_layernorm.weight", "post_layernorm.bias"}
 
 
-@pytest.mark.parametrize(("family", "tokens"), [("llava", 9), ("gemma3", 4)])
-def test_operations_are_those_that_torch_counts(family: str, tokens: int) -> None:
-    model = tiny(family, **({"text_config": WHOLE} if family == "gemma3" else {}))
+@pytest.mark.parametrize(
+    ("family", "images", "tokens"), [("llava", 1, 9), ("gemma3", 1, 4), ("llava", 2, 4), ("gemma3", 3, 4)]
+)
+def test_operations_are_those_that_torch_counts(family: str, images: int, tokens: int) -> None:
+    several = SEVERAL[family] if images > 1 else {}
+    model = tiny(family, **({"text_config": WHOLE} if family == "gemma3" else {}), **several)
     stock = stock_model(model, "eager")
     batch = batch_of(model, 1, 1)
     batch["tokens"][:] = 1
-    batch["tokens"][:, 2 : 2 + tokens] = stock.config.image_token_index
+    batch["tokens"][:, 2 : 2 + images * tokens] = stock.config.image_token_index
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         stock_logits(stock, batch)
     described = sum(model.types[name].forward_flops_per_sample for name in ("embedding", *model.layers, "head"))
@@ -62,10 +66,10 @@ def test_operations_are_those_that_torch_counts(family: str, tokens: int) -> Non
 @pytest.mark.parametrize("window", [5, None])
 def test_positions_of_an_image_attend_to_all_of_it(window: int | None) -> None:
     inside = torch.zeros(2, 12, dtype=torch.bool)
-    inside[0, 3:9] = True
+    inside[0, 1:5] = inside[0, 6:9] = True
     seen = image_mask(inside, window, torch.float32)[:, 0] == 0
     for sample, query, key in product(range(2), range(12), range(12)):
-        together = bool(inside[sample, query] and inside[sample, key])
+        together = bool(inside[sample, min(query, key) : max(query, key) + 1].all())
         near = window is None or key > query - window
         assert bool(seen[sample, query, key]) == ((key <= query or together) and near)
 
@@ -91,6 +95,14 @@ def test_only_the_text_shares_out_a_sequence_behind_an_odd_tower() -> None:
     assert problems["block"] is None
 
 
+def test_a_tower_of_several_images_has_them_whole_on_each_rank() -> None:
+    model = tiny("llava", **SEVERAL["llava"])
+    halves = {"tp_size": 2, "dp_size": 1, "sequence_parallel": "megatron"}
+    assert misfit(model, "vision", LayerStrategy(type="vision", **halves)) == (
+        "tp_size 2 does not divide attended_positions 1"
+    )
+
+
 def test_positions_of_a_text_with_images_keep_their_order() -> None:
     plan = random_plan(tiny("llava"), 0, 2, stages=1)
     shared = LayerStrategy(type="block", tp_size=1, dp_size=1, cp_size=2)
@@ -99,10 +111,12 @@ def test_positions_of_a_text_with_images_keep_their_order() -> None:
         check_supported(replace(plan, layers=layers), "plan.json")
 
 
-@pytest.mark.parametrize("layer", ["vision", "projector", "block"])
-def test_a_layer_keeps_what_autograd_saves(layer: str) -> None:
+@pytest.mark.parametrize(
+    ("layer", "images"), [("vision", 1), ("projector", 1), ("block", 1), ("vision", 2), ("projector", 2)]
+)
+def test_a_layer_keeps_what_autograd_saves(layer: str, images: int) -> None:
     """With what it is given, or, of the projector, what it hands on."""
-    model = tiny("llava")
+    model = tiny("llava", **(SEVERAL["llava"] if images > 1 else {}))
     torch.manual_seed(0)
     place = model.layers.index(layer)
     module = FAMILY.block(stock_model(model), layer, 0).float().train()
@@ -174,6 +188,7 @@ def test_blocks_of_published_files_that_compute_nothing_are_left_out(tmp_path: P
     [
         ({"vision_feature_layer": -5}, "vision_feature_layer -5 takes no states behind one of 3 blocks"),
         ({"vision_feature_layer": [1, 2]}, r"vision_feature_layer \[1, 2\] is no number of one layer"),
+        ({"images_per_sample": 0}, "images_per_sample 0 is no number from 1 to 1024"),
         ({"image_token_index": 61}, "image_token_index 61 is not below vocab_size 61"),
         ({"vision_config": None}, "vision_config is missing"),
         ({"vision_config": {"model_type": "pixtral"}}, "model_type 'pixtral' is none of clip_vision_model"),

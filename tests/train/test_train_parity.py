@@ -12,6 +12,7 @@ from run_parity import TOLERANCE
 from shared_experts import shared_plans
 from skewed_routing import SKEWS, skew_of, skewed_plans
 from tiny_models import CONFIGS, tiny
+from tiny_multi_modal import SEVERAL
 
 from shardwright_formats.semantics.axes import layout_of
 from shardwright_formats.types.plan import GradientReduction, Plan, Precision, Schedule
@@ -99,6 +100,7 @@ def _chunked_plan() -> Plan:
 def _grouped_plans(world_size: int) -> list[Plan]:
     """Every family, its embedding tied where it can be, with parameters that decay and learn otherwise."""
     models = [tiny(family) for family in FAMILIES] + [tiny("llama", tie_word_embeddings=True)]
+    models += [tiny(family, **changes) for family, changes in SEVERAL.items()]
     drawn = [random_plan(model, number, world_size) for number, model in enumerate(models)]
     return [msgspec.structs.replace(plan, name=f"grouped {plan.name} {plan.model.tied}") for plan in drawn]
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwright_train.data.share import Batch
@@ -60,11 +61,19 @@ MULTI_MODAL: dict[str, dict[str, Any]] = {
     },
 }
 
+SEVERAL: dict[str, dict[str, Any]] = {
+    "llava": {"images_per_sample": 2, "vision_config": {**MULTI_MODAL["llava"]["vision_config"], "image_size": 8}},
+    "gemma3": {"images_per_sample": 3},
+}
+"""Changes to them by which samples have several images."""
+
 
 def logits_of_images(stock: Any, batch: Batch) -> Tensor:
     """Logits of texts with images: stock takes these for texts that have one, and for no others."""
     inside = batch["tokens"] == stock.config.image_token_index
-    images = {"pixel_values": batch["pixel_values"][inside.any(1)].to(stock.dtype)} if inside.any() else {}
+    pixels = batch["pixel_values"] if batch["pixel_values"].ndim > 4 else batch["pixel_values"][:, None]
+    there = torch.arange(pixels.shape[1]) < inside.sum(1, keepdim=True) // stock.config.image_seq_length
+    images = {"pixel_values": pixels[there].to(stock.dtype)} if inside.any() else {}
     if stock.config.model_type == "gemma3":
         images["token_type_ids"] = inside.long()
     logits: Tensor = stock(batch["tokens"], **images).logits

@@ -193,7 +193,7 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
     Any kernel keeps what it adds to the scores of an image's windows: a bias, which is learned, and a mask.
     """
     a, (family, config) = attention_shape(model, type_name, region), facts_of_type(model, type_name)
-    biases = a.scores if attended_positions(model, type_name) is not None else 0
+    biases = a.scores if attended_positions(model, type_name) is not None and family.mask is Mask.BIAS else 0
     width = 2 * a.query_width * a.queries + 2 * a.key_width * a.key_positions
     norms_heads = any(p.name.endswith(_QUERY_NORM) for p in model.types[type_name].parameters)
     elements, more = (width // 2 * n * norms_heads for n in _norm_keeps(family, fused))

@@ -238,7 +238,7 @@ def _layer_type(family: Family, config: Config, layer: str, sequence_length: int
         forward_flops_per_sample=2 * products * multiplied + scores,
         tp_must_divide=divided | _one_rank(family.undivided, layer),
         ulysses_must_divide=heads | _one_rank(family.undivided_by_ulysses, layer),
-        sequence_must_divide=_one_rank(family.undivided_sequence, layer) or UNSET,
+        sequence_must_divide=_whole_sequence(family, config, layer) or UNSET,
         outputs=() if layer == HEAD else tuple(handed),
         regions=tuple(_regions(family, config, layer, contents.is_cut, window)),
         labels=labels if layer == HEAD else 0,
@@ -254,6 +254,12 @@ def _chosen_products(family: Family, config: Config, experts: Experts | UnsetTyp
     hidden: int = config["hidden_size"]
     # Shared experts are matrices like others.
     return hidden * (experts.number + experts.top_k * matrices * experts.features)
+
+
+def _whole_sequence(family: Family, config: Config, layer: str) -> dict[str, int]:
+    """Return what takes a whole sequence on each rank; so do positions that attend to a part of it, as to an image."""
+    apart = {ATTENDED: 1} if ATTENDED in config else {}
+    return _one_rank(family.undivided_sequence, layer) or apart
 
 
 def _one_rank(undivided: Config, layer: str) -> dict[str, int]:

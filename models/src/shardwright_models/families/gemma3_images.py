@@ -7,17 +7,29 @@ from typing import Any
 from msgspec.structs import replace
 
 from shardwright_formats.types import EMBEDDING, HEAD, Parameter
-from shardwright_models.facts import BLOCK, MULTIPLIED, Config, Stack
+from shardwright_models.facts import BLOCK, Config, Stack
 from shardwright_models.families.gemma3 import GEMMA3
-from shardwright_models.families.llava import IMAGE_STATES, LANGUAGE, PROJECTOR, TEXT, TOWER, VISION_TOWER, Tower
+from shardwright_models.families.llava import (
+    IMAGE_STATES,
+    LANGUAGE,
+    PROJECTOR,
+    TEXT,
+    TOWER,
+    VISION_TOWER,
+    Tower,
+    multiplied_positions,
+)
 from shardwright_models.families.siglip import VISION
 from shardwright_models.families.towers import (
+    IMAGES,
     TOWERS,
+    attended_positions,
     block_shapes,
     embedding_parameters,
     part_of,
     patches,
     vision_of,
+    wrong_images,
     wrong_tower,
 )
 from shardwright_models.parameters import Parameters, norm, vocabulary
@@ -62,11 +74,11 @@ def _parameters(layer: str, config: Config) -> Parameters:
 
 
 def _shapes(layer: str, config: Config) -> Config:
-    if layer == EMBEDDING:
-        return {MULTIPLIED: patches(tower_of(config))}
-    if layer == PROJECTOR:
-        return {MULTIPLIED: config[_TOKENS]}
-    return {MULTIPLIED: None, **(block_shapes(tower_of(config)) if layer == TOWER else {})}
+    vision = tower_of(config)
+    shapes = multiplied_positions(layer, config, patches(vision), config[_TOKENS])
+    if layer == TOWER:
+        shapes |= block_shapes(vision) | attended_positions(config, patches(vision))
+    return shapes
 
 
 def _wrong(config: Config) -> str | None:
@@ -79,7 +91,7 @@ def _wrong(config: Config) -> str | None:
     words, image = config["vocab_size"], config["image_token_index"]
     if isinstance(words, int) and not (isinstance(image, int) and 0 <= image < words):
         return f"image_token_index {image} is not below vocab_size {words}"
-    return wrong_tower(KIND, tower_of(config)) or _wrong_pool(config)
+    return wrong_tower(KIND, tower_of(config)) or _wrong_pool(config) or wrong_images(config)
 
 
 def _wrong_pool(config: Config) -> str | None:
@@ -108,7 +120,7 @@ GEMMA3_IMAGES = replace(
     defaults={
         **GEMMA3.defaults,
         **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_key_value_heads": 4},
-        **{"image_token_index": 262144, _TOKENS: 256},
+        **{"image_token_index": 262144, _TOKENS: 256, IMAGES: 1},
     },
     tied=((f"{LANGUAGE}.embed_tokens.weight", "lm_head.weight"),),
     towers=lambda layer, _: TOWERS[KIND] if layer == TOWER else None,
@@ -117,13 +129,13 @@ GEMMA3_IMAGES = replace(
     wrong=_wrong,
     merging=(PROJECTOR,),
     undivided_sequence={PROJECTOR: "image_positions"},
-    state_lengths=lambda config: {IMAGE_STATES: patches(tower_of(config))},
+    state_lengths=lambda config: {IMAGE_STATES: config[IMAGES] * patches(tower_of(config))},
     state_features=lambda config: {
         IMAGE_STATES: tower_of(config)["hidden_size"],
         "hidden_states": config["hidden_size"],
     },
     joined_by=PROJECTOR,
     images_ahead=True,
-    least_positions=lambda config: config[_TOKENS] + 1,
-    ignored=(*GEMMA3.ignored, "image_seq_length"),
+    least_positions=lambda config: config[IMAGES] * config[_TOKENS] + 1,
+    ignored=(*GEMMA3.ignored, "image_seq_length", IMAGES),
 )

@@ -10,7 +10,9 @@ from shardwright_models.facts import BLOCK, MULTIPLIED, Config, Stack
 from shardwright_models.families.llama import LLAMA
 from shardwright_models.families.siglip import VISION
 from shardwright_models.families.towers import (
+    IMAGES,
     TOWERS,
+    attended_positions,
     block_shapes,
     embedding_parameters,
     part_of,
@@ -18,6 +20,7 @@ from shardwright_models.families.towers import (
     positions,
     vision_kind,
     vision_of,
+    wrong_images,
     wrong_tower,
 )
 from shardwright_models.parameters import Parameters, linear, norm, vocabulary
@@ -83,6 +86,12 @@ def _states_positions(config: Config) -> int:
     return positions(vision_kind(config, _DEFAULT_KIND), tower_of(config))
 
 
+def multiplied_positions(layer: str, config: Config, patches: int, tokens: int) -> dict[str, int | None]:
+    """Return the positions that matrices multiply where a sample's images have so many patches and tokens each."""
+    each = {EMBEDDING: patches, PROJECTOR: tokens}.get(layer)
+    return {MULTIPLIED: None if each is None else config[IMAGES] * each}
+
+
 def _parameters(layer: str, config: Config) -> Parameters:
     vision, hidden = tower_of(config), config["hidden_size"]
     kind, bias = vision_kind(config, _DEFAULT_KIND), config["multimodal_projector_bias"]
@@ -106,11 +115,11 @@ def _parameters(layer: str, config: Config) -> Parameters:
 
 
 def _shapes(layer: str, config: Config) -> Config:
-    if layer == EMBEDDING:
-        return {MULTIPLIED: patches(tower_of(config))}
-    if layer == PROJECTOR:
-        return {MULTIPLIED: image_tokens(config)}
-    return {MULTIPLIED: None, **(block_shapes(tower_of(config)) if layer == TOWER else {})}
+    vision = tower_of(config)
+    shapes = multiplied_positions(layer, config, patches(vision), image_tokens(config))
+    if layer == TOWER:
+        shapes |= block_shapes(vision) | attended_positions(config, _states_positions(config))
+    return shapes
 
 
 def _wrong(config: Config) -> str | None:
@@ -128,7 +137,7 @@ def _wrong(config: Config) -> str | None:
     kind = vision_kind(config, _DEFAULT_KIND)
     if kind not in TOWERS:
         return f"{VISION}: model_type {kind!r} is none of {', '.join(TOWERS)}"
-    if (wrong := wrong_tower(kind, tower_of(config))) is not None:
+    if (wrong := wrong_tower(kind, tower_of(config)) or wrong_images(config)) is not None:
         return wrong
     taken, blocks = config[_LAYER], tower_of(config)["num_hidden_layers"]
     if not isinstance(taken, int) or isinstance(taken, bool):
@@ -156,7 +165,7 @@ LLAVA = replace(
         **LLAMA.defaults,
         **_TEXT_DEFAULTS,
         **{"image_token_index": 32000, "projector_hidden_act": "gelu", "multimodal_projector_bias": True},
-        **{_LAYER: -2, _SELECTED: "default"},
+        **{_LAYER: -2, _SELECTED: "default", IMAGES: 1},
     },
     tied=((f"{LANGUAGE}.embed_tokens.weight", "lm_head.weight"),),
     towers=lambda layer, config: TOWERS[vision_kind(config, _DEFAULT_KIND)] if layer == TOWER else None,
@@ -164,15 +173,15 @@ LLAVA = replace(
     wrong=_wrong,
     merging=(PROJECTOR,),
     undivided_sequence={PROJECTOR: "image_positions"},
-    state_lengths=lambda config: {IMAGE_STATES: _states_positions(config)},
+    state_lengths=lambda config: {IMAGE_STATES: config[IMAGES] * _states_positions(config)},
     state_features=lambda config: {
         IMAGE_STATES: tower_of(config)["hidden_size"],
         "hidden_states": config["hidden_size"],
     },
     joined_by=PROJECTOR,
-    least_positions=lambda config: image_tokens(config) + 1,
+    least_positions=lambda config: config[IMAGES] * image_tokens(config) + 1,
     megatron=False,
     torchtitan=None,
-    ignored=("ignore_index", "vocab_size"),
+    ignored=("ignore_index", "vocab_size", IMAGES),
     only={},
 )

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from shardwright_formats.types import Parameter
-from shardwright_models.facts import Config
+from shardwright_models.facts import ATTENDED, Config
 from shardwright_models.families.siglip import SIGLIP, VISION
 from shardwright_models.parameters import Parameters, linear, norm
 
@@ -42,6 +42,9 @@ TOWERS = {CLIP: _CLIP_TOWER, _SIGLIP: _SIGLIP_TOWER}
 """Facts of the towers' blocks, by the model_type of a vision_config."""
 _LENGTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels")
 _SIDES = ("image_size", "patch_size")
+IMAGES = "images_per_sample"
+"""The key of the most images of a sample, which transformers does not have: each sample takes the room of so many."""
+_MAX_IMAGES = 1024
 
 
 def part_of(config: Config, key: str) -> dict[str, Any]:
@@ -69,6 +72,11 @@ def patches(vision: Config) -> int:
 def positions(kind: str, vision: Config) -> int:
     """Return the positions of a tower's states: the patches of an image, and with CLIP one for its class."""
     return patches(vision) + (kind == CLIP)
+
+
+def attended_positions(config: Config, positions: int) -> dict[str, int]:
+    """Return the positions of an image where a sample has several: each attends to its image alone."""
+    return {ATTENDED: positions} if config[IMAGES] > 1 else {}
 
 
 def block_shapes(vision: Config) -> dict[str, Any]:
@@ -105,3 +113,10 @@ def wrong_tower(kind: str, vision: Config) -> str | None:
     if vision["image_size"] < vision["patch_size"]:
         return f"{VISION}: image_size {vision['image_size']} is under patch_size {vision['patch_size']}"
     return None
+
+
+def wrong_images(config: Config) -> str | None:
+    """Return what is wrong with the number of a sample's images."""
+    images = config[IMAGES]
+    is_number = isinstance(images, int) and not isinstance(images, bool) and 1 <= images <= _MAX_IMAGES
+    return None if is_number else f"{IMAGES} {images!r} is no number from 1 to {_MAX_IMAGES}"

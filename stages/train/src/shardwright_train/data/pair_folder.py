@@ -32,10 +32,20 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of captions.jsonl or transcripts.jsonl."""
 
     text: str
-    image: str | None = None
-    """The file of an image, by its path in the folder."""
+    image: str | tuple[str, ...] | None = None
+    """The file of an image, or those of several in their order in the text, by their paths in the folder."""
     audio: str | None = None
     """The file of a recording, by its path in the folder."""
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Return the files of its images."""
+        return (self.image,) if self.image and isinstance(self.image, str) else tuple(self.image or ())
+
+    @property
+    def inputs(self) -> int:
+        """Return the number of its images or recordings."""
+        return len(self.images) + (self.audio is not None)
 
 
 class Tokens(NamedTuple):
@@ -55,13 +65,13 @@ class Tokens(NamedTuple):
 def prepare_captions(folder: Path, size: int, out: Path, tokens: Tokens, workers: int | None = None) -> None:
     """Write OUT/{images.npy,tokens.npy,samples.npy,tokenizer.json} of a folder with captions.jsonl.
 
-    Images become as those of classes do. `<image>` in a text is where its image stands; a line without an image is a
+    Images become as those of classes do. `<image>` in a text is where an image stands; a line without an image is a
     text alone. Raises BadInput where a file is damaged or a line is none: then nothing is left.
     """
     check_pillow(folder)
     listing = folder / "captions.jsonl"
     lines = [_placed(line, listing, number) for number, line in _lines(listing, "audio")]
-    files = [_inside(folder, line.image, listing) for line in lines if line.image]
+    files = [_inside(folder, name, listing) for line in lines for name in line.images]
 
     def image(file: Path) -> NDArray[Any]:
         return fitted_image(file, size)
@@ -110,11 +120,12 @@ def _lines(listing: Path, other: str) -> Iterator[tuple[int, Line]]:
 
 
 def _placed(line: Line, listing: Path, number: int) -> Line:
-    """Return a line whose image has one place in its text; raise BadInput where it has several, or a text has none."""
-    places = line.text.count(HERE)
-    if places > 1 or (places and line.image is None):
-        raise BadInput(listing, f"line {number} has {places} places for its image", f"write {HERE} once for an image")
-    return msgspec.structs.replace(line, text=HERE + line.text) if line.image and not places else line
+    """Return a line whose text has a place for each image; raise BadInput where it has others."""
+    places, images = line.text.count(HERE), len(line.images)
+    if places not in (images, 0):
+        problem = f"line {number} has {places} places for its {images} images"
+        raise BadInput(listing, problem, f"write {HERE} once for each image")
+    return line if places else msgspec.structs.replace(line, text=HERE * images + line.text)
 
 
 def _inside(folder: Path, name: str, listing: Path) -> Path:
@@ -138,9 +149,9 @@ def _prepare(
     tokenizing = tokens.tokenizing([line.text.replace(HERE, "") for line in lines], listing)
     is_new = not out.exists()
     texts = [_encoded(line.text, tokenizing) for line in lines]
-    numbers = np.cumsum([bool(line.image or line.audio) for line in lines]) - 1
     counts = np.array([len(text) for text in texts], np.int64)
-    placed = np.where([bool(line.image or line.audio) for line in lines], numbers, -1)
+    inputs = np.array([line.inputs for line in lines], np.int64)
+    placed = np.where(inputs > 0, np.cumsum(inputs) - inputs, -1)
     samples = np.stack((np.cumsum(counts) - counts, counts, placed), 1)
     out.parent.mkdir(parents=True, exist_ok=True)
     with only_run(out.with_name(f"{out.name}.lock"), Nodes()):

@@ -1,8 +1,9 @@
-"""Texts with an image or a sound each as data: a folder of arrays in NumPy's own format.
+"""Texts with images or a sound each as data: a folder of arrays in NumPy's own format.
 
 images.npy: uint8 [images, channels, height, width], or features.npy: float32 [sounds, bins, frames]. tokens.npy: int32,
 the tokens of all texts, -1 where an image stands in its text. samples.npy: int64 [samples, 3]: the first token of a
-text, the number of its tokens, and the number of its image or sound, -1 without one.
+text, the number of its tokens, and the number of its sound or first image, -1 without one. Further images of a text
+follow that one.
 """
 
 from collections.abc import Sequence
@@ -43,11 +44,18 @@ class Paired(Protocol):
     def inputs_form(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return the format of an image or a sound, and its shape."""
 
+    @property
+    def max_inputs(self) -> int:
+        """Return the most images or sounds of a sample."""
+
+    def inputs_of(self, text: Text) -> int:
+        """Return the number of images or sounds of a text that has some."""
+
     def of_texts(self, texts: Sequence[Text]) -> Batch:
         """Return the tokens and labels of texts."""
 
     def of_inputs(self, inputs: NDArray[Any]) -> Batch:
-        """Return what a model reads of images or sounds."""
+        """Return what a model reads of images or sounds [n, max_inputs, ...]."""
 
     def unfit(self, text: Text, has_input: bool) -> str | None:
         """Return why a text cannot be a sample, or None."""
@@ -74,12 +82,16 @@ class Pairs:
         return self.order.per_epoch
 
     def read(self, first: int, share: BatchShare) -> Batch:
-        """Return the inputs and labels of a rank's share of a batch; a text without an image has a black one."""
+        """Return the inputs and labels of a rank's share of a batch; images that a text lacks are black."""
         chosen = self.order.chosen(first + share.rows)
-        numbers = self.samples[chosen, 2]
-        inputs = self.inputs[np.maximum(numbers, 0)] if len(self.inputs) else self._nothing(len(numbers))
-        inputs = np.where((numbers >= 0).reshape(-1, *(1,) * (inputs.ndim - 1)), inputs, np.zeros_like(inputs))
-        batch = {**self.objective.of_texts(self._texts(chosen)), **self.objective.of_inputs(inputs)}
+        texts, numbers = self._texts(chosen), self.samples[chosen, 2]
+        counts = np.array([self.objective.inputs_of(text) for text in texts], np.int64)
+        further = np.arange(self.objective.max_inputs)
+        is_there = (numbers[:, None] >= 0) & (further < counts[:, None])
+        places = np.where(is_there, numbers[:, None] + further, 0)
+        inputs = self.inputs[places] if len(self.inputs) else self._nothing(places.shape)
+        inputs = np.where(is_there.reshape(*places.shape, *(1,) * (inputs.ndim - 2)), inputs, np.zeros_like(inputs))
+        batch = {**self.objective.of_texts(texts), **self.objective.of_inputs(inputs)}
         return {name: x for name, x in batch.items() if name not in share.left_out}
 
     def counted(self, first: int, samples: int) -> int:
@@ -93,9 +105,9 @@ class Pairs:
     def _texts(self, chosen: NDArray[np.int64]) -> list[Text]:
         return [self.tokens[begin : begin + count] for begin, count, _ in self.samples[chosen].tolist()]
 
-    def _nothing(self, count: int) -> NDArray[Any]:
+    def _nothing(self, places: tuple[int, ...]) -> NDArray[Any]:
         dtype, shape = self.objective.inputs_form
-        return np.zeros((count, *shape), dtype)
+        return np.zeros((*places, *shape), dtype)
 
 
 def open_pairs(folder: Path, objective: Paired, seed: int, part: SplitPart) -> Pairs:
@@ -119,7 +131,9 @@ def open_pairs(folder: Path, objective: Paired, seed: int, part: SplitPart) -> P
     _check_samples(sample_file, samples, len(tokens), len(inputs))
     for number, (begin, count, place) in enumerate(samples.tolist()):
         if (unfit := objective.unfit(tokens[begin : begin + count], place >= 0)) is not None:
-            raise BadInput(sample_file, f"sample {number} {unfit}", "leave it out, or describe another length")
+            raise BadInput(sample_file, f"sample {number} {unfit}", "leave it out, or describe another model or length")
+        if place >= 0 and place + objective.inputs_of(tokens[begin : begin + count]) > len(inputs):
+            raise BadInput(sample_file, f"sample {number} has images behind the last one", "prepare it again")
     files = [sha256_of_file(file) for file in (input_file, token_file, sample_file)]
     order = Shuffled(len(samples), seed, part)
     if not order.per_epoch:

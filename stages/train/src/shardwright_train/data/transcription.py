@@ -70,6 +70,15 @@ class Transcription(Prefix):
         """Return the format of a spectrogram, and its shape."""
         return np.dtype(np.float32), (self.bins, self.frames)
 
+    @property
+    def max_inputs(self) -> int:
+        """Return the spectrograms of a sample."""
+        return 1
+
+    def inputs_of(self, text: Words) -> int:
+        """Return the number of spectrograms of a text."""
+        return 1
+
     def of_texts(self, texts: Sequence[Words]) -> Batch:
         """Return `decoder_tokens` and `labels` [n, sequence_length]; what fills a text up is no label."""
         labels = padded([text.astype(np.int64) for text in texts], self.sequence_length, IGNORED)
@@ -78,8 +87,8 @@ class Transcription(Prefix):
         return {"decoder_tokens": before.masked_fill(before == IGNORED, self.first_token), "labels": labels}
 
     def of_inputs(self, inputs: NDArray[Any]) -> Batch:
-        """Return `input_features` [n, bins, frames]."""
-        return {"input_features": torch.from_numpy(inputs)}
+        """Return `input_features` [n, bins, frames] of spectrograms [n, 1, bins, frames]."""
+        return {"input_features": torch.from_numpy(inputs[:, 0])}
 
     def unfit(self, text: Words, has_input: bool) -> str | None:
         """Return why a text cannot be a sample, or None."""

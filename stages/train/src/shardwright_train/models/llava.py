@@ -23,7 +23,7 @@ from shardwright_models.families.llava import (
     image_tokens,
 )
 from shardwright_models.families.siglip import VISION
-from shardwright_models.families.towers import CLIP, TOWERS, part_of, vision_kind
+from shardwright_models.families.towers import CLIP, IMAGES, TOWERS, part_of, vision_kind
 from shardwright_train.data.image_text import ImageText
 from shardwright_train.data.share import Batch
 from shardwright_train.models.auxiliary_loss import States
@@ -103,7 +103,7 @@ class Llava(Family):
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """Return a stock block, or the projector, which keeps the tower's last norm: nothing here asks for it."""
         block: Any = super().block(stock, kind, index)
-        block.of_tower = kind == TOWER
+        block.of_tower, block.images = kind == TOWER, getattr(stock.config, IMAGES, 1)
         if kind == PROJECTOR:
             block.post_layernorm = copy.deepcopy(stock.model.vision_tower.post_layernorm).requires_grad_(False)
             block.has_class = getattr(stock.config, "vision_feature_select_strategy", None) == "default"
@@ -140,11 +140,13 @@ class Llava(Family):
         table: Any = pieces.get_submodule(self.embedding[0])
         embeddings, split = tower.embeddings, pieces.tensor_parallel
         places = embeddings.position_embedding.weight
-        patches = embeddings.patch_embedding(batch["pixel_values"].to(places.dtype)).flatten(2).transpose(1, 2)
+        pixels = batch["pixel_values"].to(places.dtype)
+        patches = embeddings.patch_embedding(pixels.flatten(0, -4)).flatten(2).transpose(1, 2)
         if hasattr(embeddings, "class_embedding"):
             patches = torch.cat((embeddings.class_embedding.expand(len(patches), 1, -1), patches), 1)
         states = patches + places
         states = tower.pre_layrnorm(states) if hasattr(tower, "pre_layrnorm") else states
+        states = states.reshape(len(pixels), -1, states.shape[-1])
         held = states[:, split.positions(states.shape[1])].clone()
         return held, token_embedding(table, batch["tokens"], split)
 
@@ -152,15 +154,19 @@ class Llava(Family):
         """Run a block on its states: the tower's pass those of the text through, and the projector joins both."""
         if len(states) == 1:
             return super().call(block, states, batch, constants)
-        image, text = states
+        held, text = states
+        image = held if block.images == 1 else held.reshape(len(held) * block.images, -1, held.shape[-1])
         if block.of_tower:
-            return block(image, attention_mask=None), text
+            made = block(image, attention_mask=None)
+            # A layer that FSDP2 wraps must not return a view.
+            return made if block.images == 1 else made.reshape(held.shape).clone(), text
         projected = block(image[:, 1:].contiguous() if block.has_class else image)
-        return (placed(projected, text, batch["tokens"] == block.image_token),)
+        features = projected.reshape(len(held), -1, projected.shape[-1])
+        return (placed(features, text, batch["tokens"] == block.image_token),)
 
 
 def placed(features: Tensor, text: Tensor, inside: Tensor) -> Tensor:
-    """Return states of a text [n, s, h] with an image's features [n, t, h] at the positions that are true [n, s]."""
+    """Return states of a text [n, s, h] with images' features [n, t, h], in order, at the true positions [n, s]."""
     index = (inside.cumsum(1) - 1).clamp(0, features.shape[1] - 1)
     rows = features.gather(1, index[..., None].expand(-1, -1, features.shape[-1]))
     return rows.where(inside[..., None], text)

@@ -154,10 +154,13 @@ def image_masks(
 def image_mask(inside: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return the causal mask [b, 1, s, s] to add to scores, in which positions of an image see all of it.
 
-    `inside` [b, s] is true on these. A window hides what lies further before a position.
+    `inside` [b, s] is true on these; images that touch are one, as in transformers. A window hides what lies further
+    before a position.
     """
+    before = torch.nn.functional.pad(inside, (1, 0))[:, :-1]
+    images = (inside & ~before).cumsum(1).masked_fill_(~inside, 0)
     after = torch.ones(inside.shape[1], inside.shape[1], dtype=torch.bool, device=inside.device).triu_(1)
-    hidden = after & ~(inside[:, :, None] & inside[:, None])
+    hidden = after & ~(inside[:, :, None] & (images[:, :, None] == images[:, None]))
     if window is not None:
         hidden |= torch.ones_like(after).tril_(-window)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)[
