@@ -1,6 +1,7 @@
 """Plans with context parallelism are priced; what cannot express them says so in one line."""
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.choices import shardings
 from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import OuterSpace
+from shardwright_search.space.runnable import left_out, runnable
 
 FILE = Path("s.json")
 
@@ -63,9 +65,9 @@ def plan() -> Plan:
     )  # fmt: skip
 
 
-def profiles_of(plan: Plan, *lengths: int) -> Profiles:
+def profiles_of(plan: Plan, *lengths: int, config: Mapping[str, object] = CONFIG) -> Profiles:
     """Estimates at some lengths."""
-    models = [(Path(str(n)), model_of_config(CONFIG, "m", n, "config.json")) for n in lengths]
+    models = [(Path(str(n)), model_of_config(config, "m", n, "config.json")) for n in lengths]
     table, device = read_devices(), plan.cluster.node_types["n"].device
     rates, settings = rates_of(table, device), replace(SETTINGS, precision=plan.precision)
     made = model_profile(models, settings, rates, Efficiencies(), table.revised).profile
@@ -169,3 +171,59 @@ def test_degrees_that_no_stage_has_and_spaces_without_any_are_told(plan: Plan) -
         searched(plan, profiles_of(plan, 16), cp_sizes=[3])
     request = narrowed(make_request(**ASKED | {"disable": ["context_parallel"]}), plan.cluster)
     assert request.cp_sizes == (1,)
+
+
+BERT = {
+    "model_type": "bert", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+def lines_without(plan: Plan, **asked: object) -> list[str]:
+    """What a request asks for in vain."""
+    return list(left_out(make_request(**ASKED | asked), plan.model))
+
+
+def of_bert(plan: Plan, **changes: object) -> Plan:
+    """The plan of a BERT of as many layers, whose positions all stay together."""
+    model = model_of_config(BERT | changes, "m", 16, "config.json")
+    return replace(plan, model=model, layers=(plan.layers[0], plan.layers[0]))
+
+
+def test_no_ring_is_searched_for_a_family_that_adds_masks(plan: Plan) -> None:
+    bert = of_bert(plan)
+    asked = runnable(make_request(**ASKED), bert.model, FILE)
+    assert (asked.cp_sizes, asked.context) == ((1, 2, 4), (ContextParallel.GATHER,))
+    ring = "no context ring: context ring adds no padding to scores, as bert models do"
+    assert lines_without(bert) == [ring]
+    assert lines_without(bert, cp_sizes=[1]) == lines_without(bert, context=["gather"]) == []
+    assert runnable(make_request(**ASKED), plan.model, FILE) == make_request(**ASKED)
+    alone = make_request(**ASKED | {"context": ["ring"]})
+    assert runnable(alone, bert.model, FILE).cp_sizes == (1,)
+
+
+def test_no_cp_size_is_searched_beside_what_attention_drops_and_compilation(plan: Plan) -> None:
+    dropping = of_bert(plan, attention_probs_dropout_prob=0.1)
+    drops = "cp_size above 1 drops nothing inside attention, for which attention_probs_dropout_prob has a rate"
+    assert lines_without(dropping) == [f"no cp_size above 1: {drops}"]
+    for request, model in (
+        (make_request(**ASKED | {"head": {"cp_sizes": [1, 2]}}), dropping.model),
+        (make_request(**ASKED | {"compile": True}), plan.model),
+        (make_request(**ASKED | {"attention": "flash_attention_2"}), plan.model),
+    ):
+        asked = runnable(request, model, FILE)
+        assert (asked.cp_sizes, asked.head.cp_sizes) == ((1,), None)
+    with pytest.raises(BadInput, match=r"^s\.json: cp_sizes: cp_size above 1 drops nothing .*: list 1, or describe"):
+        runnable(make_request(**ASKED | {"cp_sizes": [2]}), dropping.model, FILE)
+
+
+def test_a_search_finds_only_what_runs_and_a_prediction_says_what_does_not(plan: Plan) -> None:
+    bert = of_bert(plan)
+    profiles = profiles_of(plan, 16, 8, 4, config=BERT)
+    found = searched(bert, profiles, cp_sizes=[1, 2, 4])
+    assert {layer.context for layer in found.chosen.plan.layers} == {ContextParallel.GATHER}
+    assert max(layer.cp_size for layer in found.chosen.plan.layers) > 1
+    ring = replace(bert, layers=tuple(replace(plan.layers[1], type="block") for _ in range(2)))
+    warned = [line for line in evaluate(ring, profiles).warnings if line.startswith("plan_only")]
+    assert warned == ["plan_only: context ring adds no padding to scores, as bert models do"]

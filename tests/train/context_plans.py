@@ -9,7 +9,7 @@ from shared_experts import with_shared_experts
 from tiny_models import tiny
 
 from shardwright_formats.types import EMBEDDING, HEAD, ContextParallel, Model, Plan, Strategy, misfit
-from shardwright_train.models.support import ring_obstacle
+from shardwright_models.context import ring_obstacle
 
 AnyStrategy = TypeVar("AnyStrategy", bound=Strategy)
 FAMILIES = (
@@ -67,7 +67,8 @@ def with_rings(plan: Plan, number: int) -> Plan:
         for layer, turn in zip(plan.layers, turns, strict=True)
     ]
     fits = all(misfit(plan.model, layer.type, layer) is None for layer in layers)
-    return msgspec.structs.replace(plan, layers=tuple(layers)) if fits and ring_obstacle(plan) is None else plan
+    known = ring_obstacle(plan.model, plan.attention) is None
+    return msgspec.structs.replace(plan, layers=tuple(layers)) if fits and known else plan
 
 
 def _shared(model: Model, kind: str, strategy: AnyStrategy, draw: random.Random) -> AnyStrategy:

@@ -1,13 +1,17 @@
-"""Models whose keys cannot go round a ring are refused in one line before ranks start, and others are not."""
+"""What families cannot do of context parallelism is refused in one line before ranks start, and all else runs."""
 
 import msgspec
 import pytest
 from context_plans import with_context, with_rings
+from msgspec import UNSET
 from random_plans import random_plan
-from tiny_models import tiny
+from tiny_models import CONFIGS, tiny
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Attention, ContextParallel, Plan, misfit
+from shardwright_models.context import plan_obstacle
+from shardwright_train.dry_run.simulated_step import simulate_step
+from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import check_supported
 
 
@@ -45,3 +49,33 @@ def test_random_plans_have_rings_only_where_they_can_be() -> None:
     for family, number in (("t5", 7), ("bert", 5), ("gemma2", 3)):
         plan = with_context(random_plan(tiny(family), number, 8), number)
         assert with_rings(plan, 0) == with_rings(plan, 1) == plan
+
+
+_QUICK = "bert", "t5", "gemma2", "olmo2", "gpt_oss", "llava"
+_SHAPES = "context ring knows no", "does not divide", "unequal heads"
+"""Words of what the shapes and windows of a type of layer refuse."""
+
+
+@pytest.mark.parametrize(
+    ("family", "context"),
+    [
+        pytest.param(name, context, marks=() if name in _QUICK else pytest.mark.long)
+        for name in CONFIGS
+        for context in ContextParallel
+    ],
+)
+def test_a_family_runs_what_its_facts_do_not_refuse_and_nothing_else(family: str, context: ContextParallel) -> None:
+    plan, runtime = random_plan(tiny(family), 0, 2, "float32", stages=1), family_named(family, "test")
+    shared = {"tp_size": 1, "cp_size": 2, "dp_size": 1, "tp_consecutive": True, "context": context}
+    layers = tuple(msgspec.structs.replace(layer, **shared, experts=UNSET) for layer in plan.layers)
+    odd = [problem for layer in layers if (problem := misfit(plan.model, layer.type, layer)) is not None]
+    if odd:
+        assert all(any(words in problem for words in _SHAPES) for problem in odd)
+        return
+    plan = msgspec.structs.replace(plan, layers=layers, num_microbatches=1, global_batch_size=plan.microbatch_samples)
+    if plan_obstacle(plan) is None:
+        check_supported(plan, "plan.json")
+        assert simulate_step(plan, 1, runtime, runtime.plain_kernel).message_bytes
+    else:
+        with pytest.raises(AssertionError, match="plans whose masks a ring does not know"):
+            simulate_step(plan, 1, runtime, runtime.plain_kernel)

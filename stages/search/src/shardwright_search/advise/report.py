@@ -9,6 +9,7 @@ from rich.text import Text
 from shardwright_estimate.accuracy import SEEN
 from shardwright_formats.display.plan_words import layer_runs, strategy_words
 from shardwright_formats.types import EMBEDDING, GIB, HEAD, Estimate, Plan
+from shardwright_models.context import plan_obstacle
 from shardwright_search.advise.question import Question
 from shardwright_search.advise.targeted import Within
 from shardwright_search.candidates import Candidate
@@ -17,6 +18,7 @@ from shardwright_search.explain.tables import node_types_table, plan_differences
 from shardwright_search.interop.limits import Target
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import headroom
+from shardwright_search.space.runnable import left_out
 
 _LESS_BY = {
     "parameters": "zero3, a larger tp_size, or more pipeline stages",
@@ -212,13 +214,21 @@ def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
         yield f"interleaved schedules of over {chunks} chunks a stage (--against pp=2,vpp={2 * chunks} prices one)"
     else:
         yield "interleaved schedules (--against pp=2,vpp=2 prices one)"
-    most = max(question.request.cp_sizes)
-    further = f" of over {most} ranks" if most > 1 else ""
-    yield f"context parallelism{further} (--against cp={2 * most} prices it)"
+    yield from _context_not_searched(question)
     yield from _experts_not_searched(question)
     yield from ("a split backward pass (zero bubble)", "offloading to the host")
     if not question.request.fine_grained:
         yield "strategies of each layer (--uniform)"
+
+
+def _context_not_searched(question: Question) -> Iterator[str]:
+    """Yield the context parallelism that no plan of the space has: more of it, and what the runtime does not do."""
+    most, lacking = max(question.request.cp_sizes), tuple(left_out(question.request, question.model))
+    if lacking:
+        yield from lacking
+        return
+    further = f" of over {most} ranks" if most > 1 else ""
+    yield f"context parallelism{further} (--against cp={2 * most} prices it)"
 
 
 def _experts_not_searched(question: Question) -> Iterator[str]:
@@ -291,6 +301,8 @@ def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedC
     _, other, there, _ = choice
     lacks = -min(question.left_bytes(other, there))
     yield f"  it is {plan_words(other)}"
+    if (obstacle := plan_obstacle(other)) is not None:
+        yield f"  it is not trained here: {obstacle.problem}"
     more = (there.memory_bytes - estimate.memory_bytes) / GIB
     ratio = sample_s(other, there) / sample_s(plan, estimate)
     yield f"  yours takes {ratio:.2f} times as long, {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"

@@ -74,7 +74,7 @@ def best_for(
         tell(f"{target.title}: {way.words}")
         share = CpuSeconds((left(deadline) or 0.0) / (len(ways) - number))
         try:
-            answer = find_best(request, *given, tell, share, way.demands)
+            answer = find_best(request, *given, tell, share, way.demands._replace(elsewhere=True))
         except NothingListed:
             continue
         except StoppedEarly as error:

@@ -36,6 +36,7 @@ from shardwright_search.solver.stopping import was_interrupted
 from shardwright_search.space.budget import budgets_of, budgets_of_stages, with_spare
 from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import SearchRequest, batch_sizes
+from shardwright_search.space.runnable import left_out
 
 _KINDS = ("forward", "backward", "gradient_sync", "optimizer")
 _STAYS = (
@@ -101,15 +102,17 @@ def _why(
     runners_up: Sequence[RunnerUp],
 ) -> RenderableType:
     """Return the tables of the plan itself, what binds, and the runners-up."""
-    budgets_bytes, choices = _predicted_budgets(plan, prediction), LayerAlternatives()
+    budgets_bytes, choices, unsearched = _predicted_budgets(plan, prediction), LayerAlternatives(), list[str]()
     if search is not None:
         request = narrowed(search.request, plan.cluster)
         budgets_bytes = budgets_of_stages(plan, budgets_of(request, plan.cluster, search.file))
         choices = LayerAlternatives(request.data_parallel, request.recompute, not request.fine_grained)
+        unsearched = [f"not searched: {line}" for line in left_out(request, plan.model)]
     changes: tuple[Change, ...] = ()
     if budgets_bytes is not None:
         changes = faster_changes(plan, evaluation, _costs(plan, inputs, search), budgets_bytes, choices)
     lines = binding_lines(plan, evaluation.estimate, budgets_bytes, changes)
+    lines += unsearched
     lines += [f"warning: {warning}" for warning in (*evaluation.warnings, *inputs.warnings)]
     return explanation(plan, evaluation.estimate, budgets_bytes, lines, runners_up)
 

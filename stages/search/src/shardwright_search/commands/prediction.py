@@ -21,6 +21,7 @@ from shardwright_search.profile_options import ProfileOptions
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import headroom
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
+from shardwright_search.space.runnable import left_out
 
 
 class Inputs(NamedTuple):
@@ -131,11 +132,11 @@ def prediction_of_searched(
     `budgets_bytes` is the budget of a rank of each pipeline stage.
     """
     plan, evaluation = answer.chosen
+    unsearched = [f"not searched: {line}" for line in left_out(request, plan.model)]
+    further = *_unlisted(answer), *_communicators(answer, request, budgets_bytes)
     fullest = max(range(len(plan.stages)), key=lambda stage: evaluation.estimate.stages[stage].memory_bytes)
     return replace(
-        prediction_of_evaluated(
-            plan, evaluation, files, (*warnings, *_unlisted(answer), *_communicators(answer, request, budgets_bytes))
-        ),
+        prediction_of_evaluated(plan, evaluation, files, (*warnings, *unsearched, *further)),
         memory_budget_bytes=budgets_bytes[fullest],
         proof=Proof(
             objective="closed form" if request.objective is Objective.STEP_TIME else "closed form / batch size",

@@ -9,6 +9,7 @@ from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR
 from shardwright_formats.semantics.expert_messages import shares_experts
 from shardwright_formats.types import EMBEDDING, HEAD, ContextParallel, Plan, Strategy
 from shardwright_formats.types.hardware_profile import Collective
+from shardwright_models.context import plan_obstacle
 from shardwright_search.cost_model.expert_load import StatedLoad
 from shardwright_search.cost_model.profiles import LayerPoints, Profiles, Sources, sources_of
 
@@ -22,9 +23,11 @@ def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
     Before them `plan_only` says why this project's runtime cannot run the plan. The first two repeat what the profile's
     own notes say of such numbers, such as the error that was seen.
     """
-    obstacle = [] if plan.cluster.obstacle is None else [f"plan_only: {plan.cluster.obstacle}"]
+    context = plan_obstacle(plan)
+    obstacles = (plan.cluster.obstacle, None if context is None else context.problem)
+    unrun = (f"plan_only: {obstacle}" for obstacle in obstacles if obstacle is not None)
     lines = (line for one in profiles.used(plan.cluster) for line in _device_lines(plan, one))
-    return (*obstacle, *dict.fromkeys(lines), *_load_lines(plan, profiles), *_document_lines(plan))
+    return (*unrun, *dict.fromkeys(lines), *_load_lines(plan, profiles), *_document_lines(plan))
 
 
 def _document_lines(plan: Plan) -> Iterator[str]:

@@ -18,6 +18,7 @@ from shardwright_search.solver.stopping import Stopped, latest, left, soon
 from shardwright_search.space.budget import Infeasible, any_fits, states_beyond_budget
 from shardwright_search.space.configurations import configurations, divisors, narrowed
 from shardwright_search.space.request import OuterSpace, SearchRequest, Space, batch_sizes
+from shardwright_search.space.runnable import runnable
 from shardwright_search.space.search_space import space_of
 
 _MORE_MEMORY = 1.1
@@ -70,7 +71,7 @@ def neighbours(plan: Plan, request: SearchRequest, profiles: Profiles, file: Pat
 
     Degrees and counts are those of the request's space but the plan's own; counts are of the plan's batch size.
     """
-    kinds = _kinds(plan, narrowed(request, plan.cluster), file)
+    kinds = _kinds(plan, runnable(narrowed(request, plan.cluster), plan.model, file), file)
     return tuple(WhatIf(kind, changed, plan.model, plan.cluster, profiles, file) for kind, changed in kinds)
 
 

@@ -30,6 +30,8 @@ class Demands(NamedTuple):
     """Whether no pipeline stage has the embedding or the head alone."""
     allows: Callable[[Configuration], bool] = _any
     """Whether a configuration may be searched; its `layers` are the strategy that all layers share, if they do."""
+    elsewhere: bool = False
+    """Whether another system runs the plan, whose context parallelism is not limited as this project's is."""
 
 
 NO_DEMANDS = Demands()

@@ -25,6 +25,7 @@ from shardwright_search.space.demands import NO_DEMANDS, Demands, Outer
 from shardwright_search.space.first_bound import FirstBounds
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest, StageWidths
+from shardwright_search.space.runnable import runnable
 
 _ROUNDING_BYTES = 16
 """The most that rounding up each term of a corrected memory can add."""
@@ -269,13 +270,16 @@ def space_of(
 ) -> SearchSpace:
     """Return what is searched of a request; `known`: prices of a cluster with the same node types, or more.
 
-    Raises BadInput for profiles that do not fit the request, or a budget that no device has.
+    Raises BadInput for profiles that do not fit the request, a budget that no device has, and where the runtime has
+    none of the context parallelism that is asked for.
     """
     check_profiles(profiles, model, cluster, request.precision, request.attention, request.compile)
     request = with_spare(request, cluster, profiles)
     sizes = budgets_of(request, cluster, file)
     profiled = set.intersection(*({key.tp_size for key in each.layers} for each in profiles.used(cluster)))
     request = narrowed(request, cluster, profiled)
+    if not demands.elsewhere:
+        request = runnable(request, model, file)
     budgets = {
         name: _without_process(size, profiles.of_device(cluster.node_types[name].device), cluster.num_devices > 1)
         for name, size in sizes.items()

@@ -8,8 +8,8 @@ from msgspec import UNSET
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import FP8, HEAD, Attention, ContextParallel, Plan
-from shardwright_models.facts import Mask
+from shardwright_formats.types import FP8, HEAD, Attention, Plan
+from shardwright_models.context import WITHOUT_FLASH, plan_obstacle
 from shardwright_models.registry import FAMILIES, facts_of
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
@@ -54,7 +54,7 @@ def flash_obstacle(plan: Plan) -> str | None:
     if any(h.features_of_values != h.head_features for h in attentions):
         return "computes no value heads of other features than query heads"
     if any(axes_of(layer).shares_context for layer in plan.layers):
-        return "attends to no positions of other ranks, as cp_size asks for"
+        return WITHOUT_FLASH
     if any(h.alibi for h in attentions):
         return "cannot add the slopes of ALiBi to scores"
     return f"has heads of up to {_WIDEST_HEAD} features, the model of {widest}" if widest > _WIDEST_HEAD else None
@@ -83,38 +83,10 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
         yield f"attention {plan.attention} {obstacle}", "use auto, sdpa or eager"
     if plan.compile and any(kind.experts is not UNSET for kind in plan.model.types.values()):
         yield "compile: blocks with experts are not compiled, for the host tells their rows apart", "leave it out"
-    if any(axes_of(strategy).shares_context for strategy in (plan.embedding, *plan.layers, plan.head)):
-        yield from _beyond_context(plan)
+    if (shared := plan_obstacle(plan)) is not None:
+        yield shared
     if plan.fused and (obstacle := _fused_obstacle(plan)) is not None:
         yield f"fused {obstacle}", "leave it out"
-
-
-def _beyond_context(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what cannot be run where positions attend to those of other ranks."""
-    facts = facts_of(plan.model)
-    key = facts.dropouts.attention
-    if facts.configured(plan.model.config).get(key):
-        problem = f"cp_size above 1 drops nothing inside attention, for which {key} has a rate"
-        yield problem, f"describe the model with {key} 0, or share positions out by sequence_parallel"
-    if plan.compile:
-        yield "compile: blocks that attend to positions of other ranks (cp_size) are not compiled", "leave it out"
-    if facts.joined_by is not None:
-        yield "cp_size above 1 is not for images among a text, which keep their order", "use sequence_parallel"
-    if any(layer.context is ContextParallel.RING for layer in plan.layers) and (obstacle := ring_obstacle(plan)):
-        yield f"context ring {obstacle}", "use gather"
-
-
-def ring_obstacle(plan: Plan) -> str | None:
-    """Return why attention of a plan's model cannot go round a ring, or None: its blocks take no mask but documents."""
-    facts = facts_of(plan.model)
-    regions = (region for kind in plan.model.types.values() for region in kind.regions)
-    attentions = [region.attention for region in regions if region.attention is not None]
-    if facts.mask not in (Mask.CAUSAL, Mask.NONE):
-        return f"adds no {facts.mask} to scores, as {plan.model.family} models do"
-    if Attention.SDPA not in facts.kernels or plan.attention is Attention.EAGER:
-        return "computes with the kernels of sdpa alone"
-    crossed = any(attention.keys != attention.queries for attention in attentions)
-    return "attends to no other sequence than the queries'" if crossed else None
 
 
 def _fused_obstacle(plan: Plan) -> str | None:
