@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright_train.models.experts import Choice
 from shardwright_train.models.registry import family_named
+from shardwright_train.models.routers import Choice
 
 
 def with_balance(stock: nn.Module) -> nn.Module:

@@ -107,13 +107,13 @@ class Family:
         return (block(states[0], attention_mask=mask, **arguments),)
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return the cosines and sines [1, s, features] of a type of block at some positions [1, s]."""
-        angles: tuple[Tensor, ...] = rotary(example, positions)
-        return angles
+        """Return cosines and sines [1, s, features], or complex numbers, of a type of block at positions [1, s]."""
+        angles: Any = rotary(example, positions)
+        return angles if isinstance(angles, tuple) else (angles,)
 
     def rotation(self, angles: tuple[Tensor, ...]) -> Any:
-        """Return what blocks take for these cosines and sines."""
-        return angles
+        """Return what blocks take for these: a pair, or the complex numbers alone."""
+        return angles if len(angles) > 1 else angles[0]
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """Correct the attributes in which a stock block stores its unsharded size."""

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from shardwright_formats.semantics.expert_messages import shares_experts
 from shardwright_formats.types import LayerStrategy, Strategy
@@ -16,6 +15,7 @@ from shardwright_models.facts import BLOCK
 from shardwright_train.data.share import Batch
 from shardwright_train.models.auxiliary_loss import States, WithLoss
 from shardwright_train.models.llama import Llama
+from shardwright_train.models.routers import Choice, chosen
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.experts import dispatch, exchange, expert_products
@@ -40,6 +40,8 @@ class Sparse(Llama):
     """Name of the feed-forward part of a block."""
     always: tuple[str, ...] = ()
     """Path in a block of the experts that compute every position, if there are such."""
+    returns_scores: bool = False
+    """Whether the stock feed-forward part also returns the router's scores, which blocks leave alone."""
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """Return a stock block; one with experts also returns the balance loss."""
@@ -82,17 +84,20 @@ class Sparse(Llama):
         return WithLoss((output[0],), noted.tensor, noted.counts)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """Tell the experts which ranks share them."""
+        """Tell the experts which ranks share them, and note that nothing but a sum needs the last product of others."""
         super().after_split(block, config, tensor_parallel)
+        summed = [f"{path}.down_proj" for path in self.always]
+        for last in (module for name, module in block.named_modules() if name in summed):
+            last.forward = partial(tensor_parallel.recomputation.product, last.forward)
         block.get_submodule(self.part).tensor_parallel = tensor_parallel  # type: ignore[assignment]
 
-    def choose(self, part: Any, x: Tensor) -> "Choice":
+    def choose(self, part: Any, x: Tensor) -> Choice:
         """Return the choice of the router of a block's feed-forward part for positions x [positions, hidden]."""
         return chosen(x, part.gate.weight, part.gate.top_k, getattr(part.gate, "norm_topk_prob", True))
 
     def compute(self, part: Any, hidden: Tensor) -> Any:
         """Return what the stock feed-forward part does for states [samples, positions, hidden]."""
-        return _forward(part, hidden)
+        return (_forward(part, hidden), None) if self.returns_scores else _forward(part, hidden)
 
     def compute_experts(
         self, experts: Any, rows: Tensor, weights: "Unseen", counts: Tensor, recomputation: Recomputation
@@ -133,28 +138,6 @@ class _Noted(Unseen):
     def __init__(self, loss: Tensor, counts: Tensor) -> None:
         super().__init__(loss)
         self.counts = counts
-
-
-class Choice(NamedTuple):
-    """The choice of a router."""
-
-    probabilities: Tensor
-    """Probabilities of all experts [positions, experts], in float32 or wider."""
-    experts: Tensor
-    """Experts of each position [positions, top_k]."""
-    weights: Tensor
-    """Weights of their results [positions, top_k], in the format of the probabilities."""
-
-
-def chosen(x: Tensor, matrix: Tensor, top_k: int, normed: bool) -> Choice:
-    """Return what a router of a matrix [experts, hidden] chooses for positions x [positions, hidden].
-
-    In float32 and narrower formats the result is the stock routers', to the bit.
-    """
-    logits = linear(x, matrix)
-    probabilities = logits.softmax(-1, dtype=torch.promote_types(torch.float32, logits.dtype))
-    weights, index = probabilities.topk(top_k, -1)
-    return Choice(probabilities, index, weights / weights.sum(-1, keepdim=True) if normed else weights)
 
 
 def balance(probabilities: Tensor, counts: Tensor, length: int) -> Tensor:

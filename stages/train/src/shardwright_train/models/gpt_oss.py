@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from shardwright_models.facts import BLOCK, FULL, SLIDING
-from shardwright_train.models.experts import Choice, Sparse, Unseen
+from shardwright_train.models.clamped_swiglu import clamped_swiglu
+from shardwright_train.models.experts import Sparse, Unseen
 from shardwright_train.models.llama import Llama
+from shardwright_train.models.routers import Choice, scored
 from shardwright_train.models.sinks import SINK_ATTENTION
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.experts import expert_products, with_biases
@@ -32,16 +32,12 @@ class GptOss(Sparse):
         "mlp.experts.down_proj_bias": Rule("inside", ep_dim=0),
     }
 
+    returns_scores = True
+
     def choose(self, part: Any, x: Tensor) -> Choice:
         """Return the choice of a router, whose weights are a softmax over those of the chosen experts alone."""
-        logits = linear(x, part.router.weight, part.router.bias)
-        wide = torch.promote_types(torch.float32, logits.dtype)
-        scores, index = logits.topk(part.router.top_k, -1)
-        return Choice(logits.softmax(-1, dtype=wide), index, scores.softmax(-1, dtype=wide))
-
-    def compute(self, part: Any, hidden: Tensor) -> tuple[Tensor, None]:
-        """Return the sum of the chosen experts' results, and nothing where the stock part has the router's scores."""
-        return super().compute(part, hidden), None
+        probabilities, scores, index = scored(x, part.router)
+        return Choice(probabilities, index, scores.softmax(-1))
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
         """Let the first rank alone add biases behind products that are summed over ranks."""
@@ -55,29 +51,7 @@ class GptOss(Sparse):
         """Return the weighted results of experts: their last product is of weighted rows, and so are its biases."""
         products = expert_products(rows, experts.gate_up_proj.transpose(1, 2), counts)
         gate_up = with_biases(products, experts.gate_up_proj_bias, counts)
-        inner: Tensor = _Gated.apply(gate_up, weights.tensor, experts.limit, experts.alpha)  # type: ignore[no-untyped-call]
+        inner = clamped_swiglu(gate_up, weights.tensor, experts.limit, experts.alpha)
         results = recomputation.product(expert_products, inner, experts.down_proj.transpose(1, 2), counts)
         biases = experts.down_proj_bias * getattr(experts, "keeps_biases", 1.0)
         return with_biases(results, biases, counts, weights.tensor)
-
-
-class _Gated(torch.autograd.Function):
-    """A clamped SwiGLU of rows whose columns of gate and values alternate, weighted: it keeps its input alone."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, limit: float, alpha: float) -> Tensor:
-        ctx.save_for_backward(gate_up, weights)
-        ctx.numbers = limit, alpha
-        return _gated(gate_up, weights, limit, alpha)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            of_input, of_weights = torch.autograd.grad(_gated(*inputs, *ctx.numbers), inputs, gradient)
-        return of_input, of_weights, None, None
-
-
-def _gated(gate_up: Tensor, weights: Tensor, limit: float, alpha: float) -> Tensor:
-    gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
-    return ((up + 1) * (gate * (gate * alpha).sigmoid()) * weights[:, None]).to(gate_up.dtype)

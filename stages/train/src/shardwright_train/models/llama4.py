@@ -1,22 +1,19 @@
 """Llama 4 (Meta 2025), its language model."""
 
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import Tensor
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Model, base_type
 from shardwright_models.families.llama4 import ROTATED_DENSE, ROTATED_SPARSE, TYPES
-from shardwright_train.models.experts import Choice, Sparse, Unseen
+from shardwright_train.models.experts import Sparse, Unseen
 from shardwright_train.models.llama import Llama
 from shardwright_train.models.masks import Places
+from shardwright_train.models.routers import Choice, scored
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.experts import expert_products
 from shardwright_train.parallel.sharding_rules import INSIDE, Parts, Rule
-from shardwright_train.parallel.tensor import TensorParallel
 
 
 class Llama4(Sparse):
@@ -33,17 +30,12 @@ class Llama4(Sparse):
     }
     part = "feed_forward"
     always = ("feed_forward.shared_expert",)
+    returns_scores = True
 
     def choose(self, part: Any, x: Tensor) -> Choice:
         """Return the choice of a router, whose weights are sigmoids of the chosen experts' scores."""
-        logits = linear(x, part.router.weight)
-        wide = torch.promote_types(torch.float32, logits.dtype)
-        scores, index = logits.topk(part.router.top_k, -1)
-        return Choice(logits.softmax(-1, dtype=wide), index, scores.to(wide).sigmoid())
-
-    def compute(self, part: Any, hidden: Tensor) -> tuple[Tensor, None]:
-        """Return the sum of experts' results, and nothing where the stock part has the router's scores."""
-        return super().compute(part, hidden), None
+        probabilities, scores, index = scored(x, part.router)
+        return Choice(probabilities, index, scores.sigmoid())
 
     def compute_experts(
         self, experts: Any, rows: Tensor, weights: Unseen, counts: Tensor, recomputation: Recomputation
@@ -65,18 +57,3 @@ class Llama4(Sparse):
             problem = f"ulysses and cp_size above 1: queries of {kind} layers are scaled by their positions in a sample"
             raise BadInput(f"model {model.name}", problem, "use megatron there, or attn_temperature_tuning false")
         return super().constants(model, kind, places, *others)
-
-    def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return the rotations [1, s, features / 2], complex numbers."""
-        return (rotary(example, positions),)
-
-    def rotation(self, angles: tuple[Tensor, ...]) -> Tensor:
-        """Return these."""
-        return angles[0]
-
-    def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """Note that nothing but a sum needs the last product of the shared expert."""
-        super().after_split(block, config, tensor_parallel)
-        if (shared := getattr(block.feed_forward, "shared_expert", None)) is not None:
-            last: Any = shared.down_proj
-            last.forward = partial(tensor_parallel.recomputation.product, last.forward)
