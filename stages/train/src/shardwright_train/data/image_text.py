@@ -50,9 +50,11 @@ class ImageText(Causal):
         """Return the objective of a configuration, which says how many positions an image takes."""
         vision = config.vision_config
         form = vision.num_channels, vision.image_size, vision.image_size
-        scale = _CLIP if vision.model_type == "clip_vision_model" and len(_CLIP[0]) == form[0] else ((0.5,),) * 2
+        mean, deviation = (
+            _CLIP if vision.model_type == "clip_vision_model" and len(_CLIP[0]) == form[0] else ((0.5,), (0.5,))
+        )
         tokens = config.vocab_size, sequence_length, config.image_token_index, config.image_seq_length
-        return cls(*tokens, form, *scale, getattr(config, IMAGES, 1))
+        return cls(*tokens, form, mean, deviation, getattr(config, IMAGES, 1))
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
         """Return `tokens` and `labels` [n, sequence_length] of samples that hold an image's tokens or none."""
