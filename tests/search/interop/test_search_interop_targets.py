@@ -150,10 +150,19 @@ def test_embedding_and_head_are_as_the_system_has_them():
             assert shared == msgspec.structs.asdict(strategy), name
 
 
-def test_models_that_no_system_with_one_strategy_runs_are_refused_in_one_line():
-    question = question_of(AdviseOptions(model="t5-3b", gpus="8:H100-SXM", batch=64))
-    with pytest.raises(BadInput, match="--for torchtitan: torchtitan runs no plan of t5-3b on 8:H100-SXM: choose"):
-        best_for(System.TORCHTITAN, question, lambda _: None, 5.0)
+@pytest.mark.parametrize(
+    ("system", "model", "types"),
+    [
+        (System.TORCHTITAN, "t5-3b", "encoder, decoder"),
+        (System.ACCELERATE, "gpt-oss-20b", "sliding_attention, full_attention"),
+        (System.DEEPSPEED, "gpt-oss-20b", "sliding_attention, full_attention"),
+    ],
+)
+def test_models_that_no_system_with_one_strategy_runs_are_refused_in_one_line(system, model, types):
+    question = question_of(AdviseOptions(model=model, gpus="8:H100-SXM", batch=64))
+    problem = f"--for {system}: .* is given one strategy for layers of one type, and {model} has {types}: choose"
+    with pytest.raises(BadInput, match=problem):
+        best_for(system, question, lambda _: None, 5.0)
 
 
 def test_advice_for_a_system_starts_there_and_export_takes_another_choice(tmp_path, capsys):

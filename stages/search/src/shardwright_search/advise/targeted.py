@@ -64,7 +64,7 @@ def best_for(
     BadInput where the system runs no plan of the model on these devices.
     """
     target, deadline = TARGETS[system], until(CpuSeconds(limit_s))
-    ways = _ways(target, question)
+    ways = _ways(target, system, question)
     answers, lacking, late = list[SearchAnswer](), list[Infeasible](), list[StoppedEarly]()
     given = question.model, question.cluster, question.profiles, Path(f"--for {system}")
     for number, way in enumerate(ways):
@@ -91,9 +91,15 @@ def best_for(
     return min(lacking, key=lambda each: each.missing_bytes)
 
 
-def _ways(target: Target, question: Question) -> Sequence[Limits]:
-    ways = target.limits(question.model, question.request.precision)
-    return [way for way in ways if not way.uniform or _is_of_one_type(question.model)]
+def _ways(target: Target, system: System, question: Question) -> Sequence[Limits]:
+    """Return the ways in which a system runs a model; raises BadInput where each has one type of layer alone."""
+    model, ways = question.model, target.limits(question.model, question.request.precision)
+    possible = [way for way in ways if not way.uniform or _is_of_one_type(model)]
+    if ways and not possible:
+        types = ", ".join(dict.fromkeys(model.layers))
+        problem = f"{target.title} is given one strategy for layers of one type, and {model.name} has {types}"
+        raise BadInput(f"--for {system}", problem, "choose another system, or leave --for out")
+    return possible
 
 
 def _is_of_one_type(model: Model) -> bool:
