@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from shardwright_formats.types import LayerStrategy, PipelineStage, Plan, Strategy
+from shardwright_formats.types import LayerStrategy, PipelineStage, Plan, Schedule, Strategy
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import difference, memory_changes, plan_differences, time_changes
 
@@ -32,16 +32,22 @@ def plans(make) -> tuple[Plan, Plan]:
     return first, second
 
 
+def _cut(plan, cuts):
+    stages = tuple(replace(stage, layers=layers) for stage, layers in zip(plan.stages, cuts, strict=True))
+    return replace(plan, stages=stages)
+
+
 def test_each_difference_is_one_line(plans):
     assert plan_differences(*plans) == (
         "num_microbatches: 4 → 2",
         "pipeline stages: 2 → 1",
+        "layers of a pipeline stage: 2 → 4",
         "embedding: tp1 x dp1 → tp1 x dp2 ddp",
         "head: tp1 x dp1 → tp1 x dp2 ddp",
         "layer 0: tp1 x dp1 → tp1 x dp2 ddp",
         "layer 1: tp1 x dp1 recompute full → tp1 x dp2 zero3",
-        "layer 2: tp1 x dp1 in stage 1 → tp1 x dp2 zero3 in stage 0",
-        "layer 3: tp1 x dp1 in stage 1 → tp1 x dp2 ddp in stage 0",
+        "layer 2: tp1 x dp1 → tp1 x dp2 zero3",
+        "layer 3: tp1 x dp1 → tp1 x dp2 ddp",
     )
 
 
@@ -51,12 +57,20 @@ def test_neighbouring_layers_that_differ_alike_are_told_together(plans):
     assert plan_differences(plan, plain) == ("layers 1-2: tp1 x dp2 zero3 → tp1 x dp2 ddp",)
 
 
-def test_layers_that_only_move_to_another_stage_differ(plans):
-    plan, _ = plans
-    own = [replace(stage, layers=(cut,)) for stage, cut in zip(plan.stages, ((0, 1), (1, 4)), strict=True)]
-    same = "tp1 x dp1 recompute full"
-    moved = replace(plan, stages=tuple(own))
-    assert plan_differences(plan, moved) == (f"layer 1: {same} in stage 0 → {same} in stage 1",)
+def test_a_moved_cut_is_one_line_and_layers_on_both_sides_are_told_together(plans):
+    plan = plans[0]
+    moved = _cut(plan, (((0, 1),), ((1, 4),)))
+    assert plan_differences(plan, moved) == ("layers of a pipeline stage: 2 → 1 + 3",)
+    full = replace(moved, layers=(plan.layers[1],) * 4)
+    assert plan_differences(plan, full)[1:] == tuple(
+        f"{layers}: tp1 x dp1 → tp1 x dp1 recompute full" for layers in ("layer 0", "layers 2-3")
+    )
+
+
+def test_chunks_that_differ_are_told_by_their_layers(plans):
+    plan = replace(plans[0], schedule=Schedule.INTERLEAVED_1F1B)
+    cuts = ((0, 1), (2, 3)), ((1, 2), (3, 4))
+    assert plan_differences(plan, _cut(plan, cuts)) == ("layers of a pipeline stage: 2 → 1, 1",)
 
 
 def test_a_plan_differs_in_nothing_from_itself_and_from_another_spelling(plans):

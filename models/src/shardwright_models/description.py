@@ -257,8 +257,8 @@ def _chosen_products(family: Family, config: Config, experts: Experts | UnsetTyp
 
 
 def _whole_sequence(family: Family, config: Config, layer: str) -> dict[str, int]:
-    """Return what takes a whole sequence on each rank; so do positions that attend to a part of it, as to an image."""
-    apart = {ATTENDED: 1} if ATTENDED in config else {}
+    """Return what takes a whole sequence on each rank; so do blocks that attend to a part of it, as to an image."""
+    apart = {ATTENDED: 1} if ATTENDED in config and layer not in (EMBEDDING, HEAD) else {}
     return _one_rank(family.undivided_sequence, layer) or apart
 
 

@@ -208,8 +208,7 @@ def plan_differences(plan: Plan, other: Plan) -> tuple[str, ...]:
         for field in _FIELDS
         if getattr(plan, field) != getattr(other, field)
     ]
-    if len(plan.stages) != len(other.stages):
-        lines.append(f"pipeline stages: {len(plan.stages)} → {len(other.stages)}")
+    lines += _cut_differences(plan, other)
     ranks, others = ([len(stage.ranks) for stage in each.stages] for each in (plan, other))
     if ranks != others and len(set(ranks)) + len(set(others)) > 2:
         lines.append(f"ranks of the pipeline stages: {' + '.join(map(str, ranks))} → {' + '.join(map(str, others))}")
@@ -287,25 +286,25 @@ def _effect(strategy: Strategy) -> tuple[object, ...]:
     return effective(strategy), strategy.recompute if isinstance(strategy, LayerStrategy) else None
 
 
-def _stage_of_layers(plan: Plan) -> list[int]:
-    return [
-        number
-        for layer in range(len(plan.layers))
-        for number, stage in enumerate(plan.stages)
-        if any(low <= layer < high for low, high in stage.layers)
-    ]
+def _cut_differences(plan: Plan, other: Plan) -> Iterator[str]:
+    """Yield a line for the number of pipeline stages, and one for their layers."""
+    if len(plan.stages) != len(other.stages):
+        yield f"pipeline stages: {len(plan.stages)} → {len(other.stages)}"
+    if [stage.layers for stage in plan.stages] != [stage.layers for stage in other.stages]:
+        yield f"layers of a pipeline stage: {_cut_words(plan)} → {_cut_words(other)}"
+
+
+def _cut_words(plan: Plan) -> str:
+    """Return the numbers of layers of the stages; of interleaved ones those of each chunk, such as 2, 1 + 1, 2."""
+    counts = [", ".join(str(high - low) for low, high in stage.layers) for stage in plan.stages]
+    return counts[0] if len(set(counts)) == 1 else " + ".join(counts)
 
 
 def _layer_differences(plan: Plan, other: Plan) -> Iterator[str]:
-    """Yield a line for neighbouring layers that differ alike; it names the pipeline stage where that changes."""
-    stages = list(zip(_stage_of_layers(plan), _stage_of_layers(other), strict=True))
+    """Yield a line for neighbouring layers whose strategies differ alike."""
     effects = [(_effect(here), _effect(there)) for here, there in zip(plan.layers, other.layers, strict=True)]
-    for (effect, moves), run in groupby(range(len(plan.layers)), key=lambda i: (effects[i], stages[i])):
+    for (here, there), run in groupby(range(len(plan.layers)), key=effects.__getitem__):
         low, *others = run
-        if effect[0] == effect[1] and moves[0] == moves[1]:
-            continue
-        sides = [
-            strategy_words(each.layers[low]) + (f" in stage {stage}" if moves[0] != moves[1] else "")
-            for each, stage in zip((plan, other), moves, strict=True)
-        ]
-        yield f"{range_words(low, low + len(others) + 1)}: {' → '.join(sides)}"
+        if here != there:
+            words = f"{strategy_words(plan.layers[low])} → {strategy_words(other.layers[low])}"
+            yield f"{range_words(low, low + len(others) + 1)}: {words}"
