@@ -34,7 +34,7 @@ from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.demands import NO_DEMANDS, Demands
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import Objective, Robust, SearchRequest
-from shardwright_search.space.room_parts import parts_of
+from shardwright_search.space.room_parts import part_with_room, parts_of
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
 _MAX_NEAR_ELSEWHERE = 16
@@ -202,9 +202,8 @@ def _once(
     choices = _choices(space, optimum) if request.robust is None else _robust(space, optimum, report)
     choice, whole = latest(choices, after)
     choice = choice or _Choice(optimum.best, (optimum.best,), len(optimum.near))
-
-    stopped = optimum.stopped or not whole
-    return replace(_answer(space, optimum, choice, budgets, deadline), stopped=stopped, reserve_gib=request.reserve_gib)
+    answer = _answer(space, optimum, choice, budgets, deadline)
+    return replace(answer, stopped=optimum.stopped or not whole, reserve_gib=request.reserve_gib)
 
 
 def listed(make: Callable[[], T], file: Path, deadline: float) -> T:
@@ -347,4 +346,5 @@ def _optimum(space: SearchSpace, deadline: float | None, report: Report) -> Opti
         waits=lambda asked: asked.num_chunks > 1,
         wide=len(space.instance.budgets) > 1,
         parts_of=partial(parts_of, space.instance),
+        with_room=partial(part_with_room, space.instance),
     )

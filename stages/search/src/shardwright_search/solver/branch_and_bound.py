@@ -9,27 +9,20 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate
-from typing import Generic, NamedTuple
+from typing import Generic
 
 import numpy as np
 
-from shardwright_search.solver.guesses import GUESSED, best_guess
+from shardwright_search.solver.guesses import AT_ONCE, GUESSED, WIDE, best_guess, guess_with_room
+from shardwright_search.solver.open_configurations import LIMITS, NOTHING, RELAXED, Open, cuts_of
 from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.stopping import Spent, ended
 from shardwright_search.solver.targets import Best, C, Optimum, Solvable, Target
 
-_RELAXED = -1
-_WIDE = (0.01, 0.02, GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
-"""Shares where bounds may be loose and plans are many, and past `GUESSED` where no plan is known yet: one
-after another, until a plan is found."""
-_AT_ONCE = 0.011
-"""Share above its bound up to which a configuration is solved at once: labels grow fast with it."""
 _MAX_WIDER_LABELS = 6_000
 """Work on a configuration's plans past the limit that it was solved below."""
 _MAX_PARTS = 400
 """Parts of configurations that are searched in their place; of more, bounds alone are known."""
-_LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
 
 
 def optimize(
@@ -43,6 +36,7 @@ def optimize(
     waits: Callable[[C], bool] = lambda configuration: False,
     wide: bool = False,
     parts_of: Callable[[Best[C]], Sequence[C] | None] = lambda best: None,
+    with_room: Callable[[Best[C]], C | None] = lambda best: None,
 ) -> Optimum[C]:
     """Return the best plan of all configurations, and up to `most` of each configuration within `near` of it.
 
@@ -51,16 +45,16 @@ def optimize(
     `waits` comes after the best plan of all others is found, which a search that is stopped then has. `wide`: guesses
     far above loose bounds are plans to be stayed below, too. `parts_of`: what to search in place of a configuration
     whose best plan is none after all; None where it is one. Where there are too many parts, the best is such a plan if
-    no other is known.
+    no other is known. `with_room`: the part in which to guess again where a guess is none after all.
     """
-    search = Search(targets, solvable, most, max_labels, wide, parts_of)
+    search = Search(targets, solvable, most, max_labels, wide, parts_of, with_room)
 
     def progress(bound: float, left: int) -> None:
         known = search.best_known
         report(np.inf if known is None else known.score, bound, left)
 
     stopped = not ended(partial(search.run, lambda _: search.best_score, progress, waits=waits), deadline)
-    best = search.best_known if stopped else search.best
+    best = search.best_known if stopped or search.left_out else search.best
     bound = min(search.min_bound, np.inf if best is None else best.score)
     limit = search.best_score * (1 + near)
     if not stopped and best is not None:
@@ -86,19 +80,6 @@ def plans_below(
                 yield Best(target, plan, target.score(plan.objective_ps))
 
 
-class _Open(NamedTuple):
-    """A configuration that is not solved yet, by its bound, and how often it was solved below a limit in vain."""
-
-    bound: float
-    number: int
-    tries: int
-    guess: float | None = None
-    """The score of a plan that is known of; infinity: none was found."""
-
-
-_NOTHING = _Open(np.inf, -1, 0)
-
-
 class Search(Generic[C]):
     """The configurations of a search, and what is known of each so far: that is true whenever the search is stopped."""
 
@@ -110,15 +91,16 @@ class Search(Generic[C]):
         max_labels: float,
         wide: bool = False,
         parts_of: Callable[[Best[C]], Sequence[C] | None] = lambda best: None,
+        with_room: Callable[[Best[C]], C | None] = lambda best: None,
     ) -> None:
-        self._wide = wide
+        self._wide, self._with_room = wide, with_room
         self._targets, self._solvable, self._most = list(targets), solvable, most
         self._parts_of, self._max_targets = parts_of, len(targets) + _MAX_PARTS
         self._max_labels, self._labels = max_labels, 0
-        self._now = _Open(0.0, -1, 0)
-        self.heap: list[_Open] = []
-        self._waiting: list[_Open] = []
-        self._closed: list[_Open] = []
+        self._now = Open(0.0, -1, 0)
+        self.heap: list[Open] = []
+        self._waiting: list[Open] = []
+        self._closed: list[Open] = []
         """Configurations whose bound is no lower than their limit."""
         self.plans: dict[int, tuple[Best[C], ...]] = {}
         """Plans below the limit, by configuration; none where none was found."""
@@ -150,7 +132,7 @@ class Search(Generic[C]):
         return min([self._now.bound, *left_out, *(one.bound for one in (*self.heap[:1], *self._waiting))])
 
     @property
-    def _left(self) -> list[_Open]:
+    def _left(self) -> list[Open]:
         return [*self.heap, *self._waiting]
 
     @property
@@ -174,10 +156,12 @@ class Search(Generic[C]):
         """Solve every configuration up to its limit, by ascending bound, and pass each better plan of one to `take`.
 
         Limits may fall meanwhile. `report` hears the least bound and how many configurations are left. Those that
-        `wait` come after all others.
+        `wait` come after all others, but for bounds that are the least of all.
         """
         self._relax(waits)
         while self.heap or self._end_wait():
+            if self._bound_waiting():
+                continue
             here = self.heap[0]
             limit = limit_of(self._targets[here.number])
             if here.bound >= limit:
@@ -192,12 +176,21 @@ class Search(Generic[C]):
                 take(guessed)
             for best in self.plans.get(here.number, ()):
                 take(best)
-            self._now = _NOTHING
+            self._now = NOTHING
+
+    def _bound_waiting(self) -> bool:
+        """Bound the most promising of those that wait, if it is that of all and has only a relaxed bound."""
+        here = self._waiting[0] if self._waiting else NOTHING
+        if here.tries != RELAXED or here.bound >= self.heap[0].bound:
+            return False
+        heapq.heappop(self._waiting)
+        self._bound(here, self._waiting)
+        self._now = NOTHING
+        return True
 
     def _end_wait(self) -> bool:
         """Let those that wait begin; whether there are any."""
         self.heap, self._waiting = self._waiting, []
-        heapq.heapify(self.heap)
         return bool(self.heap)
 
     def find_all(self, limit: float) -> None:
@@ -210,7 +203,7 @@ class Search(Generic[C]):
         heapq.heapify(self.heap)
         while self.heap and self.heap[0].bound <= limit:
             self._step(self.heap[0], float(np.nextafter(limit, np.inf)))
-            self._now = _NOTHING
+            self._now = NOTHING
         self._widen(limit)
 
     def unsolved(self) -> dict[int, float]:
@@ -235,39 +228,44 @@ class Search(Generic[C]):
             bound = target.score(self._solvable(target.configuration).relaxed_bound_ps)
             if np.isfinite(bound):
                 queue = self._waiting if waits(target.configuration) else self.heap
-                queue.append(_Open(bound, number, _RELAXED))
+                queue.append(Open(bound, number, RELAXED))
             self.looked_at = number + 1
         heapq.heapify(self.heap)
-        self._now = _NOTHING
+        heapq.heapify(self._waiting)
+        self._now = NOTHING
 
-    def _step(self, here: "_Open", limit: float) -> None:
+    def _step(self, here: Open, limit: float) -> None:
         """Bound the most promising configuration if it has only a relaxed bound, else solve below its next limit."""
         self._now = here
         heapq.heappop(self.heap)
-        target = self._targets[here.number]
-        if here.tries == _RELAXED:
-            bound = max(here.bound, target.score(self._solvable(target.configuration).lower_ps))
-            if np.isfinite(bound):
-                heapq.heappush(self.heap, _Open(bound, here.number, 0))
+        if here.tries == RELAXED:
+            self._bound(here, self.heap)
         else:
-            self._solve(here, target, limit)
+            self._solve(here, self._targets[here.number], limit)
 
-    def _solve(self, here: "_Open", target: Target[C], limit: float) -> None:
+    def _bound(self, here: Open, queue: list[Open]) -> None:
+        """Bound a configuration that has only a relaxed bound, and queue it again if a plan may fit in it."""
+        self._now, target = here, self._targets[here.number]
+        bound = max(here.bound, target.score(self._solvable(target.configuration).lower_ps))
+        if np.isfinite(bound):
+            heapq.heappush(queue, Open(bound, here.number, 0))
+
+    def _solve(self, here: Open, target: Target[C], limit: float) -> None:
         """Solve a configuration below its next limit; without a plan its bound is higher, or it has none.
 
         Narrow limits in which a guess says that there is no plan are passed over: what is found below a wider one is
         reported as the narrowest would have it.
         """
-        solvable, cuts = self._solvable(target.configuration), _cuts(here, limit)
+        solvable, cuts = self._solvable(target.configuration), cuts_of(here, limit)
         self.plans.setdefault(here.number, ())
         known, cut = here.guess, cuts[0]
         if known is None:
             guessed = self._guess(here, target, limit)
             known = np.inf if guessed is None else target.score(guessed.objective_ps)
             if guessed is not None and known < limit:
-                self._take_guess(here.number, Best(target, guessed, known))
+                self._take_guess(here.number, Best(target, guessed, known), limit)
         wanted = next((cut for cut in cuts if known < cut), limit)
-        if wanted <= here.bound * (1 + _AT_ONCE):
+        if wanted <= here.bound * (1 + AT_ONCE):
             cut = wanted
         solved = solvable.solve_below(target.time_ps(cut), self._most, self.tick)
         plans = tuple(Best(target, one, target.score(one.objective_ps)) for one in solved)
@@ -283,11 +281,17 @@ class Search(Generic[C]):
         if plans:
             self.best = min((*plans[:1], *self._best), key=_score)
         elif np.isfinite(cut):
-            heapq.heappush(self.heap, _Open(cut, here.number, min(tries + 1, len(_LIMITS)), known))
+            heapq.heappush(self.heap, Open(cut, here.number, min(tries + 1, len(LIMITS)), known))
 
-    def _take_guess(self, number: int, best: Best[C]) -> None:
+    def _take_guess(self, number: int, best: Best[C], limit: float) -> None:
+        known = self.best_known
         if self._parts_of(best) is not None:
-            return
+            if known is not None and known.score <= best.score * (1 + AT_ONCE):
+                return
+            again = guess_with_room(best, limit, self._solvable, self._with_room)
+            if again is None or self._parts_of(again) is not None:
+                return
+            best = again
         self.guesses[number] = best
         if self._wide:
             self.best = self.best_known
@@ -300,7 +304,7 @@ class Search(Generic[C]):
             return
         self.whole += [self.whole[number]] * len(parts)
         for part in parts:
-            heapq.heappush(self.heap, _Open(best.score, len(self._targets), _RELAXED))
+            heapq.heappush(self.heap, Open(best.score, len(self._targets), RELAXED))
             self._targets.append(best.target._replace(configuration=part))
         self.looked_at += len(parts)
 
@@ -312,10 +316,10 @@ class Search(Generic[C]):
                 known = [plans[0].target], self._solvable, above, self._most, _MAX_WIDER_LABELS
                 self.plans[number] = tuple(plans_below(*known)) or plans
 
-    def _guess(self, here: "_Open", target: Target[C], limit: float) -> PricedSolution | None:
+    def _guess(self, here: Open, target: Target[C], limit: float) -> PricedSolution | None:
         """Return the best guess; where bounds are loose or no plan is known, guess ever further above until some is."""
-        solvable, enough = self._solvable(target.configuration), target.time_ps(here.bound * (1 + _AT_ONCE))
-        further = [above for above in _WIDE if self._wide or above >= GUESSED]
+        solvable, enough = self._solvable(target.configuration), target.time_ps(here.bound * (1 + AT_ONCE))
+        further = [above for above in WIDE if self._wide or above >= GUESSED]
         for above in further if self._wide or self.best is None else further[:1]:
             below = min(limit, here.bound * (1 + above))
             if (plan := best_guess(solvable, target.time_ps(below), enough)) is not None or below == limit:
@@ -330,12 +334,6 @@ class Search(Generic[C]):
         """Return each configuration that a plan may fit in, with a lower bound on its score, the least first."""
         known = self._open | self.final_scores()
         return tuple((bound, self._targets[number]) for number, bound in sorted(known.items(), key=lambda i: i[::-1]))
-
-
-def _cuts(here: _Open, limit: float) -> list[float]:
-    """Return the limits that one after another would be tried, until one is the asked limit."""
-    cuts = list(accumulate(_LIMITS[here.tries :], lambda cut, more: cut * (1 + more), initial=here.bound))[1:]
-    return [*(cut for cut in cuts if cut < limit), limit]
 
 
 def _score(best: Best[C]) -> float:

@@ -22,6 +22,8 @@ from shardwright_search.step.memory import StageMemory, no_layers
 from shardwright_search.step.pareto import Ints, Numbers, beaten_alike, non_dominated, pairs
 
 _FEW = 8
+_LENGTHS = 6
+"""Lengths of runs for which a guess keeps promising labels."""
 
 
 class RunLabels(NamedTuple):
@@ -59,12 +61,14 @@ class RunLabels(NamedTuple):
 
 
 Reachable = list[tuple[Run, TargetRun]]
+Rest = tuple[tuple[int, ...], tuple[float, ...]]
+"""Layers that a target still lacks, and its caps."""
 
 
 class StageLabels:
     """The labels of a stage kind: facts that all share, and the labels of whole runs found so far.
 
-    `tick` is called between steps and may raise to stop. With `max_labels` no more of a run are extended.
+    `tick` is called between steps and may raise to stop. With `max_labels` about so many of a run are extended.
     """
 
     def __init__(
@@ -168,7 +172,8 @@ class StageLabels:
             labels,
         )
         rest = [(run.layers[depth + 1 :], target.caps[self.capped]) for run, target in reachable]
-        following = following.take(self._reaching(following, rest))
+        reaching = self._reaching if self._max_labels is None else self._promising
+        following = following.take(reaching(following, rest))
         most = max(sum(self._max_added[k] for k in layers) for layers, _ in rest)
         never = self.costs.group.budget_bytes - most - self._max_sent
         memory = list(np.maximum(following.peak.T, never))
@@ -201,23 +206,46 @@ class StageLabels:
         key = labels.received_layout * self.num_layouts + labels.output_layout
         return labels.take(np.sort(non_dominated(np.stack(columns, 1), key)))
 
-    def _reaching(self, labels: RunLabels, rests: Sequence[tuple[tuple[int, ...], tuple[float, ...]]]) -> Ints:
+    def _reaching(self, labels: RunLabels, rests: Sequence[Rest]) -> Ints:
         """Return the labels that fit, and that by the bounds on the rest of some target can stay within its caps."""
         fitting = labels.peak.max(1) <= self.costs.group.budget_bytes
-        keep, least = np.zeros(len(fitting), bool), np.full(len(fitting), np.inf)
+        keep = np.zeros(len(fitting), bool)
         for rest, caps in rests:
             rows = np.flatnonzero(fitting & ~keep)
             if not len(rows):
                 break
             for weights, cap in zip(self.weights, caps, strict=True):
-                cost = weights[0] * labels.time_ps[rows] + weights[1] * labels.exposed_ps[rows]
-                if rest:
-                    cost = cost + self.costs.min_rest(weights, rest, labels.resident[rows, 0], labels.peak[rows, 0])
-                rows, cost = rows[cost < cap], cost[cost < cap]
-            keep[rows], least[rows] = True, cost - cap
-        if self._max_labels is not None and keep.sum() > self._max_labels:
-            return np.sort(np.argpartition(least, self._max_labels)[: self._max_labels])
+                rows = rows[self._least(labels, rows, weights, rest) < cap]
+            keep[rows] = True
         return np.flatnonzero(keep)
+
+    def _promising(self, labels: RunLabels, rests: Sequence[Rest]) -> Ints:
+        """Return the labels that fit and are the most promising ones for some targets, from short runs to long ones.
+
+        What promises most for a short run leaves a long one too little memory.
+        """
+        assert self._max_labels is not None
+        some = np.unique(np.linspace(0, len(rests) - 1, _LENGTHS).round().astype(int))
+        fitting, few = (
+            np.flatnonzero(labels.peak.max(1) <= self.costs.group.budget_bytes),
+            self._max_labels // len(some),
+        )
+        keep = np.zeros(len(labels.time_ps), bool)
+        for rest, caps in (rests[number] for number in some):
+            costs = zip(self.weights, caps, strict=True)
+            with np.errstate(invalid="ignore"):  # neither fits nor has a cap
+                over = np.max([self._least(labels, fitting, weights, rest) - cap for weights, cap in costs], axis=0)
+            below = np.flatnonzero(over < 0)
+            best = below if len(below) <= few else below[np.argpartition(over[below], few)[:few]]
+            keep[fitting[best]] = True
+        return np.flatnonzero(keep)
+
+    def _least(self, labels: RunLabels, rows: Ints, weights: Weights, rest: tuple[int, ...]) -> Numbers:
+        """Return the least cost of a run through each of the rows, with the rest of its layers."""
+        cost = weights[0] * labels.time_ps[rows] + weights[1] * labels.exposed_ps[rows]
+        if not rest:
+            return cost
+        return cost + self.costs.min_rest(weights, rest, labels.resident[rows, 0], labels.peak[rows, 0])
 
 
 def _triangular(moves: Numbers) -> bool:

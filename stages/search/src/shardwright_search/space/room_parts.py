@@ -43,6 +43,20 @@ def parts_of(instance: Instance, best: Best[Configuration]) -> tuple[Configurati
     return tuple(configuration._replace(limits=(*configuration.limits, limit)) for limit in limits)
 
 
+def part_with_room(instance: Instance, best: Best[Configuration]) -> Configuration | None:
+    """Return the part in which each stage that lacks memory counts all groups that it has in a plan; None: none does.
+
+    None is returned of a configuration that has no parts, too.
+    """
+    configuration, solution = best.target.configuration, best.priced.solution
+    if not (instance.counts_communicators and is_divisible(configuration)):
+        return None
+    groups = stage_groups(instance, configuration, solution)
+    lacking = _lacking_bytes(instance, configuration, solution, groups)
+    limits = tuple(StageLimit(stage, groups[stage]) for stage, size in enumerate(lacking) if size > 0)
+    return configuration._replace(limits=(*configuration.limits, *limits)) if limits else None
+
+
 def alike_parts(instance: Instance, configuration: Configuration) -> Iterator[Configuration]:
     """Yield the parts of a configuration in which all layers have the same groups: these count all communicators."""
     if not instance.counts_communicators:

@@ -1,0 +1,31 @@
+"""Configurations that are not solved yet, and the limits below which each is solved one after another."""
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+RELAXED = -1
+"""Tries of a configuration that has only a relaxed bound."""
+LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
+"""Shares by which a limit is above the one before it."""
+
+
+class Open(NamedTuple):
+    """A configuration that is not solved yet, by its bound, and how often it was solved below a limit in vain."""
+
+    bound: float
+    number: int
+    tries: int
+    guess: float | None = None
+    """The score of a plan that is known of; infinity: none was found."""
+
+
+NOTHING = Open(np.inf, -1, 0)
+"""No configuration."""
+
+
+def cuts_of(here: Open, limit: float) -> list[float]:
+    """Return the limits that one after another would be tried, until one is the asked limit."""
+    cuts = list(accumulate(LIMITS[here.tries :], lambda cut, more: cut * (1 + more), initial=here.bound))[1:]
+    return [*(cut for cut in cuts if cut < limit), limit]
