@@ -234,11 +234,7 @@ def build_layer(
     style = _style(context, type_name, strategy, parameters, compiled)
     parallel = parallelize(module, style, sharings, plan.precision)
     if context.seed is not None:
-        module.to_empty(device=context.device)
-        for parameter in module.parameters():
-            local_tensor(parameter.detach()).zero_()  # what pads it stays so
-        if not context.resumes:
-            _fill(context, parallel, name, parameters)
+        _begin(context, parallel, name, parameters)
     shard = layout.activation_shard(context.me, plan.microbatch_samples, plan.model.sequence_length)
     return Layer(
         name=name,
@@ -308,6 +304,15 @@ def _constants(context: RankContext, type_name: str, tensor_parallel: TensorPara
     )
     kernel = SHARED_ATTENTION if tensor_parallel.attends_across else context.attention
     return context.family.constants(model, type_name, places, example, kernel, heads)
+
+
+def _begin(context: RankContext, parallel: ParallelModule, name: str, parameters: Mapping[str, Parameter]) -> None:
+    """Give a layer's shards memory, and their initial weights unless a checkpoint has them."""
+    parallel.module.to_empty(device=context.device)
+    for parameter in parallel.module.parameters():
+        local_tensor(parameter.detach()).zero_()  # what pads it stays so
+    if not context.resumes:
+        _fill(context, parallel, name, parameters)
 
 
 def _fill(context: RankContext, parallel: ParallelModule, name: str, parameters: Mapping[str, Parameter]) -> None:

@@ -18,7 +18,15 @@ from torch import Tensor
 from shardwright_formats.io import RunFailed, Stopped, read_document, remove_temporaries, write_document
 from shardwright_formats.types import BestCheckpoint, Plan, RunResult
 from shardwright_train.checkpoints.choice import check_shared, checkpoint_to_resume
-from shardwright_train.checkpoints.folders import METRICS, Beginning, Identity, Progress, folder_of_run, folder_of_step
+from shardwright_train.checkpoints.folders import (
+    METRICS,
+    Beginning,
+    Best,
+    Identity,
+    Progress,
+    folder_of_run,
+    folder_of_step,
+)
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes
 from shardwright_train.data.document_pairs import document_warnings
@@ -27,6 +35,7 @@ from shardwright_train.data.share import on_host, read_ahead
 from shardwright_train.data.split import Split, SplitPart
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor
+from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
 from shardwright_train.models.registry import family_named
 from shardwright_train.options import RunJob, RunOptions
@@ -228,12 +237,7 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
         step_time_s = time.perf_counter() - started
         if run.plan.compile and not run.tries and run.world.rank == 0 and step == run.resumed.step + 1:
             say_compiled(run.plan, step_time_s)
-        overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
-        if not outcome.finite and not overflowed:
-            where = first_nonfinite(run.engine, work, run.world)
-            problem = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
-            raise RunFailed(f"step {step}: {problem}: {where}: nothing of this step was saved")
-        scale = scale.after(overflowed)
+        scale = _scale_after(run, work, outcome, scale)
         evaluation, stops, best = None, outcome.stop, progress.best
         if run.evaluator is not None and run.evaluates_after(step) and not stops:
             with lack_of_memory_explained(job.plan, run.plan, run.engine):
@@ -242,17 +246,7 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
             best = better(best, evaluation, step, run.evaluator.data) if job.keep_best else None
         run.reports.write(step, outcome, step_time_s, evaluation)
         is_best = best != progress.best
-        progress = Progress(
-            step=step,
-            samples=progress.samples + run.plan.global_batch_size,
-            first_loss=outcome.loss if step == 1 else progress.first_loss,
-            last_loss=outcome.loss,
-            wall_s=run.resumed.wall_s + time.monotonic() - began,
-            updates=progress.updates + outcome.finite,
-            loss_scale=scale.value,
-            steps_without_overflow=scale.steps_without_overflow,
-            best=best,
-        )
+        progress = _progress_after(run, progress, outcome, scale, best, time.monotonic() - began)
         ends = stops or step == job.steps
         if ends or outcome.save or is_best or due.by_step(step):
             run.reports.finish()
@@ -266,6 +260,36 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
             run.world.first_does(partial(write_document, job.out / NOTE, note))
             raise Stopped(f"stopped after step {step} of {job.steps}: run the same command to resume")
     return progress
+
+
+def _scale_after(run: _Run, work: Step, outcome: StepOutcome, scale: LossScale) -> LossScale:
+    """Return the scale of the next step's loss.
+
+    Raises RunFailed, on all ranks, where loss or gradient norm is no number and no overflow that a lower scale mends.
+    """
+    overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
+    if not outcome.finite and not overflowed:
+        where = first_nonfinite(run.engine, work, run.world)
+        problem = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
+        raise RunFailed(f"step {work.number}: {problem}: {where}: nothing of this step was saved")
+    return scale.after(overflowed)
+
+
+def _progress_after(
+    run: _Run, before: Progress, outcome: StepOutcome, scale: LossScale, best: Best | None, took_s: float
+) -> Progress:
+    """Return the progress after one more step; this process has taken `took_s` for its steps."""
+    return Progress(
+        step=before.step + 1,
+        samples=before.samples + run.plan.global_batch_size,
+        first_loss=outcome.loss if before.step == 0 else before.first_loss,
+        last_loss=outcome.loss,
+        wall_s=run.resumed.wall_s + took_s,
+        updates=before.updates + outcome.finite,
+        loss_scale=scale.value,
+        steps_without_overflow=scale.steps_without_overflow,
+        best=best,
+    )
 
 
 def _wants_to_stop(stop_asked: list[int], due: Due) -> bool:
