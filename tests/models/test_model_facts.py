@@ -12,7 +12,8 @@ import yaml
 from random_configurations import length_of, random_configuration
 
 from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.semantics.communication import Cause, region_messages
+from shardwright_formats.semantics.communication import Cause, region_messages, tensors_of
+from shardwright_formats.semantics.context_messages import context_messages
 from shardwright_formats.semantics.schedules.passes import Pass
 from shardwright_formats.types import LayerStrategy, Model, SequenceParallel
 from shardwright_formats.types.plan import misfit
@@ -305,7 +306,7 @@ def test_swin_has_the_operations_that_its_authors_count(size, products):
     assert operations / 2e9 == pytest.approx(products, rel=0.01)
 
 
-def test_value_heads_of_other_features_are_exchanged_by_themselves_and_not_among_a_context():
+def test_value_heads_of_other_features_are_exchanged_by_themselves_and_gathered_with_keys():
     model = model_of_config(VARIANTS["deepseek-v3"], "m", 32, "config.json")
     ulysses = LayerStrategy(type="dense", tp_size=2, dp_size=1, sequence_parallel=SequenceParallel.ULYSSES)
     messages = [m for m in region_messages(model, "dense", ulysses, 1, 2, 1) if m.cause is Cause.ULYSSES]
@@ -314,4 +315,6 @@ def test_value_heads_of_other_features_are_exchanged_by_themselves_and_not_among
     assert len(widths) == 2 and {m.bytes for m in messages} == {2 * 32 * 4 * width // 2 for width in widths}
     assert sum(m.times for m in messages if m.during is Pass.FORWARD) == 4
     shared = LayerStrategy(type="dense", tp_size=1, dp_size=1, cp_size=2)
-    assert misfit(model, "dense", shared) == "cp_size 2: keys and values of unequal heads are not sent together"
+    assert misfit(model, "dense", shared) is None
+    given = model.types["dense"], shared, 1, tensors_of(model, model.types["dense"])
+    assert {m.bytes for m in context_messages(*given, 2, 2, 1)} == {2 * 32 * 4 * sum(widths)}

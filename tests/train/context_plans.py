@@ -14,9 +14,9 @@ from shardwright_models.context import ring_obstacle
 AnyStrategy = TypeVar("AnyStrategy", bound=Strategy)
 FAMILIES = (
     *("llama", "qwen3", "gpt2", "bert", "t5", "vit", "olmo2", "gemma2", "gemma3_text", "cohere2", "baichuan"),
-    *("mixtral", "phi3", "modernbert", "whisper", "gpt_oss", "ministral3"),
+    *("mixtral", "phi3", "modernbert", "whisper", "gpt_oss", "ministral3", "deepseek_v2", "deepseek_v3"),
 )
-"""Every kind of mask and of positions."""
+"""Every kind of mask, of positions and of heads."""
 _BEFORE = {"original_max_position_embeddings": 8}
 LONG = (
     {"rope_type": "yarn", "factor": 8.0, **_BEFORE},

@@ -20,6 +20,8 @@ from shardwright_train.parallel.context_shares import ContextShares, visible
 from shardwright_train.parallel.world import joined_world
 
 SAMPLES, HEADS, KV_HEADS, LENGTH, FEATURES, SCALE = 2, 6, 2, 48, 8, 0.3
+NARROW, WIDE = 5, 11
+"""Features of values that have others than queries."""
 CUTS = ((5, 17, 18, 40), (31,))
 """First positions of the documents of each sample but its first document."""
 
@@ -46,17 +48,18 @@ def zig_zag(pairs: int) -> tuple[int, ...]:
     return tuple(torch.cat([chunk for i in range(pairs) for chunk in (chunks[i], chunks[-1 - i])]).tolist())
 
 
-def drawn(dtype: torch.dtype) -> Drawn:
+def drawn(dtype: torch.dtype, of_values: int = FEATURES) -> Drawn:
     generator = torch.Generator().manual_seed(0)
 
-    def rand(heads: int) -> Tensor:
-        return torch.randn(SAMPLES, heads, LENGTH, FEATURES, generator=generator, dtype=torch.float64).to(dtype)
+    def rand(heads: int, features: int) -> Tensor:
+        return torch.randn(SAMPLES, heads, LENGTH, features, generator=generator, dtype=torch.float64).to(dtype)
 
     documents = torch.zeros(SAMPLES, LENGTH, dtype=torch.long)
     for sample, cuts in zip(documents, CUTS, strict=True):
         for cut in cuts:
             sample[cut:] += 1
-    return Drawn((rand(HEADS), rand(KV_HEADS), rand(KV_HEADS)), rand(HEADS), documents)
+    inputs = rand(HEADS, FEATURES), rand(KV_HEADS, FEATURES), rand(KV_HEADS, of_values)
+    return Drawn(inputs, rand(HEADS, of_values), documents)
 
 
 def reference(given: Given, of: Drawn) -> list[Tensor]:
@@ -189,6 +192,10 @@ def main() -> None:
         short = drawn(torch.bfloat16)
         for given, kind in product(compared(of.documents), (GatherAttention, RingAttention)):
             assert worst(kind, given, short, everyone) < 0.05, (kind, given)
+        for other, kind in product((drawn(torch.float64, n) for n in (NARROW, WIDE)), (GatherAttention, RingAttention)):
+            for numbers in (None, other.documents):
+                assert worst(kind, Given(zig_zag(4), True, numbers), other, everyone) < 1e-10, (kind, numbers)
+        check_any_kernel(drawn(torch.float64, NARROW), everyone)
         check_the_wrong_corner(of, everyone, monkeypatch)
         check_any_kernel(of, everyone)
         check_order(of, everyone, monkeypatch)

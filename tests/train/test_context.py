@@ -80,7 +80,7 @@ def test_a_query_that_sees_nothing_is_zero_and_no_number_is_missing() -> None:
     key, value = (torch.randn(1, 2, 5, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     seen = torch.ones(1, 1, 3, 5, dtype=torch.bool)
     seen[..., 1, :] = False
-    block, total = Block(0.3, seen=seen), nothing_attended(query)
+    block, total = Block(0.3, seen=seen), nothing_attended(query, 8)
     for _ in range(2):  # nothing, merged with nothing
         total.add(Block(0.3, seen=torch.zeros_like(seen)).attend(query, key, value))
     assert total.logsumexp.eq(-inf).all() and total.output.eq(0).all()

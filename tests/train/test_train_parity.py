@@ -31,7 +31,7 @@ ON_TWO = "two_ranks", "two_ranks_again"
 """Two halves of the plans: `make test` has every family in one number and one lower precision, `make test-long` all."""
 ON_EIGHT = ("llama", "t5", "vit")
 """`make parity` has 45 plans of each family, 5 of them on 8 ranks."""
-CONTEXT_FIRST = ("context 0:", "context 4:", "context 20:")
+CONTEXT_FIRST = ("context 0:", "context 4:", "context 17:", "context 22:")
 """Plans with context parallelism in the first half."""
 LOW_PRECISION = (("float32", 1e-5), ("bfloat16", 0.1))
 MUTATIONS = (
@@ -244,7 +244,7 @@ def test_documents_of_one_sample_train_as_if_each_were_alone(
     _all_exact(request.getfixturevalue(ranks), "packed", count)
 
 
-_CONTEXT = (3, len(context_plans(2)) - 3, len(context_plans(4)))
+_CONTEXT = (len(CONTEXT_FIRST), len(context_plans(2)) - len(CONTEXT_FIRST), len(context_plans(4)))
 
 
 @pytest.mark.parametrize(("ranks", "count"), rest_long(1, zip(_MORE, (3, 2, 17), strict=True)))

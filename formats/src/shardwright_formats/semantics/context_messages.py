@@ -22,7 +22,7 @@ class KeysAndValues(NamedTuple):
     numel: int
     """Elements of both, for the positions of all ranks and the heads of one."""
     queries: int
-    """Elements of the queries of one rank."""
+    """Elements of the queries of one rank, or of the result where that has more."""
     ranks: int
 
 
@@ -40,9 +40,12 @@ def keys_and_values(
     def of_region(heads: Heads) -> KeysAndValues:
         ranks = axes.region.size
         count = lcm(heads.kv_heads, ranks) if axes.exchanges_heads else heads.kv_heads
-        here, parts = axes.rank_samples(samples) * heads.head_features, axes.context.size
-        both = 2 * here * tensors[heads.keys].sequence_length * count // ranks
-        queries = here * tensors[heads.queries].sequence_length * heads.heads // ranks // parts
+        widths, parts = (heads.head_features, heads.features_of_values), axes.context.size
+        of_keys, of_queries = (
+            axes.rank_samples(samples) * tensors[name].sequence_length for name in (heads.keys, heads.queries)
+        )
+        both = of_keys * count * sum(widths) // ranks
+        queries = of_queries * heads.heads * max(widths) // ranks // parts
         return KeysAndValues(both, queries, parts)
 
     return tuple(of_region(region.attention) for region in kind.regions if region.attention is not None)

@@ -149,9 +149,6 @@ def _misfit_of_sequence(model: Model, kind: LayerType, strategy: Strategy, split
 
 
 def _misfit_of_context(kind: LayerType, strategy: Strategy) -> str | None:
-    heads = (region.attention for region in kind.regions if region.attention is not None)
-    if strategy.cp_size > 1 and any(each.features_of_values != each.head_features for each in heads):
-        return f"cp_size {strategy.cp_size}: keys and values of unequal heads are not sent together"
     if not isinstance(strategy, LayerStrategy) or strategy.context is not ContextParallel.RING:
         return None
     has = {"windows": kind.window is not None, "ALiBi": kind.alibi_heads > 0, "sinks": kind.has_sinks}

@@ -21,7 +21,7 @@ from shardwright_train.torch_private import (
     flash_attention_backward,
 )
 
-_HEADS = 1
+_HEADS, _FEATURES = 1, -1
 _SHORT = (torch.float16, torch.bfloat16)
 _ROWS = 32
 """Multiple of queries to which the memory-efficient kernel pads its logarithms."""
@@ -36,7 +36,7 @@ class Attended(NamedTuple):
     """The attention of queries to some keys."""
 
     output: Tensor
-    """[b, heads, q, d]; 0 where a query sees nothing."""
+    """[b, heads, q, features of values]; 0 where a query sees nothing."""
     logsumexp: Tensor
     """Logarithms of the sums of exponentials [b, heads, q], in float32 at least; -inf where a query sees nothing."""
 
@@ -57,19 +57,23 @@ class Attended(NamedTuple):
         self.logsumexp.copy_(merged)
 
 
-def nothing_attended(query: Tensor) -> Attended:
-    """Return the attention of queries [b, heads, q, d] to no keys, in float32 at least.
+def nothing_attended(query: Tensor, features: int) -> Attended:
+    """Return the attention of queries [b, heads, q, d] to no keys, of values of some features, in float32 at least.
 
     Its output lies in memory as [b, q, heads, d], which is what the product behind attention reads.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
-    output = torch.zeros(query.transpose(1, 2).shape, dtype=dtype, device=query.device)
+    shape = *query.transpose(1, 2).shape[:-1], features
+    output = torch.zeros(shape, dtype=dtype, device=query.device)
     return Attended(output.transpose(1, 2), query.new_full(query.shape[:-1], -inf, dtype=dtype))
 
 
 @dataclass(frozen=True)
 class Block:
-    """The attention of queries [b, heads, q, d] to keys and values [b, kv_heads, k, d]."""
+    """The attention of queries [b, heads, q, d] to keys and values [b, kv_heads, k, d or other features].
+
+    Kernels are given equal features: zeros behind the narrower ones change no score and are cut off results.
+    """
 
     scale: float
     """Factor of the scores."""
@@ -80,7 +84,8 @@ class Block:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
         """Return the attention of the queries."""
-        output, logsumexp = self._forward(query, key, value)
+        output, logsumexp = self._forward(*_equally_wide(query, key, value))
+        output = output[..., : value.shape[_FEATURES]]
         if self.seen is None:
             return Attended(output, logsumexp)
         blind = ~self.seen.any(-1)
@@ -89,7 +94,13 @@ class Block:
     def backward(self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
         """Return the gradients of queries, keys and values, where `attended` is the merged attention of the queries."""
         # A query that sees nothing has probabilities 0, not exp(-inf + inf).
-        last = Attended(attended.output, attended.logsumexp.masked_fill(attended.logsumexp == -inf, inf))
+        logsumexp = attended.logsumexp.masked_fill(attended.logsumexp == -inf, inf)
+        *inputs, output = _equally_wide(gradient, query, key, value, attended.output)
+        gradients = self._backward(*inputs, Attended(output, logsumexp))
+        dq, dk, dv = (dx[..., : x.shape[_FEATURES]] for dx, x in zip(gradients, (query, key, value), strict=True))
+        return dq, dk, dv
+
+    def _backward(self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, last: Attended) -> Gradients:
         if query.device.type == "cpu":
             return self._cpu_backward(gradient, query, key, value, last)
         if self._is_flash(query):
@@ -160,7 +171,7 @@ class Block:
 
 
 class Piece(NamedTuple):
-    """A part of a rank's queries and of some keys and values [2, b, kv_heads, k, d], with their block."""
+    """A part of a rank's queries and of some keys and values together, with their block."""
 
     queries: slice
     keys: slice
@@ -168,19 +179,42 @@ class Piece(NamedTuple):
 
     def add(self, total: Attended, query: Tensor, both: Tensor) -> None:
         """Merge the attention of the part into that of all queries, in place."""
-        key, value = both[..., self.keys, :]
+        key, value = parted(both[..., self.keys, :], query.shape[_FEATURES])
         total.rows(self.queries).add(self.block.attend(query[:, :, self.queries], key, value))
 
     def add_gradients(
         self, of_query: Tensor, of_both: Tensor, gradient: Tensor, query: Tensor, both: Tensor, attended: Attended
     ) -> None:
         """Add the gradients of the part, for the merged attention of all queries and its gradient, in place."""
-        (key, value), rows = both[..., self.keys, :], attended.rows(self.queries)
+        features, rows = query.shape[_FEATURES], attended.rows(self.queries)
+        key, value = parted(both[..., self.keys, :], features)
         inputs = query[:, :, self.queries], key, value
         dq, *others = self.block.backward(gradient[:, :, self.queries], *inputs, rows)
         of_query[:, :, self.queries] += dq
-        for total, part in zip(of_both[..., self.keys, :], others, strict=True):
+        for total, part in zip(parted(of_both[..., self.keys, :], features), others, strict=True):
             total += part
+
+
+def joined(key: Tensor, value: Tensor) -> Tensor:
+    """Return keys and values [b, kv_heads, k, features] together, to be sent at once.
+
+    [2, b, kv_heads, k, d] where both have the same features; [1, b, kv_heads, k, those of both] otherwise.
+    """
+    if key.shape == value.shape:
+        return torch.stack([key, value])
+    return torch.cat([key, value], _FEATURES)[None]
+
+
+def parted(both: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    """Return keys, of some features, and values that are together, as views."""
+    key, value = both if len(both) > 1 else both[0].tensor_split([features], _FEATURES)
+    return key, value
+
+
+def _equally_wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors [..., features], the narrower ones with zeros behind."""
+    widest = max(x.shape[_FEATURES] for x in tensors)
+    return tuple(pad(x, (0, widest - x.shape[_FEATURES])) if x.shape[_FEATURES] < widest else x for x in tensors)
 
 
 def _repeated(x: Tensor, query: Tensor) -> Tensor:

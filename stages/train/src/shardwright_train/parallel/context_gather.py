@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright_train.parallel.attention_blocks import Attended, Block, Piece, nothing_attended
+from shardwright_train.parallel.attention_blocks import Attended, Block, Piece, joined, nothing_attended, parted
 from shardwright_train.parallel.collectives import gather_dim, gathered_again_by, scatter_dim, with_transpose
 from shardwright_train.parallel.context_attention import ContextAttention
 from shardwright_train.parallel.context_shares import visible
 
 _HEADS, _POSITIONS = 2, 3
-"""Dims of keys and values together [2, b, kv_heads, s, d]."""
+"""Dims of keys and values together [1 or 2, b, kv_heads, s, features]."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class GatherAttention(ContextAttention):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
     ) -> Tensor:
-        """Return the attention of queries [b, heads, s/n, d] to keys and values [b, kv_heads, s/n, d] of all ranks.
+        """Return the attention of queries [b, heads, s/n, d] to keys [b, kv_heads, s/n, d] and values of all ranks.
 
         Each rank gives its positions in memory order; `documents` [b, s] number those of all positions, in that order:
         none sees another document.
@@ -53,8 +53,8 @@ class GatherAttention(ContextAttention):
         return tuple(piece for run, end in self.shares.runs(self.group.rank()) for piece in _causal(run, end, scale))
 
     @contextmanager
-    def gathered(self, key: Tensor, value: Tensor, repeat: int = 1) -> Iterator[Tensor]:
-        """Yield keys and values [2, b, kv_heads, s, d] of all ranks in memory order, for any kernel called inside.
+    def gathered(self, key: Tensor, value: Tensor, repeat: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield keys and values [b, kv_heads, s, features] of all ranks in memory order, for any kernel called inside.
 
         Each head is repeated, for kernels that take as many as of queries. The kernel keeps only this rank's, and
         gathers the others again in its backward pass, unless gathered ones are kept.
@@ -66,12 +66,12 @@ class GatherAttention(ContextAttention):
         def back(gradient: Tensor) -> Tensor:
             return self.scattered(gradient.unflatten(_HEADS, (-1, repeat)).sum(_HEADS + 1))
 
-        mine = torch.stack([key, value])
+        mine, features = joined(key, value), key.shape[-1]
         if self.keeps:
-            yield with_transpose(mine, there, back)
+            yield parted(with_transpose(mine, there, back), features)
             return
         with gathered_again_by([mine], lambda x: with_transpose(x, there, back)) as (both,):
-            yield both
+            yield parted(both, features)
 
     def seen(self, documents: Tensor | None) -> Tensor:
         """Return which keys [b or 1, 1, s/n, s] this rank's positions see, both in memory order."""
@@ -88,7 +88,7 @@ class GatherAttention(ContextAttention):
 
     def gathered_in_order(self, key: Tensor, value: Tensor) -> Tensor:
         """Return keys and values of all ranks together, in the order of their positions; without gradients."""
-        both = self._gather(torch.stack([key, value]))
+        both = self._gather(joined(key, value))
         return both.index_select(_POSITIONS, self._natural)
 
     def scattered_from_order(self, gradient: Tensor) -> Tensor:
@@ -136,7 +136,8 @@ class _Gathered(torch.autograd.Function):
         gathered = [attention.gathered_in_order(key, value)] if attention.keeps else []
 
         def attend() -> Attended:
-            total, (both,) = nothing_attended(rising), gathered or [attention.gathered_in_order(key, value)]
+            total = nothing_attended(rising, value.shape[-1])
+            (both,) = gathered or [attention.gathered_in_order(key, value)]
             for piece in pieces:
                 piece.add(total, rising, both)
             return total.rounded(query.dtype)
@@ -155,7 +156,7 @@ class _Gathered(torch.autograd.Function):
         of_both = torch.zeros_like(both, dtype=attention.reduce)
         for piece in ctx.pieces:
             piece.add_gradients(of_query, of_both, gradient, rising, both, attended)
-        dk, dv = attention.scattered_from_order(of_both).to(key.dtype)
+        dk, dv = parted(attention.scattered_from_order(of_both).to(key.dtype), key.shape[-1])
         return attention.in_memory_order(of_query).to(rising.dtype), dk, dv, None, None
 
 

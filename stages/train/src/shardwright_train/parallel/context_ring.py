@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright_train.parallel.attention_blocks import Attended, Block, Piece, nothing_attended
+from shardwright_train.parallel.attention_blocks import Attended, Block, Piece, joined, nothing_attended, parted
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.context_attention import ContextAttention
 from shardwright_train.parallel.context_shares import Rectangle, visible
 from shardwright_train.parallel.ring_sends import Travelling, pass_on
 
 _POSITIONS = 2
-"""Dim of queries, keys and values [b, heads, s, d]; keys and values together are [2, b, heads, s, d]."""
+"""Dim of queries, keys and values [b, heads, s, features]."""
 
 
 class _Step(NamedTuple):
@@ -34,7 +34,7 @@ class RingAttention(ContextAttention):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
     ) -> Tensor:
-        """Return the attention of queries [b, heads, s/n, d] to keys and values [b, kv_heads, s/n, d] of all ranks.
+        """Return the attention of queries [b, heads, s/n, d] to keys [b, kv_heads, s/n, d] and values of all ranks.
 
         Each rank gives its positions in memory order; `documents` [b, s] number those of all positions, in that order:
         none sees another document.
@@ -88,9 +88,9 @@ class _Passes:
     scale: float
     documents: Tensor | None
 
-    def forward(self, query: Tensor, here: Tensor) -> Attended:
-        """Return the attention of queries to the keys of all ranks, of which those of this one are `here`."""
-        total, steps = nothing_attended(query), self.ring.steps
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
+        """Return the attention of queries to the keys of all ranks, for the keys and values of this one."""
+        here, total, steps = joined(key, value), nothing_attended(query, value.shape[-1]), self.ring.steps
         for left, step in zip(reversed(range(len(steps))), steps, strict=True):
             arriving = self.ring.pass_on(here) if left else None
             if step.rectangle is not None:
@@ -128,7 +128,7 @@ class _Passes:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, passes: _Passes) -> Tensor:
-        attended = passes.ring.keep(partial(passes.forward, query, torch.stack([key, value])))
+        attended = passes.ring.keep(partial(passes.forward, query, key, value))
         ctx.save_for_backward(query, key, value, *attended)
         ctx.passes = passes
         return attended.output
@@ -136,7 +136,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, *attended = ctx.saved_tensors
-        dq, (dk, dv) = ctx.passes.backward(gradient, query, torch.stack([key, value]), Attended(*attended))
+        dq, both = ctx.passes.backward(gradient, query, joined(key, value), Attended(*attended))
+        dk, dv = parted(both, key.shape[-1])
         return dq, dk, dv, None
 
 
