@@ -152,7 +152,7 @@ def test_experts_that_ranks_share_out_move_the_bytes_of_even_load(family: str, n
     assert counted(plan, 5) == by_formula(plan, 5)
 
 
-CONTEXT = (("llama", 5), ("qwen3", 0), ("gemma2", 3), ("t5", 7), ("bert", 5), ("mixtral", 0), ("baichuan", 0))
+CONTEXT = (("llama", 5), ("deepseek_v3", 1), ("qwen3", 0), ("gemma2", 3), ("t5", 7), ("bert", 5), ("mixtral", 0), ("baichuan", 0))
 
 
 @pytest.mark.parametrize(("family", "number"), CONTEXT)
@@ -163,7 +163,7 @@ def test_positions_that_attend_across_ranks_move_the_bytes_of_the_formulas(famil
         assert counted(plan, rank) == by_formula(plan, rank)
 
 
-@pytest.mark.parametrize(("family", "number"), [("llama", 5), ("vit", 0)])
+@pytest.mark.parametrize(("family", "number"), [("llama", 5), ("deepseek_v3", 7), ("vit", 0)])
 def test_keys_that_go_round_a_ring_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
     """Of every kind of recomputation, of which some repeat a round."""
     plan = with_context(random_plan(tiny(family), number, WORLD, "bfloat16"), number)
