@@ -85,11 +85,21 @@ class Published(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Even(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan that is not searched: equally many layers on each pipeline stage, all of them data-parallel."""
+    """A plan that is not searched: equally many layers on each pipeline stage, all of one strategy."""
 
     pp: Count
     """Number of pipeline stages."""
     num_microbatches: Count
+    tp: Count = 1
+    """Ranks of a tensor-parallel group; those of a stage that no size takes are data-parallel."""
+    cp: Count = 1
+    """Parts of the positions of a sample, in attention, too."""
+    context: Literal["gather", "ring"] = "gather"
+    """Whether keys and values of other ranks are gathered, or sent round."""
+    ep: Count | None = None
+    """Parts that experts are shared out in; null: each rank has its share of the features of all."""
+    etp: Count | None = None
+    """Ranks that share the features of each expert of a part."""
 
 
 class GridModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -44,6 +44,8 @@ from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles
 from shardwright_search.cost_model.topology import stage_topology
 from shardwright_search.interop.registry import TARGETS
+from shardwright_search.interop.uniform import uniform_plan
+from shardwright_search.options import UniformRequest
 
 CONFIG = {
     "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -223,6 +225,22 @@ def test_a_load_is_a_ratio_or_a_file(tmp_path: Path, profiles: Profiles) -> None
     )  # fmt: skip
     with pytest.raises(BadInput, match=r"nowhere.json: does not exist|nowhere.json"):
         read_load("nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("asked", "experts"),
+    [
+        ({"ep_size": 2}, ExpertStrategy(ep_size=2)),
+        ({"ep_size": 2, "etp_size": 2}, ExpertStrategy(ep_size=2, etp_size=2)),
+        ({"etp_size": 4}, ExpertStrategy(ep_size=1, etp_size=4)),
+        ({"etp_size": 2, "tp_size": 2}, UNSET),
+    ],
+)
+def test_a_uniform_plan_shares_experts_out_where_asked(
+    asked: dict[str, int], experts: ExpertStrategy | UnsetType
+) -> None:
+    plan = uniform_plan("u", UniformRequest(global_batch_size=8, **asked), MODEL, CLUSTER)
+    assert {layer.experts for layer in plan.layers} == {experts}
 
 
 def test_an_even_load_is_said_to_be_assumed(plan: Plan, profiles: Profiles) -> None:

@@ -103,6 +103,10 @@ def test_even_plans_are_made_by_commands_that_exist():
     assert (asked.pp_size, asked.num_microbatches, asked.global_batch_size) == (2, 8, 32)
     assert str(asked.out) == "results/grids/laptop/even/demo-mixed@laptop-mixed/b32.json" == evaluate[1]
     assert len(APP.commands["evaluate"].parse("evaluate", evaluate[1:]).profile) == 2
+    for model, asked in (("demo-experts", (1, 2, None)), ("demo-long", (2, None, None))):
+        make, *_ = (shlex.split(line) for line in GRIDS["laptop"].even_lines(model, "laptop"))
+        parsed = APP.commands["uniform"].parse("uniform", make[1:])
+        assert (parsed.cp_size, parsed.ep_size, parsed.etp_size) == asked
     assert list(GRIDS["laptop"].even_lines("demo", "laptop")) == [] and not GRIDS["laptop"].even_folders(
         "demo", "laptop"
     )
@@ -241,8 +245,8 @@ def test_a_grid_is_one_job_for_each_pair(finished):
     fronts = finished.snakemake("results/grids/fasop.md", "-n")
     assert (fronts.jobs["grid_front"], fronts.jobs["write_grid_front"], fronts.jobs["grid_table"]) == (3, 3, 1)
     own = finished.snakemake("results/grids/laptop.md", "-n")
-    assert own.status == 0 and own.jobs["grid_measure"] == 3, own.output
-    assert own.jobs["grid_even_plans"] == 1 and own.jobs["hardware"] == 1, own.output
+    assert own.status == 0 and own.jobs["grid_measure"] == 4, own.output
+    assert own.jobs["grid_even_plans"] == 3 and own.jobs["hardware"] == 1, own.output
 
 
 def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):

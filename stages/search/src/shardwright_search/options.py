@@ -220,6 +220,10 @@ class UniformRequest(Options, frozen=True, kw_only=True):
     """cp_size: parts of the positions of a sample, of embedding and head, too."""
     context: ContextParallel = ContextParallel.GATHER
     """How positions attend to those of other ranks, where cp is above 1."""
+    ep_size: Count | None = field(default=None, name="ep")
+    """ep_size: parts that experts are shared out in; by default each rank has its share of the features of all."""
+    etp_size: Count | None = field(default=None, name="etp")
+    """etp_size: ranks that share the features of each expert of a part."""
     pp_size: Count = field(default=1, name="pp")
     """pp_size: pipeline stages."""
     data_parallel: DataParallel = DataParallel.DDP

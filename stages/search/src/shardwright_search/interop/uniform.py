@@ -44,6 +44,8 @@ def uniform_plan(name: str, request: UniformRequest, model: Model, cluster: Clus
         context=request.context,
         chunks=request.layer_ranges,
     )
+    if request.ep_size is not None or request.etp_size is not None:
+        layers = layers.with_experts(request.ep_size or 1, request.etp_size or 1)
     data_parallel = request.vocab_data_parallel or request.data_parallel
     vocabulary = layers._replace(
         tp_size=vocab_tp_size,
