@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
         "num-distributed-optimizer-instances", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels",
         "num-query-groups", "max-position-embeddings", "vocab-size", "make-vocab-size-divisible-by", "rotary-base",
         "num-experts", "moe-router-topk", "moe-ffn-hidden-size", "expert-model-parallel-size",
-        "expert-tensor-parallel-size", "moe-shared-expert-intermediate-size",
+        "context-parallel-size", "expert-tensor-parallel-size", "moe-shared-expert-intermediate-size",
     ):  # fmt: skip
         own.add_argument(f"--{name}", type=int)
     for name in ("norm-epsilon", "attention-dropout", "hidden-dropout", "rope-scaling-factor", "moe-aux-loss-coeff"):
@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--recompute-modules", nargs="*", choices=["core_attn", "layernorm", "mlp", "moe"])
     own.add_argument("--moe-router-load-balancing-type", choices=["aux_loss", "seq_aux_loss", "sinkhorn", "none"])
     own.add_argument("--moe-token-dispatcher-type", choices=["allgather", "alltoall", "flex"])
+    own.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
     own.add_argument("--recompute-method", choices=["uniform", "block"])
     own.add_argument("--data-parallel-sharding-strategy", default="no_shard")
     own.add_argument("--outer-dp-sharding-strategy", choices=["no_shard", "optim"])

@@ -211,7 +211,7 @@ def test_what_fits_nowhere_ends_with_3_and_says_by_how_much(capsys, tmp_path):
         ({"--against": "zero=4"}, "zero '4': choose 0, 1, 2, 3"),
         ({"--against": "rule:tp9"}, "rule:tp9 is no rule"),
         ({"--against": "rule:nvidia-table", "--gpus": "6:H100-SXM"}, "error: --against rule:nvidia-table: none of "),
-        ({"--against=--context-parallel-size 2": None}, "context_parallel_size 2 is not priced"),
+        ({"--against=--context-parallel-size 2 --cp-comm-type a2a": None}, "cp_comm_type a2a is not priced"),
         ({"--against": "nowhere.toml"}, "nowhere.toml"),
     ],
 )

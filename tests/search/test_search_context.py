@@ -33,6 +33,7 @@ from shardwright_models.description import model_of_config
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles
 from shardwright_search.interop.registry import TARGETS
+from shardwright_search.options import System
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.choices import shardings
 from shardwright_search.space.configurations import narrowed
@@ -96,9 +97,21 @@ def test_estimates_of_one_length_do_not_price_it(plan: Plan) -> None:
         evaluate(plan, profiles_of(plan, 16))
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS))
-def test_no_system_is_told_of_context_parallelism(plan: Plan, target: str) -> None:
-    with pytest.raises(BadInput, match=r"cannot express layers\[1\]: cp_size above 1"):
+@pytest.mark.parametrize(
+    ("target", "refused"),
+    [
+        ("deepspeed", r"DeepSpeed cannot express layers\[1\]: cp_size above 1"),
+        ("galvatron", None),
+        ("megatron", r"Megatron-LM cannot express layers\[1\]: cp_size 2, where layers\[0\] has 1"),
+        ("torchtitan", r"torchtitan cannot express layers\[1\]: cp_size 2, where layers\[0\] has 1"),
+        ("accelerate", r"accelerate cannot express layers\[1\]: cp_size 2, where layers\[0\] has 1"),
+    ],
+)
+def test_degrees_of_each_layer_are_exported_to_galvatron_alone(plan: Plan, target: System, refused: str | None) -> None:
+    if refused is None:
+        assert '"cp_sizes_enc": "1,2"' in TARGETS[target].export(plan, "plan.json").text
+        return
+    with pytest.raises(BadInput, match=refused):
         TARGETS[target].export(plan, "plan.json")
 
 

@@ -132,8 +132,10 @@ def test_microbatches_are_those_that_torchs_chunk_makes(read, config):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"cp_sizes_enc": "1,2,1,1,1"}, "cp_sizes_enc asks for context parallelism"),
-        ({"vcp": 2}, "vcp 2 asks for context parallelism"),
+        ({"cp_sizes_enc": "1,2,1,1,0"}, "cp_sizes_enc has a degree below 1"),
+        ({"cp_sizes_enc": "1,3,1,1,1"}, "tp_sizes_enc of layer 1: 2 x cp 3 does not divide the 8 ranks"),
+        ({"cp_sizes_enc": "2,1,1,1,1"}, "tp_sizes_enc of layer 0: strided groups beside cp 2"),
+        ({"vcp": 8}, "vtp: 2 x cp 8 does not divide the 8 ranks"),
         (
             {"ep_sizes_enc": "1,2,2,2,2"},
             "ep_sizes_enc or tp_of_ep_sizes_enc of layer 1, which has no experts, is not 1",

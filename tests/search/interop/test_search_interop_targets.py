@@ -1,15 +1,11 @@
 """Plans that are searched for another system: its parser takes them, and read back they take the same time."""
 
-import ast
-import json
-import re
-import shlex
 import tomllib
 from pathlib import Path
 
 import msgspec
 import pytest
-from megatron_parser import parser
+from accepted_files import TAKEN, launch_file_taken_by_accelerate
 
 from shardwright_formats.command.command_line import _exit_code
 from shardwright_formats.io import BadInput
@@ -18,12 +14,10 @@ from shardwright_search.advise.question import question_of
 from shardwright_search.advise.targeted import best_for, started
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.interop.galvatron_file import strategy_of_keys
 from shardwright_search.interop.registry import TARGETS
 from shardwright_search.options import AdviseOptions, System
 from shardwright_search.space.budget import Infeasible
 
-ACCEPTED = json.loads((Path(__file__).parent / "accepted_keys.json").read_text())
 WORLDS = (
     ("llama-3-8b", "2x8:H100-SXM", 256),
     ("qwen2.5-0.5b", "1x4:A100-40", 64),
@@ -49,65 +43,6 @@ WORLDS = (
 """Models, GPUs and batches; few of them are searched in `make test`."""
 
 
-def _taken_by_megatron(text):
-    given = parser().parse_args(shlex.split(text))
-    assert given.micro_batch_size and given.global_batch_size
-
-
-def _taken_by_torchtitan(text):
-    for section, keys in tomllib.loads(text).items():
-        assert set(keys) <= set(ACCEPTED["torchtitan 0.2.2"][section])
-
-
-def _taken_by_galvatron(text):
-    assert strategy_of_keys(json.loads(text), Path("galvatron.json")).chunks >= 1
-
-
-def _taken_by_deepspeed(text):
-    given, accepted = json.loads(text), ACCEPTED["deepspeed 0.19.8"]
-    assert set(given) <= set(accepted[""])
-    for name, keys in given.items():
-        assert not isinstance(keys, dict) or set(keys) <= set(accepted[name])
-    ranks = given["train_batch_size"] // given["gradient_accumulation_steps"] // given["train_micro_batch_size_per_gpu"]
-    assert ranks >= 1
-
-
-def _taken_by_megatron_bridge(text):
-    accepted = ACCEPTED["megatron-bridge 0.3.1"]
-    compile(text, "recipe.py", "exec")
-    for field in re.findall(r"cfg\.([\w.]+) = ", text):
-        section, _, key = field.rpartition(".")
-        assert key in accepted[section]
-
-
-def _taken_by_accelerate(text):
-    accepted = ACCEPTED["accelerate 1.15.0"]
-    calls = [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
-    known = [call for call in calls if call.func.id in accepted]
-    assert len(known) == 3
-    for call in known:
-        assert {keyword.arg for keyword in call.keywords} <= set(accepted[call.func.id])
-
-
-def _launch_file_taken_by_accelerate(text):
-    given, accepted = json.loads(text), ACCEPTED["accelerate 1.15.0"]
-    assert set(given) <= set(accepted[""])
-    for section in ("fsdp_config", "parallelism_config"):
-        assert set(given[section]) <= set(accepted[section])
-
-
-TAKEN = {
-    System.ACCELERATE: _taken_by_accelerate,
-    System.MEGATRON_BRIDGE: _taken_by_megatron_bridge,
-    System.DEEPSPEED: _taken_by_deepspeed,
-    System.MEGATRON: _taken_by_megatron,
-    System.TORCHTITAN: _taken_by_torchtitan,
-    System.GALVATRON: _taken_by_galvatron,
-}
-
-
 def _cases():
     for number, world in enumerate(WORLDS):
         for system in TARGETS:
@@ -128,7 +63,7 @@ def test_what_is_written_is_taken_there_and_takes_the_same_time_read_back(system
         text = start.files[target.file_name]
         TAKEN[system](text)
         if system is System.ACCELERATE:
-            _launch_file_taken_by_accelerate(start.files["accelerate.json"])
+            launch_file_taken_by_accelerate(start.files["accelerate.json"])
         assert target.file_name in start.command
         assert target.is_its_file(Path(target.file_name), text)
         plan = target.read(text, target.file_name, question.setting).plan

@@ -1,13 +1,20 @@
 """Context parallelism in advice: the degrees that are searched for long samples, and the lengths that price them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-from shardwright_formats.types import Model
+from shardwright_formats.io import read_bytes
+from shardwright_formats.types import MIB, Model
 
 MIN_SHARE = 8192
 """Positions of a sample that each rank has at least in searched plans: below, samples themselves are shared out."""
 _CP_SIZE = re.compile(r"(?:^|,)cp=([1-9]\d{0,6})(?:,|$)")
+_IN_FILES = re.compile(
+    r"(?:context[-_]parallel[-_](?:size|degree)|\b(?:cp_size|cp_sizes_enc|vcp))[\"']?[\s=:]+[\"']?([\d,]{1,65536})"
+)
+"""Degrees under the names that other systems have for them."""
+_MAX_BYTES, _MAX_DIGITS = MIB, 7
 
 
 def searched_cp_sizes(model: Model, devices: int) -> tuple[int, ...]:
@@ -19,6 +26,21 @@ def searched_cp_sizes(model: Model, devices: int) -> tuple[int, ...]:
 
 
 def priced_lengths(length: int, searched: Iterable[int], choices: Iterable[str]) -> tuple[int, ...]:
-    """Return the shares of a length that searched degrees, and those of choices such as `tp=8,cp=2`, leave a rank."""
-    asked = (int(match[1]) for text in choices if (match := _CP_SIZE.search(text)))
+    """Return the shares of a length that searched degrees, and those of choices such as `tp=8,cp=2`, leave a rank.
+
+    A choice may be another system's file, or its arguments.
+    """
+    asked = (size for text in choices for size in _asked_sizes(text))
     return tuple(sorted({length // size for size in (*searched, *asked) if length % size == 0} - {length}))
+
+
+def _asked_sizes(choice: str) -> Iterator[int]:
+    """Yield the degrees that a choice names, or the file that it is."""
+    if (match := _CP_SIZE.search(choice)) is not None:
+        yield int(match[1])
+        return
+    path = Path(choice)
+    is_file = not choice.startswith("--") and path.is_file()
+    text = read_bytes(path, _MAX_BYTES).decode(errors="replace") if is_file else choice
+    for match in _IN_FILES.finditer(text):
+        yield from (int(size) for size in match[1].split(",") if 0 < len(size) <= _MAX_DIGITS and int(size))

@@ -26,17 +26,16 @@ from shardwright_formats.types import (
     Recompute,
     Schedule,
     SequenceParallel,
-    Strategy,
 )
 from shardwright_search.interop.galvatron_experts import layer_with_experts, told_of_experts
 from shardwright_search.interop.galvatron_file import (
     DataParallelType,
-    GalvatronLayer,
     GalvatronStrategy,
     PipelineType,
     galvatron_keys,
     strategy_of_keys,
 )
+from shardwright_search.interop.galvatron_layers import check_rings, galvatron_layer, strategy_of
 from shardwright_search.interop.limits import Limits, Reading, Setting, Target, torchrun
 from shardwright_search.interop.target import (
     WHOLE_LAYERS,
@@ -82,9 +81,10 @@ def plan_of_galvatron(
         problem = f"it has {len(given.layers)} layers, model {model.name} {count}"
         raise BadInput(file, problem, "pass the model it was made for")
     width = cluster.num_devices // pp_size
-    vocabulary = _strategy("vtp", given.vocabulary, given, width, run, file)
+    vocabulary = strategy_of("vtp", given.vocabulary, given, width, run, file)
     shardings = [
-        _strategy(f"tp_sizes_enc of layer {i}", layer, given, width, run, file) for i, layer in enumerate(given.layers)
+        strategy_of(f"tp_sizes_enc of layer {i}", layer, given, width, run, file)
+        for i, layer in enumerate(given.layers)
     ]
     try:
         return Plan(
@@ -126,16 +126,17 @@ def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
     target = ExportTarget("Galvatron", plan_file)
     check_trained(plan, target)
     check_stages(plan, target)
+    check_rings(plan, target)
     _check_ranges(plan, target)
     _check_joined(plan, target)
     _check_precision(plan, target)
     default = _check_strategies(plan, target)
     return GalvatronStrategy(
         layers=tuple(
-            told_of_experts(_galvatron_layer(effective(plan.layers[first]), plan.layers[first].recompute), plan, first)
+            told_of_experts(galvatron_layer(effective(plan.layers[first]), plan.layers[first].recompute), plan, first)
             for first, *_ in _joined(plan.model)
         ),
-        vocabulary=_galvatron_layer(effective(plan.embedding), Recompute.NONE),
+        vocabulary=galvatron_layer(effective(plan.embedding), Recompute.NONE),
         pp_division=tuple(
             sum(low <= first < high for first, *_ in _joined(plan.model))
             for stage in plan.stages
@@ -189,40 +190,6 @@ def _num_microbatches(given: GalvatronStrategy, dp_size: int, file: Path) -> int
     return samples // size
 
 
-def _strategy(
-    where: str, layer: GalvatronLayer, given: GalvatronStrategy, width: int, run: GalvatronRun, file: Path
-) -> Strategy:
-    if layer.tp_size < 1 or width % layer.tp_size:
-        problem = f"{where}: {layer.tp_size} does not divide the {width} ranks of a pipeline stage"
-        raise BadInput(file, problem, "pass the cluster it was made for")
-    sequence_parallel = SequenceParallel.ULYSSES if layer.ulysses else SequenceParallel.NONE
-    if layer.tp_size > 1 and not layer.ulysses:
-        if run.sequence_parallel is None:
-            problem = f"{where} is {layer.tp_size}, and the file does not say whether such layers share the sequence"
-            raise BadInput(file, problem, "say it: --sequence-parallel none or megatron")
-        sequence_parallel = SequenceParallel(run.sequence_parallel)
-    return effective(
-        Strategy(
-            tp_size=layer.tp_size,
-            # Galvatron makes every group of Ulysses of neighbours, whatever the flag.
-            tp_consecutive=layer.tp_consecutive or layer.ulysses,
-            dp_size=width // layer.tp_size,
-            data_parallel=DataParallel.ZERO3 if layer.zero3 else DataParallel(given.default_dp_type),
-            sequence_parallel=sequence_parallel,
-        )
-    )
-
-
-def _galvatron_layer(strategy: Strategy, recompute: Recompute) -> GalvatronLayer:
-    return GalvatronLayer(
-        tp_size=strategy.tp_size,
-        tp_consecutive=strategy.tp_consecutive,
-        zero3=strategy.data_parallel is DataParallel.ZERO3,
-        ulysses=strategy.sequence_parallel is SequenceParallel.ULYSSES,
-        checkpoint=recompute is Recompute.FULL,
-    )
-
-
 def _check_ranges(plan: Plan, target: ExportTarget) -> None:
     for i, stage in enumerate(plan.stages):
         feature = "several layer ranges in a pipeline stage"
@@ -261,7 +228,7 @@ def _check_strategies(plan: Plan, target: ExportTarget) -> DataParallelType:
         target.demand(not strided, f"{where}: strided groups there", "make them consecutive")
         feature = f"{where}: states shared out in groups of {strategy.shard_size}"
         target.demand(not strategy.shard_size, feature, "share them out among all ranks: leave out shard_size")
-        if kind is not DataParallel.ZERO3 and (strategy.dp_size > 1 or ulysses):
+        if kind is not DataParallel.ZERO3 and (strategy.dp_size > 1 or strategy.cp_size > 1 or ulysses):
             default = default or (where, kind)
             feature = f"{where}: {kind}, where {default[0]} has {default[1]}"
             target.demand(kind is default[1], feature, "use zero3 beside one of ddp and zero2")
@@ -339,6 +306,7 @@ GALVATRON = Target(
         "gpipe",
         "strided groups",
         "expert parallelism",
+        "context parallelism, which newer versions have",
     ),
     file_name="galvatron.json",
     mark="pp_deg",

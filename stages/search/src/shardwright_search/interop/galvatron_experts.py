@@ -10,7 +10,16 @@ from msgspec import UNSET
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import axes_of, effective
-from shardwright_formats.types import DataParallel, ExpertStrategy, LayerStrategy, Model, Plan, Recompute, Strategy
+from shardwright_formats.types import (
+    ContextParallel,
+    DataParallel,
+    ExpertStrategy,
+    LayerStrategy,
+    Model,
+    Plan,
+    Recompute,
+    Strategy,
+)
 from shardwright_search.interop.galvatron_file import DataParallelType, GalvatronLayer
 from shardwright_search.space.uniform import layer_of
 
@@ -30,7 +39,8 @@ def layer_with_experts(
     elif layer.experts not in (None, (1, axes_of(sharding).dense.tensor.size)):
         (ep_size, etp_size), data_parallel = layer.experts, DataParallel.ZERO3 if layer.zero3 else DataParallel(default)
         experts = ExpertStrategy(ep_size=ep_size, etp_size=etp_size, data_parallel=data_parallel)
-    return layer_of(sharding, kind, Recompute.FULL if layer.checkpoint else Recompute.NONE, experts=experts)
+    context = ContextParallel.RING if axes_of(sharding).shares_context else ContextParallel.GATHER
+    return layer_of(sharding, kind, Recompute.FULL if layer.checkpoint else Recompute.NONE, context, experts)
 
 
 def told_of_experts(layer: GalvatronLayer, plan: Plan, number: int) -> GalvatronLayer:

@@ -33,6 +33,8 @@ class GalvatronLayer(NamedTuple):
     """Flag of recomputing the whole layer."""
     experts: tuple[int, int] | None = None
     """Degrees of expert parallelism and of tensor parallelism of experts; None where the file does not say them."""
+    cp_size: int = 1
+    """Degree of context parallelism, which newer versions have."""
 
 
 class GalvatronStrategy(NamedTuple):
@@ -90,18 +92,20 @@ def strategy_of_keys(raw: object, path: Path) -> GalvatronStrategy:
         raise BadInput(path, str(error), remedy) from None
     sizes = _numbers(path, "tp_sizes_enc", keys.tp_sizes_enc)
     count = len(sizes)
-    if set(_listed(path, keys, "cp_sizes_enc", count, 1)) != {1}:
-        problem = "cp_sizes_enc asks for context parallelism, which is not read"
-        raise BadInput(path, problem, "give it degree 1 in every layer")
-    if keys.vcp != 1:
-        raise BadInput(path, f"vcp {keys.vcp} asks for context parallelism, which no plan can say", "give it degree 1")
+    contexts = _listed(path, keys, "cp_sizes_enc", count, 1)
+    if min(contexts) < 1:
+        raise BadInput(path, "cp_sizes_enc has a degree below 1", "use degrees from 1")
     flags = [
         _flags(path, name, _listed(path, keys, name, count, 0))
         for name in ("tp_consecutive_flags", "dp_types_enc", "use_sp", "checkpoint")
     ]
     return GalvatronStrategy(
-        layers=tuple(GalvatronLayer(*layer) for layer in zip(sizes, *flags, _experts(path, keys, count), strict=True)),
-        vocabulary=GalvatronLayer(keys.vtp, True, _vocabulary_is_zero3(path, keys), keys.vsp == 1, False),
+        layers=tuple(
+            GalvatronLayer(*layer) for layer in zip(sizes, *flags, _experts(path, keys, count), contexts, strict=True)
+        ),
+        vocabulary=GalvatronLayer(
+            keys.vtp, True, _vocabulary_is_zero3(path, keys), keys.vsp == 1, False, cp_size=keys.vcp
+        ),
         pp_division=_division(path, keys, count),
         global_bsz=keys.global_bsz,
         chunks=keys.chunks,
@@ -117,7 +121,7 @@ def galvatron_keys(strategy: GalvatronStrategy) -> dict[str, int | str]:
         "pp_deg": len(strategy.pp_division),
         "tp_sizes_enc": _joined(layer.tp_size for layer in layers),
         "tp_consecutive_flags": _joined(layer.tp_consecutive for layer in layers),
-        "cp_sizes_enc": _joined(1 for _ in layers),
+        "cp_sizes_enc": _joined(layer.cp_size for layer in layers),
         "dp_types_enc": _joined(layer.zero3 for layer in layers),
         "use_sp": _joined(layer.ulysses for layer in layers),
         "checkpoint": _joined(layer.checkpoint for layer in layers),
@@ -128,7 +132,7 @@ def galvatron_keys(strategy: GalvatronStrategy) -> dict[str, int | str]:
         "default_dp_type": strategy.default_dp_type,
         "vtp": vocabulary.tp_size,
         "vsp": int(vocabulary.ulysses),
-        "vcp": 1,
+        "vcp": vocabulary.cp_size,
         "embed_sdp": int(vocabulary.zero3),
         "vocab_sdp": int(vocabulary.zero3),
         **_expert_keys(layers),

@@ -1,4 +1,4 @@
-"""What another system runs of the space of plans, and what its files leave to the run that reads them."""
+"""The part of the space of plans that another system runs, and what its files leave to the run that reads them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +11,7 @@ from shardwright_formats.io import BadInput
 from shardwright_formats.types import (
     Attention,
     Cluster,
+    ContextParallel,
     DataParallel,
     GradientReduction,
     Model,
@@ -28,7 +29,7 @@ from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform
 
 
 class Setting(NamedTuple):
-    """What a run has that a file of another system leaves out, or that is not read from it."""
+    """Settings of a run that a file of another system leaves out, or that are not read from it."""
 
     model: Model
     cluster: Cluster
@@ -94,6 +95,8 @@ class Limits(NamedTuple):
     """Whether all layers share one strategy."""
     expert_grids: bool = False
     """Whether experts may be shared out otherwise than the rest of a layer."""
+    contexts: tuple[ContextParallel, ...] = ()
+    """Ways in which positions attend to those of other ranks; none: each rank has whole samples in attention."""
     demands: Demands = Demands(outer=Outer.AS_LAYERS)
 
     def narrowed(self, request: SearchRequest, devices: int) -> SearchRequest | None:
@@ -108,7 +111,8 @@ class Limits(NamedTuple):
             fine_grained=request.fine_grained and not self.uniform,
             pp_sizes=degrees,
             tp_sizes=tp_sizes,
-            cp_sizes=(1,),
+            cp_sizes=request.cp_sizes if self.contexts else (1,),
+            context=self.contexts or request.context,
             ep_sizes=request.ep_sizes if self.expert_grids else (),
             data_parallel=self.data_parallel,
             gradient_reduction=self.gradient_reduction,

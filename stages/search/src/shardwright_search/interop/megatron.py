@@ -30,6 +30,7 @@ from shardwright_formats.types import (
 )
 from shardwright_models.facts import Family
 from shardwright_models.registry import FAMILIES
+from shardwright_search.interop.contexts import check_context, contexts_of
 from shardwright_search.interop.limits import (
     Limits,
     Target,
@@ -39,7 +40,7 @@ from shardwright_search.interop.limits import (
     whole_groups,
 )
 from shardwright_search.interop.megatron_experts import check_split_sequence, expert_model_options, expert_options
-from shardwright_search.interop.megatron_reader import read_megatron
+from shardwright_search.interop.megatron_reader import COMM_TYPES, read_megatron
 from shardwright_search.interop.target import Exported, ExportTarget, kernel_notes, uniform_of
 from shardwright_search.space.demands import Demands, Outer
 from shardwright_search.space.uniform import UniformStrategy
@@ -61,7 +62,8 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
     Raises BadInput naming the first thing that Megatron-LM cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
-    uniform = uniform_of(plan, target, _KINDS, has_expert_grids=True)
+    uniform = uniform_of(plan, target, _KINDS, has_expert_grids=True, has_context=True)
+    check_context(plan, uniform, target, drops=True)
     check_split_sequence(plan, uniform, target)
     holds = plan.schedule in _SCHEDULES or uniform.pp_size == 1
     target.demand(holds, f"the schedule {plan.schedule}", f"choose {' or '.join(_SCHEDULES)}")
@@ -69,6 +71,7 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
         **model_options(plan.model, target),
         "--tensor-model-parallel-size": uniform.tp_size,
         "--pipeline-model-parallel-size": uniform.pp_size,
+        **_context(uniform),
         "--sequence-parallel": uniform.sequence_parallel is SequenceParallel.MEGATRON,
         "--micro-batch-size": uniform.micro_batch_size,
         "--global-batch-size": plan.global_batch_size,
@@ -85,6 +88,13 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
     return Exported(text, tuple(_notes(plan, uniform, given)), _environment(uniform, given))
 
 
+def _context(uniform: UniformStrategy) -> Arguments:
+    """Return in how many parts positions are shared out, and how they attend to those of other ranks."""
+    if not uniform.shares_context:
+        return {}
+    return {"--context-parallel-size": uniform.cp_size, "--cp-comm-type": COMM_TYPES[uniform.context]}
+
+
 def _partition(uniform: UniformStrategy) -> Arguments:
     """Return how layers are cut; the layout string where neither equal ranges nor another first and last one do."""
     sizes = [high - low for low, high in uniform.ranges]
@@ -99,7 +109,7 @@ def _partition(uniform: UniformStrategy) -> Arguments:
 def _data_parallel(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> Arguments:
     kind, one_microbatch = uniform.data_parallel, plan.num_microbatches == 1
     once = one_microbatch or plan.gradient_reduction is GradientReduction.DEFERRED
-    if uniform.dp_size == 1:
+    if uniform.replicas == 1:
         return {}
     if kind is DataParallel.DDP:
         feature = "layers[0]: ddp that reduces gradients after every microbatch"
@@ -131,10 +141,12 @@ def _notes(plan: Plan, uniform: UniformStrategy, options: Arguments) -> Iterator
     yield f"run it on {plan.world_size} ranks"
     if fsdp:
         yield "unset CUDA_DEVICE_MAX_CONNECTIONS, as Megatron-FSDP wants it"
-    elif uniform.tp_size > 1:
+    elif uniform.tp_size > 1 or uniform.shares_context:
         yield "set CUDA_DEVICE_MAX_CONNECTIONS=1 where the GPUs are older than Blackwell"
     if plan.num_microbatches == 1 and "--use-distributed-optimizer" in options and not fsdp:
         yield "its distributed optimizer holds whole gradients with one microbatch too, 4 bytes a parameter"
+    if uniform.shares_context:
+        yield "context parallelism is Transformer Engine's: keep --transformer-impl transformer_engine, its default"
     yield from model_notes(plan.model)
     yield from kernel_notes(plan)
 
@@ -143,7 +155,8 @@ def _environment(uniform: UniformStrategy, options: Arguments) -> tuple[str, ...
     """Return the lines that set a variable which some settings want to be 1, and FSDP unset; a user's value stays."""
     if _FSDP in options:
         return ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
-    return ('export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',) if uniform.tp_size > 1 else ()
+    needed = uniform.tp_size > 1 or uniform.shares_context
+    return ('export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',) if needed else ()
 
 
 def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarget) -> Arguments:
@@ -286,6 +299,7 @@ def megatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
     """Return its two ways: its own optimizers over pipelines, and Megatron-FSDP, documented without one."""
     whole = () if has_experts(model) else (SequenceParallel.NONE,)
     parallel = *whole, SequenceParallel.MEGATRON
+    contexts = contexts_of(model, drops=True)
     demands = Demands(outer=Outer.AS_LAYERS, allows=lambda each: whole_groups(each) and expert_states_alike(each))
     return (
         Limits(
@@ -296,6 +310,7 @@ def megatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
             sequence_parallel=parallel,
             schedules=_SCHEDULES,
             expert_grids=True,
+            contexts=contexts,
             demands=demands,
         ),
         Limits(
@@ -306,6 +321,7 @@ def megatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
             sequence_parallel=parallel,
             pipeline=False,
             expert_grids=True,
+            contexts=contexts,
             demands=demands,
         ),
     )

@@ -20,6 +20,8 @@ _TITLE = "Megatron Bridge"
 _FIELDS: Mapping[str, str] = {
     "tensor_model_parallel_size": "model.tensor_model_parallel_size",
     "pipeline_model_parallel_size": "model.pipeline_model_parallel_size",
+    "context_parallel_size": "model.context_parallel_size",
+    "cp_comm_type": "model.cp_comm_type",
     "num_virtual_stages_per_pipeline_rank": "model.virtual_pipeline_model_parallel_size",
     "decoder_first_pipeline_num_layers": "model.num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "model.num_layers_in_last_pipeline_stage",

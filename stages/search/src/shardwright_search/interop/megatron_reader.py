@@ -9,14 +9,24 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import Attention, DataParallel, GradientReduction, Plan, Recompute, SequenceParallel
+from shardwright_formats.types import (
+    Attention,
+    ContextParallel,
+    DataParallel,
+    GradientReduction,
+    Plan,
+    Recompute,
+    SequenceParallel,
+)
 from shardwright_search.interop.limits import Reading, Setting
 from shardwright_search.space.uniform import UniformStrategy, even_cuts
 
 Words = Mapping[str, Sequence[str]]
 """Values of arguments by name, with underscores; an argument without a value has none."""
 _COUNT = re.compile(r"[1-9]\d{0,6}")
-_NOT_PRICED = ("context_parallel_size", "decoder_pipeline_manual_split_list")
+_NOT_PRICED = ("hierarchical_context_parallel_sizes", "decoder_pipeline_manual_split_list")
+COMM_TYPES = {ContextParallel.RING: "p2p", ContextParallel.GATHER: "all_gather"}
+"""Values of `--cp-comm-type`; the first is its default, and of all layers where there is one value."""
 _FSDP = {
     "no_shard": DataParallel.DDP,
     "optim_grads": DataParallel.ZERO2,
@@ -42,6 +52,7 @@ def read_megatron(text: str, file: str, setting: Setting) -> Reading:
         micro_batch_size=_count(file, given, "micro_batch_size"),
         sequence_parallel=SequenceParallel.MEGATRON if "sequence_parallel" in given else SequenceParallel.NONE,
     )
+    uniform = _with_context(file, given, uniform)
     uniform = _with_ranges(file, given, len(setting.model.layers), uniform)
     uniform = _with_states(file, given, setting.with_dp_size(uniform, file))
     tp_size = str(uniform.tp_size)
@@ -77,6 +88,19 @@ def _count(file: str, given: Words, name: str, default: str = "1") -> int:
     if not _COUNT.fullmatch(text):
         raise BadInput(file, f"{name} {text!r} is no number from 1", "correct it")
     return int(text)
+
+
+def _with_context(file: str, given: Words, uniform: UniformStrategy) -> UniformStrategy:
+    """Return the choice with positions shared out, by default round a ring, as Megatron-LM has it."""
+    cp_size = _count(file, given, "context_parallel_size")
+    if cp_size == 1:  # then the other has no effect
+        return uniform
+    asked = set(given.get("cp_comm_type", ("p2p",)))
+    known = [kind for kind, name in COMM_TYPES.items() if asked == {name}]
+    if not known:
+        problem = f"cp_comm_type {' '.join(sorted(asked))} is not priced"
+        raise BadInput(file, problem, f"choose {' or '.join(COMM_TYPES.values())} for all layers")
+    return uniform._replace(cp_size=cp_size, context=known[0])
 
 
 def _with_ranges(file: str, given: Words, layers: int, uniform: UniformStrategy) -> UniformStrategy:
@@ -139,13 +163,13 @@ def _with_states(file: str, given: Words, uniform: UniformStrategy) -> UniformSt
             raise BadInput(file, f"data_parallel_sharding_strategy {name} is not priced", f"choose {', '.join(_FSDP)}")
         kind, reduction = _FSDP[name], GradientReduction.EVERY_MICROBATCH
     instances = _count(file, given, "num_distributed_optimizer_instances")
-    if uniform.dp_size % instances:
-        problem = f"num_distributed_optimizer_instances {instances} does not divide {uniform.dp_size} ranks"
+    if uniform.replicas % instances:
+        problem = f"num_distributed_optimizer_instances {instances} does not divide {uniform.replicas} ranks"
         raise BadInput(file, problem, "choose a divisor")
     return uniform._replace(
         data_parallel=kind,
         gradient_reduction=reduction,
-        shard_size=uniform.dp_size // instances if 1 < instances < uniform.dp_size else 0,
+        shard_size=uniform.replicas // instances if 1 < instances < uniform.replicas else 0,
     )
 
 

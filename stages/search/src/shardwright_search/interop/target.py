@@ -13,6 +13,7 @@ from shardwright_formats.types import (
     EMBEDDING,
     HEAD,
     Attention,
+    ContextParallel,
     ExpertStrategy,
     LayerStrategy,
     Plan,
@@ -56,16 +57,22 @@ class ExportTarget(NamedTuple):
 
 
 def uniform_of(
-    plan: Plan, target: ExportTarget, kinds: Sequence[Recompute] = WHOLE_LAYERS, has_expert_grids: bool = False
+    plan: Plan,
+    target: ExportTarget,
+    kinds: Sequence[Recompute] = WHOLE_LAYERS,
+    has_expert_grids: bool = False,
+    has_context: bool = False,
 ) -> UniformStrategy:
     """Return the one strategy of a plan that shards all its layers alike, as all systems but Galvatron want it.
 
     Recomputation is left out: layers may differ in it. Raises BadInput naming the first layer, embedding and head
     included, that is sharded otherwise than the first layer, and for what none of them has: strided tensor-parallel
     groups, Ulysses, layers of several types, recomputation but of these kinds, interleaved microbatches in unequal
-    groups. Experts that ranks share out are refused unless the system has grids for them.
+    groups. Experts that ranks share out are refused unless the system has grids for them, and so are positions.
     """
     check_trained(plan, target)
+    if not has_context:
+        check_whole_positions(plan, target)
     if not has_expert_grids:
         check_whole_experts(plan, target)
     check_stages(plan, target)
@@ -80,6 +87,8 @@ def uniform_of(
     return UniformStrategy(
         tp_size=first.tp_size,
         dp_size=first.dp_size,
+        cp_size=first.cp_size,
+        context=_shared_context(plan, target),
         pp_size=pp_size,
         micro_batch_size=plan.microbatch_samples // first.dp_size,
         data_parallel=first.data_parallel,
@@ -118,11 +127,15 @@ def check_stages(plan: Plan, target: ExportTarget) -> None:
         block = range(i * width, (i + 1) * width)
         order = f"stages[{i}]: its ranks are not {block[0]} to {block[-1]}"
         target.demand(stage.ranks == tuple(block), order, "number by stage")
+    holds = len(plan.stages) > 1 or schedule_of(plan.schedule).in_flight(1, plan.num_microbatches, 0) == 1
+    target.demand(holds, f"{plan.schedule} in a single pipeline stage", "choose the schedule 1f1b")
+
+
+def check_whole_positions(plan: Plan, target: ExportTarget) -> None:
+    """Raise BadInput naming the first layer whose ranks share out positions in attention, too."""
     contexts = (where for where, strategy in strategies(plan) if strategy.cp_size > 1)
     where = next(contexts, None)
     target.demand(where is None, f"{where}: cp_size above 1", "share positions out by sequence_parallel")
-    holds = len(plan.stages) > 1 or schedule_of(plan.schedule).in_flight(1, plan.num_microbatches, 0) == 1
-    target.demand(holds, f"{plan.schedule} in a single pipeline stage", "choose the schedule 1f1b")
 
 
 def check_whole_experts(plan: Plan, target: ExportTarget) -> None:
@@ -153,6 +166,15 @@ def experts_apart(layer: LayerStrategy) -> tuple[str, str] | None:
         return feature, "give experts the data_parallel of their layer"
     grouped = layer.shard_size or grid.shard_size
     return ("experts beside states shared out in groups", "leave out shard_size") if grouped else None
+
+
+def _shared_context(plan: Plan, target: ExportTarget) -> ContextParallel:
+    """Return the way in which positions of all layers attend to those of other ranks."""
+    first = plan.layers[0].context
+    for i, layer in enumerate(plan.layers):
+        feature = f"layers[{i}]: context {layer.context}, where layers[0] has {first}"
+        target.demand(layer.context is first, feature, "choose one way for all layers")
+    return first
 
 
 def _shared_experts(plan: Plan, target: ExportTarget) -> ExpertStrategy | None:
@@ -192,7 +214,7 @@ def _shared_strategy(plan: Plan, target: ExportTarget) -> Strategy:
         target.demand(strategy.tp_consecutive, f"{where}: strided tensor-parallel groups", "make them consecutive")
         ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
         target.demand(not ulysses, f"{where}: sequence_parallel ulysses", "choose none or megatron")
-        for field in ("tp_size", "dp_size", "data_parallel", "shard_size", "sequence_parallel"):
+        for field in ("tp_size", "cp_size", "dp_size", "data_parallel", "shard_size", "sequence_parallel"):
             value, shared = getattr(strategy, field), getattr(first, field)
             feature = f"{where}: {field} {value}, where {first_where} has {shared}"
             target.demand(value == shared, feature, "shard embedding, layers and head alike")

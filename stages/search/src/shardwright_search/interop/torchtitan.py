@@ -4,7 +4,8 @@ Sections and keys are those of its `config/job_config.py` in 0.2.2 (late 2025); 
 `models/llama3/infra/parallelize.py` and `distributed/{pipeline_parallel,activation_checkpoint,parallel_dims}.py`. Later
 versions are configured in Python, with fields of the same names.
 
-Ranks are numbered pipeline stage first, then data-parallel rank, then tensor-parallel rank, as in a plan.
+Ranks are numbered pipeline stage first, then data-parallel, context-parallel and tensor-parallel rank, as in a plan.
+FSDP shards over data-parallel and context-parallel ranks, and no DDP goes beside the latter.
 """
 
 import json
@@ -14,7 +15,6 @@ from msgspec import UNSET
 
 from shardwright_formats.types import (
     DataParallel,
-    ExpertStrategy,
     GradientReduction,
     Model,
     Plan,
@@ -24,9 +24,10 @@ from shardwright_formats.types import (
     SequenceParallel,
 )
 from shardwright_models.registry import FAMILIES
+from shardwright_search.interop.contexts import check_context, contexts_of
 from shardwright_search.interop.limits import Limits, Target, expert_states_alike, torchrun, whole_groups
 from shardwright_search.interop.target import WHOLE_LAYERS, Exported, ExportTarget, kernel_notes, uniform_of
-from shardwright_search.interop.torchtitan_reader import read_torchtitan
+from shardwright_search.interop.torchtitan_reader import ROTATE_METHODS, borrows, read_torchtitan
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.demands import Demands, Outer
 from shardwright_search.space.uniform import UniformStrategy
@@ -55,7 +56,8 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
     Raises BadInput naming the first thing that torchtitan cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
-    uniform = uniform_of(plan, target, has_expert_grids=True)
+    uniform = uniform_of(plan, target, has_expert_grids=True, has_context=True)
+    check_context(plan, uniform, target)
     _check_parallelism(plan, uniform, target)
     _check_pipeline(plan, uniform, target)
     name, flavor = _name_and_flavor(plan.model)
@@ -97,10 +99,13 @@ def _check_parallelism(plan: Plan, uniform: UniformStrategy, target: ExportTarge
     feature = "embedding: tensor parallelism without sequence_parallel megatron"
     target.demand(holds, feature, "choose sequence_parallel megatron")
     _check_experts(uniform, target)
-    alone = uniform.tp_size == uniform.pp_size == 1
-    holds = uniform.dp_size == 1 or uniform.data_parallel is not DataParallel.DDP or alone
-    target.demand(holds, "embedding: ddp beside tensor or pipeline parallelism", "choose zero2 or zero3")
-    if uniform.dp_size == 1 or plan.num_microbatches == 1:
+    alone = uniform.tp_size == uniform.pp_size == uniform.cp_size == 1
+    holds = uniform.replicas == 1 or uniform.data_parallel is not DataParallel.DDP or alone
+    beside = "context" if uniform.shares_context else "tensor or pipeline"
+    target.demand(holds, f"embedding: ddp beside {beside} parallelism", "choose zero2 or zero3")
+    feature = f"embedding: shard_size {uniform.shard_size} beside cp_size {uniform.cp_size}"
+    target.demand(uniform.shard_size % uniform.cp_size == 0, feature, "choose a multiple of cp_size")
+    if uniform.replicas == 1 or plan.num_microbatches == 1:
         return
     # Accumulating gradients it reduces each microbatch's; torch's pipeline schedules reduce with the last one.
     reduced = GradientReduction.EVERY_MICROBATCH if uniform.pp_size == 1 else GradientReduction.DEFERRED
@@ -114,17 +119,13 @@ def _check_experts(uniform: UniformStrategy, target: ExportTarget) -> None:
     if (experts := uniform.experts) is None:
         return
     sizes = f"ep_size {experts.ep_size} x etp_size {experts.etp_size} beside tp_size {uniform.tp_size}"
-    holds = _borrows(experts, uniform.tp_size)
+    beside = f"{sizes} and cp_size {uniform.cp_size}" if uniform.shares_context else sizes
+    holds = borrows(experts, uniform.tp_size, uniform.cp_size)
     remedy = "give ep_size 2 or more, and etp_size as tp_size, or 1 with a multiple of tp_size as ep_size"
-    target.demand(holds, f"layers[0]: {sizes}", remedy)
-    replicated = uniform.dp_size > 1 and uniform.data_parallel is DataParallel.DDP
+    remedy += ", a multiple of cp_size either way" if uniform.shares_context else ""
+    target.demand(holds, f"layers[0]: {beside}", remedy)
+    replicated = uniform.replicas > 1 and uniform.data_parallel is DataParallel.DDP
     target.demand(not replicated, "layers[0]: experts shared out beside ddp", "choose zero2 or zero3")
-
-
-def _borrows(experts: ExpertStrategy, tp_size: int) -> bool:
-    """Return whether experts take ranks of FSDP, and of tensor parallelism all or none."""
-    borrows = experts.etp_size == 1 and experts.ep_size % tp_size == 0
-    return experts.ep_size > 1 and (borrows or experts.etp_size == tp_size)
 
 
 def _has_experts_so(configuration: Configuration) -> bool:
@@ -133,7 +134,8 @@ def _has_experts_so(configuration: Configuration) -> bool:
     if layers is None or layers.experts is UNSET:
         return True
     replicated = layers.data_parallel is DataParallel.DDP
-    return not replicated and expert_states_alike(configuration) and _borrows(layers.experts, layers.tp_size)
+    fits = borrows(layers.experts, layers.tp_size, layers.cp_size)
+    return fits and not replicated and expert_states_alike(configuration)
 
 
 def _check_pipeline(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> None:
@@ -166,7 +168,7 @@ def _precision(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> di
     kept, used, reduced = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
     holds = kept == reduced == "float32" and used in ("float32", "bfloat16")
     target.demand_precision(plan, holds, "compute in float32 or bfloat16, and keep and reduce in float32")
-    holds = used == kept or uniform.dp_size > 1 or uniform.tp_size == uniform.pp_size == 1
+    holds = used == kept or uniform.replicas > 1 or uniform.tp_size == uniform.pp_size == 1
     where = " without data-parallel ranks: its FSDP casts"
     target.demand_precision(plan, holds, "choose dp_size 2 or more, or compute in float32", where)
     return {"mixed_precision_param": used, "mixed_precision_reduce": reduced}
@@ -176,11 +178,13 @@ def _parallelism(plan: Plan, uniform: UniformStrategy) -> dict[str, Toml]:
     replicated = uniform.data_parallel is DataParallel.DDP
     keys: dict[str, Toml] = {
         "data_parallel_replicate_degree": uniform.dp_size if replicated else uniform.shard_groups,
-        "data_parallel_shard_degree": 1 if replicated else uniform.dp_size // uniform.shard_groups,
+        "data_parallel_shard_degree": 1 if replicated else uniform.replicas // uniform.shard_groups // uniform.cp_size,
         "tensor_parallel_degree": uniform.tp_size,
         "pipeline_parallel_degree": uniform.pp_size,
-        "context_parallel_degree": 1,
+        "context_parallel_degree": uniform.cp_size,
     }
+    if uniform.shares_context:
+        keys["context_parallel_rotate_method"] = ROTATE_METHODS[uniform.context]
     if (experts := uniform.experts) is not None:
         keys |= {"expert_parallel_degree": experts.ep_size, "expert_tensor_parallel_degree": experts.etp_size}
     if not replicated:
@@ -222,8 +226,8 @@ def _reads(configuration: Configuration, casts: bool) -> bool:
     """Return whether its parallelism goes together: ddp is alone, and casts are those of FSDP's ranks."""
     layers = configuration.layers
     assert layers is not None
-    alone = layers.tp_size == configuration.pp_size == 1
-    if layers.dp_size == 1:
+    alone = layers.tp_size == layers.cp_size == configuration.pp_size == 1
+    if layers.dp_size == layers.cp_size == 1:
         return alone or not casts
     return layers.data_parallel is not DataParallel.DDP or alone
 
@@ -231,7 +235,7 @@ def _reads(configuration: Configuration, casts: bool) -> bool:
 def torchtitan_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
     """Return its two ways: accumulation, which reduces each microbatch's gradients, and a pipeline, the last one's."""
     casts = precision.compute != precision.parameters
-    parallel = SequenceParallel.MEGATRON, SequenceParallel.NONE
+    parallel, contexts = (SequenceParallel.MEGATRON, SequenceParallel.NONE), contexts_of(model)
 
     def accumulates(configuration: Configuration) -> bool:
         read = _shares_sequence(configuration) and _reads(configuration, casts)
@@ -249,6 +253,7 @@ def torchtitan_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
         sequence_parallel=parallel,
         pipeline=False,
         expert_grids=True,
+        contexts=contexts,
         demands=Demands(outer=Outer.AS_LAYERS, allows=accumulates),
     )
     pipeline = Limits(
@@ -260,6 +265,7 @@ def torchtitan_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
         pipeline=True,
         schedules=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B),
         expert_grids=True,
+        contexts=contexts,
         demands=Demands(outer=Outer.AS_LAYERS, allows=fills),
     )
     return (flat,) if model.tied else (flat, pipeline)

@@ -7,11 +7,20 @@ from typing import Any
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import DataParallel, GradientReduction, Plan, Recompute, SequenceParallel
+from shardwright_formats.types import (
+    ContextParallel,
+    DataParallel,
+    ExpertStrategy,
+    GradientReduction,
+    Plan,
+    Recompute,
+    SequenceParallel,
+)
 from shardwright_search.interop.limits import Reading, Setting
 from shardwright_search.space.uniform import UniformStrategy
 
-_NOT_PRICED = ("context_parallel_degree",)
+ROTATE_METHODS = {ContextParallel.GATHER: "allgather", ContextParallel.RING: "alltoall"}
+"""Values of `context_parallel_rotate_method`, the first by default: keys go to all ranks, or one further."""
 _MODES = ("none", "full", "selective")
 _BY_OPERATOR = (
     "torchtitan's selective recomputation by operator is priced as results of products kept; it keeps every second one"
@@ -28,12 +37,11 @@ def read_torchtitan(text: str, file: str, setting: Setting) -> Reading:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise BadInput(file, f"is no TOML ({error})", "correct the file") from None
     parallel, training = sections.get("parallelism", {}), sections.get("training", {})
-    for name in _NOT_PRICED:
-        if parallel.get(name, 1) != 1:
-            raise BadInput(file, f"{name} {parallel[name]} is not priced", "leave it at 1")
     uniform = UniformStrategy(
         tp_size=_number(file, parallel, "tensor_parallel_degree"),
         pp_size=_number(file, parallel, "pipeline_parallel_degree"),
+        cp_size=_number(file, parallel, "context_parallel_degree"),
+        context=_context(file, parallel),
         sequence_parallel=SequenceParallel.MEGATRON,
     )
     uniform = _with_states(file, parallel, setting.with_dp_size(uniform, file))
@@ -53,6 +61,25 @@ def _number(file: str, keys: Mapping[str, Any], name: str) -> int:
     return number
 
 
+def _context(file: str, parallel: Mapping[str, Any]) -> ContextParallel:
+    """Return how positions attend to those of other ranks; it has no effect where none are shared out."""
+    if _number(file, parallel, "context_parallel_degree") == 1:
+        return ContextParallel.GATHER
+    method = parallel.get("context_parallel_rotate_method", "allgather")
+    known = [kind for kind, name in ROTATE_METHODS.items() if name == method]
+    if not known:
+        problem = f"context_parallel_rotate_method {method!r}"
+        raise BadInput(file, problem, f"choose {' or '.join(ROTATE_METHODS.values())}")
+    return known[0]
+
+
+def borrows(experts: ExpertStrategy, tp_size: int, cp_size: int) -> bool:
+    """Return whether experts take ranks as its `ParallelDims` has it: of FSDP, cp first, and all of tp or none."""
+    fits = experts.etp_size in (1, tp_size)
+    borrowed = cp_size * (tp_size if experts.etp_size == 1 else 1)
+    return fits and experts.ep_size > 1 and experts.ep_size % borrowed == 0
+
+
 def _with_states(file: str, parallel: Mapping[str, Any], uniform: UniformStrategy) -> UniformStrategy:
     """Return the choice with who shares the states out; by default all, who reshard but in a pipeline."""
     replicas = _number(file, parallel, "data_parallel_replicate_degree")
@@ -66,8 +93,8 @@ def _with_states(file: str, parallel: Mapping[str, Any], uniform: UniformStrateg
     if reshards == "default" and uniform.pp_size == 1:
         kind = DataParallel.ZERO3
     return uniform._replace(
-        data_parallel=kind if shards > 1 else DataParallel.DDP,
-        shard_size=shards if 1 < shards < uniform.dp_size else 0,
+        data_parallel=kind if shards * uniform.cp_size > 1 else DataParallel.DDP,
+        shard_size=shards * uniform.cp_size if replicas > 1 and shards * uniform.cp_size > 1 else 0,
         gradient_reduction=GradientReduction.EVERY_MICROBATCH if uniform.pp_size == 1 else GradientReduction.DEFERRED,
     )
 
@@ -84,6 +111,9 @@ def _with_experts(file: str, parallel: Mapping[str, Any], uniform: UniformStrate
     if etp_size == 1 and ep_size % uniform.tp_size:
         problem = f"expert_parallel_degree {ep_size} is no multiple of tensor_parallel_degree {uniform.tp_size}"
         raise BadInput(file, problem, "choose one, or share the features of experts by tp")
+    if not borrows(ExpertStrategy(ep_size=ep_size, etp_size=etp_size), uniform.tp_size, uniform.cp_size):
+        problem = f"expert_parallel_degree {ep_size} beside context_parallel_degree {uniform.cp_size}"
+        raise BadInput(file, problem, "choose a multiple of it, and of tensor_parallel_degree where etp is 1")
     if uniform.shard_groups > 1:
         raise BadInput(file, "data_parallel_replicate_degree beside expert_parallel_degree", "leave it at 1")
     return uniform.with_experts(ep_size, etp_size)

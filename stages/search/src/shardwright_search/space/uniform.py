@@ -80,7 +80,17 @@ class UniformStrategy(NamedTuple):
     @property
     def shard_groups(self) -> int:
         """Return the number of groups of data-parallel ranks that hold replicas of each other's shards."""
-        return self.dp_size // self.shard_size if self.shard_size else 1
+        return self.replicas // self.shard_size if self.shard_size else 1
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of ranks that have the same parts of the weights: data-parallel and context-parallel."""
+        return self.dp_size * self.cp_size
+
+    @property
+    def shares_context(self) -> bool:
+        """Return whether ranks share out positions that attend to one another."""
+        return self.cp_size > 1
 
     def num_microbatches(self, global_batch_size: int) -> int:
         """Return the number of microbatches of a step."""
