@@ -173,6 +173,7 @@ def test_shapes_are_those_of_every_committed_description(path):
     ("change", "said"),
     [
         ({"model_type": "dbrx"}, "model_type 'dbrx' has no shapes here"),
+        ({"model_type": "qwen2_5_vl"}, "model_type 'qwen2_5_vl' cannot be trained: mrope_section and window_size"),
         ({"model_type": "mixtral", "num_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok 3 is over num_l"),
         ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts 0 is no length"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers 1 is no list of numbers of layers"),

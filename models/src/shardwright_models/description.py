@@ -15,7 +15,7 @@ from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model, P
 from shardwright_formats.types.regions import BoundaryTensor, Experts, Heads, Region
 from shardwright_models.facts import ATTENDED, MULTIPLIED, POSITIONS, Config, Family
 from shardwright_models.latents import VALUES
-from shardwright_models.registry import FAMILIES
+from shardwright_models.registry import FAMILIES, refusal
 
 _TABLES = (
     "embed_tokens",
@@ -57,7 +57,8 @@ def model_of_config(given: Config, name: str, sequence_length: int | None, file:
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise BadInput(file, f"model_type {kind!r} has no shapes here", f"use a model of {known}")
+        problem = refusal(kind, f"model_type {kind!r} has no shapes here")
+        raise BadInput(file, problem, f"use a model of {known}")
     family = FAMILIES[kind]
     config = _checked(family, given, file)
     if sequence_length is None and (sequence_length := family.fixed_positions(config)) is None:

@@ -69,6 +69,16 @@ _ALL = (
     XLM_ROBERTA,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
+_UNFIT = {
+    "qwen2_5_vl": "mrope_section and window_size follow the size of each image, which its configuration does not hold",
+}
+"""Reasons why models of a type cannot be trained, where they are likely to be asked for."""
+
+
+def refusal(model_type: object, usual: str) -> str:
+    """Return why no family is of a model_type: `usual`, unless there is a reason of its own."""
+    reason = _UNFIT.get(model_type) if isinstance(model_type, str) else None
+    return usual if reason is None else f"model_type {model_type!r} cannot be trained: {reason}"
 
 
 def facts_of(model: Model) -> Family:

@@ -4,14 +4,15 @@ from functools import cache
 from pkgutil import resolve_name
 
 from shardwright_formats.io import BadInput
-from shardwright_models.registry import FAMILIES
+from shardwright_models.registry import FAMILIES, refusal
 from shardwright_train.models.base import Family
 
 
 def family_named(name: str, file: object) -> Family:
     """Return the family of a name that stands in `file`; raise BadInput when there is none."""
     if name not in FAMILIES:
-        raise BadInput(file, f"model family {name!r} cannot be trained", f"use one of: {', '.join(sorted(FAMILIES))}")
+        problem = refusal(name, f"model family {name!r} cannot be trained")
+        raise BadInput(file, problem, f"use one of: {', '.join(sorted(FAMILIES))}")
     return _family(name)
 
 
