@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
+from random_plans import random_plan
+from tiny_models import CONFIGS, SEQUENCE_LENGTH, batch_of, tiny
 
+from shardwright_train.models import attention_kernels as kernels
+from shardwright_train.models.description import describe
 from shardwright_train.models.masks import Places
 from shardwright_train.models.registry import family_named
 
@@ -40,3 +43,18 @@ def test_every_attention_kernel_attends_to_the_same_positions(name: str, causal:
     last = model.types[model.layers[number]].window or SEQUENCE_LENGTH
     differs = (output != outputs[2]).any(-1).all(0).tolist()
     assert differs == [position < last for position in range(SEQUENCE_LENGTH)]
+
+
+@pytest.mark.parametrize(("length", "tried"), [(16, 16), (4096, 1024), (4099, 1027)])
+def test_masks_of_long_samples_are_tried_as_those_of_short_ones(
+    length: int, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask of all pairs of 131,072 positions takes 32 GiB; sdpa was then said to have no kernel."""
+    masks = list[torch.Size]()
+    monkeypatch.setattr(
+        kernels, "scaled_dot_product_attention", lambda q, k, v, mask, *_, **__: masks.append(mask.shape)
+    )
+    family = family_named("llama", "test")
+    plan = random_plan(describe(family, CONFIGS["llama"] | {"max_position_embeddings": 8192}, "long", length), 0, 1)
+    assert kernels._refusal(plan, family, torch.device("cpu"), by_document=True) is None
+    assert masks == [(tried, tried)]

@@ -25,6 +25,8 @@ _FLASH, _MATH = Attention.FLASH_ATTENTION_2, Attention.SDPA_MATH
 _FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 _FASTEST_LAST = (Attention.EAGER, Attention.SDPA, _FLASH)
 _OTHERS = "use auto, sdpa or eager"
+_TRIED, _ALIGNMENT = 1024, 8
+"""The positions that kernels are tried with, if samples have more: as far from a multiple of 8 as the samples'."""
 _CAPABILITY = (8, 0)
 """Lowest compute capability for flash-attn 2: Ampere."""
 
@@ -129,7 +131,9 @@ def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool
         masked = by_mask or heads.window is not None or heads.alibi
         causal = leaves_out is Mask.CAUSAL and not masked
         group = 1 if masked else heads.heads // heads.kv_heads
-        places, more = length + sinks, SINK_FEATURES * sinks
+        # A mask of all pairs of long samples would not fit: 32 GiB for 131,072 positions.
+        tried = min(length, _TRIED + length % _ALIGNMENT)
+        places, more = tried + sinks, SINK_FEATURES * sinks
         query = make(1, group, places, heads.head_features + more, requires_grad=True)
         key = make(1, 1, places, heads.head_features + more, requires_grad=True)
         value = make(1, 1, places, heads.features_of_values + more, requires_grad=True)
