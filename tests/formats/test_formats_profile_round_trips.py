@@ -106,6 +106,7 @@ def model_profiles(draw: st.DrawFn) -> ModelProfile:
         fits=draw(tables(types["fits"], draw(st.integers(0, 4)))),
         rests=draw(tables(types["rests"], rows, type=names)),
         experts=draw(tables(types["experts"], rows, type=names)),
+        context=draw(tables(types["context"], draw(st.integers(0, 2)))),
     )
 
 

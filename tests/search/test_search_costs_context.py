@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from made_up import make_cluster, make_hardware
+from msgspec.structs import replace
 
 from shardwright_estimate.curves import fits_table
 from shardwright_formats.io import BadInput
@@ -20,7 +21,7 @@ from shardwright_formats.types import (
     SequenceParallel,
 )
 from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, ProfileOrigin
+from shardwright_formats.types.model_profile import ContextRow, LayerFigures, LayerRow, ModelProfile, ProfileOrigin
 from shardwright_models.description import model_of_config
 from shardwright_profile.importers.documents import profile_of, state_row
 from shardwright_search.cost_model.collectives import exchange_time, send_kind_time
@@ -127,6 +128,44 @@ def test_points_of_a_share_say_what_all_but_attention_to_others_costs() -> None:
     time_s = seconds(2, 3.0 * LENGTH / 4, LENGTH**2 / 4)
     assert layer.forward_ps * 1e-12 == pytest.approx(time_s + GATHERED_S[0])
     assert layer.warnings == ("derived: block of cp_size 4: from points of sequence_length 16",)
+
+
+def context_row(cp_size: int, ratios: tuple[float, float], error: float = 0.0) -> ContextRow:
+    """A probe of a share: so many times as long as derived."""
+    return ContextRow(
+        type="block", cp_size=cp_size, micro_batch_size=1, sequence_length=LENGTH, forward_s=1.0, forward_error_s=error,
+        backward_s=1.0, backward_error_s=error, source=Source.MEASURED, forward_ratio=ratios[0],
+        backward_ratio=ratios[1],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("probed", "factors"),
+    [
+        ([(4, (1.25, 1.5))], (1.25, 1.5)),
+        ([(2, (1.25, 1.5))], (1.25, 1.5)),
+        ([(2, (3.0, 3.0)), (8, (0.75, 1.1))], (3.0, 3.0)),
+        ([(2, (3.0, 3.0)), (4, (1.25, 1.5)), (8, (5.0, 5.0))], (1.25, 1.5)),
+        ([(4, (1.1, 1.5), 0.06)], (1.0, 1.5)),
+    ],
+)
+def test_derived_times_are_corrected_by_the_probe_of_the_nearest_cp_size(
+    probed: list[tuple], factors: tuple[float, float]
+) -> None:
+    """Of two as near the smaller; what two standard errors explain corrects nothing. Messages stay as they are."""
+    costs = costs_of(rows_of((LENGTH, 2 * LENGTH)), make_cluster(4))
+    rows = tuple(context_row(*each) for each in probed)
+    costs = replace(costs, profiles=costs.profiles._replace(context=rows))
+    layer, time_s = layer_of(costs, 4), seconds(2, LENGTH / 4, LENGTH**2 / 4)
+    assert layer.forward_ps * 1e-12 == pytest.approx(factors[0] * time_s + GATHERED_S[0])
+    assert layer.backward_ps * 1e-12 == pytest.approx(factors[1] * 2 * time_s + GATHERED_S[1])
+    nearest = 4 if any(row.cp_size == 4 for row in rows) else 2
+    said = f"times {factors[0]:.3g} forward and {factors[1]:.3g} backward as probed at {nearest}"
+    assert layer.warnings[0].endswith(said)
+    whole = layer_of(costs, 1, samples=8)
+    assert whole.forward_ps * 1e-12 == pytest.approx(seconds(2, LENGTH, LENGTH**2))
+    ring = layer_of(costs, 4, context=RING)
+    assert ring.forward_ps * 1e-12 == pytest.approx(factors[0] * time_s + 3 * ROUND_S)
 
 
 def test_without_a_curve_over_lengths_two_are_asked_for() -> None:

@@ -16,6 +16,7 @@ from shardwright_train.parallel.attention_blocks import Attended, Block, nothing
 from shardwright_train.parallel.context_gather import GatherAttention
 from shardwright_train.parallel.context_ring import RingAttention
 from shardwright_train.parallel.context_shares import ContextShares, Rectangle, visible
+from shardwright_train.parallel.context_stand_in import StandIn, StandInAttention
 from shardwright_train.parallel.process_groups import _send_a_number
 from shardwright_train.torch_private import FakeTensorMode
 
@@ -24,6 +25,37 @@ IN_ORDER = tuple(range(LENGTH))
 
 def test_gather_and_ring_come_to_attention_in_one_process() -> None:
     run_worker("context_worker", [], 4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_stands_for_one_of_several_with_keys_of_its_own_in_place_of_theirs(size: int, causal: bool) -> None:
+    """As stock attention of the rank's rows to repeated keys; gradients of keys are those of its place."""
+    order = torch.tensor(zig_zag(size)) if causal else None
+    stand_in = StandIn(size, order)
+    positions = list(range(LENGTH)) if order is None else order.tolist()
+    given = stand_in.group, causal, torch.float64, torch.device("cpu")
+    attention = StandInAttention(ContextShares(positions, size), *given)
+    assert attention.group.rank() == (size - 1) // 2
+    generator = torch.Generator().manual_seed(size)
+    share = LENGTH // size
+    query = torch.randn(2, 4, share, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+    key, value = (
+        torch.randn(2, 2, share, 8, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2)
+    )
+    first = attention.group.rank() * share
+    rows, places = torch.tensor(positions[first : first + share]), torch.tensor(positions)
+    keys, values = (x.detach().repeat(1, 1, size, 1).requires_grad_() for x in (key, value))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query, keys, values, visible(rows, places, causal, None), scale=0.3, enable_gqa=True
+    )
+    output = attention(query, key, value, 0.3)
+    torch.testing.assert_close(output, wanted, rtol=0, atol=1e-12)
+    gradient = torch.randn(output.shape, dtype=torch.float64, generator=generator)
+    asked = torch.autograd.grad(wanted, (query, keys, values), gradient)
+    mine = (asked[0], *(x[:, :, first : first + share] for x in asked[1:]))
+    for made, other in zip(torch.autograd.grad(output, (query, key, value), gradient), mine, strict=True):
+        torch.testing.assert_close(made, other, rtol=0, atol=1e-12)
 
 
 def pairs_seen(order: Sequence[int], size: int) -> list[int]:

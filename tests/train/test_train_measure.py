@@ -13,6 +13,7 @@ from tiny_models import tiny
 
 from shardwright_formats.io import BadInput, read_document, write_document
 from shardwright_formats.semantics.chunks import stage_actions
+from shardwright_formats.types.context_probes import ContextProbe
 from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement
 from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
 from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
@@ -125,11 +126,13 @@ def measured(folder: Path) -> Measured:
             )
             for state in STATES
         ),
+        _plan("share of four"),
     )
     names = [plan.name for plan in plans]
     # What has fewer layers first; the second one's memory is measured when the others are gone, the last one's, too.
     in_turns = tuple(names.index(name) for name in ("ddp float32 2 deferred", "zero2 float32 2 deferred", "kept"))
-    write_document(folder / "plans.json", Plans(plans=plans, in_turns=(in_turns,)))
+    share = ContextProbe(plan=len(plans) - 1, cp_size=4)
+    write_document(folder / "plans.json", Plans(plans=plans, in_turns=(in_turns,), context=(share,)))
     asked = ["--steps", REPEATS, "--warmup-steps", 1, "--trace", folder / "traces", "--out", folder / "out.json"]
     done = forked_command(["measure", folder / "plans.json", *asked])
     _, err = done.communicate(timeout=170)
@@ -165,6 +168,21 @@ def test_plans_in_turns_have_as_many_steps_each_and_name_one_another(measured: M
     assert {found.in_turns for found in together} == {turns}
     (again,) = {found.measured_again for found in together}
     assert {len(rank.step_s) for found in together for rank in found.ranks} == {(1 + again) * REPEATS}
+
+
+def test_a_share_of_positions_is_measured_with_the_keys_of_all_ranks(measured: Measured) -> None:
+    assert {name: one.cp_size for name, one in measured.items() if one.cp_size} == {"share of four": 4}
+    shares, whole = (_layers_workspace(measured[name]) for name in ("share of four", "kept"))
+    plan = measured["kept"].plan
+    # Keys and values of 4 heads of 4 features, of four shares of a rank's 4 samples; with gradients up to four times.
+    gathered = 4 * 2 * (4 * 4 * plan.model.sequence_length) * 4 * 4
+    assert all(gathered < share - alone < 5 * gathered for share, alone in zip(shares, whole, strict=True)), gathered
+
+
+def _layers_workspace(plan: PlanMeasurement) -> list[int]:
+    """The most beyond what is kept in a pass of each rank's layers."""
+    segments = [each for rank in plan.ranks for each in rank.memory.segments if each.name == "layers"]
+    return [max(each.forward_workspace_bytes, each.backward_workspace_bytes) for each in segments]
 
 
 def test_the_parts_of_a_step_are_no_longer_than_the_step(measured: Measured) -> None:

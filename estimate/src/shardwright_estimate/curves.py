@@ -77,6 +77,19 @@ def fits_table(layers: Iterable[LayerRow]) -> Table[FitRow]:
     return Table.from_rows(FitRow, _rows(layers))
 
 
+def on_joint_curve(curve: FitRow, samples: int, length: int) -> float:
+    """Return the value of a joint curve at a micro-batch of samples of a length."""
+    return curve.constant + curve.linear * samples * length + curve.quadratic * samples * length**2
+
+
+def of_other_shares(curve: FitRow | None, samples: int, length: int, parts: int) -> float:
+    """Return what attention of a share of `length` positions to the other of `parts` shares adds.
+
+    Pairs of positions grow by the quadratic term of the joint curve, at least by nothing; None: there is no such curve.
+    """
+    return 0.0 if curve is None else max(0.0, curve.quadratic) * samples * length**2 * (parts - 1)
+
+
 def _rows(layers: Iterable[LayerRow]) -> Iterator[FitRow]:
     for key, rows in rows_by_key(layers, "micro_batch_size", "sequence_length").items():
         for quantity in Quantity:

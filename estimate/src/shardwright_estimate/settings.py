@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shardwright_formats.io import Document, Value
+from shardwright_formats.io import BadInput, Document, Value
 from shardwright_formats.types import (
     EMBEDDING,
     HEAD,
@@ -17,6 +17,7 @@ from shardwright_formats.types import (
     Precision,
     Recompute,
     SequenceParallel,
+    SeveralRanks,
     Strategy,
     misfit,
 )
@@ -81,9 +82,14 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
     attention: Attention = Attention.AUTO
     compile: bool = False
     """Compilation of each layer by torch.compile."""
+    cp_sizes: tuple[SeveralRanks, ...] = ()
+    """Ranks that share the positions of a sample out: two or more probes each check the time derived for a layer.
+
+    The length of a share must be one of `sequence_lengths`.
+    """
 
     def __post_init__(self) -> None:
-        for name in ("tp_sizes", "sequence_parallel", "recompute", "micro_batch_sizes", "sequence_lengths"):
+        for name in ("tp_sizes", "sequence_parallel", "recompute", "micro_batch_sizes", "sequence_lengths", "cp_sizes"):
             values = getattr(self, name)
             if isinstance(values, tuple) and len(set(values)) != len(values):
                 raise ValueError(f"{name} holds a value twice")
@@ -104,6 +110,18 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
         """Return the sequence lengths that are measured of a model; the model's own, `model_length`, comes first."""
         asked = self._values(self.sequence_lengths or (), _LENGTHS_OF_A_RANGE)
         return (model_length, *(length for length in asked if length != model_length))
+
+    def share_lengths(self, model_length: int) -> dict[int, int]:
+        """Return the length of a rank's share of the model's samples by cp_size; BadInput where it is not measured."""
+        lengths = {size: model_length // size for size in sorted(self.cp_sizes)}
+        for size, length in lengths.items():
+            if model_length % (2 * size):
+                problem = f"2 x cp_size {size} does not divide the sequence length {model_length}"
+                raise BadInput("--settings", problem, "choose other cp_sizes")
+            if length not in self.lengths(model_length):
+                problem = f"cp_sizes: {size} leaves a rank {length} of {model_length} tokens, which are not measured"
+                raise BadInput("--settings", problem, f"add {length} to sequence_lengths")
+        return lengths
 
     def sizes(self, length: int, model_length: int) -> tuple[int, ...]:
         """Return the micro-batch sizes that are measured at a length; the model's own length is `model_length`."""

@@ -2,6 +2,7 @@
 
 from shardwright_formats.types.certificate import *
 from shardwright_formats.types.cluster import *
+from shardwright_formats.types.context_probes import *
 from shardwright_formats.types.correction import *
 from shardwright_formats.types.expert_load import *
 from shardwright_formats.types.expert_probes import *

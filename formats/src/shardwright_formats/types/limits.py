@@ -30,6 +30,7 @@ Rank = Annotated[int, Meta(ge=0, lt=MAX_DEVICES, extra={"unit": "rank"})]
 """Number of a device."""
 Ranks = Annotated[int, Meta(ge=1, le=MAX_DEVICES, extra={"unit": "ranks"})]
 """A degree, or the size of a group."""
+SeveralRanks = Annotated[int, Meta(ge=2, le=MAX_DEVICES, extra={"unit": "ranks"})]
 SomeRanks = Annotated[int, Meta(ge=0, le=MAX_DEVICES, extra={"unit": "ranks"})]
 """The size of a group that there may be none of."""
 Samples = Annotated[int, Meta(ge=1, le=MAX_BATCH, extra={"unit": "samples"})]

@@ -7,7 +7,15 @@ from msgspec import UNSET, Meta, UnsetType
 
 from shardwright_formats.io import Document, Value
 from shardwright_formats.types.expert_probes import ExpertMeasurement
-from shardwright_formats.types.limits import Bytes, NonNegativeCount, PositiveSeconds, Rank, Seconds, SignedSeconds
+from shardwright_formats.types.limits import (
+    Bytes,
+    NonNegativeCount,
+    PositiveSeconds,
+    Rank,
+    Seconds,
+    SeveralRanks,
+    SignedSeconds,
+)
 from shardwright_formats.types.plan import Plan
 
 
@@ -122,6 +130,9 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     steps of one number are of one round. Empty where it was measured alone."""
     measured_again: NonNegativeCount = 0
     """Number of times that as many rounds followed the first ones, as a difference was uncertain."""
+    cp_size: SeveralRanks | UnsetType = UNSET
+    """Ranks that share longer samples out, of which each rank stood for one: its keys stood for those of all. Left out
+    where the plan was run as it is."""
 
     def __post_init__(self) -> None:
         if [r.rank for r in self.ranks] != list(range(self.plan.world_size)):

@@ -14,6 +14,7 @@ from shardwright_formats.io import Value
 from shardwright_formats.io.hdf5 import OPTIONAL, Profile, Provenance, read_profile, write_profile
 from shardwright_formats.io.table import Row, Source, Sourced, Table, sourced
 from shardwright_formats.key import ExpertKey, LayerKey, rows_by_key
+from shardwright_formats.types.context_rows import ContextRow as ContextRow
 from shardwright_formats.types.expert_rows import ExpertRow as ExpertRow
 from shardwright_formats.types.expert_rows import LayerFigures as LayerFigures
 from shardwright_formats.types.expert_rows import figure_columns
@@ -237,7 +238,8 @@ class ModelProfile(Profile):
     `layers`: time and memory of one layer of each type (embedding and head too) by strategy and micro-batch. `states`:
     bytes and optimizer time of one layer's parameters. `process`: what is there once a process or a step, in one row.
     `fits`: curves through the points of `layers`. Where layers have experts that ranks may share out as a whole,
-    `rests` is what such a layer does beside its experts, and `experts` what these do; the two add up.
+    `rests` is what such a layer does beside its experts, and `experts` what these do; the two add up. `context` checks
+    what is derived for layers whose ranks share positions out.
     """
 
     FORMAT: ClassVar[str] = "shardwright.model_profile"
@@ -251,6 +253,7 @@ class ModelProfile(Profile):
     fits: Table[FitRow]
     rests: Table[LayerRow] = field(default_factory=lambda: Table.from_rows(LayerRow, ()), metadata=OPTIONAL)
     experts: Table[ExpertRow] = field(default_factory=lambda: Table.from_rows(ExpertRow, ()), metadata=OPTIONAL)
+    context: Table[ContextRow] = field(default_factory=lambda: Table.from_rows(ContextRow, ()), metadata=OPTIONAL)
 
     @cached_property
     def curves(self) -> dict[LayerKey, list[LayerRow]]:

@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, UnsetType, to_builtins
 
 from shardwright_formats.io import Document, Value, sha256_of_value
 from shardwright_formats.types.cluster import Cluster
+from shardwright_formats.types.context_probes import ContextProbe
 from shardwright_formats.types.expert_probes import ExpertProbe
 from shardwright_formats.types.limits import Name, NonNegativeCount, Rank, Samples
 from shardwright_formats.types.model import EMBEDDING, HEAD, LayerType, Model
@@ -327,11 +328,16 @@ class Plans(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stepped in turns, so that a slow moment of the machine meets them all."""
     experts: tuple[ExpertProbe, ...] | UnsetType = UNSET
     """Probes of experts of the plans' model by themselves, to be measured besides; left out where there are none."""
+    context: tuple[ContextProbe, ...] | UnsetType = UNSET
+    """Plans whose samples stand for shares of longer ones; left out where there are none."""
 
     def __post_init__(self) -> None:
         places = [place for group in self.in_turns for place in group]
         if len(set(places)) != len(places) or max(places, default=0) >= len(self.plans):
             raise ValueError(f"in_turns names {places}, not each of {len(self.plans)} plans once at most")
+        shares = [probe.plan for probe in self.context or ()]
+        if len(set(shares)) != len(shares) or max(shares, default=0) >= len(self.plans):
+            raise ValueError(f"context names {shares}, not each of {len(self.plans)} plans once at most")
         for group in self.in_turns:
             built = {(p.world_size, p.precision, p.attention) for p in (self.plans[place] for place in group)}
             if len(built) > 1:

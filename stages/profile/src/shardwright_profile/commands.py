@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwright_formats.io import BadInput, RunFailed, read_document, write_document
 from shardwright_formats.types import Cluster, Measurement, Model
-from shardwright_formats.types.model_profile import write_model_profile
+from shardwright_formats.types.model_profile import ModelProfile, write_model_profile
 from shardwright_profile.options import DevicesOptions, FitOptions, ModelOptions, ProbesOptions, ShowOptions
 
 _TRAIN = "shardwright-train"
@@ -55,14 +55,17 @@ def profile_model(options: ModelOptions) -> None:
         _say(f"left out: {sentence}")
     probes, measurement = work / "probes.json", work / "measurement.json"
     write_document(probes, made.document)
-    _say(f"{len(made.plans)} probes")
+    shares = f", {len(made.context)} of them of shares of positions (cp_sizes)" if made.context else ""
+    _say(f"{len(made.plans)} probes{shares}")
     _train(
         "measure",
         probes,
         *("--steps", options.steps, "--warmup-steps", options.warmup_steps, "--min-time-s", options.min_time_s),
         *("--out", measurement),
     )
-    write_model_profile(options.out, fit_profile([(measurement, read_document(measurement, Measurement))]))
+    profile = fit_profile([(measurement, read_document(measurement, Measurement))])
+    write_model_profile(options.out, profile)
+    _say_context(profile)
     shutil.rmtree(work)
 
 
@@ -92,12 +95,21 @@ def _say(sentence: str) -> None:
     print(sentence, file=sys.stderr)
 
 
+def _say_context(profile: ModelProfile) -> None:
+    """Say what probes of shares of positions took over what is derived."""
+    from shardwright_profile.model.context import context_notes
+
+    for sentence in context_notes(profile.context.rows):
+        _say(sentence)
+
+
 def fit(options: FitOptions) -> None:
     """Write the model profile fitted to measured probes."""
     from shardwright_profile.model.fit import fit_profile
 
     profile = fit_profile([(path, read_document(path, Measurement)) for path in options.measurements])
     write_model_profile(options.out, profile)
+    _say_context(profile)
 
 
 def show(options: ShowOptions) -> None:

@@ -58,7 +58,10 @@ class HardwareOptions(NodeOptions, frozen=True, kw_only=True):
 
 
 class ProbesOptions(Options, frozen=True, kw_only=True):
-    """Write the plans of few layers from which `fit` learns what one layer costs."""
+    """Write the plans of few layers from which `fit` learns what one layer costs.
+
+    For `cp_sizes` in the settings, further plans check what is derived of layers whose ranks share positions out.
+    """
 
     model: tuple[Path, ...]
     """The model description, JSON (shardwright.model); once more for each further sequence length."""
@@ -76,7 +79,8 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     """Profile all of a model: describe it, write its probes, measure them on this node, and fit.
 
     Needs shardwright-train. What was measured is kept in OUT.work until the profile is there: started again, the
-    command goes on.
+    command goes on. For `cp_sizes` in the settings, it says how long a rank's share of positions took over what is
+    derived.
     """
 
     folder: Annotated[Path, POSITIONAL]

@@ -129,9 +129,10 @@ def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[SplitTable]]:
         "fits": "curves through the points",
         "rests": "one layer beside experts that ranks share out, one microbatch",
         "experts": "one rank's experts of a layer, for its rows",
+        "context": "one layer of a rank's share of positions, over what is derived",
     }
     there = ((words, getattr(profile, name)) for name, words in titles.items())
-    optional = (profile.rests, profile.experts)
+    optional = (profile.rests, profile.experts, profile.context)
     return title, (_columns(words, table) for words, table in there if len(table) or table not in optional)
 
 

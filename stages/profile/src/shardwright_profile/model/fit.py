@@ -14,6 +14,7 @@ from shardwright_formats.key import LayerKey, rows_by_key
 from shardwright_formats.semantics.axes import axes_of
 from shardwright_formats.types import EMBEDDING, HEAD, DataParallel, Measurement, Model, Recompute
 from shardwright_formats.types.model_profile import (
+    ContextRow,
     ExpertRow,
     LayerFigures,
     LayerRow,
@@ -21,6 +22,7 @@ from shardwright_formats.types.model_profile import (
     ProcessRow,
     StateRow,
 )
+from shardwright_profile.model.context import context_notes, context_rows
 from shardwright_profile.model.doubtful import falling_times, uncertain_times
 from shardwright_profile.model.experts import fit_experts
 from shardwright_profile.model.probe_results import (
@@ -60,7 +62,8 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
     The same probes give the same profile, in whatever order their files come. Raises BadInput, naming the probes, where
     they cannot be compared, where one is missing, and where noise hides the cost of a layer.
     """
-    origin, provenance, all_probes = read_probes(measurements)
+    origin, provenance, results = read_probes(measurements)
+    all_probes = tuple(probe for probe in results if probe.cp_size == 1)
     replicated = [probe for probe in all_probes if probe.data_parallel is DataParallel.DDP]
     probes = [probe for probe in replicated if not is_apart(probe.plan)]
     pairs = layer_pairs(probes)
@@ -68,6 +71,8 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
     layers = sorted([*with_replays(measured), *rest_rows(pairs), *_end_rows(probes)], key=lambda row: row.key)
     apart = _block_rows(layer_pairs([probe for probe in replicated if is_apart(probe.plan)]))
     experts, rests = fit_experts(measurements, probes[0], layers, list(apart))
+    fits = fits_table(layers)
+    context = list(context_rows(results, layers, fits.rows))
     line = fit_optimizer_line(probes)
     states = sorted(fit_states(pairs, line, zero_rates(all_probes)), key=lambda row: (row.type, row.tp_size))
     return ModelProfile(
@@ -80,15 +85,17 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
                     *hidden_replays(measured, layers),
                     *hidden_rests(pairs),
                     *falling_times(layers),
+                    *context_notes(context),
                 )
             ),
         ),
         layers=Table.from_rows(LayerRow, layers),
         states=Table.from_rows(StateRow, states),
         process=Table.from_rows(ProcessRow, [_process(probes, line)]),
-        fits=fits_table(layers),
+        fits=fits,
         rests=Table.from_rows(LayerRow, sorted(rests, key=lambda row: row.key)),
         experts=Table.from_rows(ExpertRow, sorted(experts, key=lambda row: row.key)),
+        context=Table.from_rows(ContextRow, context),
     )
 
 

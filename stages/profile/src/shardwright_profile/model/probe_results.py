@@ -16,17 +16,13 @@ from shardwright_formats.types import (
     HEAD,
     Attention,
     DataParallel,
-    GradientReduction,
-    LayerStrategy,
     Measurement,
     Plan,
     PlanMeasurement,
-    Recompute,
-    SequenceParallel,
     profiled_as,
 )
 from shardwright_formats.types.model_profile import ProfileOrigin
-from shardwright_profile.model.probes import NUM_MICROBATCHES, is_apart, layer_counts, probe_key
+from shardwright_profile.model.probes import is_apart, layer_counts, no_probe, probe_key
 
 LAYERS = "layers"
 _SEGMENTS = (EMBEDDING, LAYERS, HEAD)
@@ -88,6 +84,7 @@ class ProbeResult(NamedTuple):
     in_turns: tuple[str, ...]
     """SHA-256 of the plans it was stepped in turns with, from its measurement, as is `measured_again`."""
     measured_again: int
+    cp_size: int  # 1, but for samples that stand for a share
 
     @property
     def data_parallel(self) -> DataParallel:
@@ -141,7 +138,8 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
                 raise BadInput(file, problem, "fit the measurements of one model on one kind of device at a time")
     seen: dict[tuple[object, ...], ProbeResult] = {}
     for result in results:
-        identity = (result.key, result.data_parallel, is_apart(result.plan), *sorted(result.counts.items()))
+        kind = result.key, result.data_parallel, is_apart(result.plan), result.cp_size
+        identity = (*kind, *sorted(result.counts.items()))
         if identity in seen:
             raise BadInput(
                 result.file,
@@ -149,10 +147,10 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
                 "pass one of them",
             )
         seen[identity] = result
-    every_version = sorted({measurement.versions for _, measurement in measurements})
-    provenance = Provenance(date=max(m.date for _, m in measurements), versions="; ".join(every_version))
+    versions = "; ".join(sorted({measurement.versions for _, measurement in measurements}))
+    provenance = Provenance(date=max(m.date for _, m in measurements), versions=versions)
     reference_s = median(result.reference_s for result in results)
-    ordered = sorted(results, key=lambda r: (r.data_parallel, r.key, sorted(r.counts.items())))
+    ordered = sorted(results, key=lambda r: (r.data_parallel, r.key, r.cp_size, sorted(r.counts.items())))
     return origin, provenance, tuple(result.at_speed(reference_s) for result in ordered)
 
 
@@ -185,7 +183,7 @@ def _of_each_communicator(measurement: Measurement) -> int:
 
 def _result(file: Path, measured: PlanMeasurement, reference_s: float, of_each: int) -> ProbeResult:
     plan = measured.plan
-    if (problem := _no_probe(plan)) is not None:
+    if (problem := no_probe(plan)) is not None:
         raise BadInput(file, f"plan {plan.name!r} is no probe: {problem}", "pass measurements of probes")
 
     def largest(bytes_of: Callable[[int], int]) -> int:
@@ -213,31 +211,8 @@ def _result(file: Path, measured: PlanMeasurement, reference_s: float, of_each: 
         reference_s=reference_s,
         in_turns=measured.in_turns,
         measured_again=measured.measured_again,
+        cp_size=measured.cp_size or 1,
     )
-
-
-def _no_probe(plan: Plan) -> str | None:
-    if len(plan.stages) != 1:
-        return f"it has {len(plan.stages)} pipeline stages"
-    if len(plan.cluster.nodes) != 1:
-        return "it runs on several kinds of nodes"
-    if len({_sharding(layer) for layer in plan.layers}) != 1:
-        return "its layers have different strategies"
-    if {_sharding(plan.layers[0])[:3]} != {
-        (s.tp_size, s.tp_consecutive, s.sequence_parallel) for s in (plan.embedding, plan.head)
-    }:
-        return "embedding and head have another strategy than its layers"
-    if len({(s.data_parallel, s.shard_size) for s in (*plan.layers, plan.embedding, plan.head)}) != 1:
-        return "its layers are of several kinds of data parallelism"
-    if plan.num_microbatches < NUM_MICROBATCHES:
-        return f"it has {plan.num_microbatches} microbatches, and so none that neither gathers nor reduces"
-    if plan.gradient_reduction is not GradientReduction.DEFERRED:
-        return "every microbatch reduces gradients"
-    return None
-
-
-def _sharding(layer: LayerStrategy) -> tuple[int, bool, SequenceParallel, Recompute]:
-    return layer.tp_size, layer.tp_consecutive, layer.sequence_parallel, layer.recompute
 
 
 def _segment(file: Path, measured: PlanMeasurement, name: str) -> SegmentCost:

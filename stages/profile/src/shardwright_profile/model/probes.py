@@ -15,9 +15,11 @@ from shardwright_formats.semantics.axes import axes_of, layout_of, strategy_on
 from shardwright_formats.semantics.expert_messages import shares_experts
 from shardwright_formats.types import (
     Cluster,
+    ContextProbe,
     DataParallel,
     ExpertProbe,
     ExpertStrategy,
+    GradientReduction,
     LayerStrategy,
     Model,
     NodeGroup,
@@ -26,8 +28,10 @@ from shardwright_formats.types import (
     Plans,
     Recompute,
     Schedule,
+    SequenceParallel,
     Strategy,
 )
+from shardwright_profile.model.context_obstacle import context_obstacle
 
 NUM_MICROBATCHES = 3
 """Minimum number of microbatches with a middle one, which gathers no parameters and only adds to existing gradients."""
@@ -47,11 +51,14 @@ class Probes(NamedTuple):
     left_out: tuple[str, ...]
     experts: tuple[ExpertProbe, ...] = ()
     """Probes of experts by themselves, of a model that has some."""
+    context: tuple[ContextProbe, ...] = ()
+    """Plans whose samples stand for shares of longer ones."""
 
     @property
     def document(self) -> Plans:
         """Return the document of the plans to measure."""
-        return Plans(plans=self.plans, in_turns=self.in_turns, experts=self.experts or UNSET)
+        experts, context = self.experts or UNSET, self.context or UNSET
+        return Plans(plans=self.plans, in_turns=self.in_turns, experts=experts, context=context)
 
 
 def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, settings: ProfileSettings) -> Probes:
@@ -60,8 +67,8 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
     `models` are descriptions of one model at each length of the settings, its own first. For each strategy, length and
     micro-batch size: one plan with `settings.layers[0]` layers of every block type, and one for each block type with
     `settings.layers[1]` layers of it. Of a type that hands on another shape than it receives, each has one. With the
-    most of every type, one under ZeRO-2 and one under ZeRO-3. Raises BadInput when the lengths are others, or no
-    strategy fits model and node.
+    most of every type, one under ZeRO-2 and one under ZeRO-3. For each of `cp_sizes` as many as for a strategy. Raises
+    BadInput when the lengths are others, or no strategy fits model and node.
     """
     model = models[0]
     _check_lengths(models, settings)
@@ -93,13 +100,43 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
     )
     plans += tuple(_apart(models, node, settings, fitting))
     plans += _zero_probes(model, node, settings, fitting)
+    context: list[ContextProbe] = []
+    for cp_size, share in settings.share_lengths(length).items():
+        if (problem := _context_obstacle(model, settings, fitting, cp_size)) is not None:
+            left_out.append(f"cp_size {cp_size}: {problem}")
+            continue
+        (described,) = (each for each in models if each.sequence_length == share)
+        shares = tuple(_context_probes(described, node, settings, cp_size, length))
+        context += [ContextProbe(plan=len(plans) + number, cp_size=cp_size) for number in range(len(shares))]
+        plans += shares
     left_out += [
         f"{formatted(strategy)} sequence_length={described.sequence_length}: {misfit_of(described, strategy)}"
         for strategy in fitting
         for described in models
         if misfit_of(described, strategy) is not None
     ]
-    return Probes(plans, tuple(_in_turns(plans)), tuple(left_out), tuple(_expert_probes(models, settings, fitting)))
+    experts = tuple(_expert_probes(models, settings, fitting))
+    return Probes(plans, tuple(_in_turns(plans, context)), tuple(left_out), experts, tuple(context))
+
+
+def _context_obstacle(model: Model, settings: ProfileSettings, fitting: Sequence[Strategy], cp_size: int) -> str | None:
+    """Return why no probe checks what is derived for a cp_size, or None."""
+    if all(strategy.tp_size > 1 for strategy in fitting):
+        return "no strategy of tp_size 1 is measured"
+    return context_obstacle(model, settings, cp_size)
+
+
+def _context_probes(
+    described: Model, node: Cluster, settings: ProfileSettings, cp_size: int, length: int
+) -> Iterator[Plan]:
+    """Yield the probes of layers of one of `cp_size` ranks that share samples of a length out, without recomputation.
+
+    `described` is the model at the length of a share; of a micro-batch the smallest size is measured.
+    """
+    strategy, size = Strategy(tp_size=1, dp_size=node.num_devices), min(settings.sizes(length // cp_size, length))
+    for truncated in _truncations(described, settings.layers):
+        plan = _probe(truncated, node, settings, strategy, Recompute.NONE, size)
+        yield replace(plan, name=f"{plan.name} keys of {cp_size} ranks")
 
 
 def _apart(
@@ -149,6 +186,31 @@ def is_apart(plan: Plan) -> bool:
     return any(map(shares_experts, plan.layers))
 
 
+def no_probe(plan: Plan) -> str | None:
+    """Return why a measured plan is no probe, or None where it is one."""
+    if len(plan.stages) != 1:
+        return f"it has {len(plan.stages)} pipeline stages"
+    if len(plan.cluster.nodes) != 1:
+        return "it runs on several kinds of nodes"
+    if len({_sharding(layer) for layer in plan.layers}) != 1:
+        return "its layers have different strategies"
+    if {_sharding(plan.layers[0])[:3]} != {
+        (s.tp_size, s.tp_consecutive, s.sequence_parallel) for s in (plan.embedding, plan.head)
+    }:
+        return "embedding and head have another strategy than its layers"
+    if len({(s.data_parallel, s.shard_size) for s in (*plan.layers, plan.embedding, plan.head)}) != 1:
+        return "its layers are of several kinds of data parallelism"
+    if plan.num_microbatches < NUM_MICROBATCHES:
+        return f"it has {plan.num_microbatches} microbatches, and so none that neither gathers nor reduces"
+    if plan.gradient_reduction is not GradientReduction.DEFERRED:
+        return "every microbatch reduces gradients"
+    return None
+
+
+def _sharding(layer: LayerStrategy) -> tuple[int, bool, SequenceParallel, Recompute]:
+    return layer.tp_size, layer.tp_consecutive, layer.sequence_parallel, layer.recompute
+
+
 def layer_counts(model: Model) -> dict[str, int]:
     """Return the number of layers of each block type of a model."""
     return {name: model.layers.count(name) for name in block_types(model)}
@@ -168,11 +230,12 @@ def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
     return replace(model, layers=tuple(name for _, _, name in order))
 
 
-def _in_turns(plans: Sequence[Plan]) -> Iterator[tuple[int, ...]]:
+def _in_turns(plans: Sequence[Plan], context: Sequence[ContextProbe]) -> Iterator[tuple[int, ...]]:
     """Yield the places of all probes of a key, in their order: the shortest one comes first."""
-    by_key: dict[tuple[LayerKey, bool], list[int]] = {}
+    by_key: dict[tuple[LayerKey, bool, int], list[int]] = {}
+    cp_sizes = {probe.plan: probe.cp_size for probe in context}
     for place, plan in enumerate(plans):
-        by_key.setdefault((probe_key(plan), is_apart(plan)), []).append(place)
+        by_key.setdefault((probe_key(plan), is_apart(plan), cp_sizes.get(place, 1)), []).append(place)
     yield from map(tuple, by_key.values())
 
 

@@ -1,14 +1,16 @@
 """Cost of layers whose ranks share out the positions of a sample: their computation, messages and buffers.
 
-With n ranks, time and kept bytes are constant + linear b s/n + quadratic b s^2/n of the curve over lengths. No probe
-runs so: such figures are derived.
+With n ranks, time and kept bytes are constant + linear b s/n + quadratic b s^2/n of the curve over lengths. Such
+figures are derived; where a probe ran with keys of n ranks on one device, its times over the derived ones correct them.
 """
 
 from collections.abc import Mapping, Sequence
+from math import log
 from typing import NamedTuple
 
 import msgspec
 
+from shardwright_estimate.curves import of_other_shares, on_joint_curve
 from shardwright_formats.io import BadInput
 from shardwright_formats.key import LayerKey
 from shardwright_formats.semantics.axes import axes_of
@@ -61,13 +63,27 @@ def shared_layer_cost(
     figures, source = cost.figures, f"points of sequence_length {alone.sequence_length}"
     if lacks:
         figures, source = _on_joint_curves(profiles, alone, micro_batch_size, figures, curves), "the curve over lengths"
-    # Pairs of positions that a rank has both of: with those of others it has parts - 1 times as many.
-    pairs = micro_batch_size * alone.sequence_length**2
-    per_pair = {name: max(0.0, curves[name].quadratic) if name in curves else 0.0 for name in LayerFigures._fields}
-    shared = {name: value + per_pair[name] * pairs * (parts - 1) for name, value in figures._asdict().items()}
-    attention = per_pair["forward_s"] * pairs * parts, per_pair["backward_s"] * pairs * parts
+    shares = micro_batch_size, alone.sequence_length, parts
+    others = LayerFigures(*(of_other_shares(curves.get(name), *shares) for name in LayerFigures._fields))
+    shared = LayerFigures(*(here + there for here, there in zip(figures, others, strict=True)))
+    attention = others.forward_s * parts / (parts - 1), others.backward_s * parts / (parts - 1)
     warning = f"derived: {key.type} of cp_size {parts}: from {source}"
-    return ComputeCost(LayerFigures(**shared), warning, attention)
+    return _corrected(profiles, key.type, parts, ComputeCost(shared, warning, attention))
+
+
+def _corrected(profiles: Profiles, type_name: str, parts: int, cost: ComputeCost) -> ComputeCost:
+    """Return a derived cost with its times multiplied by what a probe of the nearest cp_size measured over its own."""
+    probed = [row for row in profiles.context if row.type == type_name]
+    if not probed:
+        return cost
+    nearest = min(probed, key=lambda row: (abs(log(row.cp_size / parts)), row.cp_size))
+    forward, backward = nearest.corrections
+    figures, attention = cost.figures, cost.attention
+    return ComputeCost(
+        figures._replace(forward_s=forward * figures.forward_s, backward_s=backward * figures.backward_s),
+        f"{cost.warning}, times {forward:.3g} forward and {backward:.3g} backward as probed at {nearest.cp_size}",
+        (forward * attention[0], backward * attention[1]),
+    )
 
 
 def _curves(profiles: Profiles, key: LayerKey, parts: int) -> dict[str, FitRow]:
@@ -85,8 +101,7 @@ def _on_joint_curves(
     profiles: Profiles, key: LayerKey, size: int, figures: LayerFigures[float], curves: Mapping[str, FitRow]
 ) -> LayerFigures[float]:
     """Return figures with those that have a curve by it; raises BadInput where a time would be negative."""
-    tokens, pairs = size * key.sequence_length, size * key.sequence_length**2
-    joint = {name: row.constant + row.linear * tokens + row.quadratic * pairs for name, row in curves.items()}
+    joint = {name: on_joint_curve(row, size, key.sequence_length) for name, row in curves.items()}
     if min(joint.values()) < 0:
         problem = f"{key}: the joint curve is negative at micro_batch_size {size}"
         raise BadInput(profiles.model_file, problem, "profile the model at that length, too")

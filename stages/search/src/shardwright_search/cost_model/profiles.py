@@ -21,6 +21,7 @@ from shardwright_formats.key import ExpertKey, LayerKey, rows_by_key
 from shardwright_formats.types import Attention, Cluster, Model, Precision, profiled_as
 from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
 from shardwright_formats.types.model_profile import (
+    ContextRow,
     ExpertRow,
     FitRow,
     LayerFigures,
@@ -95,13 +96,15 @@ class Profiles(NamedTuple):
     """The curves through them, by the keys of `fits`."""
     experts: Mapping[ExpertKey, LayerPoints] = MappingProxyType({})
     """The points of these experts, by keys without rows."""
+    context: tuple[ContextRow, ...] = ()
+    """Measured times of layers whose ranks share positions out, over the derived ones."""
     load: Load | None = None
     """The load of experts; None: all experts of a layer get as many positions."""
 
     @property
     def beside_experts(self) -> "Profiles":
         """Return the profiles whose layers lack the experts that ranks share out."""
-        return self._replace(layers=self.rests, fits=self.rest_fits)
+        return self._replace(layers=self.rests, fits=self.rest_fits, context=())
 
     @property
     def per_device(self) -> tuple["Profiles", ...]:
@@ -184,6 +187,7 @@ def index_profiles(
         rests=_layer_points(model_profile.rest_curves),
         rest_fits=rows_by_key(fits_table(model_profile.rests.rows).rows, "micro_batch_size", "sequence_length"),
         experts={key: _points(rows, [row.rows for row in rows]) for key, rows in model_profile.expert_curves.items()},
+        context=model_profile.context.rows,
         states={row.key: row for row in model_profile.states.rows},
         fits=rows_by_key(model_profile.fits.rows, "micro_batch_size", "sequence_length"),
         process_bytes=process.process_bytes,

@@ -49,6 +49,7 @@ def measure_plans(job: MeasureJob, world: World) -> None:
     """Measure every plan of the job, on all ranks; rank 0 writes the measurement."""
     asked = read_document(job.plans[0], Plans)
     plans, resident = asked.plans, peak_resident_bytes()
+    stands_for = {probe.plan: probe.cp_size for probe in asked.context or ()}
     kernels = _agreed_kernels(plans, world)
     taken = (kernel for plan, kernel in zip(plans, kernels, strict=True) if plan.attention is Attention.AUTO)
     versions = versions_text(("torch", "transformers"), on_gpu=world.device.type == "cuda")
@@ -60,7 +61,8 @@ def measure_plans(job: MeasureJob, world: World) -> None:
     for places in _in_turns(asked):
         if all(measured[place] is not None for place in places):
             continue
-        group = _measure([(plans[place], kernels[place]) for place in places], job, world, resident)
+        asked_now = [(plans[place], kernels[place], stands_for.get(place, 1)) for place in places]
+        group = _measure(asked_now, job, world, resident)
         for place, measurement in zip(places, group, strict=True):
             measured[place] = measurement
         journal.add(group)
@@ -125,7 +127,7 @@ class _Runner:
     steps: int = 0
 
     @classmethod
-    def build(cls, plan: Plan, kernel: str, world: World, warmup_steps: int) -> "_Runner":
+    def build(cls, plan: Plan, kernel: str, stands_for: int, world: World, warmup_steps: int) -> "_Runner":
         world.heartbeat.begin(f"before the first step of {plan.name}")
         groups = Groups(world.device.type)
         if world.device.type == "cuda":
@@ -133,7 +135,15 @@ class _Runner:
         family = family_named(plan.model.family, plan.name)
         generator = torch.Generator().manual_seed(0)
         context = RankContext(
-            plan=plan, family=family, rank=world.rank, groups=groups, attention=kernel, device=world.device, seed=0
+            plan=plan,
+            family=family,
+            rank=world.rank,
+            groups=groups,
+            # Attention across ranks is in blocks of sdpa's kernels, whatever attends to a rank's own positions.
+            attention=kernel if stands_for == 1 else Attention.SDPA.value,
+            device=world.device,
+            seed=0,
+            stands_for=stands_for,
         )
         with out_of_memory_said(plan.sha256):
             batch = family.learns(plan.model).random_batch(plan.global_batch_size, generator)
@@ -184,14 +194,17 @@ class _Runner:
 
 
 def _measure(
-    asked: Sequence[tuple[Plan, str]], job: MeasureJob, world: World, resident: int
+    asked: Sequence[tuple[Plan, str, int]], job: MeasureJob, world: World, resident: int
 ) -> tuple[PlanMeasurement, ...]:
-    """Measure plans in turns with their kernels, all built at once; the memory of each is recorded separately."""
+    """Measure plans in turns with their kernels, all built at once; the memory of each is recorded separately.
+
+    The third of each tuple is the number of ranks of which each rank stands for one.
+    """
     memory: dict[int, RankMemory] = {}
     runners = [_Runner.build(*asked[0], world, job.warmup_steps)]
     if len(asked) > 1:
         memory[0] = _memory(runners[0], resident)
-    runners += [_Runner.build(plan, kernel, world, job.warmup_steps) for plan, kernel in asked[1:]]
+    runners += [_Runner.build(*each, world, job.warmup_steps) for each in asked[1:]]
     timing.reference_time_s(world.device)  # the first one also loads kernels
     limits = timing.Limits(job.steps, job.min_time_s, lambda value: _of_all_ranks(value, world))
     measured = timing.measure_in_turns([runner.timed for runner in runners], limits, _forward_only(asked))
@@ -208,21 +221,22 @@ def _measure(
         alone = _Runner.build(*asked[place], world, job.warmup_steps)
         memory[place] = _memory(alone, resident)
         alone.close()
-    plans = tuple(plan for plan, _ in asked)
+    plans = tuple(plan for plan, *_ in asked)
     return tuple(
         PlanMeasurement(
             plan=plan,
             ranks=timing.rank_measurements(steps, stages[place], memory[place], world),
             in_turns=tuple(other.sha256 for other in plans) if len(plans) > 1 else (),
             measured_again=measured.again,
+            cp_size=UNSET if asked[place][2] == 1 else asked[place][2],
         )
         for place, (plan, steps) in enumerate(zip(plans, measured.steps, strict=True))
     )
 
 
-def _forward_only(asked: Sequence[tuple[Plan, str]]) -> list[int]:
+def _forward_only(asked: Sequence[tuple[Plan, str, int]]) -> list[int]:
     """Return the places of plans that differ from the first by layers that have no backward pass."""
-    further = [Counter(plan.model.layers) - Counter(asked[0][0].model.layers) for plan, _ in asked]
+    further = [Counter(plan.model.layers) - Counter(asked[0][0].model.layers) for plan, *_ in asked]
     types = asked[0][0].model.types
     return [place for place, more in enumerate(further) if more and not any(types[kind].has_backward for kind in more)]
 

@@ -22,6 +22,7 @@ from shardwright_train.parallel.collectives import exchange_dims
 from shardwright_train.parallel.context_gather import GatherAttention
 from shardwright_train.parallel.context_ring import RingAttention
 from shardwright_train.parallel.context_shares import ContextShares
+from shardwright_train.parallel.context_stand_in import StandInAttention
 from shardwright_train.parallel.tensor import TensorParallel
 
 SHARED_ATTENTION = "shardwright_sequence"
@@ -49,6 +50,8 @@ class AcrossRanks:
     keeps: bool
     """Whether gathered keys and values are kept for the backward pass, as where a replay has gathered them again."""
     context: ContextParallel
+    is_stand_in: bool = False
+    """Whether this rank's keys and values stand for those of the group."""
     _of_length: dict[tuple[int, bool], GatherAttention | RingAttention] = field(default_factory=dict)
 
     def attend(
@@ -94,8 +97,10 @@ class AcrossRanks:
             order = self._positions if self.order is not None else range(length)
             shares = ContextShares(order, self.group.size())
             given = shares, self.group, causal, self.reduce, key.device, self.recomputation.whole
-            is_ring = self.context is ContextParallel.RING
-            made = RingAttention(*given) if is_ring else GatherAttention(*given, self.keeps)
+            if self.context is ContextParallel.RING:
+                made = RingAttention(*given)
+            else:
+                made = (StandInAttention if self.is_stand_in else GatherAttention)(*given, self.keeps)
             self._of_length[length, causal] = made
         return made
 
@@ -130,12 +135,15 @@ def share_attention(
     """
     heads = tensor_parallel.sequence_group if tensor_parallel.splits_everything else None
     degree = 1 if heads is None else heads.size()
+    stand_in = tensor_parallel.stand_in
     group, order = tensor_parallel.context_group, tensor_parallel.order
+    if stand_in is not None:
+        group, order = stand_in.group, stand_in.order
     for module in block.modules():
         # The eager one is no registered function but each model's own.
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if eager is not None and hasattr(module, "config"):
-            given = group, order, kernel, reduce, tensor_parallel.recomputation, keeps, context
+            given = group, order, kernel, reduce, tensor_parallel.recomputation, keeps, context, stand_in is not None
             across = AcrossRanks(*given) if tensor_parallel.attends_across else None
             kernel_of_module = ALL_ATTENTION_FUNCTIONS.get_interface(kernel, eager)
             repeat, seen = _seen(module, kernel, degree, repeats=across is not None)

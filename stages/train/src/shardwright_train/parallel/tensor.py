@@ -20,6 +20,7 @@ from shardwright_train.parallel.collectives import (
     scatter_sequence,
     sum_over_group,
 )
+from shardwright_train.parallel.context_stand_in import StandIn
 from shardwright_train.parallel.low_rank import LowRankLinear
 from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Cut, Rule
@@ -52,6 +53,8 @@ class TensorParallel:
     """Group of ranks that share experts out, of which this layer part is; None where each has all."""
     order: Tensor | None = None
     """Positions of a sample [s] in the order in which ranks hold them; None where they keep theirs."""
+    stand_in: StandIn | None = None
+    """Ranks of which this one stands for one in a measurement; None: it does not."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -108,7 +111,7 @@ class TensorParallel:
     @property
     def attends_across(self) -> bool:
         """Return whether positions lie in another order, or attend to those of other ranks."""
-        return self.axes.shares_context or self.order is not None
+        return self.axes.shares_context or self.order is not None or self.stand_in is not None
 
     def positions(self, length: int) -> slice:
         """Return the places, of `length` in all, that this rank has between the matrix products."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwright_formats.semantics.axes import axes_of, layout_of
 from shardwright_formats.semantics.chunks import chunk_layers
 from shardwright_formats.semantics.layout import Box, parameter_box
-from shardwright_formats.semantics.zigzag import position_order
+from shardwright_formats.semantics.zigzag import position_order, zigzag
 from shardwright_formats.types import EMBEDDING, HEAD, Parameter, Plan, Recompute, Strategy, base_type
 from shardwright_models.facts import Mask
 from shardwright_train.data.share import Batch, BatchShare
@@ -22,6 +22,7 @@ from shardwright_train.models.initial_weights import fill
 from shardwright_train.models.masks import Places
 from shardwright_train.parallel.checkpointing import Recomputation, recomputed
 from shardwright_train.parallel.collectives import Redistribution
+from shardwright_train.parallel.context_stand_in import StandIn
 from shardwright_train.parallel.data import GradientAllReduce, local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.low_rank import low_rank_rules
@@ -55,12 +56,23 @@ class RankContext:
     """Whether the weights will be read from a checkpoint, so that none are drawn."""
     weights: GivenWeights | None = None
     """Given initial weights; None: all are drawn."""
+    stands_for: int = 1
+    """Ranks of which each rank stands for one, in a measurement of a share of longer samples; 1: it does not."""
 
     @cached_property
     def order(self) -> Tensor | None:
         """Return the positions of a sample [s] in the order in which ranks hold them; None where they keep theirs."""
         order = position_order(self.plan, self.family.facts.mask is Mask.CAUSAL)
         return None if order is None else torch.tensor(order, device=self.device)
+
+    @cached_property
+    def stand_in(self) -> StandIn | None:
+        """Return the ranks of which this one stands for one; None where it does not."""
+        if self.stands_for == 1:
+            return None
+        length, causal = self.plan.model.sequence_length * self.stands_for, self.family.facts.mask is Mask.CAUSAL
+        order = torch.tensor(zigzag(length, self.stands_for), device=self.device) if causal else None
+        return StandIn(self.stands_for, order)
 
     @property
     def stage_index(self) -> int:
@@ -280,6 +292,7 @@ def _sharing(context: RankContext, strategy: Strategy, randomness: Randomness, r
         recomputation=recomputation,
         fused_loss="cross_entropy" in plan.fused,
         order=context.order,
+        stand_in=context.stand_in,
         expert_group=mesh["ep"].get_group() if "ep" in (mesh.mesh_dim_names or ()) else None,
     )
     return Sharing(strategy, mesh, tensor_parallel)
