@@ -11,6 +11,7 @@ from rest_long import rest_long
 from run_parity import TOLERANCE
 from shared_experts import shared_plans
 from skewed_routing import SKEWS, skew_of, skewed_plans
+from special_plans import chunked_plan, in_groups, replicas_behind_a_cut
 from tiny_models import CONFIGS, tiny
 from tiny_multi_modal import SEVERAL
 
@@ -28,12 +29,19 @@ pytestmark = pytest.mark.timeout(900)
 
 NUMBERS = {2: range(2), 4: range(3)}
 ON_TWO = "two_ranks", "two_ranks_again"
-"""Two halves of the plans: `make test` has every family in one number and one lower precision, `make test-long` all."""
+"""The plans in two parts: `make test` has every family once, exactly, and `make test-long` the rest."""
 ON_EIGHT = ("llama", "t5", "vit")
 """`make parity` has 45 plans of each family, 5 of them on 8 ranks."""
 CONTEXT_FIRST = ("context 0:", "context 4:", "context 17:", "context 22:")
 """Plans with context parallelism in the first half."""
 LOW_PRECISION = (("float32", 1e-5), ("bfloat16", 0.1))
+LOW_FIRST = {
+    "float32": ("llama", "gemma2", "baichuan", "vit", "deepseek_v3"),
+    "bfloat16": ("t5", "mixtral", "gpt_oss", "whisper", "llama4_text"),
+}
+"""Families in lower precision in the first part: those of whose layers some compute in a wider format, among others."""
+GROUPED_EVERY = 5
+"""One family in so many has a plan with parameter groups in the first part."""
 MUTATIONS = (
     "norm_gradients_not_summed",
     "bias_added_by_every_rank",
@@ -70,31 +78,28 @@ def _compiled(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, name=f"compiled {plan.name}", compile=True)
 
 
-def _half_on_two(half: int) -> list[Plan]:
-    """Half of the plans on two ranks; of packed ones the first half has three."""
-    exact, grouped, packed = _plans(2), _grouped_plans(2), _packed_plans(2)
-    families = len(FAMILIES)
-    drawn = [exact[(i + half) % 2 * families + i] for i in range(families)]
-    low_precision = [
-        random_plan(tiny(family), 1, 2, LOW_PRECISION[(i + half) % 2][0]) for i, family in enumerate(FAMILIES)
-    ]
-    compiled = _compiled(random_plan(tiny(COMPILED[half]), 0, 2))
-    packed = [plan for i, plan in enumerate(packed) if (i % (len(PACKED) + 1) == 0) == (half == 0)]
-    chunked = [_chunked_plan()] if half == 0 else []
-    packed += [*shared_plans(2)[half::2], *skewed_plans(2)[half::2]]
-    packed += [plan for plan in context_plans(2) if plan.name.startswith(CONTEXT_FIRST) == (half == 0)]
-    return [*low_precision, *drawn, compiled, *grouped[half::2], *packed, *chunked]
+def _first_on_two() -> list[Plan]:
+    """Every family exactly, and some plans of every other kind."""
+    exact, families = _plans(2), len(FAMILIES)
+    drawn = [exact[i % 2 * families + i] for i in range(families)]
+    packed = [plan for i, plan in enumerate(_packed_plans(2)) if i % (len(PACKED) + 1) == 0]
+    experts = [*shared_plans(2)[::2], *skewed_plans(2)[::2]]
+    context = [plan for plan in context_plans(2) if plan.name.startswith(CONTEXT_FIRST)]
+    compiled = _compiled(random_plan(tiny(COMPILED[0]), 0, 2))
+    low_precision = [random_plan(tiny(family), 1, 2, dtype) for dtype in LOW_FIRST for family in LOW_FIRST[dtype]]
+    grouped = _grouped_plans(2)
+    grouped = [*grouped[:families:GROUPED_EVERY], *grouped[families:]]
+    return [*low_precision, *drawn, compiled, *grouped, *packed, *experts, *context, chunked_plan()]
 
 
-def _chunked_plan() -> Plan:
-    """A plan as a search makes it of 4 layers in chunks of 2, of which the first and the last one lack all."""
-    plan = bare_plan(tiny("llama"), 1, 2)
-    ranges = (((0, 0), (2, 4)), ((0, 2), (4, 4)))
-    stages = tuple(
-        msgspec.structs.replace(stage, layers=layers) for stage, layers in zip(plan.stages, ranges, strict=True)
-    )
-    assert len(plan.layers) == 4 and plan.schedule is Schedule.INTERLEAVED_1F1B
-    return msgspec.structs.replace(plan, name="chunks that lack layers", stages=stages)
+def _rest_on_two() -> list[Plan]:
+    """What the first part leaves out."""
+    first = {plan.name for plan in _first_on_two()}
+    compiled = _compiled(random_plan(tiny(COMPILED[1]), 0, 2))
+    low_precision = [random_plan(tiny(family), 1, 2, dtype) for dtype in LOW_FIRST for family in FAMILIES]
+    experts = [*shared_plans(2), *skewed_plans(2)]
+    others = [*low_precision, *_plans(2), *_grouped_plans(2), *_packed_plans(2), *experts, *context_plans(2)]
+    return [compiled, *(plan for plan in others if plan.name not in first)]
 
 
 def _grouped_plans(world_size: int) -> list[Plan]:
@@ -136,67 +141,33 @@ def _reduced_in_float32() -> Plan:
     return msgspec.structs.replace(_mixed_plan(), name="narrow sums", precision=precision)
 
 
-def _sharded_in_groups(world_size: int, tied: bool) -> Plan:
-    """Every kind of layer whose states groups of ranks share out, beside such as all share out, or none."""
-    plan = random_plan(tiny("llama", tie_word_embeddings=tied), 3, world_size, stages=1)
-    half = {"data_parallel": DataParallel.ZERO3, "shard_size": world_size // 2}
-    whole = {"tp_size": 1, "dp_size": world_size}
-    grid = {"tp_size": 2, "dp_size": world_size // 2}
-    if world_size > 4:
-        inner = {"data_parallel": DataParallel.ZERO2, "shard_size": 2}
-        layers = [{**grid, **inner}, {**grid, **inner, "tp_consecutive": False}]
-    else:
-        layers = [{**whole, "data_parallel": DataParallel.ZERO2, "shard_size": 2}, {**grid, "data_parallel": "zero3"}]
-    layers += [{**whole, **half}, {**grid, **half, "sequence_parallel": SequenceParallel.ULYSSES, "recompute": "full"}]
-    return msgspec.structs.replace(
-        plan,
-        name=f"shard groups on {world_size}, tied {tied}",
-        layers=tuple(LayerStrategy(type="block", **layer) for layer in layers),  # type: ignore[arg-type]
-        embedding=Strategy(**whole, **half),  # type: ignore[arg-type]
-        head=Strategy(**whole, data_parallel=DataParallel.ZERO2, shard_size=2),
-        num_microbatches=2,
-        schedule=Schedule.ONE_F_ONE_B,
-        gradient_reduction=GradientReduction.EVERY_MICROBATCH if tied else GradientReduction.DEFERRED,
-    )
-
-
-def _in_groups(world_size: int) -> list[Plan]:
-    return [_sharded_in_groups(world_size, tied) for tied in (False, True)]
-
-
-def _replicas_behind_a_cut() -> Plan:
-    """Replicated layers whose inputs come from another stage: gradients must be there before they are reduced."""
-    plan = random_plan(tiny("vit"), 4, 4, stages=2)
-    sharding = {"tp_size": 1, "dp_size": 2}
-    layers = tuple(LayerStrategy(type=kind, **sharding, recompute=Recompute.FULL) for kind in plan.model.layers)
-    return msgspec.structs.replace(
-        plan,
-        name="replicas behind a cut",
-        embedding=Strategy(**sharding),
-        head=Strategy(**sharding),
-        layers=layers,
-        gradient_reduction=GradientReduction.DEFERRED,
-        num_microbatches=1,
-    )
-
-
 @pytest.fixture(scope="module")
 def two_ranks(compare: Compare) -> Errors:
-    return compare([*_half_on_two(0), _reduced_in_float32(), _mixed_plan()], MUTATIONS)
+    return compare([*_first_on_two(), _reduced_in_float32(), _mixed_plan()], MUTATIONS)
 
 
 @pytest.fixture(scope="module")
 def two_ranks_again(compare: Compare) -> Errors:
-    return compare(_half_on_two(1))
+    return compare(_rest_on_two())
 
 
 @pytest.fixture(scope="module")
 def more_ranks(compare: Compare) -> Errors:
     drawn = [*_plans(4), *_uneven_plans(), *_bare_plans(), *_grouped_plans(4), *_packed_plans(4)]
     four = compare(
-        [*drawn, *shared_plans(4), *skewed_plans(4), *context_plans(4), _replicas_behind_a_cut(), *_in_groups(4)]
+        [*drawn, *shared_plans(4), *skewed_plans(4), *context_plans(4), replicas_behind_a_cut(), *in_groups(4)]
     )
-    return four | compare([*_plans(8), *_in_groups(8)])
+    return four | compare([*_plans(8), *in_groups(8)])
+
+
+def _all_exact(found: Errors, prefix: str, count: int) -> None:
+    """Raise AssertionError unless so many plans of that prefix were compared and none differs."""
+    _assert_exact({name: errors for name, errors in found.items() if name.startswith(prefix)}, count)
+
+
+def _assert_exact(errors: Errors, count: int) -> None:
+    assert len(errors) == count
+    assert {name: found for name, found in errors.items() if max(found.values()) > TOLERANCE} == {}
 
 
 @pytest.mark.parametrize("ranks", rest_long(1, ON_TWO))
@@ -206,27 +177,18 @@ def test_plans_on_two_ranks_train_exactly_as_one_process(
 ) -> None:
     found: Errors = request.getfixturevalue(ranks)
     exact = {name: errors for name, errors in found.items() if name.startswith(f"{family} ") and "float64" in name}
-    assert len(exact) == 1
-    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+    _assert_exact(exact, 1)
 
 
 @pytest.mark.parametrize(("ranks", "family"), rest_long(1, zip(ON_TWO, COMPILED, strict=True)))
 def test_compiled_plans_train_exactly_as_one_process(request: pytest.FixtureRequest, ranks: str, family: str) -> None:
-    found: Errors = request.getfixturevalue(ranks)
-    exact = {name: errors for name, errors in found.items() if name.startswith(f"compiled {family} ")}
-    assert len(exact) == 1
-    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
-
-
-def _all_exact(found: Errors, prefix: str, count: int) -> None:
-    """Raise AssertionError unless so many plans of that prefix were compared and none differs."""
-    exact = {name: errors for name, errors in found.items() if name.startswith(prefix)}
-    assert len(exact) == count
-    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+    _all_exact(request.getfixturevalue(ranks), f"compiled {family} ", 1)
 
 
 _MORE = (*ON_TWO, "more_ranks")
-_GROUPED = (-(-(len(FAMILIES) + 1) // 2), (len(FAMILIES) + 1) // 2, len(FAMILIES) + 1)
+_GROUPED_REST = len(FAMILIES) - len(FAMILIES[::GROUPED_EVERY])
+_GROUPED_ALL = len(FAMILIES) + 1 + len(SEVERAL)
+_GROUPED = (_GROUPED_ALL - _GROUPED_REST, _GROUPED_REST, _GROUPED_ALL)
 _PACKED = (3, 3 * len(PACKED) - 3, 2 * len(PACKED))
 
 
@@ -285,25 +247,23 @@ def test_replicated_layers_that_fsdp_holds_train_as_one_process(two_ranks: Error
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plans_on_more_ranks_train_exactly_as_one_process(more_ranks: Errors, family: str) -> None:
     exact = {name: errors for name, errors in more_ranks.items() if name.startswith(f"{family} ") and "+" not in name}
-    assert len(exact) == len(NUMBERS[4]) + (family in ON_EIGHT)
-    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+    _assert_exact(exact, len(NUMBERS[4]) + (family in ON_EIGHT))
 
 
 @pytest.mark.long
 def test_pipeline_stages_of_unequal_width_train_exactly_as_one_process(more_ranks: Errors) -> None:
     uneven = {name: errors for name, errors in more_ranks.items() if "+" in name}
-    assert len(uneven) == len(_uneven_plans())
     assert {plan.schedule for plan in _uneven_plans()} == set(Schedule)
     assert any(plan.model.tied for plan in _uneven_plans())
-    assert {name: errors for name, errors in uneven.items() if max(errors.values()) > TOLERANCE} == {}
+    _assert_exact(uneven, len(_uneven_plans()))
 
 
 @pytest.mark.long
 def test_stages_and_chunks_without_blocks_train_exactly_as_one_process(more_ranks: Errors) -> None:
     bare = {name: errors for name, errors in more_ranks.items() if name.startswith("bare")}
-    assert {len(plan.stages) for plan in _bare_plans()} == {2, 4} and len(bare) == len(_bare_plans())
+    assert {len(plan.stages) for plan in _bare_plans()} == {2, 4}
     assert any(plan.model.tied for plan in _bare_plans())
-    assert {name: errors for name, errors in bare.items() if max(errors.values()) > TOLERANCE} == {}
+    _assert_exact(bare, len(_bare_plans()))
 
 
 @pytest.mark.long
@@ -314,8 +274,7 @@ def test_replicated_layers_behind_a_pipeline_cut_train_exactly_as_one_process(mo
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_replicas_of_shards_train_exactly_as_one_process(more_ranks: Errors, world_size: int) -> None:
-    exact = {name: more_ranks[name] for name in (plan.name for plan in _in_groups(world_size))}
-    assert {name: errors for name, errors in exact.items() if max(errors.values()) > TOLERANCE} == {}
+    _assert_exact({name: more_ranks[name] for name in (plan.name for plan in in_groups(world_size))}, 2)
 
 
 @pytest.mark.parametrize("ranks", rest_long(1, ON_TWO))
@@ -325,7 +284,8 @@ def test_lower_precision_stays_near_one_process(
 ) -> None:
     found: Errors = request.getfixturevalue(ranks)
     near = {name: errors["loss"] for name, errors in found.items() if name.endswith(dtype)}
-    assert len(near) in (len(FAMILIES) // 2, -(-len(FAMILIES) // 2))
+    first = len(LOW_FIRST[dtype])
+    assert len(near) == (first if ranks == "two_ranks" else len(FAMILIES) - first)
     assert {name: error for name, error in near.items() if error > tolerance} == {}
 
 

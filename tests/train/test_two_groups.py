@@ -8,6 +8,7 @@ import pytest
 import run_parity
 from forked_ranks import run_worker
 from random_plans import random_plan
+from rest_long import rest_long
 from run_parity import TOLERANCE
 from run_resumes import TOLERANCE as RESUMED
 from run_resumes import resumed, saved
@@ -90,7 +91,7 @@ def plans_on(world_size: int) -> list[Plan]:
     return [*chosen, *(random_plan(tiny(NAME), number, world_size) for number in range(6)), last]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=rest_long(1, [2, 4]))
 def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Errors:
     return run_parity.compare(plans_on(request.param), tmp_path_factory.mktemp("units"), start, MUTATIONS)
 
@@ -106,9 +107,11 @@ def test_a_mistake_about_groups_or_auxiliary_losses_is_seen(errors: Errors, muta
     assert errors[mutation]["gradient"] > 1e4 * TOLERANCE
 
 
-def test_what_is_saved_under_two_groups_goes_on_under_other_plans(tmp_path: Path) -> None:
-    plans = [plan_of("ddp", 4), plan_of("zero3", 4, data_parallel=ZERO3)]
-    others = [plan_of("all", 4, 2, sequence_parallel=ULYSSES), plan_of("stages", 4, stages=2, data_parallel=ZERO2)]
+@pytest.mark.parametrize("ranks", rest_long(1, [2, 4]))
+def test_what_is_saved_under_two_groups_goes_on_under_other_plans(tmp_path: Path, ranks: int) -> None:
+    plans = [plan_of("ddp", ranks), plan_of("zero3", ranks, data_parallel=ZERO3)]
+    stages = plan_of("stages", ranks, stages=2, data_parallel=ZERO2)
+    others = [plan_of("all", ranks, 2, sequence_parallel=ULYSSES), stages]
     told = saved(tmp_path, start, plans)
     assert max(one.error for one in resumed(tmp_path, start, [*plans, *others], told)) < RESUMED
 
