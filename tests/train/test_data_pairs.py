@@ -179,6 +179,10 @@ def test_recordings_become_spectrograms_and_their_words_labels(tmp_path: Path) -
         (lambda folder: (folder / "captions.jsonl").write_text(""), "captions.jsonl: holds no line"),
         (lambda folder: (folder / "captions.jsonl").write_text("{}"), "captions.jsonl: line 1 is no sample"),
         (
+            lambda folder: _listed(folder, "captions.jsonl", [{"text": "<image>", "image": "x\0.png"}]),
+            r"captions.jsonl: names 'x\x00.png', which no file is named: correct it",
+        ),
+        (
             lambda folder: _listed(folder, "captions.jsonl", [{"text": "<image>", "image": "../x.png"}]),
             "names ../x.png, which lies outside of its folder",
         ),

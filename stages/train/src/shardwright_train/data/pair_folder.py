@@ -129,6 +129,8 @@ def _placed(line: Line, listing: Path, number: int) -> Line:
 
 
 def _inside(folder: Path, name: str, listing: Path) -> Path:
+    if "\0" in name:
+        raise BadInput(listing, f"names {name!r}, which no file is named", "correct it")
     file = (folder / name).resolve()
     if not file.is_relative_to(folder.resolve()):
         raise BadInput(listing, f"names {name}, which lies outside of its folder", "put the file there")
