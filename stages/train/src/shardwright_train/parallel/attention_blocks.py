@@ -96,11 +96,11 @@ class Block:
         # A query that sees nothing has probabilities 0, not exp(-inf + inf).
         logsumexp = attended.logsumexp.masked_fill(attended.logsumexp == -inf, inf)
         *inputs, output = _equally_wide(gradient, query, key, value, attended.output)
-        gradients = self._backward(*inputs, Attended(output, logsumexp))
+        gradients = self._backward(Attended(output, logsumexp), *inputs)
         dq, dk, dv = (dx[..., : x.shape[_FEATURES]] for dx, x in zip(gradients, (query, key, value), strict=True))
         return dq, dk, dv
 
-    def _backward(self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, last: Attended) -> Gradients:
+    def _backward(self, last: Attended, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Gradients:
         if query.device.type == "cpu":
             return self._cpu_backward(gradient, query, key, value, last)
         if self._is_flash(query):
