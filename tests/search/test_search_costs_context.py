@@ -15,6 +15,7 @@ from shardwright_formats.key import LayerKey
 from shardwright_formats.types import (
     Cluster,
     ContextParallel,
+    DataParallel,
     LayerStrategy,
     Precision,
     Recompute,
@@ -60,10 +61,10 @@ def rows_of(lengths: Sequence[int], slow: float = 1.0, tp_sizes: Sequence[int] =
             figures = LayerFigures(*(Sourced(value, Source.MEASURED) for value in values))
             for tp_size in tp_sizes:
                 for recompute in (Recompute.NONE, Recompute.FULL):
-                    split = SequenceParallel.NONE if tp_size == 1 else SequenceParallel.MEGATRON
-                    columns = {"tp_size": tp_size, "sequence_parallel": split, "recompute": recompute}
-                    key = LayerKey(type="block", micro_batch_size=samples, sequence_length=length, **columns)
-                    rows.append(LayerRow.from_figures(key, figures))
+                    for split in (SequenceParallel.NONE,) if tp_size == 1 else SequenceParallel:
+                        columns = {"tp_size": tp_size, "sequence_parallel": split, "recompute": recompute}
+                        key = LayerKey(type="block", micro_batch_size=samples, sequence_length=length, **columns)
+                        rows.append(LayerRow.from_figures(key, figures))
     return rows
 
 
@@ -233,16 +234,45 @@ def test_a_ring_across_nodes_sends_at_their_rate() -> None:
     assert across.forward_ps - inside.forward_ps == pytest.approx(3 * 20e-6 * 1e12)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_ranks_of_a_region_are_priced_beside_those_that_share_positions(tp_size: int) -> None:
-    """Tensor parallelism's messages are inside the points; its ranks have half the keys each."""
-    rows = rows_of((LENGTH, 2 * LENGTH), tp_sizes=(1, 2))
-    layer = layer_of(
-        costs_of(rows, make_cluster(4)), 2, tp_size=tp_size, samples=4 // tp_size,
-        sequence_parallel=SequenceParallel.MEGATRON if tp_size > 1 else SequenceParallel.NONE,
-    )  # fmt: skip
-    time_s = seconds(2, LENGTH / 2, LENGTH**2 / 2)
-    assert layer.forward_ps * 1e-12 == pytest.approx(time_s + sent_s(2 * 4 * NUMEL / tp_size, 2))
+@pytest.mark.parametrize("context", ContextParallel)
+@pytest.mark.parametrize("split", [None, *SequenceParallel])
+def test_ranks_of_a_region_are_priced_beside_those_that_share_positions(
+    split: SequenceParallel | None, context: ContextParallel
+) -> None:
+    """Messages of tensor parallelism are inside the points; whatever its kind, two ranks have half of the heads."""
+    tp_size, fields = (1, {}) if split is None else (2, {"sequence_parallel": split})
+    rows, cluster = rows_of((LENGTH, 2 * LENGTH), tp_sizes=(1, 2)), make_cluster(4)
+    layer = layer_of(costs_of(rows, cluster), 2, tp_size=tp_size, samples=4 // tp_size, context=context, **fields)
+    time_s, size = seconds(2, LENGTH / 2, LENGTH**2 / 2), 2 * 4 * NUMEL / tp_size
+    # In a ring of two each sends half of that, once forward; twice backward with gradients, which then go home.
+    ring = (20e-6 + size / 4 / FASTER, 2 * 20e-6 + 3 * size / 4 / FASTER)
+    added = (sent_s(size, 2), 2 * sent_s(size, 2)) if context is GATHER else ring
+    assert layer.forward_ps * 1e-12 == pytest.approx(time_s + added[0])
+    assert layer.backward_ps * 1e-12 == pytest.approx(2 * time_s + added[1])
+    # Gathered: keys, values and their gradients of all ranks; in a ring two and three times those of one. Sums: output.
+    buffers = 4 * 4 * (NUMEL / tp_size) if context is GATHER else 5 * 4 * (NUMEL / tp_size) / 2
+    sums = 4 * LENGTH * 32 / 2 / tp_size
+    assert layer.workspace_bytes == 100 * 2 * LENGTH // 2 + 2 * (buffers + sums)
+
+
+@pytest.mark.parametrize("kind", [DataParallel.ZERO2, DataParallel.ZERO3])
+@pytest.mark.parametrize("split", [SequenceParallel.NONE, SequenceParallel.MEGATRON, SequenceParallel.ULYSSES])
+def test_states_are_shared_out_among_ranks_that_share_positions_out_as_among_those_with_samples(
+    kind: DataParallel, split: SequenceParallel
+) -> None:
+    """On eight ranks dp 4 x cp 1, dp 2 x cp 2 and dp 1 x cp 4 gather, reduce and keep the same."""
+    costs = costs_of(rows_of((LENGTH, 2 * LENGTH), tp_sizes=(1, 2)), make_cluster(8))
+    by_size = [
+        layer_of(costs, cp_size, samples=4, tp_size=2, sequence_parallel=split, data_parallel=kind)
+        for cp_size in (1, 2, 4)
+    ]
+    assert len({layer.memory for layer in by_size}) == 1
+    assert len({(layer.gather, layer.reduction_ps, layer.optimizer_ps) for layer in by_size}) == 1
+    assert by_size[0].reduction_ps > 0
+    assert (by_size[0].gather.alone_ps > 0) == (kind is DataParallel.ZERO3)
+    shards = 8 if split is SequenceParallel.ULYSSES else 4
+    count = MODEL.types["block"].parameter_count(1 if split is SequenceParallel.ULYSSES else 2)
+    assert by_size[2].memory.parameters == pytest.approx(4 * count / shards, rel=0.02)
 
 
 def test_memory_of_both_kinds_is_by_the_formulas() -> None:
