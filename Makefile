@@ -34,8 +34,9 @@ setup: $(STAMP) ## make .venv with everything in it (the other commands do it by
 demo: $(STAMP) ## measure this machine and a small model, plan, train, report: results/report.html
 	@workflow/scripts/demo.sh $(CORES)
 
+# Of three processes one often waits, for time-outs or for ranks.
 test: $(STAMP) ## run all tests but the long ones
-	@python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not long" $(PYTEST)
+	@python -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not long" $(PYTEST)
 
 test-long: $(STAMP) ## the long ones: parity on 4 and 8 ranks, real profiles of every family, saves and trials of many plans (minutes)
 	@python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder -m long $(PYTEST)

@@ -4,6 +4,7 @@ import math
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -161,13 +162,14 @@ def _context(plan: Plan, rank: int, resumes: bool) -> RankContext:
 @pytest.mark.parametrize(("name", "number"), [("llama", 1), ("llama", 2), ("gpt2", 3), ("vit", 4), ("bert", 5)])
 def test_every_rank_of_any_plan_holds_its_part_of_the_same_weights(name: str, number: int) -> None:
     plan = random_plan(tiny(name), number, 8, "float32")
+    whole_layer = cache(lambda layer: initial_layer(plan.model, layer, seed=5))
     for rank in range(8):
         with stage_of(plan, rank) as stage:
             for layer, described, parameter in stage.parameters():
                 if (layer.name, described) in stage.tied.replicas:
                     continue  # the owner's values come by a message
                 local = {layer.described_name(own): own for own in layer.parallel.parameters}[described]
-                whole = initial_layer(plan.model, layer.name, seed=5)[local]
+                whole = whole_layer(layer.name)[local]
                 description = next(p for p in plan.model.types[layer.kind].parameters if p.name == described)
                 box = parameter_box(description, layer.strategy, stage.context.me)
                 wanted = whole.view(description.shape)[tuple(slice(low, high) for low, high in box)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_calls import call
+from forked_command import forked_command
 from frozen_models import LORA, lora_model, lora_plan
 from msgspec.structs import replace
 from run_parity import TOLERANCE
@@ -69,8 +70,9 @@ def _run(folder: Path, model: Model, steps: int) -> Path:
     plan = replace(lora_plan("queries and values", 0, 1, dtype="float32"), model=model)
     write_document(folder / "plan.json", plan)
     given = ["--data", "random", "--weights", folder / "base", "--out", folder / "out", "--log-to", "none"]
-    ended = call(APP, "run", folder / "plan.json", *given, "--checkpoints", folder / "kept", "--steps", steps)
-    assert ended.exit_code == 0, ended.stderr
+    run = forked_command(("run", folder / "plan.json", *given, "--checkpoints", folder / "kept", "--steps", steps))
+    _, said = run.communicate(timeout=170)
+    assert run.returncode == 0, said
     out = folder / f"adapter{steps}"
     ended = call(APP, "convert", folder / "out/DONE.json", "--plan", folder / "plan.json", "--out", out)
     assert ended.exit_code == 0, ended.stderr

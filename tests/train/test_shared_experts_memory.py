@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from priced_experts import FLOAT32, MIXED, held_bytes, plan_of, profiles_of
+from rest_long import rest_long
 
 from shardwright_formats.types import DataParallel, ExpertLoad, LayerLoad, Precision, Recompute, SequenceParallel
 from shardwright_search.cost_model.expert_load import LoadFile
@@ -32,9 +33,9 @@ def profiles() -> dict[Precision, Profiles]:
     return {precision: profiles_of(precision) for precision in (MIXED, FLOAT32)}
 
 
-@pytest.mark.parametrize("given", PLANS)
-def test_memory_at_even_load_is_predicted_within_three_percent(given, profiles) -> None:
-    plan = plan_of(*given)
+@pytest.mark.parametrize("number", rest_long(4, (2, 3, 6, 7, 0, 1, 4, 5)))
+def test_memory_at_even_load_is_predicted_within_three_percent(number, profiles) -> None:
+    plan = plan_of(*PLANS[number])
     step = simulate_step(plan, 0, family_named("mixtral", "test"), "sdpa")
     assert held_bytes(plan, profiles[plan.precision]) == pytest.approx(step.peak_bytes, rel=0.03)
 
