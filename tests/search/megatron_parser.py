@@ -19,6 +19,7 @@ def parser() -> argparse.ArgumentParser:
         "num-query-groups", "max-position-embeddings", "vocab-size", "make-vocab-size-divisible-by", "rotary-base",
         "num-experts", "moe-router-topk", "moe-ffn-hidden-size", "expert-model-parallel-size",
         "context-parallel-size", "expert-tensor-parallel-size", "moe-shared-expert-intermediate-size",
+        "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim",
     ):  # fmt: skip
         own.add_argument(f"--{name}", type=int)
     for name in ("norm-epsilon", "attention-dropout", "hidden-dropout", "rope-scaling-factor", "moe-aux-loss-coeff"):
@@ -27,9 +28,10 @@ def parser() -> argparse.ArgumentParser:
         "sequence-parallel", "use-distributed-optimizer", "untie-embeddings-and-output-weights", "bf16", "fp16",
         "grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32", "use-megatron-fsdp",
         "no-gradient-accumulation-fusion", "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
-        "qk-layernorm", "use-rope-scaling", "moe-grouped-gemm",
+        "qk-layernorm", "use-rope-scaling", "moe-grouped-gemm", "multi-latent-attention",
     ):  # fmt: skip
         own.add_argument(f"--{name}", action="store_true")
+    own.add_argument("--moe-layer-freq", type=_layers)
     own.add_argument("--position-embedding-type", choices=["learned_absolute", "rope", "mrope", "relative", "none"])
     own.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"])
     own.add_argument("--recompute-granularity", choices=["full", "selective"])
@@ -49,3 +51,9 @@ def parser() -> argparse.ArgumentParser:
 def megatron(plan: Plan) -> argparse.Namespace:
     """What Megatron-LM would read of a plan's arguments."""
     return parser().parse_args(shlex.split(megatron_arguments(plan, Path("plan.json")).text))
+
+
+def _layers(text: str) -> list[int]:
+    """Its `moe_freq_type`: a sum of lists of 0 and 1, one number for each layer, in digits and signs alone."""
+    assert set(text) <= set("0123456789*+[],() ")
+    return eval(text)  # type: ignore[no-any-return]

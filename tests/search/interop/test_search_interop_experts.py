@@ -29,6 +29,13 @@ CONFIG = {
     "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 4, "router_aux_loss_coef": 0.02,
 }  # fmt: skip
+LATENTS = {
+    "model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4,
+    "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "num_key_value_heads": 8,
+}  # fmt: skip
+"""A model whose first layer has no experts."""
 GRIDS = ((4, 2), (2, 1), (2, 2), (1, 2), (4, 1))
 """Degrees of experts and of their features, beside two tensor-parallel ranks in stages of eight."""
 MIXED = Precision(compute="bfloat16")
@@ -68,6 +75,40 @@ def test_megatron_is_told_degrees_and_experts_and_a_balance_loss_of_equal_streng
     assert (given.num_experts, given.moe_router_topk, given.moe_ffn_hidden_size) == (4, 2, 24)
     assert (given.moe_router_load_balancing_type, given.moe_aux_loss_coeff) == ("seq_aux_loss", 0.02 * 2 / 4)
     assert given.recompute_modules == ["moe"] and given.moe_token_dispatcher_type == "alltoall"
+
+
+def _with_latents(setting, **changes) -> Setting:
+    return setting._replace(model=model_of_config(LATENTS | changes, "m", 16, "config.json"))
+
+
+def test_megatron_is_told_of_latents_and_of_layers_without_experts(setting):
+    setting = _with_latents(setting)
+    plan = _shared(setting, 4, 1, recompute=Recompute.MLP)
+    given = parser().parse_args(shlex.split(TARGETS[System.MEGATRON].export(plan, "plan.json").text))
+    assert given.multi_latent_attention and given.moe_layer_freq == [0, 1, 1, 1]
+    assert (given.q_lora_rank, given.kv_lora_rank, given.v_head_dim) == (10, 12, 8)
+    assert (given.qk_head_dim, given.qk_pos_emb_head_dim) == (6, 4) and given.kv_channels is None
+    assert (given.num_experts, given.moe_ffn_hidden_size, given.moe_shared_expert_intermediate_size) == (8, 16, 16)
+    assert given.ffn_hidden_size == 48 and given.recompute_modules == ["mlp", "moe"]
+    assert _read_back(System.MEGATRON, plan, setting) == plan
+
+
+def test_torchtitan_has_dense_layers_beside_experts_in_deepseek_v3_alone(setting):
+    setting = _with_latents(setting, q_lora_rank=None)
+    plan = _shared(setting, 4, 1)
+    text = TARGETS[System.TORCHTITAN].export(plan, "plan.json").text
+    assert (
+        tomllib.loads(text)["model"] == {"name": "deepseek_v3"} and _read_back(System.TORCHTITAN, plan, setting) == plan
+    )
+    other = _with_latents(setting, model_type="deepseek_v2", n_group=None, topk_group=None)
+    with pytest.raises(BadInput, match="type sparse, where layers\\[0\\] has dense"):
+        TARGETS[System.TORCHTITAN].export(_shared(other, 4, 1), "plan.json")
+
+
+def test_megatron_is_told_of_no_latent_of_queries_where_there_is_none(setting):
+    setting = _with_latents(setting, q_lora_rank=None)
+    text = TARGETS[System.MEGATRON].export(_shared(setting, 2, 2), "plan.json").text
+    assert "--q-lora-rank" not in text and "--expert-model-parallel-size 2" in text
 
 
 def test_galvatron_is_told_of_experts_layer_by_layer(setting):

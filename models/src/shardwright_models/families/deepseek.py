@@ -190,6 +190,7 @@ DEEPSEEK_V3 = replace(
     },
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     wrong=_wrong_v3,
+    torchtitan="deepseek_v3",
     ignored=("aux_loss_alpha", "ep_size", "moe_layer_freq", "scoring_func", "seq_aux", "topk_method"),
     only=_ONLY
     | {

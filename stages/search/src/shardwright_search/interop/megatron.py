@@ -20,7 +20,6 @@ from msgspec import UNSET
 from shardwright_formats.types import (
     DataParallel,
     GradientReduction,
-    Heads,
     Model,
     Plan,
     Precision,
@@ -39,7 +38,13 @@ from shardwright_search.interop.limits import (
     torchrun,
     whole_groups,
 )
-from shardwright_search.interop.megatron_experts import check_split_sequence, expert_model_options, expert_options
+from shardwright_search.interop.megatron_attention import head_options
+from shardwright_search.interop.megatron_experts import (
+    LAYER_TYPES,
+    check_split_sequence,
+    expert_model_options,
+    expert_options,
+)
 from shardwright_search.interop.megatron_reader import COMM_TYPES, read_megatron
 from shardwright_search.interop.target import Exported, ExportTarget, kernel_notes, uniform_of
 from shardwright_search.space.demands import Demands, Outer
@@ -62,7 +67,7 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
     Raises BadInput naming the first thing that Megatron-LM cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
-    uniform = uniform_of(plan, target, _KINDS, has_expert_grids=True, has_context=True)
+    uniform = uniform_of(plan, target, _KINDS, has_expert_grids=True, has_context=True, types=LAYER_TYPES)
     check_context(plan, uniform, target, drops=True)
     check_split_sequence(plan, uniform, target)
     holds = plan.schedule in _SCHEDULES or uniform.pp_size == 1
@@ -83,7 +88,7 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
         **_precision(plan, target),
     }
     given = {option: value for option, value in options.items() if value is not False}
-    words = ([option] if value is True else [option, str(value)] for option, value in given.items())
+    words = ([option] if value is True else [option, *str(value).split()] for option, value in given.items())
     text = "".join(f"{shlex.join(option)}\n" for option in words)
     return Exported(text, tuple(_notes(plan, uniform, given)), _environment(uniform, given))
 
@@ -169,8 +174,9 @@ def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarg
         i = parts.index(False) if not all(parts) else 0
         feature = f"layers[{i}]: recompute {plan.layers[i].recompute}, where others have mlp"
         target.demand(all(parts), feature, "recompute all layers alike")
-        experts = plan.model.types[plan.layers[0].type].experts
-        return {"--recompute-granularity": "selective", "--recompute-modules": "mlp" if experts is UNSET else "moe"}
+        kinds = {plan.model.types[layer.type].experts is UNSET for layer in plan.layers}
+        modules = " ".join("mlp" if dense else "moe" for dense in sorted(kinds, reverse=True))
+        return {"--recompute-granularity": "selective", "--recompute-modules": modules}
     recomputed = [layer.recompute is Recompute.FULL for layer in plan.layers]
     most = max(sum(recomputed[low:high]) for low, high in ranges)
     if not most:
@@ -203,7 +209,7 @@ def _precision(plan: Plan, target: ExportTarget) -> Arguments:
 
 
 def model_options(model: Model, target: ExportTarget) -> Arguments:
-    """Return the sizes of a model with layers of one type; for families it runs exactly, also norms and the like.
+    """Return the sizes of a model whose layers differ in experts alone; of families it runs exactly, norms and more.
 
     Raises BadInput for biases that Megatron-LM has no option for.
     """
@@ -214,9 +220,9 @@ def model_options(model: Model, target: ExportTarget) -> Arguments:
     inner = None if family is None else block.tp_must_divide.get(family.divided[-1])
     options: dict[str, str | int | float] = {"--num-layers": len(model.layers), "--hidden-size": hidden}
     options |= {} if inner is None else {"--ffn-hidden-size": inner}
-    options |= {} if heads is None else _heads(heads, hidden)
-    if block.experts is not UNSET and family is not None:
-        options |= expert_model_options(model, block.experts, family)
+    latents = None if family is None else family.latents(family.configured(model.config))
+    options |= {} if heads is None else head_options(heads, hidden, latents)
+    options |= {} if family is None else expert_model_options(model, family)
     options["--seq-length"] = model.sequence_length
     positions = model.config.get("max_position_embeddings", model.config.get("n_positions"))
     options["--max-position-embeddings"] = positions if isinstance(positions, int) else model.sequence_length
@@ -241,15 +247,6 @@ def model_notes(model: Model) -> Iterator[str]:
     scaling = _rope(model.config).get("rope_type", "default")
     if family is not None and family.positions == "rope" and scaling not in ("default", "llama3"):
         yield f"rotary embeddings of type {scaling} are not in the file"
-
-
-def _heads(heads: Heads, hidden: int) -> Arguments:
-    options: dict[str, str | int | float] = {"--num-attention-heads": heads.heads}
-    if heads.head_features * heads.heads != hidden:
-        options["--kv-channels"] = heads.head_features
-    if heads.kv_heads != heads.heads:
-        options |= {"--group-query-attention": True, "--num-query-groups": heads.kv_heads}
-    return options
 
 
 def _exact(family: Family, model: Model, target: ExportTarget) -> Arguments:
@@ -341,5 +338,7 @@ MEGATRON = Target(
     mark="",
     export=megatron_arguments,
     read=read_megatron,
-    command=lambda plan, file: torchrun(plan, f'"$PRETRAIN" $(cat {file}) --data-path DATA --train-iters N --lr LR'),
+    command=lambda plan, file: torchrun(
+        plan, f'"$PRETRAIN" $(xargs < {file}) --data-path DATA --train-iters N --lr LR'
+    ),
 )

@@ -1,6 +1,6 @@
 """Demands of other systems on a plan, and refusals of plans that one of them cannot express."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -62,13 +62,15 @@ def uniform_of(
     kinds: Sequence[Recompute] = WHOLE_LAYERS,
     has_expert_grids: bool = False,
     has_context: bool = False,
+    types: Container[str] = (),
 ) -> UniformStrategy:
     """Return the one strategy of a plan that shards all its layers alike, as all systems but Galvatron want it.
 
     Recomputation is left out: layers may differ in it. Raises BadInput naming the first layer, embedding and head
     included, that is sharded otherwise than the first layer, and for what none of them has: strided tensor-parallel
     groups, Ulysses, layers of several types, recomputation but of these kinds, interleaved microbatches in unequal
-    groups. Experts that ranks share out are refused unless the system has grids for them, and so are positions.
+    groups. Experts that ranks share out are refused unless the system has grids for them, and so are positions; layers
+    of unlike types unless it has both of them beside one another in its models (`types`).
     """
     check_trained(plan, target)
     if not has_context:
@@ -77,8 +79,9 @@ def uniform_of(
         check_whole_experts(plan, target)
     check_stages(plan, target)
     for i, layer in enumerate(plan.layers):
-        types = f"layers[{i}]: type {layer.type}, where layers[0] has {plan.layers[0].type}"
-        target.demand(layer.type == plan.layers[0].type, types, "export plans of models with layers of one type")
+        first_type, feature = plan.layers[0].type, f"layers[{i}]: type {layer.type}, where layers[0] has"
+        holds = layer.type == first_type or (layer.type in types and first_type in types)
+        target.demand(holds, f"{feature} {first_type}", "export plans of models with layers of one type")
     check_recompute(plan, target, kinds)
     count, pp_size, chunks = plan.num_microbatches, len(plan.stages), len(plan.stages[0].layers)
     feature = f"{count} interleaved microbatches, which {pp_size} pipeline stages do not divide"
@@ -178,10 +181,11 @@ def _shared_context(plan: Plan, target: ExportTarget) -> ContextParallel:
 
 
 def _shared_experts(plan: Plan, target: ExportTarget) -> ExpertStrategy | None:
-    """Return how all layers share experts out; None where each rank has its share of the features of all."""
-    first = plan.layers[0].experts
-    for i, layer in enumerate(plan.layers):
-        feature = f"layers[{i}]: experts shared out otherwise than in layers[0]"
+    """Return how all layers that have experts share them out; None where each rank has its part of each."""
+    layers = [(i, layer) for i, layer in enumerate(plan.layers) if plan.model.types[layer.type].experts is not UNSET]
+    number, first = (layers[0][0], layers[0][1].experts) if layers else (0, UNSET)
+    for i, layer in layers:
+        feature = f"layers[{i}]: experts shared out otherwise than in layers[{number}]"
         target.demand(layer.experts == first, feature, "share them out alike in all layers")
         check_expert_states(f"layers[{i}]", layer, target)
     return None if first is UNSET else first

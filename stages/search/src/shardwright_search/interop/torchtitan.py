@@ -26,6 +26,7 @@ from shardwright_formats.types import (
 from shardwright_models.registry import FAMILIES
 from shardwright_search.interop.contexts import check_context, contexts_of
 from shardwright_search.interop.limits import Limits, Target, expert_states_alike, torchrun, whole_groups
+from shardwright_search.interop.megatron_experts import LAYER_TYPES
 from shardwright_search.interop.target import WHOLE_LAYERS, Exported, ExportTarget, kernel_notes, uniform_of
 from shardwright_search.interop.torchtitan_reader import ROTATE_METHODS, borrows, read_torchtitan
 from shardwright_search.space.configurations import Configuration
@@ -42,6 +43,8 @@ _FILLED = ("1F1B",)
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
 )  # fmt: skip
+_FIRST_DENSE = "deepseek_v3"
+"""Its decoder whose first layers have no experts."""
 _FLAVORS: Mapping[tuple[object, ...], str] = {
     (4096, 32, 32, 8, 14336, 128256): "8B",
     (8192, 80, 64, 8, 28672, 128256): "70B",
@@ -56,7 +59,7 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
     Raises BadInput naming the first thing that torchtitan cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
-    uniform = uniform_of(plan, target, has_expert_grids=True, has_context=True)
+    uniform = uniform_of(plan, target, has_expert_grids=True, has_context=True, types=_types(plan.model))
     check_context(plan, uniform, target)
     _check_parallelism(plan, uniform, target)
     _check_pipeline(plan, uniform, target)
@@ -74,6 +77,11 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
         "\n".join(_section(name, keys) for name, keys in sections.items()),
         (f"run it on {plan.world_size} ranks", *_model_notes(plan, uniform), *kernel_notes(plan)),
     )
+
+
+def _types(model: Model) -> tuple[str, ...]:
+    """Return the types of layer that the model may have beside one another: one decoder has dense layers, too."""
+    return LAYER_TYPES if model.family in FAMILIES and FAMILIES[model.family].torchtitan == _FIRST_DENSE else ()
 
 
 def _name_and_flavor(model: Model) -> tuple[str | None, str | None]:
