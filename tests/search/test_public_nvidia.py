@@ -66,6 +66,16 @@ def test_rows_that_no_plan_says_are_counted_by_their_first_cause(public, folder_
         public.nvidia.nvidia(folder_of({"gpu": "V100"}))
 
 
+def test_chunks_of_the_405b_count_embedding_and_loss_as_layers(public, folder_of):
+    """126 layers in 8 x 8 chunks of two, of which the first and the last have one."""
+    row = {"model": "llama3-405b", "seq_len": 8192, "layers": 126, "tp": 4, "pp": 8, "vp": 8, "cp": 2, "gpu": "B200"}
+    row |= {"precision": "MXFP8", "dp": 2, "gbs": 64, "num_gpus": 128}
+    (run,) = public.nvidia.nvidia(folder_of(row))
+    assert (run.set, run.cuts[:3], run.cuts[-3:], len(run.cuts)) == ("nvidia FP8 cp2", (0, 1, 3), (123, 125, 126), 65)
+    (whole,) = public.nvidia.nvidia(folder_of({}))
+    assert whole.cuts is None
+
+
 def test_a_run_whose_ranks_share_positions_is_priced_as_a_ring(public, folder_of):
     """A published row of Llama 3 8B, whose two ranks hold half a sample each."""
     row = {"model": "llama3-8b", "seq_len": 8192, "layers": 32, "tp": 1, "pp": 1, "vp": "", "cp": 2}

@@ -37,6 +37,11 @@ _PRESETS |= {name: name for name in ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-os
 _PRESETS |= {"grok1-314b": "grok-1", "llama4-maverick-400b": "llama-4-maverick"}
 _EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "grok1-314b", "llama4-maverick-400b")
 """Models with experts."""
+_UNLIKE = (*_EXPERTS, "llama3-405b")
+"""Models whose chunks may have unlike numbers of layers, in which embedding and loss count as a layer each.
+
+Recipes of Llama 3.1 405B, of 126 layers, say so: `account_for_embedding_in_pipeline_split` of Megatron Bridge.
+"""
 _LIGHT = ("mla_up_proj", "core_attn")
 """Recomputation of so little that it is counted as none: a product of latents, and flash attention's scores."""
 _NEMOTRON = {
@@ -95,7 +100,7 @@ def _obstacles(row: dict[str, str]) -> Iterator[str]:
         yield "recomputation of some layers alone"
     if "offload" in row["note"]:
         yield "activations of some layers on the host"
-    if row["model"] not in _EXPERTS and int(row["layers"]) % (int(row["pp"]) * int(row["vp"] or 1)):
+    if row["model"] not in _UNLIKE and int(row["layers"]) % (int(row["pp"]) * int(row["vp"] or 1)):
         yield "chunks of unlike numbers of layers"
 
 
@@ -132,7 +137,7 @@ def _run(folder: Path, row: dict[str, str]) -> Run:
         cp_size=cp_size,
         ep_size=ep_size,
         etp_size=int(row["etp"] or _etp_size(ep_size, int(row["tp"]), dp_size * cp_size)),
-        cuts=_cuts(layers, int(row["pp"]) * chunks) if shared else None,
+        cuts=_cuts(layers, int(row["pp"]) * chunks) if model in _UNLIKE else None,
         chunks=chunks,
         compute=compute,
         # scripts/performance/helpers.py of NeMo: grad_reduce_in_fp32 is False with FP8 alone.
