@@ -55,7 +55,9 @@ class Case(NamedTuple):
         """Return the settings of the profile."""
         more = [length for length in self.lengths if length != self.length]
         tp_sizes = sorted({fields["tp_size"] for fields in self.strategies.values()})
-        return {**SETTINGS, "tp_sizes": tp_sizes, "micro_batch_sizes": self.sizes, "sequence_lengths": more or None}
+        cp_sizes = sorted({fields["cp_size"] for fields in self.strategies.values()} - {1})
+        sizes = {"tp_sizes": tp_sizes, "cp_sizes": cp_sizes, "micro_batch_sizes": self.sizes}
+        return {**SETTINGS, **sizes, "sequence_lengths": more or None}
 
     def plans(self, model: Model, cluster: Cluster) -> tuple[Plan, ...]:
         """Return a plan of one pipeline stage and one microbatch for each strategy."""
