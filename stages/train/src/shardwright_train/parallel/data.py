@@ -1,6 +1,7 @@
 """Data parallelism of a layer's units: states sharded by FSDP2 and gathered ahead, or gradients of replicas summed."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -35,6 +36,17 @@ _CUTTING = ("ep", "tp")
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a name in a plan's precision."""
     return _DTYPES[name]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make a dtype that of tensors that are made inside without one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:

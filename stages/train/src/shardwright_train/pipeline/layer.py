@@ -1,7 +1,7 @@
 """The embedding, a block or the head on one rank: its stock module parallelized, given weights, and called."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from shardwright_train.models.masks import Places
 from shardwright_train.parallel.checkpointing import Recomputation, recomputed
 from shardwright_train.parallel.collectives import Redistribution
 from shardwright_train.parallel.context_stand_in import StandIn
-from shardwright_train.parallel.data import GradientAllReduce, local_tensor, torch_dtype
+from shardwright_train.parallel.data import GradientAllReduce, default_dtype, local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.low_rank import low_rank_rules
 from shardwright_train.parallel.parallelize import ModuleStyle, ParallelModule, Sharing, parallelize
@@ -301,7 +301,7 @@ def _sharing(context: RankContext, strategy: Strategy, randomness: Randomness, r
 def _stock_module(context: RankContext, name: str, tensor_parallel: TensorParallel) -> nn.Module:
     """Return the stock module of a layer on the meta device."""
     plan = context.plan
-    with torch.device("meta"), _default_dtype(torch_dtype(plan.precision.parameters)):
+    with torch.device("meta"), default_dtype(torch_dtype(plan.precision.parameters)):
         module = context.family.build(
             plan.model, name, SHARED_ATTENTION if tensor_parallel.attends_apart else context.attention
         )
@@ -341,13 +341,3 @@ def _fill(context: RankContext, parallel: ParallelModule, name: str, parameters:
             continue
         key = context.seed, family.full_name(model, name, local_name)
         fill(window, fillings[local_name], description.shape, box, *key)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
