@@ -311,7 +311,10 @@ def test_a_search_without_an_answer_in_time_names_the_option(capsys, monkeypatch
 
 def test_the_docs_list_the_families_of_the_registry_and_their_presets():
     rows = (ROOT / "docs" / "models.md").read_text().split("| --- |")[-1].splitlines()[1:]
-    listed = {family: names for family, _, names in (map(str.strip, row.strip("|").split("|")) for row in rows)}
+    listed = {
+        family: names
+        for family, _, names in (map(str.strip, row.strip("|").split("|")) for row in rows if row.startswith("|"))
+    }
     assert list(listed) == [f"`{name}`" for name in FAMILIES]
     for name, preset in read_presets().items():
         assert f"`{name}`" in listed[f"`{preset.config['model_type']}`"].split(", ")
