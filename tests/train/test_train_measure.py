@@ -75,7 +75,6 @@ def _plan(
     recompute: Recompute = Recompute.NONE,
     **changes: Any,
 ) -> Plan:
-
     # Every size is even: nothing is padded on 2 ranks.
     model = tiny("llama", vocab_size=64, num_hidden_layers=stages[-1][-1][-1])
     dp_size = 2 // len(stages)
@@ -131,8 +130,8 @@ def measured(folder: Path) -> Measured:
     names = [plan.name for plan in plans]
     # What has fewer layers first; the second one's memory is measured when the others are gone, the last one's, too.
     in_turns = tuple(names.index(name) for name in ("ddp float32 2 deferred", "zero2 float32 2 deferred", "kept"))
-    share = ContextProbe(plan=len(plans) - 1, cp_size=4)
-    write_document(folder / "plans.json", Plans(plans=plans, in_turns=(in_turns,), context=(share,)))
+    context = (ContextProbe(plan=len(plans) - 1, cp_size=4),)
+    write_document(folder / "plans.json", Plans(plans=plans, in_turns=(in_turns,), context=context))
     asked = ["--steps", REPEATS, "--warmup-steps", 1, "--trace", folder / "traces", "--out", folder / "out.json"]
     done = forked_command(["measure", folder / "plans.json", *asked])
     _, err = done.communicate(timeout=170)
@@ -172,17 +171,6 @@ def test_plans_in_turns_have_as_many_steps_each_and_name_one_another(measured: M
 
 def test_a_share_of_positions_is_measured_with_the_keys_of_all_ranks(measured: Measured) -> None:
     assert {name: one.cp_size for name, one in measured.items() if one.cp_size} == {"share of four": 4}
-    shares, whole = (_layers_workspace(measured[name]) for name in ("share of four", "kept"))
-    plan = measured["kept"].plan
-    # Keys and values of 4 heads of 4 features, of four shares of a rank's 4 samples; with gradients up to four times.
-    gathered = 4 * 2 * (4 * 4 * plan.model.sequence_length) * 4 * 4
-    assert all(gathered < share - alone < 5 * gathered for share, alone in zip(shares, whole, strict=True)), gathered
-
-
-def _layers_workspace(plan: PlanMeasurement) -> list[int]:
-    """The most beyond what is kept in a pass of each rank's layers."""
-    segments = [each for rank in plan.ranks for each in rank.memory.segments if each.name == "layers"]
-    return [max(each.forward_workspace_bytes, each.backward_workspace_bytes) for each in segments]
 
 
 def test_the_parts_of_a_step_are_no_longer_than_the_step(measured: Measured) -> None:

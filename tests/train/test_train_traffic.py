@@ -179,6 +179,22 @@ def test_keys_that_go_round_a_ring_move_the_bytes_of_the_formulas(family: str, n
         assert counted(one, 5) == by_formula(one, 5), recompute
 
 
+@pytest.mark.parametrize("split", SequenceParallel)
+@pytest.mark.parametrize(
+    ("data", "context"),
+    [(DataParallel.ZERO2, ContextParallel.RING), (DataParallel.ZERO3, ContextParallel.GATHER)],
+)
+def test_each_form_of_shared_positions_moves_the_bytes_of_the_formulas(
+    split: SequenceParallel, data: DataParallel, context: ContextParallel
+) -> None:
+    """On dp 2 x cp 2 x tp 2; under Ulysses with one key head, which two ranks repeat."""
+    model = tiny("llama", num_key_value_heads=1 if split is SequenceParallel.ULYSSES else 2)
+    sharding = {"tp_size": 2, "cp_size": 2, "dp_size": 2, "sequence_parallel": split, "data_parallel": data}
+    plan = uniform(model, "form", False, Recompute.NONE, context=context, **sharding)
+    assert {message.cause for message in step_messages(plan, 5)} >= {Cause.CONTEXT, Cause.PARAMETERS}
+    assert counted(plan, 5) == by_formula(plan, 5)
+
+
 def _rings(plan: Plan) -> int:
     return sum(layer.context is ContextParallel.RING for layer in plan.layers)
 

@@ -68,11 +68,9 @@ class RankContext:
     @cached_property
     def stand_in(self) -> StandIn | None:
         """Return the ranks of which this one stands for one; None where it does not."""
-        if self.stands_for == 1:
-            return None
-        length, causal = self.plan.model.sequence_length * self.stands_for, self.family.facts.mask is Mask.CAUSAL
-        order = torch.tensor(zigzag(length, self.stands_for), device=self.device) if causal else None
-        return StandIn(self.stands_for, order)
+        length, ranks = self.plan.model.sequence_length * self.stands_for, self.stands_for
+        order = zigzag(length, ranks) if self.family.facts.mask is Mask.CAUSAL else range(length)
+        return StandIn(ranks, torch.tensor(order, device=self.device)) if ranks > 1 else None
 
     @property
     def stage_index(self) -> int:
@@ -266,8 +264,7 @@ def _style(
     context: RankContext, type_name: str, strategy: Strategy, parameters: Mapping[str, Parameter], compiled: bool
 ) -> ModuleStyle:
     """Return how a layer's module is made parallel; `parameters`: their descriptions by their names in the module."""
-    family, kind = context.family, base_type(type_name)
-    config = family.configuration(context.plan.model)
+    family, kind, config = context.family, base_type(type_name), context.family.configuration(context.plan.model)
     return ModuleStyle(
         rules=family.rules | low_rank_rules(parameters),
         parts=family.parts_of(kind, strategy),
