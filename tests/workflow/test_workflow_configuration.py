@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +14,7 @@ from snakemake_executor_plugin_slurm.validation import validate_slurm_extra
 from configuration import load_workflow
 from configuration_checks import check_model_keys
 from configuration_files import read_yaml
-from expert_loads import load_options, load_sha256
-from shardwright_formats.io import BadInput, Document, sha256_of_file
+from shardwright_formats.io import BadInput, Document
 from shardwright_formats.types import Cluster
 from slurm_jobs import job_resources
 
@@ -279,22 +277,6 @@ def test_what_others_rest_on_is_measured_without_being_asked_for():
     assert measured() == ()
     assert measured(searches__tight__select="measured") == ("tight",)
     assert measured(searches__tight__correction="roomy") == ("roomy",)
-
-
-def test_a_load_is_no_part_of_a_search_document_and_a_file_may_stand_beside_the_configuration(tmp_path, monkeypatch):
-    config = copy.deepcopy(DEFAULT)
-    config["searches"]["tight"]["imbalance"] = "load.json"
-    (tmp_path / "there").mkdir()
-    shutil.copy(ROOT / "formats/examples/expert_load.json", tmp_path / "there/load.json")
-    monkeypatch.chdir(tmp_path)
-    workflow = load_workflow(config, "there/config.yaml", ROOT)
-    given = workflow.settings, workflow.folder, "load.json"
-    assert load_options(*given) == ["--imbalance", "there/load.json"]
-    assert load_sha256(*given) == sha256_of_file(tmp_path / "there/load.json")
-    assert workflow.search_json("tight") == _load().search_json("tight")
-    (tmp_path / "there/load.json").write_text("{}")
-    with pytest.raises(BadInput, match=r"^there/load.json: [^\n]+$"):
-        load_workflow(config, "there/config.yaml", ROOT)
 
 
 def test_a_search_is_not_touched_by_another_ones_budget():

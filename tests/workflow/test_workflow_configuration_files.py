@@ -1,9 +1,17 @@
 """A file that is no configuration is one line, whether Snakemake would read it or this workflow."""
 
-import pytest
+import shutil
+from pathlib import Path
 
+import pytest
+import yaml
+
+from configuration import load_workflow
 from configuration_files import read_yaml
-from shardwright_formats.io import BadInput
+from expert_loads import load_options, load_sha256
+from shardwright_formats.io import BadInput, sha256_of_file
+
+ROOT = Path(__file__).parents[2]
 
 
 def _tenfold(first, each):
@@ -65,3 +73,20 @@ def test_a_file_that_repeats_itself_a_little_is_read(tmp_path):
     (tmp_path / "large.yaml").write_text(f"a: &a {'x' * 2**19}\nb: [*a, *a, *a, *a]\n")
     with pytest.raises(BadInput, match="aliases"):
         read_yaml(tmp_path / "large.yaml")
+
+
+def test_a_load_is_no_part_of_a_search_document_and_a_file_may_stand_beside_the_configuration(tmp_path, monkeypatch):
+    config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+    without = load_workflow(config, "config/config.yaml", ROOT).search_json("tight")
+    config["searches"]["tight"]["imbalance"] = "load.json"
+    (tmp_path / "there").mkdir()
+    shutil.copy(ROOT / "formats/examples/expert_load.json", tmp_path / "there/load.json")
+    monkeypatch.chdir(tmp_path)
+    workflow = load_workflow(config, "there/config.yaml", ROOT)
+    given = workflow.settings, workflow.folder, "load.json"
+    assert load_options(*given) == ["--imbalance", "there/load.json"]
+    assert load_sha256(*given) == sha256_of_file(tmp_path / "there/load.json")
+    assert workflow.search_json("tight") == without
+    (tmp_path / "there/load.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"^there/load.json: [^\n]+$"):
+        load_workflow(config, "there/config.yaml", ROOT)
