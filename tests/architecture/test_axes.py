@@ -15,11 +15,13 @@ EXCEPTIONS = {
     "formats/src/shardwright_formats/types/strategy.py": "the type's definition, which checks shard_size",
     "formats/src/shardwright_formats/types/expert_load.py": "the type's definition, which checks the load of groups",
     "formats/src/shardwright_formats/types/plan.py": "the type's definition, which checks strategies against stages",
+    "stages/profile/src/shardwright_profile/model/": "probes of the shares of positions that a profile lists",
     "stages/profile/src/shardwright_profile/importers/": "reads the profiles of Galvatron and FASOP, by their degrees",
     "stages/search/src/shardwright_search/interop/": "reads and writes files of other systems, by their degrees",
     "stages/search/src/shardwright_search/space/uniform.py": "one strategy for all layers, as others spell it",
     "stages/search/src/shardwright_search/fasop/": "FASOP's own estimates of its own degrees",
     "stages/search/src/shardwright_search/cost_model/parameters.py": "a profile's column: how the probed ranks lay",
+    "stages/search/src/shardwright_search/cost_model/context.py": "a profile's column: the nearest share that was probed",
 }
 
 

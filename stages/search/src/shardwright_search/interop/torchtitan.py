@@ -43,8 +43,6 @@ _FILLED = ("1F1B",)
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
 )  # fmt: skip
-_FIRST_DENSE = "deepseek_v3"
-"""Its decoder whose first layers have no experts."""
 _FLAVORS: Mapping[tuple[object, ...], str] = {
     (4096, 32, 32, 8, 14336, 128256): "8B",
     (8192, 80, 64, 8, 28672, 128256): "70B",
@@ -80,8 +78,8 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
 
 
 def _types(model: Model) -> tuple[str, ...]:
-    """Return the types of layer that the model may have beside one another: one decoder has dense layers, too."""
-    return LAYER_TYPES if model.family in FAMILIES and FAMILIES[model.family].torchtitan == _FIRST_DENSE else ()
+    """Return the types of layer that the model may have beside one another, where torchtitan has its blocks."""
+    return LAYER_TYPES if model.family in FAMILIES and FAMILIES[model.family].torchtitan is not None else ()
 
 
 def _name_and_flavor(model: Model) -> tuple[str | None, str | None]:
