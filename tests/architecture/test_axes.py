@@ -21,7 +21,7 @@ EXCEPTIONS = {
     "stages/search/src/shardwright_search/space/uniform.py": "one strategy for all layers, as others spell it",
     "stages/search/src/shardwright_search/fasop/": "FASOP's own estimates of its own degrees",
     "stages/search/src/shardwright_search/cost_model/parameters.py": "a profile's column: how the probed ranks lay",
-    "stages/search/src/shardwright_search/cost_model/context.py": "a profile's column: the nearest share that was probed",
+    "stages/search/src/shardwright_search/cost_model/context.py": "a profile's column: the nearest probed share",
 }
 
 
