@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +13,16 @@ from msgspec import UNSET
 
 from shardwright_formats.io import BadInput, OutOfMemory, RunFailed, read_any_document, read_document, write_document
 from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import Attention, ExpertProbe, Measurement, Plan, PlanFailure, Plans, Prediction
+from shardwright_formats.types import (
+    Attention,
+    ContextProbe,
+    ExpertProbe,
+    Measurement,
+    Plan,
+    PlanFailure,
+    Plans,
+    Prediction,
+)
 from shardwright_launch.accelerator import CPU, check_accelerator, device_type_of
 from shardwright_launch.journal import journal_path
 from shardwright_launch.lock import only_run
@@ -121,15 +130,44 @@ def start_measure(options: MeasureOptions) -> None:
         scratch_folder() as scratch,
     ):
         sized = sorted((plan for _, plan in plans), key=lambda plan: plan.world_size)
-        in_turns = [tuple(some.plans[place].sha256 for place in group) for _, some in asked for group in some.in_turns]
-        experts = tuple(probe for _, some in asked if some.experts is not UNSET for probe in some.experts)
+        beside = _Beside.read([some for _, some in asked])
         results = _Results({}, {})
         for _, group in groupby(sized, key=lambda plan: plan.world_size):
-            _measure(tuple(group), in_turns, experts, options, nodes, scratch, results)
-            experts = ()  # any launch can measure them
+            _measure(tuple(group), beside, options, nodes, scratch, results)
+            beside = beside._replace(experts=())  # any launch can measure them
         if nodes.rank == 0:
             write_document(out, _in_order([plan for _, plan in plans], results))
             journal_path(out).unlink(missing_ok=True)
+
+
+class _Beside(NamedTuple):
+    """What files of plans ask for beside them; plans are named by their hashes."""
+
+    in_turns: tuple[_Turns, ...]
+    shares: Mapping[str, int]
+    """Ranks that share longer samples out, of the plans each rank of which stands for one of them."""
+    experts: tuple[ExpertProbe, ...]
+
+    @classmethod
+    def read(cls, asked: Sequence[Plans]) -> "_Beside":
+        """Return what several files ask for."""
+        return cls(
+            tuple(tuple(some.plans[place].sha256 for place in group) for some in asked for group in some.in_turns),
+            {some.plans[probe.plan].sha256: probe.cp_size for some in asked for probe in some.context or ()},
+            tuple(probe for some in asked for probe in some.experts or ()),
+        )
+
+    def of(self, plans: tuple[Plan, ...]) -> Plans:
+        """Return the part of it that is of some plans, with them."""
+        places = {plan.sha256: place for place, plan in enumerate(plans)}
+        groups = (tuple(places[one] for one in group if one in places) for group in self.in_turns)
+        shares = (ContextProbe(plan=places[one], cp_size=size) for one, size in self.shares.items() if one in places)
+        return Plans(
+            plans=plans,
+            in_turns=tuple(group for group in groups if len(group) > 1),
+            experts=self.experts or UNSET,
+            context=tuple(shares) or UNSET,
+        )
 
 
 class _Results(NamedTuple):
@@ -141,8 +179,7 @@ class _Results(NamedTuple):
 
 def _measure(
     plans: tuple[Plan, ...],
-    in_turns: list[_Turns],
-    experts: tuple[ExpertProbe, ...],
+    beside: _Beside,
     options: MeasureOptions,
     nodes: Nodes,
     scratch: Path,
@@ -155,20 +192,22 @@ def _measure(
     """
     together, result = scratch / "plans.json", scratch / "result.json"
     fields = msgspec.structs.asdict(options) | {"plans": (together,), "out": result}
-    apart: list[_Turns] = []
+    launches = len(results.failed)
     while plans:
-        write_document(together, _asked(plans, [group for group in in_turns if group not in apart], experts))
+        write_document(together, beside.of(plans))
         job = MeasureJob(**fields, journal=journal_path(options.out).absolute())
         try:
-            start_ranks(job, plans[0], nodes, f"after {len(results.failed) + len(apart)} that lacked memory")
+            start_ranks(job, plans[0], nodes, f"after {launches} that lacked memory")
         except OutOfMemory as error:
             lacking = next((plan for plan in plans if plan.sha256 == error.subject), None)
             if lacking is None:
                 raise
-            if groups := [group for group in in_turns if error.subject in group and group not in apart]:
+            launches += 1
+            if any(error.subject in group for group in beside.in_turns):
                 consequence = "it and those that it is measured in turns with are measured one by one"
                 print(f"{lacking.name}: {error}: {consequence}", file=sys.stderr)
-                apart += groups
+                apart = tuple(group for group in beside.in_turns if error.subject not in group)
+                beside = beside._replace(in_turns=apart)
                 continue
             print(f"{lacking.name} was not measured: {error}", file=sys.stderr)
             results.failed[error.subject] = PlanFailure(
@@ -184,14 +223,6 @@ def _measure(
             measurement = read_document(result, Measurement)
             results.measured.update({one.plan.sha256: measurement for one in measurement.plans})
         return
-
-
-def _asked(plans: tuple[Plan, ...], in_turns: Sequence[_Turns], experts: tuple[ExpertProbe, ...]) -> Plans:
-    """Return the given plans with their groups to measure in turns, and probes of experts."""
-    places = {plan.sha256: place for place, plan in enumerate(plans)}
-    groups = (tuple(places[one] for one in group if one in places) for group in in_turns)
-    turns = tuple(group for group in groups if len(group) > 1)
-    return Plans(plans=plans, in_turns=turns, experts=experts or UNSET)
 
 
 def _in_order(plans: Sequence[Plan], results: _Results) -> Measurement:
