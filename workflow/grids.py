@@ -93,6 +93,10 @@ class GridFile:
         files, options = runs_of(config, imbalance), load_options(config, folder, imbalance)
         return GridLoad(files, options, load_sha256(config, folder, imbalance))
 
+    def load_of_front(self, front: str) -> GridLoad:
+        """Return the load of the experts of a front's model."""
+        return self.load_of(self.settings.fronts[front].model)
+
     def cells_json(self, model: str, cluster: str) -> str:
         """Return the grid document of a model on a cluster."""
         entry, usual = self.settings.models[model], self.settings

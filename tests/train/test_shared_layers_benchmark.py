@@ -12,8 +12,8 @@ import pytest
 
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.types import Cluster
+from shardwright_models.context import plan_obstacle
 from shardwright_models.description import model_of_config
-from shardwright_train.models.support import ring_obstacle
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOCK = ROOT / "benchmarks" / "shared_parts" / "cpu_clock"
@@ -35,7 +35,7 @@ def test_its_plans_run_and_its_profile_has_what_prices_them(benchmark: ModuleTyp
     assert len({plan.name for plan in plans}) == len(plans) > 2
     for plan in plans:
         (layer,) = set(plan.layers)
-        assert ring_obstacle(plan) is None
+        assert plan_obstacle(plan) is None
         assert case.length // layer.cp_size in case.lengths
         assert min(case.sizes) <= plan.microbatch_samples // layer.dp_size <= max(case.sizes)
     assert plans[0].layers[0].cp_size == 1 and not plans[0].layers[0].experts

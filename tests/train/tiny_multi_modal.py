@@ -72,9 +72,11 @@ def logits_of_images(stock: Any, batch: Batch) -> Tensor:
     """Logits of texts with images: stock takes these for texts that have one, and for no others."""
     inside = batch["tokens"] == stock.config.image_token_index
     pixels = batch["pixel_values"] if batch["pixel_values"].ndim > 4 else batch["pixel_values"][:, None]
-    there = torch.arange(pixels.shape[1]) < inside.sum(1, keepdim=True) // stock.config.image_seq_length
+    is_gemma = stock.config.model_type == "gemma3"
+    positions = stock.config.mm_tokens_per_image if is_gemma else stock.config.image_seq_length
+    there = torch.arange(pixels.shape[1]) < inside.sum(1, keepdim=True) // positions
     images = {"pixel_values": pixels[there].to(stock.dtype)} if inside.any() else {}
-    if stock.config.model_type == "gemma3":
+    if is_gemma:
         images["token_type_ids"] = inside.long()
     logits: Tensor = stock(batch["tokens"], **images).logits
     return logits

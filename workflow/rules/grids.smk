@@ -10,11 +10,6 @@ wildcard_constraints:
     front="[^/]+",
 
 
-def load_of_front(wildcards):
-    grid = GRIDS[wildcards.grid]
-    return grid.load_of(grid.settings.fronts[wildcards.front].model)
-
-
 rule grids:
     input:
         expand("results/grids/{grid}.md", grid=GRIDS),
@@ -87,7 +82,7 @@ rule grid_front:
     input:
         unpack(lambda wildcards: GRIDS[wildcards.grid].front_inputs(wildcards.front)._asdict()),
         search="results/grids/{grid}/fronts/{front}.search.json",
-        load=lambda wildcards: load_of_front(wildcards).runs,
+        load=lambda wildcards: GRIDS[wildcards.grid].load_of_front(wildcards.front).runs,
     output:
         multiext("results/grids/{grid}/fronts/{front}/front", ".csv", ".h5", ".html"),
         report("results/grids/{grid}/fronts/{front}/front.svg", caption="../report/front.rst", category="Grids"),
@@ -101,8 +96,8 @@ rule grid_front:
     params:
         folder=lambda wildcards, output: Path(output[0]).parent,
         profiles=grid_profiles,
-        load=lambda wildcards: [placed(word) for word in load_of_front(wildcards).options],
-        load_sha256=lambda wildcards: load_of_front(wildcards).sha256,
+        load=lambda wildcards: [placed(word) for word in GRIDS[wildcards.grid].load_of_front(wildcards.front).options],
+        load_sha256=lambda wildcards: GRIDS[wildcards.grid].load_of_front(wildcards.front).sha256,
     message:
         "search the front {wildcards.front}, step time against price: progress is in {log}"
     shell:

@@ -157,7 +157,7 @@ class _Beside(NamedTuple):
             tuple(probe for some in asked for probe in some.experts or ()),
         )
 
-    def of(self, plans: tuple[Plan, ...]) -> Plans:
+    def for_plans(self, plans: tuple[Plan, ...]) -> Plans:
         """Return the part of it that is of some plans, with them."""
         places = {plan.sha256: place for place, plan in enumerate(plans)}
         groups = (tuple(places[one] for one in group if one in places) for group in self.in_turns)
@@ -194,7 +194,7 @@ def _measure(
     fields = msgspec.structs.asdict(options) | {"plans": (together,), "out": result}
     launches = len(results.failed)
     while plans:
-        write_document(together, beside.of(plans))
+        write_document(together, beside.for_plans(plans))
         job = MeasureJob(**fields, journal=journal_path(options.out).absolute())
         try:
             start_ranks(job, plans[0], nodes, f"after {launches} that lacked memory")
