@@ -71,10 +71,15 @@ SEVERAL: dict[str, dict[str, Any]] = {
 def logits_of_images(stock: Any, batch: Batch) -> Tensor:
     """Logits of texts with images: stock takes these for texts that have one, and for no others."""
     inside = batch["tokens"] == stock.config.image_token_index
-    pixels = batch["pixel_values"] if batch["pixel_values"].ndim > 4 else batch["pixel_values"][:, None]
+    pixels, images_of = batch["pixel_values"], inside.any(1, keepdim=True).long()
     is_gemma = stock.config.model_type == "gemma3"
-    positions = stock.config.mm_tokens_per_image if is_gemma else stock.config.image_seq_length
-    there = torch.arange(pixels.shape[1]) < inside.sum(1, keepdim=True) // positions
+    if pixels.ndim > 4:
+        images_of = inside.sum(1, keepdim=True) // (
+            stock.config.mm_tokens_per_image if is_gemma else stock.config.image_seq_length
+        )
+    else:
+        pixels = pixels[:, None]
+    there = torch.arange(pixels.shape[1]) < images_of
     images = {"pixel_values": pixels[there].to(stock.dtype)} if inside.any() else {}
     if is_gemma:
         images["token_type_ids"] = inside.long()
