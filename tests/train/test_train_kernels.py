@@ -339,13 +339,7 @@ def test_ulysses_wraps_flash_attention_as_what_it_is_and_it_is_told_the_window(
         block = family.build(model, "layers[0]", kernel)
         family.initialize(model, block)
         if kernel == SHARED_ATTENTION:
-            facts = {
-                "splits_everything": True,
-                "attends_across": False,
-                "order": None,
-                "stand_in": None,
-                "recomputation": None,
-            }
+            facts = dict(splits_everything=True, attends_across=False, order=None, stand_in=None, recomputation=None)
             shared: Any = SimpleNamespace(sequence_group=dist.group.WORLD, context_group=dist.group.WORLD, **facts)
             share_attention(block, shared, FLASH.value, torch.float32, keeps=False)
             monkeypatch.setattr(sequence, "copy", None)  # nothing is copied in a call
