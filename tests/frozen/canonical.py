@@ -99,6 +99,11 @@ CORRECTIONS = (
 
 REFROZEN = (
     (
+        "p*",
+        "guesses of a search serve long stages, too: other runners-up and plans that explain shows beside the chosen, "
+        "which is the same in all; 23 outputs",
+    ),
+    (
         "*",
         "messages of an all-to-all are estimated to leave at once, with the latency of one step: analytic hardware "
         "profiles, and what is planned on them",
