@@ -72,14 +72,7 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
     """
     model = models[0]
     _check_lengths(models, settings)
-    if node_type not in cluster.node_types:
-        known = ", ".join(sorted(cluster.node_types))
-        raise BadInput("--node-type", f"{node_type!r} is none of the cluster's node types", f"choose from {known}")
-    node = Cluster(
-        name=node_type,
-        nodes=(NodeGroup(node_type=node_type, count=1),),
-        node_types={node_type: cluster.node_types[node_type]},
-    )
+    node = _node_of(cluster, node_type)
     fitting: list[Strategy] = []
     left_out: list[str] = []
     for strategy, problem in _strategies(model, node.num_devices, settings):
@@ -100,15 +93,10 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
     )
     plans += tuple(_apart(models, node, settings, fitting))
     plans += _zero_probes(model, node, settings, fitting)
-    context: list[ContextProbe] = []
-    for cp_size, share in settings.share_lengths(length).items():
-        if (problem := _context_obstacle(model, settings, fitting, cp_size)) is not None:
-            left_out.append(f"cp_size {cp_size}: {problem}")
-            continue
-        (described,) = (each for each in models if each.sequence_length == share)
-        shares = tuple(_context_probes(described, node, settings, cp_size, length))
-        context += [ContextProbe(plan=len(plans) + number, cp_size=cp_size) for number in range(len(shares))]
-        plans += shares
+    shares, unshared = _share_probes(models, node, settings, fitting)
+    context = tuple(ContextProbe(plan=len(plans) + place, cp_size=cp_size) for place, (cp_size, _) in enumerate(shares))
+    plans += tuple(plan for _, plan in shares)
+    left_out += unshared
     left_out += [
         f"{formatted(strategy)} sequence_length={described.sequence_length}: {misfit_of(described, strategy)}"
         for strategy in fitting
@@ -116,7 +104,30 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
         if misfit_of(described, strategy) is not None
     ]
     experts = tuple(_expert_probes(models, settings, fitting))
-    return Probes(plans, tuple(_in_turns(plans, context)), tuple(left_out), experts, tuple(context))
+    return Probes(plans, tuple(_in_turns(plans, context)), tuple(left_out), experts, context)
+
+
+def _node_of(cluster: Cluster, node_type: str) -> Cluster:
+    """Return a cluster of one node; BadInput where it is of no known type."""
+    if node_type not in cluster.node_types:
+        known = ", ".join(sorted(cluster.node_types))
+        raise BadInput("--node-type", f"{node_type!r} is none of the cluster's node types", f"choose from {known}")
+    group, described = NodeGroup(node_type=node_type, count=1), cluster.node_types[node_type]
+    return Cluster(name=node_type, nodes=(group,), node_types={node_type: described})
+
+
+def _share_probes(
+    models: Sequence[Model], node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
+) -> tuple[list[tuple[int, Plan]], list[str]]:
+    """Return the probes of one rank's share of positions, each with its cp_size, and why some sizes have none."""
+    length, shares, left_out = models[0].sequence_length, list[tuple[int, Plan]](), list[str]()
+    for cp_size, share in settings.share_lengths(length).items():
+        if (problem := _context_obstacle(models[0], settings, fitting, cp_size)) is not None:
+            left_out.append(f"cp_size {cp_size}: {problem}")
+            continue
+        (described,) = (each for each in models if each.sequence_length == share)
+        shares += [(cp_size, plan) for plan in _context_probes(described, node, settings, cp_size, length)]
+    return shares, left_out
 
 
 def _context_obstacle(model: Model, settings: ProfileSettings, fitting: Sequence[Strategy], cp_size: int) -> str | None:
