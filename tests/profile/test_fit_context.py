@@ -8,7 +8,16 @@ from msgspec.structs import replace
 from shardwright_estimate.settings import ProfileSettings
 from shardwright_formats.io import BadInput
 from shardwright_formats.key import LayerKey
-from shardwright_formats.types import Cluster, Measurement, NodeGroup, NodeType, Plan, Recompute, SequenceParallel
+from shardwright_formats.types import (
+    Attention,
+    Cluster,
+    Measurement,
+    NodeGroup,
+    NodeType,
+    Plan,
+    Recompute,
+    SequenceParallel,
+)
 from shardwright_models.description import model_of_config
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import Probes, make_probes
@@ -136,8 +145,13 @@ def test_shares_of_lengths_that_are_not_measured_are_refused(changed, problem) -
 @pytest.mark.parametrize(
     ("settings", "changes", "problem"),
     [
-        ({"compile": True}, {}, "neither compiled nor computed by other kernels"),
-        ({}, {"attention_dropout": 0.1}, "attention across ranks drops nothing"),
+        ({"compile": True}, {}, "blocks that attend to positions of other ranks (cp_size) are not compiled"),
+        (
+            {},
+            {"attention_dropout": 0.1},
+            "cp_size above 1 drops nothing inside attention, for which attention_dropout has a rate",
+        ),
+        ({"attention": Attention.EAGER}, {}, "context ring computes with the kernels of sdpa alone"),
         ({}, {"model_type": "mistral", "sliding_window": 8}, "context ring knows no windows"),
     ],
 )

@@ -15,6 +15,7 @@ from shardwright_formats.semantics.axes import axes_of, layout_of, strategy_on
 from shardwright_formats.semantics.expert_messages import shares_experts
 from shardwright_formats.types import (
     Cluster,
+    ContextParallel,
     ContextProbe,
     DataParallel,
     ExpertProbe,
@@ -30,8 +31,9 @@ from shardwright_formats.types import (
     Schedule,
     SequenceParallel,
     Strategy,
+    misfit,
 )
-from shardwright_profile.model.context_obstacle import context_obstacle
+from shardwright_models.context import context_obstacle, ring_obstacle
 
 NUM_MICROBATCHES = 3
 """Minimum number of microbatches with a middle one, which gathers no parameters and only adds to existing gradients."""
@@ -131,10 +133,17 @@ def _share_probes(
 
 
 def _context_obstacle(model: Model, settings: ProfileSettings, fitting: Sequence[Strategy], cp_size: int) -> str | None:
-    """Return why no probe checks what is derived for a cp_size, or None."""
+    """Return why no probe checks what is derived for a cp_size, or None: it attends in blocks, as a ring does."""
     if all(strategy.tp_size > 1 for strategy in fitting):
         return "no strategy of tp_size 1 is measured"
-    return context_obstacle(model, settings, cp_size)
+    attention, ring = settings.attention, ContextParallel.RING
+    obstacle = context_obstacle(model, attention, settings.compile) or ring_obstacle(model, attention)
+    if obstacle is not None:
+        return obstacle.problem
+    shared = (
+        LayerStrategy(type=name, tp_size=1, cp_size=cp_size, dp_size=1, context=ring) for name in block_types(model)
+    )
+    return next((problem for layer in shared if (problem := misfit(model, layer.type, layer)) is not None), None)
 
 
 def _context_probes(
