@@ -3,6 +3,15 @@
 from typing import Any
 
 LAYERS = 4
+GROUPED = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+"""Sizes of decoders whose heads share keys and values in pairs."""
 
 DECODERS: dict[str, dict[str, Any]] = {
     "baichuan": {
@@ -19,36 +28,21 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "cohere": {
         "model_type": "cohere",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **GROUPED,
         "logit_scale": 0.3,
         "use_qk_norm": True,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     },
     "cohere2": {
         "model_type": "cohere2",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **GROUPED,
         "sliding_window": 6,
         "sliding_window_pattern": 2,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     },
     "phi3": {
         "model_type": "phi3",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **GROUPED,
         "sliding_window": 12,
         "max_position_embeddings": 64,
         "original_max_position_embeddings": 8,
@@ -58,24 +52,14 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "ministral": {
         "model_type": "ministral",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **GROUPED,
         "head_dim": 8,
         "sliding_window": 6,
         "layer_types": ["full_attention", "sliding_attention"] * 2,
     },
     "ministral3": {
         "model_type": "ministral3",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **GROUPED,
         "head_dim": 8,
         "max_position_embeddings": 64,
         "rope_parameters": {
@@ -86,12 +70,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "smollm3": {
         "model_type": "smollm3",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **GROUPED,
         "no_rope_layer_interval": 2,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     },
@@ -135,12 +114,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "mistral": {
         "model_type": "mistral",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **GROUPED,
         "max_position_embeddings": 64,
         "sliding_window": 6,
     },
@@ -160,12 +134,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "olmo2": {
         "model_type": "olmo2",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **GROUPED,
         "max_position_embeddings": 64,
     },
 }

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from baichuan_reference import BaichuanConfig, BaichuanForCausalLM
 from file_forms import as_in_files
 from stock_experts import with_balance
-from tiny_decoders import DECODERS, LAYERS
+from tiny_decoders import DECODERS, GROUPED, LAYERS
 from tiny_multi_modal import MULTI_MODAL, logits_of_images
 from torch import Tensor, nn
 from transformers import T5ForConditionalGeneration
@@ -30,12 +30,7 @@ SEQUENCE_LENGTH = 16
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
         "model_type": "llama",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **GROUPED,
         "max_position_embeddings": 64,
         "attention_bias": True,
         "mlp_bias": True,
@@ -43,12 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {
         "model_type": "qwen3",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **GROUPED,
         "head_dim": 8,
         "max_position_embeddings": 64,
         "use_sliding_window": True,
@@ -170,24 +160,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "glm4": {
         "model_type": "glm4",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **GROUPED,
         "head_dim": 8,
         "partial_rotary_factor": 0.5,
         "pad_token_id": 60,
     },
     "granite": {
         "model_type": "granite",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **GROUPED,
         "max_position_embeddings": 64,
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.7,
