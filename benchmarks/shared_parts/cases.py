@@ -54,7 +54,8 @@ class Case(NamedTuple):
     def settings(self) -> dict[str, Any]:
         """Return the settings of the profile."""
         more = [length for length in self.lengths if length != self.length]
-        tp_sizes = sorted({fields["tp_size"] for fields in self.strategies.values()})
+        etp_sizes = {fields["experts"].etp_size for fields in self.strategies.values() if "experts" in fields}
+        tp_sizes = sorted(etp_sizes | {fields["tp_size"] for fields in self.strategies.values()})
         cp_sizes = sorted({fields["cp_size"] for fields in self.strategies.values()} - {1})
         sizes = {"tp_sizes": tp_sizes, "cp_sizes": cp_sizes, "micro_batch_sizes": self.sizes}
         return {**SETTINGS, **sizes, "sequence_lengths": more or None}

@@ -12,6 +12,7 @@ import msgspec
 import pandas as pd
 import pytest
 import yaml
+from msgspec.structs import fields
 from sample_results import write_sample_results
 
 from configuration import load_workflow
@@ -110,6 +111,15 @@ def test_even_plans_are_made_by_commands_that_exist():
     assert list(GRIDS["laptop"].even_lines("demo", "laptop")) == [] and not GRIDS["laptop"].even_folders(
         "demo", "laptop"
     )
+
+
+def test_what_is_searched_on_this_machine_was_profiled():
+    grid, (usual,) = GRIDS["laptop"], (f.default for f in fields(SearchRequest) if f.name == "recompute")
+    for name, cluster in grid.pairs:
+        model = CONFIG["models"].get(name, CONFIG["models"]["demo"])
+        profiled = set(CONFIG["profiles"][model["profile"]]["recompute"])
+        for cell in json.loads(grid.cells_json(name, cluster))["searches"]:
+            assert set(cell.get("recompute", usual)) <= profiled, cell["name"]
 
 
 def test_a_load_of_experts_is_given_to_the_searches_of_a_model_and_to_its_even_plans(tmp_path):
