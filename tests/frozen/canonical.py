@@ -99,6 +99,12 @@ CORRECTIONS = (
 
 REFROZEN = (
     (
+        "*",
+        "analytic profiles count what layers keep as runs keep it: norms beside a part that is recomputed alone, both "
+        "layouts of what attention gives under Ulysses, and no sum behind a selectively recomputed RMSNorm layer; 21 "
+        "outputs",
+    ),
+    (
         "p*",
         "guesses of a search serve long stages, too: other runners-up and plans that explain shows beside the chosen, "
         "which is the same in all; 23 outputs",

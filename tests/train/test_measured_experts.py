@@ -6,7 +6,8 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from priced_experts import FLOAT32, MODEL, plan_of
+from estimated_memory import FLOAT32
+from priced_experts import MODEL, plan_of
 from tiny_models import tiny
 
 from shardwright_estimate.layers import Machine, estimate_experts

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from priced_experts import FLOAT32, MIXED, held_bytes, plan_of, profiles_of
+from estimated_memory import FLOAT32, MIXED, estimated_profiles, held_bytes
+from priced_experts import MODEL, plan_of
 from rest_long import rest_long
 
 from shardwright_formats.types import DataParallel, ExpertLoad, LayerLoad, Precision, Recompute, SequenceParallel
@@ -30,7 +31,7 @@ PLANS = (
 
 @pytest.fixture(scope="module")
 def profiles() -> dict[Precision, Profiles]:
-    return {precision: profiles_of(precision) for precision in (MIXED, FLOAT32)}
+    return {precision: estimated_profiles(precision, (8, 16), MODEL) for precision in (MIXED, FLOAT32)}
 
 
 @pytest.mark.parametrize("number", rest_long(4, (2, 3, 6, 7, 0, 1, 4, 5)))

@@ -13,7 +13,9 @@ from rest_long import rest_long
 from tiny_models import LAYERS, SEQUENCE_LENGTH, tiny
 from torch import Tensor
 
-from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
+from shardwright_estimate.layers import Machine, estimate_layer
+from shardwright_estimate.messages import Link
+from shardwright_formats.types.plan import Attention, PipelineStage, Plan, Schedule
 from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_train.dry_run.simulated_step import simulate_step
 from shardwright_train.models.registry import family_named
@@ -99,6 +101,32 @@ def test_selective_recomputation_keeps_products_attention_and_one_sum(split: Seq
     inside = tokens * (2 * HIDDEN + 2 * HIDDEN // 2 + 2 * 48) * ITEMSIZE // RANKS + tokens * 8 // RANKS * 4
     # What enters the layer, and the sum behind attention.
     assert kept == LAYERS * (inside + 2 * WHOLE // parts)
+
+
+SPLITS: tuple[dict[str, Any], ...] = (
+    {"sequence_parallel": SequenceParallel.ULYSSES},
+    {"sequence_parallel": SequenceParallel.MEGATRON, "recompute": Recompute.SELECTIVE},
+    {"sequence_parallel": SequenceParallel.ULYSSES, "recompute": Recompute.SELECTIVE},
+    {"recompute": Recompute.SELECTIVE},
+    {"sequence_parallel": SequenceParallel.ULYSSES, "recompute": Recompute.ATTENTION},
+    {"sequence_parallel": SequenceParallel.ULYSSES, "recompute": Recompute.MLP},
+    {"recompute": Recompute.ATTENTION},
+    {"recompute": Recompute.MLP},
+)
+KEPT = ("llama", "gpt2", "bert", "qwen3", "roberta", "smollm3")
+
+
+@pytest.mark.parametrize("family", rest_long(3, KEPT))
+@pytest.mark.parametrize("layer", SPLITS, ids=lambda layer: "-".join(map(str, layer.values())))
+def test_layers_keep_what_is_estimated(family: str, layer: dict[str, Any]) -> None:
+    plan = plan_of(family, **layer)
+    machine = Machine(1e12, 1e12, Link(1e12, 0.0))
+    given = SAMPLES, plan.precision, Attention.SDPA, machine
+    estimated = sum(estimate_layer(plan.model, each.type, each, *given).activation_bytes for each in plan.layers)
+    # The estimate has no float32 sums of a softmax or a norm, of which there is one a position and head.
+    sums = LAYERS * SAMPLES * plan.model.sequence_length * 4 * 8
+    kept = kept_bytes(plan)
+    assert kept - sums <= estimated <= kept
 
 
 def test_an_output_is_kept_no_longer_than_its_message() -> None:

@@ -41,6 +41,7 @@ def latent_attention_part(
         scores=a.scores,
         outside=2 * stream,
         result=stream,
+        attended=positions * a.result_width,
         widest=positions * max(a.query_width, width),
         kernels=kernels + _KERNELS,
     )

@@ -73,14 +73,26 @@ class _Share(NamedTuple):
     weights: float
     scores_kept: bool
     adds_masks: bool
+    exchanges_heads: bool = False
 
     def kept_bytes(self, part: Part) -> float:
         scores = part.scores * self.itemsize + part.scores // 2 + part.score_bytes if self.scores_kept else 0
         repeated = part.repeated * self.itemsize if self.scores_kept or self.masks(part) else 0
-        inside = part.inside * self.itemsize + part.inside_bytes + scores + repeated
-        outside = part.outside * self.itemsize + part.outside_bytes
+        # A kernel that keeps scores does not keep what it gives.
+        exchanged = part.attended * self.itemsize if self.exchanges_heads and not self.scores_kept else 0
+        inside = part.inside * self.itemsize + part.inside_bytes + scores + repeated + exchanged
         whole = part.whole * self.itemsize + part.whole_bytes
-        return self.samples * (inside * self.inside + outside * self.outside + whole * self.entering)
+        return self.samples * (inside * self.inside + whole * self.entering) + self.outside_bytes(part)
+
+    def outside_bytes(self, part: Part) -> float:
+        """Return the bytes that are kept of what goes into a part and out of it, norms and dropout included."""
+        return self.samples * (part.outside * self.itemsize + part.outside_bytes) * self.outside
+
+    def between_bytes(self, part: Part) -> float:
+        """Return the bytes that are kept of a part which is recomputed alone: norms are before it, but for BERT's."""
+        if part.norm_inside:
+            return self.result_bytes(part)
+        return self.outside_bytes(part) - self.samples * part.redrawn_bytes * self.outside
 
     def masks(self, part: Part) -> bool:
         """Return whether a window's mask is added to all scores."""
@@ -99,7 +111,7 @@ class _Share(NamedTuple):
 
     def selected_bytes(self, part: Part, ends: bool) -> float:
         """Return what selective recomputation keeps: also the sum over ranks, unless it ends the layer unused."""
-        return self.product_bytes(part) + (0 if ends and not part.outside_bytes else self.result_bytes(part))
+        return self.product_bytes(part) + (0 if ends and not part.keeps_result else self.result_bytes(part))
 
     def result_bytes(self, part: Part) -> float:
         return self.samples * part.result * self.itemsize * self.outside
@@ -234,7 +246,8 @@ def _memory(parts: Sequence[Part], share: _Share, recompute: Recompute) -> tuple
         held = share.result_bytes(parts[-1]) + sum(share.selected_bytes(part, part is parts[-1]) for part in parts)
         again -= sum(share.product_bytes(part) for part in parts)
     else:
-        held = kept + sum(share.result_bytes(part) for part in replayed)
+        between = sum(share.between_bytes(part) for part in replayed)
+        held, again = kept + between, again - between
     once = sum(share.once_bytes(part) for part in parts)
     return round(held), round(again + once + max(share.widest_bytes(part) for part in parts))
 
@@ -270,6 +283,7 @@ def _share(strategy: Strategy, samples: int, precision: Precision, attention: At
         weights=1 / axes.dense.tensor.size,
         scores_kept=attention in SCORES_KEPT,
         adds_masks=attention in _MASKED,
+        exchanges_heads=axes.exchanges_heads,
     )
 
 

@@ -60,6 +60,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Further bytes kept: dropout masks."""
     result: int = 0
     """Elements of the stream that leaves: all that is kept of a part that is recomputed."""
+    keeps_result: bool = False
+    """Whether something behind the sum over ranks keeps it, such as a norm or dropout, even at the end of a layer."""
+    norm_inside: bool = False
+    """Whether the norm behind a part is recomputed with it, as BERT's is: then its result alone is kept."""
+    redrawn_bytes: int = 0
+    """Bytes of a dropout mask among those outside, which is drawn again where the part is recomputed alone."""
+    attended: int = 0
+    """Elements of attention's result, of which Ulysses keeps both layouts: as it was attended, and as it is projected."""
     widest: int = 0
     """Elements of the largest tensor that ranks share out."""
     widest_whole: int = 0

@@ -6,6 +6,7 @@ feed-forward part as the length that tensor parallelism divides.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -220,6 +221,8 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
         outside=2 * stream,
         outside_bytes=stream if drops else 0,
         result=stream,
+        **_end(model, type_name, region, stream),
+        attended=a.query_width * a.queries,
         widest=max(a.query_width * a.queries, a.key_width * a.key_positions),
         kernels=_KERNELS["attention"],
     )
@@ -244,6 +247,7 @@ def _mlp_part(model: Model, type_name: str, region: Region, stream: int, hidden:
         outside=2 * stream,
         outside_bytes=stream if drops else 0,
         result=stream,
+        **_end(model, type_name, region, stream),
         widest=wide,
         kernels=_KERNELS["mlp"],
     )
@@ -328,6 +332,14 @@ def _logits(model: Model, kind: LayerType) -> Part:
         widest_bytes=_FLOAT32_BYTES * min(logits, LOSS_ELEMENTS),
         kernels=_KERNELS["logits"],
     )
+
+
+def _end(model: Model, type_name: str, region: Region, stream: int) -> dict[str, Any]:
+    """Return what stands behind the sum at the end of a part."""
+    family, _ = facts_of_type(model, type_name)
+    redrawn = _drops(model, type_name, region) and region.name in region.replays_sum
+    end = {"keeps_result": "full" in region.replays_sum, "norm_inside": region.name in family.ends_in_norm}
+    return {**end, "redrawn_bytes": stream * redrawn}
 
 
 def _drops(model: Model, type_name: str, region: Region) -> bool:
