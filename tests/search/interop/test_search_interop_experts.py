@@ -114,7 +114,7 @@ def test_megatron_is_told_of_no_latent_of_queries_where_there_is_none(setting):
 def test_galvatron_is_told_of_experts_layer_by_layer(setting):
     plan = _shared(setting, 4, 1)
     whole = replace(plan.layers[0], experts=UNSET)
-    other = ExpertStrategy(ep_size=2, etp_size=4, data_parallel=DataParallel.ZERO2)
+    other = ExpertStrategy(ep_size=2, etp_size=4, data_parallel=DataParallel.DDP)
     plan = replace(plan, layers=(whole, replace(plan.layers[1], experts=other), *plan.layers[2:]))
     given = json.loads(TARGETS[System.GALVATRON].export(plan, "plan.json").text)
     assert (given["ep_sizes_enc"], given["tp_of_ep_sizes_enc"]) == ("1,2,4,4", "2,4,1,1")

@@ -1,11 +1,13 @@
 """Plans that are searched for another system: its parser takes them, and read back they take the same time."""
 
+import json
 import tomllib
 from pathlib import Path
 
 import msgspec
 import pytest
 from accepted_files import TAKEN, launch_file_taken_by_accelerate
+from msgspec import UNSET
 
 from shardwright_formats.command.command_line import _exit_code
 from shardwright_formats.io import BadInput
@@ -58,6 +60,35 @@ def test_what_is_written_is_taken_there_and_takes_the_same_time_read_back(system
     if isinstance(answer, Infeasible):  # ZeRO without tensor parallelism or a pipeline
         assert system in (System.DEEPSPEED, System.ACCELERATE) and answer.missing_bytes > 0
         return
+    _taken_and_read_back(system, question, answer)
+    assert 0 < answer.bound_s <= answer.optimum_s or answer.stopped
+
+
+DENSE_FIRST = {
+    "model_type": "deepseek_v3", "vocab_size": 32_000, "hidden_size": 2_048, "intermediate_size": 8_192,
+    "moe_intermediate_size": 2_048, "num_hidden_layers": 14, "first_k_dense_replace": 2, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "q_lora_rank": 768, "kv_lora_rank": 512, "n_routed_experts": 64,
+    "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "max_position_embeddings": 4_096,
+}  # fmt: skip
+"""Two layers without experts before twelve that have some."""
+
+
+@pytest.mark.parametrize("system", [System.MEGATRON, System.TORCHTITAN])
+def test_layers_without_experts_beside_such_that_have_some_share_a_strategy_but_for_these(system, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(DENSE_FIRST))
+    question = question_of(AdviseOptions(model=str(config), gpus="8:H100-SXM", batch=64, seq=1024))
+    answer = best_for(system, question, lambda _: None, 20.0)
+    _taken_and_read_back(system, question, answer)
+    plans = [each.plan for each in (answer.chosen, *answer.runners_up)]
+    shared = {layer.experts for plan in plans for layer in plan.layers if layer.type == "sparse"}
+    assert any(each is not UNSET and each.ep_size > 1 for each in shared)
+    assert all(layer.experts is UNSET for plan in plans for layer in plan.layers if layer.type == "dense")
+    assert len({msgspec.structs.replace(x, type="", experts=UNSET) for x in answer.chosen.plan.layers}) == 1
+
+
+def _taken_and_read_back(system, question, answer):
+    """The system's parser takes all plans of an answer, which take the same time read back."""
     for candidate in (answer.chosen, *answer.runners_up):
         start, target = started(system, candidate.plan), TARGETS[system]
         text = start.files[target.file_name]
@@ -70,7 +101,6 @@ def test_what_is_written_is_taken_there_and_takes_the_same_time_read_back(system
         here, there = (evaluate(each, question.profiles).estimate for each in (candidate.plan, plan))
         assert there.simulated_step_time_s == here.simulated_step_time_s
         assert there.memory_bytes == here.memory_bytes
-    assert 0 < answer.bound_s <= answer.optimum_s or answer.stopped
 
 
 def test_embedding_and_head_are_as_the_system_has_them():
@@ -98,6 +128,14 @@ def test_models_that_no_system_with_one_strategy_runs_are_refused_in_one_line(sy
     problem = f"--for {system}: .* is given one strategy for layers of one type, and {model} has {types}: choose"
     with pytest.raises(BadInput, match=problem):
         best_for(system, question, lambda _: None, 5.0)
+
+
+def test_more_gpus_than_layers_have_no_pipeline_of_more_stages(tmp_path):
+    config, sizes = tmp_path / "config.json", {"num_hidden_layers": 12, "hidden_size": 1024, "intermediate_size": 2048}
+    config.write_text(json.dumps({"model_type": "llama", "num_attention_heads": 16, "vocab_size": 32_000, **sizes}))
+    question = question_of(AdviseOptions(model=str(config), gpus="2x8:H100-SXM", batch=64, seq=1024))
+    answer = best_for(System.TORCHTITAN, question, lambda _: None, 20.0)
+    assert 1 <= len(answer.chosen.plan.stages) <= 12
 
 
 def test_advice_for_a_system_starts_there_and_export_takes_another_choice(tmp_path, capsys):

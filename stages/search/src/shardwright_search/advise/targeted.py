@@ -68,7 +68,7 @@ def best_for(
     answers, lacking, late = list[SearchAnswer](), list[Infeasible](), list[StoppedEarly]()
     given = question.model, question.cluster, question.profiles, Path(f"--for {system}")
     for number, way in enumerate(ways):
-        request = way.narrowed(question.request, question.cluster.num_devices)
+        request = way.narrowed(question.request, question.model, question.cluster.num_devices)
         if request is None:
             continue
         tell(f"{target.title}: {way.words}")
@@ -92,19 +92,14 @@ def best_for(
 
 
 def _ways(target: Target, system: System, question: Question) -> Sequence[Limits]:
-    """Return the ways in which a system runs a model; raises BadInput where each has one type of layer alone."""
+    """Return the ways in which a system runs a model; raises BadInput where none has layers of all its types."""
     model, ways = question.model, target.limits(question.model, question.request.precision)
-    possible = [way for way in ways if not way.uniform or _is_of_one_type(model)]
+    possible = [way for way in ways if way.runs(model)]
     if ways and not possible:
         types = ", ".join(dict.fromkeys(model.layers))
         problem = f"{target.title} is given one strategy for layers of one type, and {model.name} has {types}"
         raise BadInput(f"--for {system}", problem, "choose another system, or leave --for out")
     return possible
-
-
-def _is_of_one_type(model: Model) -> bool:
-    """Return whether all layers of a model are of one type, as those of a system with one strategy have to be."""
-    return len(set(model.layers)) == 1
 
 
 def _best(answers: Sequence[SearchAnswer], late: Sequence[StoppedEarly]) -> SearchAnswer:

@@ -22,7 +22,7 @@ from shardwright_formats.types import (
     SequenceParallel,
 )
 from shardwright_search.interop.target import Exported, experts_apart
-from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.configurations import Configuration, most_stages
 from shardwright_search.space.demands import Demands, Outer
 from shardwright_search.space.request import SearchRequest
 from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform
@@ -93,15 +93,22 @@ class Limits(NamedTuple):
     schedules: tuple[Schedule, ...] = (Schedule.ONE_F_ONE_B,)
     uniform: bool = True
     """Whether all layers share one strategy."""
+    types: tuple[str, ...] = ()
+    """Types of layers that models of one strategy may have beside one another."""
     expert_grids: bool = False
     """Whether experts may be shared out otherwise than the rest of a layer."""
     contexts: tuple[ContextParallel, ...] = ()
     """Ways in which positions attend to those of other ranks; none: each rank has whole samples in attention."""
     demands: Demands = Demands(outer=Outer.AS_LAYERS)
 
-    def narrowed(self, request: SearchRequest, devices: int) -> SearchRequest | None:
+    def runs(self, model: Model) -> bool:
+        """Return whether one strategy of all layers, where the system has no other, may be of the model's types."""
+        return not self.uniform or len(names := set(model.layers)) == 1 or names <= set(self.types)
+
+    def narrowed(self, request: SearchRequest, model: Model, devices: int) -> SearchRequest | None:
         """Return the part of a request's space that the system runs in this way; None: nothing of it."""
-        degrees = {None: request.pp_sizes, False: (1,), True: _divisors_from_2(devices)}[self.pipeline]
+        several = tuple(size for size in range(2, most_stages(len(model.layers)) + 1) if devices % size == 0)
+        degrees = {None: request.pp_sizes, False: (1,), True: several}[self.pipeline]
         tp_sizes = request.tp_sizes if self.tp_sizes is None else self.tp_sizes
         schedules = tuple(each for each in self.schedules if each in request.schedules)
         if degrees == () or not schedules:
@@ -170,7 +177,3 @@ def expert_states_alike(configuration: Configuration) -> bool:
 def whole_groups(configuration: Configuration) -> bool:
     """Return whether interleaved microbatches are a multiple of the pipeline stages, as in Megatron-LM and torch."""
     return configuration.num_chunks == 1 or configuration.num_microbatches % configuration.pp_size == 0
-
-
-def _divisors_from_2(number: int) -> tuple[int, ...]:
-    return tuple(size for size in range(2, number + 1) if number % size == 0)

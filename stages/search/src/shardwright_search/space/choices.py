@@ -235,10 +235,11 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return configuration.widths is not StageWidths.ANY or self.ways(configuration).max_moves <= MAX_MOVES
 
     def layer_strategies(self, configuration: Configuration) -> tuple[LayerStrategy, ...]:
-        """Return what all layers can share: strategies that every type of layer has, as the first type's."""
-        choice = self.choice(configuration)
+        """Return what all layers can share: strategies that every type of layer has, as one of a type with experts."""
+        choice, types = self.choice(configuration), self.costs.model.types
         by_type = self.layers.shardings(choice).strategies[choice.widths[0]]
-        first, *others = dict.fromkeys(self.costs.model.layers)
+        names = dict.fromkeys(self.costs.model.layers)
+        first, *others = sorted(names, key=lambda name: types[name].experts is UNSET)
         layers = (s for s in by_type[first] if isinstance(s, LayerStrategy))
         return tuple(s for s in layers if all(self.layers.as_type(s, other) in by_type[other] for other in others))
 

@@ -207,6 +207,11 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // size for size in small)}))
 
 
+def most_stages(layers: int) -> int:
+    """Return the most pipeline stages of a model of so many layers: the first and the last may be without one."""
+    return layers + _ENDS
+
+
 def _pp_sizes(request: SearchRequest, devices: int, layers: int) -> list[int]:
     """Return the pipeline degrees of a request, ascending."""
     possible: Sequence[int]
@@ -217,7 +222,7 @@ def _pp_sizes(request: SearchRequest, devices: int, layers: int) -> list[int]:
             possible = range(1, devices + 1)
         case listed:
             possible = tuple(map(len, listed))
-    most = min(layers + _ENDS, request.max_pp_size or devices)
+    most = min(most_stages(layers), request.max_pp_size or devices)
     return sorted({size for size in request.pp_sizes or possible if size <= most and size in possible})
 
 
@@ -271,7 +276,7 @@ def _problems(request: SearchRequest, devices: int, layers: int) -> Iterator[tup
         if listed and number not in map(len, listed):
             yield f"pp_sizes: no stage_widths are of {number} stages", "list such, or leave it out"
     for number in request.pp_sizes or map(len, listed):
-        if number > layers + _ENDS:
+        if number > most_stages(layers):
             yield f"pp_sizes: {number} pipeline stages for {layers} layers", "list at most that many"
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from msgspec import UNSET
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from shardwright_formats.io import BadInput
 from shardwright_formats.semantics.axes import effective
@@ -162,9 +162,15 @@ def layer_of(
     context: ContextParallel = ContextParallel.GATHER,
     experts: ExpertStrategy | None = None,
 ) -> LayerStrategy:
-    """Return the strategy of a layer of a type; `experts` are those that it has, shared out."""
+    """Return the strategy of a layer of a type; `experts` are those that it has, shared out.
+
+    States of experts that one rank holds alone are not sharded: they are spelled as a search spells them.
+    """
     shared = UNSET if experts is None else experts
-    return LayerStrategy(**asdict(strategy), type=kind, recompute=recompute, context=context, experts=shared)
+    layer = LayerStrategy(**asdict(strategy), type=kind, recompute=recompute, context=context, experts=shared)
+    if experts is None or (grid := layer.expert_grid) is None or grid.dp_size > 1:
+        return layer
+    return replace(layer, experts=replace(experts, data_parallel=DataParallel.DDP))
 
 
 def _layer(strategy: Strategy, kind: str, uniform: UniformStrategy, model: Model) -> LayerStrategy:
