@@ -67,7 +67,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     redrawn_bytes: int = 0
     """Bytes of a dropout mask among those outside, which is drawn again where the part is recomputed alone."""
     attended: int = 0
-    """Elements of attention's result, of which Ulysses keeps both layouts: as it was attended, and as it is projected."""
+    """Elements of attention's result, of which Ulysses keeps two layouts: before and after heads are exchanged."""
     widest: int = 0
     """Elements of the largest tensor that ranks share out."""
     widest_whole: int = 0

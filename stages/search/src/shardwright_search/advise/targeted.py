@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from shardwright_formats.io import BadInput
-from shardwright_formats.types import Model, Plan
+from shardwright_formats.types import Plan
 from shardwright_search.advise.question import Question
 from shardwright_search.candidates import Candidate
 from shardwright_search.interop.launch import in_pipeline_order
