@@ -1,4 +1,4 @@
-"""Every family is profiled: its real layers, measured on two ranks of this machine, become a readable profile."""
+"""Every family is profiled and planned: its layers, measured on two ranks, become a profile that a search reads."""
 
 import json
 import subprocess
@@ -10,17 +10,22 @@ import msgspec
 import numpy as np
 import pytest
 from forked_command import forked_command
+from made_up import make_hardware
 from tiny_models import CONFIGS, tiny
 
-from shardwright_estimate.settings import ProfileSettings
+from shardwright_estimate.settings import ProfileSettings, misfit_of
 from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import Measurement, Plans, Recompute, SequenceParallel
+from shardwright_formats.types import Cluster, Measurement, Plans, Recompute, SequenceParallel, Strategy
 from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
 from shardwright_profile.model.fit import fit_profile
-from shardwright_profile.model.probes import make_probes
+from shardwright_profile.model.probes import is_apart, make_probes
 from shardwright_profile.show import draw_profile
+from shardwright_search.cost_model.profiles import index_profiles
+from shardwright_search.search import SearchAnswer, find_best
+from shardwright_search.space.request import SearchRequest
 
-FAMILIES = ("llama", "gpt2", "bert", "t5", "vit", "swin", "qwen3_moe", "modernbert", "whisper", "llava")
+AT_TWO_SIZES = ("llama", "gpt2", "bert", "t5", "vit", "swin", "qwen3_moe", "modernbert", "whisper", "llava")
+FAMILIES = (*AT_TWO_SIZES, *(name for name in CONFIGS if name not in AT_TWO_SIZES))
 SETTINGS = ProfileSettings(
     tp_sizes=(1,),
     sequence_parallel=(SequenceParallel.NONE,),
@@ -30,7 +35,25 @@ SETTINGS = ProfileSettings(
     layers=(1, 5),
 )
 
+SIZE = 16
+"""Samples of the only microbatch that the other families are measured with."""
 pytestmark = pytest.mark.timeout(3200)
+
+
+def _settings(family: str) -> ProfileSettings:
+    """The settings of a family: of those at one size with a shared-out sequence, where their layers allow it."""
+    if family in AT_TWO_SIZES:
+        return SETTINGS
+    # Of a profile with Ulysses, further probes are without: they tell parameters from what else there is.
+    halves = {SequenceParallel.MEGATRON: (2,), SequenceParallel.ULYSSES: (1, 2)}
+    fitting = (kind for kind in halves if misfit_of(tiny(family), _halved(kind)) is None)
+    kind = next(fitting, SequenceParallel.NONE)
+    sizes = halves.get(kind, (1,))
+    return msgspec.structs.replace(SETTINGS, tp_sizes=sizes, sequence_parallel=(kind,), micro_batch_sizes=(SIZE,))
+
+
+def _halved(kind: SequenceParallel) -> Strategy:
+    return Strategy(tp_size=2, dp_size=1, sequence_parallel=kind)
 
 
 def _command(stage: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -44,10 +67,10 @@ def profiles(make_cluster: Callable[..., object], tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("families")
     files = []
     for family in FAMILIES:
-        made = make_probes([tiny(family)], make_cluster((1, 2)), "cpu-2", SETTINGS)
+        made = make_probes([tiny(family)], make_cluster((1, 2)), "cpu-2", _settings(family))
         assert made.left_out == ()
         files.append(folder / f"{family}.json")
-        write_document(files[-1], Plans(plans=made.plans))
+        write_document(files[-1], Plans(plans=tuple(plan for plan in made.plans if not is_apart(plan))))
     out = folder / "measurement.json"
     try:
         return _fitted(files, out, 3)
@@ -83,17 +106,45 @@ def test_every_layer_type_has_its_time_and_memory(profiles: dict[str, ModelProfi
     assert profile.provenance.versions.startswith("torch ")
     types = {"embedding", *model.layers, "head"}
     assert {name.decode() for name in layers["type"]} == types
-    assert len(layers["type"]) == len(types) * 2, "two micro-batch sizes"
+    settings = _settings(family)
+    sizes = settings.micro_batch_sizes
+    assert set(layers["micro_batch_size"].tolist()) == set(sizes)
+    assert len(layers["type"]) == len(types) * len(sizes) * len(settings.strategies)
     assert (layers["forward_s"] > 0).all()
     for name in types:
-        one, many = layers["activation_bytes"][layers["type"] == name.encode()]
-        assert one < many <= 32 * one
+        kept = layers["activation_bytes"][layers["type"] == name.encode()].tolist()
+        assert len(sizes) == 1 or kept[0] < kept[1] <= 32 * kept[0]
     states = profile.states
     for row, name in enumerate(states["type"]):
         if name.decode() in model.layers:
             # float32: parameters as stored, by the shapes
-            count = model.types[name.decode()].parameter_count()
+            count = model.types[name.decode()].parameter_count(int(states["tp_size"][row]))
             assert states["parameter_bytes"][row] == 4 * count
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_search_plans_with_the_profile(
+    profiles: dict[str, ModelProfile], make_cluster: Callable[..., Cluster], family: str
+) -> None:
+    cluster, settings, model = make_cluster((1, 2)), _settings(family), tiny(family)
+    indexed = index_profiles(make_hardware(cluster), Path("h.h5"), profiles[family], Path("m.h5"))
+    # Of a family at one size, what was measured alone: that size, of all ranks that share the sequence out.
+    tp_size, several = max(settings.tp_sizes), family in AT_TWO_SIZES
+    request = SearchRequest(
+        name=family,
+        global_batch_size=(2 // tp_size) * max(settings.micro_batch_sizes),
+        num_microbatches=None if several else (1,),
+        tp_sizes=(tp_size,),
+        sequence_parallel=tuple(kind for size, kind in settings.strategies if size == tp_size),
+        recompute=settings.recompute,
+        pp_sizes=(1,),
+    )
+    answer = find_best(request, model, cluster, indexed, Path("search.json"), lambda _: None)
+    assert isinstance(answer, SearchAnswer)
+    assert answer.chosen.plan.model == model
+    kinds = {kind for _, kind in settings.strategies}
+    assert {layer.sequence_parallel for layer in answer.chosen.plan.layers} <= kinds
 
 
 @pytest.mark.long
