@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from random_requests import random_world
+from rest_long import rest_long
 
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.solver.problem import Problem
@@ -13,7 +14,7 @@ from shardwright_search.space.search_space import NothingListed
 FILE = Path("search.json")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", rest_long(4, range(12)))
 def test_what_is_demanded_holds_and_no_plan_without_it_is_slower(seed):
     request, *given = random_world(seed)
     free = find_best(request, *given, FILE, lambda _: None)

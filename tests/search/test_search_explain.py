@@ -85,11 +85,17 @@ def tight_world(seed: int):
     return replace(request, memory_gib=1.1 * none.min_bytes / GIB), world
 
 
-def test_a_change_saves_and_lacks_what_its_plan_does():
+@pytest.fixture(scope="module")
+def tight():
+    """Requests, worlds and answers."""
+    worlds = map(tight_world, range(8))
+    return [(request, world, best(request, world.model, world.cluster, world.profiles)) for request, world in worlds]
+
+
+def test_a_change_saves_and_lacks_what_its_plan_does(tight):
     kept_out = 0
-    for seed in range(8):
-        request, world = tight_world(seed)
-        found = best(request, world.model, world.cluster, world.profiles).chosen
+    for request, world, answer in tight:
+        found = answer.chosen
         budget = int(request.memory_gib * GIB)
         for change in changes_of(request, world, found):
             layers = [
@@ -104,16 +110,14 @@ def test_a_change_saves_and_lacks_what_its_plan_does():
     assert kept_out > 5
 
 
-def test_of_the_plan_that_is_proven_best_no_faster_change_fits():
+def test_of_the_plan_that_is_proven_best_no_faster_change_fits(tight):
     """Chunks are proven with the same strategies at each position only, so that one layer alone may be better."""
     compared = 0
-    for seed in range(8):
-        request, world = tight_world(seed)
-        found = best(request, world.model, world.cluster, world.profiles)
+    for request, world, found in tight:
         optimal = found.chosen.evaluation.objective_ps == round(found.optimum_s * 1e12)
         if optimal and len(found.chosen.plan.stages[0].layers) == 1:
             changes = changes_of(request, world, found.chosen)
-            assert all(change.lacks_bytes > 0 for change in changes), seed
+            assert all(change.lacks_bytes > 0 for change in changes), request
             compared += len(changes)
     assert compared > 2
 

@@ -166,7 +166,7 @@ def test_positions_that_attend_across_ranks_move_the_bytes_of_the_formulas(famil
         assert counted(plan, rank) == by_formula(plan, rank)
 
 
-@pytest.mark.parametrize(("family", "number"), [("llama", 5), ("deepseek_v3", 7), ("vit", 0)])
+@pytest.mark.parametrize(("family", "number"), rest_long(1, (("llama", 5), ("deepseek_v3", 7), ("vit", 0))))
 def test_keys_that_go_round_a_ring_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
     """Of every kind of recomputation, of which some repeat a round."""
     plan = with_context(random_plan(tiny(family), number, WORLD, "bfloat16"), number)

@@ -268,9 +268,9 @@ class Search(Generic[C]):
         if wanted <= here.bound * (1 + AT_ONCE):
             cut = wanted
         solved = solvable.solve_below(target.time_ps(cut), self._most, self.tick)
-        found = (Best(target, one, target.score(one.objective_ps)) for one in solved)
+        scored = (Best(target, one, target.score(one.objective_ps)) for one in solved)
         # The time of a score is rounded: a plan that is no better than the limit may be below it.
-        plans = tuple(best for best in found if best.score < limit)
+        plans = tuple(best for best in scored if best.score < limit)
         tries = here.tries + cuts.index(cut)
         if plans:
             narrowest = next(cut for cut in cuts if plans[0].score < cut)
