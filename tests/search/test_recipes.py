@@ -31,9 +31,9 @@ def test_every_recipe_is_kept_and_every_miss_has_its_cause():
     "name", rest_long(2, ("Llama 3.1 8B, 8 H100", "Llama 3 8B in FP8, 8 GB200", "DeepSeek-V3 671B, 1,024 H100"))
 )
 def test_a_recipe_made_anew_has_the_figures_that_are_kept(name):
+    """How far a search comes in its CPU time depends on the machine: an answer that was stopped is about as good."""
     (kept,) = (row for row in KEPT if row.recipe.name == name)
     made = recipes.row_of(kept.recipe)
-    """How far a search comes in its CPU time depends on the machine: an answer that was stopped is about as good."""
     assert made.published_s == pytest.approx(kept.published_s)
     stopped = kept.proof.startswith("stopped")
     if stopped:
