@@ -59,7 +59,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     outside_bytes: int = 0
     """Further bytes kept: dropout masks."""
     result: int = 0
-    """Elements of the stream that leaves: all that is kept of a part that is recomputed."""
+    """Elements of the stream that leaves: all that is kept of a layer that is recomputed whole."""
     keeps_result: bool = False
     """Whether something behind the sum over ranks keeps it, such as a norm or dropout, even at the end of a layer."""
     norm_inside: bool = False
