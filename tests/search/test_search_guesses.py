@@ -85,7 +85,7 @@ def test_a_search_that_is_stopped_answers_what_it_has_guessed(guesses, answer):
 
 def test_a_guess_that_is_better_than_the_plans_so_far_comes_before_them():
     known, guessed = Made((), plans=(101.0,)), Made((100.95,), labels=2)
-    guessed.relaxed_bound_ps = guessed.lower_ps = 100.9
+    guessed.relaxed_bound_ps = guessed.lower_ps = 100.8
     found, heard = {0: known, 1: guessed}, list[float]()
     targets = [Target(n, 0.0, 1.0) for n in found]
     optimum = optimize(targets, found.__getitem__, report=lambda *said: heard.append(said[0]), max_labels=1)

@@ -197,9 +197,9 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         """
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
         compute, further = self._passes(type_name, of_passes(strategy), topology, samples)
-        views, figures = topology.each_type, compute.figures
+        figures = compute.figures
         forward_s, backward_s = figures.forward_s + further[0].time_s, figures.backward_s + further[1].time_s
-        costs = self._all_parameters(type_name, strategy, views, single_microbatch)
+        costs = self._all_parameters(type_name, of_parameters(strategy), topology, single_microbatch)
         added = picoseconds(costs.reduction.added_s(backward_s))
         once, alone, overlapped = added, costs.reduction.alone.time_s, costs.reduction.overlapped_s(backward_s)
         if reduces_every:
@@ -236,15 +236,15 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         sent = [self._traffic(type_name, strategy, on, samples, compute.attention) for on in views]
         return compute, [longest(during) for during in zip(*sent, strict=True)]
 
+    @cached_method
     def _all_parameters(
-        self, type_name: str, strategy: Strategy, views: Sequence[StageTopology], single_microbatch: bool
+        self, type_name: str, strategy: Strategy, topology: StageTopology, single_microbatch: bool
     ) -> LayerParameters:
         """Return the costs of a layer's parameters, those of experts that ranks share out included."""
         groups = []
         for number, group in enumerate(parameter_groups(self.model.types[type_name], strategy)):
-            priced = [
-                self._parameters(type_name, number, of_parameters(strategy), on, single_microbatch) for on in views
-            ]
+            given = type_name, number, strategy
+            priced = [self._parameters(*given, on, single_microbatch) for on in topology.each_type]
             groups.append((group.strategy, slowest_parameters(priced)))
         return joined_parameters(groups)
 

@@ -259,7 +259,9 @@ class Search(Generic[C]):
         solvable, cuts = self._solvable(target.configuration), cuts_of(here, limit)
         self.plans.setdefault(here.number, ())
         known, cut = here.guess, cuts[0]
-        if known is None:
+        if known is None and len(cuts) == 1:
+            known = np.inf  # there is nothing to pass over
+        elif known is None:
             guessed = self._guess(here, target, limit)
             known = np.inf if guessed is None else target.score(guessed.objective_ps)
             if guessed is not None and known < limit:

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_search.solver.configuration_bounds import ConfigurationBounds, CostsOf, StageKind
+from shardwright_search.solver.configuration_bounds import ConfigurationBounds, CostsOf, StageKind, TargetRun
+from shardwright_search.solver.known_labels import KnownLabels
 from shardwright_search.solver.problem import Cut, Position, Problem, Solution
 from shardwright_search.solver.quick_bounds import Relaxed
 from shardwright_search.solver.stage_labels import RunLabels, StageLabels
@@ -257,8 +258,8 @@ class PricedSolution(NamedTuple):
 class Pipeline:
     """A configuration of GPipe or 1F1B."""
 
-    def __init__(self, problem: Problem, costs_of: CostsOf, relaxed: Relaxed) -> None:
-        self._problem, self._costs_of, self._relaxed = problem, costs_of, relaxed
+    def __init__(self, problem: Problem, costs_of: CostsOf, relaxed: Relaxed, known: KnownLabels | None = None) -> None:
+        self._problem, self._costs_of, self._relaxed, self._known = problem, costs_of, relaxed, known
 
     @property
     def relaxed_bound_ps(self) -> float:
@@ -285,15 +286,21 @@ class Pipeline:
         problem, bounds = self._problem, self._bounds
         if (target_runs := bounds.target_runs(below_ps)) is None:
             return ()
-        labels_of: LabelsOf = {}
-        for kind, runs in target_runs.items():
-            costs = bounds.costs_of(problem.device_groups[kind.group], kind.phases)
-            labels_of[kind] = StageLabels(problem, kind, costs, tick, max_labels).reaching(runs)
+        labels_of = {kind: self._labels(kind, runs, tick, max_labels) for kind, runs in target_runs.items()}
         levels = [first_level(problem)]
         for stage in range(problem.pp_size):
             tick(0)
             levels.append(next_level(bounds, stage, levels[-1], labels_of, below_ps, max_labels is not None))
         return _best(problem, levels, below_ps, most)
+
+    def _labels(
+        self, kind: StageKind, runs: list[TargetRun], tick: Callable[[int], None], max_labels: int | None
+    ) -> dict[int, RunLabels]:
+        """Return the labels of runs that stages of a kind can hold, of a guess no known ones."""
+        costs = self._bounds.costs_of(self._problem.device_groups[kind.group], kind.phases)
+        stage = StageLabels(self._problem, kind, costs, tick, max_labels)
+        known = self._known if max_labels is None else None
+        return stage.reaching(runs) if known is None else known.reaching(kind, stage, runs)
 
     @cached_property
     def _bounds(self) -> ConfigurationBounds:

@@ -140,13 +140,18 @@ class StageLabels:
 
     def whole(self, labels: RunLabels, run: Run, target: TargetRun) -> RunLabels:
         """Return the labels of a whole stage that stay below the target's caps, and of which none replaces another."""
+        labels = self.below(labels, target)
+        if run.layers[-1] != self.problem.layers[-1]:
+            sent = self.problem.boundary_bytes[run.layers[-1]][labels.output_layout]
+            labels = labels.take(np.flatnonzero(labels.peak.max(1) + sent <= self.costs.group.budget_bytes))
+        return self._undominated(labels, [])
+
+    def below(self, labels: RunLabels, target: TargetRun) -> RunLabels:
+        """Return the labels that stay below the target's caps."""
         below = np.ones(len(labels.time_ps), bool)
         for (time, exposed), cap in zip(self.weights, target.caps[self.capped], strict=True):
             below &= time * labels.time_ps + exposed * labels.exposed_ps < cap
-        if run.layers[-1] != self.problem.layers[-1]:
-            sent = self.problem.boundary_bytes[run.layers[-1]][labels.output_layout]
-            below &= labels.peak.max(1) + sent <= self.costs.group.budget_bytes
-        return self._undominated(labels.take(np.flatnonzero(below)), [])
+        return labels.take(np.flatnonzero(below))
 
     def following(
         self, labels: RunLabels, rows: Ints, before: int, kind: int, reachable: Reachable, depth: int

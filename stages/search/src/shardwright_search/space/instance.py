@@ -91,10 +91,10 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
         topologies = self.choices.placed(configuration).topologies
         return min(topologies[group % len(topologies)].type_names, key=self.prices.with_process)
 
-    @property
+    @cached_property
     def types_of_layers(self) -> tuple[int, ...]:
         """The type number of every layer, as the solver knows them."""
-        return tuple(self.prices.types.index(name) for name in self.names)
+        return tuple(map(self.prices.types.index, self.names))
 
     @cached_method
     def weights(self, choice: Choice, topologies: tuple[StageTopology, ...]) -> tuple[int, ...]:

@@ -80,10 +80,11 @@ def stage_groups(instance: Instance, configuration: Configuration, solution: Sol
     choice, names = instance.choices.choice(configuration), instance.names
     strategies, (width,) = instance.choices.layers.shardings(choice), choice.widths
     chosen = [strategies.of_type(name, width)[option] for name, option in zip(names, solution.options, strict=True)]
+    tied = tied_types(instance.costs.model)
     groups: list[set[RankGroup]] = [set() for _ in solution.ends]
     for number, (name, strategy) in enumerate(zip(names, chosen, strict=True)):
         groups[bisect_right(solution.ends, number)] |= strategy_groups(strategy)
-        if name in tied_types(instance.costs.model):
+        if name in tied:
             groups[bisect_right(solution.ends, number)].add(TIED)
     for number, (before, behind) in enumerate(pairwise(map(layout_of, chosen))):
         lengths = instance.prices.lengths(names[number])

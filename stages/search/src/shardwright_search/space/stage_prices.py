@@ -155,7 +155,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
             vars(other)[name] = getattr(self, name)
         return other
 
-    @property
+    @cached_property
     def types(self) -> tuple[str, ...]:
         """The model's layer types; the solver knows them by number."""
         return tuple(dict.fromkeys((EMBEDDING, *self.costs.model.layers, HEAD)))
