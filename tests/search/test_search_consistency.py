@@ -10,7 +10,6 @@ from rest_long import rest_long
 from shardwright_formats.io import BadInput
 from shardwright_formats.types import Schedule
 from shardwright_search.cost_model import plan as evaluation
-from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import TimeModel
 from shardwright_search.search import NEAR
@@ -126,14 +125,14 @@ def test_an_evaluation_that_ignores_middle_stages_is_caught(monkeypatch):
 @pytest.mark.parametrize("name", ["redistribution", "send"])
 def test_an_evaluation_without_a_message_is_caught(monkeypatch, name):
     """The solver's numbers are made first, the plan is evaluated after the change."""
-    cost = getattr(CostModel, name)
 
     def both(seed: int) -> list[str]:
         world, rng = random_world(seed), np.random.default_rng(seed)
         instance = world.instance
         targets = [target for target in world.targets(instance) if target.configuration.num_chunks == 1]
         problems = [(target, instance.problem(target.configuration)) for target in targets[:8]]
-        monkeypatch.setattr(CostModel, name, lambda *a: cost(*a)._replace(time_ps=0))
+        cost = getattr(instance.costs, name)
+        monkeypatch.setitem(vars(instance.costs), name, lambda *a: cost(*a)._replace(time_ps=0))
         found = []
         for target, problem in problems:
             solution = random_solution(rng, problem)
@@ -141,7 +140,6 @@ def test_an_evaluation_without_a_message_is_caught(monkeypatch, name):
                 instance.plan(target.configuration, solution), world.profiles, instance.costs
             ).objective_ps
             found.append(priced != price(problem, solution).objective_ps + target.offset_ps)
-        monkeypatch.setattr(CostModel, name, cost)
         return found
 
     assert any(any(both(seed)) for seed in range(2 * BLOCK))

@@ -217,8 +217,11 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if len(set(self.fused)) != len(self.fused):
             raise ValueError(f"fused names something twice: {', '.join(self.fused)}")
+        fitting = set[tuple[int, str, Strategy]]()
         for where, type_name, strategy in self._strategies():
             ranks = len(self.stages[self.stage_of(where)].ranks)
+            if (ranks, type_name, strategy) in fitting:
+                continue
             if strategy.tp_size * strategy.cp_size * strategy.dp_size != ranks:
                 context = f"cp_size {strategy.cp_size} x " if strategy.cp_size > 1 else ""
                 raise ValueError(
@@ -232,6 +235,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 )
             if (problem := misfit(self.model, type_name, strategy)) is not None:
                 raise ValueError(f"{where}: {problem}")
+            fitting.add((ranks, type_name, strategy))
 
     @property
     def world_size(self) -> int:

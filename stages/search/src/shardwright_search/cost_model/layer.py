@@ -29,12 +29,7 @@ from shardwright_formats.types import (
     Strategy,
 )
 from shardwright_formats.types.hardware_profile import GroupKind
-from shardwright_search.cost_model.collectives import (
-    Duration,
-    collective_time,
-    in_turn,
-    longest,
-)
+from shardwright_search.cost_model.collectives import Duration, collective_time, in_turn, longest
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
 from shardwright_search.cost_model.compute import (
     ComputeCost,
@@ -103,6 +98,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         vars(other)["layer"] = self.layer
         return other
 
+    @cached_method
     def redistribution(
         self, type_name: str, source: Layout, target: Layout, topology: StageTopology, samples: int
     ) -> Cost:
@@ -110,9 +106,12 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
         Forward goes from the layer's layout to the next one's, backward the other way round.
         """
+        if source == target:
+            return Cost(0, None)
         moved = source, target, samples, self.model.types[type_name].outputs, self.compute_bytes
         return _slower(redistribution_time(self.profiles_on(on.node_type), on, *moved) for on in topology.each_type)
 
+    @cached_method
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> Link:
         """Return how two pipeline stages lie to each other: neighbouring ranks or not, across nodes where any pair is.
 
@@ -153,12 +152,14 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         """Time outside the layers that comes once a step, on the ranks where it is longest."""
         return max(profiles.step_overhead_s for profiles in self._profiles_by_type.values())
 
+    @cached_method
     def send(self, type_name: str, layout: Layout, link: Link, samples: int) -> Cost:
         """Return the cost of handing the outputs of a layer of that type to the next pipeline stage, one way."""
         outputs, shape = self.model.types[type_name].outputs, (link.consecutive, link.across_nodes)
         ends = map(self.profiles_on, link.node_types)
         return _slower(send_time(profiles, *shape, layout, samples, outputs, self.compute_bytes) for profiles in ends)
 
+    @cached_method
     def handover(
         self,
         type_name: str,
@@ -176,6 +177,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         layouts = source, target, samples
         return _slower(handover_time(profiles, nodes, *layouts, outputs, self.compute_bytes) for profiles in ends)
 
+    @cached_method
     def boundary_bytes(self, type_name: str, layout: Layout, samples: int) -> int:
         """Return the bytes that one rank holds of the outputs of a layer of that type for one microbatch."""
         outputs = self.model.types[type_name].outputs

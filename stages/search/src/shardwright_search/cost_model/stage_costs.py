@@ -117,6 +117,8 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         taken to be this pass's, where ZeRO-3 shards that; else with nothing, and in a `share` of the microbatches.
         """
         layers = self.layers[::way]
+        if not any(layer.gather.alone_ps or layer.gather.overhead_ps for layer in layers):
+            return [getattr(layer, during) for layer in layers]
         following = (*(layer.gather for layer in layers[1:]), Gather())
         plain = [getattr(layer, during) for layer in layers]
         times = [time + gather.added_ps(time) for time, gather in zip(plain, following, strict=True)]
