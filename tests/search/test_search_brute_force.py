@@ -18,15 +18,15 @@ from shardwright_search.solver.min_memory import min_memory
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.solver.targets import Target
 
-BLOCK = 200
+BLOCK = 100
 
 
-@pytest.mark.parametrize("block", rest_long(1, range(2)))
+@pytest.mark.parametrize("block", rest_long(1, range(4)))
 def test_solver_equals_brute_force_on_every_tiny_case(block):
     assert mistakes(range(BLOCK * block, BLOCK * (block + 1))) == {}
 
 
-@pytest.mark.parametrize("block", rest_long(1, range(4)))
+@pytest.mark.parametrize("block", rest_long(1, range(8)))
 def test_experts_beside_the_rest_of_a_layer_leave_the_solver_exact(block):
     size = BLOCK // 5
     assert mistakes(range(size * block, size * (block + 1))) == {}
@@ -41,7 +41,7 @@ def test_a_middle_stage_of_an_interleaved_plan_that_holds_the_most_has_to_fit(si
         assert interleaved_problems.mistake(interleaved_problems.with_budget(problem, budget_bytes)) is None
 
 
-@pytest.mark.parametrize("block", rest_long(1, range(4)))
+@pytest.mark.parametrize("block", rest_long(1, range(8)))
 def test_interleaved_solver_equals_brute_force_of_its_space(block):
     half = BLOCK // 2
     assert interleaved_problems.mistakes(range(half * block, half * (block + 1))) == {}

@@ -117,9 +117,10 @@ def test_what_waits_is_bounded_before_a_search_that_is_stopped_says_its_bound():
     assert optimum.stopped and optimum.bound == 99.0 and not waiting.limits
 
 
+@pytest.mark.parametrize("count", rest_long(1, (20, 40)))
 @pytest.mark.parametrize("made", [random_problem, random_mixed])
-def test_runs_that_are_paired_one_by_one_give_the_same_plans(monkeypatch, made):
-    problems = [made(seed) for seed in range(40)]
+def test_runs_that_are_paired_one_by_one_give_the_same_plans(monkeypatch, made, count):
+    problems = [made(seed) for seed in range(count)]
     together = [solved(problem) for problem in problems]
     monkeypatch.setattr(partition, "_TOGETHER", 1)
     for problem, answer in zip(problems, together, strict=True):

@@ -41,7 +41,7 @@ def test_rows_are_beaten_by_those_of_their_key_that_are_no_larger():
     holds()
 
 
-@pytest.mark.parametrize("count", rest_long(1, (40, 100)))
+@pytest.mark.parametrize("count", rest_long(1, (20, 100)))
 def test_labels_that_are_swept_give_the_same_plans(monkeypatch, count):
     monkeypatch.setattr(stage_labels, "_FEW", 0)
     compared = [solved(random_problem(seed)) for seed in range(2 * count)]

@@ -36,11 +36,11 @@ CONTEXT_FIRST = ("context 0:", "context 4:", "context 17:", "context 22:")
 """Plans with context parallelism in the first half."""
 LOW_PRECISION = (("float32", 1e-5), ("bfloat16", 0.1))
 LOW_FIRST = {
-    "float32": ("llama", "gemma2", "baichuan", "vit", "deepseek_v3"),
-    "bfloat16": ("t5", "mixtral", "gpt_oss", "whisper", "llama4_text"),
+    "float32": ("llama", "baichuan", "deepseek_v3"),
+    "bfloat16": ("t5", "mixtral", "whisper"),
 }
 """Families in lower precision in the first part: those of whose layers some compute in a wider format, among others."""
-GROUPED_EVERY = 5
+GROUPED_EVERY = 11
 """One family in so many has a plan with parameter groups in the first part."""
 MUTATIONS = (
     "norm_gradients_not_summed",
