@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from communicating_worlds import best_within, budgets_of_world, communicating_world, with_memory
+from communicating_worlds import SPLIT, best_within, budgets_of_world, communicating_world, with_memory
 from made_up import make_cluster, make_model, make_profiles, make_request
 from msgspec.structs import replace
 from random_requests import FILE, World, random_solution, random_world
@@ -24,10 +24,6 @@ from shardwright_search.space.room_parts import stage_groups
 from shardwright_search.space.search_space import space_of
 
 MIB = 1 << 20
-
-
-SPLIT = (9, 10, 38, 56, 106, 138, 139)
-"""Worlds in which a plan that does not fit with its communicators is the best of a configuration."""
 
 
 def searched(world: World) -> SearchAnswer | Infeasible:

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 from brute_force import pipeline_of
-from communicating_worlds import budgets_of_world, communicating_world, with_memory
+from communicating_worlds import SPLIT, budgets_of_world, communicating_world, with_memory
 from random_problems import best_of, random_mixed, random_problem, random_unequal
 from random_requests import FILE, World
 
@@ -22,9 +22,6 @@ from shardwright_search.solver.stage_options import GroupCosts
 from shardwright_search.solver.targets import Optimum
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.search_space import space_of
-
-SPLIT = (9, 10, 38, 56, 106, 138, 139)
-"""Worlds in which a plan that does not fit with its communicators is the best of a configuration."""
 
 
 @pytest.fixture(scope="module")

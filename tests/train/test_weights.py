@@ -48,10 +48,9 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def pairs(all_forms: bool, ranks: int) -> list[Plan]:
-    """Two plans for each form of files, or for each other family; some of a second one's stages on
-    four ranks are of unequal width.
+    """Two plans for each form of files, or for each other family.
 
-    Ranks share experts out.
+    Ranks share experts out. On four ranks some of a second plan's stages are of unequal width.
     """
     found = []
     for number, model in enumerate((*MODELS, TIED, ROTATED)):
