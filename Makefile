@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-slurm test-browser parity compiled kills resumes brute-force grids frozen versions check docs dist bench gpu gpu-rehearsal clean
+.PHONY: help setup demo test test-long test-slurm test-browser parity compiled kills resumes brute-force grids frozen versions systems check docs dist bench gpu gpu-rehearsal clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
@@ -72,6 +72,9 @@ frozen: $(STAMP) ## what searches and other commands give, to the byte what was 
 
 versions: ## a short suite under each declared version of torch, in environments of their own (4 GB and 5 minutes each)
 	@.ci/versions "$(TORCH_INDEX)" $(TORCH_VERSIONS)
+
+systems: ## what is exported, read by megatron-core's, torchtitan's and accelerate's own classes, in an environment of its own (1 GB, minutes)
+	@.ci/systems "$(TORCH_INDEX)"
 
 check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@ruff check -q .

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 from megatron_parser import parser
+from systems_parsers import asked_of_accelerate, asked_of_megatron, asked_of_torchtitan, launch_asked_of_accelerate
 
 from shardwright_search.interop.galvatron_file import strategy_of_keys
 from shardwright_search.options import System
@@ -18,11 +19,13 @@ ACCEPTED = json.loads((Path(__file__).parent / "interop" / "accepted_keys.json")
 def _taken_by_megatron(text):
     given = parser().parse_args(shlex.split(text))
     assert given.micro_batch_size and given.global_batch_size
+    asked_of_megatron(text)
 
 
 def _taken_by_torchtitan(text):
     for section, keys in tomllib.loads(text).items():
         assert set(keys) <= set(ACCEPTED["torchtitan 0.2.2"][section])
+    asked_of_torchtitan(text)
 
 
 def _taken_by_galvatron(text):
@@ -55,6 +58,7 @@ def _taken_by_accelerate(text):
     assert len(known) == 3 + ("cp_size" in text)
     for call in known:
         assert {keyword.arg for keyword in call.keywords} <= set(accepted[call.func.id])
+    asked_of_accelerate(text)
 
 
 def launch_file_taken_by_accelerate(text):
@@ -62,6 +66,7 @@ def launch_file_taken_by_accelerate(text):
     assert set(given) <= set(accepted[""])
     for section in ("fsdp_config", "parallelism_config"):
         assert set(given[section]) <= set(accepted[section])
+    launch_asked_of_accelerate(text)
 
 
 TAKEN = {

@@ -19,16 +19,21 @@ def parser() -> argparse.ArgumentParser:
         "num-query-groups", "max-position-embeddings", "vocab-size", "make-vocab-size-divisible-by", "rotary-base",
         "num-experts", "moe-router-topk", "moe-ffn-hidden-size", "expert-model-parallel-size",
         "context-parallel-size", "expert-tensor-parallel-size", "moe-shared-expert-intermediate-size",
+        "moe-router-num-groups", "moe-router-group-topk",
         "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim",
     ):  # fmt: skip
         own.add_argument(f"--{name}", type=int)
-    for name in ("norm-epsilon", "attention-dropout", "hidden-dropout", "rope-scaling-factor", "moe-aux-loss-coeff"):
+    for name in (
+        "norm-epsilon", "attention-dropout", "hidden-dropout", "rope-scaling-factor", "moe-aux-loss-coeff",
+        "moe-router-topk-scaling-factor", "rotary-scaling-factor", "mscale", "mscale-all-dim",
+    ):  # fmt: skip
         own.add_argument(f"--{name}", type=float)
     for name in (
         "sequence-parallel", "use-distributed-optimizer", "untie-embeddings-and-output-weights", "bf16", "fp16",
         "grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32", "use-megatron-fsdp",
         "no-gradient-accumulation-fusion", "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
         "qk-layernorm", "use-rope-scaling", "moe-grouped-gemm", "multi-latent-attention",
+        "moe-router-pre-softmax", "moe-router-enable-expert-bias",
     ):  # fmt: skip
         own.add_argument(f"--{name}", action="store_true")
     own.add_argument("--moe-layer-freq", type=_layers)
@@ -36,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"])
     own.add_argument("--recompute-granularity", choices=["full", "selective"])
     own.add_argument("--recompute-modules", nargs="*", choices=["core_attn", "layernorm", "mlp", "moe"])
+    own.add_argument("--moe-router-score-function", choices=["softmax", "sigmoid"], default="softmax")
+    own.add_argument("--rope-type", choices=["rope", "yarn"])
     own.add_argument("--moe-router-load-balancing-type", choices=["aux_loss", "seq_aux_loss", "sinkhorn", "none"])
     own.add_argument("--moe-token-dispatcher-type", choices=["allgather", "alltoall", "flex"])
     own.add_argument("--cp-comm-type", nargs="+", default=["p2p"])

@@ -1,6 +1,6 @@
 """Facts of experts: what the keys of a config.json say of the blocks that have some."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from msgspec import UNSET, UnsetType
@@ -10,6 +10,23 @@ from shardwright_models.stacks import Config
 
 DENSE, SPARSE = "dense", "sparse"
 """The types of block, of which each of the second has experts."""
+
+
+class Routing(NamedTuple):
+    """How the experts of a position are chosen by its scores, and weighted."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Function that makes scores of what the router gives."""
+    normalized: bool = True
+    """Whether the weights of a position's experts are divided by their sum."""
+    scale: float = 1.0
+    """Number that the weights are multiplied by."""
+    groups: tuple[int, int] | None = None
+    """Groups that the experts are in, and how many of them a position chooses from."""
+    best_of_group: int = 1
+    """Experts whose scores are added up to that of a group."""
+    corrected: bool = False
+    """Whether experts are chosen by scores with a correction each, which keeps their loads equal."""
 
 
 class ExpertKeys(NamedTuple):
@@ -41,6 +58,8 @@ class ExpertKeys(NamedTuple):
     """The key of the number of experts that compute every position, as one of as many times the features."""
     balance_of: Literal["model", "layer"] = "model"
     """Whether the balance loss is a mean over layers, or a sum over them divided by the experts of a position."""
+    routing: Callable[[Config], Routing] = lambda _: Routing()
+    """Function that tells how experts are chosen."""
 
     def type_at(self, config: Config, index: int) -> str:
         """Return the type of a block by its index."""

@@ -11,6 +11,7 @@ from shardwright_formats.types import Attention, Experts, Parameter
 from shardwright_models.experts import DENSE, SPARSE, ExpertKeys
 from shardwright_models.latents import Latents
 from shardwright_models.stacks import BLOCK, FULL, SLIDING, Config, Stack
+from shardwright_models.torchtitan import Torchtitan
 
 __all__ = [
     "BLOCK",
@@ -30,7 +31,6 @@ __all__ = [
     "Recomputation",
     "Stack",
 ]
-
 
 Layers = Callable[[str, Config], Iterator[Parameter]]
 """The parameters of a layer type, in the stock model's names and order."""
@@ -199,10 +199,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Positions that the embedding multiplies nothing for: a class of an image has no patch."""
     labels: int | None = None
     """Labels of a sample; None: one of each position."""
-    megatron: bool = False
-    """Whether Megatron-LM's GPT runs its blocks exactly."""
-    torchtitan: str | None = None
-    """The name of its blocks in torchtitan; None: it does not run them."""
+    megatron: Literal["bridged", "alone"] | None = None
+    """Whether Megatron-LM's GPT runs its blocks exactly, and Megatron Bridge reads its files; None: neither."""
+    torchtitan: Torchtitan | None = None
+    """Its model in torchtitan; None: it has none."""
     architecture: str | None = None
     """The class that files name; None: `stock`."""
     ignored: tuple[str, ...] = ()

@@ -93,16 +93,23 @@ def test_megatron_is_told_of_latents_and_of_layers_without_experts(setting):
     assert _read_back(System.MEGATRON, plan, setting) == plan
 
 
-def test_torchtitan_has_dense_layers_beside_experts_in_deepseek_v3_alone(setting):
-    setting = _with_latents(setting, q_lora_rank=None)
+@pytest.mark.parametrize("changes", [{}, {"model_type": "deepseek_v2", "n_group": None, "topk_group": None}])
+def test_torchtitan_has_dense_layers_beside_experts_in_models_that_it_registers(setting, changes):
+    setting = _with_latents(setting, q_lora_rank=None, **changes)
     plan = _shared(setting, 4, 1)
     text = TARGETS[System.TORCHTITAN].export(plan, "plan.json").text
-    assert (
-        tomllib.loads(text)["model"] == {"name": "deepseek_v3"} and _read_back(System.TORCHTITAN, plan, setting) == plan
-    )
-    other = _with_latents(setting, model_type="deepseek_v2", n_group=None, topk_group=None)
-    with pytest.raises(BadInput, match="type sparse, where layers\\[0\\] has dense"):
-        TARGETS[System.TORCHTITAN].export(_shared(other, 4, 1), "plan.json")
+    assert tomllib.loads(text)["model"] == {"name": "deepseek_v3"}
+    assert _read_back(System.TORCHTITAN, plan, setting) == plan
+
+
+@pytest.mark.parametrize(("ep_size", "etp_size"), GRIDS)
+def test_a_recipe_of_the_bridge_says_the_degrees_of_experts(setting, ep_size, etp_size):
+    setting = _with_latents(setting)
+    plan = _shared(setting, ep_size, etp_size)
+    text = TARGETS[System.MEGATRON_BRIDGE].export(plan, "plan.json").text
+    whole = (ep_size, etp_size) == (1, plan.layers[0].tp_size)
+    assert (f"cfg.model.expert_model_parallel_size = {ep_size}" in text) != whole
+    assert _read_back(System.MEGATRON_BRIDGE, plan, setting) == plan
 
 
 def test_megatron_is_told_of_no_latent_of_queries_where_there_is_none(setting):

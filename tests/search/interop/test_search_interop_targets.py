@@ -43,6 +43,15 @@ WORLDS = (
     ("llama-2-70b", "8x8:H200", 256),
 )
 """Models, GPUs and batches; few of them are searched in `make test`."""
+WITH_EXPERTS = (
+    ("mixtral-8x7b", "4x8:H100-SXM", 256, (System.MEGATRON, System.TORCHTITAN)),
+    ("qwen3-30b-a3b", "2x8:H100-SXM", 256, (System.MEGATRON, System.MEGATRON_BRIDGE, System.TORCHTITAN)),
+    ("deepseek-v2-lite", "2x8:A100-80", 128, (System.MEGATRON, System.MEGATRON_BRIDGE, System.TORCHTITAN)),
+    ("deepseek-v3", "128x8:H100-SXM", 2048, (System.MEGATRON, System.MEGATRON_BRIDGE, System.TORCHTITAN)),
+    ("llama-4-scout", "16x8:H100-SXM", 512, (System.TORCHTITAN,)),
+    ("gpt-oss-20b", "2x8:H100-SXM", 128, (System.TORCHTITAN,)),
+)
+"""Models whose layers may have experts, and systems that run them."""
 
 
 def _cases():
@@ -51,6 +60,8 @@ def _cases():
             if system is System.MEGATRON_BRIDGE and world[0].startswith("gpt2"):
                 continue  # it has no bridge
             yield pytest.param(system, *world, marks=[pytest.mark.long] if number > 1 else [])
+    for *world, systems in WITH_EXPERTS:
+        yield from (pytest.param(system, *world, marks=pytest.mark.long) for system in systems)
 
 
 @pytest.mark.parametrize(("system", "model", "gpus", "batch"), list(_cases()))

@@ -33,7 +33,7 @@ COHERE = replace(
     },
     norm=Norm("LayerNorm", "layer_norm_eps", in_float32=True),
     parallel_parts=True,
-    megatron=False,
+    megatron=None,
     torchtitan=None,
     ignored=("model_max_length",),
 )

@@ -5,11 +5,12 @@ from typing import Any, TypeGuard
 from msgspec.structs import replace
 
 from shardwright_formats.types import EMBEDDING, HEAD, Parameter
-from shardwright_models.experts import DENSE, SPARSE, ExpertKeys
+from shardwright_models.experts import DENSE, SPARSE, ExpertKeys, Routing
 from shardwright_models.facts import Config, Only, Stack
 from shardwright_models.families.llama import LLAMA
 from shardwright_models.latents import VALUES, Latents
 from shardwright_models.parameters import Parameters, linear, norm
+from shardwright_models.torchtitan import Torchtitan
 
 CORRECTION = "mlp.gate.e_score_correction_bias"
 """The buffer of a block that is added to scores where experts are chosen."""
@@ -126,6 +127,24 @@ def _is_length(value: object) -> TypeGuard[int]:
 
 
 _GREEDY, _GROUPED = "greedy", "group_limited_greedy"
+
+
+def _routing_v2(config: Config) -> Routing:
+    groups = (config["n_group"], config["topk_group"]) if config["topk_method"] == _GROUPED else None
+    return Routing(normalized=False, scale=config.get("routed_scaling_factor", 1.0), groups=groups)
+
+
+def _routing_v3(config: Config) -> Routing:
+    return Routing(
+        scores="sigmoid",
+        normalized=config["norm_topk_prob"],
+        scale=config["routed_scaling_factor"],
+        groups=(config["n_group"], config["topk_group"]),
+        best_of_group=2,
+        corrected=True,
+    )
+
+
 _KEYS = ExpertKeys(
     number="n_routed_experts",
     features="moe_intermediate_size",
@@ -133,6 +152,7 @@ _KEYS = ExpertKeys(
     balance_of="layer",
     first="first_k_dense_replace",
     shared="n_shared_experts",
+    routing=_routing_v2,
 )
 _LENGTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_experts_per_tok")
 _DEFAULTS: dict[str, Any] = {
@@ -144,6 +164,15 @@ _ONLY = {
     "moe_layer_freq": Only(1, "all blocks behind the first ones have experts"),
     "seq_aux": Only(True, "the balance loss is one of each sample"),
 }
+_TORCHTITAN = Torchtitan(
+    "deepseek_v3",
+    {
+        (2048, 27, 16, None, 10944, 102400, 64): "16B",
+        (5120, 60, 128, None, 12288, 102400, 160): "236B",
+        (7168, 61, 128, None, 18432, 129280, 256): "671B",
+    },
+    contexts=False,
+)
 DEEPSEEK_V2 = replace(
     LLAMA,
     model_type="deepseek_v2",
@@ -163,8 +192,8 @@ DEEPSEEK_V2 = replace(
     latents=_latents,
     joins_features=True,
     wrong=_wrong_v2,
-    megatron=False,
-    torchtitan=None,
+    megatron="bridged",
+    torchtitan=_TORCHTITAN,
     ignored=("aux_loss_alpha", "ep_size", "moe_layer_freq", "scoring_func", "seq_aux"),
     only=_ONLY
     | {
@@ -189,8 +218,8 @@ DEEPSEEK_V3 = replace(
         "routed_scaling_factor": 2.5,
     },
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    experts=_KEYS._replace(routing=_routing_v3),
     wrong=_wrong_v3,
-    torchtitan="deepseek_v3",
     ignored=("aux_loss_alpha", "ep_size", "moe_layer_freq", "scoring_func", "seq_aux", "topk_method"),
     only=_ONLY
     | {

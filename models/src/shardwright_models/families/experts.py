@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from shardwright_formats.types import EMBEDDING, HEAD, Parameter
-from shardwright_models.experts import DENSE, SPARSE, ExpertKeys
+from shardwright_models.experts import DENSE, SPARSE, ExpertKeys, Routing
 from shardwright_models.facts import Config, Family, Layers, Only, Stack
 from shardwright_models.families.llama import MISTRAL, QWEN3
 from shardwright_models.parameters import Parameters, linear
@@ -17,8 +17,6 @@ def _with_experts(dense: Family, keys: ExpertKeys, **facts: object) -> Family:
         parameters=_parameters(dense.parameters, keys),
         stacks=(Stack(types=(DENSE, SPARSE), type_at=keys.type_at),),
         experts=keys,
-        megatron=False,
-        torchtitan=None,
         **facts,
     )
 
@@ -53,6 +51,7 @@ _MIXTRAL = ExpertKeys(number=_NUMBER, features="intermediate_size", router_first
 MIXTRAL = _with_experts(
     MISTRAL,
     _MIXTRAL,
+    megatron="alone",
     model_type="mixtral",
     stock="MixtralForCausalLM",
     defaults={**MISTRAL.defaults, "rms_norm_eps": 1e-5, "sliding_window": None}
@@ -62,7 +61,11 @@ MIXTRAL = _with_experts(
     only={"router_jitter_noise": Only(0.0, "what routers see is not disturbed")},
 )
 _QWEN3 = ExpertKeys(
-    number=_NUMBER, features="moe_intermediate_size", without="mlp_only_layers", step="decoder_sparse_step"
+    number=_NUMBER,
+    features="moe_intermediate_size",
+    without="mlp_only_layers",
+    step="decoder_sparse_step",
+    routing=lambda config: Routing(normalized=config["norm_topk_prob"]),
 )
 QWEN3_MOE = _with_experts(
     QWEN3,

@@ -39,7 +39,7 @@ GEMMA2 = replace(
     ends_in_norm=("full",),
     soft_caps=True,
     above_zero=("attn_logit_softcapping", "final_logit_softcapping"),
-    megatron=False,
+    megatron=None,
     torchtitan=None,
     # Published files name the activation function twice, and the window.
     ignored=("hidden_act", "cache_implementation", "sliding_window_size"),

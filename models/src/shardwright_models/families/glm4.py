@@ -37,6 +37,6 @@ GLM4 = replace(
     norms=2,
     joins_features=True,
     ends_in_norm=("full",),
-    megatron=False,
+    megatron=None,
     torchtitan=None,
 )

@@ -54,7 +54,7 @@ GPT2 = Family(
         attention="attn_pdrop", hidden="resid_pdrop", embedding="embd_pdrop", ends=("full", "attention", "mlp")
     ),
     ends_in_norm=(),
-    megatron=True,
+    megatron="alone",
     ignored=("n_ctx",),
     only={
         "add_cross_attention": Only(False, "there is one stack"),

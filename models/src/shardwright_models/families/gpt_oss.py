@@ -7,6 +7,7 @@ from shardwright_models.experts import ExpertKeys
 from shardwright_models.facts import BLOCK, FULL, SLIDING, Config, FeedForward, Norm, Only, Stack
 from shardwright_models.families.llama import LLAMA
 from shardwright_models.parameters import Parameters, linear, norm
+from shardwright_models.torchtitan import Torchtitan
 
 _EXPERTS = ExpertKeys(
     number="num_local_experts",
@@ -65,8 +66,13 @@ GPT_OSS = replace(
     sinks=True,
     experts=_EXPERTS,
     aliases={"num_experts": _EXPERTS.number},
-    megatron=False,
-    torchtitan=None,
+    megatron=None,
+    torchtitan=Torchtitan(
+        "gpt_oss",
+        {(2880, 24, 64, 8, 2880, 201088, 32): "20b", (2880, 36, 64, 8, 2880, 201088, 128): "120b"},
+        pipelines=False,
+        contexts=False,
+    ),
     # Keys of the published files that say once more what others do.
     ignored=("experts_per_token", "initial_context_length"),
     only={

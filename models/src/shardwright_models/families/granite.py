@@ -11,6 +11,6 @@ GRANITE = replace(
     runtime="granite:Granite",
     above_zero=("logits_scaling",),
     # Neither system scales what Granite scales.
-    megatron=False,
+    megatron=None,
     torchtitan=None,
 )

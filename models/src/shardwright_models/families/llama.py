@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from shardwright_formats.types import EMBEDDING, HEAD, Parameter
 from shardwright_models.facts import FULL, SLIDING, Config, Dropouts, Family, FeedForward, Layers, Mask, Norm, Stack
 from shardwright_models.parameters import Parameters, linear, norm, vocabulary
+from shardwright_models.torchtitan import Torchtitan
 
 
 def _parameters(layer: str, config: Config, input_biases: bool = False, head_norms: bool = False) -> Parameters:
@@ -36,7 +37,7 @@ def _grouped_attention(config: Config, input_biases: bool, head_norms: bool) -> 
         yield Parameter(name=f"self_attn.{name}.weight", shape=(size,), inside=True)
 
 
-def _kin(stock: str, parameters: Layers = _parameters, torchtitan: str | None = None, **defaults: Any) -> Family:
+def _kin(stock: str, parameters: Layers = _parameters, torchtitan: Torchtitan | None = None, **defaults: Any) -> Family:
     """Return the facts of a family by its stock model and what differs from Llama's."""
     usual = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "mlp_bias": False}
     return Family(
@@ -55,12 +56,20 @@ def _kin(stock: str, parameters: Layers = _parameters, torchtitan: str | None = 
         feed_forward=lambda config: FeedForward(config["hidden_act"], gated=True),
         dropouts=Dropouts(attention="attention_dropout", hidden=None),
         ends_in_norm=(),
-        megatron=True,
+        megatron="bridged",
         torchtitan=torchtitan,
     )
 
 
-LLAMA = _kin("LlamaForCausalLM", torchtitan="llama3")
+_LLAMA3 = Torchtitan(
+    "llama3",
+    {
+        (4096, 32, 32, 8, 14336, 128256, None): "8B",
+        (8192, 80, 64, 8, 28672, 128256, None): "70B",
+        (16384, 126, 128, 8, 53248, 128256, None): "405B",
+    },
+)
+LLAMA = _kin("LlamaForCausalLM", torchtitan=_LLAMA3)
 MISTRAL = replace(
     _kin("MistralForCausalLM", num_key_value_heads=8, sliding_window=4096),
     window=lambda _layer, config: config["sliding_window"],
@@ -89,4 +98,18 @@ def _window(config: Config) -> int | None:
 _QWEN: dict[str, Any] = {"num_key_value_heads": 32, "use_sliding_window": False}
 # Biases of queries, keys and values alone, whatever the configuration says.
 QWEN2 = _windowed(_kin("Qwen2ForCausalLM", partial(_parameters, input_biases=True), **_QWEN))
-QWEN3 = _windowed(_kin("Qwen3ForCausalLM", partial(_parameters, head_norms=True), "qwen3", head_dim=128, **_QWEN))
+_QWEN3 = Torchtitan(
+    "qwen3",
+    {
+        (1024, 28, 16, 8, 3072, 151936, None): "0.6B",
+        (2048, 28, 16, 8, 6144, 151936, None): "1.7B",
+        (2560, 36, 32, 8, 9728, 151936, None): "4B",
+        (4096, 36, 32, 8, 12288, 151936, None): "8B",
+        (5120, 40, 40, 8, 17408, 151936, None): "14B",
+        (5120, 64, 64, 8, 25600, 151936, None): "32B",
+        (2048, 48, 32, 4, 6144, 151936, 128): "30B-A3B",
+        (4096, 94, 64, 4, 12288, 151936, 128): "235B-A22B",
+    },
+    pipelines=False,
+)
+QWEN3 = _windowed(_kin("Qwen3ForCausalLM", partial(_parameters, head_norms=True), _QWEN3, head_dim=128, **_QWEN))

@@ -10,6 +10,7 @@ from shardwright_models.experts import ExpertKeys
 from shardwright_models.facts import Config, Only, Stack
 from shardwright_models.families.llama import LLAMA
 from shardwright_models.parameters import Parameters, linear, norm
+from shardwright_models.torchtitan import Torchtitan
 
 ROTATED_SPARSE, ROTATED_DENSE = "rope_sparse", "rope_dense"
 SPARSE, DENSE = "no_rope_sparse", "no_rope_dense"
@@ -114,8 +115,15 @@ LLAMA4 = replace(
     normed_heads=lambda layer, config: layer in _ROTATED and config["use_qk_norm"],
     wrong=_wrong,
     without=(Attention.FLASH_ATTENTION_2,),
-    megatron=False,
-    torchtitan=None,
+    megatron=None,
+    torchtitan=Torchtitan(
+        "llama4",
+        {
+            (5120, 48, 40, 8, 8192, 202048, 16): "17bx16e_irope",
+            (5120, 48, 40, 8, 8192, 202048, 128): "17bx128e_irope",
+        },
+        contexts=False,
+    ),
     ignored=("cache_implementation", "for_llm_compressor"),
     only={"router_jitter_noise": Only(0.0, "what routers see is not disturbed")},
 )

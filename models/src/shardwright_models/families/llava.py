@@ -180,7 +180,7 @@ LLAVA = replace(
     },
     joined_by=PROJECTOR,
     least_positions=lambda config: config[IMAGES] * image_tokens(config) + 1,
-    megatron=False,
+    megatron=None,
     torchtitan=None,
     ignored=("ignore_index", "vocab_size", IMAGES),
     only={},

@@ -17,5 +17,5 @@ MINISTRAL = replace(
     runtime="ministral:Ministral",
     stacks=(Stack(types=(SLIDING, FULL), type_at=_type_at, typed_by="layer_types", alike_within_window=True),),
     window=lambda layer, config: config["sliding_window"] if layer == SLIDING else None,
-    megatron=False,
+    megatron=None,
 )

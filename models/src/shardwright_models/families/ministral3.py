@@ -38,6 +38,6 @@ MINISTRAL3 = replace(
     wrong=_wrong,
     # It would take positions that begin again in a sample, which blocks hand on to it, for those of other samples.
     without=(Attention.FLASH_ATTENTION_2,),
-    megatron=False,
+    megatron=None,
 )
 """Ministral 3 (Mistral AI 2025), its language model."""

@@ -31,6 +31,6 @@ OLMO2 = replace(
     norm=Norm("RMSNorm", "rms_norm_eps", in_float32=True),
     ends_in_norm=("full",),
     undivided={BLOCK: "norms_across_heads"},
-    megatron=False,
+    megatron=None,
     torchtitan=None,
 )

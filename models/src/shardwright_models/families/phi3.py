@@ -38,7 +38,7 @@ PHI3 = replace(
     joins_features=True,
     keeps_unrotated=True,
     window=lambda _layer, config: config["sliding_window"],
-    megatron=False,
+    megatron=None,
     torchtitan=None,
     # Keys of Phi 4's files, which the class does not read.
     ignored=("attention_bias", "full_attn_mod", "interpolate_factor", "lm_head_bias", "mlp_bias"),

@@ -30,7 +30,7 @@ SMOLLM3 = replace(
         **{"max_position_embeddings": 32768, "use_sliding_window": False, "pad_token_id": 128004},
     },
     lengths=(*LLAMA.lengths, "no_rope_layer_interval"),
-    megatron=False,
+    megatron=None,
     torchtitan=None,
     ignored=("max_window_layers",),
     only={"use_sliding_window": Only(False, "attention is whole")},

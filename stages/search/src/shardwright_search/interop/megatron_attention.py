@@ -1,11 +1,15 @@
 """Attention in Megatron-LM's arguments: heads, and the latents that they may be computed from."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from shardwright_formats.types import Heads
 from shardwright_models.latents import Latents
 
 Arguments = Mapping[str, str | int | float]
+_YARN = {"factor": "--rotary-scaling-factor", "mscale": "--mscale", "mscale_all_dim": "--mscale-all-dim"}
+_FIXED = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+"""Keys of YaRN without an option, with the values that `MLATransformerConfig` has."""
 
 
 def head_options(heads: Heads, hidden: int, latents: Latents | None) -> Arguments:
@@ -31,3 +35,15 @@ def _latent_options(heads: Heads, latents: Latents) -> Arguments:
         "--qk-pos-emb-head-dim": latents.rotated,
         "--v-head-dim": heads.features_of_values,
     }
+
+
+def latent_rope_options(rope: Mapping[str, Any]) -> Arguments:
+    """Return the rotary embeddings of attention from latents, which Megatron-LM scales by YaRN unless it is told."""
+    if rope["rope_type"] != "yarn":
+        return {"--rope-type": "rope"}
+    return {"--rope-type": "yarn"} | {option: float(rope[key]) for key, option in _YARN.items() if key in rope}
+
+
+def other_latent_rope(rope: Mapping[str, Any]) -> list[str]:
+    """Return the keys of YaRN that have other values than Megatron-LM's, which no option changes."""
+    return [f"{key} {rope[key]}" for key, value in _FIXED.items() if rope.get(key, value) != value]

@@ -27,6 +27,9 @@ _FIELDS: Mapping[str, str] = {
     "decoder_last_pipeline_num_layers": "model.num_layers_in_last_pipeline_stage",
     "pipeline_model_parallel_layout": "model.pipeline_model_parallel_layout",
     "sequence_parallel": "model.sequence_parallel",
+    "expert_model_parallel_size": "model.expert_model_parallel_size",
+    "expert_tensor_parallel_size": "model.expert_tensor_parallel_size",
+    "moe_token_dispatcher_type": "model.moe_token_dispatcher_type",
     "recompute_granularity": "model.recompute_granularity",
     "recompute_method": "model.recompute_method",
     "recompute_num_layers": "model.recompute_num_layers",
@@ -138,9 +141,9 @@ def bridge_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
 
 
 def _is_bridged(name: str) -> bool:
-    """Return whether a bridge converts a family: one whose blocks Megatron-LM runs, with rotary positions."""
+    """Return whether a bridge converts the files of a family."""
     family = FAMILIES.get(name)
-    return family is not None and family.megatron and family.positions == "rope"
+    return family is not None and family.megatron == "bridged"
 
 
 MEGATRON_BRIDGE = Target(

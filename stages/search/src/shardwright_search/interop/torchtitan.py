@@ -23,11 +23,10 @@ from shardwright_formats.types import (
     Schedule,
     SequenceParallel,
 )
-from shardwright_models.registry import FAMILIES
 from shardwright_search.interop.contexts import check_context, contexts_of
 from shardwright_search.interop.limits import Limits, Target, expert_states_alike, torchrun, whole_groups
-from shardwright_search.interop.megatron_experts import LAYER_TYPES
 from shardwright_search.interop.target import WHOLE_LAYERS, Exported, ExportTarget, kernel_notes, uniform_of
+from shardwright_search.interop.torchtitan_models import flavor_of, layer_types, registered
 from shardwright_search.interop.torchtitan_reader import ROTATE_METHODS, borrows, read_torchtitan
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.demands import Demands, Outer
@@ -40,15 +39,6 @@ _SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.IN
 """Names of the schedules of stages with one layer range."""
 _FILLED = ("1F1B",)
 """Schedules that torch refuses with fewer microbatches than stages."""
-_SIZES = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
-)  # fmt: skip
-_FLAVORS: Mapping[tuple[object, ...], str] = {
-    (4096, 32, 32, 8, 14336, 128256): "8B",
-    (8192, 80, 64, 8, 28672, 128256): "70B",
-    (16384, 126, 128, 8, 53248, 128256): "405B",
-}
-"""Sizes that `models/llama3/__init__.py` registers for its only model with flavors."""
 
 
 def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
@@ -57,15 +47,13 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
     Raises BadInput naming the first thing that torchtitan cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
-    uniform = uniform_of(plan, target, has_expert_grids=True, has_context=True, types=_types(plan.model))
+    uniform = uniform_of(plan, target, has_expert_grids=True, has_context=True, types=layer_types(plan.model))
     check_context(plan, uniform, target)
+    _check_model(plan.model, uniform, target)
     _check_parallelism(plan, uniform, target)
     _check_pipeline(plan, uniform, target)
-    name, flavor = _name_and_flavor(plan.model)
-    model: dict[str, Toml] = {} if name is None else {"name": name}
-    model |= {} if flavor is None else {"flavor": flavor}
     sections: dict[str, Mapping[str, Toml]] = {
-        **({"model": model} if model else {}),
+        **_model(plan.model),
         "optimizer": {"name": "AdamW"},
         "training": {**_batch(plan, uniform), **_precision(plan, uniform, target)},
         "parallelism": _parallelism(plan, uniform),
@@ -77,27 +65,41 @@ def torchtitan_toml(plan: Plan, plan_file: object) -> Exported:
     )
 
 
-def _types(model: Model) -> tuple[str, ...]:
-    """Return the types of layer that the model may have beside one another, where torchtitan has its blocks."""
-    return LAYER_TYPES if model.family in FAMILIES and FAMILIES[model.family].torchtitan is not None else ()
-
-
-def _name_and_flavor(model: Model) -> tuple[str | None, str | None]:
-    """Return torchtitan's name of the model's family, and the registered sizes that are the model's."""
-    name = FAMILIES[model.family].torchtitan if model.family in FAMILIES else None
-    sizes = {**model.config, "num_hidden_layers": len(model.layers)}
-    return name, _FLAVORS.get(tuple(map(sizes.get, _SIZES))) if name == "llama3" else None
+def _model(model: Model) -> Mapping[str, Mapping[str, Toml]]:
+    """Return the section that names the model and the registered sizes, as far as torchtitan has them."""
+    if (blocks := registered(model)) is None:
+        return {}
+    flavor = flavor_of(model)
+    return {"model": {"name": blocks.name} | ({} if flavor is None else {"flavor": flavor})}
 
 
 def _model_notes(plan: Plan, uniform: UniformStrategy) -> Iterator[str]:
-    model = plan.model
-    name, flavor = _name_and_flavor(model)
-    if name is None:
+    model, blocks = plan.model, registered(plan.model)
+    if blocks is None:
         yield f"torchtitan has no {model.family} model: the modules are named as in its decoders"
-    elif flavor is None:
+    elif flavor_of(model) is None:
         yield f"the flavor of [model] is yours: {len(model.layers)} layers, dim {model.boundary[0].features}"
     if uniform.pp_size > 1:
         yield "from torchtitan 0.3 on the module output is called lm_head"
+
+
+def _check_model(model: Model, uniform: UniformStrategy, target: ExportTarget) -> None:
+    """Raise BadInput for what torchtitan has not for the model's blocks, or not for its sequence length."""
+    blocks = registered(model)
+    lacks = f"of its {blocks.name} model" if blocks is not None else ""
+    holds = blocks is None or blocks.pipelines or uniform.pp_size == 1
+    target.demand(holds, f"pipeline stages {lacks}, which has no pipelining_fn", "choose pp_size 1")
+    holds = blocks is None or blocks.contexts or not uniform.shares_context
+    feature = f"layers[0]: cp_size {uniform.cp_size} {lacks}, whose flavors have flex attention"
+    target.demand(holds, feature, "choose cp_size 1")
+    parts = _sequence_parts(uniform.tp_size, uniform.cp_size)
+    feature = f"sequence_length {model.sequence_length} beside tp_size {uniform.tp_size} and cp_size {uniform.cp_size}"
+    target.demand(model.sequence_length % parts == 0, feature, f"choose a multiple of {parts}")
+
+
+def _sequence_parts(tp_size: int, cp_size: int) -> int:
+    """Return the number that sequence lengths are multiples of: `seq_len_divisor` of its `parallel_dims.py`."""
+    return tp_size * 2 * cp_size
 
 
 def _check_parallelism(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> None:
@@ -241,10 +243,11 @@ def _reads(configuration: Configuration, casts: bool) -> bool:
 def torchtitan_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
     """Return its two ways: accumulation, which reduces each microbatch's gradients, and a pipeline, the last one's."""
     casts = precision.compute != precision.parameters
-    parallel, contexts = (SequenceParallel.MEGATRON, SequenceParallel.NONE), contexts_of(model)
+    parallel, blocks = (SequenceParallel.MEGATRON, SequenceParallel.NONE), registered(model)
+    contexts = contexts_of(model) if blocks is None or blocks.contexts else ()
 
     def accumulates(configuration: Configuration) -> bool:
-        read = _shares_sequence(configuration) and _reads(configuration, casts)
+        read = _divides(configuration, model) and _shares_sequence(configuration) and _reads(configuration, casts)
         return read and _has_experts_so(configuration)
 
     def fills(configuration: Configuration) -> bool:
@@ -258,7 +261,7 @@ def torchtitan_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
         recompute=WHOLE_LAYERS,
         sequence_parallel=parallel,
         pipeline=False,
-        types=_types(model),
+        types=layer_types(model),
         expert_grids=True,
         contexts=contexts,
         demands=Demands(outer=Outer.AS_LAYERS, allows=accumulates),
@@ -270,13 +273,19 @@ def torchtitan_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
         recompute=WHOLE_LAYERS,
         sequence_parallel=parallel,
         pipeline=True,
-        types=_types(model),
+        types=layer_types(model),
         schedules=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B),
         expert_grids=True,
         contexts=contexts,
         demands=Demands(outer=Outer.AS_LAYERS, allows=fills),
     )
-    return (flat,) if model.tied else (flat, pipeline)
+    return (flat,) if model.tied or not (blocks is None or blocks.pipelines) else (flat, pipeline)
+
+
+def _divides(configuration: Configuration, model: Model) -> bool:
+    layers = configuration.layers
+    assert layers is not None
+    return model.sequence_length % _sequence_parts(layers.tp_size, layers.cp_size) == 0
 
 
 def _shares_sequence(configuration: Configuration) -> bool:
@@ -291,6 +300,8 @@ TORCHTITAN = Target(
     sources=(
         "torchtitan/config/job_config.py: its keys",
         "torchtitan/models/llama3/infra/parallelize.py: sequence parallelism beside tensor parallelism, DDP alone",
+        "torchtitan/models/*/__init__.py: flavors, and which models have pipelines and context parallelism",
+        "torchtitan/distributed/parallel_dims.py: sequence lengths are multiples of 2 tp cp",
         "torch/distributed/pipelining/schedules.py: 1F1B has as many micro-batches as stages or more",
     ),
     limits=torchtitan_limits,
