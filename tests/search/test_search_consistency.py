@@ -49,7 +49,7 @@ def differences(world: World, seed: int) -> list[str]:
     return [what for what in found if what is not None]
 
 
-@pytest.mark.parametrize("block", rest_long(2, range(5)))
+@pytest.mark.parametrize("block", rest_long(1, range(5)))
 def test_any_plan_costs_the_same_to_the_solver_and_to_evaluate(block):
     for seed in range(BLOCK * block, BLOCK * (block + 1)):
         assert differences(random_world(seed), seed) == [], seed

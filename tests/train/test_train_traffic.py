@@ -144,7 +144,7 @@ def test_layers_that_stay_gathered_from_pass_to_pass_are_not_gathered_again(sche
 SHARED = ("mixtral", 0), ("gpt_oss", 0), ("deepseek_v3", 0), ("mixtral", 1), ("qwen3_moe", 3), ("deepseek_v3", 1)
 
 
-@pytest.mark.parametrize(("family", "number"), rest_long(2, SHARED))
+@pytest.mark.parametrize(("family", "number"), rest_long(1, SHARED))
 def test_experts_that_ranks_share_out_move_the_bytes_of_even_load(family: str, number: int) -> None:
     (model,) = (model for model in MODELS if model.family == family)
     plan = with_shared_experts(random_plan(model, number, WORLD, "bfloat16"), number)
@@ -199,7 +199,7 @@ def _rings(plan: Plan) -> int:
     return sum(layer.context is ContextParallel.RING for layer in plan.layers)
 
 
-@pytest.mark.parametrize(("family", "number"), rest_long(4, RANDOM))
+@pytest.mark.parametrize(("family", "number"), rest_long(3, RANDOM))
 def test_mixed_plans_with_pipelines_and_ties_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
     plan = random_plan(tiny(family), number, WORLD, "bfloat16")
     for rank in (0, WORLD - 1):
@@ -208,7 +208,7 @@ def test_mixed_plans_with_pipelines_and_ties_move_the_bytes_of_the_formulas(fami
 
 @pytest.mark.parametrize(
     ("family", "number"),
-    rest_long(2, (("gemma2", 5), ("llama", 0), ("gpt2", 1), ("qwen3", 2), ("bert", 3), ("olmo2", 4))),
+    rest_long(1, (("gemma2", 5), ("llama", 0), ("gpt2", 1), ("qwen3", 2), ("bert", 3), ("olmo2", 4))),
 )
 def test_plans_with_stages_of_unequal_width_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
     plan = uneven_plan(tiny(family), number, WORLD)
@@ -217,7 +217,7 @@ def test_plans_with_stages_of_unequal_width_move_the_bytes_of_the_formulas(famil
 
 
 @pytest.mark.parametrize(
-    ("family", "number"), rest_long(2, (("swin", 0), ("t5", 2), ("llama", 0), ("vit", 3), ("gpt2", 1)))
+    ("family", "number"), rest_long(1, (("swin", 0), ("t5", 2), ("llama", 0), ("vit", 3), ("gpt2", 1)))
 )
 def test_stages_and_chunks_without_blocks_move_the_bytes_of_the_formulas(family: str, number: int) -> None:
     plan = bare_plan(tiny(family), number, WORLD)
