@@ -8,7 +8,13 @@ import tomllib
 from pathlib import Path
 
 from megatron_parser import parser
-from systems_parsers import asked_of_accelerate, asked_of_megatron, asked_of_torchtitan, launch_asked_of_accelerate
+from systems_parsers import (
+    asked_of_accelerate,
+    asked_of_deepspeed,
+    asked_of_megatron,
+    asked_of_torchtitan,
+    launch_asked_of_accelerate,
+)
 
 from shardwright_search.interop.galvatron_file import strategy_of_keys
 from shardwright_search.options import System
@@ -39,6 +45,7 @@ def _taken_by_deepspeed(text):
         assert not isinstance(keys, dict) or set(keys) <= set(accepted[name])
     ranks = given["train_batch_size"] // given["gradient_accumulation_steps"] // given["train_micro_batch_size_per_gpu"]
     assert ranks >= 1
+    asked_of_deepspeed(text)
 
 
 def _taken_by_megatron_bridge(text):

@@ -11,6 +11,8 @@ from dataclasses import fields
 from importlib.util import find_spec
 from math import prod
 from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
+from unittest.mock import patch
 
 from megatron_parser import parser
 
@@ -74,6 +76,19 @@ def _virtual_stages(given: Mapping[str, int | None]) -> int | None:
     per_stage = given["num_layers_per_virtual_pipeline_stage"]
     stages = given["pipeline_model_parallel_size"]
     return None if per_stage is None else given["num_layers"] // stages // per_stage
+
+
+def asked_of_deepspeed(text: str) -> None:
+    """Have DeepSpeed's configuration check itself on as many ranks as its batch is for."""
+    if find_spec("deepspeed") is None:
+        return
+    from deepspeed.runtime import config
+
+    given = json.loads(text)
+    passes = given["gradient_accumulation_steps"] * given["train_micro_batch_size_per_gpu"]
+    ranks = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: given["train_batch_size"] // passes)
+    with patch.object(config, "dist", ranks):
+        assert config.DeepSpeedConfig(given).zero_optimization_stage == given["zero_optimization"]["stage"]
 
 
 def asked_of_accelerate(text: str) -> None:
