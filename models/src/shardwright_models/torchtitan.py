@@ -21,3 +21,5 @@ class Torchtitan(NamedTuple):
     """Whether it has a `pipelining_fn`; `train.py` refuses pipeline stages of a model without one."""
     contexts: bool = True
     """Whether its flavors have `sdpa` attention; those with `flex` refuse context parallelism."""
+    ties: bool = False
+    """Whether embedding and head may share their weights (`enable_weight_tying`)."""

@@ -74,6 +74,7 @@ def test_torchtitans_own_registry_has_the_flavor_with_as_many_parameters(preset)
         made = spec.model_cls(sizes)
     assert sum(parameter.numel() for parameter in made.parameters()) == model.parameter_count
     assert (spec.pipelining_fn is not None) == ours.pipelines
+    assert hasattr(sizes, "enable_weight_tying") == ours.ties
     assert (getattr(sizes, "attn_type", "sdpa") == "sdpa") == ours.contexts
 
 
@@ -99,6 +100,12 @@ def test_context_parallelism_of_flex_attention_is_refused_and_not_searched(make)
         torchtitan_toml(plan, Path("plan.json"))
     assert all(limits.contexts == () for limits in torchtitan_limits(model, Precision()))
     assert all(limits.contexts != () for limits in torchtitan_limits(_model("qwen3-8b"), Precision()))
+
+
+@pytest.mark.parametrize(("preset", "unlike"), [("llama-3.2-1b", True), ("qwen3-0.6b", False), ("llama-3-8b", False)])
+def test_weights_that_torchtitan_does_not_tie_are_noted(make, preset, unlike):
+    notes = torchtitan_toml(_plan(make, _model(preset), gradient_reduction=EVERY), Path("plan.json")).notes
+    assert any("does not tie embedding and head" in note for note in notes) == unlike
 
 
 def test_a_sequence_length_that_torchtitan_does_not_divide_is_refused(make):

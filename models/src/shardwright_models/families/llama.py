@@ -111,5 +111,6 @@ _QWEN3 = Torchtitan(
         (4096, 94, 64, 4, 12288, 151936, 128): "235B-A22B",
     },
     pipelines=False,
+    ties=True,
 )
 QWEN3 = _windowed(_kin("Qwen3ForCausalLM", partial(_parameters, head_norms=True), _QWEN3, head_dim=128, **_QWEN))
