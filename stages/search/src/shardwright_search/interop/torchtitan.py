@@ -80,7 +80,7 @@ def _model_notes(plan: Plan, uniform: UniformStrategy) -> Iterator[str]:
     elif flavor_of(model) is None:
         yield f"the flavor of [model] is yours: {len(model.layers)} layers, dim {model.boundary[0].features}"
     if blocks is not None and model.tied and not blocks.ties:
-        yield f"its {blocks.name} model does not tie embedding and head: yours has to, or takes more memory than planned"
+        yield f"its {blocks.name} model does not tie embedding and head: tie them, or it takes more memory than planned"
     if uniform.pp_size > 1:
         yield "from torchtitan 0.3 on the module output is called lm_head"
 
