@@ -3,6 +3,7 @@
 `docs/testing.md` says how to install them. What is absent is not asked; the lists beside the tests always are.
 """
 
+import argparse
 import ast
 import json
 import shlex
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from math import prod
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 from megatron_parser import parser
@@ -53,12 +55,16 @@ def asked_of_torchtitan(text: str) -> None:
 
 def asked_of_megatron(text: str) -> None:
     """Have megatron-core's configuration of a model check itself with what the arguments say."""
-    if find_spec("megatron") is None:
-        return
+    if find_spec("megatron") is not None:
+        megatron_config(parser().parse_args(shlex.split(text)))
+
+
+def megatron_config(options: argparse.Namespace, **changes: object) -> Any:
+    """Return megatron-core's configuration as its `core_transformer_config_from_args` makes it, but for changes."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from torch import bfloat16, float16, float32
 
-    given = vars(parser().parse_args(shlex.split(text)))
+    given = vars(options)
     kind = MLATransformerConfig if given["multi_latent_attention"] else TransformerConfig
     values = {field.name: given.get(_RENAMED.get(field.name, field.name)) for field in fields(kind)}
     values |= {
@@ -68,8 +74,11 @@ def asked_of_megatron(text: str) -> None:
         "num_layers_in_first_pipeline_stage": given["decoder_first_pipeline_num_layers"],
         "num_layers_in_last_pipeline_stage": given["decoder_last_pipeline_num_layers"],
         "cp_comm_type": given["cp_comm_type"][0],
+        **changes,
     }
-    kind(**{name: value for name, value in values.items() if value is not None})
+    # Options that are left out have the configuration's defaults, but for this one, whose default is None.
+    queries = {"q_lora_rank": given["q_lora_rank"]} if given["multi_latent_attention"] else {}
+    return kind(**{name: value for name, value in values.items() if value is not None} | queries)
 
 
 def _virtual_stages(given: Mapping[str, int | None]) -> int | None:

@@ -1,6 +1,6 @@
-"""torchtitan itself spreads models over ranks as exports say: a rank has the parameters that the plan gives it.
+"""Other systems themselves make the models that exports describe, and spread them as plans say.
 
-Runs where torchtitan 0.2.2 is installed (`make systems`).
+Runs where torchtitan 0.2.2 and megatron-core 0.16.1 are installed (`make systems`).
 """
 
 import subprocess
@@ -13,14 +13,20 @@ import pytest
 from shardwright_formats.types import Plan
 from shardwright_search.advise.choices import reading_of
 from shardwright_search.advise.question import question_of
+from shardwright_search.interop.megatron import megatron_arguments
 from shardwright_search.interop.torchtitan import torchtitan_toml
 from shardwright_search.options import AdviseOptions
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is absent"),
-]
-RANK = Path(__file__).parents[1] / "torchtitan_rank.py"
+pytestmark = pytest.mark.long
+SCRIPTS = Path(__file__).parents[1]
+
+
+def _printed(script: str, file: Path) -> int:
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / script, file], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-600:]
+    return int(done.stdout.split()[-1])
 
 
 def _plan(model: str, gpus: str, choice: str, seq: int) -> Plan:
@@ -37,6 +43,7 @@ def _of_first_stage(plan: Plan) -> int:
     return sum(kind.parameter_count() for kind in kinds)
 
 
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is absent")
 @pytest.mark.parametrize(
     ("model", "gpus", "choice", "seq"),
     [
@@ -55,8 +62,20 @@ def _of_first_stage(plan: Plan) -> int:
 def test_a_rank_of_torchtitan_has_its_share_of_the_first_stage(tmp_path, model, gpus, choice, seq):
     plan, file = _plan(model, gpus, choice, seq), tmp_path / "torchtitan.toml"
     file.write_text(torchtitan_toml(plan, Path("plan.json")).text)
-    done = subprocess.run([sys.executable, RANK, file], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-600:]
     share = _of_first_stage(plan) / len(plan.stages[0].ranks)
     # Tensor parallelism leaves norms and routers whole, and rows that do not divide lie on the first ranks.
-    assert share <= int(done.stdout.split()[-1]) < 1.02 * share
+    assert share <= _printed("torchtitan_rank.py", file) < 1.02 * share
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is absent")
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("llama-2-7b", "llama-3.2-1b", "mistral-7b", "gpt2-xl", "qwen2.5-7b", "qwen3-8b"),
+        *("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2"),
+    ],
+)
+def test_megatron_makes_the_model_that_is_described(tmp_path, model):
+    plan, file = _plan(model, "8x8:H100-SXM", "zero=1,mbs=1", 1024), tmp_path / "args.txt"
+    file.write_text(megatron_arguments(plan, Path("plan.json")).text)
+    assert _printed("megatron_model.py", file) == plan.model.parameter_count
