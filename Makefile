@@ -73,7 +73,7 @@ frozen: $(STAMP) ## what searches and other commands give, to the byte what was 
 versions: ## a short suite under each declared version of torch, in environments of their own (4 GB and 5 minutes each)
 	@.ci/versions "$(TORCH_INDEX)" $(TORCH_VERSIONS)
 
-systems: ## what is exported, read by Megatron's, torchtitan's, DeepSpeed's and accelerate's own classes, in an environment of its own (1 GB, minutes)
+systems: ## what is exported, read by Megatron's, torchtitan's, DeepSpeed's and accelerate's own classes, in an environment of its own (6 minutes)
 	@.ci/systems "$(TORCH_INDEX)"
 
 check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
