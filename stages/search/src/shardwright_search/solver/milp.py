@@ -6,8 +6,8 @@ neighbouring layers, within a stage or into the next one, and carries what redis
 are the choices, so that whole choices make whole flows. Huangfu and Hall 2018 describe HiGHS.
 """
 
+from _thread import allocate_lock, start_new_thread
 from collections.abc import Iterable, Mapping
-from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -83,16 +83,31 @@ def solve(problem: Problem, time_limit_s: float, below_ps: float = np.inf) -> Hi
 
 
 def _run(highs: "highspy.Highs") -> None:
-    """Let HiGHS solve in a thread, so that a limit or Ctrl-C is heard meanwhile: it then ends at its next step."""
+    """Let HiGHS solve in a thread, so that a limit or Ctrl-C is heard meanwhile: it then ends at its next step.
+
+    Threads of `threading` are left at odds by what interrupts their start or join; these are calls of one step each.
+    """
     highs.HandleUserInterrupt = True
-    solving = Thread(target=highs.run, daemon=True)
-    solving.start()
+    turn, solved, over = allocate_lock(), allocate_lock(), list[bool]()
+    solved.acquire()
+
+    def solve() -> None:
+        if turn.acquire(blocking=False):
+            try:
+                highs.run()
+            finally:
+                over.append(True)
+                solved.release()
+
     try:
-        while solving.is_alive():
-            solving.join(_WAIT_S)
+        start_new_thread(solve, ())
+        while not over:
+            solved.acquire(timeout=_WAIT_S)
     finally:
         highs.cancelSolve()
-        solving.join()
+        began = not turn.acquire(blocking=False)
+        while began and not over:
+            solved.acquire(timeout=_WAIT_S)
 
 
 class _StagePosition(NamedTuple):
