@@ -6,8 +6,9 @@ neighbouring layers, within a stage or into the next one, and carries what redis
 are the choices, so that whole choices make whole flows. Huangfu and Hall 2018 describe HiGHS.
 """
 
-from _thread import allocate_lock, start_new_thread
+from _thread import start_new_thread
 from collections.abc import Iterable, Mapping
+from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -88,7 +89,7 @@ def _run(highs: "highspy.Highs") -> None:
     Threads of `threading` are left at odds by what interrupts their start or join; these are calls of one step each.
     """
     highs.HandleUserInterrupt = True
-    turn, solved, over = allocate_lock(), allocate_lock(), list[bool]()
+    turn, solved, over = Lock(), Lock(), list[bool]()
     solved.acquire()
 
     def solve() -> None:
