@@ -96,6 +96,9 @@ def test_rotary_embeddings_of_latents_are_scaled_as_the_model_says(make):
     other = _plan(make, "deepseek-v2-lite", rope_scaling={**YARN, "original_max_position_embeddings": 8192})
     (note,) = (note for note in megatron_arguments(other, PLAN).notes if "rotary" in note)
     assert "no options for original_max_position_embeddings 8192 of rotary embeddings" in note
+    implied = _plan(make, "deepseek-v2-lite", rope_scaling=YARN)  # of as many positions as the model has
+    (note,) = (note for note in megatron_arguments(implied, PLAN).notes if "rotary" in note)
+    assert "original_max_position_embeddings 163840" in note
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -12,7 +12,7 @@ whole gradients over several, it has not.
 """
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET
 
@@ -35,6 +35,7 @@ from shardwright_search.interop.limits import (
     torchrun,
     whole_groups,
 )
+from shardwright_search.interop.megatron_attention import Arguments
 from shardwright_search.interop.megatron_experts import (
     LAYER_TYPES,
     check_split_sequence,
@@ -45,9 +46,6 @@ from shardwright_search.interop.megatron_reader import COMM_TYPES, read_megatron
 from shardwright_search.interop.target import Exported, ExportTarget, kernel_notes, uniform_of
 from shardwright_search.space.demands import Demands, Outer
 from shardwright_search.space.uniform import UniformStrategy
-
-Arguments = Mapping[str, str | int | float]
-"""Arguments by name; True for one without a value, False for one that is left out."""
 
 _TARGET = "Megatron-LM"
 _KINDS = (Recompute.NONE, Recompute.FULL, Recompute.MLP)

@@ -7,8 +7,10 @@ from shardwright_formats.types import Heads
 from shardwright_models.latents import Latents
 
 Arguments = Mapping[str, str | int | float]
+"""Arguments by name; True for one without a value, False for one that is left out."""
 _YARN = {"factor": "--rotary-scaling-factor", "mscale": "--mscale", "mscale_all_dim": "--mscale-all-dim"}
-_FIXED = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+_ORIGINAL = "original_max_position_embeddings"
+_FIXED = {_ORIGINAL: 4096, "beta_fast": 32, "beta_slow": 1}
 """Keys of YaRN without an option, with the values that `MLATransformerConfig` has."""
 
 
@@ -44,6 +46,10 @@ def latent_rope_options(rope: Mapping[str, Any]) -> Arguments:
     return {"--rope-type": "yarn"} | {option: float(rope[key]) for key, option in _YARN.items() if key in rope}
 
 
-def other_latent_rope(rope: Mapping[str, Any]) -> list[str]:
-    """Return the keys of YaRN that have other values than Megatron-LM's, which no option changes."""
-    return [f"{key} {rope[key]}" for key, value in _FIXED.items() if rope.get(key, value) != value]
+def other_latent_rope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of YaRN that have other values than Megatron-LM's, which no option changes.
+
+    A configuration without the original length means its longest one (transformers, modeling_rope_utils).
+    """
+    given = {**_FIXED, _ORIGINAL: config.get("max_position_embeddings"), **rope}
+    return [f"{key} {given[key]}" for key, value in _FIXED.items() if given[key] != value]

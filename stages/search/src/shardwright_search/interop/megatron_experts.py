@@ -4,7 +4,7 @@ Its grid of ranks for experts is that of plans: tensor-parallel ranks of experts
 ones, then those that hold replicas (`parallel_state.py`, order `tp-cp-ep-dp-pp`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 
 from msgspec import UNSET
@@ -13,10 +13,10 @@ from shardwright_formats.types import Experts, ExpertStrategy, Model, Plan, Sequ
 from shardwright_models.experts import DENSE, SPARSE, Routing
 from shardwright_models.facts import Family
 from shardwright_search.interop.limits import has_experts
+from shardwright_search.interop.megatron_attention import Arguments
 from shardwright_search.interop.target import ExportTarget
 from shardwright_search.space.uniform import UniformStrategy
 
-Arguments = Mapping[str, str | int | float]
 LAYER_TYPES = (DENSE, SPARSE)
 """Types of layer that its models may have beside one another: `--moe-layer-freq` says which have experts."""
 

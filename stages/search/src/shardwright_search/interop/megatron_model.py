@@ -7,12 +7,14 @@ from shardwright_formats.types import Model
 from shardwright_models.facts import Family
 from shardwright_models.registry import FAMILIES
 from shardwright_search.interop.limits import has_experts
-from shardwright_search.interop.megatron_attention import head_options, latent_rope_options, other_latent_rope
+from shardwright_search.interop.megatron_attention import (
+    Arguments,
+    head_options,
+    latent_rope_options,
+    other_latent_rope,
+)
 from shardwright_search.interop.megatron_experts import expert_model_options, routing_notes
 from shardwright_search.interop.target import ExportTarget
-
-Arguments = Mapping[str, str | int | float]
-"""Arguments by name; True for one without a value, False for one that is left out."""
 
 _HEAD_NORMS = ("q_norm.weight", "kv_a_layernorm.weight")
 """Ends of the names of norms of queries, or of the latents of keys."""
@@ -60,7 +62,7 @@ def model_notes(model: Model) -> Iterator[str]:
     known = ("default", "llama3") if family is None or family.latents(family.defaults) is None else ("default", "yarn")
     if family is not None and family.positions == "rope" and rope["rope_type"] not in known:
         yield f"rotary embeddings of type {rope['rope_type']} are not in the file"
-    elif rope["rope_type"] == "yarn" and (others := other_latent_rope(rope)):
+    elif rope["rope_type"] == "yarn" and (others := other_latent_rope(rope, model.config)):
         yield f"Megatron-LM has no options for {', '.join(others)} of rotary embeddings of type yarn"
 
 
