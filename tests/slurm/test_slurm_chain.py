@@ -43,13 +43,15 @@ def _start_again(job):
 def _fail_in_training(workspace, job, node):
     """Let a node fail when the job has saved once more, wait until it is queued again, and bring the node back.
 
-    Slurm hears that the ranks have ended there, and not that the node is gone.
+    Slurm hears that the ranks have ended there, and not that the node is gone. The job waits then: one that Slurm
+    queues again because it finds the node down could begin as soon as the node is back, before a test has looked.
     """
     saved = workspace.checkpoints()[-1]
     until(lambda: len(ranks(workspace.folder)) == 4 and workspace.checkpoints()[-1] > saved, "it has saved again")
     fail(node, steps_report=True)
     until(lambda: state(job) == "PENDING", "the job is queued again")
     assert f"{job} {node}\n" in (workspace.results / "runs/run/LOST_NODES.txt").read_text()
+    slurm("scontrol", "update", f"jobid={job}", "starttime=now+600")
     bring_back(node)
 
 
