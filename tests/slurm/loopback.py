@@ -146,6 +146,14 @@ def _name(pid: int) -> str:
     return ""
 
 
+def hold_back(job: str) -> None:
+    """Keep a queued job from beginning until a test gives it another time.
+
+    One that Slurm queues again because its node is down can begin in the moment in which the node is back.
+    """
+    slurm("scontrol", "update", f"jobid={job}", "starttime=now+600")
+
+
 def bring_back(node: str) -> None:
     """Start a node that had failed, which Slurm takes back when it registers."""
     subprocess.run(["slurmd", "-N", node], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True, timeout=60)

@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from loopback import bring_back, detail, ended, fail, ranks, slurm, state, until
+from loopback import bring_back, detail, ended, fail, hold_back, ranks, slurm, state, until
 
 BEGINNING = "step 1/"
 """What the first lines of a run's output hold alone."""
@@ -43,15 +43,14 @@ def _start_again(job):
 def _fail_in_training(workspace, job, node):
     """Let a node fail when the job has saved once more, wait until it is queued again, and bring the node back.
 
-    Slurm hears that the ranks have ended there, and not that the node is gone. The job waits then: one that Slurm
-    queues again because it finds the node down could begin as soon as the node is back, before a test has looked.
+    Slurm hears that the ranks have ended there, and not that the node is gone.
     """
     saved = workspace.checkpoints()[-1]
     until(lambda: len(ranks(workspace.folder)) == 4 and workspace.checkpoints()[-1] > saved, "it has saved again")
     fail(node, steps_report=True)
     until(lambda: state(job) == "PENDING", "the job is queued again")
     assert f"{job} {node}\n" in (workspace.results / "runs/run/LOST_NODES.txt").read_text()
-    slurm("scontrol", "update", f"jobid={job}", "starttime=now+600")
+    hold_back(job)
     bring_back(node)
 
 

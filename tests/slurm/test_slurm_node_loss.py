@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from loopback import ROOT, bring_back, detail, fail, slurm, state, until
+from loopback import ROOT, bring_back, detail, fail, hold_back, slurm, state, until
 
 STAND_IN = """#!/bin/bash
 # The second node's task waits; the first one's ends with 4 once that is gone, as a launcher does.
@@ -48,6 +48,7 @@ def _again(job, folder):
     for node in range(2):
         (folder / f"pid-{node}").unlink()
     until(lambda: state(job) == "PENDING", "the job is queued again")
+    hold_back(job)
     bring_back("n2")
     slurm("scontrol", "update", f"jobid={job}", "starttime=now+3")
     _runs(folder)
