@@ -103,7 +103,8 @@ class stopped_at:
     """A block, of the main thread, in which Stopped is raised at a deadline; of nested ones the first one counts.
 
     Nothing is raised where a block begins or ends: the timer then fires again soon, or is not there any more. Where the
-    deadline of an outer block stopped an inner one, of either clock, the outer one is stopped once that has ended.
+    deadline of an outer block stopped an inner one, of either clock, the outer one is stopped once that has ended, at
+    its own end at the latest: its work is not whole.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -120,15 +121,19 @@ class stopped_at:
             raise Stopped
         self._outer_s, self._outer_again_s = getitimer(timer)
         self._outer = signal(alarm, self._stop)
-        setitimer(timer, min(self._deadline - self._began, self._outer_s or inf), _AGAIN_S)
+        own_s = self._deadline - self._began
+        self._outer_is_first = 0 < self._outer_s < own_s
+        setitimer(timer, self._outer_s if self._outer_is_first else own_s, _AGAIN_S)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._deadline != inf:
             self._give_back_timer()
         for clock in _CLOCKS:
-            outer = getattr(getsignal(clock.alarm), "__self__", None)
-            if isinstance(outer, stopped_at) and outer.fired:
+            outer = _block_of(clock)
+            if outer is not None and outer.fired:
                 setitimer(clock.timer, _AT_ONCE_S, _AGAIN_S)
+        if error is None and self.fired:
+            raise Stopped
 
     def _give_back_timer(self) -> None:
         now, timer, alarm = self._clock
@@ -138,6 +143,9 @@ class stopped_at:
         if self._outer_s > 0:
             left_s = self._began + self._outer_s - now()
             setitimer(timer, max(_AT_ONCE_S, left_s), self._outer_again_s)
+        outer = _block_of(self._clock)
+        if outer is not None and self.fired and self._outer_is_first:
+            outer.fired = True
 
     def _stop(self, alarm: int, frame: FrameType | None) -> None:
         while frame is not None:
@@ -154,6 +162,12 @@ _CLOCKS = _Clock(process_time, ITIMER_PROF, SIGPROF), _Clock(monotonic, ITIMER_R
 
 def _clock_of(seconds: float) -> _Clock:
     return _CLOCKS[not isinstance(seconds, CpuSeconds)]
+
+
+def _block_of(clock: _Clock) -> stopped_at | None:
+    """Return the innermost block that the clock's alarm stops; None: it stops none."""
+    block = getattr(getsignal(clock.alarm), "__self__", None)
+    return block if isinstance(block, stopped_at) else None
 
 
 _LIMITS = {stopped_at.__enter__.__code__, stopped_at.__exit__.__code__}
