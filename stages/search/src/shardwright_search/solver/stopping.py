@@ -121,9 +121,9 @@ class stopped_at:
             raise Stopped
         self._outer_s, self._outer_again_s = getitimer(timer)
         self._outer = signal(alarm, self._stop)
-        own_s = self._deadline - self._began
-        self._outer_is_first = 0 < self._outer_s < own_s
-        setitimer(timer, self._outer_s if self._outer_is_first else own_s, _AGAIN_S)
+        left_s = self._deadline - self._began
+        self._outer_is_first = 0 < self._outer_s < left_s
+        setitimer(timer, self._outer_s if self._outer_is_first else left_s, _AGAIN_S)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._deadline != inf:
