@@ -12,16 +12,12 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/shardwright
-COPY VERSION constraints.txt requirements-dev.txt ./
+COPY VERSION README.md pyproject.toml constraints.txt requirements-dev.txt ./
 COPY .ci .ci
-COPY shardwright shardwright
-COPY formats formats
-COPY models models
-COPY launch launch
-COPY estimate estimate
+COPY core core
 COPY stages stages
 # The exact versions of constraints.txt, as `make setup` takes them.
-RUN .ci/venv .venv "$TORCH_INDEX" shardwright formats models launch estimate stages/profile stages/search stages/train
+RUN .ci/venv .venv "$TORCH_INDEX"
 
 COPY . .
 # So that make takes the environment for up to date.

@@ -2,11 +2,11 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-slurm test-browser parity compiled kills resumes brute-force grids frozen versions systems check docs dist bench gpu gpu-rehearsal clean
+.PHONY: help setup demo quick test test-long test-slurm test-browser parity compiled kills resumes brute-force grids frozen versions systems null-gpu check docs dist bench gpu gpu-kit clean
 
 VENV := .venv
 STAMP := $(VENV)/.ready
-PACKAGES := shardwright formats models launch estimate $(patsubst %/pyproject.toml,%,$(sort $(wildcard stages/*/pyproject.toml)))
+PACKAGES := core $(patsubst %/pyproject.toml,%,$(sort $(wildcard stages/*/pyproject.toml)))
 SOURCES := $(wildcard $(addsuffix /src,$(PACKAGES)))
 WORKFLOW := Snakefile workflow/Snakefile $(wildcard workflow/rules/*.smk)
 
@@ -15,7 +15,10 @@ CORES ?= all
 PYTEST ?=
 # The versions of torch that the packages declare.
 TORCH_VERSIONS ?= 2.11.0 2.12.0 2.13.0
-# Where `make gpu-rehearsal` writes.
+# The version of torch for CUDA that `make null-gpu` runs, and its parts, such as PARTS="context LoRA"; all by default.
+NULL_GPU_TORCH ?= 2.11.0
+PARTS ?=
+# Where `make gpu-kit` rehearses.
 REHEARSAL ?= results/rehearsal
 # Where `make dist` writes.
 DIST ?= dist
@@ -24,7 +27,9 @@ TORCH_INDEX ?=
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Several processes share the cores here; without this, each would start a thread for every core.
-demo test test-long test-slurm test-browser parity compiled kills resumes brute-force grids frozen bench: export OMP_NUM_THREADS := 1
+demo quick test test-long test-slurm test-browser parity compiled kills resumes brute-force grids frozen bench: export OMP_NUM_THREADS := 1
+# Compiled modules are kept, whatever the caller's environment says: without them each process compiles all anew.
+quick test test-long: export PYTHONDONTWRITEBYTECODE :=
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -33,6 +38,16 @@ setup: $(STAMP) ## make .venv with everything in it (the other commands do it by
 
 demo: $(STAMP) ## measure this machine and a small model, plan, train, report: results/report.html
 	@workflow/scripts/demo.sh $(CORES)
+
+# Files are named, so that no other one is imported.
+QUICK := $(addprefix tests/formats/test_formats_,$(addsuffix .py,axes columns context display errors examples expert_load hostile_json messages schedule tables)) \
+	$(addprefix tests/models/test_,$(addsuffix .py,config_keys frozen_parts low_rank)) $(wildcard tests/search/test_search_costs_*.py) \
+	$(addprefix tests/search/test_search_,$(addsuffix .py,context marks rounding simulation_by_hand simulation_of_plans)) \
+	$(addprefix tests/search/test_search_brute_force.py::test_,solver_equals_brute_force_on_every_tiny_case price_equals_the_enumeration least_memory_is_exact) \
+	tests/train/test_two_ranks.py
+
+quick: $(STAMP) ## after each change: files' types, cost model, tiny searches, one plan on two ranks (under a minute)
+	@python -m pytest -q --numprocesses 2 --dist loadfile -m "not long" $(QUICK) $(PYTEST)
 
 # Of three processes one often waits, for time-outs or for ranks.
 test: $(STAMP) ## run all tests but the long ones
@@ -73,7 +88,10 @@ frozen: $(STAMP) ## what searches and other commands give, to the byte what was 
 versions: ## a short suite under each declared version of torch, in environments of their own (4 GB and 5 minutes each)
 	@.ci/versions "$(TORCH_INDEX)" $(TORCH_VERSIONS)
 
-systems: ## what is exported, read by Megatron's, torchtitan's, DeepSpeed's and accelerate's own classes, in an environment of its own (6 minutes)
+null-gpu: ## plans of all families on a CUDA device that computes nothing, with torch for CUDA (gcc; 4 GB once; 10 minutes)
+	@.ci/null-gpu "$(TORCH_INDEX)" $(NULL_GPU_TORCH) $(PARTS)
+
+systems: ## what is exported, read by Megatron's, torchtitan's, DeepSpeed's and accelerate's own classes, old and new, in an environment of its own (20 minutes)
 	@.ci/systems "$(TORCH_INDEX)"
 
 check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
@@ -82,7 +100,7 @@ check: $(STAMP) ## ruff, mypy --strict, snakefmt, import-linter, schemas
 	@mypy $(SOURCES) workflow docs/site
 	@snakefmt --check $(WORKFLOW) 2>&1 | { grep -v -E '^\[INFO\]' || true; }
 	@lint-imports --no-logo | tail -n 3
-	@python -m shardwright_formats.schema.generate --check
+	@python -m shardwright.schema.generate --check
 	@python -m shardwright_search.space.schema --check
 	@python workflow/configuration_types.py --check
 	@python tests/architecture/count_code.py
@@ -93,24 +111,28 @@ docs: $(STAMP) ## the documentation as a site in build/docs, with every link che
 	@sphinx-build --quiet --fail-on-warning --keep-going -c docs/site . build/docs
 	@python docs/site/check_links.py build/docs
 
-dist: $(STAMP) ## wheels of all packages in dist/: docs/install.md
+dist: $(STAMP) ## wheels in dist/, of all in one and of core and each stage: docs/install.md
 	@mkdir -p $(DIST) && rm -f $(DIST)/shardwright*.whl
-	@python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) $(addprefix ./,$(PACKAGES))
+	@python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) . $(addprefix ./,$(PACKAGES))
 	@ls $(DIST)
 
 bench: $(STAMP) ## the side-by-side runs of benchmarks/ (long; on a quiet machine)
-	@for run in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do echo "$$run"; python "$$run"; done
+	@for run in benchmarks/*.py; do echo "$$run"; python "$$run"; done
 
-gpu: $(STAMP) ## what only NVIDIA GPUs can show, under 45 minutes; goes on where it was cut: docs/gpu.md
-	@python benchmarks/gpu.py
+gpu: $(STAMP) ## what only NVIDIA GPUs can show, for as long as it takes; goes on where it was cut: docs/gpu.md
+	@PYTHONPATH=benchmarks python -m gpu_kit.prepare --here
+	@KIT_WORK=results/gpu/work bash benchmarks/gpu_kit/run.sh --limit 0
 
-gpu-rehearsal: $(STAMP) ## every part of it at a tiny size on the processor (5 minutes); REHEARSAL=FOLDER
-	@taskset -c 0 python benchmarks/gpu.py --rehearse $(REHEARSAL)
+gpu-kit: $(STAMP) ## what travels to a GPU that is there for 15 minutes (.whl, .kit), and its rehearsal on the processor (5 minutes)
+	@PYTHONPATH=benchmarks python -m gpu_kit.prepare --wheels
+	@rm -rf $(REHEARSAL)
+	@OUT=$(REHEARSAL) bash benchmarks/gpu_kit/run.sh --rehearse
+	@PYTHONPATH=benchmarks python -m gpu_kit.adopt $(REHEARSAL) --into $(REHEARSAL)/adopted
 
 clean: ## remove .venv, results and caches
 	@rm -rf $(VENV) .venvs results .snakemake .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): VERSION constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES))
-	@.ci/venv $(VENV) "$(TORCH_INDEX)" $(PACKAGES)
+$(STAMP): VERSION constraints.txt requirements-dev.txt pyproject.toml
+	@.ci/venv $(VENV) "$(TORCH_INDEX)"
 	@touch $@

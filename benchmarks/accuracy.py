@@ -1,6 +1,6 @@
 """How far predictions are from measured step times and memory: own plans on this machine, and what others published.
 
-    python benchmarks/accuracy.py public --reference FOLDER          # playbook, bloom, torchtitan, llm_foundry
+    python benchmarks/accuracy.py public --reference FOLDER          # playbook, bloom, torchtitan, llm_foundry, nvidia
     python benchmarks/accuracy.py public --reference FOLDER --terms  # before and after, term by term
     python benchmarks/accuracy.py sailor aceso --reference FOLDER --rows
     python benchmarks/accuracy.py own --plans 30 --seed 1 --work /tmp/accuracy       # 80 probes and 31 plans, 3 times
@@ -9,7 +9,7 @@
 `own` draws plans on two processes from the whole space, predicts them, and measures them with the searched one.
 `public`, `sailor` and `aceso` read what others measured, which is no part of this repository: --reference says where it
 is.
-Errors are |predicted / measured - 1|. No constant is fitted to what was measured.
+Errors are |predicted / measured - 1|. docs/accuracy.md says which constants are fitted, and to which of these runs.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from accuracy_parts import aceso, own, sailor
 from accuracy_parts.figures import Compared, figures, show, write_json
 from accuracy_parts.public.show import told, told_terms
 
-from shardwright_formats.io import BadInput, one_line_errors
-from shardwright_formats.io.versions import versions_text
+from shardwright.io import BadInput, one_line_errors
+from shardwright.io.versions import versions_text
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("own", "sailor", "aceso", "public")
@@ -88,7 +88,7 @@ def _made(folder: Path) -> Path:
 
 
 def _versions() -> str:
-    return versions_text(("torch", "shardwright-search"), on_gpu=False)
+    return versions_text(("torch", "shardwright"), on_gpu=False)
 
 
 def _reference(asked: argparse.Namespace, name: str) -> Path:

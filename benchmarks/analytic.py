@@ -23,14 +23,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from shardwright_estimate.devices import Efficiencies, machine_of, rates_of, read_devices
-from shardwright_estimate.layers import Machine, estimate_layer
-from shardwright_estimate.messages import message_time_s
-from shardwright_formats.types import Attention, LayerStrategy, Model, Precision, Strategy, misfit
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model_profile import LayerFigures
+from shardwright.devices.table import read_devices
+from shardwright.estimate.layers import Machine, estimate_layer
+from shardwright.estimate.machines import Efficiencies, machine_of, rates_of
+from shardwright.estimate.messages import message_time_s
+from shardwright.types import Attention, LayerStrategy, Model, Precision, Strategy, misfit
+from shardwright.types.hardware_profile import Collective
+from shardwright.types.model_profile import LayerFigures
+from shardwright_train.models.base import family_named
 from shardwright_train.models.description import describe
-from shardwright_train.models.registry import family_named
 
 FASOP_MODELS = {
     "gpt2XL": ("gpt2", 1024, {"vocab_size": 50257, "n_positions": 1024, "n_embd": 1600, "n_layer": 1, "n_head": 16}),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from runtime import CONFIG, LENGTH, Ours, compare, medians, ratio, the_plan
 
-from shardwright_formats.types import DataParallel
+from shardwright.types import DataParallel
 from shardwright_train.checkpoints.folders import Identity, Progress
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import total_bytes

@@ -5,7 +5,8 @@
 The reference has the tables that FASOP's commit 93cb38b writes, and its layer times; it is not part of this repository.
 Its estimate and its partition are written anew in peers/fasop_published.py and peers/fasop_partition.py. First they are
 compared with its tables; then its named defects are mended one at a time; then its partitions and its fastest
-candidates are priced by the closed form that the fasop mode has, and simulated.
+candidates are priced without these defects in a closed form (peers/fasop_estimate.py), and simulated. Our partitions
+minimize that form exactly (peers/fasop_exact.py).
 """
 
 import argparse
@@ -20,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 import numpy as np
 from fasop_compare import Table, defects_of, partitions_of, read_table, repeated_of, tops_of
+from fasop_estimate import batches, estimates
+from fasop_exact import check
 from fasop_inputs import CASES, problem_of
-
-from shardwright_search.fasop.estimate import batches, estimates
-from shardwright_search.fasop.partition import check
-from shardwright_search.fasop.problem import candidates
+from fasop_problem import candidates
 
 ROOT = Path(__file__).resolve().parents[1]
 _PEER_S = {
@@ -75,8 +75,9 @@ def _name(table: Table) -> str:
 def _side_by_side(tables: list[Table]) -> Iterator[str]:
     yield "## The fastest candidates\n"
     yield (
-        "In the fasop mode's closed form, with FASOP's own layer times. `FASOP's` is its own fastest row of those that"
-        " fit by its own flag, with its partition, priced alike. Both are simulated, too: 1F1B, asynchronous sends.\n"
+        "In the closed form without defects, with FASOP's own layer times. `FASOP's` is its own fastest row of those"
+        " that fit by its own flag, with its partition, priced alike. Both are simulated, too: 1F1B,"
+        " asynchronous sends.\n"
     )
     yield from _head("table", "candidates", "CPU s", "FASOP s", "ours, s a step", "FASOP's", "ours / FASOP's")
     losses = []
@@ -131,7 +132,7 @@ def _partitions(tables: list[Table]) -> Iterator[str]:
     tried, wrong = sum(result.tried for result in results), sum(len(result.wrong) for result in results)
     yield (
         f"Of {tried:,} of all {sum(len(own.rows) for own in tables):,} candidates every partition was tried"
-        f" (`--exhaustive-partition`): {wrong or 'none'} better than ours.\n"
+        f": {wrong or 'none'} better than ours.\n"
     )
     yield from _head(
         "table", "rows", "FASOP's above the least bottleneck", "by up to", "in its own measure", "by up to",

@@ -1,7 +1,7 @@
-"""A newcomer's first plans, by the commands, beside what one would choose by hand: the table of docs/first-plan.md.
+"""A newcomer's first plans, by the commands, beside what one would choose by hand: benchmarks/results/first-plan.md.
 
     python benchmarks/first_plan.py            # prints the table
-    python benchmarks/first_plan.py --docs     # and writes it into the page
+    python benchmarks/first_plan.py --write    # and writes it
     python benchmarks/first_plan.py --workflow # makes the plans with Snakemake too, and compares
 
 Models, machines and searches are those of config/first-plan.yaml. All is estimated from shapes: no GPU takes part.
@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 import yaml
 from accuracy_parts.commands import run, write_json_document
 
-from shardwright_formats.io import one_line_errors, read_document
-from shardwright_formats.types import Estimate, Model, Plan, Prediction
+from shardwright.devices.utilization import model_flops_utilization
+from shardwright.io import one_line_errors, read_document
+from shardwright.types import Estimate, Model, Plan, Prediction
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.question import Question, question_of
-from shardwright_search.advise.report import mfu, plan_words
+from shardwright_search.advise.report import plan_words
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import read_profiles
 from shardwright_search.options import AdviseOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "config" / "first-plan.yaml"
-PAGE = ROOT / "docs" / "first-plan.md"
-MARKS = "<!-- python benchmarks/first_plan.py --docs -->", "<!-- end -->"
+PAGE = ROOT / "benchmarks" / "results" / "first-plan.md"
 GIB = 2**30
 
 BY_HAND = {
@@ -38,7 +38,7 @@ BY_HAND = {
     "zero=3,mbs=1,recompute=selective": "FSDP, selective recomputation",
     "zero=3,mbs=1,recompute=full": "FSDP, full recomputation",
 }
-"""What is chosen without a search: as `shardwright-search advise --against` takes it, and in words."""
+"""What is chosen without a search: as `shardwright advise --against` takes it, and in words."""
 
 
 class Row(NamedTuple):
@@ -60,7 +60,7 @@ class Files(NamedTuple):
 def main() -> None:
     """Make the plans and the table."""
     parser = argparse.ArgumentParser(description="First plans beside those made by hand.")
-    parser.add_argument("--docs", action="store_true", help=f"write the table into {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"write the table to {PAGE.relative_to(ROOT)}")
     parser.add_argument("--workflow", action="store_true", help="make the plans with Snakemake too")
     asked = parser.parse_args()
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
@@ -70,9 +70,8 @@ def main() -> None:
             _check_workflow(made, Path(place))
         text = "\n".join(_table(config, made))
     print(text)
-    if asked.docs:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
-        PAGE.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}", encoding="utf-8")
+    if asked.write:
+        PAGE.write_text(f"{text}\n", encoding="utf-8")
 
 
 def run_commands(name: str, config: Mapping[str, Any], place: Path) -> Files:
@@ -89,13 +88,13 @@ def run_commands(name: str, config: Mapping[str, Any], place: Path) -> Files:
     across = config["clusters"][config["searches"][name]["cluster"]].get("inter_node_gbit_s")
     network = () if across is None else ("--inter-node-gbit-s", across)
     length = ("--sequence-length", preset["sequence_length"])
-    run("shardwright-train", "describe", folder, "--name", name, *length, "--out", described)
+    run("shardwright", "train", "describe", folder, "--name", name, *length, "--out", described)
     made = ("--out", files.profile, "--hardware-out", files.hardware)
     of_model = ("--model", described, "--settings", folder / "profile_settings.json")
-    run("shardwright-profile", "analytic", *of_model, *of_cluster, *network, *made)
+    run("shardwright", "profile", "analytic", *of_model, *of_cluster, *network, *made)
     profiles = ("--hardware", files.hardware, "--profile", files.profile)
     space = ("--search", folder / "search.json")
-    run("shardwright-search", "plan", *of_cluster, "--model", described, *profiles, *space, "--out", files.plan)
+    run("shardwright", "plan", *of_cluster, "--model", described, *profiles, *space, "--out", files.plan)
     return files
 
 
@@ -113,7 +112,7 @@ def _documents(name: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], ..
 
 
 def _table(config: Mapping[str, Any], made: Mapping[str, Files]) -> Iterator[str]:
-    yield "| | plan | s a step | tokens/s | MFU | GiB of a GPU | times as long |"
+    yield "| | plan | s a step | tokens/s | full-square MFU | GiB of a GPU | times as long |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
     for name, files in made.items():
         question = question_for(name, config, files.plan.parent)
@@ -128,10 +127,11 @@ def _table(config: Mapping[str, Any], made: Mapping[str, Files]) -> Iterator[str
 
 def _line(row: Row, best: Row, question: Question, limit: int) -> str:
     took, samples = row.estimate.simulated_step_time_s, row.estimate.samples_per_s
-    tokens, share = samples * row.plan.model.sequence_length, mfu(question, row.plan, row.estimate)
+    tokens, share = samples * row.plan.model.sequence_length, model_flops_utilization(row.plan, took)
     size = f"{row.estimate.memory_bytes / GIB:.1f}" + (" (does not fit)" if row.estimate.memory_bytes > limit else "")
     ratio = took / best.estimate.simulated_step_time_s
-    return f"| {row.what} | {plan_words(row.plan)} | {took:.2f} | {tokens:,.0f} | {share:.0%} | {size} | {ratio:.2f} |"
+    figures = f"{took:.2f} | {tokens:,.0f} | {share.full_square:.0%} | {size} | {ratio:.2f}"
+    return f"| {row.what} | {plan_words(row.plan)} | {figures} |"
 
 
 def rows(files: Files, question: Question) -> Iterator[Row]:

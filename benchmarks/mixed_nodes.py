@@ -21,11 +21,12 @@ import msgspec
 import yaml
 from accuracy_parts.commands import run, write_json_document
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import Measurement, Plan, Plans
+from shardwright.io import read_document, write_document
+from shardwright.io.versions import versions_text
+from shardwright.types import Measurement, Plan, Plans
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.cost_model.profiles import TimeModel, read_profiles
+from shardwright_search.cost_model.profiles import read_profiles
+from shardwright_search.cost_model.time_model import TimeModel
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH, BATCH, MICROBATCHES = 128, 32, [4, 8]
@@ -114,10 +115,10 @@ def _profiled(work: Path, slower: int) -> Files:
     model, hardware = work / "model.json", work / "hardware.h5"
     cluster = _cluster(work, "mixed", types, list(types))
     if not model.exists():
-        run("shardwright-train", "describe", work / "model", "--name", "demo", "--sequence-length", LENGTH,
+        run("shardwright", "train", "describe", work / "model", "--name", "demo", "--sequence-length", LENGTH,
             "--out", model)  # fmt: skip
     if not hardware.exists():
-        run("shardwright-profile", "hardware", "--cluster", cluster, "--all-nodes-here", "--time-budget", 20,
+        run("shardwright", "profile", "hardware", "--cluster", cluster, "--all-nodes-here", "--time-budget", 20,
             "--out", hardware)  # fmt: skip
     settings = write_json_document(work / "settings.json", "profile_settings", **SETTINGS)
     for name in types:
@@ -125,10 +126,10 @@ def _profiled(work: Path, slower: int) -> Files:
             continue
         probes, taken = work / f"{name}.probes.json", work / f"{name}.measured.json"
         pair = {name: types[name] | {"devices_per_node": 2}}
-        run("shardwright-profile", "probes", "--model", model, "--cluster", _cluster(work, name, pair, [name]),
+        run("shardwright", "profile", "probes", "--model", model, "--cluster", _cluster(work, name, pair, [name]),
             "--node-type", name, "--settings", settings, "--out", probes)  # fmt: skip
         _measured(probes, taken, steps=5)
-        run("shardwright-profile", "fit", "--measurements", taken, "--out", work / f"{name}.h5")
+        run("shardwright", "profile", "fit", "--measurements", taken, "--out", work / f"{name}.h5")
     return Files(model, cluster, hardware, tuple(work / f"{name}.h5" for name in types))
 
 
@@ -140,7 +141,7 @@ def _cluster(work: Path, name: str, types: dict[str, Any], nodes: list[str]) -> 
 
 def _measured(plans: Path, out: Path, steps: int) -> Measurement:
     if not out.exists():
-        run("shardwright-train", "measure", plans, "--all-nodes-here", "--steps", steps, "--warmup-steps", 2,
+        run("shardwright", "train", "measure", plans, "--all-nodes-here", "--steps", steps, "--warmup-steps", 2,
             "--out", out)  # fmt: skip
     return read_document(out, Measurement)
 
@@ -152,7 +153,7 @@ def _searched(work: Path, files: Files) -> Plan:
     )  # fmt: skip
     plan = work / "searched.json"
     profiles = [word for path in files.profiles for word in ("--profile", path)]
-    run("shardwright-search", "plan", "--cluster", files.cluster, "--model", files.model, "--hardware",
+    run("shardwright", "plan", "--cluster", files.cluster, "--model", files.model, "--hardware",
         files.hardware, *profiles, "--search", search, "--out", plan)  # fmt: skip
     return read_document(plan, Plan)
 

@@ -25,8 +25,8 @@ from msgspec.structs import replace
 from peers import sailor_inputs
 from search_scale import PRECISION, SETTINGS, median_of
 
-from shardwright_formats.io import BadInput, one_line_errors, read_document, write_document
-from shardwright_formats.types import Cluster
+from shardwright.io import BadInput, one_line_errors, read_document, write_document
+from shardwright.types import Cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -72,7 +72,7 @@ def main() -> None:
             out = folder / "out"
             inputs += ["--out", str(out if command == "rent" else out / "plan.json")]
             clear = partial(shutil.rmtree, out, ignore_errors=True)
-            rows[name] = median_of(["shardwright-search", command, *inputs], folder, asked.repeats, clear)
+            rows[name] = median_of(["shardwright", command, *inputs], folder, asked.repeats, clear)
             rows[name] |= front_of(out) if command == "rent" else plan_of(out)
             used = f"{rows[name]['cpu_s']:.1f} | {rows[name]['peak_mib']}"
             print(f"| {name} | {used} | {rows[name]['found']} |", flush=True)
@@ -132,7 +132,7 @@ def described(folder: Path, config: dict) -> Path:
     """The model's description, at 2,048 tokens."""
     write_json_document(folder / "config/config.json", None, **config)
     model = folder / "model.json"
-    run("shardwright-train", "describe", folder / "config", "--name", "m", "--sequence-length", 2048, "--out", model)
+    run("shardwright", "train", "describe", folder / "config", "--name", "m", "--sequence-length", 2048, "--out", model)
     return model
 
 
@@ -149,7 +149,7 @@ def estimated(folder: Path, config: dict, names: tuple[str, ...], nodes: int, ba
         cluster = cluster_of(folder / f"{name}.json", (name,), nodes)
         asked = "--model", model, "--settings", settings, "--cluster", cluster
         machines = *asked, "--node-type", name, "--inter-node-gbit-s", GBIT_S[name]
-        run("shardwright-profile", "analytic", *machines, "--out", profile, "--hardware-out", hardware)
+        run("shardwright", "profile", "analytic", *machines, "--out", profile, "--hardware-out", hardware)
         found += ["--hardware", str(hardware), "--profile", str(profile)]
     return found
 

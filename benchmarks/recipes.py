@@ -1,4 +1,4 @@
-"""Published recipes beside our answers: benchmarks/results/recipes.json and the tables of docs/recipes.md.
+"""Published recipes beside our answers: benchmarks/results/recipes.json and recipes.md.
 
     python benchmarks/recipes.py                      # all of them: about 2 minutes of one core
     python benchmarks/recipes.py --page               # writes the page anew from recipes.json, after a change of words
@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
-from shardwright_formats.display.plan_words import strategy_words
-from shardwright_formats.io import BadInput, NothingFits, one_line_errors, read_document
-from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import EMBEDDING, GIB, HEAD, Plan
+from shardwright.display.plan_words import strategy_words
+from shardwright.io import BadInput, NothingFits, one_line_errors, read_document
+from shardwright.io.versions import versions_text
+from shardwright.types import EMBEDDING, GIB, HEAD, Plan
 from shardwright_search.advise.choices import reading_of
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.cli import APP
@@ -36,8 +36,7 @@ from shardwright_search.options import AdviseOptions
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "benchmarks" / "recipes" / "recipes.yaml"
 RESULTS = ROOT / "benchmarks" / "results" / "recipes.json"
-PAGE = ROOT / "docs" / "recipes.md"
-MARKS = "<!-- python benchmarks/recipes.py -->", "<!-- end -->"
+PAGE = ROOT / "benchmarks" / "results" / "recipes.md"
 _COLUMNS = {
     "recipe": "---",
     "published, s": "---:",
@@ -88,7 +87,7 @@ class Priced(NamedTuple):
     gib: float
     """GiB of the fullest GPU."""
     budget_gib: float
-    """GiB of a GPU that `advise` lets a plan use: 86 % of its memory."""
+    """GiB of a GPU that `advise` lets a plan use: 92 % of its memory."""
     device_gib: float
 
     @property
@@ -96,7 +95,7 @@ class Priced(NamedTuple):
         """Return the memory, and whether it is more than a plan may use, or than a GPU has."""
         if self.gib > self.device_gib:
             return f"{self.gib:.1f}: over the GPU's {self.device_gib:.0f}"
-        return f"{self.gib:.1f}" + (": over 86 %" if self.gib > self.budget_gib else "")
+        return f"{self.gib:.1f}" + (": over 92 %" if self.gib > self.budget_gib else "")
 
 
 class Row(NamedTuple):
@@ -126,17 +125,14 @@ def main() -> None:
     asked = parser.parse_args()
     with one_line_errors():
         if asked.page:
-            return _write_page(rows_of(RESULTS.read_text(encoding="utf-8")))
+            PAGE.write_text(page_text(rows_of(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+            return
         recipes = [recipe for recipe in read_recipes() if not asked.only or _has_word(recipe, asked.only)]
         rows = [row_of(recipe) for recipe in recipes]
         print("\n".join(tables(rows)))
         if not asked.only:
             RESULTS.write_text(json_text(rows), encoding="utf-8")
-            _write_page(rows)
-
-
-def _write_page(rows: Sequence[Row]) -> None:
-    PAGE.write_text(page_text(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
+            PAGE.write_text(page_text(rows), encoding="utf-8")
 
 
 def read_recipes() -> list[Recipe]:
@@ -193,7 +189,7 @@ def short_words(plan: Plan) -> str:
 
 
 def published_s(published: Published, question: Question) -> float:
-    """Return the time of a step in s; of FLOP/s with model FLOPs counted as `advise` counts them for MFU."""
+    """Return the time of a step in s; of FLOP/s with model FLOPs counted as for `advise`'s full-square MFU."""
     batch, devices, types = question.request.global_batch_size, question.cluster.num_devices, question.model.types
     assert isinstance(batch, int)
     if published.tokens_per_s_per_gpu is not None:
@@ -209,7 +205,7 @@ def published_s(published: Published, question: Question) -> float:
 def json_text(rows: Sequence[Row]) -> str:
     """Return the figures of all recipes, with the versions that made them."""
     content = {
-        "versions": versions_text(("shardwright-search",), on_gpu=False),
+        "versions": versions_text(("shardwright",), on_gpu=False),
         "recipes": [_figures(row) for row in rows],
     }
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
@@ -240,10 +236,9 @@ def rows_of(text: str) -> list[Row]:
     ]
 
 
-def page_text(page: str, rows: Sequence[Row]) -> str:
-    """Return the page with its tables between the two marks made anew."""
-    before, _, rest = page.partition(MARKS[0])
-    return "\n".join([before + MARKS[0], *tables(rows), MARKS[1] + rest.partition(MARKS[1])[2]])
+def page_text(rows: Sequence[Row]) -> str:
+    """The page: the table, and a section on each recipe."""
+    return "\n".join(tables(rows)) + "\n"
 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:

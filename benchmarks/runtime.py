@@ -27,15 +27,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Strategy
-from shardwright_launch.ranks import launch
+from shardwright.launch.ranks import launch
+from shardwright.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright.types.plan import PipelineStage, Plan, Schedule
+from shardwright.types.strategy import DataParallel, LayerStrategy, Strategy
 from shardwright_train.engine.engine import build_engine
 from shardwright_train.engine.learning_rate import Hyperparameters
+from shardwright_train.models.base import family_named
 from shardwright_train.models.description import describe
 from shardwright_train.models.initial_weights import fill
-from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, joined_world
 from shardwright_train.pipeline.layer import RankContext

@@ -32,13 +32,13 @@ from peers import galvatron
 from peers.cases import CASES, Case
 from peers.verdicts import our_verdict, their_verdict
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Cluster, NodeGroup, NodeType, Plan, Prediction, Strategy
+from shardwright.io import read_document, write_document
+from shardwright.types import Cluster, NodeGroup, NodeType, Plan, Prediction, Strategy
 
 MIB = 1 << 20
 CONTEXT_MIB = 1024
 """What the peer counts for the process on every device (`pytorch_context_mem`)."""
-SHARDWRIGHT = str(Path(sys.executable).with_name("shardwright-search"))
+SHARDWRIGHT = str(Path(sys.executable).with_name("shardwright"))
 
 
 class Files(NamedTuple):

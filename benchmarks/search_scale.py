@@ -5,8 +5,8 @@
 
 Three cases of benchmarks/search.py on published profiles, left out where those are not there; large clusters, many
 batch sizes and many layers on analytic profiles (no such machine is needed); and the analytic hardware profile of 2,048
-nodes. Printed as a table. Where all cases ran, it is also written to docs/search-benchmark.md, with the load of the
-machine, and to benchmarks/results/search-scale.json.
+nodes. Printed as a table. Where all cases ran, it is also written to benchmarks/results/search-scale.md and
+.json, with the load of the machine.
 """
 
 import argparse
@@ -91,7 +91,6 @@ GOALS_S = {
     "gpt 175b on 1,024 devices, 4 batch sizes": "1.5",
     "llama 405b on 16,384 devices": "5",
 }
-MARKS = ("<!-- speeds: written by benchmarks/search_scale.py -->", "<!-- end of speeds -->")
 
 
 def main() -> None:
@@ -126,7 +125,7 @@ def main() -> None:
         out.write_text(json.dumps(document | {"rows": rows}, indent=2) + "\n", encoding="utf-8")
         said = f"Medians of {asked.repeats} runs on {date}, on {cpus} virtual cores whose load (the mean number of"
         said += f" processes that ran in the last minute) was {min(loads):.1f} to {max(loads):.1f}."
-        _write_in_page("\n".join((*lines, "", said)))
+        out.with_suffix(".md").write_text("\n".join((*lines, "", said)) + "\n", encoding="utf-8")
 
 
 def _line(*cells: str) -> str:
@@ -140,17 +139,9 @@ def _row(name: str, row: dict) -> str:
     return _line(*told)
 
 
-def _write_in_page(table: str) -> None:
-    """Put the table between its marks in the page."""
-    page = ROOT / "docs/search-benchmark.md"
-    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    _, _, behind = rest.partition(MARKS[1])
-    page.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{behind}", encoding="utf-8")
-
-
 def measured(folder: Path, inputs: list[str], repeats: int) -> dict:
     """The median run's CPU seconds, the most memory, and what was found."""
-    command = ["shardwright-search", "plan", *inputs, "--out", str(folder / "plan.json")]
+    command = ["shardwright", "plan", *inputs, "--out", str(folder / "plan.json")]
     used = median_of(command, folder, repeats)
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     proof = json.loads((folder / "plan.prediction.json").read_text(encoding="utf-8"))["proof"]
@@ -166,7 +157,7 @@ def hardware_of_many_nodes(folder: Path, repeats: int) -> dict:
     (folder / "cluster.json").write_text(json.dumps(cluster | {"node_types": {"a": NODE}}), encoding="utf-8")
     machines = ["--cluster", str(folder / "cluster.json"), "--node-type", "a", "--inter-node-gbit-s", "800"]
     out = ["--hardware-out", str(folder / "hardware.h5")]
-    return median_of(["shardwright-profile", "analytic", *machines, *out], folder, repeats)
+    return median_of(["shardwright", "profile", "analytic", *machines, *out], folder, repeats)
 
 
 def published(folder: Path, name: str, reference: Path) -> list[str]:
@@ -202,11 +193,11 @@ def prepared(folder: Path, case: dict) -> list[str]:
         document = {"format": f"shardwright.{name}", "version": 1} | of
         (folder / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
     files = {name: str(folder / name) for name in ("model.json", "cluster.json", "hardware.h5", "profile.h5")}
-    describe = "shardwright-train", "describe", folder / "config", "--name", "large"
+    describe = "shardwright", "train", "describe", folder / "config", "--name", "large"
     length = case.get("sequence_length", 2048)
     run(*describe, "--sequence-length", length, "--out", files["model.json"])
     device = "--device", case.get("device", "A100-80")
-    analytic = "shardwright-profile", "analytic", "--model", files["model.json"], *device
+    analytic = "shardwright", "profile", "analytic", "--model", files["model.json"], *device
     wanted = "--settings", folder / "profile_settings.json", "--out", files["profile.h5"]
     machines = (
         "--cluster",

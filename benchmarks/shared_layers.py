@@ -27,9 +27,9 @@ from typing import Any
 from accuracy_parts.commands import run, write_json_document
 from shared_parts.cases import Case, cases, cluster_of
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import Cluster, Measurement, Model, Plans, Prediction
+from shardwright.io import read_document, write_document
+from shardwright.io.versions import versions_text
+from shardwright.types import Cluster, Measurement, Model, Plans, Prediction
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def measured(folder: Path, case: Case, hardware: Path, hidden: int, rounds: int,
     for plan in plans:
         path = folder / "plans" / f"{plan.name}.json"
         write_document(path, plan)
-        run("shardwright-search", "evaluate", path, "--hardware", hardware, "--profile", profile,
+        run("shardwright", "evaluate", path, "--hardware", hardware, "--profile", profile,
             "--out", path.with_suffix(".prediction.json"))  # fmt: skip
         estimates.append(read_document(path.with_suffix(".prediction.json"), Prediction))
     asked = folder / "all.json"
@@ -119,7 +119,7 @@ def _hardware(work: Path, ranks: int) -> Path:
     """Measure the links of this machine among so many processes, unless that was done."""
     cluster, hardware = write_json_document(work / "cluster.json", "cluster", **cluster_of(ranks)), work / "hardware.h5"
     if not hardware.exists():
-        run("shardwright-profile", "hardware", "--cluster", cluster, "--time-budget", 10, "--out", hardware)
+        run("shardwright", "profile", "hardware", "--cluster", cluster, "--time-budget", 10, "--out", hardware)
     return hardware
 
 
@@ -131,22 +131,22 @@ def _profiled(folder: Path, case: Case, hidden: int, steps: int) -> tuple[Path, 
     models = [folder / f"model-{length}.json" for length in lengths]
     for length, model in zip(lengths, models, strict=True):
         if not model.exists():
-            run("shardwright-train", "describe", folder / "config", "--name", case.name, "--sequence-length", length,
+            run("shardwright", "train", "describe", folder / "config", "--name", case.name, "--sequence-length", length,
                 "--out", model)  # fmt: skip
     settings = write_json_document(folder / "settings.json", "profile_settings", **case.settings)
     if not taken.exists():
         described = [word for model in models for word in ("--model", model)]
-        run("shardwright-profile", "probes", *described, "--cluster", folder.parent / "cluster.json", "--node-type",
+        run("shardwright", "profile", "probes", *described, "--cluster", folder.parent / "cluster.json", "--node-type",
             "cpu", "--settings", settings, "--out", probes)  # fmt: skip
         _measured(probes, taken, steps)
     if not profile.exists():
-        run("shardwright-profile", "fit", "--measurements", taken, "--out", profile)
+        run("shardwright", "profile", "fit", "--measurements", taken, "--out", profile)
     return models[0], profile
 
 
 def _measured(plans: Path, out: Path, steps: int) -> Measurement:
     if not out.exists():
-        run("shardwright-train", "measure", plans, "--steps", steps, "--warmup-steps", 2, "--out", out)
+        run("shardwright", "train", "measure", plans, "--steps", steps, "--warmup-steps", 2, "--out", out)
     return read_document(out, Measurement)
 
 

@@ -4,7 +4,7 @@ import io
 from contextlib import redirect_stderr, redirect_stdout
 from typing import NamedTuple
 
-from shardwright_formats.command import CommandLine, run
+from shardwright.command import CommandLine, run
 
 
 class Called(NamedTuple):

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "config").glob("*.md"))]
-_PROGRAM = re.compile(
-    r"^ *(?:make|shardwright)(?= )|(?<![\w`./-])(?:snakemake|shardwright-(?:train|profile|search))(?= )"
-)
+FOLDERS = ("docs", "config", "benchmarks/results")
+PAGES = [ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.md")))]
+_PROGRAM = re.compile(r"^ *make(?= )|(?<![\w`./-])(?:snakemake(?= )|shardwright(?= (?!snakemake|shardwright)[a-z]))")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```|^((?: {4}[^\s*-].*\n)+)", re.M | re.S)
 _SHELLS = ("", "sh", "bash", "console")
 _INLINE = re.compile(r"`((?:snakemake|make) [^`\n]+)`")

@@ -24,8 +24,8 @@ from typing import Any
 
 from forked_ranks import forking
 
-from shardwright_launch import ranks
-from shardwright_launch.heartbeat import RankFiles
+from shardwright.launch import ranks
+from shardwright.launch.heartbeat import RankFiles
 
 __all__ = ["PROFILE", "TRAIN", "Command", "Fault", "forked_command"]
 
@@ -48,13 +48,20 @@ class Fault:
 class Command:
     """A command that was started: what the tests use of subprocess.Popen, and its ranks."""
 
-    def __init__(self, package: str, arguments: Sequence[object], environment: Mapping[str, str], fault: Fault | None):
+    def __init__(
+        self,
+        package: str,
+        arguments: Sequence[object],
+        environment: Mapping[str, str],
+        fault: Fault | None,
+        working_folder: Path | None = None,
+    ):
         self._kept = tempfile.TemporaryDirectory()
         self._folder = Path(self._kept.name)
         self.args = [package.replace("_", "-"), *map(str, arguments)]
         for name in _STREAMS:  # it may be killed before it has said anything
             (self._folder / name).touch()
-        given = (package, self.args, dict(environment), self._folder, fault)
+        given = (package, self.args, dict(environment), self._folder, fault, working_folder)
         self._process = forking().Process(target=_command, args=given)
         self._process.start()
 
@@ -116,9 +123,10 @@ def forked_command(
     environment: Mapping[str, str] | None = None,
     fault: Fault | None = None,
     package: str = TRAIN,
+    working_folder: Path | None = None,
 ) -> Command:
     """The command of a package with these arguments, in this process's environment and what is given of one."""
-    return Command(package, arguments, os.environ | (environment or {}), fault)
+    return Command(package, arguments, os.environ | (environment or {}), fault, working_folder)
 
 
 def _lives(pid: int) -> bool:
@@ -128,7 +136,16 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def _command(package: str, words: list[str], environment: dict[str, str], folder: Path, fault: Fault | None) -> None:
+def _command(
+    package: str,
+    words: list[str],
+    environment: dict[str, str],
+    folder: Path,
+    fault: Fault | None,
+    working_folder: Path | None,
+) -> None:
+    if working_folder is not None:
+        os.chdir(working_folder)
     for number, name in enumerate(_STREAMS, start=1):
         said = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(said, number)

@@ -1,7 +1,7 @@
 """Ranks for tests, forked from a process in which PyTorch, transformers and the workers stand imported.
 
 Importing these takes a process 4 s of a core, more than most tests compute on a rank. Users' ranks are started by
-shardwright_launch: tests of starting, watching and ending ranks use that, and so does `make parity`.
+shardwright.launch: tests of starting, watching and ending ranks use that, and so does `make parity`.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from shardwright_launch.heartbeat import RankFiles
+from shardwright.launch.heartbeat import RankFiles
 
 __all__ = ["forking", "run_worker"]
 

@@ -15,29 +15,31 @@ from typing import Any
 
 from configuration_checks import Section, check_data, check_model_keys, check_references, converted, read_preset, typed
 from configuration_files import check_texts
-from configuration_types import RANDOM, Configuration, ModelChoice, Profile, Run, Search, Select, Source
+from configuration_normal import normal
+from configuration_types import RANDOM, Configuration, ModelChoice, Profile, Run, Search, Source
 from expert_loads import check_load
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.command.options import options_of
-from shardwright_formats.io import BadInput, Document
-from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import GIB, Cluster
+from result_folders import folder_of_data
+from shardwright.command.options import options_of
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import BadInput, Document
+from shardwright.io.versions import PRODUCT, versions_text
+from shardwright.types import GIB, Cluster
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.data.corpora import Source as Corpus
 from shardwright_train.options import RunOptions
 from slurm_jobs import RUN_MIN, Component, components_of, job_minutes, job_resources
 
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
-"""Options of `shardwright-train run` that switch off a default, by key."""
+"""Options of `shardwright train run` that switch off a default, by key."""
 _KINDS = {Corpus.IMAGES: "images", Corpus.CAPTIONS: "pairs", Corpus.SPEECH: "pairs"}
-"""The form that data of a source become, where this is no text."""
+"""The form that data of a source become, if this is no text."""
 _FILES = {
     "text": ("data.json", "tokens.bin"),
     "images": ("images.npy", "labels.npy"),
     "pairs": ("tokens.npy", "samples.npy"),
 }
 """Files of each kind of data that a run waits for."""
-_PATHS = {"text", "tokenizer", "weights", "resume_from"}
+_PATHS = {"text", "tokenizer", "weights", "adapter", "resume_from"}
 """Keys whose value may be the path of a file or folder of the user."""
 
 
@@ -47,18 +49,18 @@ class Workflow:
 
     settings: Configuration
     sections: Section
-    """Sections of the configuration as YAML gave them, without defaults."""
+    """Sections of the configuration in their one spelling, without defaults."""
     presets: Mapping[str, Section]
     """The presets in use, by name."""
     folder: Path
-    """Folder of the configuration, in which its relative paths are looked for where the working folder lacks them."""
+    """Folder of the configuration, in which its relative paths are looked for if the working folder lacks them."""
 
     def cluster_json(self, name: str, *, priced: bool = True) -> str:
-        """Return a cluster's document, without prices for hardware sweeps: another price measures nothing again."""
+        """A cluster's document, without prices for hardware sweeps: another price measures nothing again."""
         return document_text(Cluster, self.cluster(name, priced=priced))
 
     def cluster(self, name: str, *, priced: bool = True) -> Section:
-        """Return a cluster's content; `1x<node type>` is one node of that type, without its price, for profiling."""
+        """A cluster's content; `1x<node type>` is one node of that type, without its price, for profiling."""
         if (node_type := name.removeprefix("1x")) != name and node_type in self.settings.node_types:
             devices = self.settings.node_types[node_type].profiled_devices
             changed = {} if devices is None else {"devices_per_node": devices}
@@ -70,102 +72,90 @@ class Workflow:
         return {"name": name, "nodes": groups, "node_types": types}
 
     def model_config_json(self, name: str) -> str:
-        """Return the Hugging Face configuration of a model: its preset's, with the configuration's overrides."""
+        """The Hugging Face configuration of a model: its preset's, with the configuration's overrides."""
         model = self.sections["models"][name]
         overrides = {key: value for key, value in model.items() if key not in ModelChoice.__struct_fields__}
         return _canonical({**self.presets[model["preset"]]["config"], **overrides})
 
     def sequence_length(self, model: str) -> int:
-        """Return the number of tokens of one sample."""
+        """The number of tokens of one sample."""
         settings = self.settings.models[model]
         return int(settings.sequence_length or self.presets[settings.preset]["sequence_length"])
 
     def profile_of(self, model: str) -> Profile:
-        """Return the profile settings of a model."""
+        """The profile settings of a model."""
         return self.settings.profiles[self.settings.models[model].profile]
 
     def analytic_models(self) -> str:
-        """Return a regular expression of the models whose profiles are estimated, not measured."""
-        return _any_of(name for name in self.settings.models if self.profile_of(name).source is Source.ANALYTIC)
+        """A regular expression of the models whose profiles are estimated, not measured."""
+        return any_of(name for name in self.settings.models if self.profile_of(name).source is Source.ANALYTIC)
 
     def analytic_clusters(self) -> str:
-        """Return a regular expression of the clusters whose hardware is estimated, not measured."""
-        return _any_of(name for name, cluster in self.settings.clusters.items() if cluster.hardware is Source.ANALYTIC)
+        """A regular expression of the clusters whose hardware is estimated, not measured."""
+        return any_of(name for name, cluster in self.settings.clusters.items() if cluster.hardware is Source.ANALYTIC)
 
     def profile_json(self, name: str) -> str:
-        """Return the document of profile settings: which strategies and micro-batch sizes are measured."""
+        """The document of profile settings: which strategies and micro-batch sizes are measured."""
         settings = _fields(self.sections["profiles"][name], ProfileSettings.__struct_fields__)
         return document_text(ProfileSettings, settings)
 
     def search_json(self, name: str) -> str:
-        """Return the document of a search; number formats and kernels are those that its model was profiled in."""
+        """The document of a search; number formats and kernels are those that its model was profiled in."""
         search = self.sections["searches"][name]
         request = _fields(search, SearchRequest.__struct_fields__)
         return document_text(SearchRequest, {"name": name, **self.computed_as(search["model"]), **request})
 
     def computed_as(self, model: str) -> Section:
-        """Return the number formats and kernels that a model is profiled in, as keys of a search."""
+        """The number formats and kernels that a model is profiled in, as keys of a search."""
         profile = self.sections["profiles"][self.settings.models[model].profile]
         return _fields(profile, ("precision", "attention", "compile"))
 
     def describe_options(self, described: str) -> list[str]:
-        """Return the options of `shardwright-train describe` for MODEL, or for MODEL@LENGTH."""
+        """The options of `shardwright train describe` for MODEL, or for MODEL@LENGTH."""
         model, _, length = described.partition("@")
         trained = _fields(self.sections["models"][model], ("frozen", "lora"))
         return spelled_options({"name": model, "sequence_length": length or self.sequence_length(model), **trained})
 
     def described(self, model: str) -> list[str]:
-        """Return the descriptions of a model at each length that it is profiled at, first at its sequence length."""
+        """The descriptions of a model at each length that it is profiled at, first at its sequence length."""
         _, *lengths = self.profile_of(model).lengths(self.sequence_length(model))
         return [f"results/models/{name}.json" for name in (model, *(f"{model}@{length}" for length in lengths))]
 
     def measure_options(self, model: str) -> list[str]:
-        """Return the options of `shardwright-train measure` that say how long the probes of a model are measured."""
+        """The options of `shardwright train measure` that say how long the probes of a model are measured."""
         keys = ("steps", "warmup_steps", "min_time_s")
         return spelled_options({key: getattr(self.profile_of(model), key) for key in keys})
 
     def estimate_options(self, model: str) -> list[str]:
-        """Return the `shardwright-profile analytic` options on the devices that a model's profile is estimated for."""
+        """The `shardwright profile analytic` options on the devices that a model's profile is estimated for."""
         return spelled_options(self.sections["profiles"][self.settings.models[model].profile].get("estimate") or {})
 
     def options(self, section: str, name: str, without: Iterable[str] = ()) -> list[str]:
-        """Return the keys of an entry as options of a command."""
+        """The keys of an entry as options of a command."""
         entry = self.sections[section][name]
         return spelled_options({key: self._located(key, value) for key, value in entry.items() if key not in without})
 
     def _located(self, key: str, value: object) -> object:
-        """Return a value of the configuration; of a path that the working folder lacks, the one beside the file."""
+        """A value of the configuration; of a path that the working folder lacks, the one beside the file."""
         beside = key in _PATHS and not Path(str(value)).exists() and (self.folder / str(value)).exists()
         return os.path.relpath(self.folder / str(value)) if beside else value
 
     def network_options(self, cluster: str) -> list[str]:
-        """Return the `shardwright-profile analytic` options on the links of a cluster whose hardware is estimated."""
+        """The `shardwright profile analytic` options on the links of a cluster whose hardware is estimated."""
         return self.options("clusters", cluster, ("nodes", "hardware", "hardware_time_budget_s", "all_nodes_here"))
 
-    def selects(self, search: str) -> bool:
-        """Return whether runs of a search take its measured winner, not the predicted best."""
-        return self.settings.searches[search].select is Select.MEASURED
-
-    def plan_of(self, search: str) -> str:
-        """Return the plan file that runs of a search take."""
-        return f"results/{'selected' if self.selects(search) else 'plans'}/{search}.json"
-
     def corrections_of(self, search: str) -> list[str]:
-        """Return the correction file that a search is given, in a list that is empty without one."""
+        """The correction file that a search is given, in a list that is empty without one."""
         source = self.settings.searches[search].correction
         return [] if source is None else [f"results/corrections/{source}.json"]
 
     def profiles_of(self, search: Search) -> list[str]:
-        """Return the model profiles that a search reads, one for each node type."""
+        """The model profiles that a search reads, one for each node type."""
         node_types = self.settings.clusters[search.cluster].node_types
         return [f"results/profiles/{search.model}@{node_type}.h5" for node_type in node_types]
 
-    def exported_runs(self) -> tuple[str, ...]:
-        """Return the runs whose model is written as a folder."""
-        return tuple(name for name, run in self.settings.runs.items() if run.export)
-
     def copied_from(self, run: str) -> str | None:
-        """Return the folder whose tokenizer goes with a run's model: that of its weights, else of its data, or None."""
+        """The folder whose tokenizer goes with a run's model: that of its weights, else of its data, or None."""
         entry = self.settings.runs[run]
         if entry.weights is not None:
             return str(self._located("weights", str(entry.weights)))
@@ -173,28 +163,28 @@ class Workflow:
         return next((self.data_folder(part) for part in parts if data[part].source is not Corpus.IMAGES), None)
 
     def convert_options(self, run: str) -> list[str]:
-        """Return the options of `shardwright-train convert` for a run, except its files."""
+        """The options of `shardwright train convert` for a run, except its files."""
         copied = self.copied_from(run)
         best = ["--best"] if self.settings.runs[run].export == "best" else []
         return best if copied is None else ["--copy-from", copied, *best]
 
     def run_options(self, run: str) -> list[str]:
-        """Return the options of `shardwright-train run`, except its plan, data and folders."""
+        """The options of `shardwright train run`, except its plan, data and folders."""
         options = self.options("runs", run, ("search", "data", "valid_data", "export"))
         valid = self.settings.runs[run].valid_data
         return options if valid is None else [*options, "--valid-data", self.data_folder(valid)]
 
     def parents_of(self, run: str) -> list[str]:
-        """Return the checkpoint that a run branches from, as `run_options` has it; an empty list for other runs."""
+        """The checkpoint that a run branches from, as `run_options` has it; an empty list for other runs."""
         parent = self.settings.runs[run].resume_from
         return [] if parent is None else [str(self._located("resume_from", str(parent)))]
 
     def data_folder(self, name: str) -> str:
-        """Return the value of `--data` for an entry of `data`."""
-        return name if name == RANDOM else f"results/data/{name}"
+        """The value of `--data` for an entry of `data`."""
+        return name if name == RANDOM else f"results/data/{folder_of_data(self.settings, name)}"
 
     def data_files(self, run: str) -> list[str]:
-        """Return the files that a run reads, those to evaluate on included."""
+        """The files that a run reads, those to evaluate on included."""
         entry, files = self.settings.runs[run], list[str]()
         for name in (entry.data, entry.valid_data or RANDOM):
             parts = self._parts(name)
@@ -206,50 +196,53 @@ class Workflow:
         return list(dict.fromkeys(files))
 
     def vocabulary_size(self, run: Run) -> int:
-        """Return the largest vocabulary of the data that a run reads; 0 where none says its size."""
+        """The largest vocabulary of the data that a run reads; 0 if none says its size."""
         parts = (*self._parts(run.data), *self._parts(run.valid_data or RANDOM))
         return max((self.settings.data[part].vocab_size or 0 for part in parts), default=0)
 
     def _parts(self, name: str) -> tuple[str, ...]:
-        """Return the entries that a name stands for: itself, those of a blend, none for random samples."""
+        """The entries that a name stands for: itself, those of a blend, none for random samples."""
         return () if name == RANDOM else tuple(self.settings.data[name].blend or (name,))
 
     def blend_json(self, name: str) -> str:
-        """Return the document of a blend."""
+        """The document of a blend."""
         from shardwright_train.data.sampling import BlendedData
 
-        weights = (self.settings.data[name].blend or {}).items()
-        datasets = [{"folder": f"../{part}", "weight": weight} for part, weight in weights]
+        weights = {
+            folder_of_data(self.settings, part): of for part, of in (self.settings.data[name].blend or {}).items()
+        }
+        datasets = [{"folder": f"../{folder}", "weight": weight} for folder, weight in weights.items()]
         return document_text(BlendedData, {"datasets": datasets})
 
     def data_pattern(self, kind: str) -> str:
-        """Return a regular expression of the data that become the files of a kind: `text`, `images` or `pairs`."""
+        """A regular expression of the folders of data that become `text`, `images` or `pairs`, the kind."""
         unblended = ((name, data) for name, data in self.settings.data.items() if data.blend is None)
-        return _any_of(name for name, data in unblended if _KINDS.get(data.source, "text") == kind)
+        names = (name for name, data in unblended if _KINDS.get(data.source, "text") == kind)
+        return any_of(folder_of_data(self.settings, name) for name in names)
 
     def measured_searches(self) -> tuple[str, ...]:
-        """Return the searches whose plan and runners-up are measured: those asked for, and those others depend on."""
+        """The searches whose plan and runners-up are measured: those asked for, and those others depend on."""
         needed = {*self.settings.validate.searches, *(each.correction for each in self.settings.searches.values())}
-        return tuple(name for name in self.settings.searches if name in needed or self.selects(name))
+        return tuple(name for name in self.settings.searches if name in needed)
 
     def profiled_pairs(self) -> tuple[tuple[str, str], ...]:
-        """Return every (model, node type) that some search needs the profile of."""
+        """Every (model, node type) that some search needs the profile of."""
         searches, clusters = self.settings.searches.values(), self.settings.clusters
         pairs = ((each.model, node_type) for each in searches for node_type in clusters[each.cluster].node_types)
         return tuple(dict.fromkeys(pairs))
 
     def components(self, cluster: str) -> tuple[Component, ...]:
-        """Return the components of a job on all nodes of a cluster."""
+        """The components of a job on all nodes of a cluster."""
         return components_of(self.settings.clusters[cluster], self.settings.node_types)
 
     def one_node(self, node_type: str) -> tuple[Component, ...]:
-        """Return the components of a job on one node."""
+        """The components of a job on one node."""
         return (Component(1, self.settings.node_types[node_type].slurm),)
 
     def resource_names(self) -> tuple[str, ...]:
-        """Return the names of the resources that some job asks for.
+        """The names of the resources that some job asks for.
 
-        The optional ones are left out where no node type has them, so that a default of the cluster's profile holds.
+        The optional ones are left out if no node type has them, so that a default of the cluster's profile holds.
         """
         names = (job_resources(self.one_node(node_type), 1) for node_type in self.settings.node_types)
         return tuple(dict.fromkeys(name for each in names for name in each))
@@ -260,12 +253,13 @@ class Workflow:
             "device": node.device,
             "devices_per_node": node.devices_per_node,
             "memory_bytes": int(node.memory_gib * GIB),
+            **({} if node.domain_devices is None else {"domain_devices": node.domain_devices}),
             "usd_per_hour": self.sections["node_types"][name].get("usd_per_hour") if priced else None,
         }
 
 
 def load_workflow(config: Section, file: str, root: Path) -> Workflow:
-    """Return a configuration checked whole: shape, names that refer to one another, presets and their keys.
+    """A configuration checked whole: shape, names that refer to one another, presets and their keys.
 
     `root` is the repository's folder. Raises BadInput.
     """
@@ -275,7 +269,9 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
     presets = {model.preset: read_preset(model.preset, name, file, root) for name, model in settings.models.items()}
     for name, model in config["models"].items():
         check_model_keys(name, model, presets[model["preset"]]["config"], file)
-    workflow = Workflow(settings, config, presets, Path(file).parent)
+    sections = normal(config, settings)
+    settings = typed(sections, file)
+    workflow = Workflow(settings, sections, presets, Path(file).parent)
     for name in settings.clusters:
         converted(workflow.cluster(name), Cluster, f"clusters.{name}", file)
     check_data(settings, config, file)
@@ -290,7 +286,7 @@ def load_workflow(config: Section, file: str, root: Path) -> Workflow:
         minutes = job_minutes(workflow.components(settings.searches[run.search].cluster), RUN_MIN)
         if run.grace_s is not None and run.grace_s > 30 * minutes:
             problem = f"runs.{name}.grace_s: {run.grace_s:g} s are over half of a job of {minutes} min"
-            raise BadInput(file, problem, "say less, or raise node_types.<name>.slurm.runtime_min")
+            raise BadInput(file, problem, "set less, or raise node_types.<name>.slurm.runtime_min")
     return workflow
 
 
@@ -299,17 +295,17 @@ def _fields(entry: Section, names: Iterable[str]) -> Section:
 
 
 def upgrade_versions() -> str:
-    """Return the versions of the programs that compute results without measuring."""
-    return versions_text([f"shardwright-{program}" for program in ("train", "profile", "search")], on_gpu=False)
+    """The versions of the programs that compute results without measuring."""
+    return versions_text([PRODUCT], on_gpu=False)
 
 
 def spelled_options(values: Section) -> list[str]:
-    """Return keys and their values as options of a command; a list repeats its option."""
+    """Keys and their values as options of a command; a list repeats its option."""
     return [word for key, value in values.items() for word in _option(f"--{key.replace('_', '-')}", key, value)]
 
 
 def command_line(*words: str, **options: object) -> str:
-    """Return a command as a line of a batch, with the options whose value is not None; a list repeats its option."""
+    """A command as a line of a batch, with the options whose value is not None; a list repeats its option."""
     given = {name: value for name, value in options.items() if value is not None}
     return shlex.join([*words, *spelled_options(given)])
 
@@ -322,12 +318,13 @@ def _option(name: str, key: str, value: object) -> list[str]:
     return [name, str(value)]
 
 
-def _any_of(names: Iterable[str]) -> str:
+def any_of(names: Iterable[str]) -> str:
+    """A regular expression that matches each of some names, and nothing else."""
     return "|".join(map(re.escape, names)) or "(?!)"
 
 
 def document_text(kind: type[Document], content: Section) -> str:
-    """Return a document of a kind as JSON."""
+    """A document of a kind as JSON."""
     return _canonical({"format": kind.FORMAT, "version": kind.VERSION, **content})
 
 

@@ -13,8 +13,8 @@ import msgspec
 
 from configuration_files import read_yaml
 from configuration_types import DECIDED, RANDOM, Configuration, ModelChoice, Name, Search, Validate, components
-from shardwright_formats.io import BadInput
-from shardwright_models.presets import read_presets
+from shardwright.io import BadInput, removed_key, without_ignored
+from shardwright.models.registry import read_presets
 from shardwright_train.data.corpora import Source
 
 Section = Mapping[str, Any]
@@ -31,11 +31,12 @@ _REFERENCES = (
     ("runs", "valid_data", "data"),
 )
 """Section, key, and the section that the key's value names an entry of."""
+_REMOVED_VALUES = {"mlflow": "take wandb or tensorboard, or read metrics.jsonl"}
 _ARTICLES = {"correction": "a correction", "imbalance": "an imbalance"}
 
 
 def typed(config: Section, file: str) -> Configuration:
-    """Return the configuration as its types; raise BadInput naming the place, such as `searches.tight.memory_gib`."""
+    """The configuration as its types; raises BadInput naming the place, such as `searches.tight.memory_gib`."""
     checked: dict[str, object] = dict(config)
     for field in msgspec.structs.fields(Configuration):
         section = config.get(field.name)
@@ -50,16 +51,20 @@ def typed(config: Section, file: str) -> Configuration:
 def _entry(section: str, name: object, entry: object, kind: type[_Type], file: str) -> tuple[str, _Type]:
     place = f"{section}.{name}"
     for key in (key for key in DECIDED.get(section, ()) if isinstance(entry, Mapping) and key in entry):
-        raise BadInput(file, f"{place}.{key} is not to be said", f"leave it out: {DECIDED[section][key]}")
+        raise BadInput(file, f"{place}.{key} cannot be set", f"leave it out: {DECIDED[section][key]}")
+    if isinstance(entry, Mapping):
+        entry = without_ignored(entry, getattr(kind, "REMOVED", {}))
     return converted(name, Name, place, file), converted(entry, kind, place, file)
 
 
 def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
-    """Return a value as its type; raise BadInput naming the place inside of `where`."""
+    """A value as its type; raises BadInput naming the place inside of `if`."""
     try:
         # The only type of the stages' own that a configuration spells is a path.
         return msgspec.convert(value, kind, dec_hook=lambda path, text: path(text))
     except msgspec.ValidationError as error:
+        if (removed := removed_key(error, getattr(kind, "REMOVED", {}), file, f"{where}.")) is not None:
+            raise removed from None
         problem, _, inside = str(error).partition(" - at `")
         inside = inside.removeprefix("$").rstrip("`")
     place = (where + re.sub(r"\[(\d+)\]", r".\1", inside)).strip(".")
@@ -68,24 +73,29 @@ def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
         known = keys if inside else kind.__struct_fields__  # type: ignore[attr-defined]
         _refuse_key(f"{place}.{odd[1]}".strip("."), odd[1], known, file)
     odd = re.fullmatch(r"Invalid enum value '(.*)'", problem)
+    if odd and odd[1] in _REMOVED_VALUES:
+        raise BadInput(file, f"{place}: {odd[1]} was removed", _REMOVED_VALUES[odd[1]])
     close = difflib.get_close_matches(odd[1], values, n=1) if odd else ()
-    remedy = f"did you mean {close[0]}?" if close else "config/config.yaml shows every key with what it may be"
+    remedy = f"did you mean {close[0]}?" if close else "config/config.yaml shows every key and its values"
     raise BadInput(file, f"{place}: {problem}" if place else problem, remedy)
 
 
 def _words(kind: type) -> tuple[list[str], list[str]]:
-    """Return all keys, and all values of enumerations, of a type and of those it is made of."""
+    """All keys, and all values of enumerations, of a type and of those it is made of."""
     schemas = components(kind).values()
     keys, values = ([each for schema in schemas for each in schema.get(word, ())] for word in ("properties", "enum"))
     return keys, values
 
 
 def check_references(config: Configuration, file: str) -> None:
-    """Raise BadInput where a name stands for nothing, or a correction cannot be used."""
+    """Raise BadInput if a name stands for nothing, or a correction cannot be used."""
     for where, name, section in _references(config):
         known = getattr(config, section)
         if name not in known:
             raise BadInput(file, f"{where}: {name!r} is not under {section}", _hint(name, known))
+    for path in config.pictures:
+        if re.fullmatch(r"results/grids/[^/]*\.svg", str(path)):
+            raise BadInput(file, f"pictures: {path}: grids have no picture any more", "leave it out; the table is .md")
     for name, search in config.searches.items():
         if search.correction is not None:
             _check_correction(name, search, config.searches, file)
@@ -106,7 +116,7 @@ def _references(config: Configuration) -> Iterator[tuple[str, str, str]]:
 
 
 def _check_correction(name: str, search: Search, searches: Mapping[str, Search], file: str) -> None:
-    """Raise BadInput where a correction is of other profiles, or is learned from a search that needs this one."""
+    """Raise BadInput if a correction is of other profiles, or is learned from a search that needs this one."""
     where, source = f"searches.{name}.correction", searches[str(search.correction)]
     for key in ("model", "cluster"):
         if getattr(source, key) != getattr(search, key):
@@ -115,7 +125,7 @@ def _check_correction(name: str, search: Search, searches: Mapping[str, Search],
 
 
 def _check_order(config: Configuration, passed: tuple[str, ...], file: str, first: str | None = None) -> None:
-    """Raise BadInput where a search needs itself: by what measured plans taught, or by the run of its load.
+    """Raise BadInput if a search needs itself: by what measured plans taught, or by the run of its load.
 
     `first`: the key by which the first of the searches passed needs the second.
     """
@@ -137,31 +147,31 @@ def _needed(config: Configuration, search: Search) -> Iterator[tuple[str, str]]:
 def check_data(settings: Configuration, config: Section, file: str) -> None:
     """Raise BadInput for entries of `data`, and runs on them, that contradict themselves."""
     if RANDOM in settings.data:
-        raise BadInput(file, f"data.{RANDOM}: the name stands for random samples", "choose another")
+        raise BadInput(file, f"data.{RANDOM}: the name is reserved for random samples", "choose another")
     for name, data in settings.data.items():
         if (data.blend is None) == (not data.text):
-            raise BadInput(file, f"data.{name} holds either text or blend", "say one of them")
+            raise BadInput(file, f"data.{name} needs either text or blend", "set one of them")
         if data.blend is not None:
             _check_blend(name, data.blend, settings, config["data"][name].keys(), file)
     for name, run in settings.runs.items():
         if run.valid_data == RANDOM:
-            raise BadInput(file, f"runs.{name}.valid_data: random samples are none to evaluate on", "name some data")
+            raise BadInput(file, f"runs.{name}.valid_data: random samples are not for evaluation", "choose other data")
         if run.export == "best" and not run.keep_best:
-            raise BadInput(file, f"runs.{name}.export: there is no best checkpoint", "say keep_best: true, too")
+            raise BadInput(file, f"runs.{name}.export: there is no best checkpoint", "set keep_best: true, too")
 
 
 def _check_blend(name: str, blend: Mapping[str, float], settings: Configuration, keys: Set[str], file: str) -> None:
     for key in keys - {"blend"}:
-        raise BadInput(file, f"data.{name}.{key}: a blend has none", "say it of its parts")
+        raise BadInput(file, f"data.{name}.{key}: does not apply to a blend", "set it for its parts")
     if not blend:
         raise BadInput(file, f"data.{name}.blend names no data", "give each part its weight")
     for part in blend:
         if settings.data[part].blend is not None or settings.data[part].source in _NO_TEXT:
-            raise BadInput(file, f"data.{name}.blend: {part} is no text", "blend entries that have a text")
+            raise BadInput(file, f"data.{name}.blend: {part} is not a text", "blend entries that have a text")
 
 
 def read_preset(preset: str, model: str, file: str, root: Path) -> Section:
-    """Return the preset of a model, a file or a published model; raise BadInput where it is missing or malformed."""
+    """The preset of a model, a file or a published model; raises BadInput if it is missing or malformed."""
     path, published = root / "config" / "models" / f"{preset}.yaml", read_presets()
     if not path.is_file():
         if preset in published:
@@ -179,11 +189,11 @@ def check_model_keys(name: str, model: Section, preset: Section, file: str) -> N
     try:
         json.dumps(model, allow_nan=False)
     except (TypeError, ValueError):
-        problem = f"models.{name} holds a value that JSON has not"
+        problem = f"models.{name} contains a value that JSON does not have"
         raise BadInput(file, problem, "write finite numbers, texts, lists and mappings") from None
     for key in sorted(model.keys() & preset.keys()):
         if not _is_alike(model[key], preset[key]):
-            problem = f"models.{name}.{key} is {str(model[key])[:40]!r}, where the preset has {preset[key]!r}"
+            problem = f"models.{name}.{key} is {str(model[key])[:40]!r}, but the preset has {preset[key]!r}"
             raise BadInput(file, problem, "write a value of that kind")
     usual = {*preset, *ModelChoice.__struct_fields__}
     unknown = [key for key in model if key not in usual]
@@ -198,7 +208,7 @@ def check_model_keys(name: str, model: Section, preset: Section, file: str) -> N
 
 
 def _is_alike(value: object, usual: object) -> bool:
-    """Return whether a value may replace the usual one: of its type, and a number up to 2^31 - 1, positive like it."""
+    """Whether a value may replace the usual one: of its type, and a number up to 2^31 - 1, positive like it."""
     if value is None or usual is None:
         return True
     if isinstance(usual, bool) or not isinstance(usual, int | float):
@@ -209,7 +219,7 @@ def _is_alike(value: object, usual: object) -> bool:
 
 
 def _config_class_keys(model_type: str) -> tuple[set[str], dict[str, str]]:
-    """Return the fields and the aliases of a Hugging Face configuration class, read from its source.
+    """The fields and the aliases of a Hugging Face configuration class, read from its source.
 
     Importing transformers takes seconds, which every call of snakemake would pay for.
     """
@@ -233,7 +243,7 @@ def _config_class_keys(model_type: str) -> tuple[set[str], dict[str, str]]:
 
 
 def _refuse_key(where: str, key: str, known: Iterable[str], file: str) -> NoReturn:
-    raise BadInput(file, f"{where} is no known key", _hint(key, known))
+    raise BadInput(file, f"{where} is not a known key", _hint(key, known))
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

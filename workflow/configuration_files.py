@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from shardwright_formats.io import BadInput, has_controls, read_bytes
+from shardwright.io import BadInput, has_controls, read_bytes
 
 _MAX_BYTES = 2**20
 _MAX_SPELLED_OUT = 2**21
@@ -22,19 +22,22 @@ def check_configurations(files: Sequence[Path]) -> None:
     """Raise BadInput for a file of `--configfile` that is no configuration."""
     for path in files:
         if not path.exists():
-            remedy = "check the path; write targets before --configfile, which takes all words behind it for files"
+            remedy = "check the path; write targets before --configfile, which takes all words after it for files"
             raise BadInput(path, "there is no such configuration file", remedy)
         if _TEMPLATE in read_yaml(path):
-            raise BadInput(path, f"{_TEMPLATE}: a configuration is no template", "leave the key out")
+            raise BadInput(path, f"{_TEMPLATE}: a configuration is not a template", "leave the key out")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the content of a YAML file whose outermost value is a mapping; raise BadInput with the line."""
+    """The content of a YAML file whose outermost value is a mapping; raises BadInput with the line."""
     try:
         loader = yaml.SafeLoader(read_bytes(path, _MAX_BYTES))
         node = loader.get_single_node()
         if _weight(node) > _MAX_SPELLED_OUT:
-            raise BadInput(path, "its aliases stand for more than 2 MiB", "write what is meant without them")
+            raise BadInput(path, "its aliases stand for more than 2 MiB", "write it without aliases")
+        if (repeated := _repeated(node)) is not None:
+            problem = f"key {repeated.value!r} appears twice, again in line {repeated.start_mark.line + 1}"
+            raise BadInput(path, problem, "remove one of the two")
         content = None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -51,9 +54,9 @@ def check_texts(content: object, file: str) -> None:
     """Raise BadInput naming the place of a key that is no text, or of a text with control characters."""
     for place, key, text in _texts(content, ""):
         if key is not None and not isinstance(key, str):
-            raise BadInput(file, f"{place}: the key {key} is no text", f"quote it: '{key}'")
+            raise BadInput(file, f"{place}: the key {key} is not a text", f"quote it: '{key}'")
         if _is_odd(f"{key or ''}{text}"):
-            raise BadInput(file, f"{place} holds a line break or another control character", "write it without")
+            raise BadInput(file, f"{place} contains a line break or another control character", "write it without")
 
 
 def _is_odd(text: str) -> bool:
@@ -71,8 +74,28 @@ def _texts(value: object, place: str, key: object = None) -> Iterator[tuple[str,
             yield from _texts(child, f"{place}.{i}".strip("."))
 
 
+def _repeated(node: yaml.Node | None) -> yaml.ScalarNode | None:
+    """A key that stands in its mapping for the second time: YAML's loader takes the last one in silence.
+
+    What a mapping takes from another by `<<` is no key of its own.
+    """
+    open_nodes = [node]
+    while open_nodes:
+        following, seen = open_nodes.pop(), set[tuple[str, str]]()
+        if isinstance(following, yaml.SequenceNode):
+            open_nodes += following.value
+        elif isinstance(following, yaml.MappingNode):
+            for key, value in following.value:
+                open_nodes.append(value)
+                if isinstance(key, yaml.ScalarNode):
+                    if (key.tag, key.value) in seen:
+                        return key
+                    seen.add((key.tag, key.value))
+    return None
+
+
 def _weight(node: yaml.Node | None) -> int:
-    """Return the number of values and characters of a node, counted up to the limit, as it may contain itself."""
+    """The number of values and characters of a node, counted up to the limit, as it may contain itself."""
     total, open_nodes = 0, [node]
     while open_nodes and total <= _MAX_SPELLED_OUT:
         following = open_nodes.pop()

@@ -6,18 +6,19 @@ python workflow/configuration_types.py --check    # exit 1 if it is not up to da
 
 import json
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-from shardwright_estimate.runtimes import AttentionKernel, RuntimeName
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io import Value
-from shardwright_formats.schema.generate import write_or_check
-from shardwright_formats.types import (
+from shardwright.estimate.runtimes import AttentionKernel, Graphs, RuntimeName
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import Removed, Value
+from shardwright.schema.generate import write_or_check
+from shardwright.types import (
     MAX_DEVICES,
     Count,
     Gib,
@@ -30,6 +31,7 @@ from shardwright_formats.types import (
     Seconds,
     whole,
 )
+from shardwright.types.dispatcher import Dispatcher
 from shardwright_search.space.request import SearchRequest
 from shardwright_train.options import PrepareOptions, RunOptions
 
@@ -67,15 +69,6 @@ class Source(StrEnum):
     """Estimated from shapes and a table of devices, and so marked."""
 
 
-class Select(StrEnum):
-    """The plan that runs train with."""
-
-    PREDICTED = "predicted"
-    """The predicted best plan."""
-    MEASURED = "measured"
-    """The fastest measured plan that fits, among the predicted best and its runners-up."""
-
-
 class Slurm(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The resources that a job on a node asks Slurm for."""
 
@@ -101,6 +94,8 @@ class NodeKind(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Devices at work while models are profiled; null: those of a node. More where several nodes are this machine."""
     memory_gib: Gib
     """Memory of one device."""
+    domain_devices: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
+    """The most devices that one NVLink domain joins, those of several nodes: 72 of GB200 NVL72; null: a node's."""
     usd_per_hour: NonNegativeNumber | None = None
     """Price of one node."""
     slurm: Slurm = Slurm()
@@ -134,21 +129,23 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
             )
         for name in ("overlap_slowdowns", "network_step_us", "runtime"):
             if self.hardware is Source.MEASURED and getattr(self, name) is not None:
-                raise ValueError(f"{name} is told of what is measured: leave it out, or say `hardware: analytic`")
+                raise ValueError(
+                    f"{name} does not apply to measured hardware: leave it out, or set `hardware: analytic`"
+                )
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of nodes."""
+        """The number of nodes."""
         return sum(group.count for group in self.nodes)
 
     @property
     def num_machines(self) -> int:
-        """Return the number of machines on which the commands for all nodes are started."""
+        """The number of machines on which the commands for all nodes are started."""
         return 1 if self.all_nodes_here else self.num_nodes
 
     @property
     def node_types(self) -> tuple[str, ...]:
-        """Return the names of the cluster's node types, in the order of its ranks."""
+        """The names of the cluster's node types, in the order of its ranks."""
         return tuple(dict.fromkeys(group.node_type for group in self.nodes))
 
 
@@ -167,7 +164,7 @@ class ModelChoice(Value, frozen=True, kw_only=True, forbid_unknown_fields=False)
 
 
 class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The figures of an analytic profile's devices, as options of `shardwright-profile analytic`."""
+    """The figures of an analytic profile's devices, as options of `shardwright profile analytic`."""
 
     runtime: RuntimeName | None = None
     """Runtime whose kernels are assumed."""
@@ -175,6 +172,14 @@ class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Attention kernel whose rate is taken."""
     fused: bool = False
     """Take norms and activation functions as one kernel each."""
+    dispatcher: Dispatcher | None = None
+    """How rows get to the ranks of their experts."""
+    overlap_experts: bool = False
+    """Exchanges of experts overlap with computation of another micro-batch."""
+    graphs: Graphs | None = None
+    """What CUDA graphs replay."""
+    fused_experts: bool = False
+    """Take experts as one operator."""
     launch_us: Microseconds | None = None
     """Time of the host for each kernel, in µs; 0 where CUDA graphs replay kernels."""
     context_mib: NonNegativeCount | None = None
@@ -206,7 +211,7 @@ class Profile(ProfileSettings, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.source is Source.MEASURED and None in (self.steps, self.warmup_steps):
             raise ValueError("steps and warmup_steps are missing: how long each probe is measured")
         if self.source is Source.MEASURED and self.estimate is not None:
-            raise ValueError("estimate is told of what is measured: leave it out, or say `source: analytic`")
+            raise ValueError("estimate does not apply to measured profiles: leave it out, or set `source: analytic`")
 
 
 class Data(PrepareOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -221,11 +226,14 @@ class Data(PrepareOptions, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Search(SearchRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A search for a plan."""
 
+    REMOVED: ClassVar[Mapping[str, Removed]] = {
+        **SearchRequest.REMOVED,
+        "select": Removed("leave it out, and narrow the search to the plan that was measured best", ("predicted",)),
+    }
+
     name: str = ""
     model: Name
     cluster: Name
-    select: Select = Select.PREDICTED
-    """The plan that runs train with."""
     correction: Name | None = None
     """Name of a search whose measured plans correct this search's predictions."""
     imbalance: Imbalance | None = None
@@ -242,7 +250,7 @@ class Run(RunOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     valid_data: Name | None = None  # type: ignore[assignment]
     """Name of an entry of `data` to evaluate on."""
     export: bool | Literal["best"] = False
-    """Write results/runs/<run>/model/, which transformers opens: of the last checkpoint, or of the best."""
+    """Write model/ in the run's folder, which transformers opens: of the last checkpoint, or of the best."""
     plan: Path = _UNSAID
     out: Path = _UNSAID
     checkpoints: Path = _UNSAID
@@ -268,7 +276,7 @@ class Configuration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     runs: dict[Name, Run]
     validate: Validate
     pictures: tuple[File, ...] = ()
-    """Further pictures of the report, SVG, of grids and rent fronts: `results/grids/laptop.svg` is made for it."""
+    """Further pictures of the report, SVG, of rent fronts: `results/grids/fasop/fronts/bert/front.svg`, made for it."""
     container: Image | None = None
     """The image that every job runs in under `--sdm apptainer`, such as `shardwright.sif`: `docs/containers.md`."""
     rerun_on_upgrade: bool = False
@@ -277,30 +285,30 @@ class Configuration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 DECIDED: dict[str, dict[str, str]] = {
     "searches": {
-        "name": "it is the key that the search stands under",
-        "precision": "it is that of the model's profile",
-        "attention": "it is that of the model's profile",
-        "compile": "it is that of the model's profile",
+        "name": "the key of the search sets it",
+        "precision": "the model's profile sets it",
+        "attention": "the model's profile sets it",
+        "compile": "the model's profile sets it",
     },
     "data": {"out": "the workflow names its files"},
     "runs": dict.fromkeys(("plan", "out", "checkpoints", "log_dir"), "the workflow names its files")
-    | dict.fromkeys(("nnodes", "node_rank", "rendezvous"), "the cluster says it")
+    | dict.fromkeys(("nnodes", "node_rank", "rendezvous"), "the cluster sets it")
     | dict.fromkeys(
-        ("replan_hardware", "replan_profile", "replan_search", "replan_imbalance"), "they are those of the run's search"
+        ("replan_hardware", "replan_profile", "replan_search", "replan_imbalance"), "the run's search sets them"
     ),
 }
 """Keys of the stages' types that a configuration does not hold, by section, and why."""
 
 
 def components(kind: type) -> dict[str, dict[str, Any]]:
-    """Return the JSON Schemas of a type and of those it is made of, by name."""
+    """The JSON Schemas of a type and of those it is made of, by name."""
     as_text = {"type": "string"}
     _, schemas = msgspec.json.schema_components([kind], schema_hook=lambda _: as_text, ref_template="#/$defs/{name}")
     return schemas
 
 
 def generated() -> str:
-    """Return the JSON Schema of a configuration, for editors; references between its entries are not in it."""
+    """The JSON Schema of a configuration, for editors; references between its entries are not in it."""
     schemas = components(Configuration)
     for section, kind in {"searches": Search, "data": Data, "runs": Run}.items():
         for key in DECIDED[section]:

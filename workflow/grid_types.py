@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 
 from configuration_types import Imbalance, Name, Text
-from shardwright_formats.io import Value
-from shardwright_formats.types import MAX_DEVICES, Count, Gib, NonNegativeNumber, PositiveNumber
+from shardwright.io import Value
+from shardwright.types import MAX_DEVICES, Count, Gib, NonNegativeNumber, PositiveNumber
 from shardwright_search.space.request import Counts, Space
 
 Devices = Annotated[int, Meta(ge=1, le=MAX_DEVICES)]

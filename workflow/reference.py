@@ -34,11 +34,11 @@ class Reference:
         self._described: Mapping[str, Any] = presets | fasop
 
     def configs(self) -> Mapping[str, str]:
-        """Return the Hugging Face configuration of each model, its preset's with what differs, by path."""
+        """The Hugging Face configuration of each model, its preset's with what differs, by path."""
         return {f"{_FOLDER}/models/{name}/config.json": self._config(model) for name, model in self._described.items()}
 
     def describe_lines(self) -> list[str]:
-        """Return the commands that describe every model at every length, for `shardwright-train batch`."""
+        """The commands that describe every model at every length, for `shardwright train batch`."""
         lengths = ((name, length) for name, model in self._described.items() for length in model["sequence_lengths"])
         return [
             command_line(
@@ -48,7 +48,7 @@ class Reference:
         ]
 
     def import_lines(self) -> list[str]:
-        """Return the commands that import every profile, for `shardwright-profile batch`; hardware comes first."""
+        """The commands that import every profile, for `shardwright profile batch`; hardware comes first."""
         return [
             *(self._hardware(name, tables) for name, tables in self.galvatron["hardware"].items()),
             *(self._fasop_hardware(name, figures) for name, figures in self._fasop["hardware"].items()),

@@ -18,8 +18,9 @@ import msgspec
 from msgspec import UNSET
 
 from configuration_types import ClusterNodes, NodeKind, Slurm
-from shardwright_formats.io import read_document
-from shardwright_formats.types import Plan, Prediction, StepMetrics
+from shardwright.io import BadInput, read_document
+from shardwright.optimizers.registry import OPTIMIZERS
+from shardwright.types import ITEMSIZE, Plan, Prediction, StepMetrics
 from shardwright_train.checkpoints.folders import METRICS, folder_of_run
 
 START_S = 30.0
@@ -27,17 +28,15 @@ START_S = 30.0
 SAVE_BYTES_PER_S = 200e6
 """Bytes per second that a shared file system takes in from one node: a low assumption, until a save was measured."""
 RUN_MIN = 1440
-"""Minutes of a run's job where no node type says them."""
+"""Minutes of a run's job if no node type says them."""
 _MOST = 4
 """A stop in order is given one such part of a job's time at most, unless `grace_s` says more."""
-_STATE_BYTES = 12
-"""Bytes of a parameter in a checkpoint: itself and AdamW's two moments, in 32 bits."""
 _SAVES = 2
 """Number of saves to allow for: one may be under way when the signal comes."""
 _STEPS = 2
 """Number of steps to allow for: the one that the signal comes in, and one in case steps are slower than predicted."""
 _NAMED = {"slurm_partition": "-p", "slurm_account": "-A", "constraint": "-C"}
-"""Resources that are left to the profile where no node type sets them, and the options of sbatch they become."""
+"""Resources that are left to the profile if no node type sets them, and the options of sbatch they become."""
 
 
 class Component(NamedTuple):
@@ -47,14 +46,14 @@ class Component(NamedTuple):
     slurm: Slurm
 
     def named(self, defaults: Mapping[str, str]) -> dict[str, str]:
-        """Return the resources of `_NAMED` that the node type sets, or else these defaults."""
+        """The resources of `_NAMED` that the node type sets, or else these defaults."""
         set_here = zip(_NAMED, (self.slurm.partition, self.slurm.account, self.slurm.constraint), strict=True)
         values = ((name, defaults.get(name) if value is None else value) for name, value in set_here)
         return {name: value for name, value in values if value is not None}
 
 
 def components_of(cluster: ClusterNodes, node_types: Mapping[str, NodeKind]) -> tuple[Component, ...]:
-    """Return a cluster's nodes in rank order, neighbours of one type together; one node where it stands for all."""
+    """A cluster's nodes in rank order, neighbours of one type together; one node if it stands for all."""
     if cluster.all_nodes_here:
         return (Component(1, node_types[cluster.node_types[0]].slurm),)
     return tuple(
@@ -64,18 +63,18 @@ def components_of(cluster: ClusterNodes, node_types: Mapping[str, NodeKind]) -> 
 
 
 def job_minutes(components: Sequence[Component], runtime_min: int) -> int:
-    """Return the minutes of a job on these nodes: the least that their types say, or else the given ones."""
+    """The minutes of a job on these nodes: the least that their types say, or else the given ones."""
     return min(component.slurm.runtime_min or runtime_min for component in components)
 
 
 def job_resources(
     components: Sequence[Component], runtime_min: int, defaults: Mapping[str, str] | None = None, each: str = ""
 ) -> dict[str, int | str]:
-    """Return the resources of a job on these nodes for Snakemake: `runtime` in minutes, `mem_mb` for each node.
+    """The resources of a job on these nodes for Snakemake: `runtime` in minutes, `mem_mb` for each node.
 
     `mpi` tells the plugin that the job starts srun itself; on_nodes.sh is told `node_groups`, as one word. The other
     resources are the first component's; those behind it stand in `slurm_extra`, which comes last in the options of
-    sbatch. `defaults` are the resources of the profile, which hold where a node type does not say them; `each` are
+    sbatch. `defaults` are the resources of the profile, which hold if a node type does not say them; `each` are
     further options of all.
     """
     first, *others = components
@@ -99,20 +98,20 @@ def job_resources(
 
 
 def _started(component: Component, nodes: int) -> str:
-    """Return a component in the form that on_nodes.sh reads; a single node needs no interface."""
+    """A component in the form that on_nodes.sh reads; a single node needs no interface."""
     interface = component.slurm.socket_interface if nodes > 1 else None
     at = f"@{interface}" if interface else ""
     return f"{component.nodes}x{component.slurm.cpus_per_node}{at}"
 
 
 def _extra(component: Component, each: str) -> str:
-    """Return the options of sbatch that the plugin has no resource for."""
+    """The options of sbatch that the plugin has no resource for."""
     gpus = component.slurm.gpus_per_node
     return " ".join(filter(None, ("--exclusive", f"--gpus-per-node={gpus}" if gpus else "", each)))
 
 
 def _options(component: Component, minutes: int, defaults: Mapping[str, str], each: str) -> str:
-    """Return all options of a component that the plugin knows nothing of.
+    """All options of a component that the plugin knows nothing of.
 
     It refuses in `slurm_extra` what it says itself, of the first component: these are spelled so that it does not.
     """
@@ -126,24 +125,30 @@ def _options(component: Component, minutes: int, defaults: Mapping[str, str], ea
 def signal_lead_s(
     plan: Path, prediction: Path, checkpoints: Path, parent: Path | None, grace_s: float | None, job_min: int
 ) -> int:
-    """Return the seconds before a job's end at which Slurm is to signal it: `grace_s`, else the time of a stop.
+    """The seconds before a job's end at which Slurm is to signal it: `grace_s`, else the time of a stop.
 
     A stop takes two predicted steps, a start, and two saves: as long as the longest that the run's metrics tell of, or
     else as the nodes take at an assumed rate. `parent` is the checkpoint that a branch begins with. A stop is given a
-    quarter of the job at most, and a warning names the way out. Raises FileNotFoundError while the plan's files are not
-    there yet.
+    quarter of the job at most, and all of that if the plan or its prediction cannot be used; a warning says so and
+    names the way out. Raises FileNotFoundError while the plan's files are not there yet.
     """
     if grace_s is not None:
         return ceil(grace_s)
     for file in (plan, prediction):
         os.stat(str(file))
-    planned = read_document(plan, Plan)
-    step_s = _predicted_step_s(planned, read_document(prediction, Prediction))
+    most_s = 60 * job_min // _MOST
+    try:
+        planned = read_document(plan, Plan)
+        step_s = _predicted_step_s(plan, planned, prediction)
+    except BadInput as error:
+        _warn_once(f"warning: {error}; until then a stop in order is given a quarter of the job's {job_min} min")
+        return most_s
     save_s = _measured_save_s(folder_of_run(checkpoints, planned, parent) / METRICS)
     if save_s is None:
         rate = SAVE_BYTES_PER_S * planned.cluster.num_nodes
-        save_s = _STATE_BYTES * planned.model.parameter_count / rate
-    needed_s, most_s = START_S + _STEPS * step_s + _SAVES * save_s, 60 * job_min // _MOST
+        stored = ITEMSIZE["float32"] * planned.model.parameter_count
+        save_s = (stored + OPTIMIZERS[planned.optimizer].state_bytes(stored, "float32")) / rate
+    needed_s = START_S + _STEPS * step_s + _SAVES * save_s
     if needed_s > most_s:
         _warn_once(
             f"warning: {plan}: a stop in order may take {ceil(needed_s)} s (two steps of {step_s:.0f} s, two saves of "
@@ -154,7 +159,7 @@ def signal_lead_s(
 
 
 def _measured_save_s(metrics: Path) -> float | None:
-    """Return the seconds of the longest save that a run's metrics tell of; None where they tell of none."""
+    """The seconds of the longest save that a run's metrics tell of; None if they tell of none."""
     lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
     steps = [msgspec.json.decode(line, type=StepMetrics) for line in lines if b'"save_s"' in line and line[-1:] == b"}"]
     return max((step.save_s for step in steps if step.save_s is not UNSET), default=None)
@@ -166,11 +171,15 @@ def _warn_once(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _predicted_step_s(plan: Plan, prediction: Prediction) -> float:
-    """Return the predicted step time of the plan: the chosen one or, if the measured winner was selected, that one."""
-    estimates = {prediction.plan_sha256: prediction.estimate}
-    estimates |= {runner_up.plan.sha256: runner_up.estimate for runner_up in prediction.runners_up}
-    return estimates[plan.sha256].simulated_step_time_s
+def _predicted_step_s(file: Path, plan: Plan, prediction: Path) -> float:
+    """The predicted step time of a searched plan.
+
+    Raises BadInput if the prediction cannot be read, or is about another plan.
+    """
+    predicted = read_document(prediction, Prediction)
+    if plan.sha256 != predicted.plan_sha256:
+        raise BadInput(file, f"is not the plan of {prediction}", "search again, or set runs.<name>.grace_s")
+    return predicted.estimate.simulated_step_time_s
 
 
 def know_heterogeneous_jobs(plugin: ModuleType) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from accuracy_parts.commands import run, write_json_document
 from accuracy_parts.figures import Compared
 
-from shardwright_formats.io import read_document
-from shardwright_formats.types import Estimate, Prediction
+from shardwright.io import read_document
+from shardwright.types import Estimate, Prediction
 
 __all__ = ["compared"]
 
@@ -77,16 +77,16 @@ def estimated_350m() -> Estimate:
         write_json_document(folder / "model" / "config.json", None, **GPT_350M)
         model, hardware, profile = folder / "model.json", folder / "hardware.h5", folder / "profile.h5"
         plan, prediction = folder / "plan.json", folder / "plan.prediction.json"
-        run("shardwright-train", "describe", folder / "model", "--name", "gpt-350m", "--sequence-length", LENGTH,
+        run("shardwright", "train", "describe", folder / "model", "--name", "gpt-350m", "--sequence-length", LENGTH,
             "--out", model)  # fmt: skip
-        run("shardwright-profile", "analytic", "--cluster", cluster, "--hardware-out", hardware)
-        run("shardwright-profile", "analytic", "--model", model, "--cluster", cluster, "--node-type", "v100",
+        run("shardwright", "profile", "analytic", "--cluster", cluster, "--hardware-out", hardware)
+        run("shardwright", "profile", "analytic", "--model", model, "--cluster", cluster, "--node-type", "v100",
             "--settings", settings, "--out", profile)  # fmt: skip
         precision = (word for kind, dtype in PRECISION.items() for word in (f"--precision-{kind}", dtype))
-        run("shardwright-search", "uniform", "--model", model, "--cluster", cluster, "--global-batch-size", BATCH,
+        run("shardwright", "uniform", "--model", model, "--cluster", cluster, "--global-batch-size", BATCH,
             "--num-microbatches", BATCH // MICRO_BATCH_SIZE, "--recompute", "full", "--attention", "eager",
             *precision, "--out", plan)  # fmt: skip
-        run("shardwright-search", "evaluate", plan, "--hardware", hardware, "--profile", profile, "--out", prediction)
+        run("shardwright", "evaluate", plan, "--hardware", hardware, "--profile", profile, "--out", prediction)
         return read_document(prediction, Prediction).estimate
 
 

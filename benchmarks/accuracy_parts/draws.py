@@ -4,10 +4,10 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-from shardwright_formats.types.cluster import Cluster
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Schedule, misfit
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright.types.cluster import Cluster
+from shardwright.types.model import EMBEDDING, HEAD, Model
+from shardwright.types.plan import GradientReduction, PipelineStage, Plan, Schedule, misfit
+from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 __all__ = ["random_plan"]
 

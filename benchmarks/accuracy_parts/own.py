@@ -19,11 +19,12 @@ from accuracy_parts.commands import run, write_json_document
 from accuracy_parts.draws import random_plan
 from accuracy_parts.figures import Compared, spearman
 
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import Cluster, Estimate, Measurement, Model, Plan, PlanMeasurement, Plans
-from shardwright_formats.types.model_profile import read_model_profile
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.types import Cluster, Estimate, Measurement, Model, Plan, PlanMeasurement, Plans
+from shardwright.types.model_profile import read_model_profile
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.cost_model.profiles import Profiles, TimeModel, read_profiles
+from shardwright_search.cost_model.profiles import Profiles, read_profiles
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_train.models.support import check_supported
 
 __all__ = ["Inputs", "Round", "compared", "prepare", "rounds", "verdict"]
@@ -69,10 +70,10 @@ def prepare(work: Path, root: Path, hardware: Path | None) -> Inputs:
         hardware or work / "hardware.h5",
     )
     if not found.model.exists():
-        run("shardwright-train", "describe", work / "model", "--name", "demo", "--sequence-length", LENGTH,
+        run("shardwright", "train", "describe", work / "model", "--name", "demo", "--sequence-length", LENGTH,
             "--out", found.model)  # fmt: skip
     if not found.hardware.exists():
-        run("shardwright-profile", "hardware", "--cluster", found.cluster, "--time-budget", 60,
+        run("shardwright", "profile", "hardware", "--cluster", found.cluster, "--time-budget", 60,
             "--out", found.hardware)  # fmt: skip
     return found
 
@@ -82,7 +83,7 @@ def rounds(
 ) -> Iterator[Round]:
     """Measure the model, if it was not, draw plans and search one, measure them; then all but the draw again.
 
-    The searched plan is the first of each measurement. `settings` are the options of `shardwright-train measure`.
+    The searched plan is the first of each measurement. `settings` are the options of `shardwright train measure`.
     """
     plans = work / f"plans-{seed}-{count}.json"
     for i in range(1, number + 1):
@@ -101,17 +102,17 @@ def _profiled(work: Path, inputs: Inputs, settings: dict[str, Any], number: int)
         work / f"probes-{number}.measured.json",
         work / f"profile-{number}.h5",
     )
-    run("shardwright-profile", "probes", "--model", inputs.model, "--cluster", inputs.cluster,
+    run("shardwright", "profile", "probes", "--model", inputs.model, "--cluster", inputs.cluster,
         "--node-type", "cpu", "--settings", described, "--out", probes)  # fmt: skip
     _measure(probes, settings, taken)
-    run("shardwright-profile", "fit", "--measurements", taken, "--out", profile)
+    run("shardwright", "profile", "fit", "--measurements", taken, "--out", profile)
     return profile
 
 
 def _measure(plans: Path, settings: dict[str, Any], out: Path) -> None:
     if not out.exists():
         options = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        run("shardwright-train", "measure", plans, *options, "--out", out)
+        run("shardwright", "train", "measure", plans, *options, "--out", out)
 
 
 def compared(found: Sequence[Round], inputs: Inputs) -> list[Compared]:
@@ -165,7 +166,7 @@ def _searched(work: Path, inputs: Inputs, profile: Path) -> Plan:
         **_profiled_kinds(profile),
     )
     plan = work / f"{CHOSEN}.json"
-    run("shardwright-search", "plan", "--cluster", inputs.cluster, "--model", inputs.model, "--hardware",
+    run("shardwright", "plan", "--cluster", inputs.cluster, "--model", inputs.model, "--hardware",
         inputs.hardware, "--profile", profile, "--search", search, "--out", plan)  # fmt: skip
     return read_document(plan, Plan)
 

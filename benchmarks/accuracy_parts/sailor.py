@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from accuracy_parts.figures import Compared
 
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import LayerType, Parameter, Precision, Schedule, Strategy
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import LayerType, Parameter, Precision, Schedule, Strategy
 from shardwright_search.cost_model.parameters import parameter_memory
 from shardwright_search.simulation.simulator import StageTimes, simulate
 

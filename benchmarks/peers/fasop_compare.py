@@ -1,4 +1,4 @@
-"""FASOP's tables read, and compared with what was written anew and with the fasop mode."""
+"""FASOP's tables read, and compared with what was written anew and with the estimates without its defects."""
 
 import ast
 import csv
@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from fasop_inputs import CASES, Case, problem_of
-from fasop_partition import chosen
-from fasop_published import DEFECTS, PricedCase, Published, published
-
-from shardwright_formats.types import Schedule
-from shardwright_search.fasop.estimate import (
+from fasop_estimate import (
     Batch,
     FasopEstimate,
     batches,
     estimate_of,
     priced,
 )
-from shardwright_search.fasop.partition import fastest_partitions, min_bottlenecks, stage_times
-from shardwright_search.fasop.problem import FasopProblem
+from fasop_exact import fastest_partitions, min_bottlenecks, stage_times
+from fasop_inputs import CASES, Case, problem_of
+from fasop_partition import chosen
+from fasop_problem import Candidate, FasopProblem
+from fasop_published import DEFECTS, PricedCase, Published, published
+
+from shardwright.types import Schedule
 from shardwright_search.simulation.simulator import StageTimes, step_time_ps
-from shardwright_search.space.uniform import UniformStrategy
 
 __all__ = ["CASES", "Row", "Table", "defects_of", "partitions_of", "read_table", "repeated_of", "tops_of"]
 _SAME = 1e-9
@@ -32,7 +31,7 @@ _SAME = 1e-9
 class Row(NamedTuple):
     """One of FASOP's, as its table has it."""
 
-    own: UniformStrategy
+    own: Candidate
     layers: tuple[int, ...]
     told: Published
     usd: float
@@ -55,7 +54,7 @@ def read_table(reference: Path, case: Case) -> Table:
 
 def _row(cells: dict[str, str]) -> Row:
     placed = ast.literal_eval(cells["node placement"])
-    own = UniformStrategy(
+    own = Candidate(
         int(cells["tp"]),
         int(cells["dp"]),
         int(float(cells["pp"])),
@@ -106,7 +105,7 @@ def _published(table: Table, row: Row, layers: Sequence[int], mended: Sequence[s
 
 @cache
 def _known(
-    _: str, problem: FasopProblem, own: UniformStrategy, layers: tuple[int, ...], mended: tuple[str, ...]
+    _: str, problem: FasopProblem, own: Candidate, layers: tuple[int, ...], mended: tuple[str, ...]
 ) -> Published:
     return published(problem, own, layers, mended)
 
@@ -222,9 +221,7 @@ def partitions_of(table: Table) -> Partitions:
     return found._replace(rows=sum(own.pp_size > 1 for own in theirs))
 
 
-def _compare(
-    problem: FasopProblem, batch: Batch, theirs: dict[UniformStrategy, tuple[int, ...]], found: Partitions
-) -> None:
+def _compare(problem: FasopProblem, batch: Batch, theirs: dict[Candidate, tuple[int, ...]], found: Partitions) -> None:
     cuts = np.array([np.cumsum([0, *theirs[own]]) for own in batch.candidates])
     ours = fastest_partitions(batch.pipelines)
     least = min_bottlenecks(batch.pipelines)
@@ -238,7 +235,7 @@ def _compare(
     found.ratios.extend(mine / other for mine, other in played)
 
 
-def _missed_own(problem: FasopProblem, batch: Batch, theirs: dict[UniformStrategy, tuple[int, ...]]) -> Iterator[float]:
+def _missed_own(problem: FasopProblem, batch: Batch, theirs: dict[Candidate, tuple[int, ...]]) -> Iterator[float]:
     """Middle stages wait for what they receive, others for nothing; layers are those that FASOP priced."""
     sends = np.zeros_like(batch.pipelines.sends)
     cuts = []

@@ -1,4 +1,4 @@
-"""FASOP's own layer times and constants as a problem of the fasop mode: transcribed figures, no code of its.
+"""FASOP's own layer times and constants as a problem of its space: transcribed figures, no code of its.
 
 Its layer times are of micro-batch 1; how it scales them is written in its source by model, GPU and kind of layer.
 """
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from fasop_problem import FasopProblem, LayerKind, NodeCosts
 from numpy.typing import NDArray
 
-from shardwright_search.fasop.problem import FasopProblem, LayerKind, NodeCosts
 from shardwright_search.space.configurations import divisors
 
 _BACKWARD_AND_FORWARD = 3

@@ -5,10 +5,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from fasop_problem import Candidate, FasopProblem
 from fasop_published import PricedCase, simulated_s
-
-from shardwright_search.fasop.problem import FasopProblem
-from shardwright_search.space.uniform import UniformStrategy
 
 
 class Chosen(NamedTuple):
@@ -18,7 +16,7 @@ class Chosen(NamedTuple):
     priced: tuple[int, ...]
 
 
-def chosen(problem: FasopProblem, own: UniformStrategy, own_times: bool = False) -> Chosen:
+def chosen(problem: FasopProblem, own: Candidate, own_times: bool = False) -> Chosen:
     """What FASOP takes for a candidate; `own_times`: with T5's decoder partitioned by its own layers' times."""
     case = PricedCase.of(problem, own)
     count = len(problem.kinds)

@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from fasop_inputs import GPUS
+from fasop_problem import Candidate, FasopProblem, LayerKind
 from numpy.typing import NDArray
-
-from shardwright_search.fasop.problem import FasopProblem, LayerKind
-from shardwright_search.space.uniform import UniformStrategy
 
 DEFECTS = {
     "ends": "embedding and head of GPT on an A100 do not grow with the micro-batch",
@@ -43,12 +41,12 @@ class PricedCase(NamedTuple):
     """A candidate, the node of each of its ranks [stages, data-parallel, tensor-parallel], and what is mended."""
 
     problem: FasopProblem
-    own: UniformStrategy
+    own: Candidate
     node: NDArray[Any]
     mended: frozenset[str]
 
     @classmethod
-    def of(cls, problem: FasopProblem, own: UniformStrategy, mended: Collection[str] = frozenset()) -> "PricedCase":
+    def of(cls, problem: FasopProblem, own: Candidate, mended: Collection[str] = frozenset()) -> "PricedCase":
         """Ranks are numbered through tensor-parallel groups, then data-parallel ones, then stages."""
         ranks = np.arange(own.pp_size * own.dp_size * own.tp_size)
         node = ranks.reshape(own.pp_size, own.dp_size, own.tp_size) // problem.devices_per_node
@@ -88,7 +86,7 @@ class PricedCase(NamedTuple):
 
 
 def published(
-    problem: FasopProblem, own: UniformStrategy, layers: Sequence[int], mended: Collection[str] = frozenset()
+    problem: FasopProblem, own: Candidate, layers: Sequence[int], mended: Collection[str] = frozenset()
 ) -> Published:
     """The peer's figures of a candidate whose stages hold so many layers."""
     case = PricedCase.of(problem, own, mended)
@@ -101,7 +99,7 @@ def published(
     return Published(max(finished) + tied_s, ends[0], reductions[late], tied_s, *_memory(case, cuts))
 
 
-def simulated_s(problem: FasopProblem, own: UniformStrategy, layers: Sequence[int]) -> float:
+def simulated_s(problem: FasopProblem, own: Candidate, layers: Sequence[int]) -> float:
     """The pipeline's time alone."""
     return _stage_ends(PricedCase.of(problem, own), np.cumsum([0, *layers]).tolist())[0]
 

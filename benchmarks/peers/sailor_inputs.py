@@ -14,15 +14,15 @@ from typing import Any
 
 from accuracy_parts.sailor import SMALLEST_BYTES, ZONE, bytes_per_s_together
 
-from shardwright_estimate.messages import steps
-from shardwright_formats.io import read_document, sha256_of_file
-from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.table import Source, Sourced
-from shardwright_formats.key import LayerKey
-from shardwright_formats.semantics.sweep_plan import SIZE_STEP, collective_kinds
-from shardwright_formats.types import EMBEDDING, HEAD, Cluster, Model, Strategy
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, write_hardware_profile
-from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ProfileOrigin, write_model_profile
+from shardwright.estimate.messages import steps
+from shardwright.io import read_document, sha256_of_file
+from shardwright.io.hdf5 import Provenance
+from shardwright.io.table import Source, Sourced
+from shardwright.key import LayerKey
+from shardwright.plan.sweep_plan import SIZE_STEP, collective_kinds
+from shardwright.types import EMBEDDING, HEAD, Cluster, Model, Strategy
+from shardwright.types.hardware_profile import Collective, CollectiveKey, write_hardware_profile
+from shardwright.types.model_profile import LayerFigures, LayerRow, ProfileOrigin, write_model_profile
 from shardwright_profile.importers.documents import (
     ABSENT,
     HardwarePoint,

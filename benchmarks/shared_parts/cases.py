@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from shardwright_formats.types import (
+from shardwright.types import (
     Cluster,
     ContextParallel,
     ExpertStrategy,

@@ -20,7 +20,7 @@ html_short_title = "Shardwright"
 
 extensions = ["myst_parser"]
 root_doc = "docs/README"
-include_patterns = ["*.md", "config/*.md", "docs/*.md", "docs/adr/*.md", "benchmarks/results/*.md"]
+include_patterns = ["*.md", "config/*.md", "docs/*.md", "docs/design/*.md", "benchmarks/results/*.md"]
 # Headings up to this level are targets of links, by the names that GitHub gives them.
 myst_heading_anchors = 4
 highlight_language = "none"
@@ -46,7 +46,7 @@ def complete_page(_app: Sphinx, page: str, source: list[str]) -> None:
     results = ROOT / "benchmarks" / "results"
     trees = {
         root_doc: [*_FURTHER, *_linked_pages(source[0])],
-        "docs/adr/README": _linked_pages(source[0]),
+        "docs/design/README": _linked_pages(source[0]),
         "docs/status": [f"../benchmarks/results/{path.stem}" for path in sorted(results.glob("*.md"))],
     }
     if page.startswith("benchmarks/results/") and not source[0].startswith("# "):

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from made_up import make_cluster, make_hardware, make_model
 
-import shardwright_formats
-from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.table import Source, Sourced
-from shardwright_formats.key import LayerKey
-from shardwright_formats.types import LayerStrategy, Precision
-from shardwright_formats.types.model_profile import (
+import shardwright
+from shardwright.io.hdf5 import Provenance
+from shardwright.io.table import Source, Sourced
+from shardwright.key import LayerKey
+from shardwright.types import LayerStrategy, Precision
+from shardwright.types.model_profile import (
     LayerFigures,
     LayerRow,
     ProfileOrigin,
@@ -19,7 +19,8 @@ from shardwright_formats.types.model_profile import (
 )
 from shardwright_profile.importers.documents import profile_of, state_row
 from shardwright_search.cost_model.layer import CostModel
-from shardwright_search.cost_model.profiles import Scaling, TimeModel, index_profiles, scaled
+from shardwright_search.cost_model.profiles import Scaling, index_profiles, scaled
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import stage_topology
 
 MODEL, CLUSTER = make_model(), make_cluster(2)
@@ -37,7 +38,7 @@ def row(strategy: LayerStrategy, samples: int) -> LayerRow:
 
 def main(folder: Path) -> None:
     """Write a profile of both strategies, and price a layer under each with what is read."""
-    assert Path(shardwright_formats.__file__).is_relative_to(folder)
+    assert Path(shardwright.__file__).is_relative_to(folder)
     rows = [row(strategy, samples) for strategy in STRATEGIES for samples in (1, 2, 4)]
     origin = ProfileOrigin(**ORIGIN, attention="auto")
     states = [state_row("block", 1, Sourced(4.0, Source.MEASURED))]

@@ -12,17 +12,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
-    "shardwright/src",
-    "formats/src",
-    "models/src",
-    "launch/src",
-    "estimate/src",
+    "core/src",
     "stages/profile/src",
     "stages/search/src",
     "stages/train/src",
     "workflow",
 )
-MAX_FILE_LINES = 350
+MAX_FILE_LINES = 700
 _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
 
 

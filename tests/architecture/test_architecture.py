@@ -12,23 +12,19 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from shardwright_models.registry import FAMILIES
+from shardwright.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
-    "shardwright": ROOT / "shardwright",
-    "shardwright-formats": ROOT / "formats",
-    "shardwright-models": ROOT / "models",
-    "shardwright-launch": ROOT / "launch",
-    "shardwright-estimate": ROOT / "estimate",
+    "shardwright-core": ROOT / "core",
     "shardwright-profile": ROOT / "stages" / "profile",
     "shardwright-search": ROOT / "stages" / "search",
     "shardwright-train": ROOT / "stages" / "train",
 }
-LIBRARIES = ("shardwright-formats", "shardwright-models", "shardwright-launch", "shardwright-estimate")
+MODULES = {package: package.replace("-", "_").removesuffix("_core") for package in PACKAGES}
 # What a name of an import is called where it is installed from, when these differ.
-DISTRIBUTIONS = {"PIL": "pillow", "mlflow": "mlflow-skinny", "yaml": "pyyaml"}
-LONGEST = 350
+DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}
+LONGEST = 700
 
 
 def _tracked(*patterns):
@@ -82,18 +78,14 @@ def test_nothing_is_unpickled():
 def _private_names_of_others(path):
     """What a file imports from modules of the product by a name with an underscore, which are their own."""
     nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
-    ours = (node for node in nodes if (node.module or "").startswith("shardwright_"))
+    ours = (node for node in nodes if re.match(r"shardwright[._]", node.module or ""))
     return {alias.name for node in ours for alias in node.names if alias.name.startswith("_")}
 
 
 def test_no_module_of_the_product_imports_another_ones_private_names():
     files = [
         *_tracked(
-            "shardwright/src/**/*.py",
-            "formats/src/**/*.py",
-            "models/src/**/*.py",
-            "launch/src/**/*.py",
-            "estimate/src/**/*.py",
+            "core/src/**/*.py",
             "stages/*/src/**/*.py",
             "workflow/**/*.py",
         )
@@ -102,15 +94,16 @@ def test_no_module_of_the_product_imports_another_ones_private_names():
     assert {str(path.relative_to(ROOT)): odd for path in files if (odd := _private_names_of_others(path))} == {}
 
 
-def test_formats_imports_the_standard_library_msgspec_numpy_and_h5py_alone():
-    allowed = set(sys.stdlib_module_names) | {"msgspec", "numpy", "h5py", "shardwright_formats"}
-    found = {path.name: odd for path in _sources("shardwright-formats") if (odd := _imported(path) - allowed)}
+def test_core_imports_only_the_standard_library_msgspec_numpy_and_h5py():
+    allowed = set(sys.stdlib_module_names) | {"msgspec", "numpy", "h5py", "shardwright"}
+    files = [path for path in _sources("shardwright-core") if path.name != "backend.py"]  # for ranks, which have torch
+    found = {path.name: odd for path in files if (odd := _imported(path) - allowed)}
     assert found == {}
 
 
 def test_the_front_door_alone_reads_command_lines():
     commands = {path for package in PACKAGES for path in _sources(package)} - {
-        ROOT / "formats/src/shardwright_formats/schema/generate.py",
+        ROOT / "core/src/shardwright/schema/generate.py",
     }
     readers = [path.name for path in sorted(commands) if "argparse" in _imported(path)]
     assert readers == ["command_line.py"]
@@ -121,9 +114,34 @@ def test_a_package_says_what_it_needs(package):
     project = _project(package)
     extras = [need for needs in project.get("optional-dependencies", {}).values() for need in needs]
     named = {canonicalize_name(Requirement(need).name) for need in [*project["dependencies"], *extras]}
-    own = package.replace("-", "_")
-    needed = {name for path in _sources(package) for name in _imported(path)} - set(sys.stdlib_module_names) - {own}
-    assert {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in needed} <= named
+    named_as = {"shardwright": "shardwright-core", **DISTRIBUTIONS}
+    found = {name for path in _sources(package) for name in _imported(path)}
+    needed = found - set(sys.stdlib_module_names) - {MODULES[package]}
+    assert {canonicalize_name(named_as.get(name, name)) for name in needed} <= named
+
+
+def _needs(project, *extras):
+    """The needs of a project by name, with those of some of its extras."""
+    optional = project.get("optional-dependencies", {})
+    lines = [*project["dependencies"], *(need for extra in extras for need in optional[extra])]
+    return {(need := Requirement(line)).name: need.specifier for line in lines}
+
+
+def test_the_whole_distribution_has_the_commands_and_needs_of_its_parts():
+    whole = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    parts = {package: _project(package) for package in PACKAGES}
+    assert whole["scripts"] == {name: to for part in parts.values() for name, to in part["scripts"].items()}
+    registered = [part.get("entry-points", {}).get("shardwright.commands", {}) for part in parts.values()]
+    assert whole["entry-points"]["shardwright.commands"] == {k: v for part in registered for k, v in part.items()}
+    planner, training = _needs(whole), _needs(whole, "profile", "train")
+    for package, part in parts.items():
+        needs = _needs(part, *(["hardware"] if package == "shardwright-profile" else []))
+        have = training if package in ("shardwright-profile", "shardwright-train") else planner
+        # The floors of its parts, or higher ones.
+        missing = {name for name in needs if name != "shardwright-core" and name not in have}
+        assert not missing, (package, missing)
+    optional = parts["shardwright-train"]["optional-dependencies"]
+    assert {name: whole["optional-dependencies"][name] for name in optional} == optional
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -132,18 +150,18 @@ def test_a_package_is_typed_licensed_and_for_python_3_11(package):
     assert (project["name"], project["license"]) == (package, "Apache-2.0")
     assert project["requires-python"] == ">=3.11"
     (marker,) = (PACKAGES[package] / "src").glob("*/py.typed")
-    assert marker.parent.name == package.replace("-", "_")
+    assert marker.parent.name == MODULES[package]
 
 
-@pytest.mark.parametrize("package", [package for package in PACKAGES if package not in LIBRARIES])
-def test_a_stage_is_a_command(package):
-    assert _project(package)["scripts"] == {package: f"{package.replace('-', '_')}.cli:main"}
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_a_command(package):
+    assert _project(package)["scripts"] == {package.removesuffix("-core"): f"{MODULES[package]}.cli:main"}
 
 
 def test_no_stage_imports_another_one_or_snakemake():
-    stages = {package.replace("-", "_") for package in PACKAGES if package not in LIBRARIES}
-    for package in PACKAGES.keys() - {"shardwright"}:
-        forbidden = (stages | {"snakemake"}) - {package.replace("-", "_")}
+    stages = {*MODULES.values()} - {"shardwright"}
+    for package in PACKAGES:
+        forbidden = (stages | {"snakemake"}) - {MODULES[package]}
         found = {path.name: odd for path in _sources(package) if (odd := _imported(path) & forbidden)}
         assert found == {}
 
@@ -160,6 +178,7 @@ def test_everything_that_is_needed_is_pinned_to_one_version():
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
     roots = {line for line in lines if line and not line.startswith("#")}
     roots |= {need for package in PACKAGES for need in _project(package)["dependencies"]}
+    roots |= {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]}
     waiting = {canonicalize_name(Requirement(root).name) for root in roots} - set(PACKAGES)
     seen = set()
     while waiting:
@@ -253,9 +272,9 @@ def _texts(path):
 
 
 def _homes():
-    """The files that may name families: their facts, the registry of all, and runtime files, which build on another."""
-    models, train = PACKAGES["shardwright-models"], PACKAGES["shardwright-train"]
-    facts, runtimes = models / "src/shardwright_models", train / "src/shardwright_train/models"
+    """The files that may name families: their facts, why a type has none, and runtime files, which build on another."""
+    facts = PACKAGES["shardwright-core"] / "src/shardwright/models"
+    runtimes = PACKAGES["shardwright-train"] / "src/shardwright_train/models"
     files = {facts.runtime.partition(":")[0] for facts in FAMILIES.values()}
     return {facts / "registry.py", *facts.glob("families/*.py"), *(runtimes / f"{file}.py" for file in files)}
 
@@ -276,7 +295,7 @@ def test_no_code_but_its_facts_and_its_runtime_names_a_family():
     assert "bert" in {name for path in _homes() for text in _texts(path) for name in _FAMILY.findall(text)}
 
 
-SCHEDULES = ROOT / "formats/src/shardwright_formats/semantics/schedules"
+SCHEDULES = ROOT / "core/src/shardwright/plan/schedules"
 NAMES_OF_SCHEDULES = {"GPIPE", "ONE_F_ONE_B", "INTERLEAVED_1F1B", "gpipe", "1f1b", "interleaved_1f1b"}
 
 

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HOME = "formats/src/shardwright_formats/semantics/axes.py"
+HOME = "core/src/shardwright/plan/axes.py"
 SIZES = {"tp_size", "cp_size", "dp_size", "shard_size", "ep_size", "etp_size"}
 PRODUCTS = {"prod", "lcm", "gcd", "divmod", "divisors"}
 EXCEPTIONS = {
-    "formats/src/shardwright_formats/types/strategy.py": "the type's definition, which checks shard_size",
-    "formats/src/shardwright_formats/types/expert_load.py": "the type's definition, which checks the load of groups",
-    "formats/src/shardwright_formats/types/plan.py": "the type's definition, which checks strategies against stages",
+    "core/src/shardwright/types/strategy.py": "the type's definition, which checks shard_size",
+    "core/src/shardwright/types/expert_load.py": "the type's definition, which checks the load of groups",
+    "core/src/shardwright/types/plan.py": "the type's definition, which checks strategies against stages",
     "stages/profile/src/shardwright_profile/model/": "probes of the shares of positions that a profile lists",
     "stages/profile/src/shardwright_profile/importers/": "reads the profiles of Galvatron and FASOP, by their degrees",
-    "stages/search/src/shardwright_search/interop/": "reads and writes files of other systems, by their degrees",
+    "stages/search/src/shardwright_search/systems/": "reads and writes files of other systems, by their degrees",
     "stages/search/src/shardwright_search/space/uniform.py": "one strategy for all layers, as others spell it",
-    "stages/search/src/shardwright_search/fasop/": "FASOP's own estimates of its own degrees",
+    "stages/search/src/shardwright_search/uniform_plan.py": "the same, from the options of a command",
     "stages/search/src/shardwright_search/cost_model/parameters.py": "a profile's column: how the probed ranks lay",
     "stages/search/src/shardwright_search/cost_model/context.py": "a profile's column: the nearest probed share",
 }

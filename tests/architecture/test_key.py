@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("formats/src", "estimate/src", "stages/profile/src", "stages/search/src", "workflow", "benchmarks")
+SOURCES = ("core/src", "stages/profile/src", "stages/search/src", "workflow", "benchmarks")
 NAMED_KEY = re.compile(r"(?i)(^|_)key$|Key$")
 
 
@@ -67,7 +67,7 @@ ADDED = {
         '    """Activations that are computed again in the backward pass."""\n',
         "    gp_size: Ranks = 1\n",
     ),
-    "semantics/axes.py": ('    *("type", "recompute", "context"),  # these three cut nothing\n', '    "gp_size",\n'),
+    "plan/axes.py": ('    *("type", "recompute", "context"),  # these three cut nothing\n', '    "gp_size",\n'),
     "types/strategy.py": (
         '    """Ranks that one sample, or its part under `cp_size`, is split over."""\n',
         "    gp_size: Ranks = 1\n",
@@ -78,8 +78,8 @@ ADDED = {
 
 def test_a_column_is_added_by_a_line_in_the_key_and_one_in_the_tables(tmp_path):
     """With that, and the field in strategy and axes, profiles are fitted, written, read and priced by the column."""
-    package = tmp_path / "shardwright_formats"
-    shutil.copytree(ROOT / "formats/src/shardwright_formats", package)
+    package = tmp_path / "shardwright"
+    shutil.copytree(ROOT / "core/src/shardwright", package)
     for name, (before, line) in ADDED.items():
         text = (package / name).read_text()
         assert text.count(before) == 1, name

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HOME = ROOT / "formats/src/shardwright_formats/types/limits.py"
-FOLDERS = ("formats/src", "launch/src", "models/src", "estimate/src", "stages", "workflow")
+HOME = ROOT / "core/src/shardwright/types/limits.py"
+FOLDERS = ("core/src", "stages", "workflow")
 
 
 def states_a_pattern(source: str) -> bool:

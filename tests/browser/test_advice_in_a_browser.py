@@ -7,7 +7,7 @@ import re
 import pytest
 from see_page import seen
 
-from shardwright_formats.command.command_line import _exit_code
+from shardwright.command.command_line import _exit_code
 from shardwright_search.cli import APP
 
 

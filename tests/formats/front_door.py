@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shardwright_formats.command import POSITIONAL, Command, CommandLine, Off, Options, run, show
-from shardwright_formats.io import NothingFits, atomic_path
-from shardwright_formats.types import Count, Seconds
+from shardwright.command import POSITIONAL, Command, CommandLine, Off, Options, run, show
+from shardwright.io import NothingFits, atomic_path
+from shardwright.types import Count, Seconds
 
 
 class Schedule(StrEnum):

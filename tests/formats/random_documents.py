@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import (
+from shardwright.plan.axes import axes_of
+from shardwright.types import (
     Attention,
     BoundaryTensor,
     Cluster,
@@ -43,7 +43,6 @@ from shardwright_formats.types import (
     StopNote,
     Strategy,
     TimelineEvent,
-    prediction,
 )
 
 CONTROLS = "".join(map(chr, [*range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFFFE, 0xFFFF]))
@@ -229,7 +228,6 @@ predictions = st.builds(
     runners_up=_lists(st.builds(RunnerUp, plan=plans(), estimate=estimates)),
     warnings=_lists(names),
     inputs_sha256=st.dictionaries(names, digests, max_size=2),
-    robust=_lists(st.builds(prediction.ScenarioRegret, scenario=names, regret=seconds, nominal_regret=seconds)),
     reference_s=seconds,
 )
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import h5py
 import pytest
 
-from shardwright_formats.io import BadInput, atomic_path, write_bytes, write_document
-from shardwright_formats.types import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.hardware_profile import read_hardware_profile, write_hardware_profile
+from shardwright.io import BadInput, atomic_path, check_writable, write_bytes, write_document
+from shardwright.types import Cluster, NodeGroup, NodeType
+from shardwright.types.hardware_profile import read_hardware_profile, write_hardware_profile
 
-EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "core" / "examples"
 CLUSTER = Cluster(
     name="one",
     nodes=(NodeGroup(node_type="n", count=1),),
@@ -28,6 +28,25 @@ def test_a_crash_in_the_middle_leaves_the_old_file_and_no_other(tmp_path: Path) 
         raise ZeroDivisionError
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name_and_its_name_is_on_the_disk_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, synced, renamed = list[str](), os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        done.append("folder" if Path(f"/proc/self/fd/{descriptor}").resolve() == tmp_path else "file")
+        synced(descriptor)
+
+    def replace(source: Path, target: Path) -> None:
+        done.append("name")
+        renamed(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    write_bytes(tmp_path / "file", b"new")
+    assert done == ["file", "name", "folder"]
 
 
 def test_two_long_names_that_begin_alike_are_written_at_once(tmp_path: Path) -> None:
@@ -59,8 +78,8 @@ def test_an_hdf5_file_that_does_not_fit_is_one_line_and_leaves_nothing(tmp_path:
     code = (
         "import resource, signal, sys\n"
         "from pathlib import Path\n"
-        "from shardwright_formats.io.errors import one_line_errors\n"
-        "from shardwright_formats.types.hardware_profile import read_hardware_profile, write_hardware_profile\n"
+        "from shardwright.io.errors import one_line_errors\n"
+        "from shardwright.types.hardware_profile import read_hardware_profile, write_hardware_profile\n"
         "profile = read_hardware_profile(Path(sys.argv[1]))\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)\n"
@@ -103,6 +122,18 @@ def test_a_document_with_nan_is_not_written(tmp_path: Path) -> None:
 def test_missing_folders_are_made(tmp_path: Path) -> None:
     write_document(tmp_path / "a" / "b" / "c.json", CLUSTER)
     assert (tmp_path / "a" / "b" / "c.json").is_file()
+
+
+def test_a_place_that_is_asked_for_before_long_work_stays_as_it_is(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b" / "c.json")
+    assert os.listdir(tmp_path) == []
+    for name in ("x" * 256, f"new/{'x' * 256}/c.json", f"new/{'y/' * 3000}c.json"):
+        with pytest.raises(BadInput, match="choose a shorter name"):
+            check_writable(tmp_path / name)
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match=f"{tmp_path}/file/a/c.json: Not a directory"):
+        check_writable(tmp_path / "file" / "a" / "c.json")
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_place_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:

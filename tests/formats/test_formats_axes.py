@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from msgspec import UNSET, structs
 
-from shardwright_formats.semantics.axes import Axis, axes_of, effective, layout_of, strategy_on
-from shardwright_formats.semantics.communication import parameter_messages
-from shardwright_formats.semantics.layout import parameter_box
-from shardwright_formats.semantics.parameter_groups import parameter_groups
-from shardwright_formats.semantics.zigzag import zigzag
-from shardwright_formats.types import (
+from shardwright.models.description import model_of_config
+from shardwright.plan.axes import Axis, axes_of, effective, layout_of, strategy_on
+from shardwright.plan.communication import parameter_messages
+from shardwright.plan.layout import parameter_box
+from shardwright.plan.parameter_groups import parameter_groups
+from shardwright.plan.zigzag import zigzag
+from shardwright.types import (
     ContextParallel,
     DataParallel,
     ExpertStrategy,
@@ -25,8 +26,7 @@ from shardwright_formats.types import (
     SequenceParallel,
     Strategy,
 )
-from shardwright_formats.types.plan import misfit
-from shardwright_models.description import model_of_config
+from shardwright.types.plan import misfit
 
 NONE, MEGATRON, ULYSSES = SequenceParallel
 RING = ContextParallel.RING
@@ -247,9 +247,12 @@ def _share_of(part: int, parts: int, length: int) -> tuple[int, int]:
     [
         ({"experts": ExpertStrategy(ep_size=3)}, "ep_size 3 does not divide the 4 ranks of the stage"),
         ({"experts": ExpertStrategy(ep_size=2, etp_size=4)}, "ep_size 2 x etp_size 4 does not divide the 4 ranks of"),
-        ({"tp_size": 2, "dp_size": 2, "experts": ExpertStrategy(ep_size=2)}, "positions of their own"),
+        ({"tp_size": 2, "dp_size": 2, "experts": ExpertStrategy(ep_size=2)}, "different positions"),
         ({"experts": ExpertStrategy(ep_size=2, shard_size=2)}, "ddp shards nothing"),
-        ({"experts": ExpertStrategy(ep_size=2, data_parallel=DataParallel.ZERO2, shard_size=2)}, "no true divisor"),
+        (
+            {"experts": ExpertStrategy(ep_size=2, data_parallel=DataParallel.ZERO2, shard_size=2)},
+            "not a proper divisor",
+        ),
     ],
 )
 def test_what_cannot_share_experts_out_is_refused(changes: dict[str, Any], problem: str) -> None:
@@ -268,7 +271,7 @@ def test_only_what_has_experts_shares_them_out() -> None:
     )
     odd = misfit(model, "sparse", asked(tp_size=1, dp_size=5, experts=ExpertStrategy(ep_size=1, etp_size=5)))
     assert odd == "etp_size 5 does not divide the 24 features of its experts"
-    assert misfit(model, "head", asked(experts=ExpertStrategy(ep_size=2))) == "it has no experts to share out"
+    assert misfit(model, "head", asked(experts=ExpertStrategy(ep_size=2))) == "it has no experts to shard"
 
 
 @pytest.mark.parametrize(
@@ -278,7 +281,7 @@ def test_only_what_has_experts_shares_them_out() -> None:
         (16, {"cp_size": 2, "tp_size": 4, "sequence_parallel": MEGATRON}, None),
         (20, {"cp_size": 4, "dp_size": 1}, "2 x cp_size 4 does not divide the sequence length 20"),
         (12, {"cp_size": 2, "tp_size": 4, "sequence_parallel": ULYSSES}, "cp_size 2 x tp_size 4 does not divide"),
-        (16, {"cp_size": 2, "context": RING}, "context ring knows no windows: use gather"),
+        (16, {"cp_size": 2, "context": RING}, "context ring does not support windows: use gather"),
     ],
 )
 def test_positions_are_shared_out_in_two_chunks_a_rank(length: int, changes: dict[str, Any], problem: str) -> None:
@@ -296,7 +299,7 @@ def test_a_ring_leaves_out_attention_with_sinks() -> None:
     strategy = LayerStrategy(type="block", tp_size=1, dp_size=1, cp_size=2)
     assert misfit(model, "block", strategy) is None
     ring = structs.replace(strategy, context=RING)
-    assert misfit(model, "block", ring) == "context ring knows no sinks: use gather"
+    assert misfit(model, "block", ring) == "context ring does not support sinks: use gather"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright_formats.display.columns import PrintedColumn, split_columns, widths_of
+from shardwright.display.columns import PrintedColumn, split_columns, widths_of
 
 CELLS = st.lists(st.text("ab 1", max_size=30), min_size=2, max_size=2)
 COLUMNS = st.lists(st.builds(PrintedColumn, st.text("xy ", max_size=20), CELLS, is_words=st.booleans()), max_size=9)

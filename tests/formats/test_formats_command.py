@@ -9,9 +9,9 @@ import pytest
 from command_calls import call
 from front_door import APP, FailOptions, Schedule, WriteOptions
 
-from shardwright_formats.command import Options
-from shardwright_formats.command.options import options_of
-from shardwright_formats.types import Count
+from shardwright.command import Options
+from shardwright.command.options import options_of
+from shardwright.types import Count
 
 
 def test_options_reach_the_command_as_its_struct(tmp_path):
@@ -58,7 +58,7 @@ LONG = "--an-option-with-quite-a-long-name-that-nobody-should-cut"
         ([LONG, "1e300"], "give a whole number"),
         ([LONG, "9" * 5000], "give a whole number"),
         ([LONG, "nan"], "give a whole number"),
-        ([LONG, "ten"], "'ten' is out of range or no value"),
+        ([LONG, "ten"], "'ten' is out of range or not a value"),
         (["--time-limit", "inf"], "give a number at least 0 and at most 1,000,000,000"),
         (["--time-limit", "nan"], "give a number"),
         (["--time-limit", "1e300"], "give a number"),
@@ -74,9 +74,9 @@ LONG = "--an-option-with-quite-a-long-name-that-nobody-should-cut"
         (["--out", "/proc/nowhere/out"], "No such file"),
         (["--out", "."], "is a folder"),
         (["--out", "/"], "'/' has no name: name a file or a folder in it"),
-        (["--name", "a\nb"], "holds a control character"),
-        (["--name", "a\x1b[31m"], "holds a control character"),
-        (["--model", "a\u202eb"], "holds a control character"),
+        (["--name", "a\nb"], "contains a control character"),
+        (["--name", "a\x1b[31m"], "contains a control character"),
+        (["--model", "a\u202eb"], "contains a control character"),
     ],
 )
 def test_a_bad_option_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, arguments, told):
@@ -100,7 +100,7 @@ def test_what_is_missing_or_unknown_is_one_line(arguments):
 def test_a_device_is_not_replaced_by_a_file(tmp_path):
     (tmp_path / "device").symlink_to("/dev/full")  # a mistake must replace the link, never the machine's own
     called = call(APP, "write", "a", "--out", tmp_path / "device")
-    assert called.exit_code == 2 and "is no regular file" in called.stderr
+    assert called.exit_code == 2 and "is not a regular file" in called.stderr
     assert (tmp_path / "device").is_symlink()
 
 

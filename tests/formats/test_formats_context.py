@@ -5,12 +5,12 @@ from collections import Counter
 import msgspec
 import pytest
 
-from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
-from shardwright_formats.semantics.context_messages import context_messages
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import LayerStrategy, LayerType, Strategy
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_models.description import model_of_config
+from shardwright.models.description import model_of_config
+from shardwright.plan.communication import Message, loss_messages, region_messages
+from shardwright.plan.context_messages import context_messages
+from shardwright.plan.schedules.passes import Pass
+from shardwright.types import LayerStrategy, LayerType, Strategy
+from shardwright.types.hardware_profile import Collective
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright_formats.io import BadInput, NothingFits, RunFailed, ShardwrightError, Stopped, one_line_errors
+from shardwright.io import BadInput, NothingFits, RunFailed, ShardwrightError, Stopped, one_line_errors
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from shardwright_formats.io import Document, read_document, write_document
-from shardwright_formats.schema import generate as schemas
-from shardwright_formats.types.hardware_profile import read_hardware_profile, write_hardware_profile
-from shardwright_formats.types.model_profile import read_model_profile, write_model_profile
+from shardwright.io import Document, read_document, write_document
+from shardwright.schema import generate as schemas
+from shardwright.types.hardware_profile import read_hardware_profile, write_hardware_profile
+from shardwright.types.model_profile import read_model_profile, write_model_profile
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "formats" / "examples"
+EXAMPLES = ROOT / "core" / "examples"
 KINDS = {kind.FORMAT.removeprefix("shardwright."): kind for kind in schemas.DOCUMENTS}
 
 
@@ -44,7 +44,7 @@ def test_the_script_writes_the_very_examples_that_are_kept(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_schema_accepts_its_example_and_refuses_an_unknown_key(name: str) -> None:
-    schema = json.loads((ROOT / "formats" / "schemas" / f"{name}.schema.json").read_text())
+    schema = json.loads((ROOT / "core" / "schemas" / f"{name}.schema.json").read_text())
     validator = jsonschema.Draft202012Validator(schema)
     validator.check_schema(schema)
     example = json.loads((EXAMPLES / f"{name}.json").read_text())
@@ -80,10 +80,10 @@ def test_the_generated_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) 
 def test_check_names_the_stale_file_in_one_line_and_writing_mends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "formats").mkdir()
-    (tmp_path / "formats" / "pyproject.toml").touch()
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "pyproject.toml").touch()
     assert schemas.main(["--root", str(tmp_path)]) == 0
-    stale = tmp_path / "formats" / "schemas" / "plan.schema.json"
+    stale = tmp_path / "core" / "schemas" / "plan.schema.json"
     stale.write_text(stale.read_text().replace("shardwright.plan", "shardwright.plane"))
     kept = stale.read_bytes()
 
@@ -106,5 +106,5 @@ def test_generating_outside_the_repository_is_refused(tmp_path: Path, capsys: py
 
 def test_every_document_of_the_contract_has_a_schema() -> None:
     assert set(Document.__subclasses__()) >= set(schemas.DOCUMENTS)
-    ours = {kind for kind in Document.__subclasses__() if kind.__module__.startswith("shardwright_formats.")}
+    ours = {kind for kind in Document.__subclasses__() if kind.__module__.startswith("shardwright.types.")}
     assert ours == set(schemas.DOCUMENTS)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from shardwright_formats.semantics.expert_load import imbalances, load_misfit
-from shardwright_formats.types import ExpertLoad, GroupLoad, LayerLoad, Model
-from shardwright_models.description import model_of_config
+from shardwright.models.description import model_of_config
+from shardwright.plan.expert_load import imbalances, load_misfit
+from shardwright.types import ExpertLoad, GroupLoad, LayerLoad, Model
 
 SHARES = (0.4, 0.2, 0.1, 0.3)
 LOAD = ExpertLoad(model="m", first_step=3, last_step=4, layers=(LayerLoad(layer=0, shares=SHARES),))

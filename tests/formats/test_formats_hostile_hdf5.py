@@ -10,11 +10,11 @@ import h5py
 import numpy as np
 import pytest
 
-from shardwright_formats.io import BadInput, one_line_errors
-from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
-from shardwright_formats.types.model_profile import read_model_profile
+from shardwright.io import BadInput, one_line_errors
+from shardwright.types.hardware_profile import HardwareProfile, read_hardware_profile
+from shardwright.types.model_profile import read_model_profile
 
-EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "core" / "examples"
 FORMAT = HardwareProfile.FORMAT
 
 Change = Callable[[h5py.File], object]
@@ -83,7 +83,7 @@ CORPUS: dict[str, tuple[Change, str]] = {
     "name that a terminal obeys": (lambda f: _set(f, "rates/name", 0, b"\x1b[31m"), "not ASCII that can be shown"),
     "text that a terminal obeys": (
         lambda f: f.attrs.modify("device", "\x1b[31m"),
-        "'device' holds a control character",
+        "'device' contains a control character",
     ),
     "a repeat of no point": (lambda f: _set(f, "repeats/point", 0, 7), "repeats without a point"),
     "a point without repeats": (lambda f: _set(f, "repeats/point", slice(4, 6), 0), "points without repeats"),
@@ -166,7 +166,7 @@ CORPUS: dict[str, tuple[Change, str]] = {
     "version as text": (lambda f: f.attrs.create("version", "1"), "version '1'"),
     "version as a list": (lambda f: f.attrs.create("version", np.array([1, 1])), "version array([1, 1])"),
     "no cluster name": (lambda f: f.attrs.pop("cluster"), "attribute 'cluster' is absent"),
-    "cluster name as a number": (lambda f: f.attrs.create("cluster", 3), "attribute 'cluster' is absent or no text"),
+    "cluster name as a number": (lambda f: f.attrs.create("cluster", 3), "attribute 'cluster' is absent or not a text"),
     "cluster name of a type without a numpy equal": (
         lambda f: (
             h5py.h5a.create(f.attrs._id, b"device", h5py.h5t.STD_B8LE, h5py.h5s.create(h5py.h5s.SCALAR))
@@ -211,7 +211,7 @@ MODEL_CORPUS: dict[str, tuple[Change, str]] = {
     "a forward time that is no number": (lambda f: _set(f, "layers/forward_s", 0, np.nan), "forward_s is nan in row 0"),
     "a value that is absent": (
         lambda f: _set(f, "layers/workspace_bytes", 1, 5),
-        "workspace_bytes is 5 in row 1, where workspace_source says absent",
+        "workspace_bytes is 5 in row 1, but workspace_source marks it absent",
     ),
     "unknown source": (lambda f: _set(f, "layers/forward_source", 0, b"guessed"), "forward_source is 'guessed'"),
     "a coefficient that is no number": (lambda f: _set(f, "fits/constant", 0, np.inf), "constant is inf in row 0"),
@@ -259,7 +259,7 @@ def test_a_missing_file_a_folder_and_a_text_file_are_refused_in_one_line(
     assert "is a folder" in _refusal(tmp_path, capsys, read_hardware_profile)
     os.mkfifo(tmp_path / "pipe")
     for odd in (tmp_path / "pipe", Path("/dev/zero")):
-        assert "is no regular file" in _refusal(odd, capsys, read_hardware_profile)
+        assert "is not a regular file" in _refusal(odd, capsys, read_hardware_profile)
     with (tmp_path / "giant").open("wb") as file:
         file.truncate(2**30 + 1)
     assert "larger than 1024 MiB" in _refusal(tmp_path / "giant", capsys, read_hardware_profile)

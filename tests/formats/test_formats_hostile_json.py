@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shardwright_formats.io import Document, one_line_errors, read_any_document, read_document
-from shardwright_formats.types import Cluster, Measurement, Model, Plan, Plans
+from shardwright.io import Document, one_line_errors, read_any_document, read_document
+from shardwright.types import Cluster, Measurement, Model, Plan, Plans
 
-EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "core" / "examples"
 Change = Callable[[dict[str, Any]], object]
 
 
@@ -36,14 +36,14 @@ BYTES = {
     "truncated": (_plan_text().encode()[:1000], "not valid JSON"),
     "not JSON": (b"plan: {}", "not valid JSON"),
     "two values": (b"{} {}", "not valid JSON"),
-    "a list": (b"[1, 2]", "no object"),
-    "a number": (b"3", "no object"),
-    "null": (b"null", "no object"),
+    "a list": (b"[1, 2]", "not an object"),
+    "a number": (b"3", "not an object"),
+    "null": (b"null", "not an object"),
     "not UTF-8": (b'{"format": "\xff\xfe\xfa"}', "utf-8"),
     "NUL bytes": (b"\x00" * 64, "not valid JSON"),
     "deep lists": (b'{"format": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
     "deep objects": (b'{"a":' * 900 + b"1" + b"}" * 900, "nested too deeply"),
-    "repeated key": (_plan_text().replace('"name"', '"name": "first", "name"', 1).encode(), "'name' stands twice"),
+    "repeated key": (_plan_text().replace('"name"', '"name": "first", "name"', 1).encode(), "'name' appears twice"),
     "NaN": (_plan_text().replace('"usd_per_hour": 0.5', '"usd_per_hour": NaN').encode(), "usd_per_hour"),
     "infinity": (_plan_text().replace('"usd_per_hour": 0.5', '"usd_per_hour": Infinity').encode(), "usd_per_hour"),
     "minus infinity": (

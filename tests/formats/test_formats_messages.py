@@ -6,22 +6,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.io import read_document
-from shardwright_formats.semantics.communication import (
+from shardwright.io import read_document
+from shardwright.plan.communication import (
     Cause,
     Message,
     parameter_messages,
     region_messages,
     step_messages,
 )
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import Model
-from shardwright_formats.types.plan import ITEMSIZE, PipelineStage, Plan
-from shardwright_formats.types.regions import BoundaryTensor, Heads, Region
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright.plan.schedules.passes import Pass
+from shardwright.types.hardware_profile import Collective
+from shardwright.types.model import Model
+from shardwright.types.plan import ITEMSIZE, PipelineStage, Plan
+from shardwright.types.regions import BoundaryTensor, Heads, Region
+from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
-EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "core" / "examples"
 STREAM = "hidden_states"
 AT_THE_END = (Cause.PARTIAL_GRADIENTS, Cause.TIED_PARAMETERS, Cause.NORM)
 REDUCE, GATHER, SCATTER = Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER
@@ -156,6 +156,18 @@ def test_zero3_gathers_in_both_passes_and_zero2_in_the_first_forward_pass(model:
         messages = list(parameter_messages(model.types["block"], strategy, 2, 4, 5, False))
         assert counted(messages, Pass.FORWARD) == Counter({GATHER: forward})
         assert counted(messages, Pass.BACKWARD) == Counter({GATHER: backward, SCATTER: 1}) + Counter()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduces"), [(DataParallel.DDP, REDUCE), (DataParallel.ZERO2, SCATTER), (DataParallel.ZERO3, SCATTER)]
+)
+def test_gradients_are_reduced_once_a_step_or_after_every_microbatch(
+    model: Model, kind: DataParallel, reduces: Collective
+) -> None:
+    strategy = LayerStrategy(type="block", tp_size=1, dp_size=2, data_parallel=kind)
+    for every, times in ((False, 1), (True, 5)):
+        messages = list(parameter_messages(model.types["block"], strategy, 2, 4, 5, every))
+        assert counted(messages, Pass.BACKWARD)[reduces] == times
 
 
 def test_only_what_ends_a_step_belongs_to_no_pass() -> None:

@@ -7,14 +7,14 @@ from math import lcm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright_formats.semantics.axes import ActivationShard, Layout, layout_of
-from shardwright_formats.semantics.layout import (
+from shardwright.plan.axes import ActivationShard, Layout, layout_of
+from shardwright.plan.layout import (
     Transfer,
     closed_groups,
     redistribution_plan,
     sent_numel,
 )
-from shardwright_formats.types import SequenceParallel, Strategy
+from shardwright.types import SequenceParallel, Strategy
 
 SIZES = (1, 2, 3, 4, 6, 8)
 FEATURES = 3

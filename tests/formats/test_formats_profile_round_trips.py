@@ -15,15 +15,15 @@ from msgspec.inspect import BoolType, EnumType, FloatType, IntType
 from numpy.typing import NDArray
 from random_documents import shown
 
-from shardwright_formats.io import sha256_of_file
-from shardwright_formats.io.hdf5 import Provenance, tables_of
-from shardwright_formats.io.table import Column, Row, Table, columns_of
-from shardwright_formats.types.hardware_profile import (
+from shardwright.io import sha256_of_file
+from shardwright.io.hdf5 import Provenance, tables_of
+from shardwright.io.table import Column, Row, Table, columns_of
+from shardwright.types.hardware_profile import (
     HardwareProfile,
     read_hardware_profile,
     write_hardware_profile,
 )
-from shardwright_formats.types.model_profile import (
+from shardwright.types.model_profile import (
     ModelProfile,
     ProfileOrigin,
     read_model_profile,
@@ -33,7 +33,7 @@ from shardwright_formats.types.model_profile import (
 StructType = TypeVar("StructType", bound=msgspec.Struct)
 
 OTHERS = ("pairs", "overlap", "ranks", "rates")
-EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "core" / "examples"
 
 
 def _values(column: Column, rows: int) -> st.SearchStrategy[NDArray[Any]]:

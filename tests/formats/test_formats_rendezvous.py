@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import Schedule
+from shardwright.plan.schedules.passes import Action, Pass
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import Schedule
 
 INTERLEAVED = Schedule.INTERLEAVED_1F1B
 GRID = [

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from random_documents import documents, plans
 
-from shardwright_formats.io import Document, read_document, sha256_of_value, write_document
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement
-from shardwright_formats.types.model import Model, Parameter
-from shardwright_formats.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
+from shardwright.io import Document, read_document, sha256_of_value, write_document
+from shardwright.types.attention import Attention
+from shardwright.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright.types.measurement import Measurement, PlanMeasurement, RankMeasurement
+from shardwright.types.model import Model, Parameter
+from shardwright.types.plan import GradientReduction, Plan, Precision, Schedule
 
-EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "core" / "examples"
 
 
 @settings(max_examples=25, deadline=None)

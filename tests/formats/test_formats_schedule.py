@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright_formats.semantics.schedules.closed_form import step_time
-from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import Schedule
+from shardwright.plan.schedules.closed_form import step_time
+from shardwright.plan.schedules.passes import Action, Pass
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import Schedule
 
 F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED_1F1B
 

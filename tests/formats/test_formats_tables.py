@@ -8,13 +8,13 @@ import pytest
 from msgspec import Meta
 from numpy.typing import ArrayLike
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.hdf5 import Profile, read_profile, write_profile
-from shardwright_formats.io.table import Row, Source, Table
-from shardwright_formats.types import PositiveSeconds, Ranks
-from shardwright_formats.types.hardware_profile import RateRow, RepeatRow, read_hardware_profile
+from shardwright.io import BadInput
+from shardwright.io.hdf5 import Profile, read_profile, write_profile
+from shardwright.io.table import Row, Source, Table
+from shardwright.types import PositiveSeconds, Ranks
+from shardwright.types.hardware_profile import RateRow, RepeatRow, read_hardware_profile
 
-EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "core" / "examples"
 
 
 class SomeRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +47,7 @@ ROW = {"time_s": [1.0], "ranks": [2], "name": ["a"], "near": [True], "source": [
         ({"time_s": [float("nan")]}, "time_s is nan"),
         ({"time_s": [0.0]}, "time_s is 0.0 in row 0, not finite and > 0 and <= 1e\\+09"),
         ({"time_s": [1e300]}, "time_s is 1e\\+300"),
-        ({"time_s": 1.0}, "no list of values"),
+        ({"time_s": 1.0}, "not a list of values"),
         ({"time_s": [1.0, 2.0]}, "different lengths"),
         ({"ranks": [1.5]}, "do not fit i8"),
         ({"ranks": [0]}, "ranks is 0 in row 0, not finite and >= 1 and <= 1.04858e\\+06"),

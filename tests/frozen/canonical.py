@@ -30,10 +30,22 @@ CORRECTIONS = (
     ),
     Correction("printed/*", r"\b20\d\d-\d\d-\d\d\b", "<date>", "profiles are dated by the day they are made"),
     Correction(
+        "*.json",
+        r'(?m)^( "reference_s": \S+,\n)(?! "robust")',
+        r'\1 "robust": [],\n',
+        "predictions have no list of scenarios any more, which was empty but in robust searches",
+    ),
+    Correction(
         "printed/*",
-        r"(?m)^(bounding \d+ conf|\d+ configurations left:|scenario:|HiGHS: configuration|\d+ plans within).*\n",
+        r"(?m)^(bounding \d+ conf|\d+ configurations left:|\d+ plans within).*\n",
         "",
         "progress on standard error tells the way, not the result",
+    ),
+    Correction(
+        "printed/devices.txt",
+        r"(?m)^  network, GB/s: .*\n",
+        "",
+        "the table of devices has the network of makers' nodes",
     ),
     Correction(
         "printed/*", r"(?m)^simulated gap .*\n", "", "the summary of a plan says what no order of its passes is below"
@@ -45,7 +57,7 @@ CORRECTIONS = (
         "the scope of a proof names stages without blocks, and plans that are simulated beside the near ones",
     ),
     Correction(
-        "*.json", r',\s*"versions": "shardwright-search [^"]*"', "", "predictions name the version that made them"
+        "*.json", r',\s*"versions": "shardwright(?:-search)? [^"]*"', "", "predictions name the version that made them"
     ),
     Correction("*.json", r'"version": \d+', '"version": 0', "formats get new versions as their keys are renamed"),
     Correction(
@@ -82,9 +94,6 @@ CORRECTIONS = (
     Correction("*", r'"reference_s": [\d.e-]+,\s*', "", "predictions say how fast the profiled machine was"),
     Correction("profiles/*.h5", r"(?m)^process/reference_.*\n", "", "profiles say it"),
     Correction("*", "tp_sizes every profiled divisor", "tp_sizes every divisor", "a profile has no others"),
-    Correction("printed/*", r"(?m)^second opinion: ", "certificate: ", "HiGHS gives no certificate as `verify` reads"),
-    Correction("*", "the best plan's configuration", "the best plan's case", "the search's word is configuration"),
-    Correction("*", "other configurations have no better", "other cases have no better", "the search's word"),
     Correction(
         "plans/*.json",
         "no plan of it that fits, with its communicators, has",
@@ -98,6 +107,7 @@ CORRECTIONS = (
 """Applied in order. One for a renamed key reads Correction("*", '"new_name"', '"old_name"', "why")."""
 
 REFROZEN = (
+    ("p*", "plan has no second opinion of HiGHS any more, which two searches asked for; 4 outputs"),
     (
         "*",
         "analytic profiles count what layers keep as runs keep it: norms beside a part that is recomputed alone, both "

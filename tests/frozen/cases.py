@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from given import as_measured, measurement_of
-from searches import MORE, SEARCHES, WORLDS
+from searches import SEARCHES, WORLDS
 
 __all__ = ["DESCRIBED", "ROUNDS", "Case"]
 
@@ -160,7 +160,7 @@ SHOWN = (
     *(f"profiles/{name}" for name in _SHOWN_PROFILES),
 )
 SEARCHED = [
-    *(_plan(name, MORE.get(name, "")) for name in SEARCHES),
+    *(_plan(name, "") for name in SEARCHES),
     *(_case(f"uniform-{name}", f"search uniform {_inputs(world)} {_profiles(world)} --global-batch-size 16 {line}"
             f" --out uniform/{name}.json") for name, (world, line) in UNIFORM.items()),
     _case("import-strategy", f"search import galvatron {_G}/strategy.json --model models/tiny.json --cluster"
@@ -201,7 +201,7 @@ def _evaluate(name: str, world: str, out: str, more: str = "") -> Case:
 
 EXPORTED = ("uniform/llama", "uniform/llama-zero3", "uniform/tp2-pp2", "uniform/gpt2", "uniform/interleaved",
             "uniform/ddp", "plans/space-3d", "plans/llama", "plans/kinds", "uniform/imported")  # fmt: skip
-EXPLAINED = ("tight", "llama", "t5", "swin-tight", "interleaved", "robust")
+EXPLAINED = ("tight", "llama", "t5", "swin-tight", "interleaved")
 USES = [
     Case("measured-plans", make=_measured_plans),
     *(_explain(f"plans/{name}", SEARCHES[name][0]) for name in EXPLAINED),
@@ -223,7 +223,6 @@ USES = [
 _CORRECTION = "--correction corrections/toy.json"
 LEARNED = [
     _case("correct", f"search correct measured/uniform.json {_profiles('toy')} --out corrections/toy.json"),
-    _case("select", "search select measured/degrees.json --plan plans/degrees.json --out selected/degrees.json"),
     _case("import-exported", "search import galvatron exported/uniform-llama.galvatron --model models/llama-7b.json"
           " --cluster clusters/a100-1x8.json --sequence-parallel megatron --out uniform/back.json"),
 ]  # fmt: skip

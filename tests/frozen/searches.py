@@ -5,7 +5,7 @@ from typing import Any
 
 from given import document
 
-__all__ = ["MORE", "SEARCHES", "WORLDS", "write_searches"]
+__all__ = ["SEARCHES", "WORLDS", "write_searches"]
 
 _PRECISIONS = {
     "mixed": {"parameters": "float32", "compute": "bfloat16", "reduce": "float32"},
@@ -90,8 +90,6 @@ SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
         "toys",
         _TIGHT | {"schedules": ["1f1b", "gpipe", "interleaved_1f1b"], "max_tp_size": 4, "memory_gib": 0.042},
     ),
-    "robust": ("toy", _TIGHT | {"robust": {"spreads": 2, "slow_link": 4}}),
-    "robust-nodes": ("toys", _TOY | {"robust": {"spreads": 1, "slow_link": 8}, "max_tp_size": 2}),
     "batches": ("toy", {"global_batch_size": {"min": 4, "max": 16, "step": 4}, "memory_gib": 0.045}),
     "price": ("toy", {"global_batch_size": {"min": 8, "max": 16, "step": 8}, "objective": "usd_per_sample"}),
     "step-time": ("toys", _TIGHT | {"objective": "step_time", "reserve_gib": 0.01, "max_tp_size": 4}),
@@ -139,8 +137,6 @@ SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "contradiction": ("toy", _TOY | {"space": "dp", "pp_sizes": [2]}),
     "misspelt": ("toy", _TOY | {"memory_gb": 3}),
 }
-MORE = {"kinds": "--prove --prove-time-limit 600", "degrees": "--prove --prove-time-limit 600"}
-"""Further options of a search's command."""
 
 
 def write_searches(folder: Path) -> None:

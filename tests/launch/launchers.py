@@ -1,5 +1,6 @@
 """Launchers of nodes in processes of their own, whose ranks do what they are told (`launched_rank.py`)."""
 
+import itertools
 import os
 import re
 import socket
@@ -7,15 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shardwright_formats.io import one_line_errors
-from shardwright_launch.heartbeat import RankFiles
-from shardwright_launch.meeting import SECRET_VARIABLE, meeting_of
-from shardwright_launch.nodes import Nodes
-from shardwright_launch.ranks import launch
+from shardwright.io import one_line_errors
+from shardwright.launch.heartbeat import RankFiles
+from shardwright.launch.meeting import SECRET_VARIABLE, meeting_of
+from shardwright.launch.nodes import Nodes
+from shardwright.launch.ranks import launch
 
 RANK = Path(__file__).with_name("launched_rank.py")
 STARTED_S = 60.0
@@ -45,10 +46,18 @@ def start_node(
     return subprocess.Popen(command, env=os.environ | variables, text=True, **streams)
 
 
-def let_act(folder: Path, ranks: int = 2) -> None:
-    """Let the ranks of several nodes act, once so many were started: their launchers have met by then."""
+def until_there(file: Path) -> None:
+    """Wait until a file exists."""
     deadline = time.monotonic() + STARTED_S
-    while len(started_by(folder)) < ranks:
+    while not file.exists():
+        assert time.monotonic() < deadline, file
+        time.sleep(0.02)
+
+
+def let_act(folder: Path, ranks: int = 2) -> None:
+    """Let the ranks of several nodes act, once so many are there: their launchers have met by then."""
+    deadline = time.monotonic() + STARTED_S
+    while len([*folder.glob("there*")]) < ranks:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     (folder / "met").touch()
@@ -80,11 +89,16 @@ def until_in_a_step(folder: Path, ranks: int = 1) -> dict[int, dict[str, str]]:
     raise AssertionError("the ranks did not begin a step")
 
 
+_TAKEN = itertools.count()
+
+
 def free_port() -> int:
-    """A port that is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free, and stays so: the kernel gives none of these to a connection, and this process each once."""
+    while True:
+        port = 10_000 + (os.getpid() * 101 + next(_TAKEN)) % 20_000
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager

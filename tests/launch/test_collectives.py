@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardwright_formats.semantics.process_groups import PlannedGroup, Purpose
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_launch.collectives import RankCollectives, collectives_of, first_missing
+from shardwright.launch.collectives import RankCollectives, collectives_of, first_missing
+from shardwright.plan.process_groups import PlannedGroup, Purpose
+from shardwright.plan.schedules.passes import Pass
 
 WORLD = ("0", "default_pg")
 DATA = ("5", PlannedGroup(Purpose.DATA_PARALLEL, (0, 2)).description)
@@ -51,12 +51,12 @@ def test_the_earliest_collective_that_a_rank_has_not_entered_is_named() -> None:
     }
     missing = first_missing(known)
     assert missing is not None and missing.rank == 2
-    words = "rank 2 has not entered all_gather 2 of data parallelism of ranks 0 2, where rank 0 waits"
+    words = "rank 2 has not entered all_gather 2 of data parallelism of ranks 0 2, in which rank 0 waits"
     assert missing.text == words
     known[2] = trace(BEFORE, (DATA, "all_gather", 1, 5, True), (DATA, "all_gather", 2, 21, False))
     missing = first_missing(known)
     assert missing is not None
-    assert missing.text == "ranks 0 2 have not entered all_reduce 2 of all ranks, where rank 1 waits"
+    assert missing.text == "ranks 0 2 have not entered all_reduce 2 of all ranks, in which rank 1 waits"
 
 
 def test_a_rank_that_never_used_a_group_is_behind_in_it_unless_its_records_are_gone() -> None:
@@ -71,7 +71,7 @@ def test_messages_of_an_edge_are_numbered_apart() -> None:
     receiver = trace(BEFORE, (EDGE, "recv", 1, 3, True), (EDGE, "recv", 2, 6, False))
     missing = first_missing({0: trace(BEFORE, (EDGE, "send", 1, 3, True)), 1: receiver})
     assert missing is not None
-    words = "rank 0 has not entered recv 2 of an edge of the pipeline, forward of ranks 0 1, where rank 1 waits"
+    words = "rank 0 has not entered recv 2 of an edge of the pipeline, forward of ranks 0 1, in which rank 1 waits"
     assert missing.text == words
 
 

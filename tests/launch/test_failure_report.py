@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from shardwright_launch.failure_report import FailureReport, NodeReport, RankState, failure_report, shifted
-from shardwright_launch.heartbeat import RankError, Step
+from shardwright.launch.failure_report import FailureReport, NodeReport, RankState, failure_report, shifted
+from shardwright.launch.heartbeat import RankError, Step
 
 LOST = RankError(time_s=0.5, text="DistBackendError: remote process exited", lost_connection=True)
 FAILED = RankError(time_s=1.0, text="ValueError: x")
@@ -62,12 +62,12 @@ def test_what_is_lost_may_be_started_anew_and_what_was_said_in_order_would_come_
         ({"gone": True, "ranks": (_rank(1, 1, 9.0, FAILED),)}, "rank 1: failed in step 5: ValueError: x"),
         (
             {"hang": "no step ended within 7 s", "ranks": (_rank(1, None, 0.0),)},
-            "ranks 0 to 1, in step 5: no step ended within 7 s: the stacks of all ranks stand above",
+            "ranks 0 to 1, in step 5: no step ended within 7 s: the stacks of all ranks are above",
         ),
         (
             {"ended": False},
-            "rank 0: lost its connection first, in step 5: nothing was heard of node 1: a rank there may have ended: "
-            "look there",
+            "rank 0: lost its connection first, in step 5: nothing was received from node 1: a rank there "
+            "may have ended: look there",
         ),
         ({}, "rank 0: lost its connection first, in step 5: DistBackendError: remote process exited"),
     ],

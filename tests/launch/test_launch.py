@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launchers import RANK, STARTED_S, start_node, started_by, until_in_a_step
+from launchers import RANK, STARTED_S, start_node, started_by, until_in_a_step, until_there
 
-from shardwright_formats.io import RunFailed
-from shardwright_launch import ranks as launching
-from shardwright_launch.heartbeat import Heartbeat, RankFiles
-from shardwright_launch.ranks import launch
+from shardwright.io import RunFailed
+from shardwright.launch import ranks as launching
+from shardwright.launch.heartbeat import Heartbeat, RankFiles
+from shardwright.launch.ranks import launch
 
 Launched = Callable[..., None]
 
@@ -48,7 +48,7 @@ def test_ranks_that_end_well_are_no_failure(launched: Launched) -> None:
         (("sleep", "fail two\nlines"), "rank 1: failed in step 1: ValueError: two lines"),
         (("lose", "later fail x"), "rank 1: failed in step 1: ValueError: x"),
         (("fail y", "later fail x"), "rank 0: failed in step 1: ValueError: y"),
-        (("lose", "later exit 7"), "rank 1: ended with status 7 in step 1: its last words stand above"),
+        (("lose", "later exit 7"), "rank 1: ended with status 7 in step 1: its last output is above"),
         (("later lose", "lose"), r"rank 1: lost its connection first, in step 1: RuntimeError: .* closed by peer .*"),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_hang_shows_every_stack_or_says_why_there_is_none(
     launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "ranks 0 to 2, in step 1: no step ended within 2 s, rank 1 is stopped (SIGSTOP): the stacks of all ranks"
-    with pytest.raises(RunFailed, match=f"^{re.escape(words)} stand above$"):
+    with pytest.raises(RunFailed, match=f"^{re.escape(words)} are above$"):
         launched("sleep", "signal SIGSTOP", "end", hang_timeout_s=2.0)
     shown = re.split(r"^rank (\d), in step 1:\n", capsys.readouterr().err, flags=re.MULTILINE)
     assert shown[1::2] == ["0", "1", "2"]
@@ -100,9 +100,21 @@ def test_ranks_that_never_find_one_another_are_a_hang(
     launched: Launched, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launching, "START_UP_S", 1.0)
-    with pytest.raises(RunFailed, match=r"^ranks 0 to 1, in start-up: the ranks did not find one another within 1 s"):
+    with pytest.raises(
+        RunFailed, match=r"^ranks 0 to 1, in start-up: the ranks did not connect to one another within \d+ s"
+    ):
         launched("never join", "never join", hang_timeout_s=1.0)
     assert "rank 1, in start-up:\n" in capsys.readouterr().err
+
+
+def test_a_rank_that_cannot_show_its_stack_yet_is_not_ended_by_being_asked(
+    launched: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It imports for long, say: what hangs is the step of the other."""
+    with pytest.raises(RunFailed, match=r"^ranks 0 to 1, in start-up: no step ended within 1 s"):
+        launched("sleep", "never start", hang_timeout_s=1.0)
+    shown = capsys.readouterr().err
+    assert "rank 1, in start-up:\nit showed no stack within 2 s; its process is in state S" in shown
 
 
 def test_a_step_that_begins_in_time_starts_the_time_anew(tmp_path: Path) -> None:
@@ -126,12 +138,17 @@ def test_a_signal_before_the_ranks_can_stop_in_order_ends_them(tmp_path: Path, n
 
 def test_a_second_signal_ends_ranks_that_do_not_answer_at_once(tmp_path: Path) -> None:
     # A stopped process does not die of SIGTERM.
-    assert _signalled(tmp_path, "signal SIGSTOP", signal.SIGTERM, signal.SIGHUP) == (130, "")
+    assert _signalled(tmp_path, "signal SIGSTOP", signal.SIGTERM, signal.SIGHUP, state="T") == (130, "")
 
 
-def _signalled(folder: Path, action: str, *signals: signal.Signals) -> tuple[int, str]:
+def _signalled(folder: Path, action: str, *signals: signal.Signals, state: str = "S") -> tuple[int, str]:
+    """Signal a launcher once its rank's process is in a state of proc(5)."""
     process = start_node(folder, 0, (action,))
-    until_in_a_step(folder)
+    (rank,) = until_in_a_step(folder)
+    deadline = time.monotonic() + STARTED_S
+    while Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     for number in signals:
         process.send_signal(number)
         time.sleep(0.2)
@@ -146,6 +163,7 @@ def test_a_rank_outlives_the_terminal_that_it_prints_to(tmp_path: Path) -> None:
     process = start_node(tmp_path, 0, ("print until stopped",), stdout=ours, stderr=ours, terminal=True)
     os.close(ours)
     until_in_a_step(tmp_path)
+    until_there(tmp_path / "ready")  # before it takes signals, SIGTERM ends it unsaved, as it should
     os.close(terminal)
     assert process.wait(timeout=STARTED_S) == 75
     assert (tmp_path / "saved").exists()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.io import atomic_path, remove_temporaries, write_bytes
-from shardwright_formats.io import owner as owners
-from shardwright_formats.io.owner import is_gone, this_process
-from shardwright_launch.scratch import scratch_folder
+from shardwright.io import atomic_path, remove_temporaries, write_bytes
+from shardwright.io import owner as owners
+from shardwright.io.owner import is_gone, this_process
+from shardwright.launch.lock import scratch_folder
 
 STRANGERS = (".metrics.jsonl.tmp", ".file.json.00000000.1.tmp", ".file.json.swp", "file.json.tmp", ".tmp")
 
@@ -26,7 +26,7 @@ def _killed(code: str, *arguments: object, **variables: str) -> None:
 
 def _killed_in_a_write(file: Path) -> Path:
     before = set(file.parent.iterdir())
-    code = "from shardwright_formats.io.json import atomic_path\nwith atomic_path(Path(sys.argv[1])) as temporary:"
+    code = "from shardwright.io.json import atomic_path\nwith atomic_path(Path(sys.argv[1])) as temporary:"
     _killed(f"{code}\n    temporary.write_bytes(b'half')", file)
     (leftover,) = set(file.parent.iterdir()) - before
     return leftover
@@ -82,7 +82,7 @@ def test_folders_that_killed_commands_left_go_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = "from shardwright_launch.scratch import scratch_folder\nwith scratch_folder() as folder:\n"
+    code = "from shardwright.launch.lock import scratch_folder\nwith scratch_folder() as folder:\n"
     _killed(f"{code}    (folder / 'rank0.step').touch()", TMPDIR=str(tmp_path))
     (leftover,) = tmp_path.iterdir()
     strangers = [tmp_path / "shardwright-notes", tmp_path / "shardwright-0123abcd-1-2"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.io import BadInput
-from shardwright_launch.lock import only_run
-from shardwright_launch.nodes import Nodes
+from shardwright.io import BadInput
+from shardwright.launch.lock import only_run
+from shardwright.launch.nodes import Nodes
 
 FIRST, SECOND = Nodes(2, 0, "host:1"), Nodes(2, 1, "host:1")
 
@@ -42,8 +42,8 @@ def test_a_lock_ends_with_the_process_that_held_it(tmp_path: Path) -> None:
     file = tmp_path / "LOCK"
     code = f"""
 from pathlib import Path
-from shardwright_launch.lock import only_run
-from shardwright_launch.nodes import Nodes
+from shardwright.launch.lock import only_run
+from shardwright.launch.nodes import Nodes
 with only_run(Path({str(file)!r}), Nodes()):
     print(flush=True)
     input()
@@ -79,9 +79,17 @@ def test_what_a_symbolic_link_points_to_is_neither_opened_nor_cut(tmp_path: Path
     assert (tmp_path / "precious").read_text() == "work of years"
 
 
+def test_what_a_hard_link_is_another_name_of_is_not_cut(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("work of years")
+    (tmp_path / "LOCK").hardlink_to(tmp_path / "precious")
+    with pytest.raises(BadInput, match="LOCK: is a hard link to another file"), only_run(tmp_path / "LOCK", Nodes()):
+        pass
+    assert (tmp_path / "precious").read_text() == "work of years"
+
+
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "LOCK")
-    with pytest.raises(BadInput, match="LOCK: is no regular file"), only_run(tmp_path / "LOCK", Nodes()):
+    with pytest.raises(BadInput, match="LOCK: is not a regular file"), only_run(tmp_path / "LOCK", Nodes()):
         pass
     (tmp_path / "file").write_text("")
     for file in (tmp_path, tmp_path / "file" / "LOCK"):

@@ -10,12 +10,12 @@ import pytest
 from launchers import SEVERAL, free_port, met
 from strangers import listeners
 
-from shardwright_formats.io import BadInput
-from shardwright_launch.exchange import exchange
-from shardwright_launch.heartbeat import RankFiles
-from shardwright_launch.meeting import Place, Refused, call, meeting_of, place_of
-from shardwright_launch.nodes import Address, Meeting, Nodes, interface_of, means_loopback, name_for_others
-from shardwright_launch.store import note_meeting, rank_store
+from shardwright.io import BadInput
+from shardwright.launch.exchange import exchange
+from shardwright.launch.heartbeat import RankFiles
+from shardwright.launch.meeting import Place, Refused, call, meeting_of, place_of
+from shardwright.launch.nodes import Address, Meeting, Nodes, interface_of, means_loopback, name_for_others
+from shardwright.launch.store import note_meeting, rank_store
 
 
 def _node(rank: int) -> Nodes:
@@ -48,8 +48,8 @@ def test_a_secret_that_a_killed_start_left_is_taken_again(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda file: file.chmod(0o640), "is not a file that this user alone can read: remove it, or set SHARDWRIGHT_"),
-        (lambda file: file.write_text("short"), "holds no secret: remove it"),
+        (lambda file: file.chmod(0o640), "is not a file that only this user can read: remove it, or set SHARDWRIGHT_"),
+        (lambda file: file.write_text("short"), "contains no secret: remove it"),
     ],
 )
 def test_a_secret_that_others_may_know_is_refused(tmp_path: Path, rank: int, make: object, words: str) -> None:
@@ -72,7 +72,7 @@ def test_a_link_is_not_followed_to_a_secret(tmp_path: Path) -> None:
 def test_a_secret_of_the_environment_is_taken_and_must_be_long(tmp_path: Path) -> None:
     with meeting_of(_node(0), tmp_path / "SECRET", SEVERAL) as node:
         assert place_of(node).secret == SEVERAL["SHARDWRIGHT_SECRET"].encode()
-    with pytest.raises(BadInput, match="SHARDWRIGHT_SECRET: has 31 characters: take 32 or more random ones"):
+    with pytest.raises(BadInput, match="SHARDWRIGHT_SECRET: has 31 characters: use 32 or more random characters"):
         with meeting_of(_node(0), tmp_path / "SECRET", {"SHARDWRIGHT_SECRET": "x" * 31}):
             pass
     assert list(tmp_path.iterdir()) == []
@@ -114,8 +114,10 @@ def test_node_0_listens_at_the_rendezvous_alone(monkeypatch: pytest.MonkeyPatch)
         assert {address for address, port in listeners(["self"]) if port == place_of(first).address.port} == {
             "0100007F"
         }
-    monkeypatch.setattr("shardwright_launch.meeting.means_loopback", lambda _: True)
-    words = "--rendezvous: vm is this machine's loopback interface here, where no other node can call: give an address"
+    monkeypatch.setattr("shardwright.launch.meeting.means_loopback", lambda _: True)
+    words = (
+        "--rendezvous: vm is this machine's loopback interface here, which other nodes cannot reach: give an address"
+    )
     with pytest.raises(BadInput, match=words), meeting_of(Nodes(2, 0, "vm:7"), Path("x"), SEVERAL):
         pass
 

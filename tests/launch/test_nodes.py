@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Cluster, NodeGroup, NodeType
-from shardwright_launch.nodes import Address, NodeOptions, Nodes, check_all_nodes, nodes_of
+from shardwright.io import BadInput
+from shardwright.launch.nodes import Address, NodeOptions, Nodes, check_all_nodes, nodes_of
+from shardwright.types import Cluster, NodeGroup, NodeType
 
 STEP = {
     "SLURM_JOB_ID": "1234567",
@@ -75,10 +75,10 @@ def test_nodes_of_a_heterogeneous_job_meet_at_the_first_of_its_first_component()
     ("changed", "words"),
     [
         ({"SLURM_STEP_NODELIST": "gpu[3-"}, r"scontrol does not resolve 'gpu\[3-' \(\): pass --rendezvous"),
-        ({"SLURM_STEP_NODELIST": "gpu5"}, r"'gpu5' \(it tells no NodeAddr of gpu5\): pass --rendezvous"),
+        ({"SLURM_STEP_NODELIST": "gpu5"}, r"'gpu5' \(it reports no NodeAddr of gpu5\): pass --rendezvous"),
         ({"SLURM_LOCALID": "1"}, "srun: it started several tasks on one node: pass --ntasks-per-node=1"),
-        ({"SLURM_NODEID": "x"}, "SLURM_NODEID: is 'x', no number"),
-        ({"SLURM_NNODES": ""}, "SLURM_NNODES: is '', no number"),
+        ({"SLURM_NODEID": "x"}, "SLURM_NODEID: is 'x', not a number"),
+        ({"SLURM_NNODES": ""}, "SLURM_NNODES: is '', not a number"),
     ],
 )
 def test_a_step_that_does_not_say_enough_is_refused(changed: dict[str, str], words: str) -> None:
@@ -104,7 +104,7 @@ def test_a_rendezvous_is_a_host_and_a_port(rendezvous: str, address: Address) ->
     "rendezvous", ["", "h", "h:", ":1", "h:0", "h:65536", "h:99999999", "h:-1", "h:1x", "::1:5", "a b:1"]
 )
 def test_what_is_no_host_and_port_is_one_line(rendezvous: str) -> None:
-    with pytest.raises(BadInput, match=r"--rendezvous: .* is no HOST:PORT: give a port of 1 to 65535"):
+    with pytest.raises(BadInput, match=r"--rendezvous: .* is not HOST:PORT: give a port of 1 to 65535"):
         Nodes(2, 0, rendezvous)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 from launchers import RANK, STARTED_S, free_port, let_act, start_node, started_by
 
-from shardwright_formats.io import BadInput, RunFailed
-from shardwright_launch import rank_output
-from shardwright_launch.rank_output import RankLog
-from shardwright_launch.ranks import launch
+from shardwright.io import BadInput, RunFailed
+from shardwright.launch import rank_output
+from shardwright.launch.rank_output import RankLog
+from shardwright.launch.ranks import launch
 
 HEADING = r"=== start (\d+) at \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00: rank (\d) of 2 ===\n"
 Launched = Callable[..., None]
@@ -130,9 +131,8 @@ def test_a_child_that_holds_a_pipe_holds_up_no_end(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(rank_output, "_JOIN_S", 0.3)
-    began = time.monotonic()
-    launched("leave_a_child 4")
-    assert time.monotonic() - began < 3.5
+    launched("leave_a_child")
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # it is there still
     assert kept(tmp_path, 0) == (tmp_path / "logs/rank-0.log").read_text()
 
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import pytest
 from launchers import SEVERAL, STARTED_S, free_port, let_act, met, start_node, started_by, until_in_a_step
 
-from shardwright_formats.io import RunFailed
-from shardwright_launch.exchange import exchange
-from shardwright_launch.failure_report import NodeReport
-from shardwright_launch.meeting import meeting_of
-from shardwright_launch.nodes import Nodes
+from shardwright.io import RunFailed
+from shardwright.launch.exchange import exchange
+from shardwright.launch.failure_report import NodeReport
+from shardwright.launch.meeting import meeting_of
+from shardwright.launch.nodes import Nodes
 
 
 class Ended(NamedTuple):
@@ -73,7 +73,7 @@ def test_what_all_ranks_agree_on_is_said_by_the_first_node_alone(tmp_path: Path)
 
 
 def test_a_hang_shows_the_stacks_of_the_ranks_of_both_nodes(tmp_path: Path) -> None:
-    words = "error: ranks 0 to 1, in step 1: no step ended within 2 s: the stacks of all ranks stand above"
+    words = "error: ranks 0 to 1, in step 1: no step ended within 2 s: the stacks of all ranks are above"
     for number, ended in enumerate(_both(tmp_path, ["sleep"], ["wait"])):
         assert (ended.status, ended.last_line) == (4, words), ended.error
         assert f"rank {number}, in step 1:\n" in ended.error and "launched_rank.py" in ended.error
@@ -114,12 +114,12 @@ def test_a_signal_to_one_node_stops_both(tmp_path: Path) -> None:
 
 
 def test_a_launcher_whose_node_0_is_not_there_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright_launch.exchange.START_UP_S", 1.0)
+    monkeypatch.setattr("shardwright.launch.exchange.START_UP_S", 1.0)
     nodes, file = Nodes(2, 1, f"127.0.0.1:{free_port()}"), tmp_path / "run" / "SECRET"
-    for environment, words in (({}, "SECRET is not there"), (SEVERAL, "Connection refused")):
+    for environment, words in (({}, "SECRET does not exist"), (SEVERAL, "Connection refused")):
         with meeting_of(nodes, file, environment) as node:
             with pytest.raises(
-                RunFailed, match=f"node 0 was not met within 1 s .*{words}.*SHARDWRIGHT_SECRET to the same"
+                RunFailed, match=f"node 0 was not reached within 1 s .*{words}.*SHARDWRIGHT_SECRET to the same"
             ):
                 with exchange(node, "4"):
                     pass
@@ -133,7 +133,7 @@ def test_a_launcher_that_waits_for_node_0_can_be_stopped(tmp_path: Path) -> None
         time.sleep(0.02)
     node.send_signal(signal.SIGTERM)
     _, error = node.communicate(timeout=STARTED_S)
-    assert (node.returncode, error) == (75, "error: stopped before node 0 was met: run the same command again\n")
+    assert (node.returncode, error) == (75, "error: stopped before node 0 was reached: run the same command again\n")
 
 
 def _caught(process: int, number: int) -> bool:

@@ -11,10 +11,10 @@ import pytest
 from launchers import STARTED_S, free_port, let_act, met, start_node, started_by, until_in_a_step
 from strangers import LOOPBACK, listeners, molest
 
-from shardwright_launch.exchange import exchange
-from shardwright_launch.failure_report import NodeReport
-from shardwright_launch.meeting import call, framed, place_of, receive, receive_frame
-from shardwright_launch.store import CountValues, RankCall, ReadValues
+from shardwright.launch.exchange import exchange
+from shardwright.launch.failure_report import NodeReport
+from shardwright.launch.meeting import call, framed, place_of, receive, receive_frame
+from shardwright.launch.store import RankCall, Request
 
 
 def test_a_stranger_is_answered_by_a_random_number_alone_and_changes_nothing(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_report_of_a_rank_is_heard_while_strangers_call(tmp_path: Path) -> Non
 
 def test_a_peer_that_never_reads_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows the secret: a launcher that is stopped (SIGSTOP) while node 0 has much to tell."""
-    monkeypatch.setattr("shardwright_launch.exchange.ANSWER_S", 2.0)
+    monkeypatch.setattr("shardwright.launch.exchange.ANSWER_S", 2.0)
     with ExitStack() as stack:
         nodes = stack.enter_context(met(3))
         first, second = (stack.enter_context(exchange(node, "4")) for node in nodes[:2])
@@ -98,9 +98,9 @@ def test_an_exchange_that_ends_while_peers_wait_says_nothing(
             stranger = stack.enter_context(socket.create_connection(place_of(first).address))
             assert len(receive(stranger, 32)) == 32
             rank = stack.enter_context(call(place_of(first)))
-            rank.sendall(framed(RankCall(launch=one.launch)) + framed(CountValues()))
+            rank.sendall(framed(RankCall(launch=one.launch)) + framed(Request("count")))
             receive_frame(rank)
-            rank.sendall(framed(ReadValues(keys=("late",), wait_s=60.0)))
+            rank.sendall(framed(Request("read", ("late",), wait_s=60.0)))
         assert (stranger.recv(1), rank.recv(1)) == (b"", b"")
     assert (*capfd.readouterr(), caplog.text) == ("", "", "")
 

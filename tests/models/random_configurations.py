@@ -1,6 +1,6 @@
 """Small configurations of every family, drawn at random."""
 
-from shardwright_models.registry import FAMILIES
+from shardwright.models.registry import FAMILIES
 
 __all__ = ["length_of", "random_configuration"]
 
@@ -13,7 +13,7 @@ def random_configuration(name, rng):
     match name:
         case "gpt2":
             usual = shape | {"num_hidden_layers": rng.randint(1, 4)}
-            config = {rng.choice((key, FAMILIES[name].aliases[key])): value for key, value in usual.items()}
+            config = {rng.choice((key, FAMILIES[name].keys.aliases[key])): value for key, value in usual.items()}
             config |= {"vocab_size": numbers["vocab_size"], "n_positions": 64}
             further = {"n_inner": inner, "resid_pdrop": 0.0, "tie_word_embeddings": False}
         case "bert" | "roberta" | "xlm-roberta":

@@ -2,12 +2,12 @@
 
 import pytest
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.regathers import regathers
-from shardwright_formats.types import EMBEDDING, HEAD, Model
-from shardwright_models.description import model_of_config
-from shardwright_models.frozen import FrozenPart, freeze
-from shardwright_models.presets import read_presets
+from shardwright.io import BadInput
+from shardwright.models.description import model_of_config
+from shardwright.models.frozen import FrozenPart, freeze
+from shardwright.models.registry import read_presets
+from shardwright.plan.regathers import regathers
+from shardwright.types import EMBEDDING, HEAD, Model
 
 LLAMA = {
     "model_type": "llama",

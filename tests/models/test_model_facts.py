@@ -1,4 +1,4 @@
-"""Descriptions by the facts of families are those that `shardwright-train describe` reads off the stock models."""
+"""Descriptions by the facts of families are those that `shardwright train describe` reads off the stock models."""
 
 import json
 import random
@@ -11,19 +11,18 @@ import pytest
 import yaml
 from random_configurations import length_of, random_configuration
 
-from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.semantics.communication import Cause, region_messages, tensors_of
-from shardwright_formats.semantics.context_messages import context_messages
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import LayerStrategy, Model, SequenceParallel
-from shardwright_formats.types.plan import misfit
-from shardwright_models.description import model_of_config
-from shardwright_models.facts import FULL, SLIDING
-from shardwright_models.presets import read_presets
-from shardwright_models.registry import FAMILIES
-from shardwright_train.models.describe import describe_folder
+from shardwright.io import BadInput, read_document
+from shardwright.models.description import model_of_config
+from shardwright.models.registry import FAMILIES, read_presets
+from shardwright.models.traits import FULL, SLIDING
+from shardwright.plan.communication import Cause, region_messages, tensors_of
+from shardwright.plan.context_messages import context_messages
+from shardwright.plan.schedules.passes import Pass
+from shardwright.types import LayerStrategy, Model, SequenceParallel
+from shardwright.types.plan import misfit
+from shardwright_train.commands.documents import describe_folder
+from shardwright_train.models.base import family_named
 from shardwright_train.models.description import describe
-from shardwright_train.models.registry import family_named
 
 RANDOM = 8
 ROOT = Path(__file__).parents[2]
@@ -175,19 +174,31 @@ def test_shapes_are_those_of_every_committed_description(path):
         ({"model_type": "dbrx"}, "model_type 'dbrx' has no shapes here"),
         ({"model_type": "qwen2_5_vl"}, "model_type 'qwen2_5_vl' cannot be trained: mrope_section and window_size"),
         ({"model_type": "mixtral", "num_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok 3 is over num_l"),
-        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts 0 is no length"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers 1 is no list of numbers of layers"),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step 0 is no length"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts must be a whole number from 1"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers 1 is not a list of numbers of layers"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number from 1"),
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"vocab_size": "many"}, "vocab_size 'many' is no length"),
-        ({"num_attention_heads": 0}, "num_attention_heads 0 is no length"),
-        ({"hidden_size": 33, "num_attention_heads": 4}, "hidden_size 33 is no multiple of num_attention_heads 4"),
-        ({"model_type": "gpt2", "n_embd": 33, "n_head": 4}, "n_embd 33 is no multiple of n_head 4"),
-        ({"model_type": "whisper", "d_model": 7}, "d_model 7 is no multiple of encoder_attention_heads 4"),
+        ({"vocab_size": "many"}, "vocab_size must be a whole number from 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number from 1"),
+        ({"hidden_size": 33, "num_attention_heads": 4}, "hidden_size 33 is not a multiple of num_attention_heads 4"),
+        ({"model_type": "gpt2", "n_embd": 33, "n_head": 4}, "n_embd 33 is not a multiple of n_head 4"),
+        ({"model_type": "whisper", "d_model": 7}, "d_model 7 is not a multiple of encoder_attention_heads 4"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000 is over"),
         ({"max_position_embeddings": 16}, "sequence length 32 is over 16 positions"),
         ({"sliding_window": 16}, "over the sliding_window 16"),
-        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window -1 is no length"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window must be a whole number from 1"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 1e308}},
+            "factor of rope_scaling must be a number up to 1e+15, not 1e+308",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": "8"}},
+            "factor of rope_parameters must be a number up to 1e+15, not '8'",
+        ),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number up to 1e+15, not 'small'"),
+        ({"mlp_bias": "yes"}, "mlp_bias must be true or false, not 'yes'"),
+        ({"hidden_act": 1}, "hidden_act must be a string, not 1"),
+        ({"model_type": "swin", "mlp_ratio": 1e308}, "mlp_ratio must be a number up to 1e+15, not 1e+308"),
     ],
 )
 def test_what_has_no_shapes_is_refused_in_one_line(change, said):
@@ -213,14 +224,14 @@ def test_a_window_shorter_than_samples_is_described_with_the_scores_that_it_leav
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"depths": 2}, "depths 2 is no list of numbers, one for each stage"),
-        ({"depths": [2, 0]}, "depths [2, 0] is no list"),
+        ({"depths": 2}, "depths 2 is not a list of numbers, one for each stage"),
+        ({"depths": [2, 0]}, "depths [2, 0] is not a list"),
         ({"num_heads": [2, 4, 8]}, "depths and num_heads list 2 and 3 stages"),
         ({"num_heads": [5, 4]}, "num_heads 5 of stage1 does not divide its 24 features"),
-        ({"window_size": 3}, "window_size 3: the 8 x 8 patches of stage1 are no whole windows"),
-        ({"window_size": 8}, "window_size 8: the 4 x 4 patches of stage2 are no whole windows"),
+        ({"window_size": 3}, "window_size 3: the 8 x 8 patches of stage1 do not divide into windows"),
+        ({"window_size": 8}, "window_size 8: the 4 x 4 patches of stage2 do not divide into windows"),
         ({"image_size": 28}, "window_size 4: the 7 x 7 patches of stage1"),
-        ({"image_size": "large"}, "image_size 'large' is no length, nor height and width"),
+        ({"image_size": "large"}, "image_size must be a whole number from 1"),
         ({"mlp_ratio": 0}, "mlp_ratio 0 leaves no features"),
     ],
 )
@@ -268,7 +279,7 @@ def test_a_description_does_not_name_what_its_model_lacks():
 
 def test_shapes_need_no_torch():
     code = (
-        "import sys, shardwright_models.description, shardwright_estimate.profile, shardwright_models.presets\n"
+        "import sys, shardwright.models.description, shardwright.estimate.profile, shardwright.models.registry\n"
         "assert not {'torch', 'transformers', 'pandas', 'snakemake'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,20 +9,41 @@ from transformers import LlamaForCausalLM
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from shardwright_formats.types import EMBEDDING, HEAD
-from shardwright_models.description import model_of_config
-from shardwright_models.facts import Family, Mask, Stack
-from shardwright_models.registry import FAMILIES
+from shardwright.models.description import model_of_config
+from shardwright.models.facts import Family, Vision
+from shardwright.models.registry import FAMILIES
+from shardwright.models.traits import (
+    AttentionFacts,
+    Divided,
+    Dropouts,
+    FeedForward,
+    Keys,
+    Mask,
+    Norm,
+    Stack,
+    StockModel,
+)
+from shardwright.types import EMBEDDING, HEAD
+from shardwright_train.models.base import family_named
 from shardwright_train.models.description import describe
 from shardwright_train.models.llama import Llama
-from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.sharding_rules import Parts
 
 NAMES = sorted(FAMILIES)
 NEEDED = {
-    "model_type", "stock", "runtime", "parameters", "stacks", "defaults", "lengths", "divided", "tied", "mask", "norm",
-    "positions", "feed_forward", "dropouts", "ends_in_norm",
+    "model_type", "stock", "runtime", "keys", "parameters", "stacks", "divided", "attention", "norm", "feed_forward",
+    "dropouts",
 }  # fmt: skip
+NEEDED_OF_TRAITS = {
+    StockModel: {"name", "tied"},
+    Keys: {"defaults", "lengths"},
+    Divided: {"lengths"},
+    AttentionFacts: {"mask", "positions"},
+    Norm: {"kind", "epsilon", "ends"},
+    FeedForward: {"activation", "gated"},
+    Dropouts: {"attention", "hidden"},
+    Vision: {"positions"},
+}
 
 
 NEEDED_KEYS = {
@@ -58,15 +79,27 @@ def test_a_family_that_lacks_a_fact_cannot_be_made():
         known = {key: value for key, value in msgspec.structs.asdict(FAMILIES["llama"]).items() if key != name}
         with pytest.raises(TypeError, match=f"Missing required argument '{name}'"):
             Family(**known)
+    needed = {trait: set(trait._fields) - trait._field_defaults.keys() for trait in NEEDED_OF_TRAITS}
+    assert needed == NEEDED_OF_TRAITS
+
+
+def test_blocks_have_the_same_paths_in_facts_and_runtime():
+    for name, facts in FAMILIES.items():
+        paths = {kind: parts.place("{}") for kind, parts in family_named(name, "test").parts.items()}
+        named = {kind for stack in facts.stacks for kind in stack.types}
+        assert {kind: facts.stock.places.get(kind, "model.layers.{}") for kind in named} == {k: paths[k] for k in named}
 
 
 def test_keys_mean_what_transformers_says(stock):
     facts, runtime, model = stock
-    assert facts.aliases == runtime.stock.config_class.attribute_map
+    assert facts.keys.aliases == runtime.stock.config_class.attribute_map
     # A key that the class does not have is one that another class of the same facts has.
     default = runtime.stock.config_class()
-    said = {key: getattr(default, key) for key in facts.defaults if hasattr(default, key)}
-    assert {key: facts.defaults[key] for key in said} == said
+    said = {key: getattr(default, key) for key in facts.keys.defaults if hasattr(default, key)}
+    # One number for height and width.
+    pairs = {key for key in said.keys() & {"image_size", "patch_size"} if isinstance(facts.keys.defaults[key], tuple)}
+    said |= {key: (said[key],) * 2 for key in pairs}
+    assert {key: facts.keys.defaults[key] for key in said} == said
     assert set(facts.dropouts.keys) <= set(model.config.to_dict())
     assert facts.norm.epsilon is None or hasattr(model.config, facts.norm.epsilon)
 
@@ -77,12 +110,12 @@ def test_attention_sees_what_the_stock_model_lets_it_see(stock):
     # Decoders are causal beside encoders, whatever the mask is that both have.
     both = {True, False} if len(facts.stacks) > 1 else {False}
     if facts.joined_by is None:
-        assert causal == {Mask.CAUSAL: {True}}.get(facts.mask, both)
+        assert causal == {Mask.CAUSAL: {True}}.get(facts.attention.mask, both)
     else:
-        assert causal == both and facts.mask is Mask.CAUSAL
+        assert causal == both and facts.attention.mask is Mask.CAUSAL
         tower = facts.stacks[0].types[0]
-        assert facts.of_type(tower, facts.configured({})).mask is Mask.NONE
-    assert (runtime.rotary is not None) == (facts.positions == "rope")
+        assert facts.of_type(tower, facts.configured({})).attention.mask is Mask.NONE
+    assert (runtime.rotary is not None) == (facts.attention.positions == "rope")
 
 
 def test_norms_and_bounds_are_those_of_a_stock_block(stock):
@@ -90,8 +123,8 @@ def test_norms_and_bounds_are_those_of_a_stock_block(stock):
     block = runtime.module(model, next(iter(runtime.parts)), 0)
     norms = [name for name, part in block.named_modules() if "Norm" in type(part).__name__ and "final" not in name]
     of_heads = [name for name in norms if name.endswith(("q_norm", "k_norm", "_a_layernorm"))]
-    assert len(norms) - len(of_heads) == (1 if facts.parallel_parts else 2) * facts.norms
-    assert facts.soft_caps == (getattr(model.config, "attn_logit_softcapping", None) is not None)
+    assert len(norms) - len(of_heads) == (1 if facts.norm.shared else 2) * facts.norm.of_part
+    assert facts.attention.soft_caps == (getattr(model.config, "attn_logit_softcapping", None) is not None)
 
 
 @pytest.mark.parametrize(("name", "activation"), [*((name, None) for name in NAMES), ("t5", "gated-gelu")])
@@ -126,7 +159,7 @@ def test_tied_parameters_are_those_of_the_stock_model(stock):
         for pair in tied
         if all(name.startswith(tuple(f"{path}." for path in ends[end])) for name, end in zip(pair, ends, strict=True))
     }
-    assert set(facts.tied) == within
+    assert set(facts.stock.tied) == within
 
 
 def test_samples_have_the_labels_of_the_objective(stock):
@@ -134,7 +167,8 @@ def test_samples_have_the_labels_of_the_objective(stock):
     read = facts.configured(vars(model.config))
     length = facts.fixed_positions(read) or max(32, facts.least_positions(read))
     objective = runtime.objective.from_config(model.config, length)
-    assert (facts.labels or length, facts.positions_without_input) == (objective.labels, objective.no_inputs)
+    without_input = 0 if facts.vision is None else facts.vision.without_input
+    assert (facts.labels or length, without_input) == (objective.labels, objective.no_inputs)
 
 
 @pytest.mark.parametrize("layers", [("sparse",), ("dense",), ("dense", "sparse"), ("sparse", "sparse", "dense")])
@@ -150,7 +184,7 @@ def test_a_description_of_other_layers_has_these_in_its_stock_model(layers):
 def test_blocks_of_one_list_may_have_several_types(monkeypatch):
     """A made-up family whose blocks alternate as the configuration says, on Llama's stock model."""
     stack = Stack(types=("local", "global"), type_at=lambda config, index: config["pattern"][index])
-    made_up = replace(FAMILIES["llama"], stacks=(stack,), ignored=("pattern",))
+    made_up = replace(FAMILIES["llama"], stacks=(stack,), keys=FAMILIES["llama"].keys._replace(ignored=("pattern",)))
     monkeypatch.setitem(FAMILIES, "llama", made_up)
 
     class MadeUp(Llama):

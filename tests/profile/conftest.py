@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from probe_plans import probe_settings
 
-from shardwright_formats.types import (
+from shardwright.types import (
     Cluster,
     DataParallel,
     LayerType,

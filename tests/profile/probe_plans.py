@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.types import Recompute, SequenceParallel
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.types import Recompute, SequenceParallel
 
 __all__ = ["probe_settings"]
 

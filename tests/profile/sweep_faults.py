@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from shardwright_formats.types.hardware_profile import HardwareProfile, write_hardware_profile
+from shardwright.types.hardware_profile import HardwareProfile, write_hardware_profile
 from shardwright_profile.hardware import worker
 
 _RELAYED_S = 1.0

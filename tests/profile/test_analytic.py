@@ -5,25 +5,26 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from shardwright_estimate.layers import (
+from shardwright.estimate.layers import (
     ATTENTION_BACKWARD,
     KERNEL_START_S,
-    OPERATOR_S,
     Machine,
     estimate_layer,
     masks_bytes,
     optimizer_time_s,
 )
-from shardwright_estimate.messages import START_S, Link
-from shardwright_estimate.parts import layer_parts
-from shardwright_formats.io import BadInput
-from shardwright_formats.types.model import LayerType, Model, Parameter
-from shardwright_formats.types.plan import Attention, Precision
-from shardwright_formats.types.regions import BoundaryTensor, Heads, Region
-from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_models.facts import FeedForward
-from shardwright_models.families.bert import BERT
-from shardwright_models.registry import FAMILIES
+from shardwright.estimate.messages import START_S, Link
+from shardwright.estimate.parts import layer_parts
+from shardwright.estimate.runtimes import OPERATOR_S
+from shardwright.io import BadInput
+from shardwright.models.families.bert import BERT
+from shardwright.models.registry import FAMILIES
+from shardwright.models.traits import FeedForward
+from shardwright.types.attention import Attention
+from shardwright.types.model import LayerType, Model, Parameter
+from shardwright.types.plan import Precision
+from shardwright.types.regions import BoundaryTensor, Heads, Region
+from shardwright.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
 
 HIDDEN, LENGTH, HEADS, VOCABULARY = 64, 32, 8, 256
 TOKENS = HIDDEN * LENGTH
@@ -221,9 +222,7 @@ def test_a_block_without_a_width_is_refused_in_one_line():
 
 def test_a_family_that_nothing_is_known_of_is_refused_in_one_line():
     model = msgspec.structs.replace(decoder(), family="mamba")
-    with pytest.raises(
-        BadInput, match="model toy: nothing is known of the family 'mamba': use a model of baichuan, bert"
-    ):
+    with pytest.raises(BadInput, match="model toy: unknown model family 'mamba': use a model of baichuan, bert"):
         estimate(model)
 
 

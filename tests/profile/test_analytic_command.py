@@ -1,9 +1,9 @@
-"""`shardwright-profile analytic`: what it writes, what the files say, and what it refuses."""
+"""`shardwright profile analytic`: what it writes, what the files say, and what it refuses."""
 
 import json
 import subprocess
 import sys
-import time
+from cProfile import Profile
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +12,15 @@ import yaml
 from command_calls import call
 from forked_command import forked_command
 
-from shardwright_estimate.devices import Efficiencies
-from shardwright_estimate.messages import NETWORK_STEP_S, START_S
-from shardwright_estimate.notes import SEEN_ERROR, SEEN_LINK_ERROR, Process
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io import write_document
-from shardwright_formats.semantics.sweep_plan import collective_kinds
-from shardwright_formats.types import Cluster, NodeGroup, NodeType, Precision, Recompute, SequenceParallel
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
-from shardwright_formats.types.model_profile import read_model_profile
+from shardwright.estimate.machines import Efficiencies
+from shardwright.estimate.messages import NETWORK_STEP_S, START_S
+from shardwright.estimate.notes import SEEN_ERROR, SEEN_LINK_ERROR, Process
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import write_document
+from shardwright.plan.sweep_plan import collective_kinds
+from shardwright.types import Cluster, NodeGroup, NodeType, Precision, Recompute, SequenceParallel
+from shardwright.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
+from shardwright.types.model_profile import read_model_profile
 from shardwright_profile.cli import APP
 from shardwright_profile.options import AnalyticOptions
 
@@ -124,13 +124,13 @@ def test_the_same_inputs_give_the_same_bytes(written, command, tmp_path):
     assert (tmp_path / "h.h5").read_bytes() == (folder / "h.h5").read_bytes()
 
 
-def test_twenty_thousand_nodes_take_seconds(tmp_path):
+def test_twenty_thousand_nodes_take_few_calls_each(tmp_path):
     write_document(tmp_path / "cluster.json", a_cluster(20_000))
     told = ("--cluster", tmp_path / "cluster.json", "--inter-node-gbit-s", 800)
-    begun_s = time.process_time()
-    called = call(APP, "analytic", *told, "--hardware-out", tmp_path / "h.h5")
+    with Profile() as calls:
+        called = call(APP, "analytic", *told, "--hardware-out", tmp_path / "h.h5")
     assert called.exit_code == 0, called.stderr
-    assert time.process_time() - begun_s < 10
+    assert sum(each.callcount for each in calls.getstats()) < 300 * 20_000
 
 
 def test_hardware_has_every_kind_of_message_by_the_alpha_beta_model(written):
@@ -220,10 +220,10 @@ def test_a_search_can_plan_with_analytic_profiles(written, tmp_path):
         (("--hardware-out", "h.h5"), "--hardware-out: a hardware profile needs --cluster"),
         (("--hardware-out", "h.h5", "--cluster", "cluster.json"), "--inter-node-gbit-s: the cluster has several nodes"),
         (("--out", "m.h5", "MODEL"), "--device: no device is given"),
-        (("--out", "m.h5", "MODEL", "--device", "H100"), "--device: 'H100' is not in the table of devices"),
+        (("--out", "m.h5", "MODEL", "--device", "H1000"), "--device: 'H1000' is not in the table of devices"),
         (("--out", "m.h5", "MODEL", "--device", "V100-16"), "device Tesla V100-SXM2-16GB: the table has no rate for"),
         (("--out", "m.h5", "MODEL", "MODEL", "--device", "L4"), "sequence length 1024 is given twice"),
-        (("--out", "m.h5", "MODEL", "--cluster", "cluster.json", "--node-type", "b"), "--node-type: 'b' is none of"),
+        (("--out", "m.h5", "MODEL", "--cluster", "cluster.json", "--node-type", "b"), "--node-type: 'b' is not one of"),
         (("--out", "m.h5", "MODEL", "--device", "L4", "--devices", "cluster.json"), "is no TOML"),
     ],
 )

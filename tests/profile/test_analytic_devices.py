@@ -2,21 +2,15 @@
 
 import pytest
 
-from shardwright_estimate.devices import (
-    Efficiencies,
-    device_lines,
-    device_named,
-    machine_of,
-    machines_of,
-    rates_of,
-    read_devices,
-)
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB
+from shardwright.devices.table import device_lines, device_named, read_devices
+from shardwright.estimate.machines import Efficiencies, machine_of, machines_of, rates_of
+from shardwright.io import BadInput
+from shardwright.types import GIB
 
 LISTED = {
     "A100-40", "A100-80", "A10", "V100-16", "V100-32", "L4", "L40S", "RTX-4090", "H100-PCIe", "H100-SXM", "H200",
-    "B200", "B300", "GB200", "GB300", "MI300X", "MI355X", "RTX-5090",
+    "B200", "B300", "GB200", "GB300", "MI300X", "MI355X", "RTX-5090", "A800", "H800", "H20", "RTX-6000-Ada",
+    "RTX-PRO-6000", "RTX-PRO-6000-Server", "MI325X",
 }  # fmt: skip
 GOOD = 'revised = "2026-01-31"\n[devices.X]\nnames = ["Device X"]\n'
 
@@ -49,7 +43,7 @@ def test_each_figure_has_a_source_of_a_year_and_absent_ones_say_so():
     assert len(figures) > 5 * len(LISTED)
     for line in figures:
         assert line.endswith("]") and "20" in line.split("[")[1], line
-    assert sum(line.endswith("USD an hour, indicative: absent") for line in lines) == 9
+    assert sum(line.endswith("USD an hour, indicative: absent") for line in lines) == 16
 
 
 def test_devices_that_came_later_are_as_fast_and_large_as_their_makers_say():
@@ -64,6 +58,12 @@ def test_devices_that_came_later_are_as_fast_and_large_as_their_makers_say():
         "L40S": (362.05e12, 733e12, 44.99, 864e9, 32e9),
         "RTX-4090": (165.2e12, 330.3e12, 24, 1008e9, 32e9),
         "RTX-5090": (209.5e12, 419e12, 31.84, 1792e9, 64e9),
+        "H800": (989.5e12, 1979e12, 80, 3.35e12, 200e9),
+        "H20": (148e12, 296e12, 95.58, 4e12, 450e9),
+        "RTX-6000-Ada": (364.25e12, 728.5e12, 47.99, 960e9, 32e9),
+        "RTX-PRO-6000": (503.8e12, 1007.6e12, 95.59, 1792e9, 64e9),
+        "RTX-PRO-6000-Server": (480e12, 960e12, 95.59, 1597e9, 64e9),
+        "MI325X": (1307.4e12, 2614.9e12, 256, 6e12, 448e9),
     }
     devices = read_devices().devices
     for key, (bfloat16, fp8, memory_gib, memory, link) in figures.items():
@@ -92,8 +92,58 @@ def test_a_device_is_found_by_its_key_and_by_its_drivers_name():
     table = read_devices()
     assert device_named(table, "H100-SXM")[0] == "NVIDIA H100 80GB HBM3"
     assert device_named(table, "A100-SXM4-40GB") == ("A100-SXM4-40GB", table.devices["A100-40"])
-    with pytest.raises(BadInput, match="--device: 'H100' is not in the table of devices: did you mean H100-"):
-        device_named(table, "H100")
+    for device in table.devices.values():
+        assert all(device_named(table, name) == (name, device) for name in device.names)
+    with pytest.raises(BadInput, match="--device: 'H1000' is not in the table of devices: did you mean H100-"):
+        device_named(table, "H1000")
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("RTX-4090", "4090 RTX4090 rtx_4090 GeForce-RTX-4090 4090-24GB"),
+        ("H200", "h200 H200-SXM H200-SXM5-141GB HGX-H200"),
+        ("H100-SXM", "H100 h100-sxm5-80gb H100SXM5 H100-80GB DGX-H100 H100_SXM"),
+        ("H100-PCIe", "h100-pcie H100PCIe-80GB"),
+        ("A100-40", "A100-40GB a100_sxm4_40gb A100-40G"),
+        ("A100-80", "a100-80g A100-SXM-80GB"),
+        ("V100-32", "V100-32GB Tesla-V100-SXM2-32GB"),
+        ("L4", "l4 L4-24GB"),
+        ("L40S", "l40s L40S-48GB"),
+        ("A800", "a800 A800-SXM4-80GB"),
+        ("H800", "h800 H800-SXM5 H800-80GB"),
+        ("H20", "h20 H20-96GB"),
+        ("B200", "HGX-B200 B200-180GB B200-192GB B200SXM"),
+        ("MI325X", "mi325x Instinct-MI325X MI325X-OAM-256GB"),
+        ("RTX-6000-Ada", "RTX6000Ada 6000-Ada RTX-6000-Ada-48GB"),
+        ("RTX-PRO-6000", "RTXPRO6000 PRO-6000 RTX-PRO-6000-Blackwell-Workstation-Edition"),
+        ("RTX-PRO-6000-Server", "rtx-pro-6000-blackwell-server"),
+    ],
+)
+def test_a_device_is_found_however_people_write_its_name(key, names):
+    table = read_devices()
+    for name in names.split():
+        assert table.key_of(name) == key, name
+        assert device_named(table, name) == (table.devices[key].names[0], table.devices[key]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("A100", "'A100' may be A100-40 or A100-80: give one of them"),
+        ("v100", "'v100' may be V100-16 or V100-32: give one of them"),
+        ("RTX 6000", "'RTX 6000' may be RTX-6000-Ada or RTX-PRO-6000 or RTX-PRO-6000-Server: give one of them"),
+        *((name, f"'{name}' is not in the table") for name in ("A100-PCIe", "H100-NVL", "4090D", "RTX-4090-48GB")),
+        *(
+            (name, f"'{name}' is not in the table")
+            for name in ("L40", "A10G", "GH200", "H20-3e", "H800-PCIe", "RTX", "80GB")
+        ),
+        ("RTX-PRO-6000-Max-Q", "'RTX-PRO-6000-Max-Q' is not in the table"),
+    ],
+)
+def test_a_name_of_several_devices_or_of_another_one_is_refused(name, problem):
+    with pytest.raises(BadInput, match=f"--gpus: {problem}"):
+        device_named(read_devices(), name, "--gpus")
 
 
 @pytest.mark.parametrize(

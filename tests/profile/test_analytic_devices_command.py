@@ -4,10 +4,10 @@ import json
 
 from command_calls import call
 
-from shardwright_formats.io import write_document
-from shardwright_formats.types.model_profile import read_model_profile
-from shardwright_models.description import model_of_config
-from shardwright_models.presets import read_presets
+from shardwright.io import write_document
+from shardwright.models.description import model_of_config
+from shardwright.models.registry import read_presets
+from shardwright.types.model_profile import read_model_profile
 from shardwright_profile.cli import APP
 
 

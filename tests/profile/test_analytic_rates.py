@@ -1,14 +1,15 @@
-"""`shardwright-profile analytic`: given rates of links, published times of all_reduce, and slowdowns."""
+"""`shardwright profile analytic`: given rates of links, published times of all_reduce, and slowdowns."""
 
 import pytest
 from test_analytic_command import a_cluster
 
-from shardwright_estimate.devices import read_devices
-from shardwright_estimate.hardware import node_rates, overlap_slowdowns
-from shardwright_estimate.messages import NETWORK_STEP_S, START_S
-from shardwright_formats.io import BadInput, write_document
-from shardwright_formats.io.table import Source
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
+from shardwright.devices.table import read_devices
+from shardwright.estimate.hardware import node_rates
+from shardwright.estimate.messages import NETWORK_STEP_S, START_S
+from shardwright.estimate.overlap import overlap_slowdowns
+from shardwright.io import BadInput, write_document
+from shardwright.io.table import Source
+from shardwright.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
 
 
 def test_groups_over_more_nodes_get_what_is_told_of_so_many(command, tmp_path):
@@ -66,7 +67,9 @@ def test_a_latency_of_links_without_a_rate_is_refused(command, tmp_path):
 
 @pytest.mark.parametrize("text", ["400+gather=3", "400+all_gather=3+all_gather=4", "400+=3", "400+all_gather"])
 def test_a_collective_that_is_none_or_has_no_rate_is_refused(text):
-    with pytest.raises(BadInput, match=r"--inter-node-gbit-s: '.*' is no (collective, or named twice|rate): write 400"):
+    with pytest.raises(
+        BadInput, match=r"--inter-node-gbit-s: '.*' is (no collective, or named twice|not a rate): write 400"
+    ):
         node_rates(text)
 
 
@@ -103,7 +106,7 @@ def test_an_all_reduce_inside_a_node_takes_the_published_time_of_its_size(comman
 
 @pytest.mark.parametrize("text", ["fast", "0", "nan", "-1", "1e30", "2:1,2:1", "4:1,2:1", "2:1:1", "x:1", "1,2"])
 def test_a_rate_that_is_none_is_refused(text):
-    with pytest.raises(BadInput, match=r"--inter-node-gbit-s: '.*' is no rate: write 400, or 2:400,4:300"):
+    with pytest.raises(BadInput, match=r"--inter-node-gbit-s: '.*' is not a rate: write 400, or 2:400,4:300"):
         node_rates(text)
 
 
@@ -128,5 +131,5 @@ def test_computation_and_collectives_slow_one_another_as_is_told(command, tmp_pa
 
 @pytest.mark.parametrize("text", ["fast", "1.25", "0.9:1", "nan:1", "1:inf", "1:2:3", "1:1,1:1,1:1", "", "2000:1"])
 def test_a_slowdown_that_is_none_is_refused(text):
-    with pytest.raises(BadInput, match=r"--overlap-slowdowns: '.*' is no pair of slowdowns: write 1.25:1.1 or"):
+    with pytest.raises(BadInput, match=r"--overlap-slowdowns: '.*' is not a pair of slowdowns: write 1.25:1.1 or"):
         overlap_slowdowns(text)

@@ -3,18 +3,19 @@
 import msgspec
 import pytest
 
-from shardwright_estimate.devices import device_named, flash_share, read_devices
-from shardwright_estimate.layers import Machine, estimate_layer
-from shardwright_estimate.messages import START_S, Link
-from shardwright_estimate.runtimes import RUNTIMES, AttentionKernel, RuntimeName, RuntimeOptions, attention_of
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Attention, Cluster, NodeGroup, NodeType, Precision, Recompute
-from shardwright_formats.types.hardware_profile import read_hardware_profile
-from shardwright_formats.types.model_profile import read_model_profile
-from shardwright_formats.types.strategy import LayerStrategy, SequenceParallel
-from shardwright_models.description import model_of_config
-from shardwright_models.presets import read_presets
+from shardwright.devices.table import device_named, read_devices
+from shardwright.estimate.layers import Machine, estimate_layer
+from shardwright.estimate.machines import flash_share
+from shardwright.estimate.messages import START_S, Link
+from shardwright.estimate.runtimes import RUNTIMES, AttentionKernel, RuntimeName, RuntimeOptions, attention_of
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import read_document, write_document
+from shardwright.models.description import model_of_config
+from shardwright.models.registry import read_presets
+from shardwright.types import Attention, Cluster, NodeGroup, NodeType, Precision, Recompute
+from shardwright.types.hardware_profile import read_hardware_profile
+from shardwright.types.model_profile import read_model_profile
+from shardwright.types.strategy import LayerStrategy, SequenceParallel
 
 MIXED = Precision(compute="bfloat16")
 FREE = Link(1e30, -START_S / 3)
@@ -139,6 +140,6 @@ def test_both_profiles_say_which_runtime_they_stand_on(llama, command, tmp_path)
     )
     write_document(tmp_path / "settings.json", named)
     called = command("analytic", *inputs, f"--out={tmp_path / 'n.h5'}", "--attention", "eager")
-    told = "error: --attention: is eager, where the settings have attention sdpa: leave one of them out\n"
+    told = "error: --attention: is eager, but the settings have attention sdpa: leave one of them out\n"
     assert (called.returncode, called.stderr) == (2, told) and not (tmp_path / "n.h5").exists()
     assert "attention is made of matrix products and keeps its scores" in profile.provenance.notes

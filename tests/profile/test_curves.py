@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_estimate.curves import design_of, fit_curve, fits_table
-from shardwright_formats.io.table import Source
-from shardwright_formats.types import Recompute, SequenceParallel
-from shardwright_formats.types.model_profile import FitMode, LayerRow
+from shardwright.estimate.curves import design_of, fit_curve, fits_table
+from shardwright.io.table import Source
+from shardwright.types import Recompute, SequenceParallel
+from shardwright.types.model_profile import FitMode, LayerRow
 
 _SIZES, _LENGTHS = np.array([1, 2, 4, 8, 1, 2, 4, 8]), np.array([64, 64, 64, 64, 128, 128, 256, 512])
 _COEFFICIENT = st.floats(0.01, 100)

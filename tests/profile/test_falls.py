@@ -2,12 +2,12 @@ from pathlib import Path
 
 import msgspec
 
-from shardwright_formats.types.model_profile import LayerRow, read_model_profile
+from shardwright.types.model_profile import LayerRow, read_model_profile
 from shardwright_profile.model.doubtful import falling_times
 
 
 def _layers(times_s: tuple[float, ...], error_s: float) -> tuple[LayerRow, ...]:
-    example = read_model_profile(Path(__file__).parents[2] / "formats" / "examples" / "model_profile.h5").layers
+    example = read_model_profile(Path(__file__).parents[2] / "core" / "examples" / "model_profile.h5").layers
     return tuple(
         msgspec.structs.replace(example.rows[1], micro_batch_size=size, forward_s=time_s, forward_error_s=error_s)
         for size, time_s in enumerate(times_s, 1)

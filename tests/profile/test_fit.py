@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from probe_plans import probe_settings
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import Row, Table
-from shardwright_formats.types import (
+from shardwright.io import BadInput
+from shardwright.io.table import Row, Table
+from shardwright.types import (
     DataParallel,
     GradientReduction,
     Measurement,
@@ -22,7 +22,7 @@ from shardwright_formats.types import (
     Recompute,
     SequenceParallel,
 )
-from shardwright_formats.types.model_profile import LayerRow, StateRow, read_model_profile, write_model_profile
+from shardwright.types.model_profile import LayerRow, StateRow, read_model_profile, write_model_profile
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes
 
@@ -213,7 +213,7 @@ def test_a_probe_without_its_partner_is_refused(plans, make_measurement, make_co
 
 def test_a_probe_measured_twice_is_refused(plans, make_measurement, make_constants):
     measurement = make_measurement(plans, make_constants())
-    assert "was measured already in 0.json" in _refusal([measurement, measurement])
+    assert "was already measured in 0.json" in _refusal([measurement, measurement])
 
 
 def test_measurements_that_cannot_be_compared_are_refused(
@@ -239,7 +239,7 @@ def test_plans_that_are_no_probes_are_refused(plans, make_measurement, make_cons
         return make_measurement([changed, *plans[1:]], make_constants())
 
     every = GradientReduction.EVERY_MICROBATCH
-    assert "it has 2 microbatches, and so none that neither gathers nor reduces" in _refusal(
+    assert "it has 2 microbatches, so each of them gathers or reduces" in _refusal(
         [measured_with(num_microbatches=2, global_batch_size=4)]
     )
     assert "every microbatch reduces gradients" in _refusal([measured_with(gradient_reduction=every)])

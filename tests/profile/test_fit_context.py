@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io import BadInput
-from shardwright_formats.key import LayerKey
-from shardwright_formats.types import (
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import BadInput
+from shardwright.key import LayerKey
+from shardwright.models.description import model_of_config
+from shardwright.types import (
     Attention,
     Cluster,
     Measurement,
@@ -18,7 +19,6 @@ from shardwright_formats.types import (
     Recompute,
     SequenceParallel,
 )
-from shardwright_models.description import model_of_config
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import Probes, make_probes
 
@@ -151,8 +151,8 @@ def test_shares_of_lengths_that_are_not_measured_are_refused(changed, problem) -
             {"attention_dropout": 0.1},
             "cp_size above 1 drops nothing inside attention, for which attention_dropout has a rate",
         ),
-        ({"attention": Attention.EAGER}, {}, "context ring computes with the kernels of sdpa alone"),
-        ({}, {"model_type": "mistral", "sliding_window": 8}, "context ring knows no windows"),
+        ({"attention": Attention.EAGER}, {}, "context ring computes only with the kernels of sdpa"),
+        ({}, {"model_type": "mistral", "sliding_window": 8}, "context ring does not support windows"),
     ],
 )
 def test_models_that_cannot_be_probed_so_are_left_out_with_the_reason(settings, changes, problem) -> None:

@@ -7,12 +7,13 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from shardwright_estimate.expert_profile import expert_keys
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import Source, Sourced
-from shardwright_formats.key import LayerKey
-from shardwright_formats.types import (
+from shardwright.estimate.expert_profile import expert_keys
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import BadInput
+from shardwright.io.table import Source, Sourced
+from shardwright.key import LayerKey
+from shardwright.models.description import model_of_config
+from shardwright.types import (
     Cluster,
     ExpertMeasurement,
     NodeGroup,
@@ -21,8 +22,7 @@ from shardwright_formats.types import (
     SequenceParallel,
     Strategy,
 )
-from shardwright_formats.types.model_profile import LayerFigures, LayerRow
-from shardwright_models.description import model_of_config
+from shardwright.types.model_profile import LayerFigures, LayerRow
 from shardwright_profile.model.experts import fit_experts
 from shardwright_profile.model.probes import is_apart, make_probes
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from probe_plans import probe_settings
 
-from shardwright_formats.types import Measurement, RankMeasurement
+from shardwright.types import Measurement, RankMeasurement
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import make_probes, probe_key
 
@@ -56,6 +56,8 @@ def test_of_probes_in_turns_a_slow_moment_changes_no_layer(plans, make_measureme
     np.testing.assert_allclose(slowed.layers["forward_s"], even.layers["forward_s"], rtol=1e-9)
     np.testing.assert_allclose(slowed.layers["backward_s"], even.layers["backward_s"], rtol=1e-9)
     assert (slowed.process["reference_s"] == even.process["reference_s"]).all()
+    named = fit_profile([(Path("m.json"), msgspec.structs.replace(_in_turns(measured), attention_by="cudnn"))])
+    assert named.provenance.notes == "attention by cudnn"
     assert even.provenance.notes == "" and not even.layers["forward_error_s"].any()
 
 

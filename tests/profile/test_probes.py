@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright_estimate.settings import Grid, ProfileSettings, Range
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import DataParallel, Plans, Recompute, SequenceParallel
+from shardwright.estimate.settings import Grid, ProfileSettings, Range
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.types import DataParallel, Plans, Recompute, SequenceParallel
 from shardwright_profile.model.probes import make_probes, with_layers
 
 
@@ -134,7 +134,7 @@ def test_no_fitting_strategy_and_an_unknown_node_type_are_refused(make_model, ma
     )
     with pytest.raises(BadInput, match="no strategy fits"):
         make_probes([make_model()], make_cluster((1, 2)), "cpu-2", settings)
-    with pytest.raises(BadInput, match="'gpu' is none of the cluster's node types: choose from cpu-2"):
+    with pytest.raises(BadInput, match="'gpu' is not one of the cluster's node types: choose from cpu-2"):
         make_probes([make_model()], make_cluster((1, 2)), "gpu", settings)
 
 

@@ -1,13 +1,12 @@
 import json
-import resource
 import subprocess
 import sys
 
 import pytest
 
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import Measurement, Plans
-from shardwright_formats.types.model_profile import read_model_profile
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.types import Measurement, Plans
+from shardwright.types.model_profile import read_model_profile
 from shardwright_profile.hardware.start import start_sweep
 from shardwright_profile.options import HardwareOptions
 
@@ -28,17 +27,6 @@ def test_help_says_units_and_formats(command, name, words):
         assert word in " ".join(finished.stdout.split())
 
 
-def test_help_comes_at_once(command):
-    def once() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command("--help")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    # In CPU time, whatever else wants the cores; importing numpy or torch takes more.
-    assert min(once() for _ in range(3)) < 0.5
-
-
 def test_only_the_ranks_of_a_sweep_import_torch():
     parts = {"": "analytic, cli, show", ".hardware": "start, profile", ".model": "probes, fit"}
     imports = "".join(f"from shardwright_profile{part} import {modules}\n" for part, modules in parts.items())
@@ -50,7 +38,7 @@ def test_without_torch_the_sweep_says_what_to_install(make_cluster, tmp_path, mo
     write_document(tmp_path / "cluster.json", make_cluster((1, 2)))
     monkeypatch.setitem(sys.modules, "torch", None)
     request = HardwareOptions(cluster=tmp_path / "cluster.json", time_budget=1.0, max_bytes=4096, out=tmp_path / "h.h5")
-    with pytest.raises(BadInput, match=r"torch is not installed here: install shardwright-profile\[hardware\]"):
+    with pytest.raises(BadInput, match=r"torch is not installed here: pip install 'shardwright\[profile\]'"):
         start_sweep(request)
 
 
@@ -81,8 +69,13 @@ def test_a_bad_cluster_file_is_one_line_and_no_output(command, one_error_line, t
             "is for 2 nodes, --nnodes is 3: start it on every node with",
         ),
         ((2, 1), "cpu", ("--nnodes", 2), "2 nodes need a place to meet"),
-        ((2, 1), "cpu", ("--nnodes", 2, "--rendezvous", "h"), "--rendezvous: 'h' is no HOST:PORT: give a port of 1 to"),
-        ((2, 1), "cpu", ("--nnodes", 2, "--rendezvous", "h:99999999"), "'h:99999999' is no HOST:PORT: give a port"),
+        (
+            (2, 1),
+            "cpu",
+            ("--nnodes", 2, "--rendezvous", "h"),
+            "--rendezvous: 'h' is not HOST:PORT: give a port of 1 to",
+        ),
+        ((2, 1), "cpu", ("--nnodes", 2, "--rendezvous", "h:99999999"), "'h:99999999' is not HOST:PORT: give a port"),
         (
             (2, 1),
             "cpu",
@@ -114,7 +107,7 @@ def test_a_cluster_of_devices_that_are_not_here_is_refused_before_a_rank_is_star
         "hardware", "--cluster", tmp_path / "cluster.json", "--time-budget", 1, "--out", tmp_path / "h.h5"
     )
     line = one_error_line(finished, 2, tmp_path, before)
-    assert "cluster.json: is for Imaginary-9000, this machine has no driver of a GPU: start it on" in line
+    assert "cluster.json: is for Imaginary-9000, but this machine has no GPU driver: start it on" in line
 
 
 def test_probes_are_written_measured_fitted_and_shown(

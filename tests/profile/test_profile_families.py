@@ -13,10 +13,10 @@ from forked_command import forked_command
 from made_up import make_hardware
 from tiny_models import CONFIGS, tiny
 
-from shardwright_estimate.settings import ProfileSettings, misfit_of
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import Cluster, Measurement, Plans, Recompute, SequenceParallel, Strategy
-from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
+from shardwright.estimate.settings import ProfileSettings, misfit_of
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.types import Cluster, Measurement, Plans, Recompute, SequenceParallel, Strategy
+from shardwright.types.model_profile import ModelProfile, read_model_profile
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import is_apart, make_probes
 from shardwright_profile.show import draw_profile
@@ -154,7 +154,7 @@ def test_t5_has_two_block_types(profiles: dict[str, ModelProfile]) -> None:
 
 @pytest.mark.long
 def test_a_profile_is_drawn_and_drawn_alike_again(profiles: dict[str, ModelProfile], tmp_path: Path) -> None:
-    from shardwright_formats.types.model_profile import write_model_profile
+    from shardwright.types.model_profile import write_model_profile
 
     write_model_profile(tmp_path / "p.h5", profiles["t5"])
     for name in ("a.svg", "b.svg"):
@@ -164,7 +164,7 @@ def test_a_profile_is_drawn_and_drawn_alike_again(profiles: dict[str, ModelProfi
     assert "<svg" in text
     refused = _command("profile", "show", tmp_path / "p.h5", "--no-tables", "--picture", tmp_path / "p.txt")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith(f"error: {tmp_path}/p.txt: is no kind of picture: ")
+    assert refused.stderr.startswith(f"error: {tmp_path}/p.txt: is not a kind of picture: ")
 
 
 @pytest.mark.long

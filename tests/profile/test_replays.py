@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.io.table import Source
-from shardwright_formats.types import Measurement, RankMeasurement, Recompute
-from shardwright_formats.types.model_profile import LayerRow, ModelProfile
+from shardwright.io.table import Source
+from shardwright.types import Measurement, RankMeasurement, Recompute
+from shardwright.types.model_profile import LayerRow, ModelProfile
 from shardwright_profile.model.fit import fit_profile
 
 

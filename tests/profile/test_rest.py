@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from probe_plans import probe_settings
 
-from shardwright_formats.types import BoundaryTensor
+from shardwright.types import BoundaryTensor
 from shardwright_profile.model import rest
 from shardwright_profile.model.fit import fit_profile
 from shardwright_profile.model.probes import layer_counts, make_probes

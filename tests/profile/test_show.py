@@ -5,18 +5,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.table import Table
-from shardwright_formats.types.hardware_profile import (
+from shardwright.display.units import bytes_text, rate_text, seconds_text
+from shardwright.io import BadInput
+from shardwright.io.hdf5 import Provenance
+from shardwright.io.table import Table
+from shardwright.types.hardware_profile import (
     HardwareProfile,
     PointRow,
     RateRow,
     RepeatRow,
     write_hardware_profile,
 )
-from shardwright_formats.types.model_profile import read_model_profile
+from shardwright.types.model_profile import read_model_profile
 from shardwright_profile.show import draw_profile, show_profile
 
 
@@ -103,7 +103,7 @@ def test_numbers_are_printed_in_readable_units():
     assert [rate_text(r) for r in (5e5, 1e6, 2.5e9)] == ["0.5 MB/s", "1 MB/s", "2.5 GB/s"]
 
 
-EXAMPLES = Path(__file__).parents[2] / "formats" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "core" / "examples"
 SVG = "{http://www.w3.org/2000/svg}"
 
 

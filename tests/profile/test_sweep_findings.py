@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright_formats.io.hdf5 import tables_of
-from shardwright_formats.io.table import Table, columns_of
-from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, PairRow, write_hardware_profile
+from shardwright.io.hdf5 import tables_of
+from shardwright.io.table import Table, columns_of
+from shardwright.types.hardware_profile import Collective, HardwareProfile, PairRow, write_hardware_profile
 from shardwright_profile.hardware.profile import (
     OverlapEntry,
     PairEntry,

@@ -1,8 +1,8 @@
 import pytest
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_launch.journal import Journal, Kept, journal_path
+from shardwright.io import BadInput
+from shardwright.launch.journal import Journal, Kept, journal_path
+from shardwright.types.hardware_profile import Collective
 from shardwright_profile.hardware.profile import (
     JOURNAL,
     OverlapEntry,
@@ -80,7 +80,7 @@ def test_a_journal_of_another_sweep_is_refused(tmp_path, identity, changed, name
     _written(path, identity, _entries())
     names = SweepIdentity.__struct_fields__
     other = SweepIdentity(**{name: getattr(identity, name) for name in names} | changed)
-    with pytest.raises(BadInput, match=rf"h.h5.journal: is of a killed sweep of {named}: delete it"):
+    with pytest.raises(BadInput, match=rf"h.h5.journal: belongs to a killed sweep with {named}: delete it"):
         JOURNAL.read(path, other)
 
 

@@ -4,9 +4,9 @@ from itertools import pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.semantics.axes import Layout
-from shardwright_formats.semantics.sweep_plan import SizeRange, collective_kinds, overlap_kinds, pair_rounds
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, GroupKind
+from shardwright.plan.axes import Layout
+from shardwright.plan.sweep_plan import SizeRange, collective_kinds, overlap_kinds, pair_rounds
+from shardwright.types.hardware_profile import Collective, CollectiveKey, GroupKind
 
 _NODES = st.lists(st.tuples(st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 8])), min_size=1, max_size=2)
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwright_formats.semantics.process_groups import EDGE_CHANNELS
-from shardwright_launch.journal import Journal, Kept
+from shardwright.launch.journal import Journal, Kept
+from shardwright.plan.process_groups import EDGE_CHANNELS
 from shardwright_profile.hardware.profile import JOURNAL, Progress, SweepIdentity
 from shardwright_profile.hardware.session import ProcessGroups, Session, Stopwatch
 from shardwright_profile.hardware.sweep import sweep

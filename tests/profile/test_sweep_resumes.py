@@ -8,11 +8,11 @@ import pytest
 from forked_command import PROFILE, Command, Fault, forked_command
 from sweep_faults import stop_once_written
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import Cluster
-from shardwright_formats.types.hardware_profile import read_hardware_profile
-from shardwright_launch.journal import Journal, Kept, journal_path
+from shardwright.io import read_document, write_document
+from shardwright.io.versions import versions_text
+from shardwright.launch.journal import Journal, Kept, journal_path
+from shardwright.types import Cluster
+from shardwright.types.hardware_profile import read_hardware_profile
 from shardwright_profile.hardware.profile import JOURNAL, StartEntry, SweepIdentity
 
 _POINTS = 5 * 4
@@ -136,8 +136,8 @@ def test_the_journal_of_another_sweep_is_one_line_and_nothing_is_started(
     arguments = ("--cluster", tmp_path / "other.json", "--time-budget", 1, "--out", out)
     line = one_error_line(command("hardware", *arguments), 2, tmp_path, before)
     assert line == (
-        f"error: {out}.journal: is of a killed sweep of another cluster, max_bytes, max_repeats: "
-        "delete it to measure anew"
+        f"error: {out}.journal: belongs to a killed sweep with another cluster, max_bytes, max_repeats: "
+        "delete it to measure again"
     )
 
 

@@ -1,13 +1,18 @@
 """How often a message is repeated, how long a sweep is expected to take, and what the clocks of overlap see."""
 
+import threading
 import time
+from functools import partial
 from itertools import cycle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright_profile.hardware import overlap, pipelined
+from shardwright_profile.hardware.measurements import rate_tasks
 from shardwright_profile.hardware.overlap import overlap_clock
 from shardwright_profile.hardware.session import Stopwatch
 from shardwright_profile.hardware.sweep import Line, Workload, line_through
@@ -69,29 +74,47 @@ def test_the_most_repeats_hold_for_the_first_round_too():
     assert Stopwatch(_CPU).repeated(_Series([1.0, 2.0]), 1e9, 5).shape == (1, 5)
 
 
-class _Message:
-    def __init__(self, time_s):
-        self._until = time.perf_counter() + time_s
+class _Made:
+    """Made-up times, of which each thread has another, and messages and computations that take them."""
 
-    def wait(self):
-        time.sleep(max(0.0, self._until - time.perf_counter()))
+    def __init__(self):
+        self._here, self._computing, self._arrived = threading.local(), threading.Event(), threading.Event()
+
+    def now_s(self):
+        return getattr(self._here, "now_s", 0.0)
+
+    def message(self, time_s, after_computing=True):
+        return lambda: SimpleNamespace(wait=partial(self._wait, time_s, after_computing))
+
+    def computation(self, time_s, after_arrival=False):
+        return partial(self._compute, time_s, after_arrival)
+
+    def _wait(self, time_s, after_computing):
+        assert not after_computing or self._computing.wait(60)
+        self._here.now_s = time_s
+        self._arrived.set()
+
+    def _compute(self, time_s, after_arrival):
+        self._computing.set()
+        assert not after_arrival or self._arrived.wait(60)
+        self._here.now_s = self.now_s() + time_s
 
 
-def test_a_message_and_a_computation_are_timed_apart_whichever_ends_first():
-    clock = overlap_clock(_CPU)
-    compute_s, message_s = clock(lambda: _Message(0.5), lambda: time.sleep(0.02), 3)
-    assert 0.06 <= compute_s < 0.4
-    assert message_s >= 0.5
-    compute_s, message_s = clock(lambda: _Message(0.05), lambda: time.sleep(0.1), 5)
-    assert compute_s >= 0.5
-    assert 0.05 <= message_s < 0.4
+def test_a_message_and_a_computation_are_timed_apart_whichever_ends_first(monkeypatch):
+    """One begins while the other goes on, or this has no end."""
+    for late, times in ((False, 3), (True, 5)):
+        made = _Made()
+        monkeypatch.setattr(overlap, "perf_counter", made.now_s)
+        message, computation = made.message(0.25, after_computing=not late), made.computation(0.125, after_arrival=late)
+        assert overlap_clock(_CPU)(message, computation, times) == (0.125 * times, 0.25)
 
 
-def test_what_is_not_there_takes_no_time():
-    clock = overlap_clock(_CPU)
-    assert clock(None, lambda: time.sleep(0.01), 2)[1] == 0
-    assert clock(lambda: None, lambda: None, 0)[1] == 0
-    assert clock(lambda: _Message(0.05), lambda: time.sleep(1), 0)[0] < 0.01
+def test_what_is_not_there_takes_no_time(monkeypatch):
+    made, clock = _Made(), overlap_clock(_CPU)
+    monkeypatch.setattr(overlap, "perf_counter", made.now_s)
+    assert clock(None, made.computation(0.5), 2) == (1.0, 0.0)
+    assert clock(lambda: None, lambda: None, 0) == (0.0, 0.0)
+    assert clock(made.message(2.0, after_computing=False), made.computation(0.5), 0) == (0.0, 1.0)
 
 
 def test_the_least_time_is_that_of_the_fewest_repeats_of_everything():
@@ -110,3 +133,27 @@ def test_the_estimate_says_what_there_is_what_is_kept_and_when_the_budget_is_sho
         "about 3 s needed, 0.5 s given: the small sizes are timed all the same; "
         "7 measurements of a killed sweep are kept"
     )
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_rates_are_of_random_numbers(monkeypatch):
+    """A GPU computes products of ones, and may copy zeros, faster than what training has."""
+    factors, sources = [], []
+    monkeypatch.setattr(torch, "mm", lambda one, other, out: factors.extend([one, other]))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda target, source: sources.append(source))
+    clock = SimpleNamespace(device=_CPU, rank_times_s=lambda call, repeats: call() or np.ones((1, repeats)))
+    session = SimpleNamespace(
+        stopwatch=clock,
+        identity=SimpleNamespace(cluster=SimpleNamespace(num_devices=1, nodes=())),
+        process_groups=None,
+    )
+    for task in rate_tasks(session):
+        task.measure(1.0)
+    pipelined._layer(session)()
+    timer = overlap._Timer(session)
+    monkeypatch.setattr(timer, "_turns_s", lambda turns, _repeats: np.ones((1, 1)))
+    for computation in timer._computations:
+        computation.once()
+    assert len(factors) >= 6 and sources
+    assert all(len(factor.unique()) > factor.numel() // 2 for factor in factors)
+    assert all(len(source[:65536].unique()) > 200 for source in sources)

@@ -16,8 +16,8 @@ from systems_parsers import (
     launch_asked_of_accelerate,
 )
 
-from shardwright_search.interop.galvatron_file import strategy_of_keys
 from shardwright_search.options import System
+from shardwright_search.systems.galvatron import strategy_of_keys
 
 ACCEPTED = json.loads((Path(__file__).parent / "interop" / "accepted_keys.json").read_text())
 

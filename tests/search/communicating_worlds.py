@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from random_problems import every_plan
 from random_requests import World, random_world
 
-from shardwright_formats.semantics.process_groups import communicator_bytes, communicators
-from shardwright_formats.types import GIB, Plan, Recompute, Schedule
+from shardwright.plan.process_groups import communicator_bytes, communicators
+from shardwright.types import GIB, Plan, Recompute, Schedule
 from shardwright_search.solver.problem import Problem
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest

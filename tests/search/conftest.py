@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from made_up import make_cluster, make_hardware, make_model, make_profile, make_profiles, make_request
 
-from shardwright_formats.io import write_document
-from shardwright_formats.types import Cluster, Model
-from shardwright_formats.types.hardware_profile import write_hardware_profile
-from shardwright_formats.types.model_profile import ModelProfile, write_model_profile
+from shardwright.io import write_document
+from shardwright.types import Cluster, Model
+from shardwright.types.hardware_profile import write_hardware_profile
+from shardwright.types.model_profile import ModelProfile, write_model_profile
 from shardwright_search.cost_model.profiles import index_profiles
 from shardwright_search.search import Infeasible, SearchAnswer, find_best
 from shardwright_search.space.request import SearchRequest

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import Schedule
+from shardwright.plan.schedules.passes import Action, Pass
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import Schedule
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.interleaved import Interleaved
 from shardwright_search.solver.interleaved_problem import InterleavedProblem, moments_in_flight

@@ -8,9 +8,9 @@ from pathlib import Path
 from made_up import make_mixed_cluster, make_model
 from msgspec.structs import replace
 
-from shardwright_formats.types import PipelineStage, Plan
-from shardwright_search.interop.uniform import uniform_plan
+from shardwright.types import PipelineStage, Plan
 from shardwright_search.options import UniformRequest
+from shardwright_search.uniform_plan import uniform_plan
 
 SIZES = (1, 2, 3, 3, 3, 2)
 """Layers of each pipeline stage."""

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.table import Source, Table, columns_of
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.hardware_profile import Collective, HardwareProfile, OverlapRow, PointRow, RepeatRow
-from shardwright_formats.types.model import LayerType, Model, Parameter
-from shardwright_formats.types.model_profile import (
+from shardwright.io.hdf5 import Provenance
+from shardwright.io.table import Source, Table, columns_of
+from shardwright.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright.types.hardware_profile import Collective, HardwareProfile, OverlapRow, PointRow, RepeatRow
+from shardwright.types.model import LayerType, Model, Parameter
+from shardwright.types.model_profile import (
     FitMode,
     FitRow,
     LayerRow,
@@ -22,8 +22,8 @@ from shardwright_formats.types.model_profile import (
     Quantity,
     StateRow,
 )
-from shardwright_formats.types.regions import BoundaryTensor
-from shardwright_formats.types.strategy import Recompute, SequenceParallel
+from shardwright.types.regions import BoundaryTensor
+from shardwright.types.strategy import Recompute, SequenceParallel
 from shardwright_search.cost_model.profiles import Profiles, index_profiles
 from shardwright_search.space.request import SearchRequest
 

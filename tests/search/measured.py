@@ -2,16 +2,16 @@
 
 import msgspec
 
-from shardwright_formats.semantics.chunks import stage_actions
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types.correction import Term
-from shardwright_formats.types.measurement import PassTime, PlanMeasurement, RankMeasurement, RankMemory, Segment
-from shardwright_formats.types.plan import Plan
-from shardwright_formats.types.prediction import Estimate
-from shardwright_formats.types.strategy import DataParallel
+from shardwright.plan.chunks import stage_actions
+from shardwright.plan.schedules.passes import Pass
+from shardwright.types.correction import Term
+from shardwright.types.measurement import PassTime, PlanMeasurement, RankMeasurement, RankMemory, Segment
+from shardwright.types.plan import Plan
+from shardwright.types.prediction import Estimate
+from shardwright.types.strategy import DataParallel
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.interop.uniform import uniform_plan
 from shardwright_search.options import UniformRequest
+from shardwright_search.uniform_plan import uniform_plan
 
 __all__ = ["FACTORS", "PLAIN", "a_plan", "measured_as", "scaled", "three_plans"]
 

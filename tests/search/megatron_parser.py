@@ -4,8 +4,8 @@ import argparse
 import shlex
 from pathlib import Path
 
-from shardwright_formats.types import Plan
-from shardwright_search.interop.megatron import megatron_arguments
+from shardwright.types import Plan
+from shardwright_search.systems.megatron import megatron_arguments
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,7 +33,8 @@ def parser() -> argparse.ArgumentParser:
         "grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32", "use-megatron-fsdp",
         "no-gradient-accumulation-fusion", "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
         "qk-layernorm", "use-rope-scaling", "moe-grouped-gemm", "multi-latent-attention",
-        "moe-router-pre-softmax", "moe-router-enable-expert-bias",
+        "moe-router-pre-softmax", "moe-router-enable-expert-bias", "overlap-grad-reduce", "overlap-param-gather",
+        "tp-comm-overlap", "cross-entropy-loss-fusion",
     ):  # fmt: skip
         own.add_argument(f"--{name}", action="store_true")
     own.add_argument("--moe-layer-freq", type=_layers)
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--recompute-granularity", choices=["full", "selective"])
     own.add_argument("--recompute-modules", nargs="*", choices=["core_attn", "layernorm", "mlp", "moe"])
     own.add_argument("--moe-router-score-function", choices=["softmax", "sigmoid"], default="softmax")
+    own.add_argument("--no-rope-fusion", action="store_false", dest="apply_rope_fusion", default=None)
     own.add_argument("--rope-type", choices=["rope", "yarn"])
     own.add_argument("--moe-router-load-balancing-type", choices=["aux_loss", "seq_aux_loss", "sinkhorn", "none"])
     own.add_argument("--moe-token-dispatcher-type", choices=["allgather", "alltoall", "flex"])
@@ -51,6 +53,10 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--outer-dp-sharding-strategy", choices=["no_shard", "optim"])
     own.add_argument("--pipeline-model-parallel-layout")
     own.add_argument("--ckpt-format", default="torch_dist")
+    own.add_argument("--tokenizer-type", choices=["HuggingFaceTokenizer", "NullTokenizer"])
+    own.add_argument("--cross-entropy-fusion-impl", choices=["native", "te"])
+    own.add_argument("--fp8-format", choices=["e4m3", "hybrid"], dest="fp8")
+    own.add_argument("--fp8-recipe", choices=["tensorwise", "delayed", "mxfp8", "blockwise", "custom"])
     own.add_argument("--optimizer", choices=["adam", "sgd"])
     return own
 

@@ -10,7 +10,7 @@ from made_up import make_hardware, make_mixed_cluster, make_profile, make_reques
 from msgspec.structs import replace
 from random_requests import random_model
 
-from shardwright_formats.types import GIB, Cluster, LayerStrategy, Model, PipelineStage, Plan, Schedule, Strategy
+from shardwright.types import GIB, Cluster, LayerStrategy, Model, PipelineStage, Plan, Schedule, Strategy
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
 from shardwright_search.search import Infeasible, SearchAnswer, find_best

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 
-from shardwright_formats.types import EMBEDDING, HEAD, Cluster, LayerStrategy, Model, PipelineStage, Plan
+from shardwright.types import EMBEDDING, HEAD, Cluster, LayerStrategy, Model, PipelineStage, Plan
 from shardwright_search.space.choices import shardings
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.request import SearchRequest

@@ -5,7 +5,6 @@ from brute_force import pipeline_of
 from random_problems import best_of, random_mixed
 
 from shardwright_search.rent.front import Prices, RentalPrice, Rented
-from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.solver.exhaust import Exhausted, exhaust
 from shardwright_search.solver.targets import Target
 
@@ -22,11 +21,11 @@ def front_mistake(seed: int, kinds: int) -> str | None:
     """What is wrong with a front, or None."""
     rng = np.random.default_rng(seed)
     problems = [random_mixed(int(own)) for own in rng.integers(0, kinds, _PROBLEMS)]
-    prices = Prices([float(usd) for usd in rng.integers(0, 9, _PROBLEMS)], [_spot(rng) for _ in problems])
+    prices = Prices([float(usd) for usd in rng.integers(0, 9, _PROBLEMS)])
     answer = found_by(prices, problems)
     known = {number: prices.price(number, best) for number, p in enumerate(problems) if (best := best_of(p)) < np.inf}
-    best = {own[:2] for own in known.values() if not any(other.dominates(own) for other in known.values())}
-    if {own[:2] for own in prices.front.values()} != best:
+    best = {own for own in known.values() if not any(other.dominates(own) for other in known.values())}
+    if set(prices.front.values()) != best:
         return f"found {prices.front}, the front of all plans is {sorted(best)}"
     for number, bound in enumerate(answer.bounds):
         own = known.get(number)
@@ -45,11 +44,5 @@ def found_by(prices: Prices, problems: list[object]) -> Exhausted:
     return exhaust(targets, lambda rented: every[rented.sub_cluster], prices.limit, prices.take)
 
 
-def _covered(own: RentalPrice, points: set[tuple[float, float]]) -> bool:
+def _covered(own: RentalPrice, points: set[RentalPrice]) -> bool:
     return any(step_s <= own.step_s * (1 + 1e-9) and usd <= own.usd * (1 + 1e-9) for step_s, usd in points)
-
-
-def _spot(rng: np.random.Generator) -> Interruptions:
-    """Half of them are never interrupted; steps take up to some thousand picoseconds."""
-    per_hour = 0.0 if rng.random() < 0.5 else float(10 ** rng.uniform(9, 13))
-    return Interruptions(per_hour, float(rng.integers(0, 300)) * 1e-12, float(rng.integers(0, 3000)) * 1e-12)

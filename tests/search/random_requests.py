@@ -8,11 +8,11 @@ import numpy as np
 from made_up import HIDDEN, LENGTH, VOCABULARY, make_cluster, make_curve, make_hardware, make_profiles, make_request
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.key import LayerKey
-from shardwright_formats.types import BoundaryTensor, Cluster, Heads, LayerType, Model, Parameter, Region
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model_profile import FitMode, FitRow, Quantity
+from shardwright.io import BadInput
+from shardwright.key import LayerKey
+from shardwright.types import BoundaryTensor, Cluster, Heads, LayerType, Model, Parameter, Region
+from shardwright.types.hardware_profile import Collective
+from shardwright.types.model_profile import FitMode, FitRow, Quantity
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.solver.problem import Problem, Solution
 from shardwright_search.solver.targets import Target

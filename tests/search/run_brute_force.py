@@ -17,6 +17,7 @@ from interleaved_problems import mistakes as interleaved_mistakes
 from random_fronts import front_mistakes
 from random_problems import random_mixed, random_spanning, random_unequal
 from simulated_optimum import too_slow
+from uniform_problems import mistakes as uniform_mistakes
 
 __all__ = ["main"]
 
@@ -25,7 +26,7 @@ _BLOCK = 100
 _MORE = 2
 """Of forged certificates there are more by this factor."""
 _FEWER = 10
-"""Of the problems whose plans are all simulated, and of fronts over several, there are fewer by this factor."""
+"""Of problems whose plans are all simulated, and of several problems at once, there are fewer by this factor."""
 
 Mistakes = Callable[[Iterable[int]], dict[int, str]]
 
@@ -40,13 +41,14 @@ def main(count: int) -> int:
         "several node types": partial(mistakes, made=random_mixed),
         "stages that span node types": partial(mistakes, made=random_spanning),
         "interleaved_1f1b": interleaved_mistakes,
+        "one strategy for all layers": uniform_mistakes,
         "simulated": too_slow,
         "fronts of time against price": front_mistakes,
         "forged certificates": accepted,
     }
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for name, wrong_of in kinds.items():
-            total = count // _FEWER if wrong_of in (too_slow, front_mistakes) else count
+            total = count // _FEWER if wrong_of in (too_slow, front_mistakes, uniform_mistakes) else count
             total = count * _MORE if wrong_of is accepted else total
             blocks = [range(start, min(start + _BLOCK, total)) for start in range(0, total, _BLOCK)]
             here, spent_s, done, began_s = dict[int, str](), 0.0, 0, time.monotonic()

@@ -11,11 +11,11 @@ from made_up import make_cluster, make_hardware, make_model, make_profile, make_
 from random_problems import Enumerated, every_plan, fitting
 from random_requests import FILE, World
 
-from shardwright_formats.io.table import Table
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import GIB
-from shardwright_formats.types.model_profile import LayerRow, ModelProfile
+from shardwright.io.table import Table
+from shardwright.plan.schedules.passes import Pass
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import GIB
+from shardwright.types.model_profile import LayerRow, ModelProfile
 from shardwright_search.cost_model.profiles import index_profiles
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.configurations import Configuration

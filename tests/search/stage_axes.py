@@ -1,6 +1,6 @@
 """Axes of a stage's ranks as a few numbers say them."""
 
-from shardwright_formats.semantics.axes import Layout, ParameterAxes
+from shardwright.plan.axes import Layout, ParameterAxes
 from shardwright_search.cost_model.topology import StageTopology
 
 

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import DataParallel, Recompute, SequenceParallel
+from shardwright.io import BadInput
+from shardwright.types import DataParallel, Recompute, SequenceParallel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +51,7 @@ def run_of(public, number, ran, measured_bytes=None):
 
 def test_a_table_counts_errors_ranks_the_chosen_plan_and_what_fits(public):
     # Predicted to be the fastest is the third, which does not fit; then the first, which takes 2 s where 1 s is best.
-    cases = [(2, 1.0, 50), (1, 1.1, 60), (4, 0.5, 101), (8, 6.0, 92), (10, 12.0, 80), (None, 1.0, 95), (None, 1.0, 10)]
+    cases = [(2, 1.0, 50), (1, 1.1, 60), (4, 0.5, 120), (8, 6.0, 93), (10, 12.0, 80), (None, 1.0, 95), (None, 1.0, 10)]
     found = [
         public.pricing.Priced(run_of(public, i, ran, 100.0 if ran else None), time_s, size, 100)
         for i, (ran, time_s, size) in enumerate(cases)
@@ -126,8 +127,8 @@ def test_the_terms_are_taken_in_one_after_another(public, folder_of, capsys):
     rows = public.terms.told_by_term([run])
     assert [row["with"] for row in rows] == ["before", *(f"+ {term.name}" for term in public.terms.TERMS)]
     biases = [row["bias"] for row in rows]
-    # A short sample's blocks wait for the host; its gathers over 8 nodes cross 7 borders. It has no rates of its own.
-    assert biases[0] < biases[1] == biases[2] < biases[3]
+    # A short sample's blocks wait for the host; It has no rates of its own.
+    assert biases[0] < biases[1] == biases[2]
     (today,) = public.pricing.priced([run], public.pricing.Factors())
     assert biases[-1] == today.time_error
     assert "torchtitan 8B\n    before " in capsys.readouterr().out
@@ -148,12 +149,13 @@ def test_the_playbook_s_collectives_are_priced_at_their_own_rates(public, folder
     sharded, across = public.playbook.playbook(folder)
     assert sharded.machine.node_gbit_s == ((2, 3200.0),)
     assert dict(sharded.machine.gbit_s_by_collective) == {"all_gather": ((2, 1600.0),), "reduce_scatter": ((2, 800.0),)}
-    # ZeRO gathers and scatters: at the all-reduces' rate it would be faster.
+    # ZeRO gathers and scatters: at the all-reduces' rate it would be faster, where computation hides nothing.
+    sharded = sharded._replace(habits_left_out=("overlap",))
     equal = sharded._replace(machine=sharded.machine._replace(gbit_s_by_collective=()))
     slower, faster = (next(public.pricing.priced([run], public.pricing.Factors())) for run in (sharded, equal))
     assert slower.time_s > 1.01 * faster.time_s
     # Long steps between nodes are of tensor parallelism that leaves one.
-    assert sharded.machine.network_step_us == 30.0 and across.machine.network_step_us == 300.0
+    assert sharded.machine.network_step_us == 14.0 and across.machine.network_step_us == 300.0
 
 
 def nanotron_run(public, **changes):
@@ -184,7 +186,7 @@ def test_nanotron_s_pipelines_between_nodes_have_a_floor_by_tensor_parallelism(p
     assert larger.time_s == pytest.approx(between.time_s, rel=0.05), "whatever the micro-batch"
     inside, flat = priced_run(public, devices=8, tp_size=4), priced_run(public, pp_size=1)
     alone = priced_run(public, tp_size=1)
-    without = public.runtimes.RUNTIMES["nanotron"]._replace(pipelined_block_ms={})
+    without = replace(public.runtimes.RUNTIMES["nanotron"], pipelined_block_ms={})
     monkeypatch.setitem(public.runtimes.RUNTIMES, "nanotron", without)
     assert priced_run(public).time_s < between.time_s / 2
     again = [priced_run(public, devices=8, tp_size=4), priced_run(public, pp_size=1), priced_run(public, tp_size=1)]
@@ -195,17 +197,18 @@ def test_nanotron_holds_gathered_inputs_where_they_fit(public, monkeypatch):
     size = 4096 * 2048 * 2
     cases = {
         "flat": {"pp_size": 1, "devices": 8},
-        "first of two stages": {},
+        "two stages": {},
+        "first of four": {"pp_size": 4, "devices": 32, "num_microbatches": 8},
         "alone": {"tp_size": 1},
-        "between nodes": {"tp_size": 16, "devices": 32},
     }
     held = {name: priced_run(public, **case).memory_bytes for name, case in cases.items()}
     tight = public.runs.Machine("H100-SXM", ((4, 3200.0),), memory_bytes=2**30)
     small = priced_run(public, machine=tight)
-    without = public.runtimes.RUNTIMES["nanotron"]._replace(gathered_inputs=0)
+    known = public.runtimes.RUNTIMES["nanotron"]
+    without = replace(known, held=replace(known.held, gathered_inputs=False))
     monkeypatch.setitem(public.runtimes.RUNTIMES, "nanotron", without)
     more = {name: held[name] - priced_run(public, **case).memory_bytes for name, case in cases.items()}
-    assert more["flat"] == 2 * 8 * size
-    assert more["first of two stages"] == 2 * 4 * 2 * size, "four blocks of two micro-batches"
-    assert more["alone"] == more["between nodes"] == 0
+    assert more["flat"] == 2 * 8 * size * 7 // 8, "beyond the rank's own eighth"
+    assert more["first of four"] == 2 * 2 * 2 * size * 7 // 8, "two blocks of two of four micro-batches"
+    assert more["alone"] == more["two stages"] == 0
     assert small.memory_bytes == priced_run(public, machine=tight).memory_bytes, "the allocator takes them back"

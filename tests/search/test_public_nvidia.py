@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import DataParallel
+from shardwright.types import DataParallel
 
 ROOT = Path(__file__).resolve().parents[2]
 _GPT = {
     "model": "gpt3-175b", "precision": "BF16", "gpu": "H100", "num_gpus": 128, "seq_len": 2048, "layers": 96, "tp": 4,
     "pp": 8, "cp": 1, "ep": "", "etp": "", "dp": 4, "vp": 6, "mbs": 1, "gbs": 256, "recompute": "none", "step_s": 8.3,
-    "note": "",
+    "note": "", "source": "NVIDIA-NeMo/Megatron-Bridge", "tag": "@0",
 }  # fmt: skip
 
 
@@ -43,10 +42,12 @@ def folder_of(tmp_path):
 def test_a_row_is_its_plan_and_rows_of_one_plan_count_once(public, folder_of):
     folder = folder_of({}, {"step_s": 8.5, "recompute": ""}, {"step_s": 9.0}, {"precision": "MXFP8", "vp": ""})
     same, narrow = public.nvidia.nvidia(folder)
-    assert same.measured_s == 8.5 and public.nvidia.left_out(folder) == {"repeats of a plan in another release": 2}
+    assert same.measured_s == 8.5 and public.nvidia.left_out(folder) == {
+        "repeats of a plan, or of one in its release": 2
+    }
     assert (same.tp_size, same.pp_size, same.dp_size, same.chunks, same.num_microbatches) == (4, 8, 4, 6, 64)
     assert (same.global_batch_size, same.data_parallel) == (256, DataParallel.ZERO2)
-    assert (same.set, same.compute, same.reduce) == ("nvidia BF16", "bfloat16", "float32")
+    assert (same.set, same.compute, same.reduce) == ("nvidia BF16", "bfloat16", "bfloat16")
     assert (narrow.set, narrow.compute, narrow.reduce, narrow.chunks) == ("nvidia FP8", "fp8", "bfloat16", 1)
 
 
@@ -56,14 +57,14 @@ def test_rows_that_no_plan_says_are_counted_by_their_first_cause(public, folder_
         "precision NVFP4": {"precision": "NVFP4"},
         "recomputation of some layers alone": {"recompute": "full, 5 layers"},
         "activations of some layers on the host": {"note": "cpu offload layers 40"},
+        "GPU V100": {"gpu": "V100"},
+        "a slowdown that the source itself reports": {"note": "known slowdown in this release"},
         "chunks of unlike numbers of layers": {"vp": 5},
     }
     folder = folder_of(*cases.values(), *cases.values(), {})
     causes = public.nvidia.left_out(folder)
-    assert causes == dict.fromkeys(cases, 2) | {"repeats of a plan in another release": 0}
+    assert causes == dict.fromkeys(cases, 2) | {"repeats of a plan, or of one in its release": 0}
     assert len(public.nvidia.nvidia(folder)) == 1
-    with pytest.raises(BadInput, match="gpu 'V100' is not known: use H100, B200"):
-        public.nvidia.nvidia(folder_of({"gpu": "V100"}))
 
 
 def test_chunks_of_the_405b_count_embedding_and_loss_as_layers(public, folder_of):
@@ -97,9 +98,11 @@ def test_runs_with_experts_are_priced_with_their_grid(public, folder_of):
     deepseek = row | {"model": "deepseek-v3", "layers": 61, "pp": 4, "vp": 4, "ep": 64, "dp": 64, "gbs": 4096}
     deepseek |= {"recompute": "mla_up_proj", "step_s": 20.878}
     runs = public.nvidia.nvidia(folder_of(grok, qwen, deepseek))
-    assert {run.set for run in runs} == {"nvidia BF16 experts"}
+    assert [run.set for run in runs] == ["nvidia BF16 Grok-1", "nvidia BF16 experts", "nvidia BF16 experts"]
     assert [(run.ep_size, run.etp_size) for run in runs] == [(2, 4), (32, 1), (64, 1)]
-    assert runs[0].cuts is None and [run.cuts[-1] for run in runs[1:]] == [94, 61]
+    assert runs[0].cuts is None and [run.cuts[-1] for run in runs[1:]] == [94, 62], (
+        "with the layer of multi-token prediction"
+    )
     assert len(runs[1].cuts) == 25 and runs[1].cuts[:3] == (0, 3, 7) and runs[1].cuts[-2] == 91
     found = {one.run.name.split()[0]: one for one in public.pricing.priced(runs, public.pricing.Factors())}
     for name, worst in (("grok1-314b", 0.2), ("qwen3-235b-a22b", 0.25), ("deepseek-v3", 0.15)):
@@ -122,3 +125,31 @@ def test_each_habit_of_the_runtime_shortens_a_published_run(public, folder_of):
     stated = [run._replace(habits_left_out=habits[taken:]) for taken in range(len(habits) + 1)]
     times_s = [one.time_s for run in stated for one in public.pricing.priced([run], public.pricing.Factors())]
     assert times_s == sorted(times_s, reverse=True) and times_s[-1] < 0.9 * times_s[0]
+
+
+def test_layers_are_those_of_the_row_whatever_the_family(public, folder_of):
+    """A cut Llama 3.1 405B has the layers of its row, not those of the whole model."""
+    row = {"model": "llama3-405b", "seq_len": 8192, "tp": 4, "pp": 1, "vp": "", "num_gpus": 8, "dp": 2, "gbs": 64}
+    (cut,), (gpt,) = public.nvidia.nvidia(folder_of(row | {"layers": 4})), public.nvidia.nvidia(folder_of({}))
+    assert dict(cut.config)["num_hidden_layers"] == 4 and dict(gpt.config)["n_layer"] == 96
+
+
+def test_releases_of_a_model_with_experts_are_scored_by_themselves_with_what_they_did(public, folder_of):
+    row = {"model": "qwen3-30b-a3b", "precision": "MXFP8", "gpu": "GB300", "seq_len": 4096, "layers": 48, "tp": 1}
+    row |= {"pp": 1, "vp": "", "ep": 8, "num_gpus": 8, "dp": 8, "mbs": 8, "gbs": 512}
+    notes = {
+        "container 25.09": {"dispatcher": "all-to-all", "overlaps_experts": False, "graphs": "none"},
+        "container 26.02; dispatcher hybridep": {"dispatcher": "per-node", "graphs": "partial", "fused_experts": False},
+        "container 26.06; dispatcher hybridep; EP all-to-all overlap on": {
+            "overlaps_experts": True,
+            "graphs": "partial",
+        },
+        "container 26.08": {"dispatcher": "per-node", "graphs": "full", "fused_experts": True, "fp8_attention": True},
+    }
+    runs = public.nvidia.nvidia(folder_of(*(row | {"note": note} for note in notes)))
+    assert len(runs) == 4
+    for run, habits in zip(runs, notes.values(), strict=True):
+        assert habits.items() <= dict(run.habits).items()
+    assert [run.set for run in runs] == ["nvidia FP8 experts"] * 2 + ["nvidia FP8 experts, 26.06 and later"] * 2
+    older, _, _, newer = public.pricing.priced(runs, public.pricing.Factors())
+    assert older.time_s > 1.3 * newer.time_s

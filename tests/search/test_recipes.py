@@ -16,8 +16,7 @@ KEPT = recipes.rows_of(recipes.RESULTS.read_text(encoding="utf-8"))
 
 
 def test_the_page_has_the_figures_that_are_kept():
-    page = recipes.PAGE.read_text(encoding="utf-8")
-    assert recipes.page_text(page, KEPT) == page
+    assert recipes.page_text(KEPT) == recipes.PAGE.read_text(encoding="utf-8")
 
 
 def test_every_recipe_is_kept_and_every_miss_has_its_cause():

@@ -8,10 +8,10 @@ from statistics import fmean
 
 import pytest
 
-from shardwright_formats.io import read_document
-from shardwright_formats.types import Cluster
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
-from shardwright_formats.types.model_profile import read_model_profile
+from shardwright.io import read_document
+from shardwright.types import Cluster
+from shardwright.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
+from shardwright.types.model_profile import read_model_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "../shared/reference/sailor"

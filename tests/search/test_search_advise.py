@@ -1,29 +1,26 @@
-"""`shardwright-search advise`: what it says by hand-computed cases, what it refuses, and what it must not import."""
+"""`shardwright advise`: what it says by hand-computed cases, what it refuses, and what it must not import."""
 
 import json
 import re
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from shardwright_estimate.accuracy import SEEN
-from shardwright_formats.command.command_line import _exit_code
-from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.types import DataParallel, Plan, Schedule, SequenceParallel
-from shardwright_models.presets import read_presets
-from shardwright_models.registry import FAMILIES
+from shardwright.command.command_line import _exit_code
+from shardwright.devices.table import read_devices
+from shardwright.devices.utilization import MFU_COUNTS, model_flops_utilization
+from shardwright.estimate.accuracy import SEEN
+from shardwright.io import BadInput, read_document
+from shardwright.models.registry import FAMILIES, read_presets
+from shardwright.types import DataParallel, Plan, Schedule, SequenceParallel
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.question import question_of
-from shardwright_search.advise.report import MFU_COUNTS, mfu, usd_per_billion_tokens
+from shardwright_search.advise.report import usd_per_billion_tokens
 from shardwright_search.cli import APP
 from shardwright_search.commands import advise
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import AdviseOptions
 from shardwright_search.search import StoppedEarly
-from shardwright_search.space.uniform import UniformStrategy
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +34,7 @@ def test_fp8_speeds_up_the_products_of_blocks_and_leaves_memory_as_it_is(config,
     steps, memory = {}, {}
     for precision in ("bfloat16", "fp8"):
         question = _question("llama-3-8b", "1x8:B200", 64, seq=4096, precision=precision)
-        plan = question.setting.plan(UniformStrategy(tp_size=2, pp_size=1, micro_batch_size=8), "mine")
+        plan = question.setting.plan(question.setting.uniform("mine", 1, 8, tp_size=2), "mine")
         estimate = evaluate(plan, question.profiles).estimate
         steps[precision], memory[precision] = estimate.simulated_step_time_s, estimate.memory_bytes
     assert 1.2 < steps["bfloat16"] / steps["fp8"] < 2
@@ -68,7 +65,9 @@ def test_the_answer_says_everything_that_was_asked(config, tmp_path, capsys):
     )
     assert code == 0
     for words in (
-        "fits in 68.8 GiB a GPU, headroom ",
+        " of 80 GiB a GPU, ",
+        "fits: ",
+        "nine of ten published runs held 0.88 to 1.23 times",
         "best plan: pp",
         "s a step",
         "tokens/s",
@@ -88,7 +87,7 @@ def test_the_answer_says_everything_that_was_asked(config, tmp_path, capsys):
         "times as long",
         "here is what differs",
         "assumed",
-        "14% of 80 GiB left",
+        "8% of 80 GiB left",
         MFU_COUNTS,
         SEEN,
     ):
@@ -106,14 +105,14 @@ def test_the_answer_says_everything_that_was_asked(config, tmp_path, capsys):
 def test_a_small_model_waits_for_the_host_as_it_is_told_to_launch_kernels(config, capsys):
     asked = (config, "--gpus", "8:H100-SXM", "--batch", 16, "--seq", 512, "--against", "tp=8,mbs=1")
     steps_s = []
-    for options, words in (
-        ((), "42 us of the host for each kernel, of eager blocks"),
-        (("--compile",), "42 us of the host for each kernel, of compiled blocks"),
-        (("--launch-us", 0), "0 us of the host for each kernel, of eager blocks"),
+    for options, kernel_us, blocks in (
+        ((), 42, "eager"),
+        (("--compile",), 42, "compiled"),
+        (("--launch-us", 0), 0, "eager"),
     ):
         code, told, error = _advise(capsys, *asked, *options)
         assert code == 0, error
-        assert words in told
+        assert re.search(rf", {kernel_us} us of the host for each kernel, .*, of {blocks} blocks", told)
         steps_s.append(float(re.search(r"([0-9.e-]+) s a step", told)[1]))
     assert steps_s[0] > 1.5 * steps_s[1] > 1.5 * steps_s[2]
 
@@ -133,17 +132,21 @@ def test_a_batch_size_that_the_gpus_divide_is_named_beside_one_that_they_do_not(
 
 def test_utilization_and_price_are_those_by_hand():
     question = _question()
-    plan = question.setting.plan(UniformStrategy(tp_size=2, pp_size=2, data_parallel=DataParallel.ZERO2), "mine")
+    choice = question.setting.uniform("mine", 2, tp_size=2, data_parallel=DataParallel.ZERO2)
+    plan = question.setting.plan(choice, "mine")
     estimate = evaluate(plan, question.profiles).estimate
     # 6 FLOPs a weight of a matrix and token, and 12 a feature, layer and position attended to.
     matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096
     tokens_per_s = 64 * 4096 / estimate.simulated_step_time_s
-    flops_per_token = 6 * matrices + 12 * 32 * 4096 * 4096
-    assert mfu(question, plan, estimate) == pytest.approx(flops_per_token * tokens_per_s / (16 * 989.4e12), rel=1e-3)
-    usd_per_s = 16 * question.devices["H100-SXM"].usd_per_hour / 3600
+    # Causal attention sees half of the positions, and each its own.
+    utilization = model_flops_utilization(plan, estimate.simulated_step_time_s)
+    for seen, share in zip((4097 / 2, 4096), utilization, strict=True):
+        flops_per_token = 6 * matrices + 12 * 32 * 4096 * seen
+        assert share == pytest.approx(flops_per_token * tokens_per_s / (16 * 989.5e12), rel=1e-9)
+    usd_per_s = 16 * read_devices().devices["H100-SXM"].usd_per_hour / 3600
     assert usd_per_billion_tokens(plan, estimate) == pytest.approx(usd_per_s / tokens_per_s * 1e9)
     given = _question(price_per_gpu_hour=2.0)
-    priced = evaluate(given.setting.plan(UniformStrategy(tp_size=2, pp_size=2), "mine"), given.profiles).estimate
+    priced = evaluate(given.setting.plan(given.setting.uniform("mine", 2, tp_size=2), "mine"), given.profiles).estimate
     assert usd_per_billion_tokens(plan, priced) == pytest.approx(
         16 * 2 / 3600 * priced.simulated_step_time_s / (64 * 4096) * 1e9
     )
@@ -164,7 +167,7 @@ def test_a_choice_that_the_gpus_cannot_hold_says_by_how_much(capsys):
     question = _question(gpus="8:A100-40", batch=16)
     plan = reading_of("tp=1,mbs=2", question.setting).plan
     own = evaluate(plan, question.profiles).estimate.memory_bytes
-    assert f"it does not fit: it lacks {(own - question.budgets['A100-40']) / 2**30:.2f} GiB a rank of 34.4" in told
+    assert f"it does not fit: it lacks {(own - question.budgets['A100-40']) / 2**30:.2f} GiB a rank of 36.8" in told
 
 
 def test_a_search_that_is_stopped_is_never_worse_than_a_rule(capsys, tmp_path):
@@ -196,7 +199,7 @@ def test_what_fits_nowhere_ends_with_3_and_says_by_how_much(capsys, tmp_path):
         ({"MODEL": "nothing"}, "error: nothing: is no file and no preset: give a config.json, or one of llama-2-7b,"),
         ({"--gpus": "H100-SXM"}, "is not NODESxGPUS:DEVICE"),
         ({"--gpus": "8:H1000"}, "error: --gpus: 'H1000' is not in the table of devices: did you mean H100-"),
-        ({"--gpus": "8:h100-sxm"}, "did you mean H100-SXM"),
+        ({"--gpus": "8:a100"}, "error: --gpus: 'a100' may be A100-40 or A100-80: give one of them"),
         ({"--gpus": "8:?"}, "error: --gpus: '?' is not in the table of devices: choose from "),
         ({"--gpus": "0x8:H100-SXM"}, "0 nodes of 8 GPUs"),
         ({"--gpus": "2x8:L4"}, "--inter-node-gbit-s: what nodes of L4 send is not known"),
@@ -277,20 +280,6 @@ def test_scaled_rotary_embeddings_reach_as_far_as_their_configuration_says(confi
     assert longest(**llama) == ("512", "max_position_embeddings")
 
 
-def test_it_takes_under_5_cpu_seconds_and_imports_neither_torch_nor_pandas_nor_snakemake(tmp_path):
-    code = (
-        "import sys\nfrom shardwright_formats.command.command_line import _exit_code\n"
-        "from shardwright_search.cli import APP\n"
-        "code = _exit_code(APP, 'advise llama-3-8b --gpus 8x8:H100-SXM --batch 512 --seq 8192'.split())\n"
-        "assert not {'torch', 'transformers', 'pandas', 'snakemake', 'shardwright_profile'} & set(sys.modules)\n"
-        "raise SystemExit(code)"
-    )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
-
-
 def test_the_readme_quotes_the_answer(capsys):
     readme = (ROOT / "README.md").read_text()
     (command,) = re.findall(r"^shardwright advise (.*)$", readme, re.MULTILINE)
@@ -310,12 +299,12 @@ def test_a_search_without_an_answer_in_time_names_the_option(capsys, monkeypatch
 
 
 def test_the_docs_list_the_families_of_the_registry_and_their_presets():
-    rows = (ROOT / "docs" / "models.md").read_text().split("| --- |")[-1].splitlines()[1:]
+    rows = (ROOT / "docs" / "models.md").read_text().split("| --- | --- | --- |")[-1].split("\n\n")[0].splitlines()[1:]
     listed = {
         family: names
         for family, _, names in (map(str.strip, row.strip("|").split("|")) for row in rows if row.startswith("|"))
     }
-    assert list(listed) == [f"`{name}`" for name in FAMILIES]
+    assert sorted(listed) == sorted(f"`{name}`" for name in FAMILIES)
     for name, preset in read_presets().items():
         assert f"`{name}`" in listed[f"`{preset.config['model_type']}`"].split(", ")
 

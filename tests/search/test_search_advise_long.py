@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import ContextParallel
+from shardwright.io import BadInput
+from shardwright.types import ContextParallel
 from shardwright_search.advise.choices import reading_of
 from shardwright_search.advise.long_context import priced_lengths, searched_cp_sizes
 from shardwright_search.advise.question import Question, model_of, question_of

@@ -6,9 +6,10 @@ from functools import partial
 from html.parser import HTMLParser
 
 import pytest
+from hostile_names import NAME, PLAIN, Page, renamed
 from msgspec.structs import replace
 
-from shardwright_formats.command.command_line import _exit_code
+from shardwright.command.command_line import _exit_code
 from shardwright_search.advise import sizes
 from shardwright_search.advise.page import advice_page, counts_of
 from shardwright_search.advise.question import question_of
@@ -107,6 +108,27 @@ def test_what_was_not_computed_in_time_is_counted_and_said(asked):
     assert f"and {cells - plans} were not computed in time" in words
     page = advice_page(Advice(question, answer, (), ()), column_of(question, options.gpus), axes, outcomes)
     assert words in page and sum("This was not computed" in text for text in _grid(page)["texts"]) == 1
+
+
+def test_names_are_texts_in_the_page_and_in_its_data(asked):
+    """A model is named after its folder, and the answer printed beside it says what the user wrote."""
+    options, question, answer = asked
+    axes, outcomes = _outcomes(asked, limit_s=1e-6)
+    column = column_of(question, options.gpus)
+
+    def page(name):
+        names = {question.model.name, question.cluster.name, *question.model.layers}
+        model, cluster = (renamed(each, names, name) for each in (question.model, question.cluster))
+        named = question._replace(model=model, cluster=cluster, assumed=(name,))
+        chosen = answer.chosen._replace(plan=renamed(answer.chosen.plan, names, name))
+        told = replace(answer, chosen=chosen)
+        sized = {at: Sized.of_answer(named, told) if isinstance(each, Sized) else each for at, each in outcomes.items()}
+        return advice_page(Advice(named, told, (), ()), column, axes, sized)
+
+    before, after = page(PLAIN), page(NAME)
+    assert Page(after).elements == Page(before).elements and NAME in Page(after).texts
+    parts, plain_parts = _grid(after)["texts"], _grid(before)["texts"]
+    assert [Page(part).elements for part in parts] == [Page(part).elements for part in plain_parts]
 
 
 def test_ctrl_c_ends_the_other_sizes_and_keeps_what_is_known(asked):

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.io import BadInput
+from shardwright.io import BadInput
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.options import AdviseOptions
-from shardwright_search.space.uniform import UniformStrategy
 
 ADAPTER = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"]}
 
@@ -20,7 +19,7 @@ def _question(**trained: object) -> Question:
 
 def _priced(question: Question) -> tuple[float, int, int, int]:
     """Seconds of a step, and bytes of gradients, moments and activations on a rank of the one stage."""
-    plan = question.setting.plan(UniformStrategy(tp_size=2, pp_size=1, micro_batch_size=4), "uniform")
+    plan = question.setting.plan(question.setting.uniform("uniform", 1, 4, tp_size=2), "uniform")
     estimate = evaluate(plan, question.profiles).estimate
     terms = estimate.stages[0].memory_terms_bytes
     held = (terms.get(name, 0) for name in ("gradients", "optimizer", "activations"))

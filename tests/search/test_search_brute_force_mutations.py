@@ -129,7 +129,7 @@ def test_labels_that_are_compared_without_a_measure_of_their_memory_are_caught(m
         return undominated(self, labels, memory[count:] if dropped == "peak" else memory[:count])
 
     monkeypatch.setattr(StageLabels, "_undominated", blind)
-    assert caught()
+    assert caught(range(430, 1500) if dropped == "peak" else SEEDS)  # as above
 
 
 @pytest.mark.parametrize("stage", ["first", "last"])
@@ -155,7 +155,7 @@ def test_a_bound_above_the_best_plan_is_caught(monkeypatch):
         return own._replace(total=own.total * 1.5)
 
     monkeypatch.setattr(ConfigurationBounds, "_costs", bold)
-    assert caught()
+    assert caught(range(256, 1500))  # as above
 
 
 @pytest.mark.parametrize("dropped", ["sends_ps", "tied_ps"])

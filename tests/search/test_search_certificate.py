@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from random_problems import best_of, random_problem, random_unequal
 from rest_long import rest_long
 
-from shardwright_formats.types import (
+from shardwright.types import (
     Band,
     ConfigurationProof,
     MemoryPrice,

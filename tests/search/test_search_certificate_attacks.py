@@ -6,8 +6,8 @@ from certificate_attacks import accepted, exact_problem
 from random_problems import best_of
 from rest_long import rest_long
 
-from shardwright_formats.semantics.schedules.closed_form import ClosedForm
-from shardwright_formats.types import Band, ConfigurationProof, MemoryPrice
+from shardwright.plan.schedules.closed_form import ClosedForm
+from shardwright.types import Band, ConfigurationProof, MemoryPrice
 from shardwright_search.certificate import bounds
 from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import proof_of

@@ -12,8 +12,9 @@ import pytest
 from command_calls import Called
 from command_calls import call as call_app
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Plan, Prediction, Recompute
+from shardwright.command.options import options_of
+from shardwright.io import read_document, write_document
+from shardwright.types import Plan, Prediction, Recompute
 from shardwright_search.cli import APP
 from shardwright_search.explain.printing import show_rich, table
 
@@ -53,10 +54,10 @@ def test_plan_writes_the_plan_and_its_prediction(inputs, tmp_path):
 def test_a_prediction_names_the_version_that_made_it_and_the_plan_does_not(inputs, tmp_path, monkeypatch):
     made = []
     for release in ("1.0", "2.0"):
-        monkeypatch.setattr("shardwright_formats.io.versions.version", lambda _package, release=release: release)
+        monkeypatch.setattr("shardwright.io.versions.version", lambda _package, release=release: release)
         assert plan(inputs, tmp_path / "a.json").exit_code == 0
         prediction = read_document(tmp_path / "a.prediction.json", Prediction)
-        assert prediction.versions == f"shardwright-search {release}"
+        assert prediction.versions == f"shardwright {release}"
         made.append((read_document(tmp_path / "a.json", Plan).sha256, msgspec.structs.replace(prediction, versions="")))
     assert made[0] == made[1]
 
@@ -250,3 +251,9 @@ def test_explain_refuses_the_prediction_of_another_plan(inputs, tmp_path):
 def test_search_never_imports_torch():
     code = "import sys, shardwright_search.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_each_command_that_prices_plans_takes_the_load_of_experts():
+    commands = {name: {each.name for each in options_of(command.options)} for name, command in APP.commands.items()}
+    priced = {name for name, taken in commands.items() if {"--profile", "--gpus"} & taken}
+    assert {name for name, taken in commands.items() if "--imbalance" in taken} == priced - {"correct", "new"}

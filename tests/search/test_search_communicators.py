@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from random_requests import FILE, World, random_solution, random_world
 from rest_long import rest_long
 
-from shardwright_formats.semantics.communication import Cause, step_messages
-from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes, communicators
+from shardwright.plan.communication import Cause, step_messages
+from shardwright.plan.process_groups import Purpose, communicator_bytes, communicators
 from shardwright_search import search
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model import layer

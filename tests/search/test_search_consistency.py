@@ -7,11 +7,11 @@ from msgspec.structs import replace
 from random_requests import FILE, World, random_solution, random_world
 from rest_long import rest_long
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Schedule
+from shardwright.io import BadInput
+from shardwright.types import Schedule
 from shardwright_search.cost_model import plan as evaluation
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.cost_model.profiles import TimeModel
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.search import NEAR
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.problem import Solution, price

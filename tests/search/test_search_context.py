@@ -10,12 +10,14 @@ import pytest
 from made_up import make_request
 from msgspec.structs import replace
 
-from shardwright_estimate.devices import Efficiencies, rates_of, read_devices
-from shardwright_estimate.profile import hardware_profile, model_profile
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.display.plan_words import strategy_words
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import (
+from shardwright.devices.table import read_devices
+from shardwright.display.plan_words import strategy_words
+from shardwright.estimate.machines import Efficiencies, rates_of
+from shardwright.estimate.profile import hardware_profile, model_profile
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import BadInput
+from shardwright.models.description import model_of_config
+from shardwright.types import (
     Cluster,
     ContextParallel,
     LayerStrategy,
@@ -29,22 +31,21 @@ from shardwright_formats.types import (
     SequenceParallel,
     Strategy,
 )
-from shardwright_models.description import model_of_config
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles, index_profiles
-from shardwright_search.interop.registry import TARGETS
 from shardwright_search.options import System
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.choices import shardings
 from shardwright_search.space.configurations import narrowed
 from shardwright_search.space.request import OuterSpace
 from shardwright_search.space.runnable import left_out, runnable
+from shardwright_search.systems.registry import SYSTEMS
 
 FILE = Path("s.json")
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
 }  # fmt: skip
 SETTINGS = ProfileSettings(
     tp_sizes=(1, 2), sequence_parallel=tuple(SequenceParallel), recompute=tuple(Recompute), micro_batch_sizes=(1, 2, 4)
@@ -109,10 +110,10 @@ def test_estimates_of_one_length_do_not_price_it(plan: Plan) -> None:
 )
 def test_degrees_of_each_layer_are_exported_to_galvatron_alone(plan: Plan, target: System, refused: str | None) -> None:
     if refused is None:
-        assert '"cp_sizes_enc": "1,2"' in TARGETS[target].export(plan, "plan.json").text
+        assert '"cp_sizes_enc": "1,2"' in SYSTEMS[target].export(plan, "plan.json").text
         return
     with pytest.raises(BadInput, match=refused):
-        TARGETS[target].export(plan, "plan.json")
+        SYSTEMS[target].export(plan, "plan.json")
 
 
 def test_context_parallelism_is_told_in_words(plan: Plan) -> None:
@@ -195,7 +196,15 @@ BERT = {
 
 def lines_without(plan: Plan, **asked: object) -> list[str]:
     """What a request asks for in vain."""
-    return list(left_out(make_request(**ASKED | asked), plan.model))
+    return list(left_out(make_request(**ASKED | asked), plan.model, plan.cluster))
+
+
+def of_heads(plan: Plan, features: int, device: str) -> Plan:
+    """The plan of a Llama with heads of so many features, on a device."""
+    heads = {"hidden_size": 64, "num_attention_heads": 64 // features, "num_key_value_heads": 64 // features}
+    (node,) = plan.cluster.node_types.values()
+    cluster = replace(plan.cluster, node_types={"n": replace(node, device=device)})
+    return replace(plan, model=model_of_config(CONFIG | heads, "m", 16, "config.json"), cluster=cluster)
 
 
 def of_bert(plan: Plan, **changes: object) -> Plan:
@@ -206,14 +215,14 @@ def of_bert(plan: Plan, **changes: object) -> Plan:
 
 def test_no_ring_is_searched_for_a_family_that_adds_masks(plan: Plan) -> None:
     bert = of_bert(plan)
-    asked = runnable(make_request(**ASKED), bert.model, FILE)
+    asked = runnable(make_request(**ASKED), bert.model, bert.cluster, FILE)
     assert (asked.cp_sizes, asked.context) == ((1, 2, 4), (ContextParallel.GATHER,))
     ring = "no context ring: context ring adds no padding to scores, as bert models do"
     assert lines_without(bert) == [ring]
     assert lines_without(bert, cp_sizes=[1]) == lines_without(bert, context=["gather"]) == []
-    assert runnable(make_request(**ASKED), plan.model, FILE) == make_request(**ASKED)
+    assert runnable(make_request(**ASKED), plan.model, plan.cluster, FILE) == make_request(**ASKED)
     alone = make_request(**ASKED | {"context": ["ring"]})
-    assert runnable(alone, bert.model, FILE).cp_sizes == (1,)
+    assert runnable(alone, bert.model, bert.cluster, FILE).cp_sizes == (1,)
 
 
 def test_no_cp_size_is_searched_beside_what_attention_drops_and_compilation(plan: Plan) -> None:
@@ -225,10 +234,29 @@ def test_no_cp_size_is_searched_beside_what_attention_drops_and_compilation(plan
         (make_request(**ASKED | {"compile": True}), plan.model),
         (make_request(**ASKED | {"attention": "flash_attention_2"}), plan.model),
     ):
-        asked = runnable(request, model, FILE)
+        asked = runnable(request, model, plan.cluster, FILE)
         assert (asked.cp_sizes, asked.head.cp_sizes) == ((1,), None)
     with pytest.raises(BadInput, match=r"^s\.json: cp_sizes: cp_size above 1 drops nothing .*: list 1, or describe"):
-        runnable(make_request(**ASKED | {"cp_sizes": [2]}), dropping.model, FILE)
+        runnable(make_request(**ASKED | {"cp_sizes": [2]}), dropping.model, dropping.cluster, FILE)
+
+
+def test_no_cp_size_is_searched_for_heads_that_a_gpus_kernels_do_not_take(plan: Plan) -> None:
+    """In 16 bits the features of a head are a multiple of 8, in float32 one of 4; on the processor any will do."""
+    shares = {}
+    for heads, precision, device in product((4, 8, 16), ("bfloat16", "float32"), ("cpu", "NVIDIA H200")):
+        other = of_heads(plan, 64 // heads, device)
+        asked = make_request(**ASKED | {"precision": {"compute": precision}})
+        shares[64 // heads, precision, device] = runnable(asked, other.model, other.cluster, FILE).cp_sizes != (1,)
+    on_gpu = {key[:2]: found for key, found in shares.items() if key[2] != "cpu"}
+    assert on_gpu == {
+        (16, "bfloat16"): True, (8, "bfloat16"): True, (4, "bfloat16"): False,
+        (16, "float32"): True, (8, "float32"): True, (4, "float32"): True,
+    }  # fmt: skip
+    assert all(found for key, found in shares.items() if key[2] == "cpu")
+    odd = of_heads(plan, 4, "NVIDIA H200")
+    words = "cp_size above 1 attends in bfloat16 on a GPU with heads of a multiple of 8 features, the model's have 4"
+    assert lines_without(odd, precision={"compute": "bfloat16"}) == [f"no cp_size above 1: {words}"]
+    assert not any(words in line for line in lines_without(odd, precision={"compute": "bfloat16"}, attention="eager"))
 
 
 def test_a_search_finds_only_what_runs_and_a_prediction_says_what_does_not(plan: Plan) -> None:

@@ -1,24 +1,22 @@
-"""What measured plans teach: factors come back as they were put in, and the measured winner is taken."""
+"""What measured plans teach: factors come back as they were put in."""
 
-import json
 from pathlib import Path
 
 import msgspec
 import pytest
 from command_calls import call
 from made_up import make_curve
-from measured import FACTORS, PLAIN, a_plan, measured_as, scaled, three_plans
+from measured import FACTORS, PLAIN, a_plan, measured_as, three_plans
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput, read_document, sha256_of_file, write_document
-from shardwright_formats.key import rows_by_key
-from shardwright_formats.types.correction import Correction, Term
-from shardwright_formats.types.hardware_profile import write_hardware_profile
-from shardwright_formats.types.measurement import Measurement
-from shardwright_formats.types.model_profile import Quantity, write_model_profile
-from shardwright_formats.types.plan import GradientReduction, Plan
-from shardwright_formats.types.prediction import Prediction, RunnerUp
-from shardwright_formats.types.strategy import DataParallel
+from shardwright.io import BadInput, read_document, sha256_of_file, write_document
+from shardwright.key import rows_by_key
+from shardwright.types.correction import Correction, Term
+from shardwright.types.hardware_profile import write_hardware_profile
+from shardwright.types.measurement import Measurement
+from shardwright.types.model_profile import Quantity, write_model_profile
+from shardwright.types.plan import GradientReduction
+from shardwright.types.strategy import DataParallel
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.calibration import check_learned_from, corrected, evidence_of, factor_of, learned
 from shardwright_search.cost_model.plan import evaluate
@@ -203,104 +201,3 @@ def test_a_measurement_of_another_device_is_refused(measurement, tmp_path):
     assert called.exit_code == 2
     assert "was measured on 'H100', the profile on 'cpu'" in called.output
     assert not (tmp_path / "c.json").exists()
-
-
-@pytest.fixture
-def select(world, measurement, tmp_path):
-    """Runs the command over three plans of which each took some seconds a step and some bytes."""
-
-    def called(taken, budget_bytes=100, left_out=0, second=None):
-        chosen, *others = measurement.plans
-        estimates = [evaluate(each.plan, world[2]).estimate for each in measurement.plans]
-        prediction = Prediction(
-            plan_sha256=chosen.plan.sha256, memory_budget_bytes=budget_bytes, estimate=estimates[0], proof=None,
-            runners_up=tuple(
-                RunnerUp(plan=each.plan, estimate=estimate)
-                for each, estimate in zip(others, estimates[1:], strict=True)
-            ),
-            warnings=(), inputs_sha256={},
-        )  # fmt: skip
-        plans = tuple(scaled(each, *of) for each, of in zip(measurement.plans, taken, strict=True))[left_out:]
-        if second is not None:
-            plans = (plans[0], msgspec.structs.replace(plans[1], plan=second(plans[1].plan)), *plans[2:])
-        write_document(tmp_path / "p.json", chosen.plan)
-        write_document(tmp_path / "p.prediction.json", prediction)
-        write_document(tmp_path / "meas.json", msgspec.structs.replace(measurement, plans=plans))
-        paths = ("--plan", tmp_path / "p.json", "--out", tmp_path / "won.json")
-        return call(APP, "select", tmp_path / "meas.json", *paths)
-
-    return called
-
-
-def test_the_measured_winner_is_taken_and_told(select, measurement, tmp_path):
-    called = select([(1.0, 90), (0.8, 90), (0.9, 90)])
-    assert called.exit_code == 0, called.output
-    assert read_document(tmp_path / "won.json", Plan) == measurement.plans[1].plan
-    assert called.output.strip() == (
-        "plan: runner-up 1 (2 pipeline stage(s), 4 microbatch(es)) is the measured best, 800.0 ms a step; the "
-        "predicted best (2 pipeline stage(s), 4 microbatch(es)) takes +25.0% time a sample and 90 bytes a rank"
-    )
-
-
-def test_a_faster_plan_that_does_not_fit_is_not_taken(select, measurement, tmp_path):
-    called = select([(1.0, 90), (0.8, 101), (0.9, 100)])
-    assert "runner-up 2" in called.output
-    assert read_document(tmp_path / "won.json", Plan) == measurement.plans[2].plan
-
-
-def test_the_predicted_best_stays_where_it_is_the_measured_best(select, measurement, tmp_path):
-    called = select([(0.5, 90), (0.8, 90), (0.9, 90)])
-    assert "the predicted best (2 pipeline stage(s), 4 microbatch(es)) is the measured best" in called.output
-    assert "runner-up 1 (2 pipeline stage(s), 4 microbatch(es)) takes +60.0% time a sample" in called.output
-    assert read_document(tmp_path / "won.json", Plan) == measurement.plans[0].plan
-
-
-def test_of_different_batches_the_least_time_a_sample_wins(select, tmp_path):
-    def doubled(plan):
-        return msgspec.structs.replace(plan, global_batch_size=32)
-
-    called = select([(1.0, 90), (1.5, 90), (1.1, 90)], second=doubled)
-    assert "1500.0 ms a step; the predicted best" in called.output
-    assert read_document(tmp_path / "won.json", Plan).global_batch_size == 32
-
-
-def test_plans_for_another_cluster_are_refused(select, make, tmp_path):
-    def moved(plan):
-        return msgspec.structs.replace(plan, cluster=make.cluster(4, memory_bytes=1 << 20))
-
-    called = select([(1.0, 90), (0.5, 90), (1.1, 90)], second=moved)
-    assert called.exit_code == 2
-    assert "holds a plan of made-up on some: measure apart" in called.output
-    assert not (tmp_path / "won.json").exists()
-
-
-def test_the_prediction_of_another_plan_is_refused(select, measurement, tmp_path):
-    select([(0.5, 90), (0.8, 90), (0.9, 90)])
-    write_document(tmp_path / "p.json", measurement.plans[1].plan)
-    called = call(APP, "select", tmp_path / "meas.json", "--plan", tmp_path / "p.json", "--out", tmp_path / "new.json")
-    assert called.exit_code == 2
-    assert "p.prediction.json: is the prediction of another plan than p.json" in called.output
-    assert not (tmp_path / "new.json").exists()
-
-
-def test_where_nothing_fits_it_says_by_how_much_and_writes_nothing(select, tmp_path):
-    called = select([(0.5, 190), (0.8, 140), (0.9, 150)])
-    assert called.exit_code == 3
-    assert "no measured plan fits 100 bytes a rank: even the leanest took 40 bytes more" in called.output
-    assert not (tmp_path / "won.json").exists()
-
-
-def test_a_measurement_without_the_plan_is_refused(select, tmp_path):
-    called = select([(0.5, 90), (0.8, 90), (0.9, 90)], left_out=1)
-    assert called.exit_code == 2
-    assert "meas.json: does not hold the plan plan: measure the plan and its prediction again" in called.output
-    assert not (tmp_path / "won.json").exists()
-
-
-def test_a_plan_without_a_budget_is_refused(select, tmp_path):
-    select([(0.5, 90), (0.8, 90), (0.9, 90)])
-    path = tmp_path / "p.prediction.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"memory_budget_bytes": None}))
-    called = call(APP, "select", tmp_path / "meas.json", "--plan", tmp_path / "p.json", "--out", tmp_path / "won.json")
-    assert called.exit_code == 2
-    assert "p.prediction.json: has no memory budget: take a plan that was searched" in called.output

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 from made_up import make_curve
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import Table
-from shardwright_formats.key import LayerKey
-from shardwright_formats.types import Strategy
-from shardwright_formats.types.model_profile import FitMode, FitRow, Quantity
+from shardwright.estimate.settings import Grid, ProfileSettings
+from shardwright.io import BadInput
+from shardwright.io.table import Table
+from shardwright.key import LayerKey
+from shardwright.types import Recompute, SequenceParallel, Strategy
+from shardwright.types.model_profile import FitMode, FitRow, Quantity
 from shardwright_search.cost_model.compute import ComputeCost, layer_cost, states_of
-from shardwright_search.cost_model.profiles import Profiles, TimeModel
+from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.cost_model.time_model import TimeModel
 
 BLOCK = LayerKey.from_strategy("block", Strategy(tp_size=1, dp_size=1), sequence_length=32)
 
@@ -59,6 +61,28 @@ def test_one_measured_size_alone_cannot_be_extended(make):
     profiles = make.profiles(make.model(), make.cluster(), micro_batch_sizes=(2,))
     with pytest.raises(BadInput, match=r"^m\.h5: block .* micro_batch_size 4 cannot be extrapolated from \[2\]: add"):
         interpolated(profiles, 4)
+
+
+@pytest.mark.parametrize(("size", "advice"), [(4, "set grid to full"), (8, "add it to micro_batch_sizes and set grid")])
+def test_the_advice_for_a_further_length_is_followed(make, size, advice):
+    """Property: settings that were changed as the message says measure what was asked for, and it has a price."""
+    asked = {"tp_sizes": (1,), "sequence_parallel": (SequenceParallel.NONE,), "recompute": (Recompute.NONE,)}
+    settings = ProfileSettings(**asked, micro_batch_sizes=(1, 2, 4), sequence_lengths=(16,))
+    further = msgspec.structs.replace(BLOCK, sequence_length=16)
+
+    def measured(settings: ProfileSettings) -> Profiles:
+        def points(length: int) -> object:
+            sizes = settings.sizes(length, 32)
+            return make.profiles(make.model(), make.cluster(), micro_batch_sizes=sizes).layers[BLOCK]
+
+        layers = {BLOCK: points(32), further: points(16)}
+        return make.profiles(make.model(), make.cluster())._replace(layers=layers)
+
+    with pytest.raises(BadInput, match=rf"micro_batch_size {size} cannot be extrapolated from \[1\]: {advice}"):
+        interpolated(measured(settings), size, further)
+    sizes = tuple(sorted({*settings.micro_batch_sizes, size})) if "add it" in advice else settings.micro_batch_sizes
+    changed = msgspec.structs.replace(settings, grid=Grid.FULL, micro_batch_sizes=sizes)
+    assert interpolated(measured(changed), size, further).warning is None
 
 
 def test_times_that_an_extrapolation_makes_negative_are_refused(make):

@@ -7,12 +7,13 @@ import pytest
 from made_up import make_cluster, make_hardware
 from msgspec.structs import replace
 
-from shardwright_estimate.curves import fits_table
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.table import Source, Sourced
-from shardwright_formats.key import LayerKey
-from shardwright_formats.types import (
+from shardwright.estimate.curves import fits_table
+from shardwright.io import BadInput
+from shardwright.io.hdf5 import Provenance
+from shardwright.io.table import Source, Sourced
+from shardwright.key import LayerKey
+from shardwright.models.description import model_of_config
+from shardwright.types import (
     Cluster,
     ContextParallel,
     DataParallel,
@@ -21,13 +22,13 @@ from shardwright_formats.types import (
     Recompute,
     SequenceParallel,
 )
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model_profile import ContextRow, LayerFigures, LayerRow, ModelProfile, ProfileOrigin
-from shardwright_models.description import model_of_config
+from shardwright.types.hardware_profile import Collective
+from shardwright.types.model_profile import ContextRow, LayerFigures, LayerRow, ModelProfile, ProfileOrigin
 from shardwright_profile.importers.documents import profile_of, state_row
 from shardwright_search.cost_model.collectives import exchange_time, send_kind_time
 from shardwright_search.cost_model.layer import CostModel, LayerCost
-from shardwright_search.cost_model.profiles import TimeModel, index_profiles
+from shardwright_search.cost_model.profiles import index_profiles
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import stage_topology
 
 CONFIG = {

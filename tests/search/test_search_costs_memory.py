@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from shardwright_formats.types import GIB, DataParallel, LayerStrategy, LayerType, Precision, SequenceParallel, Strategy
+from shardwright.types import GIB, DataParallel, LayerStrategy, LayerType, Precision, SequenceParallel, Strategy
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.parameters import ParameterMemory, parameter_memory
 from shardwright_search.cost_model.plan import evaluate

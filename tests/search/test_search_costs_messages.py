@@ -3,8 +3,8 @@
 import pytest
 from stage_axes import stage_axes
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types.hardware_profile import Collective, GroupKind
+from shardwright.io import BadInput
+from shardwright.types.hardware_profile import Collective, GroupKind
 from shardwright_search.cost_model.collectives import (
     Duration,
     Slowdowns,

@@ -7,10 +7,10 @@ half as long a byte: 85.536 us and 52.768 us for its 65536 bytes. A sample takes
 import pytest
 from msgspec.structs import replace
 
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.model import Parameter
-from shardwright_formats.types.plan import GradientReduction, Precision
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel
+from shardwright.types.hardware_profile import Collective
+from shardwright.types.model import Parameter
+from shardwright.types.plan import GradientReduction, Precision
+from shardwright.types.strategy import DataParallel, LayerStrategy, SequenceParallel
 from shardwright_search.cost_model.layer import CostModel, LayerCost
 from shardwright_search.cost_model.topology import StageTopology
 

@@ -7,14 +7,14 @@ import pytest
 from msgspec.structs import replace
 from random_requests import HIDDEN, LENGTH, random_model
 
-from shardwright_formats.key import LayerKey
-from shardwright_formats.semantics.axes import Layout, layout_of
-from shardwright_formats.semantics.layout import closed_groups, sent_numel
-from shardwright_formats.semantics.tied_weights import pieces_from_owners, pieces_to_owners, tied_parameters
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.plan import PipelineStage, Plan, Precision, Schedule
-from shardwright_formats.types.regions import BoundaryTensor
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright.key import LayerKey
+from shardwright.plan.axes import Layout, layout_of
+from shardwright.plan.layout import closed_groups, sent_numel
+from shardwright.plan.tied_weights import pieces_from_owners, pieces_to_owners, tied_parameters
+from shardwright.types.hardware_profile import Collective
+from shardwright.types.plan import PipelineStage, Plan, Precision, Schedule
+from shardwright.types.regions import BoundaryTensor
+from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 from shardwright_search.cost_model.collectives import collective_time
 from shardwright_search.cost_model.communication import redistribution_time
 from shardwright_search.cost_model.layer import CostModel, Link

@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from test_search_context import CONFIG as DENSE
 from test_search_shared_experts import CLUSTER, MODEL, plan_of, profiles
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.process_groups import PlannedGroup, strategy_groups
-from shardwright_formats.types import HEAD, Model, Plan
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
-from shardwright_models.description import model_of_config
+from shardwright.io import BadInput
+from shardwright.models.description import model_of_config
+from shardwright.plan.process_groups import PlannedGroup, strategy_groups
+from shardwright.types import HEAD, Model, Plan
+from shardwright.types.strategy import DataParallel, LayerStrategy, SequenceParallel, Strategy
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.what_if import _kinds
@@ -112,7 +112,7 @@ def test_degrees_that_no_stage_has_and_spaces_without_any_are_told(profiles: Pro
     with pytest.raises(BadInput, match="ep_sizes: 8 does not divide the experts of any layer: list divisors"):
         configurations(request_of(ep_sizes=[4, 8]), MODEL, wide, FILE)
     dense = model_of_config(DENSE, "m", 16, "config.json")
-    with pytest.raises(BadInput, match="ep_sizes: m has no experts to share out: leave it empty"):
+    with pytest.raises(BadInput, match="ep_sizes: m has no experts to shard: leave it empty"):
         configurations(request_of(ep_sizes=[2]), dense, CLUSTER, FILE)
     assert narrowed(request_of(disable=["expert_parallel"]), CLUSTER).ep_sizes == ()
 

@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 from random_requests import FILE, random_world
 
-from shardwright_formats.display.plan_words import strategy_words
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, DataParallel, Recompute, Schedule
+from shardwright.display.plan_words import strategy_words
+from shardwright.io import BadInput
+from shardwright.types import GIB, DataParallel, Recompute, Schedule
 from shardwright_search.cost_model.plan import cost_model_of, evaluate, offset_ps
 from shardwright_search.explain.binding import LayerAlternatives, binding_lines, faster_changes, step_parts
 from shardwright_search.search import find_best

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 from test_search_cli import call, options, plan
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Plan
+from shardwright.io import read_document, write_document
+from shardwright.types import Plan
 from shardwright_search.explain import what_if
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.request import SearchRequest

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from shardwright_formats.types import LayerStrategy, PipelineStage, Plan, Schedule, Strategy
+from shardwright.types import LayerStrategy, PipelineStage, Plan, Schedule, Strategy
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain.tables import difference, memory_changes, plan_differences, time_changes
 

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, ContextParallel, DataParallel, Recompute
-from shardwright_formats.types.hardware_profile import Collective
+from shardwright.io import BadInput
+from shardwright.types import GIB, ContextParallel, DataParallel, Recompute
+from shardwright.types.hardware_profile import Collective
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.explain import what_if
 from shardwright_search.explain.tables import answers_shown

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from random_requests import FILE, World, random_world
 from rest_long import rest_long
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB
+from shardwright.io import BadInput
+from shardwright.types import GIB
 from shardwright_search.explain.what_if import further_remedies, remedies
 from shardwright_search.search import SearchAnswer, find_best
 from shardwright_search.space.budget import Infeasible, budgets_of

@@ -11,7 +11,7 @@ from mixed_worlds import mixed_world, profiles_of
 from msgspec.structs import replace
 from rest_long import rest_long
 
-from shardwright_formats.types import GIB, NodeGroup
+from shardwright.types import GIB, NodeGroup
 from shardwright_search.solver import quick_bounds
 from shardwright_search.solver.quick_bounds import _NodeTypeBounds
 from shardwright_search.space import first_bound

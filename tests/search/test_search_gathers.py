@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from shardwright_formats.types import DataParallel, Schedule
+from shardwright.types import DataParallel, Schedule
 from shardwright_search.cost_model.collectives import Slowdowns
 from shardwright_search.cost_model.layer import Gather, LayerCost
 from shardwright_search.cost_model.parameters import ParameterMemory
 from shardwright_search.cost_model.plan import cost_model_of
 from shardwright_search.cost_model.stage_costs import RangeCosts, range_costs
-from shardwright_search.interop.uniform import uniform_plan
 from shardwright_search.options import UniformRequest
+from shardwright_search.uniform_plan import uniform_plan
 
 GATHER = Gather(100, Slowdowns(1.25, 2.0))
 NO_MEMORY = ParameterMemory(**dict.fromkeys(ParameterMemory.__struct_fields__, 0))

@@ -1,4 +1,4 @@
-"""`shardwright-search grid`: the plans of single searches, each answer kept, none that stops another."""
+"""`shardwright grid`: the plans of single searches, each answer kept, none that stops another."""
 
 import re
 from functools import partial
@@ -7,8 +7,8 @@ import pytest
 from command_calls import call as call_app
 from msgspec.structs import replace
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Plan, Prediction
+from shardwright.io import read_document, write_document
+from shardwright.types import Plan, Prediction
 from shardwright_search import search
 from shardwright_search.cli import APP
 from shardwright_search.commands import grid as command

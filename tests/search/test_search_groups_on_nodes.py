@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 from stage_axes import stage_axes
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.table import Source, Table
-from shardwright_formats.semantics.sweep_plan import collective_kinds
-from shardwright_formats.types.hardware_profile import Collective, GroupKind, HardwareProfile, PointRow, RepeatRow
+from shardwright.io import BadInput
+from shardwright.io.hdf5 import Provenance
+from shardwright.io.table import Source, Table
+from shardwright.plan.sweep_plan import collective_kinds
+from shardwright.types.hardware_profile import Collective, GroupKind, HardwareProfile, PointRow, RepeatRow
 from shardwright_search.cost_model.collectives import collective_time
 from shardwright_search.cost_model.topology import axis_group_kinds, data_group_kinds, stage_topology
 from shardwright_search.search import SearchAnswer, find_best

@@ -22,9 +22,9 @@ def given(tmp_path_factory):
     """A folder with the inputs of every command, and a plan with its prediction."""
     from made_up import make_cluster, make_hardware, make_model, make_profile, make_request
 
-    from shardwright_formats.io import write_document
-    from shardwright_formats.types.hardware_profile import write_hardware_profile
-    from shardwright_formats.types.model_profile import write_model_profile
+    from shardwright.io import write_document
+    from shardwright.types.hardware_profile import write_hardware_profile
+    from shardwright.types.model_profile import write_model_profile
 
     folder = tmp_path_factory.mktemp("given")
     model, cluster = make_model(4), make_cluster()
@@ -221,7 +221,6 @@ def test_a_vocabulary_of_10_12_is_refused_or_priced(given, tmp_path):
         ("plan", "--time-limit nan"),
         ("plan", "--time-limit 1e300"),
         ("plan", "--time-limit -1"),
-        ("plan", "--prove-time-limit 1e10"),
         ("uniform", "--tp 0"),
         ("uniform", "--tp 1000000000000"),
         ("uniform", "--pp 1.5"),
@@ -233,6 +232,7 @@ def test_a_vocabulary_of_10_12_is_refused_or_priced(given, tmp_path):
         ("uniform", "--precision-compute int8"),
         ("uniform", "--schedule ONE_F_ONE_B"),
         ("uniform", "--name a\udcff"),
+        ("uniform", "--imbalance 2"),
         ("export", "--to nowhere"),
         ("evaluate", "--time-model none"),
         ("evaluate", "--unknown 1"),

@@ -9,8 +9,8 @@ import pytest
 from interleaved_problems import random_interleaved, with_budget
 from numpy.typing import NDArray
 
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import Schedule
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import Schedule
 from shardwright_search.solver import interleaved_problem
 from shardwright_search.solver.interleaved import Interleaved
 from shardwright_search.solver.interleaved_labels import Chain, ChunkLabels

@@ -3,6 +3,7 @@
 import re
 import signal
 from contextlib import suppress
+from cProfile import Profile
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 from random_problems import random_mixed, random_problem
 from test_search_simulation import F1B, GPIPE, INTERLEAVED
 
-from shardwright_formats.types import GIB
+from shardwright.types import GIB
 from shardwright_search import candidates, least_simulated, search
 from shardwright_search.cli import APP
 from shardwright_search.commands import advise
@@ -40,13 +41,18 @@ from shardwright_search.solver.stopping import (
 from shardwright_search.space.search_space import space_of
 
 FILE = Path("s.json")
-SLACK_S = 2.0
-"""The CPU time that an answer may take behind its limit."""
+NEVER_S = 1e6
+"""A limit after which the tests have long been ended."""
 
 
 def spin():
     while True:
         pass
+
+
+def armed_s():
+    """When the next timer of either clock goes off."""
+    return min(filter(None, (signal.getitimer(timer)[0] for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF))))
 
 
 def test_work_without_an_end_is_stopped_and_leaves_others_their_timer():
@@ -59,13 +65,13 @@ def test_work_without_an_end_is_stopped_and_leaves_others_their_timer():
 
 
 def test_of_nested_limits_the_first_one_counts():
-    began, outer, inner = monotonic(), [], []
-    with suppress(Stopped), stopped_at(began + 0.05):
-        inner.append(ended(spin, began + 60))
+    outer, inner = [], []
+    with suppress(Stopped), stopped_at(monotonic() + 0.05):
+        inner.append(ended(spin, monotonic() + NEVER_S))
         outer.append("goes on")
         spin()
-    assert (inner, outer) == ([False], ["goes on"]) and monotonic() - began < 30
-    with suppress(Stopped), stopped_at(began + 60):
+    assert (inner, outer) == ([False], ["goes on"])
+    with suppress(Stopped), stopped_at(monotonic() + NEVER_S):
         inner.append(ended(spin, monotonic() + 0.05))
         outer.append("has time")
     assert (inner, outer[1:]) == ([False, False], ["has time"])
@@ -103,7 +109,7 @@ def test_a_limit_in_cpu_time_is_not_used_up_by_waiting():
     assert ended(partial(sleep, 0.3), until(CpuSeconds(0.1)))
     began = process_time()
     assert not ended(spin, until(CpuSeconds(0.1)))
-    assert 0.05 < process_time() - began < SLACK_S
+    assert process_time() - began > 0.05
 
 
 @pytest.mark.parametrize("outer, inner", [(CpuSeconds(0.05), 600.0), (0.05, CpuSeconds(600))])
@@ -193,32 +199,37 @@ def test_whatever_has_no_end_behind_the_search_its_plan_is_the_answer(make, monk
     """Without a limit Ctrl-C ends it."""
     model, cluster = make.model(3), make.cluster()
     given = make.request(), model, cluster, make.profiles(model, cluster), FILE, lambda _: None
-    whole = find_best(*given)
+    whole, left_s = find_best(*given), list[float]()
 
     def endless(*_):
         if limit_s is None:
             signal.raise_signal(signal.SIGINT)
+        left_s.append(armed_s())
         spin()
 
     monkeypatch.setattr(module, name, endless)
-    began = process_time()
     answer = find_best(*given, limit_s)
-    assert isinstance(answer, SearchAnswer) and answer.stopped and process_time() - began < (limit_s or 0) + SLACK_S
+    assert isinstance(answer, SearchAnswer) and answer.stopped
+    assert (limit_s is None) == (left_s == []) and max(left_s, default=0) <= (limit_s or 0) + GRACE_S
     assert answer.optimum_s == whole.optimum_s and answer.bound_s == whole.bound_s
 
 
 @pytest.mark.parametrize("limit_s", [None, 0.3])
 def test_runners_up_without_an_end_are_none(make, monkeypatch, limit_s):
+    left_s = list[float]()
+
     def endless(*_):
         if limit_s is None:
             signal.raise_signal(signal.SIGINT)
+        left_s.append(armed_s())
         yield spin()
 
     monkeypatch.setattr(candidates, "other_configurations", endless)
-    model, cluster, began = make.model(3), make.cluster(), process_time()
+    model, cluster = make.model(3), make.cluster()
     answer = find_best(make.request(), model, cluster, make.profiles(model, cluster), FILE, lambda _: None, limit_s)
     elsewhere = [one for one in answer.runners_up if len(one.plan.stages) != len(answer.chosen.plan.stages)]
-    assert not elsewhere and process_time() - began < (limit_s or 0) + SLACK_S
+    assert not elsewhere
+    assert (limit_s is None) == (left_s == []) and max(left_s, default=0) <= (limit_s or 0) + GRACE_S
 
 
 def _stopped_early():
@@ -273,9 +284,10 @@ def search_words(pattern, told):
 
 
 def test_what_cannot_fit_is_answered_at_once_by_the_byte():
-    began = process_time()
-    told = call(APP, "advise", "llama-3-405b", "--gpus", "8x8:H100-SXM", "--batch", 512, "--time-limit", 60)
-    assert told.exit_code == 3 and process_time() - began < 10  # 0.5; it was 105
+    with Profile() as calls:
+        told = call(APP, "advise", "llama-3-405b", "--gpus", "8x8:H100-SXM", "--batch", 512, "--time-limit", 60)
+    # 8 million calls take half a second without the count; it was 105 s.
+    assert told.exit_code == 3 and sum(each.callcount for each in calls.getstats()) < 30_000_000
     assert search_words(r"even the leanest lacks ([\d.]+) GiB a rank: take more GPUs, GPUs that leave [\d.]+ GiB", told)
 
 
@@ -290,10 +302,11 @@ def test_what_cannot_fit_is_answered_by_division_where_the_time_is_up(monkeypatc
 
 @pytest.mark.parametrize("batch", [1_000_003, pytest.param(2**22, marks=pytest.mark.long)])
 def test_batches_of_a_million_microbatches_have_an_answer_soon(batch):
-    began = process_time()
-    told = call(APP, "advise", "llama-2-7b", "--gpus", "8:H100-SXM", "--batch", batch, "--time-limit", 100)
+    with Profile() as calls:
+        told = call(APP, "advise", "llama-2-7b", "--gpus", "8:H100-SXM", "--batch", batch, "--time-limit", 100)
     assert told.exit_code == 0 and "the best plan" in told.output
-    assert process_time() - began < 3 + 10  # 4; it was more than 100
+    # 17 million calls take 6 s; it was more than 100 s.
+    assert sum(each.callcount for each in calls.getstats()) < 26_000_000
 
 
 def random_ranges(rng, count):
@@ -317,8 +330,7 @@ def test_many_microbatches_take_what_they_take_when_all_are_played(monkeypatch, 
 def test_rules_of_thumb_that_take_too_long_are_left_out_and_this_is_told(monkeypatch):
     whole = advise.plan_of_rule
     monkeypatch.setattr(advise, "plan_of_rule", lambda name, *more: whole(name, *more) if name == "tp8" else spin())
-    began = process_time()
     told = call(APP, "advise", "llama-2-7b", "--gpus", "8:H100-SXM", "--batch", 64, "--time-limit", 0)
-    assert told.exit_code == 0 and process_time() - began < 10
+    assert told.exit_code == 0
     assert "rule:tp8" in told.stdout and "rule:smallest" not in told.stdout
     assert "some rules of thumb were not priced within the time limit" in told.stdout

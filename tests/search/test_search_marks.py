@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from shardwright_formats.types import LayerStrategy, PipelineStage, Plan, Schedule, Strategy
-from shardwright_formats.types.hardware_profile import Collective
+from shardwright.types import LayerStrategy, PipelineStage, Plan, Schedule, Strategy
+from shardwright.types.hardware_profile import Collective
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import index_profiles
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from brute_force import mistakes
+from highs import solve
 from made_up import make_mixed_cluster, make_request
 from mixed_worlds import MIB, SLOWNESS, check_best, mixed_world, plain, profiles_of, walks
 from msgspec.structs import replace
@@ -15,15 +16,14 @@ from random_problems import best_of, random_mixed
 from random_requests import random_solution
 from rest_long import rest_long
 
-from shardwright_formats.display.node_types import node_type_uses
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, Cluster, Model, Plan
+from shardwright.display.node_types import node_type_uses
+from shardwright.io import BadInput
+from shardwright.types import GIB, Cluster, Model, Plan
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import together
 from shardwright_search.explain.tables import node_types_table
 from shardwright_search.solver.bands import StageLowerBounds
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
-from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import price
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.placements import StageWays
@@ -186,7 +186,6 @@ def test_bands_of_what_only_adds_up_with_the_least_sum_are_caught(monkeypatch):
 
 @pytest.mark.parametrize("seeds", rest_long(1, (range(10), range(10, 30))))
 def test_highs_finds_the_best_plan_over_several_node_types(seeds):
-    pytest.importorskip("highspy")
     for seed in seeds:
         problem = random_mixed(seed)
         answer, best = solve(problem, 60.0), best_of(problem)

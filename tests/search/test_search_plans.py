@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from plans_by_hand import plans_on
 from rest_long import rest_long
 
-from shardwright_formats.display.plan_words import layer_runs
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, Cluster, DataParallel, Model, Plan, Recompute
+from shardwright.display.plan_words import layer_runs
+from shardwright.io import BadInput
+from shardwright.types import GIB, Cluster, DataParallel, Model, Plan, Recompute
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles

@@ -5,7 +5,7 @@ pytorch/torchtitan pull request 1993, NousResearch/torchtitan pull request 19, m
 
 import pytest
 
-from shardwright_formats.types import GIB, Estimate
+from shardwright.types import GIB, Estimate
 from shardwright_search.advise.choices import reading_of
 from shardwright_search.advise.question import question_of
 from shardwright_search.cost_model.plan import evaluate

@@ -1,76 +1,36 @@
-"""Which nodes to rent: fronts against every plan, spot nodes against their formula, files and limits."""
+"""Which nodes to rent: fronts against every plan, files and limits."""
 
 import csv
 import json
 import re
 from functools import partial
 from itertools import combinations
-from math import exp, inf
+from math import inf
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command_calls import call as call_app
+from hostile_names import NAME, PLAIN, Page, renamed
 from made_up import make_hardware, make_mixed_cluster, make_request
 from random_fronts import front_mistakes
 from rest_long import rest_long
 from test_search_mixed import FILE, SLOWNESS, every_plan, profiles_of
 
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.io.hdf5 import read_profile
-from shardwright_formats.types import GIB, Cluster, Model, Plan, Prediction
-from shardwright_formats.types.hardware_profile import write_hardware_profile
-from shardwright_formats.types.model_profile import write_model_profile
+from shardwright.display.svg import document
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.io.hdf5 import read_profile
+from shardwright.types import GIB, Cluster, Model, Plan, Prediction
+from shardwright.types.hardware_profile import write_hardware_profile
+from shardwright.types.model_profile import write_model_profile
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.rent.front import Prices, find_front
-from shardwright_search.rent.interruptions import Interruptions
+from shardwright_search.rent.page import FrontWords, front_page
 from shardwright_search.rent.sub_clusters import sub_clusters
 from shardwright_search.rent.table import FrontFile, Status, SubClusterRow, draw_front
 from shardwright_search.space.request import Offer, Offers
 
 call = partial(call_app, APP)
-
-
-@pytest.mark.parametrize("per_hour", [0.5, 20.0])
-def test_a_step_on_spot_nodes_takes_what_many_made_up_runs_take(per_hour):
-    """Each attempt at 5 steps and a checkpoint ends well or is interrupted, and so is each restart."""
-    rng, spot = np.random.default_rng(1), Interruptions(per_hour, 30.0, 120.0)
-    work, mean_s = 5 * 20.0 + 30.0, 3600 / per_hour
-    total, runs = 0.0, 4000
-    for _ in range(runs):
-        left, is_restart = work, False
-        while left:
-            gap = rng.exponential(mean_s)
-            total += min(gap, left)
-            if gap < left:
-                left, is_restart = 120.0, True
-            else:
-                left, is_restart = (work, False) if is_restart else (0.0, False)
-    assert spot.step_s(20.0, 5) == pytest.approx(total / runs / 5, rel=0.04)
-
-
-def test_the_best_number_of_steps_between_checkpoints_is_that_of_all():
-    rng = np.random.default_rng(2)
-    for _ in range(60):
-        spot = Interruptions(10 ** rng.uniform(-2, 1.5), 10 ** rng.uniform(0, 2), 10 ** rng.uniform(0, 3))
-        step_s = 10 ** rng.uniform(-1, 2)
-        every = [spot.step_s(step_s, number) for number in range(1, 3000)]
-        found = spot.expected(step_s)
-        assert found.step_s <= min(every) * (1 + 1e-12)
-        if found.checkpoint_steps < 3000:
-            assert every[found.checkpoint_steps - 1] == min(every)
-        assert spot.expected(spot.longest_within(found.step_s)).step_s >= found.step_s
-        assert spot.longest_within(found.step_s) == pytest.approx(step_s, rel=1e-9)
-
-
-def test_nodes_that_are_never_interrupted_need_no_checkpoint_and_others_may_never_finish():
-    assert Interruptions(0.0, 30.0, 100.0).expected(7.0) == (7.0, None)
-    assert Interruptions(1e9, 30.0, 100.0).expected(7.0).step_s == inf
-    rare = Interruptions(1e-6, 1.0, 0.0).expected(10.0)
-    # Young: the square root of twice the checkpoint's time over the rate.
-    assert rare.checkpoint_steps * 10 == pytest.approx((2 * 1.0 * 3600 / 1e-6) ** 0.5, rel=1e-3)
-    assert rare.step_s == pytest.approx(10.0, rel=1e-3) and rare.step_s > 10.0 * exp(0)
 
 
 @pytest.mark.parametrize("seeds", rest_long(1, (range(3), range(3, 6))))
@@ -117,21 +77,18 @@ def asked(**changes: object):
 
 
 @pytest.mark.parametrize("widths", ["any", "equal"])
-@pytest.mark.parametrize(("seed", "interruptions"), rest_long(2, ((0, 0.0), (1, 40.0), (2, 0.0))))
-def test_the_front_over_sub_clusters_is_that_of_all_plans_on_all_of_them(make, seed, interruptions, widths):
+@pytest.mark.parametrize("seed", rest_long(2, range(3)))
+def test_the_front_over_sub_clusters_is_that_of_all_plans_on_all_of_them(make, seed, widths):
     nodes = [{"a": (2, 1), "b": (2, 1)}, {"a": (1, 1), "b": (1, 2)}, {"a": (1, 1), "b": (1, 1), "c": (1, 1)}][seed]
     model, cluster, request = make.model(2, tied=bool(seed % 2)), priced(**nodes), asked(stage_widths=widths)
     profiles = profiles_of(model, cluster, dict.fromkeys(nodes, 1e8), tp_sizes=(1,))
-    offers = Offers(node_types={"b": Offer(interruptions_per_hour=interruptions)}, checkpoint_s=1e-3, restart_s=1e-2)
-    offered = sub_clusters(cluster, offers, FILE, FILE)
-    spot = [Interruptions(own.interruptions_per_hour, 1e-3, 1e-2) for own in offered]
-    front = find_front(request, model, offered, profiles, spot, FILE, lambda _: None)
+    offered = sub_clusters(cluster, Offers(), FILE, FILE)
+    front = find_front(request, model, offered, profiles, FILE, lambda _: None)
     points = []
-    for own, risk in zip(offered, spot, strict=True):
+    for own in offered:
         plans = every_plan(request, model, own.cluster)
         best_s = min(evaluate(plan, profiles, timeline=False).objective_ps for plan in plans) * 1e-12
-        expected_s = risk.expected(best_s).step_s
-        points.append((expected_s, expected_s / 3600 * own.usd_per_hour))
+        points.append((best_s, best_s / 3600 * own.usd_per_hour))
     on_front = [
         number
         for number, (time, usd) in enumerate(points)
@@ -204,12 +161,35 @@ def test_the_front_is_written_with_a_plan_for_each_point(given):
     assert all(f">{row.nodes}</td>" in page for row in table)
 
 
+def test_names_are_texts_in_the_pages_of_a_front(given):
+    rented(given)
+    rows = read_profile(given["out"] / "front.h5", FrontFile).sub_clusters.rows
+    plans = [read_document(given["out"] / row.plan, Plan) for row in rows if row.plan]
+    names = {name for row in rows for name in (row.nodes, row.dominated_by)} - {""} | {"block", "cluster", "model"}
+
+    def drawn(name):
+        told, (plan, *_) = renamed((tuple(rows), tuple(plans)), names, name)
+        drawing = draw_front(told, frozenset({name}), name)
+        page = front_page(told, {name: plan}, drawing, FrontWords(name, name, [name]))
+        return [Page(document(drawing)), Page(page)]
+
+    for before, after in zip(drawn(PLAIN), drawn(NAME), strict=True):
+        assert after.elements == before.elements and any(NAME in text for text in after.texts)
+
+
+def test_a_node_type_whose_name_leads_out_of_the_folder_is_refused(given, tmp_path):
+    write_document(given["cluster"], renamed(read_document(given["cluster"], Cluster), {"a"}, "/../../elsewhere"))
+    ended = rented(given)
+    assert ended.exit_code == 2 and not list(tmp_path.parent.glob("elsewhere*")) and not given["out"].exists()
+    assert "node type '/../../elsewhere' holds a '/', and files of plans are named after their nodes" in ended.stderr
+
+
 def test_names_of_points_never_lie_over_one_another_and_chosen_ones_are_there():
-    zero = dict.fromkeys(("step_s", "simulated_step_s", "usd_per_hour", "hours", "usd"), 0.0)
+    zero = dict.fromkeys(("simulated_step_s", "usd_per_hour", "hours", "usd"), 0.0)
     rows = tuple(
         SubClusterRow(
-            nodes=f"{number}xa+{number}xb", status=Status.FRONT, is_bound=False, expected_step_s=1 + number / 50,
-            usd_per_step=2 - number / 50, checkpoint_steps=0, dominated_by="", plan="", **zero,
+            nodes=f"{number}xa+{number}xb", status=Status.FRONT, is_bound=False, step_s=1 + number / 50,
+            usd_per_step=2 - number / 50, dominated_by="", plan="", **zero,
         )
         for number in range(1, 9)
     )  # fmt: skip
@@ -255,7 +235,7 @@ def test_a_limit_that_no_point_is_within_says_by_how_much(given):
         ({"node_types": {"x": {}}}, "names 'x', cluster priced has a, b"),
         ({"node_types": {"a": {"counts": [3]}}}, "counts of a: 3 nodes, cluster priced has 2"),
         ({"node_types": {"a": {"counts": [0]}, "b": {"counts": [0]}}}, "no node can be had"),
-        ({"node_types": {"a": {"interruptions_per_hour": 1}}}, "needs checkpoint_s and restart_s"),
+        ({"node_types": {"a": {"interruptions_per_hour": 1}}}, "interruptions_per_hour was removed: leave it out"),
     ],
 )
 def test_offers_that_cannot_be_are_refused(given, tmp_path, offers, message):

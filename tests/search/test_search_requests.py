@@ -7,9 +7,9 @@ import pytest
 from made_up import make_request
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright.io import BadInput
+from shardwright.types import GIB
+from shardwright.types.cluster import Cluster, NodeGroup, NodeType
 from shardwright_search.search import Infeasible, SearchAnswer
 from shardwright_search.space.budget import budgets_of
 

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 from made_up import make_request
 
+from shardwright.io import BadInput, read_document
+from shardwright.types import Prediction
 from shardwright_search.space import schema
-from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.request import Offers, SearchRequest
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = "stages/search/schemas/search.schema.json"
@@ -47,7 +49,6 @@ FULL = {
     "gradient_reduction": "every_microbatch",
     "time_model": "sequence",
     "megatron_gather_buffer": True,
-    "robust": {"spreads": 1.0, "slow_link": 3.0},
 }
 """Every key of a search that a configuration may have, beside those of the workflow itself."""
 
@@ -63,8 +64,8 @@ def test_the_schema_is_up_to_date(capsys):
 
 
 def test_check_names_a_stale_schema_and_writing_mends_it(tmp_path, capsys):
-    (tmp_path / "formats").mkdir()
-    shutil.copy(ROOT / "formats" / "pyproject.toml", tmp_path / "formats")
+    (tmp_path / "core").mkdir()
+    shutil.copy(ROOT / "core" / "pyproject.toml", tmp_path / "core")
     assert schema.main(["--root", str(tmp_path)]) == 0
     written = tmp_path / SCHEMA
     written.write_text(written.read_text().replace("shardwright.search", "shardwright.seek"))
@@ -100,7 +101,7 @@ def test_every_key_says_what_it_means():
 
 def test_a_configuration_can_say_all_that_a_search_can():
     """But number formats and kernels, which it takes from the profile."""
-    of_the_workflow = {"model", "cluster", "select", "correction", "imbalance"}
+    of_the_workflow = {"model", "cluster", "correction", "imbalance"}
     fields = set(SearchRequest.__struct_fields__) - {"name", "precision", "attention", "compile"}
     assert set(configured()["properties"]) - of_the_workflow == fields == set(FULL)
 
@@ -128,7 +129,6 @@ def test_what_a_configuration_may_say_a_search_understands():
         ("embedding", {"recompute": ["none"]}),
         ("chunks_per_stage", []),
         ("time_model", "linear"),
-        ("robust", {"slow_link": 0.5}),
         ("global_batch_size", {"min": 1, "max": 2}),
         ("objective", "fast"),
     ],
@@ -138,3 +138,30 @@ def test_what_a_search_refuses_its_configuration_refuses(key, value):
     assert not jsonschema.Draft202012Validator(configured()).is_valid({"model": "m", "cluster": "c"} | search)
     with pytest.raises(msgspec.ValidationError):
         make_request(**search)
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "message"),
+    [
+        (SearchRequest, {"robust": None}, None),
+        (SearchRequest, {"robust": {"spreads": 2}}, "robust was removed: leave it out"),
+        (Offers, {"checkpoint_s": 30, "restart_s": 300}, None),
+        (Offers, {"node_types": {"a": {"interruptions_per_hour": 0.05}}}, "interruptions_per_hour was removed: leave"),
+        (Prediction, {"robust": [{"scenario": "slow", "regret": 0.1, "nominal_regret": 0.2}]}, None),
+    ],
+)
+def test_a_removed_key_is_ignored_if_it_changes_nothing_and_refused_by_name_otherwise(tmp_path, kind, old, message):
+    examples = {
+        SearchRequest: {"name": "s", "global_batch_size": 8},
+        Offers: {},
+        Prediction: json.loads((ROOT / "core" / "examples" / "prediction.json").read_text()),
+    }
+    usual = {"format": kind.FORMAT, "version": 1, **examples[kind]}
+    paths = tmp_path / "usual.json", tmp_path / "old.json"
+    for path, content in zip(paths, (usual, usual | old), strict=True):
+        path.write_text(json.dumps(content))
+    if message is None:
+        assert read_document(paths[1], kind) == read_document(paths[0], kind)
+    else:
+        with pytest.raises(BadInput, match=message):
+            read_document(paths[1], kind)

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.types import Schedule
+from shardwright.types import Schedule
 from shardwright_search.simulation.simulator import StageTimes, lower_bound_ps, simulate
 
 F1B, GPIPE, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED_1F1B

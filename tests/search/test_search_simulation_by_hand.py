@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from shardwright_formats.types import Schedule
+from shardwright.types import Schedule
 from shardwright_search.simulation.reduction import Overlap, Reduction
 from shardwright_search.simulation.simulator import Event, Simulation, StageTimes, simulate, step_time_ps
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright_formats.types import LayerStrategy, PipelineStage, Plan, Schedule, Strategy
+from shardwright.types import LayerStrategy, PipelineStage, Plan, Schedule, Strategy
 from shardwright_search.cost_model.plan import evaluate
 
 F1B, INTERLEAVED = Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from command_calls import call as call_app
 
-from shardwright_formats.display.svg import document
-from shardwright_formats.display.timeline import draw_timeline, idle_s
-from shardwright_formats.io import write_document
-from shardwright_formats.types import LayerStrategy, PipelineStage, Plan, Schedule, Strategy, TimelineEvent
+from shardwright.display.svg import document
+from shardwright.display.timeline import draw_timeline, idle_s
+from shardwright.io import write_document
+from shardwright.types import LayerStrategy, PipelineStage, Plan, Schedule, Strategy, TimelineEvent
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import read_profiles

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright_formats.types import Schedule
+from shardwright.types import Schedule
 from shardwright_search.simulation.reduction import Overlap, Reduction, backward_pass
 from shardwright_search.simulation.simulator import StageTimes, lower_bound_ps, simulate, step_time_ps
 

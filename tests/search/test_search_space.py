@@ -5,14 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up import make_cluster, make_model, make_profiles, make_request
+from made_up import make_cluster, make_mixed_cluster, make_model, make_profiles, make_request
+from mixed_worlds import profiles_of
 from msgspec.structs import replace
 from random_requests import random_model
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB
-from shardwright_formats.types.plan import Plan, Schedule
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright.io import BadInput
+from shardwright.types import GIB
+from shardwright.types.plan import Plan, Schedule
+from shardwright.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.search import Infeasible, SearchAnswer, find_best
 from shardwright_search.space.choices import shardings
@@ -51,6 +52,18 @@ def test_a_named_space_holds_one_kind_of_parallelism(planned, space, expected):
     assert kinds <= ({DataParallel.ZERO2, DataParallel.ZERO3} if space == "zero" else {DataParallel.DDP})
     if space != "zero":
         assert {layer.recompute for layer in plan.layers} == {Recompute.NONE}
+
+
+def test_the_space_fasop_has_one_strategy_for_all_layers_on_several_node_types(make):
+    """Plain data parallelism, tensor parallelism up to 4, nothing recomputed; on 8 devices of a node, too."""
+    model, cluster = make.model(6), make_mixed_cluster(a=(1, 8, GIB), b=(1, 8, GIB))
+    profiles = profiles_of(model, cluster, {"a": 4e9, "b": 1e9}, tp_sizes=(1, 2, 4, 8))
+    found = find_best(make_request(space="fasop", global_batch_size=16), model, cluster, profiles, FILE, lambda _: None)
+    plan = found.chosen.plan
+    assert len({(s.tp_size, s.data_parallel, s.recompute, s.sequence_parallel) for s in plan.layers}) == 1
+    assert (plan.layers[0].data_parallel, plan.layers[0].recompute) == ("ddp", "none")
+    sizes = [narrowed(make_request(space="fasop", max_tp_size=most), cluster).max_tp_size for most in (8, 2)]
+    assert sizes == [4, 2] and plan.layers[0].tp_size <= 4
 
 
 @pytest.mark.parametrize("space", ["dp+tp", "dp+pp", "3d", "full"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from brute_force import mistakes
+from highs import solve
 from made_up import make_hardware, make_mixed_cluster, make_profile, make_request
 from mixed_worlds import MIB, SLOWNESS, check_best, mixed_world, plain, profiles_of, walks
 from msgspec.structs import replace
@@ -19,16 +20,15 @@ from rest_long import rest_long
 from stage_axes import stage_axes
 from test_search_certificate import some_proof
 
-from shardwright_formats.display.node_types import node_type_uses
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, Cluster, Model, Plan
+from shardwright.display.node_types import node_type_uses
+from shardwright.io import BadInput
+from shardwright.types import GIB, Cluster, Model, Plan
 from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.make import certified
 from shardwright_search.commands.prediction import prediction_of_searched
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.topology import axis_group_kinds, stage_topology
 from shardwright_search.search import SearchAnswer, find_best
-from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Problem, price
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.placements import StageWays
@@ -207,7 +207,6 @@ def test_weights_that_do_not_add_up_over_the_types_of_a_stage_are_caught(monkeyp
 
 @pytest.mark.parametrize("seeds", rest_long(1, (range(6), range(6, 15))))
 def test_highs_finds_the_best_plan_of_stages_that_span_node_types(seeds):
-    pytest.importorskip("highspy")
     for seed in seeds:
         problem = random_spanning(seed)
         answer, best = solve(problem, 60.0), best_of(problem)

@@ -10,14 +10,13 @@ from mixed_worlds import MIB, SLOWNESS, profiles_of
 from msgspec.structs import replace
 from test_search_spanning import every_plan
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import GIB, Plan, Prediction
-from shardwright_formats.types.hardware_profile import write_hardware_profile
-from shardwright_formats.types.model_profile import write_model_profile
+from shardwright.io import read_document, write_document
+from shardwright.types import GIB, Plan, Prediction
+from shardwright.types.hardware_profile import write_hardware_profile
+from shardwright.types.model_profile import write_model_profile
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.rent.front import find_front
-from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
 from shardwright_search.search import Infeasible, SearchAnswer, find_best
 from shardwright_search.space.request import Offers
@@ -39,9 +38,7 @@ def test_the_front_over_sub_clusters_has_plans_that_span(make):
         objective="step_time",
     )
     offered = sub_clusters(cluster, Offers(), FILE, FILE)
-    front = find_front(
-        request, model, offered, profiles, [Interruptions(0.0, 0.0, 0.0)] * len(offered), FILE, lambda _: None
-    )
+    front = find_front(request, model, offered, profiles, FILE, lambda _: None)
     points = []
     for own in offered:
         plans = every_plan(request, model, own.cluster)

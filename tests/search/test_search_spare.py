@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from shardwright_formats.types import GIB
+from shardwright.types import GIB
 from shardwright_search.space.budget import budgets_of, with_spare
 from shardwright_search.space.search_space import space_of
 
@@ -21,7 +21,7 @@ def test_estimated_devices_keep_a_share_free_unless_a_budget_or_a_reserve_is_giv
     (whole,) = budgets_of(plain, cluster, FILE).values()
     assert with_spare(plain, cluster, measured) == plain
     (left,) = budgets_of(with_spare(plain, cluster, estimated), cluster, FILE).values()
-    assert left == pytest.approx(0.86 * whole, abs=2)
+    assert left == pytest.approx(0.92 * whole, abs=2)
     for asked in (replace(plain, memory_gib=whole / GIB), replace(plain, reserve_gib=whole / GIB / 100)):
         assert with_spare(asked, cluster, estimated) == asked
     budgets = {space_of(plain, model, cluster, each, FILE).instance.request.memory_gib is None

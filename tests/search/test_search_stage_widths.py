@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from brute_force import mistake, mistakes, solved
 from command_calls import call
+from highs import solve
 from made_up import make_cluster, make_model, make_profiles
 from msgspec.structs import replace
 from plans_by_hand import plans_on
@@ -15,10 +16,10 @@ from random_problems import best_of, random_unequal
 from random_requests import World, random_solution, random_world
 from rest_long import rest_long
 
-from shardwright_formats.io import read_document
-from shardwright_formats.semantics.axes import Layout
-from shardwright_formats.semantics.layout import sent_numel
-from shardwright_formats.types import GIB, BoundaryTensor, Cluster, Model, Plan, Prediction
+from shardwright.io import read_document
+from shardwright.plan.axes import Layout
+from shardwright.plan.layout import sent_numel
+from shardwright.types import GIB, BoundaryTensor, Cluster, Model, Plan, Prediction
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.collectives import send_kind_time
 from shardwright_search.cost_model.communication import handover_time
@@ -27,7 +28,6 @@ from shardwright_search.explain.tables import plan_differences
 from shardwright_search.search import Infeasible, SearchAnswer, find_best
 from shardwright_search.solver import partition
 from shardwright_search.solver.configuration_bounds import ConfigurationBounds
-from shardwright_search.solver.milp import solve
 from shardwright_search.solver.problem import Problem, Start, price
 from shardwright_search.space.configurations import configurations, narrowed
 from shardwright_search.space.request import SearchRequest, StageWidths
@@ -44,7 +44,6 @@ def test_the_solver_equals_brute_force_over_stages_of_unequal_width(block):
 
 @pytest.mark.parametrize("seeds", rest_long(1, (range(20), range(20, 60))))
 def test_highs_finds_the_best_plan_over_stages_of_unequal_width(seeds):
-    pytest.importorskip("highspy")
     for seed in seeds:
         problem = random_unequal(seed)
         answer, best = solve(problem, 60.0), best_of(problem)
@@ -139,8 +138,9 @@ def test_the_searched_plan_is_the_best_of_all_plans_of_any_widths(make, seed):
     assert isinstance(too_little, Infeasible) and too_little.missing_bytes == 1
 
 
-def caught() -> bool:
-    return any(mistake(problem, solved(problem)) for problem in map(random_unequal, range(80)))
+def caught(first: int = 0) -> bool:
+    """Whether a problem of this number or a later one shows the mistake; those before it have as good plans with it."""
+    return any(mistake(problem, solved(problem)) for problem in map(random_unequal, range(first, 80)))
 
 
 def test_a_solver_that_never_starts_a_stage_in_place_is_caught(monkeypatch):
@@ -162,7 +162,7 @@ def test_labels_before_a_cut_that_are_compared_by_one_of_its_layouts_are_caught(
         return undominated(problem, labels._replace(**{ignored: np.zeros_like(labels.parent)}))
 
     monkeypatch.setattr(partition, "_undominated", blind)
-    assert caught()
+    assert caught({"output_layout": 52, "received_layout": 9}[ignored])
 
 
 def test_a_mean_over_more_than_all_ranks_is_caught(monkeypatch):
@@ -175,7 +175,7 @@ def test_a_mean_over_more_than_all_ranks_is_caught(monkeypatch):
 def paths(make, files):
     """A search for stages of 3 ranks and of 1."""
     model, cluster = make.model(4), make.cluster(4)
-    request = make.request(global_batch_size=12, stage_widths=[[3, 1]], num_microbatches=[4], robust={})
+    request = make.request(global_batch_size=12, stage_widths=[[3, 1]], num_microbatches=[4])
     return files(model, cluster, request, make.profile(model, micro_batch_sizes=(1, 2, 3)))
 
 
@@ -188,11 +188,10 @@ def test_a_plan_of_unequal_stages_goes_through_every_command(paths, tmp_path):
     profiles = [part for role in ("hardware", "profile") for part in (f"--{role}", paths[role])]
     inputs = [part for role in ("cluster", "model", "search") for part in (f"--{role}", paths[role])]
     out = tmp_path / "plan.json"
-    assert "ranks 0-2" in told("plan", *inputs, *profiles, "--prove", "--out", out)
+    assert "ranks 0-2" in told("plan", *inputs, *profiles, "--out", out)
     plan, prediction = read_document(out, Plan), read_document(tmp_path / "plan.prediction.json", Prediction)
     assert [stage.ranks for stage in plan.stages] == [(0, 1, 2), (3,)]
     assert "into pipeline stages of 3 + 1 ranks" in prediction.proof.scope
-    assert "equal" in prediction.proof.second_opinion
     told("evaluate", out, *profiles, "--out", tmp_path / "again.json")
     assert read_document(tmp_path / "again.json", Prediction).estimate == prediction.estimate
     told("simulate", out, *profiles, "--svg", tmp_path / "step.svg", "--trace", tmp_path / "trace.json")

@@ -5,13 +5,12 @@ import signal
 from functools import partial
 from math import inf
 from threading import Thread
-from time import monotonic, process_time
 
 import pytest
 from command_calls import call as call_app
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Plan, Prediction
+from shardwright.io import read_document, write_document
+from shardwright.types import Plan, Prediction
 from shardwright_search.cli import APP
 from shardwright_search.commands import plan as plan_command
 from shardwright_search.search import find_best
@@ -34,6 +33,12 @@ def interrupted(*_):
     spin()
 
 
+def terminated(*_):
+    """End as a scheduler does."""
+    signal.raise_signal(signal.SIGTERM)
+    spin()
+
+
 def plan(paths, out, *further):
     return call("plan", *(part for role in PROFILED for part in (f"--{role}", paths[role])), "--out", out, *further)
 
@@ -50,14 +55,17 @@ def inputs(make, files):
     return write
 
 
-@pytest.mark.parametrize("cause, limit", [(interrupted, ()), (lambda *_: spin(), ("--time-limit", "0.5"))])
+@pytest.mark.parametrize(
+    "cause, limit", [(interrupted, ()), (terminated, ()), (lambda *_: spin(), ("--time-limit", "0.5"))]
+)
 def test_a_certificate_that_is_stopped_leaves_the_plan(inputs, tmp_path, monkeypatch, cause, limit):
-    paths, began = inputs(4 / 1024), process_time()
+    paths = inputs(4 / 1024)
     assert plan(paths, tmp_path / "whole.json").exit_code == 0
     monkeypatch.setattr(plan_command, "certified", cause)
     certificate = tmp_path / "certificate.json"
     told = plan(paths, tmp_path / "p.json", "--certificate", certificate, *limit)
-    assert told.exit_code == 4 and process_time() - began < 10, told.output
+    assert told.exit_code == 4, told.output
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     error = f"error: no certificate: it was stopped before it was made: {tmp_path / 'p.json'} is written without one\n"
     assert told.stderr.endswith(error) and "proof: closed form" in told.stdout and not certificate.exists()
     assert read_document(tmp_path / "p.json", Plan).stages == read_document(tmp_path / "whole.json", Plan).stages
@@ -85,9 +93,8 @@ def test_ctrl_c_while_the_missing_memory_is_sought_ends_the_command_with_what_is
         monkeypatch.setattr(budget, "min_shortfall", lambda *_: budget.Shortfall(None, 0, "", 0))
     monkeypatch.setattr(budget, function, interrupted)
     monkeypatch.setattr(budget, "states_beyond_budget", lambda _: 0)
-    began = process_time()
     told = plan(paths, tmp_path / "p.json")
-    assert lack > 0 and (told.exit_code, process_time() - began < 5) == (3, True), told.output
+    assert lack > 0 and told.exit_code == 3, told.output
     assert told.stderr.endswith(f"no plan fits: {LACKING}\n") and not (tmp_path / "p.json").exists()
 
 
@@ -120,6 +127,7 @@ def test_a_limit_in_another_thread_is_refused_in_words_and_a_search_without_one_
     assert results == [refused, find_best(*given).chosen.plan]
 
 
+TIMERS = signal.ITIMER_REAL, signal.ITIMER_PROF
 BOTH = ((CpuSeconds(0.05), 600.0), (0.05, CpuSeconds(600)))
 ONE = ((0.05, 600.0), (CpuSeconds(0.05), CpuSeconds(600)))
 
@@ -127,15 +135,15 @@ ONE = ((0.05, 600.0), (CpuSeconds(0.05), CpuSeconds(600)))
 @pytest.mark.parametrize("outer, inner", [*BOTH, (0.05, 600.0), (0.05, inf), (CpuSeconds(0.05), inf)])
 def test_a_limit_that_stopped_an_inner_block_stops_the_outer_one_at_once(outer, inner):
     """Its own clock does not matter, nor whether the inner one has a limit."""
-    ends, began = [], monotonic()
+    ends = []
 
     def both():
         ends.append(ended(spin, inner if inner == inf else until(inner)))
-        ends.append(process_time())
+        ends.append(min(filter(None, (signal.getitimer(timer)[0] for timer in TIMERS))))
         spin()
 
     assert not ended(both, until(outer))
-    assert ends[0] is False and process_time() - ends[1] < 0.5 and monotonic() - began < 60
+    assert ends[0] is False and ends[1:] in ([], [pytest.approx(0, abs=0.5)])
 
 
 @pytest.mark.parametrize("outer, inner", [*BOTH, *ONE, (0.05, inf), (CpuSeconds(0.05), inf)])

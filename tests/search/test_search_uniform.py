@@ -7,13 +7,15 @@ from command_calls import Called
 from command_calls import call as call_app
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
-from shardwright_formats.types.prediction import Prediction
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright.io import BadInput, read_document
+from shardwright.plan import axes
+from shardwright.types.plan import GradientReduction, Plan, Schedule
+from shardwright.types.prediction import Prediction
+from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel
 from shardwright_search.cli import APP
-from shardwright_search.interop.uniform import uniform_plan
 from shardwright_search.options import UniformRequest
+from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform
+from shardwright_search.uniform_plan import uniform_plan
 
 PLAIN = UniformRequest(global_batch_size=16, num_microbatches=2)
 
@@ -42,10 +44,23 @@ def test_every_layer_gets_the_strategy_that_is_asked_for(planned):
     assert plan.embedding == plan.head and not plan.head.tp_consecutive
 
 
+def test_one_strategy_of_all_layers_keeps_every_field_of_a_layer(make, monkeypatch):
+    """A field of tomorrow reaches each layer of the plan."""
+
+    class Tomorrow(LayerStrategy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+        offload: bool = False
+
+    monkeypatch.setattr(axes, "_KNOWN_FIELDS", {*Tomorrow.__struct_fields__})
+    choice = UniformStrategy(Tomorrow(type="block", tp_size=2, dp_size=4, offload=True))
+    step = {"global_batch_size": 8, "num_microbatches": 1, "schedule": Schedule.ONE_F_ONE_B}
+    plan = plan_of_uniform("mine", choice, make.model(8), make.cluster(8), **step)
+    assert [layer.offload for layer in plan.layers] == [True] * 8
+
+
 def test_states_are_shared_out_in_groups_where_asked(planned):
     plan = planned(tp_size=2, data_parallel=DataParallel.ZERO3, shard_size=2, vocab_data_parallel=DataParallel.DDP)
     assert {layer.shard_size for layer in plan.layers} == {2} and plan.head.shard_size == 0
-    with pytest.raises(BadInput, match="shard_size 3 is no true divisor of the 4 ranks of data parallelism"):
+    with pytest.raises(BadInput, match="shard_size 3 is not a proper divisor of the 4 ranks of data parallelism"):
         planned(tp_size=2, data_parallel=DataParallel.ZERO3, shard_size=3)
 
 

@@ -9,19 +9,18 @@ from made_up import make_mixed_cluster, make_model, make_request
 from mixed_worlds import profiles_of
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, DataParallel
+from shardwright.io import BadInput
+from shardwright.types import GIB, DataParallel
 from shardwright_search.commands.prediction import plan_summary, prediction_of_searched
 from shardwright_search.commands.verify import problems_of
 from shardwright_search.rent.front import find_front
-from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import sub_clusters
 from shardwright_search.search import find_best
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.targets import Target
 from shardwright_search.space import choices
 from shardwright_search.space.first_bound import FirstBounds
-from shardwright_search.space.request import Offers, Robust, StageWidths
+from shardwright_search.space.request import Offers, StageWidths
 from shardwright_search.space.search_space import SearchSpace, space_of
 
 FILE = Path("s.json")
@@ -85,13 +84,6 @@ def test_memory_that_lacks_is_told_of_equal_widths_alone(monkeypatch):
     assert "even the leanest (" in whole.reason and "the leanest of equal widths (" in found.reason
 
 
-def test_a_robust_search_is_refused(monkeypatch):
-    monkeypatch.setattr(choices, "MAX_MOVES", 0)
-    request, *world = wide_world()
-    with pytest.raises(BadInput, match="robust: stage_widths any: in 6 cases 2 to 4 stages"):
-        best_of(replace(request, robust=Robust()), *world)
-
-
 def test_what_cannot_be_better_than_the_plan_that_is_found_leaves_no_gap(monkeypatch):
     monkeypatch.setattr(choices, "MAX_MOVES", 0)
     request, *world = wide_world()
@@ -105,11 +97,10 @@ def test_a_front_tells_what_may_be_missing(monkeypatch):
     priced = {name: replace(own, usd_per_hour=1.0) for name, own in cluster.node_types.items()}
     cluster = replace(cluster, node_types=priced)
     offered = sub_clusters(cluster, Offers(), FILE, FILE)
-    spot = [Interruptions(0.0, 0.0, 0.0) for _ in offered]
-    whole = find_front(request, model, offered, profiles, spot, FILE, lambda line: None)
+    whole = find_front(request, model, offered, profiles, FILE, lambda line: None)
     assert not any(answer.is_open for answer in whole.answers)
     monkeypatch.setattr(choices, "MAX_MOVES", 0)
-    few = find_front(request, model, offered, profiles, spot, FILE, lambda line: None)
+    few = find_front(request, model, offered, profiles, FILE, lambda line: None)
     assert any(answer.is_open for answer in few.answers) and not few.stopped
     for one, other in zip(few.answers, whole.answers, strict=True):
         if one.is_open and other.best is not None:

@@ -12,8 +12,8 @@ from command_calls import Called, call
 from msgspec.structs import replace
 from rest_long import rest_long
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import (
+from shardwright.io import read_document, write_document
+from shardwright.types import (
     Attention,
     Certificate,
     GradientReduction,
@@ -75,6 +75,16 @@ def test_a_bound_that_was_raised_is_refused(searched):
     changed(certificate, bound_ps=bound * 1.001)
     assert refused(verify(paths, plan, certificate), "does not confirm its bound: batch 8")
     changed(certificate, bound_ps=bound * 0.99)
+    assert verify(paths, plan, certificate).exit_code == 0
+
+
+def test_a_bound_beyond_all_measure_is_refused_where_it_is_read(searched):
+    paths, plan, certificate = searched
+    whole = json.loads(certificate.read_text())
+    for bound_ps in (5e-324, 0.5, 0.0, -1.0, 1e22):
+        certificate.write_text(json.dumps(whole | {"bound_ps": bound_ps}))
+        assert refused(verify(paths, plan, certificate), f"{certificate}: Expected `float`")
+    certificate.write_text(json.dumps(whole | {"bound_ps": 1.0}))
     assert verify(paths, plan, certificate).exit_code == 0
 
 

@@ -13,7 +13,7 @@ from random_problems import every_plan, fitting
 from random_requests import FILE, World
 from simulated_optimum import without_order
 
-from shardwright_formats.types import GIB
+from shardwright.types import GIB
 from shardwright_search.cost_model.plan import simulated_step_ps
 from shardwright_search.cost_model.profiles import index_profiles, together
 from shardwright_search.search import SearchAnswer, find_best

@@ -83,13 +83,19 @@ class Workspace:
         """What the last call has said."""
         return (self.folder / "said.txt").read_text()
 
+    @property
+    def out(self) -> Path:
+        """Folder of the run as it is configured."""
+        (folder,) = self.results.glob("runs/run-*")
+        return folder
+
     def done(self) -> dict[str, Any]:
         """DONE.json of the run."""
-        return json.loads((self.results / "runs/run/DONE.json").read_text())
+        return json.loads((self.out / "DONE.json").read_text())
 
     def checkpoints(self) -> list[str]:
         """Names of the run's whole checkpoints, oldest first."""
-        return sorted(path.parent.name for path in self.results.glob("checkpoints/run/*/step-*/checkpoint.json"))
+        return sorted(path.parent.name for path in self.results.glob("checkpoints/run-*/*/step-*/checkpoint.json"))
 
     def job(self) -> str:
         """Number of the run's last job."""

@@ -14,13 +14,14 @@ LONG = 100_000
 
 def _losses(workspace):
     """The loss of each step so far."""
-    (metrics,) = workspace.results.glob("checkpoints/run/*/metrics.jsonl")
+    (metrics,) = workspace.results.glob("checkpoints/run-*/*/metrics.jsonl")
     return [json.loads(line)["loss"] for line in metrics.read_text().split("\n")[:-1]]
 
 
 def _said_by_run(workspace, job):
     """What the job of the run has printed since it was started the last time."""
-    return (workspace.folder / f"slurm-logs/rule_run/run/{job}.log").read_text()
+    (log,) = workspace.folder.glob(f"slurm-logs/rule_run/run-*/{job}.log")
+    return log.read_text()
 
 
 def _training(workspace, *options):
@@ -49,7 +50,7 @@ def _fail_in_training(workspace, job, node):
     until(lambda: len(ranks(workspace.folder)) == 4 and workspace.checkpoints()[-1] > saved, "it has saved again")
     fail(node, steps_report=True)
     until(lambda: state(job) == "PENDING", "the job is queued again")
-    assert f"{job} {node}\n" in (workspace.results / "runs/run/LOST_NODES.txt").read_text()
+    assert f"{job} {node}\n" in (workspace.out / "LOST_NODES.txt").read_text()
     hold_back(job)
     bring_back(node)
 
@@ -74,7 +75,7 @@ def test_one_command_goes_from_the_hardware_profile_to_a_trained_model(chain):
 def test_a_job_is_known_by_name_and_comment(chain):
     job = chain.job()
     shown = slurm("squeue", "--noheader", "--states=all", "--jobs", job, "--Format=Name:60,Comment:40").split()
-    assert shown[0].startswith("shardwright_") and shown[1] == "rule_run_wildcards_run"
+    assert shown[0].startswith("shardwright_") and shown[1] == f"rule_run_wildcards_{chain.out.name}"
 
 
 def test_a_preempted_run_waits_for_its_nodes_and_comes_to_the_same_loss(chain, planned):
@@ -105,7 +106,7 @@ def test_a_run_whose_time_is_nearly_up_saves_and_is_queued_again(chain, planned)
     workflow, job = _training(planned)
     hours, minutes, _ = map(int, detail(job, "RunTime").split(":"))
     slurm("scontrol", "update", f"jobid={job}", f"timelimit={60 * hours + minutes + 1}")
-    note = planned.results / "runs/run/STOPPED.json"
+    note = planned.out / "STOPPED.json"
     until(note.exists, "the signal has come", 120)
     stopped = json.loads(note.read_text())
     assert stopped["reason"] == "signal" and f"step-{stopped['step']:08}" in planned.checkpoints()

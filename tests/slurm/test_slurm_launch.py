@@ -9,10 +9,10 @@ from loopback import COMMAND_S
 from made_up import make_mixed_cluster, make_model
 from msgspec.structs import replace
 
-from shardwright_formats.io import write_document
+from shardwright.io import write_document
 from shardwright_search.cli import APP
-from shardwright_search.interop.uniform import uniform_plan
 from shardwright_search.options import UniformRequest
+from shardwright_search.uniform_plan import uniform_plan
 
 
 def test_nodes_of_two_types_are_a_heterogeneous_job_in_the_order_of_the_pipeline(idle, tmp_path):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from forged_rank import broadcast_pickle, gather_pickle
 
-from shardwright_formats.io import BadInput, RunFailed
+from shardwright.io import BadInput, RunFailed
 from shardwright_train.parallel.world import Channel, GroupChannel, joined_world
 
 

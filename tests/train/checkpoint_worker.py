@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from tiny_models import batch_of, engine_of
 
-from shardwright_formats.io import read_document
-from shardwright_formats.types import Plan, Plans
+from shardwright.io import read_document
+from shardwright.types import Plan, Plans
 from shardwright_train.checkpoints.folders import Identity, Progress, folder_of_step
 from shardwright_train.checkpoints.saver import Saver
 from shardwright_train.checkpoints.tensors import read_tensors, total_bytes

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from forked_ranks import run_worker
 from tiny_models import tiny
 
-from shardwright_formats.types import Model, Plan
+from shardwright.types import Model, Plan
 from shardwright_train.parallel.world import World
 
 PlanMaker = Callable[..., Plan]

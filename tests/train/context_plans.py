@@ -8,8 +8,8 @@ from random_plans import random_plan, uneven_plan
 from shared_experts import with_shared_experts
 from tiny_models import tiny
 
-from shardwright_formats.types import EMBEDDING, HEAD, ContextParallel, Model, Plan, Strategy, misfit
-from shardwright_models.context import ring_obstacle
+from shardwright.models.context import ring_obstacle
+from shardwright.types import EMBEDDING, HEAD, ContextParallel, Model, Plan, Strategy, misfit
 
 AnyStrategy = TypeVar("AnyStrategy", bound=Strategy)
 FAMILIES = (

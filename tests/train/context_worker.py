@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from shardwright_train.parallel import context_gather
+from shardwright_train.parallel import context
 from shardwright_train.parallel.attention_blocks import Block, Piece
 from shardwright_train.parallel.checkpointing import Recomputation
-from shardwright_train.parallel.context_gather import GatherAttention
-from shardwright_train.parallel.context_ring import RingAttention
-from shardwright_train.parallel.context_shares import ContextShares, visible
+from shardwright_train.parallel.context import ContextShares, GatherAttention, RingAttention, visible
 from shardwright_train.parallel.world import joined_world
 
 SAMPLES, HEADS, KV_HEADS, LENGTH, FEATURES, SCALE = 2, 6, 2, 48, 8, 0.3
@@ -119,7 +117,7 @@ def check_the_wrong_corner(of: Drawn, group: dist.ProcessGroup, monkeypatch: pyt
         yield Piece(run, slice(0, end), Block(scale, is_causal=True))
 
     with monkeypatch.context() as patched:
-        patched.setattr(context_gather, "_causal", in_one)
+        patched.setattr(context, "_causal", in_one)
         error = worst(GatherAttention, Given(zig_zag(4), True, None), of, group)
     assert error > 0.1, error
 
@@ -136,9 +134,9 @@ def events_of(attention: GatherAttention | RingAttention) -> list[str]:
 def check_order(of: Drawn, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass does what it must, once; selective recomputation computes no block again and sends nothing."""
     events, given = list[str](), Given(zig_zag(4), True, None)
-    places = (RingAttention, "pass_on", "send"), (context_gather, "gather_dim", "gather")
+    places = (RingAttention, "pass_on", "send"), (context, "gather_dim", "gather")
     blocks = (Block, "attend", "attend"), (Block, "backward", "backward")
-    for place, name, event in (*places, *blocks, (context_gather, "scatter_dim", "scatter")):
+    for place, name, event in (*places, *blocks, (context, "scatter_dim", "scatter")):
         monkeypatch.setattr(place, name, noting(events, event, getattr(place, name)))
     inputs = [x.chunk(group.size(), 2)[group.rank()].clone().requires_grad_() for x in of.inputs]
     for kind in (GatherAttention, RingAttention):

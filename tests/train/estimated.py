@@ -5,10 +5,10 @@ from pathlib import Path
 
 from command_calls import call
 
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.command import CommandLine
-from shardwright_formats.io import write_document
-from shardwright_formats.types import Plan, Recompute, SequenceParallel
+from shardwright.command import CommandLine
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import write_document
+from shardwright.types import Plan, Recompute, SequenceParallel
 from shardwright_profile.cli import APP as PROFILE
 from shardwright_search.cli import APP as SEARCH
 

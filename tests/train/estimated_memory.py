@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from shardwright_estimate.devices import Efficiencies, rates_of, read_devices
-from shardwright_estimate.profile import hardware_profile, model_profile
-from shardwright_estimate.settings import Grid, ProfileSettings
-from shardwright_formats.types import (
+from shardwright.devices.table import read_devices
+from shardwright.estimate.machines import Efficiencies, rates_of
+from shardwright.estimate.profile import hardware_profile, model_profile
+from shardwright.estimate.settings import Grid, ProfileSettings
+from shardwright.types import (
     Attention,
     Cluster,
     Model,

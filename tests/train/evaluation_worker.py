@@ -16,8 +16,8 @@ from parity_worker import worst
 from tiny_models import batch_of, engine_of, initial_stock, stock_logits
 from torch import nn
 
-from shardwright_formats.io import read_document
-from shardwright_formats.types import Model, Plan, Plans
+from shardwright.io import read_document
+from shardwright.types import Model, Plan, Plans
 from shardwright_train.data.share import Batch, BatchShare
 from shardwright_train.engine.engine import Engine
 from shardwright_train.parallel.data import local_tensor

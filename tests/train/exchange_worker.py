@@ -54,11 +54,11 @@ def compare(rank: int, index: Tensor, grid: Grid, groups: tuple[dist.ProcessGrou
     weights = torch.rand(positions, CHOSEN, dtype=torch.float64, requires_grad=True)
     counts = torch.bincount(index.reshape(-1), minlength=EXPERTS).to(torch.int32)
     rows = dispatch(index, counts)
-    away = exchange(counts, len(rows.order), *groups)
+    away = exchange(counts, len(rows.order), *groups, Tensor.tolist)
     part, share = rank // shares % parts, (1 + rank % shares) / sum(range(1, shares + 1))
     mine = SCALE.chunk(parts)[part] * share
     there = away.there(rows.sort(x)) * away.there(rows.sort_copies(weights))[:, None]
-    results = there * mine.repeat_interleave(away.counts.long())[:, None]
+    results = there * mine.repeat_interleave(away.counts.tensor.long())[:, None]
     output = rows.collect(away.back(results))
     output.sum().backward()
     given, weighted = x.detach(), weights.detach()

@@ -11,10 +11,12 @@ from safetensors.torch import save_file
 from tiny_models import initial_layer, tiny
 from torch import Tensor, nn
 
-from shardwright_formats.types import LOW_RANK, Model, Plan, base_type
-from shardwright_models.frozen import FrozenPart, freeze
-from shardwright_models.low_rank import ADAPTER_CONFIG, adapt, adapter_config, adapter_of_config
-from shardwright_train.models.registry import family_named
+from shardwright.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_of_config
+from shardwright.models.frozen import FrozenPart, freeze
+from shardwright.models.low_rank import adapt, adapter_config
+from shardwright.types import HEAD, LOW_RANK, Model, Plan, base_type
+from shardwright_train.models.base import family_named
+from shardwright_train.weights.adapter import PREFIX, as_in_file
 
 FROZEN = {
     "all but the last two": ("llama", ("embedding", "layers[:2]")),
@@ -36,6 +38,26 @@ LORA = {
     "all matrices": ("qwen3", {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"}),
     "feed-forward": ("t5", {"r": 2, "lora_alpha": 2, "target_modules": ["wo", "wi_0"], "use_rslora": True}),
     "a tower and its text": ("llava", {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "fc1"]}),
+    "latents": ("deepseek_v3", {"r": 2, "lora_alpha": 3, "target_modules": "all-linear"}),
+    "latents without experts": ("deepseek_v2", {"r": 3, "target_modules": ["kv_a_proj_with_mqa", "kv_b_proj", "gate"]}),
+    "experts": ("mixtral", {"r": 2, "lora_alpha": 5, "target_modules": "all-linear", "use_rslora": True}),
+    "last matrices of experts": ("qwen3_moe", {"r": 3, "target_modules": ["down_proj", "q_proj"]}),
+    "first matrices of experts": ("qwen3_moe", {"r": 2, "target_modules": ["gate_proj", "up_proj"]}),
+    "matrices side by side": ("modernbert", {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"}),
+    "turned matrices": ("gpt2", {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"}),
+    "a classifier": ("vit", {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"}),
+    "a head's dense": ("roberta", {"r": 3, "target_modules": "all-linear"}),
+    "a pyramid": ("swin", {"r": 3, "target_modules": "all-linear", "exclude_modules": ["q_proj"]}),
+    "some layers": (
+        "gemma2",
+        {
+            "r": 3,
+            "target_modules": ["q_proj", "model.layers.2.mlp.up_proj"],
+            "layers_to_transform": [1, 3],
+            "rank_pattern": {"layers.3.self_attn.q_proj": 5},
+            "alpha_pattern": {"up_proj": 4},
+        },
+    ),
     "outputs": ("bert", {"r": 4, "lora_alpha": 8, "target_modules": ["attention.output.dense", "intermediate.dense"]}),
 }
 """Low-rank matrices by family and adapter_config.json; A and B are drawn at random, so that both have gradients."""
@@ -74,10 +96,23 @@ def frozen_names(model: Model) -> set[str]:
     for layer in layers:
         described = {p.name: p for p in model.type_of(layer).parameters}
         for local in family.parameter_names(model, layer):
-            trained = described[family.described_name(base_type(layer), local)].frozen is not True
-            names[trained].add(family.owner_name(model, layer, local))
+            parameter = described[family.described_name(base_type(layer), local)]
+            names[parameter.frozen is not True or parameter.is_buffer].add(family.owner_name(model, layer, local))
     assert not names[True] & names[False]
     return names[False]
+
+
+def write_initial_adapter(folder: Path, model: Model, seed: int = 0) -> None:
+    """Write the low-rank matrices of a seed as peft does."""
+    family, tensors = family_named(model.family, "test"), dict[str, Tensor]()
+    for layer in (*(f"layers[{i}]" for i in range(len(model.layers))), HEAD):
+        described = {p.name: p for p in model.type_of(layer).parameters}
+        for local, values in initial_layer(model, layer, seed).items():
+            if LOW_RANK in local:
+                held = as_in_file(values.view(described[local].shape), described[local]).contiguous()
+                tensors[f"{PREFIX}{family.full_name(model, layer, local)}"] = held
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(model)))
+    save_file(tensors, folder / ADAPTER_WEIGHTS)
 
 
 def adapted(stock: nn.Module, model: Model) -> dict[str, nn.Parameter]:
@@ -85,13 +120,7 @@ def adapted(stock: nn.Module, model: Model) -> dict[str, nn.Parameter]:
     from peft import PeftModel
 
     assert model.low_rank is not UNSET
-    family, tensors = family_named(model.family, "test"), dict[str, Tensor]()
-    for layer in (f"layers[{i}]" for i in range(len(model.layers))):
-        for local, values in initial_layer(model, layer).items():
-            if LOW_RANK in local:
-                tensors[f"base_model.model.{family.full_name(model, layer, local)}"] = values
     with TemporaryDirectory() as folder:
-        Path(folder, ADAPTER_CONFIG).write_text(json.dumps(adapter_config(model.low_rank)))
-        save_file(tensors, Path(folder, "adapter_model.safetensors"))
+        write_initial_adapter(Path(folder), model)
         PeftModel.from_pretrained(stock, folder, is_trainable=True, autocast_adapter_dtype=False)
     return {name.replace(".default.", "."): p for name, p in stock.named_parameters() if p.requires_grad}

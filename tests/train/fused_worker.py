@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from tiny_models import batch_of, engine_of
 
-from shardwright_formats.io import read_document
-from shardwright_formats.types import Plan, Plans
+from shardwright.io import read_document
+from shardwright.types import Plan, Plans
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, joined_world

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from shardwright_formats.io import ShardwrightError
+from shardwright.io import ShardwrightError
 from shardwright_train.engine.optimizer import ShardedAdamW
 from shardwright_train.options import RunOptions, decode_job
 from shardwright_train.parallel.world import joined_world

@@ -16,8 +16,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 from tiny_models import batch_of, engine_of
 
-from shardwright_formats.io import read_document
-from shardwright_formats.types import Plans
+from shardwright.io import read_document
+from shardwright.types import Plans
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import joined_world
 from shardwright_train.pipeline.runner import Step

@@ -33,15 +33,15 @@ from tiny_models import (
 )
 from torch import Tensor, nn
 
-from shardwright_formats.io import read_document
-from shardwright_formats.semantics.expert_load import expert_slices
-from shardwright_formats.semantics.layout import parameter_box
-from shardwright_formats.types import Plan, Plans
+from shardwright.io import read_document
+from shardwright.plan.expert_load import expert_slices
+from shardwright.plan.layout import parameter_box
+from shardwright.types import LOW_RANK, Plan, Plans
 from shardwright_train.data.share import Batch, with_boundaries
 from shardwright_train.data.split import Boundaries
 from shardwright_train.engine import optimizer
 from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 from shardwright_train.parallel import checkpointing, collectives, parallelize
 from shardwright_train.parallel import data as data_parallel
 from shardwright_train.parallel.data import local_tensor
@@ -53,6 +53,7 @@ from shardwright_train.pipeline import runner
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.pipeline.stage import Stage
 from shardwright_train.torch_private import compiled
+from shardwright_train.weights.adapter import from_file
 
 STEPS = 3
 SETTINGS = Hyperparameters(
@@ -141,31 +142,40 @@ class Reference:
             for group in stock_adamw.param_groups:
                 group["lr"] = SETTINGS.learning_rate_at(step) * group["factor"]
             stock_adamw.step()
-            correct_biases(stock, settings.router_bias_update_rate)
+            if plan.model.low_rank is UNSET:
+                correct_biases(stock, settings.router_bias_update_rate)
             self.losses.append(loss.item())
             self.auxiliary.append((loss - entropy).item())
             self.shares.append(shares_of(stock))
-        self.parameters = {n: p.detach() for n, p in named.items()} | dict(stock.named_buffers())
+        # Behind low-rank matrices peft holds what was there.
+        buffers = {name.replace(".base_layer", ""): x for name, x in stock.named_buffers()}
+        self.parameters = {n: p.detach() for n, p in named.items()} | buffers
 
     def part(self, values: dict[str, Tensor], stage: Stage) -> list[Tensor]:
         """What this rank should hold of some values of trained parameters, one by one."""
-        model, family, me = stage.context.plan.model, stage.context.family, stage.context.me
-        found = []
-        for layer in stage.layers:
-            described = {p.name: p for p in model.type_of(layer.name).parameters}
-            held = {
-                local: described[family.described_name(layer.kind, local)]
-                for local, _ in layer.module.named_parameters()
-                if described[family.described_name(layer.kind, local)].trained
-                or (described[family.described_name(layer.kind, local)].is_buffer and values is self.parameters)
-            }
-            names = {local: family.owner_name(model, layer.name, local) for local in held}
-            whole = as_in_runtime(family, values, {names[local]: held[local].shape for local in held})
-            for local, parameter in held.items():
-                box = parameter_box(parameter, layer.parallel.unit_of[local].strategy, me)
-                value = whole[names[local]].view(parameter.shape)
-                found.append(value[tuple(slice(low, high) for low, high in box)])
-        return found
+        return part_of_rank(values, stage, buffers=values is self.parameters)
+
+
+def part_of_rank(values: dict[str, Tensor], stage: Stage, buffers: bool = False) -> list[Tensor]:
+    """What a rank should hold of values of a stock model's trained parameters, and of its `buffers`, one by one."""
+    model, family, me = stage.context.plan.model, stage.context.family, stage.context.me
+    found = []
+    for layer in stage.layers:
+        described = {p.name: p for p in model.type_of(layer.name).parameters}
+        held = {
+            local: described[family.described_name(layer.kind, local)]
+            for local, _ in layer.module.named_parameters()
+            if described[family.described_name(layer.kind, local)].trained
+            or (buffers and described[family.described_name(layer.kind, local)].is_buffer)
+        }
+        names = {local: family.owner_name(model, layer.name, local) for local in held}
+        whole = as_in_runtime(family, values, {names[local]: held[local].shape for local in held})
+        for local, parameter in held.items():
+            box = parameter_box(parameter, layer.parallel.unit_of[local].strategy, me)
+            value = whole[names[local]]
+            value = from_file(value, parameter) if LOW_RANK in local else value.view(parameter.shape)
+            found.append(value[tuple(slice(low, high) for low, high in box)])
+    return found
 
 
 def auxiliary_of(stock: nn.Module) -> Tensor:

@@ -5,7 +5,8 @@ from typing import Any
 from estimated_memory import CLUSTER, MIXED
 from msgspec import UNSET
 
-from shardwright_formats.types import (
+from shardwright.models.description import model_of_config
+from shardwright.types import (
     Attention,
     DataParallel,
     ExpertStrategy,
@@ -18,7 +19,6 @@ from shardwright_formats.types import (
     SequenceParallel,
     Strategy,
 )
-from shardwright_models.description import model_of_config
 
 __all__ = ["MODEL", "plan_of"]
 

@@ -155,14 +155,14 @@ REFUSED_DECODERS: list[tuple[Config, int, str]] = [
     (
         ministral3(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
         64,
-        "rope_parameters: llama_4_scaling_beta None is no number that queries can be scaled by",
+        "rope_parameters: llama_4_scaling_beta None is not a number that queries can be scaled by",
     ),
     (granite(2048, 8192, 40, 32, 8, logits_scaling=0.0), 64, "logits_scaling 0.0 must be above 0"),
-    (smollm3(no_rope_layers=[1, 1, 2, 0] * 9), 64, "no_rope_layers 2 is none of 1, 0"),
-    (smollm3(no_rope_layers=[1, 0]), 64, "no_rope_layers is no list of the types of 36 layers"),
+    (smollm3(no_rope_layers=[1, 1, 2, 0] * 9), 64, "no_rope_layers 2 is not one of 1, 0"),
+    (smollm3(no_rope_layers=[1, 0]), 64, "no_rope_layers is not a list of the types of 36 layers"),
     (smollm3(use_sliding_window=True, sliding_window=512), 64, "use_sliding_window true cannot be trained"),
     (phi3(3072, 8192, 32, 32, 32, lm_head_bias=True), 64, "lm_head_bias true cannot be trained: matrices have no"),
     (phi3(3072, 8192, 32, 32, 32, rope_scaling={"type": "linear", "factor": 2.0}), 64, "must be one of ['longrope']"),
-    (phi3(3072, 8192, 32, 32, 32, sliding_window=0), 64, "sliding_window 0 is no length"),
+    (phi3(3072, 8192, 32, 32, 32, sliding_window=0), 64, "sliding_window must be a whole number from 1"),
     (smollm3(layer_types=_WINDOWED * 9), 64, "layer_types 'sliding_attention' cannot be trained"),
 ]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from shardwright_models.registry import FAMILIES
+from shardwright.models.registry import FAMILIES
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
@@ -40,7 +40,7 @@ def cut(config: Mapping[str, Any], part: str | None = None) -> dict[str, Any]:
     more = {"phi3": usual, "whisper": (*usual, "decoder_start_token_id")}.get(config.get("model_type", ""), ())
     small |= dict.fromkeys(more, 90)
     if facts is not None:
-        small |= dict.fromkeys((key for key in facts.dropouts.keys if key in facts.defaults), 0.0)
+        small |= dict.fromkeys((key for key in facts.dropouts.keys if key in facts.keys.defaults), 0.0)
     return small
 
 

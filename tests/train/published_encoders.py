@@ -56,7 +56,7 @@ REFUSED_ENCODERS: list[tuple[Config, int, str]] = [
     (
         ENCODERS["ModernBERT-base"][0] | {"layer_types": ["sliding_attention"] * 22},
         64,
-        "layer_types 'sliding_attention' is no type of a first block",
+        "layer_types 'sliding_attention' cannot be the type of the first block",
     ),
     (ENCODERS["roberta-base"][0] | {"is_decoder": True}, 64, "is_decoder true cannot be trained"),
 ]

@@ -119,7 +119,7 @@ REFUSED_WINDOWED: list[tuple[Config, int, str]] = [
     (_GEMMA_3_1B | {"rope_scaling": {"rope_type": "su", "factor": 2.0}}, 512, "rope_type 'su' cannot be trained"),
     (command_r7b(rotary_pct=0.5), 512, "rotary_pct 0.5 cannot be trained: all features of a head are rotated"),
     (command_r7b(use_parallel_block=False), 512, "use_parallel_block false cannot be trained"),
-    (command_r7b(sliding_window=0), 512, "sliding_window 0 is no length"),
+    (command_r7b(sliding_window=0), 512, "sliding_window must be a whole number from 1"),
     (
         gpt_oss(24, 32, quantization_config={"quant_method": "mxfp4"}),
         512,
@@ -127,5 +127,5 @@ REFUSED_WINDOWED: list[tuple[Config, int, str]] = [
     ),
     (gpt_oss(24, 32, hidden_act="gelu"), 512, 'hidden_act "gelu" cannot be trained: experts have a clamped SwiGLU'),
     (_GEMMA_3_1B | {"layer_types": ["local"] * 26}, 512, "layer_types"),
-    (_GEMMA_3_1B | {"sliding_window_pattern": 0}, 512, "ZeroDivisionError"),
+    (_GEMMA_3_1B | {"sliding_window_pattern": 0}, 512, "sliding_window_pattern must be a whole number from 1"),
 ]

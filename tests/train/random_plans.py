@@ -7,11 +7,11 @@ from math import lcm
 
 import msgspec
 
-from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Precision, Schedule, misfit
-from shardwright_formats.types.strategy import (
+from shardwright.plan.axes import axes_of
+from shardwright.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright.types.model import EMBEDDING, HEAD, Model
+from shardwright.types.plan import GradientReduction, PipelineStage, Plan, Precision, Schedule, misfit
+from shardwright.types.strategy import (
     DataParallel,
     LayerStrategy,
     Recompute,

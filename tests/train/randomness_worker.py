@@ -17,7 +17,7 @@ from random_plans import random_plan
 from tiny_models import batch_of, engine_of, tiny
 from torch import Tensor, nn
 
-from shardwright_formats.types import EMBEDDING, HEAD, LayerStrategy, Model, Plan, Recompute, SequenceParallel, Strategy
+from shardwright.types import EMBEDDING, HEAD, LayerStrategy, Model, Plan, Recompute, SequenceParallel, Strategy
 from shardwright_train.data.share import Batch
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups

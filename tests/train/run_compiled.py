@@ -18,8 +18,8 @@ from random_plans import random_plan
 from run_parity import Errors, compare, launched
 from tiny_models import CONFIGS, tiny
 
-from shardwright_formats.io import write_document
-from shardwright_formats.types import Plan, Plans
+from shardwright.io import write_document
+from shardwright.types import Plan, Plans
 
 TOLERANCE, EVALUATED = 1e-5, 1e-8
 HELD = ("loss", "gradient", "norm")

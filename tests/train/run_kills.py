@@ -29,8 +29,8 @@ from random_plans import random_plan
 from safetensors.torch import load
 from tiny_models import tiny
 
-from shardwright_formats.io import read_document, sha256_of_file, write_bytes, write_document
-from shardwright_formats.types import Plan
+from shardwright.io import read_document, sha256_of_file, write_bytes, write_document
+from shardwright.types import Plan
 from shardwright_train.checkpoints.choice import read_record
 from shardwright_train.checkpoints.folders import complete_checkpoints, folder_of_run
 from shardwright_train.data.prepare import prepare

@@ -17,10 +17,10 @@ from random_plans import UNEVEN, random_plan, uneven_plan
 from shared_experts import with_shared_experts
 from tiny_models import CONFIGS, tiny
 
-from shardwright_formats.io import write_document
-from shardwright_formats.types import Model, Plan, Plans
-from shardwright_launch.ranks import launch
-from shardwright_train.models.registry import family_named
+from shardwright.io import write_document
+from shardwright.launch.ranks import launch
+from shardwright.types import Model, Plan, Plans
+from shardwright_train.models.base import family_named
 
 __all__ = ["TOLERANCE", "Start", "compare", "launched"]
 

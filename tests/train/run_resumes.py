@@ -17,8 +17,8 @@ from random_plans import random_plan, uneven_plan
 from run_parity import Start
 from tiny_models import tiny
 
-from shardwright_formats.io import write_document
-from shardwright_formats.types import Plan, Plans
+from shardwright.io import write_document
+from shardwright.types import Plan, Plans
 from shardwright_train.checkpoints.folders import complete_checkpoints
 
 TOLERANCE = 1e-11

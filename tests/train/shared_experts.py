@@ -8,7 +8,7 @@ import msgspec
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.types import (
+from shardwright.types import (
     DataParallel,
     Experts,
     ExpertStrategy,

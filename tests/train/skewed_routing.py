@@ -12,7 +12,7 @@ from stock_experts import router_of, shares_of
 from tiny_models import tiny
 from torch import Tensor, nn
 
-from shardwright_formats.types import LayerStrategy, Model, Plan
+from shardwright.types import LayerStrategy, Model, Plan
 from shardwright_train.parallel.data import local_tensor
 
 SKEWS = ("one expert", "2 to 1", "idle ranks")

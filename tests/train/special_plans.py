@@ -4,10 +4,10 @@ import msgspec
 from random_plans import bare_plan, random_plan
 from tiny_models import tiny
 
-from shardwright_formats.types.plan import GradientReduction, Plan, Schedule
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright.types.plan import GradientReduction, Plan, Schedule
+from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
-__all__ = ["chunked_plan", "in_groups", "replicas_behind_a_cut"]
+__all__ = ["chunked_plan", "hollow_plan", "in_groups", "mixed_plan", "replicas_behind_a_cut"]
 
 
 def chunked_plan() -> Plan:
@@ -19,6 +19,17 @@ def chunked_plan() -> Plan:
     )
     assert len(plan.layers) == 4 and plan.schedule is Schedule.INTERLEAVED_1F1B
     return msgspec.structs.replace(plan, name="chunks that lack layers", stages=stages)
+
+
+def hollow_plan(tied: bool = False) -> Plan:
+    """A plan as a layout of Megatron-LM has it, `E|tt|t|||t||L`: of 4 chunks a stage several have no layers."""
+    plan = bare_plan(tiny("llama", tie_word_embeddings=tied), 1, 2)
+    ranges = (((0, 0), (2, 3), (3, 3), (4, 4)), ((0, 2), (3, 3), (3, 4), (4, 4)))
+    stages = tuple(
+        msgspec.structs.replace(stage, layers=layers) for stage, layers in zip(plan.stages, ranges, strict=True)
+    )
+    assert len(plan.layers) == 4 and plan.schedule is Schedule.INTERLEAVED_1F1B
+    return msgspec.structs.replace(plan, name=f"hollow chunks, tied {tied}", stages=stages)
 
 
 def _sharded_in_groups(world_size: int, tied: bool) -> Plan:
@@ -63,4 +74,22 @@ def replicas_behind_a_cut() -> Plan:
         layers=layers,
         gradient_reduction=GradientReduction.DEFERRED,
         num_microbatches=1,
+    )
+
+
+def mixed_plan() -> Plan:
+    """A plan on two ranks of one stage that does everything at once, which mutations break, too."""
+    plan = random_plan(tiny("llama", tie_word_embeddings=True), 1, 2, stages=1)
+    split = {"tp_size": 2, "dp_size": 1}
+    shared = {"tp_size": 1, "dp_size": 2}
+    layers = (
+        LayerStrategy(type="block", **split, sequence_parallel=SequenceParallel.MEGATRON),
+        LayerStrategy(type="block", **shared, recompute=Recompute.FULL),
+        LayerStrategy(type="block", **shared, data_parallel=DataParallel.ZERO3),
+        LayerStrategy(type="block", **split, recompute=Recompute.FULL),
+    )
+    embedding = Strategy(**shared, data_parallel=DataParallel.ZERO2)
+    head = Strategy(**split, sequence_parallel=SequenceParallel.MEGATRON)
+    return msgspec.structs.replace(
+        plan, name="mixed", layers=layers, embedding=embedding, head=head, num_microbatches=2, schedule="1f1b"
     )

@@ -1,12 +1,13 @@
 """Stock models with experts, made a reference: routers in the format of their input, and a balance loss per sample."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwright_train.models.registry import family_named
-from shardwright_train.models.routers import Choice
+from shardwright_train.models.base import family_named
+from shardwright_train.models.experts import Choice
 
 
 def with_balance(stock: nn.Module) -> nn.Module:
@@ -19,6 +20,8 @@ def with_balance(stock: nn.Module) -> nn.Module:
     config: Any = stock.config
     for part in parts:
         config._experts_implementation = "eager"
+        if hasattr(part.experts, "limit"):
+            part.experts.limit = config.swiglu_limit  # transformers before 5.20 has 7.0 in every model
         strength = strength_of(config, len(parts))
         if hasattr(part, "gate"):
             part.gate.register_forward_hook(lambda _, inputs, __, part=part: _widened(part, config, inputs[0]))
@@ -28,7 +31,20 @@ def with_balance(stock: nn.Module) -> nn.Module:
 
 def router_of(part: Any) -> Any:
     """The router of a part with experts; None where it has none."""
-    return getattr(part, "gate", getattr(part, "router", None))
+    router = getattr(part, "gate", getattr(part, "router", None))
+    return router if not hasattr(router, "get_base_layer") else _Adapted(router)
+
+
+class _Adapted:
+    """A router with the low-rank matrices that peft gives it, which its own weight shows only while it computes."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.base = wrapper.get_base_layer()
+        is_shown = hasattr(self.base, "parametrizations")
+        self.weight = self.base.weight if is_shown else self.base.weight + wrapper.get_delta_weight("default")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.base, name)
 
 
 def strength_of(config: Any, layers: int) -> float:
@@ -42,7 +58,7 @@ def choice_of(part: Any, config: Any, x: Tensor) -> Choice:
     """What a part chooses in the format of its input; some as in runs, which tests hold to the stock one."""
     if config.model_type.startswith(("deepseek", "llama4")):
         family: Any = family_named(config.model_type, "test")
-        return family.choose(part, x)  # type: ignore[no-any-return]
+        return family.choose(SimpleNamespace(config=config, gate=router_of(part), router=router_of(part)), x)  # type: ignore[no-any-return]
     router = router_of(part)
     logits = x @ router.weight.T
     probabilities = (logits if getattr(router, "bias", None) is None else logits + router.bias).softmax(-1)
@@ -60,7 +76,8 @@ def correct_biases(stock: nn.Module, rate: float) -> None:
     """Correct the biases of a stock model's routers by what they chose since the last time."""
     for part in stock.modules():
         if (counts := getattr(part, "counts", None)) is not None:
-            part.gate.e_score_correction_bias += rate * (counts.mean() - counts).sign()  # type: ignore[operator, union-attr]
+            biases = router_of(part).e_score_correction_bias
+            biases += rate * (counts.mean() - counts).sign()
             part.counts = torch.zeros_like(counts)
 
 

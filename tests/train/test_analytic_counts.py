@@ -9,17 +9,18 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from shardwright_estimate.expert_parts import PRODUCT_KERNELS, ROUTER_KERNELS
-from shardwright_estimate.layers import Machine, estimate_layer
-from shardwright_estimate.messages import Link
-from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import Attention, LayerStrategy, Precision, Strategy
-from shardwright_models.frozen import FrozenPart, freeze
-from shardwright_models.low_rank import adapt, adapter_of_config
-from shardwright_models.registry import FAMILIES
-from shardwright_train.models.describe import describe_folder
+from shardwright.estimate.expert_parts import PRODUCT_KERNELS, ROUTER_KERNELS
+from shardwright.estimate.layers import Machine, estimate_layer
+from shardwright.estimate.messages import Link
+from shardwright.models.adapter_config import adapter_of_config
+from shardwright.models.frozen import FrozenPart, freeze
+from shardwright.models.low_rank import adapt
+from shardwright.models.registry import FAMILIES
+from shardwright.plan.axes import axes_of
+from shardwright.types import Attention, LayerStrategy, Precision, Strategy
+from shardwright_train.commands.documents import describe_folder
+from shardwright_train.models.base import family_named
 from shardwright_train.models.masks import Places, window_mask
-from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.torch_private import TorchDispatchMode
 
@@ -190,7 +191,9 @@ def runs_experts(stock):
         constants = {"kernel": "sdpa", "window": None, "places": whole, "arguments": {"position_embeddings": angles}}
         for kind, block in zip(kinds, blocks, strict=True):
             window = family.facts.effective_window(kind, vars(stock.config), LENGTH)
-            constants["mask"] = None if window is None else window_mask(whole, window, states[0], family.facts.mask)
+            constants["mask"] = (
+                None if window is None else window_mask(whole, window, states[0], family.facts.attention.mask)
+            )
             states = family.call(block, states, {"tokens": tokens}, constants).states
 
     return run
@@ -269,11 +272,11 @@ def adapted(model):
     """Give queries, values and the last matrix of a stock model low-rank matrices, behind a trained embedding."""
     from peft import LoraConfig, get_peft_model
 
-    get_peft_model(model, LoraConfig(r=8, target_modules=TARGETS), autocast_adapter_dtype=False)
+    get_peft_model(model, LoraConfig(r=8, target_modules=SYSTEMS), autocast_adapter_dtype=False)
     model.get_input_embeddings().requires_grad_(True)
 
 
-TARGETS = ["q_proj", "v_proj", "down_proj"]
+SYSTEMS = ["q_proj", "v_proj", "down_proj"]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +289,7 @@ def test_a_frozen_layer_keeps_what_autograd_saves(family, change, tmp_path):
     if change is frozen:
         model = freeze(model, [FrozenPart.parse("layers")])
     else:
-        adapter = {"peft_type": "LORA", "r": 8, "target_modules": TARGETS}
+        adapter = {"peft_type": "LORA", "r": 8, "target_modules": SYSTEMS}
         model = adapt(model, adapter_of_config(adapter, "adapter"), "adapter")
     measured = saved_bytes(config, 3, change) - saved_bytes(config, 2, change)
     strategy = LayerStrategy(type=model.layers[-1], tp_size=1, dp_size=1)

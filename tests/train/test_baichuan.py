@@ -14,14 +14,14 @@ from test_weights import published as published_folder
 from test_weights_folder import change_config, change_tensors
 from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 
-from shardwright_estimate.layers import Machine, estimate_layer
-from shardwright_estimate.messages import Link
-from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.types import Attention, LayerStrategy, Model, Plan, Precision, Strategy
+from shardwright.estimate.layers import Machine, estimate_layer
+from shardwright.estimate.messages import Link
+from shardwright.io import BadInput, read_document
+from shardwright.types import Attention, LayerStrategy, Model, Plan, Precision, Strategy
 from shardwright_train.cli import APP
 from shardwright_train.models.attention_kernels import check_kernels
+from shardwright_train.models.base import family_named
 from shardwright_train.models.masks import Places, alibi_mask, alibi_slopes
-from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import flash_obstacle
 from shardwright_train.weights.reading import open_weights
 
@@ -71,7 +71,7 @@ def test_a_published_configuration_is_described_as_it_is(tmp_path: Path, name: s
     model, family = read_document(tmp_path / "model.json", Model), family_named("baichuan", "test")
     assert model.parameter_count == parameters and "auto_map" not in model.config
     assert model.types["block"].alibi_heads == (40 if "13B" in name else 0)
-    assert family.facts.normed_head(model.config) == ("2" in name)
+    assert family.facts.norm.of_head(model.config) == ("2" in name)
     assert describe(tmp_path, model.config | {"num_hidden_layers": len(model.layers)}, 4096) == (0, "")
     assert read_document(tmp_path / "model.json", Model) == model
 
@@ -80,7 +80,7 @@ def test_a_published_configuration_is_described_as_it_is(tmp_path: Path, name: s
     ("change", "length", "words"),
     [
         ({}, 8192, "sequence length 8192 is over 4096 positions"),
-        ({"z_loss_weight": 0.1}, 4096, "z_loss_weight 0.1 cannot be trained: the loss is cross entropy alone"),
+        ({"z_loss_weight": 0.1}, 4096, "z_loss_weight 0.1 cannot be trained: the loss is only cross entropy"),
         ({"tie_word_embeddings": True}, 4096, "tie_word_embeddings true cannot be trained"),
         ({"num_key_value_heads": 8}, 4096, "num_key_value_heads 8 cannot be trained"),
     ],
@@ -116,7 +116,7 @@ def test_flash_attention_is_for_rotated_positions_alone() -> None:
 
 def test_documents_have_no_masks_of_heads() -> None:
     family = family_named("baichuan", "test")
-    with pytest.raises(BadInput, match="ALiBi have masks of heads, not those of --reset-attention-mask") as refused:
+    with pytest.raises(BadInput, match="ALiBi need a mask for each head, unlike --reset-attention-mask") as refused:
         check_kernels(planned(SLOPED), family, torch.device("cpu"), "plan.json", by_document=True)
     assert "\n" not in str(refused.value)
     check_kernels(planned(ROTATED), family, torch.device("cpu"), "plan.json", by_document=True)

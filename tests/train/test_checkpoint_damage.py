@@ -14,7 +14,7 @@ import pytest
 import torch
 from saved_steps import saved_steps, shard_of, tensors_of
 
-from shardwright_formats.io import BadInput
+from shardwright.io import BadInput
 from shardwright_train.checkpoints.choice import check_files, newest_whole, read_record, read_whole
 from shardwright_train.checkpoints.folders import RECORD, Checkpoint, complete_checkpoints
 from shardwright_train.checkpoints.tensors import read_tensors
@@ -181,7 +181,9 @@ def test_a_run_whose_records_a_tool_has_dropped_is_left_as_it_is(run: Path, one_
         file.unlink()
     before = sorted(run.rglob("*"))
     for _ in range(2):
-        with pytest.raises(BadInput, match=r"none of its 3 checkpoints is whole \(.*no checkpoint.json\): put back"):
+        with pytest.raises(
+            BadInput, match=r"none of its 3 checkpoints is whole \(.*no checkpoint.json\): restore what is missing"
+        ):
             newest_whole(run, one_rank)
     assert sorted(run.rglob("*")) == before and len(list(run.rglob("*.safetensors"))) == len(records) == 3
     for file, content in records.items():
@@ -195,7 +197,9 @@ def test_a_run_that_has_nothing_but_what_was_set_aside_is_not_begun_anew(run: Pa
     newest_whole(run, one_rank)
     for step in (2, 4):
         shutil.rmtree(run / f"step-0000000{step}")
-    with pytest.raises(BadInput, match=r"no checkpoints but 1 damaged ones, such as .*step-00000006.damaged: put back"):
+    with pytest.raises(
+        BadInput, match=r"no checkpoints but 1 damaged ones, such as .*step-00000006.damaged: restore what is missing"
+    ):
         newest_whole(run, one_rank)
 
 

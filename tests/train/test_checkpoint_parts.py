@@ -101,6 +101,55 @@ def test_the_memory_that_is_copied_to_is_taken_once_and_given_back(tmp_path: Pat
         assert all(torch.equal(found[name], x) for name, x in tensors_of(step).items())
 
 
+@pytest.mark.parametrize("stage_bytes", [16, 24, 4096])
+def test_copies_pass_through_two_stages_whatever_the_size_of_the_state(stage_bytes: int) -> None:
+    """Stages smaller than a tensor, no divisor of its bytes, and larger; of tensors of every form."""
+    forms = {
+        "matrix": torch.randn(7, 33),
+        "turned": torch.randn(9, 5).T,
+        "half": torch.randn(13, dtype=torch.bfloat16),
+        "number": torch.tensor(3.0, dtype=torch.float64),
+    }
+    buffer, memory = HostBuffer([TensorShard(name, (0,), x) for name, x in forms.items()], stage_bytes), set[int]()
+    for _ in range(3):
+        parts = [TensorShard(name, (0,), x.mul_(-2)) for name, x in forms.items()]
+        copies = buffer.copied(parts)
+        memory |= {stage.data_ptr() for stage in buffer.stages}
+        assert all(torch.equal(copy.local, part.local) for copy, part in zip(copies, parts, strict=True))
+        low, high = buffer.memory.data_ptr(), buffer.memory.data_ptr() + buffer.memory.nbytes
+        assert all(low <= copy.local.data_ptr() < high for copy in copies)
+    assert len(memory) == 2 and {stage.nbytes for stage in buffer.stages} == {stage_bytes}
+    buffer.close()
+    assert not buffer.stages
+
+
+def test_a_stage_is_not_filled_again_before_it_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose copies arrive only once they are waited for."""
+    waiting = list[tuple[Tensor, Tensor]]()
+    copy = Tensor.copy_
+
+    class Late:
+        def record(self) -> None:
+            self.copies = waiting.copy()
+            waiting.clear()
+
+        def synchronize(self) -> None:
+            for there, here in self.copies:
+                copy(there, here)
+
+    def later(there: Tensor, here: Tensor, non_blocking: bool = False) -> Tensor:
+        if not non_blocking:
+            return copy(there, here)
+        waiting.append((there, here))
+        return there
+
+    monkeypatch.setattr(torch.cpu, "Event", Late, raising=False)
+    monkeypatch.setattr(Tensor, "copy_", later)
+    parts = [TensorShard("x", (0,), torch.arange(1000.0)), TensorShard("y", (0,), torch.arange(7.0))]
+    copies = HostBuffer(parts, stage_bytes=100).copied(parts)
+    assert all(torch.equal(one.local, part.local) for one, part in zip(copies, parts, strict=True))
+
+
 def test_nothing_that_is_pickled_goes_between_ranks(
     tmp_path: Path, one_rank: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

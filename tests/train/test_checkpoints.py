@@ -11,17 +11,25 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from saved_steps import IDENTITY, PLAN, progress_of, saved_steps, saver_of, tensors_of
+from saved_steps import IDENTITY, JOB, PLAN, progress_of, saved_steps, saver_of, tensors_of
 from tiny_models import tiny
 
-from shardwright_formats.io import BadInput, OutOfMemory, RunFailed, ShardwrightError, Stopped, system_fault
-from shardwright_launch.lock import only_run
-from shardwright_launch.nodes import Nodes
+from shardwright.io import BadInput, OutOfMemory, RunFailed, ShardwrightError, Stopped, system_fault
+from shardwright.launch.lock import only_run
+from shardwright.launch.nodes import Nodes
 from shardwright_train.checkpoints import saver as saving
-from shardwright_train.checkpoints.choice import check_branch, check_same_run, check_shared, newest_whole, read_whole
+from shardwright_train.checkpoints.choice import (
+    check_branch,
+    check_same_run,
+    check_shared,
+    checkpoint_to_resume,
+    newest_whole,
+    read_whole,
+)
 from shardwright_train.checkpoints.folders import (
     RECORD,
     Beginning,
+    Identity,
     adopt_older,
     complete_checkpoints,
     folder_of_run,
@@ -31,6 +39,8 @@ from shardwright_train.checkpoints.folders import (
     prune,
 )
 from shardwright_train.checkpoints.tensors import read_tensors
+from shardwright_train.engine.learning_rate import LearningRateSchedule
+from shardwright_train.options import RunOptions
 from shardwright_train.parallel.world import World
 
 
@@ -168,9 +178,11 @@ def test_a_full_disk_is_one_line_and_loses_nothing(small_disk: Path, one_rank: W
     """The check of its room says so before anything is written; without it, what was half written is no checkpoint."""
     run = small_disk / "run"
     run.mkdir()
+    with pytest.raises(BadInput, match=r"another --checkpoints folder$"):
+        saving.check_room(run, 2**40)
     saver_of(run).save(tensors_of(2), progress_of(2))  # type: ignore[arg-type]
     large = {"weight": torch.zeros(2**19)}
-    with pytest.raises(BadInput, match=r"0\.00 GiB are free.*what was saved before is whole"):
+    with pytest.raises(BadInput, match=r"\d [KM]iB are free, .* MiB.*earlier checkpoints are intact"):
         saver_of(run, bytes_in_all=2**21).save(large, progress_of(4))  # type: ignore[arg-type]
     saver = saver_of(run, asynchronous=asynchronous)
     with pytest.raises(BadInput, match="make room"):
@@ -185,7 +197,7 @@ def test_a_run_goes_on_with_its_own_settings_alone_and_a_branch_with_any(run: Pa
     resumed = read_whole(run / "step-00000006", one_rank)
     check_same_run(resumed, IDENTITY)
     faster = msgspec.structs.replace(IDENTITY.settings, learning_rate=1e-2)
-    with pytest.raises(BadInput, match=r"was saved with learning_rate 0\.001, 0\.01 is asked for.*--resume-from"):
+    with pytest.raises(BadInput, match=r"was saved with learning_rate 0\.001, now 0\.01 is requested.*--resume-from"):
         check_same_run(resumed, msgspec.structs.replace(IDENTITY, settings=faster))
     other = msgspec.structs.replace(IDENTITY, settings=faster, plan_sha256="4" * 64)
     check_branch(resumed, other, batch_may_change=False)
@@ -244,7 +256,7 @@ def test_a_link_to_a_removed_folder_of_an_earlier_version_is_one_line(tmp_path: 
     older.mkdir()
     adopt_older(tmp_path, PLAN)
     older.rmdir()
-    with pytest.raises(BadInput, match=f"is a link to {older.name}, which is not there: .*remove the link"):
+    with pytest.raises(BadInput, match=f"is a link to {older.name}, which does not exist: .*remove the link"):
         adopt_older(tmp_path, PLAN)
     folder_of_run(tmp_path, PLAN).unlink()
     adopt_older(tmp_path, PLAN)
@@ -282,7 +294,7 @@ def test_no_clock_says_which_checkpoint_is_the_newest(run: Path, one_rank: World
     assert resumed is not None and resumed.record.progress.step == 6
 
 
-@pytest.mark.parametrize("package", ["launch/src", "stages/train/src"])
+@pytest.mark.parametrize("package", ["core/src/shardwright/launch", "stages/train/src"])
 def test_no_time_is_taken_by_a_clock_that_may_be_set_back(package: str) -> None:
     """`time.time` measures nothing; dates are written down, or held to be equal, alone."""
     written_or_equal = ("training/loggers.py", "data/corpora.py")
@@ -296,3 +308,43 @@ def test_no_time_is_taken_by_a_clock_that_may_be_set_back(package: str) -> None:
             )
         )
         assert not found, (file, found)
+
+
+def _asked(steps: int, schedule: LearningRateSchedule | None = None) -> tuple[RunOptions, Identity]:
+    job = msgspec.structs.replace(JOB, steps=steps, learning_rate_schedule=schedule, learning_rate=1e-3)
+    return job, msgspec.structs.replace(Identity.of_run(job, PLAN, "3" * 64), global_batch_size=8, seed=7)
+
+
+@pytest.mark.parametrize("steps_before", [6, 9])
+def test_a_schedule_over_other_steps_is_refused_unless_it_is_named_anew(
+    steps_before: int, tmp_path: Path, one_rank: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is finished would jump up, one that is not would leave its line."""
+    run = saved_steps(tmp_path / "run", identity=_asked(steps_before)[1])
+    job, asked = _asked(12)
+    with pytest.raises(
+        BadInput, match=r"step 7 is 0\.00\d+ with cosine over 12 steps; it would have been .* with cosine over"
+    ):
+        checkpoint_to_resume(job, asked, run, one_rank)
+    assert checkpoint_to_resume(*_asked(steps_before), run, one_rank) is not None
+    assert capsys.readouterr().err == ""
+    named = checkpoint_to_resume(*_asked(12, LearningRateSchedule.COSINE), run, one_rank)
+    assert named is not None and named.record.progress.step == 6
+    assert "the learning rate of step 7 is" in capsys.readouterr().err
+
+
+def test_more_steps_of_a_rate_that_stays_and_of_an_earlier_version_are_taken(tmp_path: Path, one_rank: World) -> None:
+    constant = saved_steps(tmp_path / "constant", identity=_asked(6, LearningRateSchedule.CONSTANT)[1])
+    assert checkpoint_to_resume(*_asked(12, LearningRateSchedule.CONSTANT), constant, one_rank) is not None
+    older = msgspec.structs.replace(_asked(6)[1], schedule_steps=None)
+    assert checkpoint_to_resume(*_asked(12), saved_steps(tmp_path / "older", identity=older), one_rank) is not None
+
+
+def test_a_branch_says_how_its_learning_rate_changes(
+    tmp_path: Path, one_rank: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = saved_steps(tmp_path / "run", identity=_asked(6)[1])
+    job, asked = _asked(12)
+    branch = msgspec.structs.replace(job, resume_from=run / "step-00000006")
+    assert checkpoint_to_resume(branch, asked, tmp_path / "branch", one_rank) is not None
+    assert "with cosine over 12 steps; it would have been 0.0001 with cosine over 6 steps" in capsys.readouterr().err

@@ -9,14 +9,19 @@ import torch.distributed as dist
 from context_worker import LENGTH, zig_zag
 from forked_ranks import run_worker
 
-from shardwright_formats.semantics.process_groups import PlannedGroup, Purpose
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_train.dry_run.simulated_step import Traffic, _SentBytes, _simulated_world
+from shardwright.plan.process_groups import PlannedGroup, Purpose
+from shardwright.types.hardware_profile import Collective
+from shardwright_train.dry_run import Traffic, _SentBytes, _simulated_world
 from shardwright_train.parallel.attention_blocks import Attended, Block, nothing_attended
-from shardwright_train.parallel.context_gather import GatherAttention
-from shardwright_train.parallel.context_ring import RingAttention
-from shardwright_train.parallel.context_shares import ContextShares, Rectangle, visible
-from shardwright_train.parallel.context_stand_in import StandIn, StandInAttention
+from shardwright_train.parallel.context import (
+    ContextShares,
+    GatherAttention,
+    Rectangle,
+    RingAttention,
+    StandIn,
+    StandInAttention,
+    visible,
+)
 from shardwright_train.parallel.process_groups import _send_a_number
 from shardwright_train.torch_private import FakeTensorMode
 

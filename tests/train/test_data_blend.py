@@ -9,12 +9,12 @@ import torch
 from test_data_sampling import LENGTH, _written
 from tiny_models import tiny
 
-from shardwright_formats.io import BadInput
+from shardwright.io import BadInput
 from shardwright_train.data.objectives import RANDOM, Causal, TextBatches
 from shardwright_train.data.sampling import BLEND, open_data, open_samples
 from shardwright_train.data.share import BatchShare, with_boundaries
 from shardwright_train.data.split import Boundaries, Fractions, Split, SplitPart
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 from shardwright_train.parallel.vocab import IGNORED
 
 WEIGHTS = (5.0, 3.0, 2.0)

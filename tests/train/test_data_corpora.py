@@ -12,8 +12,8 @@ import pytest
 from token_files import write_tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from shardwright_formats.io import BadInput
-from shardwright_train.data import corpora, prepare, tokenizing, unfinished
+from shardwright.io import BadInput, RunFailed
+from shardwright_train.data import corpora, prepare
 from shardwright_train.data.corpora import Source
 from shardwright_train.data.tokens import DataFolder, read_tokens
 
@@ -99,9 +99,9 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "empty": ("t.jsonl", b"", r"t\.jsonl: no text"),
     "documents without text": ("t.jsonl", b'{"text": ""}\n', r"t\.jsonl: no text"),
     "no JSON": ("t.jsonl", b'{"text": "a"}\n{"text": \n', r"t\.jsonl: line 2: "),
-    "no object": ("t.jsonl", b'{"text": "a"}\n\n[1]\n', r"t\.jsonl: line 3: "),
+    "not an object": ("t.jsonl", b'{"text": "a"}\n\n[1]\n', r"t\.jsonl: line 3: "),
     "no text": ("t.jsonl", b'{"text": 3}\n', r"t\.jsonl: line 1: Expected `str`, got `int`"),
-    "no such field": ("t.jsonl", b'{"txet": "a"}\n', r"line 1 has no field 'text': name one with --field: txet"),
+    "no such field": ("t.jsonl", b'{"txet": "a"}\n', r"line 1 has no field 'text': choose one with --field: txet"),
     "no UTF-8": ("t.jsonl", b'{"text": "\xff"}\n', r"t\.jsonl: line 1: "),
     "nested too deeply": (
         "t.jsonl",
@@ -109,17 +109,17 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
         r"t\.jsonl: line 2 is nested too deeply: leave it out",
     ),
     "truncated gzip": ("t.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-9], r"t\.jsonl\.gz: is damaged"),
-    "no gzip": ("t.jsonl.gz", b'{"text": "a"}\n', r"t\.jsonl\.gz: is damaged behind line 0"),
-    "no bz2": ("w.xml.bz2", b"<mediawiki/>", r"w\.xml\.bz2: is damaged behind page 0"),
-    "truncated bz2": ("w.xml.bz2", bz2.compress(_dump([]))[:-8], r"w\.xml\.bz2: is damaged behind page 0"),
+    "no gzip": ("t.jsonl.gz", b'{"text": "a"}\n', r"t\.jsonl\.gz: is damaged after line 0"),
+    "no bz2": ("w.xml.bz2", b"<mediawiki/>", r"w\.xml\.bz2: is damaged after page 0"),
+    "truncated bz2": ("w.xml.bz2", bz2.compress(_dump([]))[:-8], r"w\.xml\.bz2: is damaged after page 0"),
     "XML cut off": (
         "w.xml",
         _dump([PAGE.format(ns=0, more="", text="a")])[:-12],
-        r"w\.xml: is damaged behind page 1 \(no element found",
+        r"w\.xml: is damaged after page 1 \(no element found",
     ),
     "a page of a GiB": ("w.xml.bz2", GIANT, r"w\.xml\.bz2: page 2 is longer than 32 MiB: leave it out"),
     "no articles": ("w.xml", _dump([]), r"w\.xml: no text"),
-    "megatron without a tokenizer": ("t.idx", b"", r"t\.idx: its tokens are of some tokenizer"),
+    "megatron without a tokenizer": ("t.idx", b"", r"t\.idx: its tokens need the tokenizer that made them"),
 }
 
 
@@ -139,7 +139,7 @@ def test_what_takes_a_package_says_so(package: str, tmp_path: Path, monkeypatch:
     monkeypatch.setitem(__import__("sys").modules, package, None)
     (tmp_path / "w.xml").write_bytes(_dump([]))
     source, text = (Source.DATASETS, tmp_path) if package == "datasets" else (Source.WIKIPEDIA, tmp_path / "w.xml")
-    with pytest.raises(BadInput, match=rf"takes the package `{package}`: pip install 'shardwright-train\["):
+    with pytest.raises(BadInput, match=rf"needs the package `{package}`: pip install 'shardwright\["):
         _prepared(text, tmp_path / "out", source=source)
 
 
@@ -149,7 +149,7 @@ def test_pieces_of_a_long_text_are_the_text_and_its_tokens(tmp_path: Path, monke
     lines = "".join(f"line {i}:\n\n    x = {i}\n" for i in range(200))
     for text in (lines, "狐" * 100, "ab cd " * 50, "\n" * 90):
         (tmp_path / "t.txt").write_text(text)
-        pieces = list(corpora.text_pieces((tmp_path / "t.txt",), None))
+        pieces = list(corpora.text_pieces((tmp_path / "t.txt",)))
         assert "".join(piece.text for piece in pieces) == text
         assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
         assert pieces[-1].at == len(text.encode())
@@ -169,34 +169,31 @@ class _Killed(BaseException):
 def test_what_goes_on_after_a_kill_is_to_the_byte_what_is_never_killed(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in the middle of a document, and where more had been written than was known to be whole."""
-    monkeypatch.setattr(tokenizing, "_BATCH_PIECES", 3)
+    """Also in the middle of a document, and after a shard that was not written whole."""
+    monkeypatch.setattr(prepare, "_SHARD_PIECES", 3)
     monkeypatch.setattr(corpora, "_PIECE_BYTES", 50)
     (tmp_path / "text").mkdir()
     for number in range(9):
         (tmp_path / "text" / f"{number}.txt").write_text(f"{number} words in a line\n" * number * 2)
-    original, written = unfinished.Appender.write, []
+    original, made = prepare.Encoder.__call__, list[Path]()
 
-    def write(appender: unfinished.Appender, encoded: tokenizing.Encoded) -> None:
-        if len(written) == after:
-            for file in ("tokens", "lengths"):
-                with (tmp_path / "out" / "unfinished" / file).open("ab") as more:
-                    more.write(b"what a kill cut off")
+    def make(encoder: prepare.Encoder, shard: Path, pieces: list[corpora.TextPiece]) -> tuple[int, int]:
+        if len(made) == after:
+            shard.with_name(f".{shard.name}.tmp").write_bytes(b"what a kill cut off")
             raise _Killed
-        written.append(encoded)
-        original(appender, encoded)
-        appender.save()
+        made.append(shard)
+        return original(encoder, shard, pieces)
 
-    unbroken = _prepared(tmp_path / "text", tmp_path / "whole")
+    unbroken = _prepared(tmp_path / "text", tmp_path / "whole", workers=1)
     with monkeypatch.context() as killing:
-        killing.setattr(unfinished.Appender, "write", write)
+        killing.setattr(prepare.Encoder, "__call__", make)
         with pytest.raises(_Killed):
-            _prepared(tmp_path / "text", tmp_path / "out")
+            _prepared(tmp_path / "text", tmp_path / "out", workers=1)
     assert not (tmp_path / "out" / "data.json").exists()
-    calls: list[int] = []
-    monkeypatch.setattr(unfinished.Appender, "write", lambda own, each: (calls.append(1), original(own, each))[1])
-    assert _prepared(tmp_path / "text", tmp_path / "out") == unbroken
-    assert len(calls) < 12 - after + 3
+    again: list[Path] = []
+    monkeypatch.setattr(prepare.Encoder, "__call__", lambda own, *to: (again.append(to[0]), original(own, *to))[1])
+    assert _prepared(tmp_path / "text", tmp_path / "out", workers=1) == unbroken
+    assert again and not set(again) & set(made)
     assert _bytes_of(tmp_path / "out") == _bytes_of(tmp_path / "whole")
 
 
@@ -213,12 +210,30 @@ def test_a_text_that_has_changed_since_is_begun_anew(tmp_path: Path, monkeypatch
     assert _prepared(tmp_path / "t.jsonl", tmp_path / "out") == ["second"]
 
 
+@pytest.mark.parametrize("damage", [b"", b"no archive", None], ids=["empty", "other", "cut"])
+def test_a_damaged_shard_is_removed_and_made_again(
+    damage: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "first"}\n')
+
+    def killed(*_: object) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as killing, pytest.raises(_Killed):
+        killing.setattr(prepare, "write_index", killed)
+        _prepared(tmp_path / "t.jsonl", tmp_path / "out")
+    (shard,) = (tmp_path / "out/unfinished").glob("*.npz")
+    shard.write_bytes(shard.read_bytes()[:-40] if damage is None else damage)
+    with pytest.raises(RunFailed, match=r"000000000\.npz was damaged and has been removed: run the same command again"):
+        _prepared(tmp_path / "t.jsonl", tmp_path / "out")
+    assert _prepared(tmp_path / "t.jsonl", tmp_path / "out") == ["first"]
+
+
 def test_worker_processes_give_what_one_process_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"document {i} " * (i % 7) + "end" for i in range(60)]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     assert _prepared(tmp_path / "t.jsonl", tmp_path / "one") == texts
-    monkeypatch.setattr(tokenizing, "_BATCH_PIECES", 4)
-    monkeypatch.setattr(tokenizing, "_FEW", 2)
+    monkeypatch.setattr(prepare, "_SHARD_PIECES", 4)
     assert _prepared(tmp_path / "t.jsonl", tmp_path / "two", workers=2) == texts
     assert _bytes_of(tmp_path / "one") == _bytes_of(tmp_path / "two")
 
@@ -234,7 +249,7 @@ def test_a_word_that_a_tokenizer_has_no_token_for_is_one_line(tmp_path: Path) ->
     tokenizer = Tokenizer(models.WordLevel({"known": 0, "end": 1}, unk_token="unknown"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     (tmp_path / "t.txt").write_text("known words")
-    with pytest.raises(BadInput, match=r"tokenizer\.json: cannot take a text .*\[UNK\]"):
+    with pytest.raises(BadInput, match=r"tokenizer\.json: cannot encode a text .*\[UNK\]"):
         prepare.prepare(str(tmp_path / "t.txt"), None, None, None, tmp_path / "out", _model(tmp_path / "m", tokenizer))
     assert not (tmp_path / "out").exists()
 

@@ -9,7 +9,7 @@ from command_calls import call
 from PIL import Image
 
 from shardwright_train.cli import APP
-from shardwright_train.data.images import ImageForm, open_images
+from shardwright_train.data.arrays import ImageForm, open_images
 
 
 def _folder(folder: Path) -> Path:
@@ -61,7 +61,7 @@ def test_a_damaged_image_is_one_line_and_leaves_nothing(kept: int, tmp_path: Pat
     file.write_bytes(file.read_bytes()[:kept])
     status, said = _prepare(tmp_path, "--image-size", "4")
     assert (status, said.count("\n")) == (2, 1)
-    assert f"error: {file}: is no whole JPEG or PNG (" in said
+    assert f"error: {file}: is not a valid JPEG or PNG (" in said
     assert not (tmp_path / "data").exists()
 
 
@@ -80,11 +80,11 @@ def test_options_that_do_not_fit_images_are_refused(options: tuple[str, ...], wh
 
 def test_a_folder_without_classes_an_empty_class_and_a_size_for_a_text_are_refused(tmp_path: Path) -> None:
     photos = tmp_path / "photos"
-    assert "is no folder" in _prepare(tmp_path, "--image-size", "4")[1]
+    assert "is not a folder" in _prepare(tmp_path, "--image-size", "4")[1]
     photos.mkdir()
     assert "has no folders of classes" in _prepare(tmp_path, "--image-size", "4")[1]
     (photos / "empty").mkdir()
     assert "empty: holds no .jpg" in _prepare(tmp_path, "--image-size", "4")[1]
     (photos / "a.txt").write_text("text")
     asked = ("--text", str(photos), "--out", str(tmp_path / "data"), "--vocab-size", "300", "--image-size", "4")
-    assert "--image-size: a text has none" in call(APP, "prepare", *asked).stderr
+    assert "--image-size: applies only to images" in call(APP, "prepare", *asked).stderr

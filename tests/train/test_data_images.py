@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny_models import tiny
 
-from shardwright_formats.io import BadInput
-from shardwright_train.data.images import ImageForm, Images, open_images
+from shardwright.io import BadInput
+from shardwright_train.data.arrays import ImageForm, Images, open_images
 from shardwright_train.data.share import BatchShare
 from shardwright_train.data.split import Fractions, Split, SplitPart
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 
 FORM = ImageForm(channels=1, height=2, width=3, classes=8)
 
@@ -106,18 +106,18 @@ def _replaced(array: np.ndarray) -> Callable[[Path], None]:
 REFUSED = {
     "absent images": ("images", Path.unlink, "No such file"),
     "absent labels": ("labels", Path.unlink, "No such file"),
-    "truncated images": ("images", _cut_short, "is no whole array"),
-    "truncated labels": ("labels", _cut_short, "is no whole array"),
-    "empty file": ("images", lambda file: file.write_bytes(b""), "is no whole array"),
-    "text": ("images", lambda file: file.write_text("hello " * 50), "is no whole array"),
-    "a header alone": ("labels", lambda file: file.write_bytes(file.read_bytes()[:20]), "is no whole array"),
+    "truncated images": ("images", _cut_short, "is not a valid array"),
+    "truncated labels": ("labels", _cut_short, "is not a valid array"),
+    "empty file": ("images", lambda file: file.write_bytes(b""), "is not a valid array"),
+    "text": ("images", lambda file: file.write_text("hello " * 50), "is not a valid array"),
+    "a header alone": ("labels", lambda file: file.write_bytes(file.read_bytes()[:20]), "is not a valid array"),
     "a damaged header": (
         "labels",
         lambda file: file.write_bytes(file.read_bytes().replace(b"{", b"(")),
-        "no whole array",
+        "not a valid array",
     ),
-    "a header beyond all bounds": ("labels", lambda file: file.write_bytes(_of_length(10**30)), "no whole array"),
-    "objects": ("labels", _replaced(np.array([None] * 8)), "is no whole array"),
+    "a header beyond all bounds": ("labels", lambda file: file.write_bytes(_of_length(10**30)), "not a valid array"),
+    "objects": ("labels", _replaced(np.array([None] * 8)), "is not a valid array"),
     "floating pixels": ("images", _replaced(np.zeros((8, 1, 2, 3), np.float32)), r"is float32 \[8, 1, 2, 3\]"),
     "grey images": ("images", _replaced(np.zeros((8, 2, 3), np.uint8)), r"is uint8 \[8, 2, 3\]"),
     "floating labels": ("labels", _replaced(np.zeros(8)), r"is float64 \[8\]"),
@@ -168,5 +168,5 @@ def test_the_splits_share_out_all_images_whatever_the_seed(tmp_path: Path) -> No
     assert seen[0][1:] == seen[1][1:]
     assert sorted(seen[0][0]) == sorted(seen[1][0])
     assert seen[0][0] != seen[1][0]
-    with pytest.raises(BadInput, match=r"8 images leave none to the valid split"):
+    with pytest.raises(BadInput, match=r"8 images are too few for the valid split"):
         open_images(tmp_path, FORM, 0, SplitPart(Split.VALID))

@@ -4,6 +4,7 @@ import json
 import wave
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +13,20 @@ import torch
 from command_calls import call
 from PIL import Image
 from tiny_models import tiny
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import WhisperFeatureExtractor
 
-from shardwright_formats.io import BadInput
+from shardwright.io import BadInput
 from shardwright_train.cli import APP
-from shardwright_train.data.image_text import ImageText
-from shardwright_train.data.pairs import Pairs, open_pairs
+from shardwright_train.data.arrays import Pairs, open_pairs
+from shardwright_train.data.encoder_decoder import Transcription
+from shardwright_train.data.objectives import ImageText
 from shardwright_train.data.sampling import check_described
 from shardwright_train.data.share import BatchShare
 from shardwright_train.data.split import WHOLE, Fractions, Split, SplitPart
-from shardwright_train.data.transcription import Transcription
-from shardwright_train.models.registry import family_named
+from shardwright_train.data.tokenizer import END_OF_TEXT, trained
+from shardwright_train.models.base import family_named
 
 CAPTIONS = [
     {"text": "a cat", "image": "cat.png"},
@@ -127,8 +131,56 @@ def test_a_text_has_several_images_each_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="sample 0 has an image of 4 positions from 9 on, over 12"):
         replace(several, sequence_length=12).open(tmp_path / "out", 0)
     np.save(tmp_path / "out" / "images.npy", np.zeros((4, 3, 4, 4), np.uint8))
-    with pytest.raises(BadInput, match="sample 3 has images behind the last one: prepare it again"):
+    with pytest.raises(BadInput, match="sample 3 refers to images past the last one: prepare it again"):
         several.open(tmp_path / "out", 0)
+
+
+def _model(folder: Path) -> tuple[Path, int, int]:
+    """Write a byte-level tokenizer whose template puts a token at both ends; return it with them."""
+    tokenizer = trained(iter(["a cat"]), 257, "text").tokenizer
+    tokenizer.add_special_tokens(["<|task|>", "<bos>"])
+    first, last = (tokenizer.token_to_id(token) for token in ("<bos>", END_OF_TEXT))
+    ends = [("<bos>", first), (END_OF_TEXT, last)]
+    tokenizer.post_processor = TemplateProcessing(single=f"<bos> $A {END_OF_TEXT}", special_tokens=ends)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END_OF_TEXT}))
+    return folder, first, last
+
+
+def _texts(folder: Path) -> list[list[int]]:
+    tokens, samples = (np.load(folder / f"{name}.npy") for name in ("tokens", "samples"))
+    return [tokens[begin : begin + count].tolist() for begin, count, _ in samples]
+
+
+def test_a_template_is_around_each_text_and_not_around_its_image(tmp_path: Path) -> None:
+    _captions(tmp_path / "in")
+    model, first, last = _model(tmp_path / "model")
+    assert _prepare(tmp_path, "captions", "--image-size", "4", "--tokenizer", str(model))[0] == 0
+    encode = partial(Tokenizer.from_file(str(model / "tokenizer.json")).encode, add_special_tokens=False)
+    cat, see, it, none = (encode(text).ids for text in ("a cat", "see ", "it", "no more than a text"))
+    assert _texts(tmp_path / "out") == [
+        [first, -1, *cat, last],
+        [first, *see, -1, *it, last],
+        [first, *none, last],
+    ]
+
+
+def test_what_is_said_begins_with_the_task_that_it_names(tmp_path: Path) -> None:
+    """The tokenizer's own first tokens stand before other texts; the decoder's first one is no label."""
+    _speech(tmp_path / "in")
+    said = [{"text": "<|task|>yes", "audio": "1.wav"}, {"text": "no", "audio": "2.wav"}]
+    _listed(tmp_path / "in", "transcripts.jsonl", said)
+    model, first, last = _model(tmp_path / "model")
+    asked = ("--mel-bins", "5", "--seconds", "1", "--tokenizer", str(model))
+    assert _prepare(tmp_path, "speech", *asked)[0] == 0
+    encode = partial(Tokenizer.from_file(str(model / "tokenizer.json")).encode, add_special_tokens=False)
+    task, no = (encode(text).ids for text in ("<|task|>yes", "no"))
+    assert _texts(tmp_path / "out") == [[*task, last], [first, *no, last]]
+    batch = replace(SPEECH, first_token=first).of_texts([np.array(text) for text in _texts(tmp_path / "out")])
+    assert batch["decoder_tokens"][1, : len(no) + 2].tolist() == [first, *no, last][: len(no) + 2]
+    assert batch["labels"][1].tolist() == [*no, last, *[-100] * (8 - len(no) - 1)]
+    assert batch["labels"][0, : len(task)].tolist() == task
 
 
 def test_a_split_and_an_identity_are_those_of_the_files(tmp_path: Path) -> None:
@@ -139,7 +191,7 @@ def test_a_split_and_an_identity_are_those_of_the_files(tmp_path: Path) -> None:
     assert IMAGES.open(folder, 5).sha256 == whole.sha256
     longer = ImageText(300, 13, 299, 4, (3, 4, 4), (0.5,), (0.5,))
     assert longer.open(folder, 0).sha256 != whole.sha256
-    with pytest.raises(BadInput, match="leave none to the test split"):
+    with pytest.raises(BadInput, match="are too few for the test split"):
         IMAGES.open(folder, 0, SplitPart(Split.TEST))
 
 
@@ -176,15 +228,15 @@ def test_recordings_become_spectrograms_and_their_words_labels(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: (folder / "captions.jsonl").write_text(""), "captions.jsonl: holds no line"),
-        (lambda folder: (folder / "captions.jsonl").write_text("{}"), "captions.jsonl: line 1 is no sample"),
+        (lambda folder: (folder / "captions.jsonl").write_text(""), "captions.jsonl: has no line"),
+        (lambda folder: (folder / "captions.jsonl").write_text("{}"), "captions.jsonl: line 1 is not a sample"),
         (
             lambda folder: _listed(folder, "captions.jsonl", [{"text": "<image>", "image": "x\0.png"}]),
-            r"captions.jsonl: names 'x\x00.png', which no file is named: correct it",
+            r"captions.jsonl: refers to 'x\x00.png', which does not exist: fix the listing",
         ),
         (
             lambda folder: _listed(folder, "captions.jsonl", [{"text": "<image>", "image": "../x.png"}]),
-            "names ../x.png, which lies outside of its folder",
+            "refers to ../x.png, which is outside its folder",
         ),
         (
             lambda folder: _listed(folder, "captions.jsonl", [{"text": "<image>a<image>", "image": "cat.png"}]),
@@ -194,7 +246,7 @@ def test_recordings_become_spectrograms_and_their_words_labels(tmp_path: Path) -
             lambda folder: _listed(folder, "captions.jsonl", [{"text": "<image>"}]),
             "line 1 has 1 places for its 0 images",
         ),
-        (lambda folder: (folder / "cat.png").unlink(), "cat.png: is no whole JPEG or PNG"),
+        (lambda folder: (folder / "cat.png").unlink(), "cat.png: is not a valid JPEG or PNG"),
         (lambda folder: _listed(folder, "captions.jsonl", [{"text": "a", "audio": "x"}]), "line 1 names audio"),
     ],
 )
@@ -210,15 +262,15 @@ def test_captions_that_are_none_are_one_line_and_leave_nothing(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: _record(folder / "1.wav", 1.5), "1.wav: is 1.5 s long, over 1 s"),
+        (lambda folder: _record(folder / "1.wav", 1.5), "1.wav: is 1.5 s long, which exceeds 1 s"),
         (lambda folder: _record(folder / "1.wav", 0.5, rate=8000), "has 16 bits a sample and 8000 samples/s"),
         (lambda folder: _record(folder / "1.wav", 0.5, width=1), "has 8 bits a sample and 16000 samples/s"),
-        (lambda folder: (folder / "1.wav").write_bytes(b"RIFF"), "1.wav: is no whole WAV file"),
+        (lambda folder: (folder / "1.wav").write_bytes(b"RIFF"), "1.wav: is not a valid WAV file"),
         (
             lambda folder: (folder / "1.wav").write_bytes((folder / "1.wav").read_bytes()[:99]),
             "ends before its samples",
         ),
-        (lambda folder: _listed(folder, "transcripts.jsonl", [{"text": "a"}]), "line 1 names no recording"),
+        (lambda folder: _listed(folder, "transcripts.jsonl", [{"text": "a"}]), "line 1 has no recording"),
     ],
 )
 def test_recordings_that_are_none_are_one_line_and_leave_nothing(
@@ -235,7 +287,7 @@ def test_recordings_that_are_none_are_one_line_and_leave_nothing(
     [
         ("captions", (), "--image-size: is missing"),
         ("speech", (), "--mel-bins: is missing"),
-        ("text", ("--mel-bins", "80"), "--mel-bins: a text has none"),
+        ("text", ("--mel-bins", "80"), "--mel-bins: applies only to speech"),
         ("captions", ("--image-size", "4", "--tokenizer", "none"), "tokenizer.json"),
     ],
 )
@@ -254,11 +306,11 @@ def test_options_that_are_missing_are_named(
         ("tokens.npy", np.zeros(35, np.int64), r"is int64 \[35\]: write int32"),
         ("tokens.npy", np.full(35, 300, np.int32), "has tokens from 300 to 300, the model's are below 300"),
         ("tokens.npy", np.full(35, 299, np.int32), "sample 0 has 0 places for 1 images"),
-        ("samples.npy", np.array([[0, 99, 0]]), "sample 0 lies outside of the other files"),
-        ("samples.npy", np.array([[0, 2**62, 2]]), "sample 0 lies outside of the other files"),
+        ("samples.npy", np.array([[0, 99, 0]]), "sample 0 points outside the other files"),
+        ("samples.npy", np.array([[0, 2**62, 2]]), "sample 0 points outside the other files"),
         ("samples.npy", np.array([[0, 6, -1]]), "sample 0 has 1 places for 0 images"),
         ("samples.npy", np.zeros((0, 3), np.int64), "write int64"),
-        ("samples.npy", np.array([[25, 1, -1]]), "sample 0 has less than two tokens"),
+        ("samples.npy", np.array([[25, 1, -1]]), "sample 0 has fewer than two tokens"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(name: str, array: np.ndarray, message: str, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from command_calls import call
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from shardwright_formats.io import BadInput, sha256_of_file
+from shardwright.io import BadInput, sha256_of_file
 from shardwright_train.cli import APP
 from shardwright_train.data.prepare import prepare
 from shardwright_train.data.sampling import open_samples
-from shardwright_train.data.tokenizing import END_OF_TEXT
+from shardwright_train.data.tokenizer import END_OF_TEXT
 from shardwright_train.data.tokens import DataFolder, read_tokens
 
 TEXTS = {
@@ -149,11 +149,11 @@ def test_the_standard_library_is_taken_without_its_tests(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text_argument", "glob", "vocab_size", "fault"),
     [
-        ("nowhere", "*.txt", 300, "nowhere: is no file and no folder"),
+        ("nowhere", "*.txt", 300, "nowhere: is neither a file nor a folder"),
         (".", "*.rst", 300, "no text in files '*.rst'"),
         (".", "/abs/*", 300, "--glob '/abs/*' cannot be matched"),
         (".", "", 300, "no text in files ''"),
-        (".", "*.txt", 256, "--vocab-size: 256 is too small"),
+        (".", "*.txt", 256, "--vocab-size: 256 is fewer than bytes need"),
     ],
 )
 def test_text_that_cannot_be_prepared_is_refused_and_nothing_is_written(
@@ -196,7 +196,8 @@ def test_a_models_own_tokenizer_is_taken_as_it_is(text: Path, tmp_path: Path) ->
     tokenizer.enable_padding(length=8)
     tokenizer.post_processor = TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 300)])
     tokenizer.save(str(model / "tokenizer.json"))
-    (model / "tokenizer_config.json").write_text('{"eos_token": "</s>", "sep_token": {"content": "[SEP]"}}')
+    separator = '{"__type": "AddedToken", "content": "[SEP]"}'
+    (model / "tokenizer_config.json").write_text(f'{{"eos_token": "</s>", "sep_token": {separator}}}')
     prepare(str(text), "*.txt", None, 1.0, tmp_path / "out", model)
     assert DataFolder(tmp_path / "out").read_description().vocab_size == 301
     plain = _documents(tmp_path / "trained")
@@ -207,7 +208,7 @@ def test_a_models_own_tokenizer_is_taken_as_it_is(text: Path, tmp_path: Path) ->
     ("files", "words"),
     [
         ({}, "tokenizer.json"),
-        ({"tokenizer.json": "{}"}, "tokenizer.json: is no tokenizer"),
+        ({"tokenizer.json": "{}"}, "tokenizer.json: is not a tokenizer"),
         ({"tokenizer.json": "\\x80"}, "tokenizer.json: not valid JSON"),
         ({"tokenizer_config.json": "{}"}, "tokenizer_config.json: has no eos_token or sep_token"),
         ({"tokenizer_config.json": '{"eos_token": "nowhere"}'}, "tokenizer_config.json: has no eos_token"),

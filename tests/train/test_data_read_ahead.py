@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from shardwright_formats.io import BadInput
+from shardwright.io import BadInput
 from shardwright_train.data.share import read_ahead
 
 

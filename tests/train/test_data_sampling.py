@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import write_tokens
 
-from shardwright_formats.io import BadInput, write_document
+from shardwright.io import BadInput, write_document
 from shardwright_train.data.sampling import Samples, open_samples
 from shardwright_train.data.split import Fractions, Split, SplitPart
 from shardwright_train.data.tokens import DataFolder, PreparedData
@@ -135,14 +135,14 @@ def test_a_token_outside_the_vocabulary_is_refused_when_it_is_met(tmp_path: Path
 def test_data_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:
     _written(tmp_path, TOKENS[:6])
     assert open_samples(tmp_path, 5, seed=0).per_epoch == 1
-    with pytest.raises(BadInput, match=r"6 tokens are less than one sample of 6 \+ 1"):
+    with pytest.raises(BadInput, match=r"6 tokens are fewer than one sample of 6 \+ 1"):
         open_samples(tmp_path, 6, seed=0)
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     description = DataFolder(_written(tmp_path)).description
     description.write_text(json.dumps(json.loads(description.read_text()) | {"tokens": 42}))
-    with pytest.raises(BadInput, match=r"has 43 tokens, data\.json says 42"):
+    with pytest.raises(BadInput, match=r"has 43 tokens, data\.json reports 42"):
         open_samples(tmp_path, LENGTH, seed=0)
     description.unlink()
     with pytest.raises(BadInput, match=r"data\.json: No such file"):

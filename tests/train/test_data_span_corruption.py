@@ -9,13 +9,13 @@ from test_data_sampling import _written
 from tiny_models import tiny
 from tokenizers import Tokenizer, models
 
-from shardwright_formats.io import BadInput
+from shardwright.io import BadInput
 from shardwright_train.data.encoder_decoder import Prefix, SpanCorruption, lengths_filling
 from shardwright_train.data.objectives import RANDOM, TextBatches
 from shardwright_train.data.share import BatchShare
 from shardwright_train.data.split import Boundaries
 from shardwright_train.data.tokens import DataFolder
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 from shardwright_train.parallel.vocab import IGNORED
 
 VOCABULARY, LENGTH, FIRST, END = 2100, 64, 5, 1
@@ -121,7 +121,7 @@ def test_a_run_of_t5_takes_spans_unless_it_asks_for_a_prefix_and_others_take_nei
     assert prefix == t5.learns(model)
     _data(tmp_path)
     assert spans.open(tmp_path, 0).sha256 != prefix.open(tmp_path, 0).sha256
-    with pytest.raises(BadInput, match="--objective prefix: a llama model is not trained so"):
+    with pytest.raises(BadInput, match="--objective prefix: a llama model does not support it"):
         family_named("llama", "test").trained_on(tiny("llama"), "prefix")
     with pytest.raises(BadInput, match="no eos_token_id"):
         t5.trained_on(tiny("t5", eos_token_id=None), None)

@@ -1,9 +1,9 @@
 """Token files, against bytes written out by hand from Megatron-LM's indexed_dataset.py."""
 
 import struct
-import time
 import tracemalloc
 from collections.abc import Callable
+from cProfile import Profile
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import write_tokens
 
-from shardwright_formats.io import BadInput
+from shardwright.io import BadInput
 from shardwright_train.data.tokens import open_index, read_tokens, token_dtype, write_index
 
 # Two documents: tokens 7, 300, 0 and tokens 65535, 1.
@@ -95,16 +95,16 @@ INDICES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "future version": (_patched(9, b"\x02"), "version 2"),
     "floats": (_patched(17, b"\x07"), "dtype code 7"),
     "no such dtype": (_patched(17, b"\x63"), "dtype code 99"),
-    "cut at the end": (lambda index: index[:-1], "has 81 bytes, 82 were announced"),
-    "more than announced": (lambda index: index + b"\x00", "has 83 bytes, 82 were announced"),
-    "giant number of sequences": (_patched(18, b"\xff" * 8), "were announced"),
+    "cut at the end": (lambda index: index[:-1], "has 81 bytes, but its header announces 82"),
+    "more than announced": (lambda index: index + b"\x00", "has 83 bytes, but its header announces 82"),
+    "giant number of sequences": (_patched(18, b"\xff" * 8), "but its header announces"),
     "negative length": (_patched(34, struct.pack("<i", -3)), "do not follow one another"),
     "lengths that do not add up": (_patched(34, struct.pack("<i", 4)), "do not follow one another"),
     "pointer elsewhere": (_patched(50, struct.pack("<q", 4)), "do not follow one another"),
     "documents that start late": (_patched(58, struct.pack("<q", 1)), "do not cover the sequences"),
     "documents out of order": (_patched(66, struct.pack("<q", 5)), "do not cover the sequences"),
     "documents beyond the end": (_patched(74, struct.pack("<q", 3)), "do not cover the sequences"),
-    "last sequence too long": (_patched(38, struct.pack("<i", 3)), "has 10 bytes, t.idx announces 12"),
+    "last sequence too long": (_patched(38, struct.pack("<i", 3)), "has 10 bytes, but t.idx announces 12"),
     "wider tokens": (lambda index: _patched(50, struct.pack("<q", 12))(_patched(17, b"\x04")(index)), "announces 20"),
 }
 
@@ -123,7 +123,7 @@ def test_a_damaged_index_is_refused_in_one_line(case: str, tmp_path: Path) -> No
 def test_a_truncated_or_missing_bin_is_refused(tmp_path: Path) -> None:
     bin_path, index_path = _golden(tmp_path)
     bin_path.write_bytes(GOLDEN_BIN[:-1])
-    with pytest.raises(BadInput, match=r"t\.bin: has 9 bytes, t\.idx announces 10"):
+    with pytest.raises(BadInput, match=r"t\.bin: has 9 bytes, but t\.idx announces 10"):
         read_tokens(bin_path, index_path)
     bin_path.unlink()
     with pytest.raises(BadInput, match=r"t\.bin: No such file"):
@@ -156,7 +156,7 @@ def test_the_older_index_is_read(tmp_path: Path) -> None:
     ("change", "fault"),
     [
         (lambda index: index[:30], "ends inside its header"),
-        (lambda index: index[:-8], "were announced"),
+        (lambda index: index[:-8], "but its header announces"),
         (_patched(24, b"\x04"), "2 dims of 4 bytes for 2 sequences of uint16 tokens"),
         (_patched(88, b"\x02"), "do not follow one another"),
     ],
@@ -179,17 +179,16 @@ def test_documents_of_several_sequences_are_found_by_their_tokens(tmp_path: Path
     assert [index.first_document_from(token) for token in (0, 1, 2, 3, 9, 10, 11)] == [0, 1, 1, 3, 3, 4, 4]
 
 
-def test_ten_million_documents_open_in_a_second_and_stay_in_their_file(tmp_path: Path) -> None:
+def test_ten_million_documents_open_without_a_step_for_each_and_stay_in_their_file(tmp_path: Path) -> None:
     lengths = np.arange(10_000_000, dtype=np.int32) % 7
     write_index(tmp_path / "t.idx", lengths, np.dtype("<u2"))
     tracemalloc.start()
-    began = time.process_time()
-    index = open_index(tmp_path / "t.idx")
-    took = time.process_time() - began
+    with Profile() as calls:
+        index = open_index(tmp_path / "t.idx")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (index.num_documents, index.total) == (len(lengths), int(lengths.sum()))
     assert index.first_document_from(index.total // 2) in range(4_990_000, 5_010_000)
-    assert took < 1.0
+    assert sum(each.callcount for each in calls.getstats()) < len(lengths) / 100
     assert peak < 16 << 20
     assert all(isinstance(array.base, np.memmap) for array in (index.lengths, index.starts, index.documents))

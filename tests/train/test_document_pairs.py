@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io import write_document
-from shardwright_formats.semantics.zigzag import zigzag
+from shardwright.io import write_document
+from shardwright.plan.zigzag import zigzag
 from shardwright_train.cli import APP
 from shardwright_train.data.document_pairs import imbalance, of_ranks, visible_pairs
-from shardwright_train.parallel.context_shares import visible
+from shardwright_train.parallel.context import visible
 
 LENGTH = 64
 
@@ -83,5 +83,5 @@ def test_check_says_how_unequal_documents_of_a_corpus_leave_ranks(tmp_path):
     assert 5 < share < 100
     assert 1 < unequal < 2
     assert call(APP, *asked).stderr.startswith(
-        "error: --data: documents meet in a sample without --reset-attention-mask"
+        "error: --data: a sample's documents see one another without --reset-attention-mask"
     )

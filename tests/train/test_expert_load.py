@@ -12,9 +12,9 @@ from random_plans import random_plan
 from shared_experts import with_shared_experts
 from tiny_models import tiny
 
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import ExpertLoad
-from shardwright_train.training.expert_load import LOAD, LoadLog, expert_imbalance
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.types import ExpertLoad
+from shardwright_train.training.metrics import LOAD, LoadLog, expert_imbalance
 
 MODEL = tiny("mixtral", num_local_experts=4, num_hidden_layers=2)
 FIRST, SECOND = (4.0, 2.0, 0.0, 2.0), (1.0, 1.0, 1.0, 1.0)

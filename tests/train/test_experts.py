@@ -15,12 +15,12 @@ from tiny_models import tiny
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import DataParallel, Recompute, SequenceParallel, Strategy
+from shardwright.plan.axes import axes_of
+from shardwright.types import DataParallel, Recompute, SequenceParallel, Strategy
+from shardwright_train.models.base import family_named
 from shardwright_train.models.experts import balance
-from shardwright_train.models.registry import family_named
 from shardwright_train.parallel import experts
-from shardwright_train.parallel.checkpointing import Recomputation, recomputed
+from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.torch_private import FakeTensorMode
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
@@ -137,7 +137,7 @@ def test_recomputed_experts_have_the_gradients_of_kept_ones(stock: Any, kind: st
     part, hidden = part_of(stock, recomputation), states().to(torch.bfloat16 if grouped else torch.float64)
     with patch.object(experts, "_has_grouped_products", lambda *_: grouped):
         kept = ran(part, hidden)
-        run = partial(recomputed if kind == "full" else recomputation.selective, part.forward)
+        run = partial(recomputation.full if kind == "full" else recomputation.selective, part.forward)
         same(ran(part, hidden, run), kept, 0.0)
     if grouped:
         same(ran(part, hidden), kept, 0.05)
@@ -166,7 +166,7 @@ def test_matrices_of_experts_without_rows_have_gradients_of_0_on_gpus_that_write
         patch.object(cuda, "get_device_capability", lambda _: (10, 3)),
         patch.object(experts, "grouped_mm", unwritten),
     ):
-        experts.expert_products(rows, weights, counts).backward(torch.ones(6, 8, dtype=torch.bfloat16))
+        experts.expert_products(rows, weights, experts.Counts(counts)).backward(torch.ones(6, 8, dtype=torch.bfloat16))
     assert weights.grad is not None and weights.grad[:, 0, 0].tolist() == [4, 0, 2]
 
 

@@ -21,9 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwright_formats.semantics.layout import parameter_box
-from shardwright_formats.types import DataParallel, Plan, Recompute, SequenceParallel
+from shardwright.plan.layout import parameter_box
+from shardwright.types import DataParallel, Plan, Recompute, SequenceParallel
 from shardwright_train.models import initial_weights
+from shardwright_train.models.base import family_named
 from shardwright_train.models.initial_weights import (
     Constant,
     Distribution,
@@ -33,7 +34,6 @@ from shardwright_train.models.initial_weights import (
     Uniform,
     fill,
 )
-from shardwright_train.models.registry import family_named
 from shardwright_train.models.stock import stock_fillings
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups

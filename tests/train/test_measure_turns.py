@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR
+from shardwright.plan.differences import MAX_RELATIVE_ERROR
 from shardwright_train.measurement.timing import MAX_AGAIN, Limits, StepTiming, largest_error, measure_in_turns
 
 FORWARD_S = 0.04

@@ -10,10 +10,10 @@ from estimated_memory import FLOAT32
 from priced_experts import MODEL, plan_of
 from tiny_models import tiny
 
-from shardwright_estimate.layers import Machine, estimate_experts
-from shardwright_estimate.messages import Link
-from shardwright_formats.key import ExpertKey
-from shardwright_formats.types import ExpertProbe, Recompute
+from shardwright.estimate.layers import Machine, estimate_experts
+from shardwright.estimate.messages import Link
+from shardwright.key import ExpertKey
+from shardwright.types import ExpertProbe, Recompute
 from shardwright_train.measurement.experts import measure_experts
 
 NONE, FULL, SELECTIVE = Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE

@@ -8,8 +8,8 @@ import pytest
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.display.time_left import TimeLeft
-from shardwright_formats.types import StepMetrics
+from shardwright.display.time_left import TimeLeft
+from shardwright.types import StepMetrics
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World
 from shardwright_train.training.metrics import METRICS, Metrics
@@ -60,7 +60,7 @@ def test_lines_that_are_none_are_dropped_and_said(
     metrics.file.write_bytes(line(1) + garbage + line(2) + line(3) + line(4)[:-20])
     metrics.keep_until(2, None)
     assert metrics.file.read_bytes() == line(1) + line(2)
-    assert "are no metrics of a step: dropped" in capsys.readouterr().err
+    assert "are not metrics of a step: dropped" in capsys.readouterr().err
 
 
 def test_a_last_line_that_was_cut_off_is_dropped_without_a_word(

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tiny_models import CONFIGS, named_parameters, stock_model, tiny
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Model
+from shardwright.io import BadInput
+from shardwright.types import Model
 from shardwright_train.engine.learning_rate import LearningRateFactor, ParameterGroup, check_patterns, group_of
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 
 FACTORS = (LearningRateFactor("model.layers.1.*", 0.5), LearningRateFactor("*.weight", 2.0))
 
@@ -32,7 +32,7 @@ def test_an_equals_sign_may_be_in_a_pattern() -> None:
 
 @pytest.mark.parametrize("text", ["*.weight", "=1", "*.weight=", "*=-1", "*=nan", "*=inf", "*=two"])
 def test_what_is_no_factor_is_refused(text: str) -> None:
-    with pytest.raises(BadInput, match="is no PATTERN=FACTOR"):
+    with pytest.raises(BadInput, match="is not a PATTERN=FACTOR"):
         LearningRateFactor.parse(text)
 
 
@@ -53,7 +53,7 @@ def test_parameters_are_named_as_in_the_stock_model(model: Model) -> None:
 def test_a_pattern_of_no_parameter_is_refused_before_anything_starts(tmp_path: Path) -> None:
     from random_plans import random_plan
 
-    from shardwright_formats.io import write_document
+    from shardwright.io import write_document
     from shardwright_train.commands.ranks import start_run
     from shardwright_train.options import RunOptions
 
@@ -69,3 +69,23 @@ def test_a_pattern_of_no_parameter_is_refused_before_anything_starts(tmp_path: P
     with pytest.raises(BadInput, match="matches none of the model's"):
         start_run(job)
     assert not (tmp_path / "out").exists() and not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("out", ["", "../checkpoints/RUN/", "inside"])
+def test_a_run_is_not_written_among_its_checkpoints(out: str, tmp_path: Path) -> None:
+    """It would train to its end, and fail there."""
+    from random_plans import random_plan
+
+    from shardwright.io import write_document
+    from shardwright_train.checkpoints.folders import folder_of_run
+    from shardwright_train.commands.ranks import start_run
+    from shardwright_train.options import RunOptions
+
+    plan, checkpoints = random_plan(tiny("llama"), 1, 2), tmp_path / "checkpoints"
+    write_document(tmp_path / "plan.json", plan)
+    run = folder_of_run(checkpoints, plan)
+    folder = checkpoints / out.replace("RUN", run.name) if "RUN" in out else run / out
+    job = RunOptions(plan=tmp_path / "plan.json", data=Path("random"), steps=1, out=folder, checkpoints=checkpoints)
+    with pytest.raises(BadInput, match="is the folder of this run's checkpoints"):
+        start_run(job)
+    assert not checkpoints.exists()

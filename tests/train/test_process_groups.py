@@ -17,17 +17,17 @@ from forked_ranks import run_worker
 from random_plans import bare_plan, random_plan, uneven_plan
 from tiny_models import tiny
 
-from shardwright_formats.io import write_document
-from shardwright_formats.semantics.group_names import described_ranks
-from shardwright_formats.semantics.process_groups import (
+from shardwright.io import write_document
+from shardwright.launch.heartbeat import RankFiles
+from shardwright.plan.group_names import described_ranks
+from shardwright.plan.process_groups import (
     EDGE_CHANNELS,
     PlannedGroup,
     Purpose,
     communicators,
     process_groups,
 )
-from shardwright_formats.types import Plan, Plans
-from shardwright_launch.heartbeat import RankFiles
+from shardwright.types import Plan, Plans
 from shardwright_train.parallel import world as world_module
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import joined_world

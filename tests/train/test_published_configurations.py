@@ -12,9 +12,9 @@ from published_encoders import ENCODERS, REFUSED_ENCODERS
 from published_latents import LATENTS, REFUSED_LATENTS
 from published_windowed import REFUSED_WINDOWED, WINDOWED
 
-from shardwright_formats.io import read_document
-from shardwright_formats.types import Model
-from shardwright_models.registry import FAMILIES
+from shardwright.io import read_document
+from shardwright.models.registry import FAMILIES
+from shardwright.types import Model
 from shardwright_train.cli import APP
 
 Config = dict[str, Any]
@@ -224,19 +224,20 @@ def test_a_published_configuration_is_described_as_it_is(tmp_path: Path, name: s
     assert read_document(tmp_path / "model.json", Model) == model
 
 
+LENGTH = "must be a whole number from 1"
 SCALED = {"original_max_position_embeddings": 4096, "factor": 2.0}
 REFUSED: list[tuple[Config, int, str]] = [
-    (PUBLISHED["Mistral-7B-v0.1"][0] | {"sliding_window": 0}, 8192, "sliding_window 0 is no length"),
+    (PUBLISHED["Mistral-7B-v0.1"][0] | {"sliding_window": 0}, 8192, f"sliding_window {LENGTH}"),
     (
         PUBLISHED["Qwen2-7B"][0] | {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 4},
         4096,
-        "sliding_window 0 is no length",
+        f"sliding_window {LENGTH}",
     ),
     (PUBLISHED["Qwen2-7B"][0] | {"use_mrope": True}, 4096, "use_mrope true cannot be trained: positions count tokens"),
     (
         PUBLISHED["Qwen3-0.6B"][0] | {"layer_types": ["full_attention"] * 27 + ["linear_attention"]},
         4096,
-        "layer_types 'linear_attention' is none of sliding_attention, full_attention",
+        "layer_types 'linear_attention' is not one of sliding_attention, full_attention",
     ),
     (PUBLISHED["Llama-3-8B"][0] | {"rope_scaling": {"type": "su"} | SCALED}, 4096, "rope_type 'su' cannot be trained"),
     (
@@ -271,18 +272,34 @@ REFUSED: list[tuple[Config, int, str]] = [
         197,
         'problem_type "multi_label_classification" cannot be trained',
     ),
-    (PUBLISHED["gpt2"][0] | {"vocab_size": 10**12}, 1024, "vocab_size 1000000000000 is over 2147483647"),
+    (
+        PUBLISHED["gpt2"][0] | {"vocab_size": 10**12},
+        1024,
+        f"vocab_size {LENGTH}",
+    ),
     (PUBLISHED["gpt2"][0] | {"n_layer": 10**9}, 1024, "n_layer must be 4096 or less"),
-    (PUBLISHED["gpt2"][0] | {"n_layer": 0}, 1024, "n_layer must be 1 or more"),
-    (PUBLISHED["gpt2"][0] | {"n_embd": 2**30 * 12, "n_head": 12}, 1024, "n_embd 12884901888 is over 2147483647"),
-    (PUBLISHED["gpt2"][0] | {"n_embd": "wide"}, 1024, "Field 'n_embd' expected int, got str"),
+    (PUBLISHED["gpt2"][0] | {"n_layer": 0}, 1024, f"n_layer {LENGTH}"),
+    (
+        PUBLISHED["gpt2"][0] | {"n_embd": 2**30 * 12, "n_head": 12},
+        1024,
+        f"n_embd {LENGTH}",
+    ),
+    (PUBLISHED["gpt2"][0] | {"n_embd": "wide"}, 1024, f"n_embd {LENGTH}"),
     (
         PUBLISHED["Llama-2-7b"][0] | {"num_attention_heads": 30},
         1024,
         "4096) is not a multiple of the number of attention heads (30)",
     ),
-    (PUBLISHED["Llama-2-7b"][0] | {"num_attention_heads": 0}, 1024, "ZeroDivisionError"),
-    (PUBLISHED["Llama-2-7b"][0] | {"hidden_size": -4096}, 1024, "negative dimension -4096"),
+    (
+        PUBLISHED["Llama-2-7b"][0] | {"num_attention_heads": 0},
+        1024,
+        f"num_attention_heads {LENGTH}",
+    ),
+    (
+        PUBLISHED["Llama-2-7b"][0] | {"hidden_size": -4096},
+        1024,
+        f"hidden_size {LENGTH}",
+    ),
     (PUBLISHED["Llama-2-7b"][0] | {"hidden_act": "sillu"}, 1024, "sillu"),
     *REFUSED_AUDIO,
     *REFUSED_DECODERS,

@@ -13,14 +13,14 @@ from random_plans import random_plan
 from run_parity import TOLERANCE
 from tiny_models import SEQUENCE_LENGTH
 
-from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.types import Model, Plan
-from shardwright_models.description import model_of_config
-from shardwright_models.registry import FAMILIES
+from shardwright.io import BadInput, read_document
+from shardwright.models.description import model_of_config
+from shardwright.models.registry import FAMILIES
+from shardwright.types import Model, Plan
 from shardwright_search.cli import APP
-from shardwright_train.models.describe import describe_folder
+from shardwright_train.commands.documents import describe_folder
+from shardwright_train.models.base import family_named
 from shardwright_train.models.description import describe
-from shardwright_train.models.registry import family_named
 
 FOLDER = Path(__file__).parents[2] / "../shared/reference/hub-configs"
 FILES = {file.stem: file for file in sorted(FOLDER.glob("*.json"))}

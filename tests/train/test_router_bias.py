@@ -4,12 +4,12 @@ import msgspec
 import torch
 from tiny_models import tiny
 
-from shardwright_formats.semantics.expert_load import expert_slices
-from shardwright_formats.semantics.layout import parameter_box
-from shardwright_formats.types import DataParallel, Strategy
-from shardwright_models.families.deepseek import CORRECTION
-from shardwright_models.frozen import FrozenPart, freeze
-from shardwright_train.parallel.router_bias import RouterBias, RouterBiases, corrected_bias
+from shardwright.models.families.deepseek import CORRECTION
+from shardwright.models.frozen import FrozenPart, freeze
+from shardwright.plan.expert_load import expert_slices
+from shardwright.plan.layout import parameter_box
+from shardwright.types import DataParallel, Strategy
+from shardwright_train.parallel.experts import RouterBias, RouterBiases, corrected_bias
 
 COUNTS = torch.tensor([4, 2, 3, 3, 0, 1, 0, 3], dtype=torch.float64)
 """Of two layers of four experts: means of 3 and of 1."""

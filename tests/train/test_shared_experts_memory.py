@@ -7,11 +7,11 @@ from estimated_memory import FLOAT32, MIXED, estimated_profiles, held_bytes
 from priced_experts import MODEL, plan_of
 from rest_long import rest_long
 
-from shardwright_formats.types import DataParallel, ExpertLoad, LayerLoad, Precision, Recompute, SequenceParallel
+from shardwright.types import DataParallel, ExpertLoad, LayerLoad, Precision, Recompute, SequenceParallel
 from shardwright_search.cost_model.expert_load import LoadFile
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_train.dry_run.simulated_step import simulate_step
-from shardwright_train.models.registry import family_named
+from shardwright_train.dry_run import simulate_step
+from shardwright_train.models.base import family_named
 from shardwright_train.parallel import experts
 
 DDP, ZERO2, ZERO3 = DataParallel
@@ -49,7 +49,9 @@ SHARES = (0.25, 0.25, *(1 / 12,) * 6)
 def test_memory_of_the_fullest_rank_is_predicted_within_three_percent(given, profiles, monkeypatch) -> None:
     """Half of all rows go to the first rank's two experts of eight."""
     sent = lambda rows: [rows // 2, *(rows // 6 + (i < rows // 2 % 3) for i in range(3))]  # noqa: E731
-    monkeypatch.setattr(experts, "_rows_of_ranks", lambda *given: (sent(given[3]), [given[3] // 2] * 4, [2 * given[3]]))
+    monkeypatch.setattr(
+        experts, "_rows_of_ranks", lambda *given: (sent(given[2]), [given[2] // 2] * 4, [2 * given[2]], [])
+    )
     plan, path = plan_of(*given), Path("load.json")
     step = simulate_step(plan, 0, family_named("mixtral", "test"), "sdpa")
     layers = tuple(LayerLoad(layer=number, shares=SHARES) for number in range(3))

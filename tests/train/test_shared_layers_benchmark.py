@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.types import Cluster
-from shardwright_models.context import plan_obstacle
-from shardwright_models.description import model_of_config
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.models.context import plan_obstacle
+from shardwright.models.description import model_of_config
+from shardwright.types import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOCK = ROOT / "benchmarks" / "shared_parts" / "cpu_clock"

@@ -6,7 +6,8 @@ import pytest
 from estimated_memory import CLUSTER, FLOAT32, MIXED, estimated_profiles, held_bytes
 from rest_long import rest_long
 
-from shardwright_formats.types import (
+from shardwright.models.description import model_of_config
+from shardwright.types import (
     Attention,
     ContextParallel,
     DataParallel,
@@ -19,10 +20,9 @@ from shardwright_formats.types import (
     SequenceParallel,
     Strategy,
 )
-from shardwright_models.description import model_of_config
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_train.dry_run.simulated_step import simulate_step
-from shardwright_train.models.registry import family_named
+from shardwright_train.dry_run import simulate_step
+from shardwright_train.models.base import family_named
 
 LENGTH = 512
 CONFIG = {

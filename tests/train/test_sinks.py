@@ -7,10 +7,10 @@ import torch
 from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 from torch import Tensor
 
-from shardwright_formats.types import Attention
-from shardwright_models.facts import FULL, SLIDING, Mask
+from shardwright.models.traits import FULL, SLIDING, Mask
+from shardwright.types import Attention
+from shardwright_train.models.base import family_named
 from shardwright_train.models.masks import Places, mask_for
-from shardwright_train.models.registry import family_named
 
 MODEL = tiny("gpt_oss", num_hidden_layers=2)
 FAMILY = family_named("gpt_oss", "test")
@@ -41,4 +41,5 @@ def test_every_kernel_has_the_sinks_of_the_stock_one(layer: int, kernel: str) ->
 
 
 def test_sinks_leave_out_the_kernel_that_has_none() -> None:
-    assert set(FAMILY.facts.kernels) == {Attention.SDPA, Attention.SDPA_MATH, Attention.EAGER}
+    assert Attention.FLASH_ATTENTION_2 not in FAMILY.facts.kernels
+    assert {Attention.SDPA, Attention.SDPA_MATH, Attention.EAGER} <= set(FAMILY.facts.kernels)

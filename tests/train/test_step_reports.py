@@ -11,13 +11,12 @@ from forked_command import Fault, forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io import write_document
+from shardwright.io import write_document
 from shardwright_train.data.prepare import prepare
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World
-from shardwright_train.training.expert_load import LoadLog
 from shardwright_train.training.loggers import Loggers
-from shardwright_train.training.metrics import METRICS, Metrics, StepReports
+from shardwright_train.training.metrics import METRICS, LoadLog, Metrics, StepReports
 
 OUTCOME = StepOutcome(1.0, 1.0, 1e-3, False, False, (1,))
 

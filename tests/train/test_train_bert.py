@@ -11,13 +11,13 @@ from command_calls import call
 from tiny_models import CONFIGS, SEQUENCE_LENGTH, tiny
 from torch import Tensor
 
-from shardwright_formats.io import BadInput, RunFailed
+from shardwright.io import BadInput, RunFailed
 from shardwright_train.cli import APP
 from shardwright_train.data.objectives import Masked, TextBatches
 from shardwright_train.data.sampling import Samples
 from shardwright_train.data.share import Batch, BatchShare
+from shardwright_train.models.base import family_named
 from shardwright_train.models.masks import padding_mask
-from shardwright_train.models.registry import family_named
 from shardwright_train.parallel.vocab import IGNORED
 
 LENGTH = 200
@@ -33,7 +33,7 @@ def opened(tmp_path: Path) -> Callable[[np.ndarray], TextBatches]:
     """The tiny BERT's batches of a text."""
     objective = family_named("bert", "test").learns(tiny("bert"))
     assert isinstance(objective, Masked)
-    known = {"seed": 0, "sha256": "", "index": None, "tokenizer_sha256": ""}
+    known = {"seed": 0, "sha256": "", "index": None, "tokenizer_sha256": "", "tokens_before": None}
     return lambda text: TextBatches(Samples(tmp_path, text, 61, SEQUENCE_LENGTH, **known), objective)
 
 
@@ -148,7 +148,7 @@ def test_a_published_configuration_without_a_mask_token_is_measured_but_trained_
     learns = family_named("bert", "test").learns(tiny("bert", mask_token_id=None))
     batch = learns.random_batch(4, torch.Generator().manual_seed(0))
     assert (batch["labels"] != IGNORED).any(1).all()
-    with pytest.raises(BadInput, match=r"mask_token_id is missing: add the number of a token that no text holds"):
+    with pytest.raises(BadInput, match=r"mask_token_id is missing: add the number of a token that no text contains"):
         learns.open(tmp_path, seed=0)
 
 

@@ -9,7 +9,7 @@ from random_plans import random_plan
 from run_resumes import TOLERANCE, resumed, saved
 from tiny_models import tiny
 
-from shardwright_formats.types import DataParallel, LayerStrategy, Plan, SequenceParallel, Strategy
+from shardwright.types import DataParallel, LayerStrategy, Plan, SequenceParallel, Strategy
 
 
 def plan_of(name: str, **sharding: object) -> Plan:

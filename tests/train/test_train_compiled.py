@@ -12,10 +12,10 @@ from test_train_saved_bytes import HIDDEN, RANKS, SAMPLES, plan_of
 from tiny_models import SEQUENCE_LENGTH, batch_of, engine_of, tiny
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import LayerStrategy, Plan, Recompute, SequenceParallel, Strategy
+from shardwright.io import BadInput
+from shardwright.types import LayerStrategy, Plan, Recompute, SequenceParallel, Strategy
 from shardwright_train.models.attention_kernels import check_kernels
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 from shardwright_train.parallel import checkpointing
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
@@ -89,5 +89,5 @@ def test_dropout_that_ranks_would_share_is_refused() -> None:
     model = tiny("gpt2", attn_pdrop=0.1)
     outer = Strategy(**split)
     plan = msgspec.structs.replace(plan, model=model, layers=layers, embedding=outer, head=outer, compile=True)
-    with pytest.raises(BadInput, match=r"compile: layers\[0\] splits heads over ranks that would drop the same"):
+    with pytest.raises(BadInput, match=r"compile: layers\[0\] splits heads over ranks, which would all drop the same"):
         check_kernels(plan, family_named("gpt2", "test"), torch.device("cpu"), "plan.json")

@@ -6,20 +6,24 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from context_plans import with_context
 from random_plans import on_devices, random_plan
-from tiny_models import tiny
+from tiny_models import batch_of, engine_of, tiny
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.zigzag import zigzag
-from shardwright_formats.types import Attention, LayerStrategy, Plan
-from shardwright_models.facts import Mask
+from shardwright.io import BadInput
+from shardwright.models.traits import Mask
+from shardwright.plan.zigzag import zigzag
+from shardwright.types import Attention, ContextParallel, LayerStrategy, Plan
 from shardwright_train.data.share import Batch
+from shardwright_train.models.base import family_named
 from shardwright_train.models.masks import Places, alibi_mask, document_mask, window_mask
-from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import check_supported
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.layer import RankContext
-from shardwright_train.pipeline.microbatches import on_device
+from shardwright_train.pipeline.runner import Step, on_device
+from shardwright_train.torch_private import FakeStore
 
 LENGTH = 16
 LEAST = torch.finfo(torch.float64).min
@@ -55,6 +59,21 @@ def test_what_cannot_attend_across_ranks_is_refused(plan: Plan, words: str) -> N
 def test_dropout_outside_attention_stays() -> None:
     check_supported(planned("gpt2", embd_pdrop=0.1, resid_pdrop=0.1), "plan.json")
     check_supported(with_context(random_plan(tiny("llama"), 3, 4), 3), "plan.json")
+
+
+def test_a_ring_attends_beside_the_kernel_that_auto_falls_back_to() -> None:
+    """On GPUs none of sdpa takes grouped heads in float32, and `auto` is eager; the ring's blocks are taken."""
+    plan = planned()
+    rings = tuple(msgspec.structs.replace(layer, context=ContextParallel.RING) for layer in plan.layers)
+    plan = msgspec.structs.replace(plan, layers=rings)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        world = World(0, 2, torch.device("cpu"), "fake", heartbeat=None)  # type: ignore[arg-type]
+        engine = engine_of(plan, world, Groups("cpu"), Attention.EAGER.value)
+        batch = batch_of(plan.model, plan.global_batch_size, 0)
+        engine.forward_backward(Step.of_batch(batch, engine.stage.context.share))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("rank", range(4))

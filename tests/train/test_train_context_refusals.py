@@ -4,14 +4,14 @@ import msgspec
 import pytest
 from context_plans import with_context, with_rings
 from msgspec import UNSET
-from random_plans import random_plan
+from random_plans import on_devices, precision_of, random_plan
 from tiny_models import CONFIGS, tiny
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Attention, ContextParallel, Plan, misfit
-from shardwright_models.context import plan_obstacle
-from shardwright_train.dry_run.simulated_step import simulate_step
-from shardwright_train.models.registry import family_named
+from shardwright.io import BadInput
+from shardwright.models.context import plan_obstacle
+from shardwright.types import Attention, ContextParallel, Plan, misfit
+from shardwright_train.dry_run import simulate_step
+from shardwright_train.models.base import family_named
 from shardwright_train.models.support import check_supported
 
 
@@ -28,7 +28,7 @@ def ring(family: str, attention: Attention = Attention.AUTO, **config: object) -
     [
         (ring("t5"), "context ring adds no bias to scores, as t5 models do"),
         (ring("bert"), "context ring adds no padding to scores, as bert models do"),
-        (ring("llama", Attention.EAGER), "context ring computes with the kernels of sdpa alone"),
+        (ring("llama", Attention.EAGER), "context ring computes only with the kernels of sdpa"),
         (ring("whisper"), "context ring attends to no other sequence than the queries'"),
     ],
 )
@@ -36,6 +36,19 @@ def test_a_model_that_needs_masks_is_refused(plan: Plan, problem: str) -> None:
     with pytest.raises(BadInput) as refused:
         check_supported(plan, "plan.json")
     assert str(refused.value) == f"plan.json: {problem}: use gather"
+
+
+@pytest.mark.parametrize("context", ContextParallel)
+def test_heads_that_a_gpus_kernels_do_not_take_are_refused_before_ranks_start(context: ContextParallel) -> None:
+    plan = ring("llama", hidden_size=72, num_attention_heads=6, num_key_value_heads=6)  # heads of 12 features
+    layers = tuple(msgspec.structs.replace(layer, context=context) for layer in plan.layers)
+    check_supported(msgspec.structs.replace(plan, layers=layers, precision=precision_of("bfloat16")), "plan.json")
+    on_gpu = on_devices(msgspec.structs.replace(plan, layers=layers), "NVIDIA H200", "NVIDIA H200")
+    check_supported(on_gpu, "plan.json")  # in float32
+    with pytest.raises(
+        BadInput, match=r"^plan\.json: cp_size above 1 attends in bfloat16 on a GPU with heads of a mul"
+    ):
+        check_supported(msgspec.structs.replace(on_gpu, precision=precision_of("bfloat16")), "plan.json")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "vit", "olmo2", "mixtral"])
@@ -52,7 +65,7 @@ def test_random_plans_have_rings_only_where_they_can_be() -> None:
 
 
 _QUICK = "bert", "t5", "gemma2", "olmo2", "gpt_oss", "llava"
-_SHAPES = "context ring knows no", "does not divide", "unequal heads"
+_SHAPES = "context ring does not support", "does not divide", "unequal heads"
 """Words of what the shapes and windows of a type of layer refuse."""
 
 

@@ -22,9 +22,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama as llama
 
-from shardwright_formats.io import write_document
-from shardwright_formats.types import DataParallel, LayerStrategy, Plan, Plans, Recompute, SequenceParallel, Strategy
-from shardwright_train.models.registry import family_named
+from shardwright.io import write_document
+from shardwright.types import DataParallel, LayerStrategy, Plan, Plans, Recompute, SequenceParallel, Strategy
+from shardwright_train.models.base import family_named
 from shardwright_train.parallel.fused import fuse, fusible
 
 EVERYTHING = ("rotary", "norm", "cross_entropy")

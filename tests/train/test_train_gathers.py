@@ -7,10 +7,10 @@ import pytest
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.types import DataParallel, LayerStrategy, Plan, Schedule, Strategy
-from shardwright_train.dry_run import simulated_step
+from shardwright.types import DataParallel, LayerStrategy, Plan, Schedule, Strategy
+from shardwright_train import dry_run
 from shardwright_train.engine.engine import Engine
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 from shardwright_train.pipeline.runner import MicrobatchChunk, Step, StepHook
 
 LAYERS = 6
@@ -37,7 +37,7 @@ def plan_of(schedule: Schedule, head: DataParallel = DataParallel.ZERO3) -> Plan
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The events of a simulated step, with the gathers among them, in the order in which a rank comes to them."""
     found: list[str] = []
-    dispatch, run = simulated_step._SentBytes.__torch_dispatch__, Engine.forward_backward
+    dispatch, run = dry_run._SentBytes.__torch_dispatch__, Engine.forward_backward
 
     def gathering(self: Any, func: Any, *arguments: Any) -> Any:
         if func._schema.name == "c10d::_allgather_base_":
@@ -51,14 +51,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run(self, step, both)
 
-    monkeypatch.setattr(simulated_step._SentBytes, "__torch_dispatch__", gathering)
+    monkeypatch.setattr(dry_run._SentBytes, "__torch_dispatch__", gathering)
     monkeypatch.setattr(Engine, "forward_backward", logged)
     return found
 
 
 def gathers_of_passes(plan: Plan, log: list[str]) -> list[tuple[str, int, int]]:
     """Of each pass its kind, the gathers that start while it waits for its input, and those that start in it."""
-    simulated_step.simulate_step(plan, 0, family_named("llama", "test"), "sdpa")
+    dry_run.simulate_step(plan, 0, family_named("llama", "test"), "sdpa")
     found = []
     for number, name in enumerate(log):
         kind, _, event = name.partition(".")

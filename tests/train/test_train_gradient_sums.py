@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright_formats.semantics import buckets
-from shardwright_formats.semantics.buckets import copied_bucket_bytes, gradient_buckets
+from shardwright.plan import buckets
+from shardwright.plan.buckets import copied_bucket_bytes, gradient_buckets
 from shardwright_train.parallel.data import GradientAllReduce
 
 Sent = list[Tensor]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from random_plans import random_plan
+from random_plans import cluster_of, precision_of, random_plan
 from rest_long import rest_long
 from test_train_traffic import first_kinds, kinds_of_strategy
 from tiny_models import batch_of, tiny
@@ -23,9 +23,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwright_formats.types import Plan
+from shardwright.types import (
+    ExpertStrategy,
+    LayerStrategy,
+    PipelineStage,
+    Plan,
+    Recompute,
+    Schedule,
+    Strategy,
+)
 from shardwright_train.engine.engine import build_engine
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
+from shardwright_train.parallel import experts
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.layer import RankContext
@@ -41,9 +50,10 @@ SIZED_BY_VALUES = ("nonzero", "masked_select", "unique", "unique_dim", "_unique2
 class _Copies(TorchDispatchMode):
     """Names what the host waits for: values, and sizes that depend on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.waits: list[str] = []
+        self._whole = whole
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,7 +73,8 @@ class _Copies(TorchDispatchMode):
             there = kwargs.get("device") or sources[0].device
             if sources[0].device == DEVICE != there:
                 self.waits.append("a copy to the host")
-                return torch.ones(sources[0].shape, dtype=kwargs.get("dtype") or sources[0].dtype)
+                value = 1.0 if sources[0].is_floating_point() else self._whole
+                return torch.full(sources[0].shape, value, dtype=kwargs.get("dtype") or sources[0].dtype)
             if sources[0].device != DEVICE == there and not kwargs.get("non_blocking"):
                 self.waits.append("a copy from the host")
         if name == "copy_" and args[0].device != args[1].device and not (len(args) > 2 and args[2]):
@@ -101,8 +112,8 @@ def a_device_without_data() -> Iterator[None]:
         yield
 
 
-def waits_of_a_step(plan: Plan, rank: int) -> list[str]:
-    """What the host waits for in a rank's step, and to write it down."""
+def waits_of_a_step(plan: Plan, rank: int, whole: float = 1.0) -> list[str]:
+    """What the host waits for in a rank's step, and to write it down; whole numbers of the device are all `whole`."""
     with ExitStack() as stack:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
         stack.callback(dist.destroy_process_group)
@@ -122,7 +133,7 @@ def waits_of_a_step(plan: Plan, rank: int) -> list[str]:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         world = World(rank, plan.world_size, DEVICE, "fake", heartbeat=None)  # type: ignore[arg-type]
         metrics = Metrics(folder / METRICS, plan, world, steps=1)
-        copies = stack.enter_context(_Copies())
+        copies = stack.enter_context(_Copies(whole))
         stack.enter_context(_Made(copies.waits))
         metrics.write(1, engine.train_step(step), step_time_s=1.0)
         assert metrics.file.is_file() == (rank == 0)
@@ -158,6 +169,47 @@ def test_the_host_waits_once_a_step_on_every_stage_of_each_family(family: str) -
     plan = longer(random_plan(tiny(family), 3, 4, "bfloat16", stages=2), 2)
     ends = plan.stages[0].ranks[0], plan.stages[-1].ranks[-1]
     assert [waits_of_a_step(plan, rank) for rank in ends] == [ONCE] * 2
+
+
+def sparse_plan(ranks: int, **layer: Any) -> Plan:
+    """Two microbatches in bf16 of a model with experts in all blocks, of which each recomputes something else."""
+    kinds = list(Recompute)
+    types = ["sliding_attention", "full_attention"]
+    model = tiny("gpt_oss", num_hidden_layers=len(kinds), layer_types=[types[i % 2] for i in range(len(kinds))])
+    layers = [
+        LayerStrategy(type=name, tp_size=1, dp_size=ranks, recompute=kind, **layer)
+        for name, kind in zip(model.layers, kinds, strict=True)
+    ]
+    ends = Strategy(tp_size=1, dp_size=ranks)
+    return Plan(
+        name="experts",
+        model=model,
+        cluster=cluster_of(ranks),
+        stages=(PipelineStage(ranks=tuple(range(ranks)), layers=((0, len(kinds)),)),),
+        embedding=ends,
+        head=ends,
+        layers=tuple(layers),
+        num_microbatches=2,
+        global_batch_size=2 * ranks,
+        schedule=Schedule.ONE_F_ONE_B,
+        precision=precision_of("bfloat16"),
+    )
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped products", "products one by one"])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_experts_make_the_host_wait_once_in_a_forward_pass_at_most(
+    ep_size: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For how many rows go where, or each expert has: never in a backward pass, whatever it computes again."""
+    monkeypatch.setattr(experts, "_has_grouped_products", lambda *_: grouped)
+    shared = {} if ep_size == 1 else {"experts": ExpertStrategy(ep_size=ep_size, etp_size=1)}
+    plan = sparse_plan(2, **shared)
+    of_model = plan.model.types[plan.model.layers[0]].experts
+    assert of_model
+    rows_of_each = plan.model.sequence_length * of_model.top_k / of_model.number
+    waits = len(waits_of_a_step(plan, 0, rows_of_each)) - len(ONCE)
+    assert waits == (0 if grouped and ep_size == 1 else len(plan.layers) * plan.num_microbatches)
 
 
 def test_a_value_that_a_step_looks_at_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ from forked_command import Command, forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Plan
-from shardwright_launch.journal import journal_path
-from shardwright_launch.lock import only_run
-from shardwright_launch.nodes import Nodes
+from shardwright.io import read_document, write_document
+from shardwright.launch.journal import journal_path
+from shardwright.launch.lock import only_run
+from shardwright.launch.nodes import Nodes
+from shardwright.types import Plan
 from shardwright_train.checkpoints.folders import RECORD, folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
 
@@ -43,6 +43,7 @@ def saved(work: Path, tmp_path: Path) -> Path:
 
 def _start(work: Path, out: Path, *options: str) -> Command:
     command = ["run", str(work / "plan.json"), "--data", str(work / "data"), "--learning-rate", "0.01"]
+    command += ["--learning-rate-schedule", "constant"]  # more steps follow
     return forked_command([*command, "--checkpoints", str(out / "kept"), "--out", str(out), "--steps", "2", *options])
 
 

@@ -1,6 +1,6 @@
 """Which attention kernel runs, and what is said where one cannot: no kernel of flash-attn runs here, without a GPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +17,23 @@ from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 from torch import Tensor
 from transformers.integrations import flash_attention
 
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import Attention, Measurement, Plan, Plans, Precision, SequenceParallel, Strategy
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.models.mtp import with_mtp
+from shardwright.types import (
+    Attention,
+    Measurement,
+    Plan,
+    Plans,
+    Precision,
+    SequenceParallel,
+    Strategy,
+)
 from shardwright_train.cli import APP
 from shardwright_train.models import attention_kernels as kernels
 from shardwright_train.models import support
-from shardwright_train.models.attention_kernels import check_kernels, settle_attention, use_kernels
+from shardwright_train.models.attention_kernels import check_kernels, settle_attention
+from shardwright_train.models.base import family_named
 from shardwright_train.models.masks import Places
-from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import check_installed, check_supported, without_devices
 from shardwright_train.parallel import sequence
 from shardwright_train.parallel.sequence import SHARED_ATTENTION, share_attention
@@ -58,23 +67,35 @@ def odd_vocabulary() -> Plan:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: planned(attention=FLASH, device="cpu"), "attention flash_attention_2 needs CUDA, the plan is for cpu"),
-        (lambda: planned(attention=FLASH, precision=Precision()), "in bfloat16 or float16, the plan in float32"),
-        (wide_heads, "heads of up to 256 features, the model of 528"),
-        (lambda: planned("deepseek_v2", attention=FLASH), "computes no value heads of other features than query heads"),
+        (
+            lambda: planned(attention=FLASH, device="cpu"),
+            "attention flash_attention_2 needs CUDA, but the plan is for cpu",
+        ),
+        (lambda: planned(attention=FLASH, precision=Precision()), "in bfloat16 or float16, but the plan in float32"),
+        (wide_heads, "heads of up to 256 features, but the model has 528"),
+        (
+            lambda: planned("deepseek_v2", attention=FLASH),
+            "does not support value heads of another width than query heads",
+        ),
         (lambda: planned(fused=EVERYTHING, device="cpu"), "fused rotary, norm, cross_entropy needs CUDA"),
         (
             lambda: planned(
                 fused=("norm",), precision=Precision(parameters="float64", compute="float64", reduce="float64")
             ),
-            "in float32 at most, the plan in float64",
+            "in at most float32, but the plan in float64",
         ),
-        (lambda: planned("t5", attention=FLASH), "not for t5 models: use one of: auto, sdpa, sdpa_math, eager"),
-        (lambda: planned("ministral3", attention=FLASH), "not for ministral3 models: use one of: auto, sdpa,"),
+        (
+            lambda: planned("t5", attention=FLASH),
+            "not supported for t5 models: use one of: auto, sdpa, sdpa_math, sdpa_efficient, eager",
+        ),
+        (
+            lambda: planned("ministral3", attention=FLASH),
+            "not supported for ministral3 models: use one of: auto, sdpa,",
+        ),
         (lambda: planned("gemma2", attention=SDPA), "for gemma2 models: use one of: auto, flash_attention_2, eager"),
         (odd_vocabulary, "the head's tp_size 2 does not divide 61 classes"),
         (lambda: planned(precision=Precision(compute="float16", reduce="float16")), "float32/float16/float16"),
-        (lambda: planned(precision=Precision(tf32=True), device="cpu"), "tf32 needs CUDA, the plan is for cpu"),
+        (lambda: planned(precision=Precision(tf32=True), device="cpu"), "tf32 needs CUDA, but the plan is for cpu"),
         (lambda: planned(precision=Precision(parameters="float16", compute="float16")), "float16/float16/float32"),
     ],
 )
@@ -105,14 +126,14 @@ def test_a_dry_run_refuses_a_kernel_that_the_family_cannot_use(tmp_path: Path) -
     write_document(tmp_path / "plan.json", planned("gemma2", attention=Attention.SDPA_MATH, device="cpu"))
     ended = call(APP, "check", str(tmp_path / "plan.json"))
     assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
-    assert "plan.json: attention sdpa_math is not for gemma2 models: use one of: auto," in ended.stderr
+    assert "plan.json: attention sdpa_math is not supported for gemma2 models: use one of: auto," in ended.stderr
 
 
 def test_blocks_with_experts_are_not_compiled(tmp_path: Path) -> None:
     write_document(tmp_path / "plan.json", planned("qwen3_moe", compile=True, device="cpu"))
     ended = call(APP, "check", str(tmp_path / "plan.json"))
     assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
-    assert "plan.json: compile: blocks with experts are not compiled" in ended.stderr
+    assert "plan.json: compile: blocks with experts cannot be compiled" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -124,9 +145,23 @@ def test_a_plan_in_fp8_is_estimated_and_not_run(command: tuple[str, ...], tmp_pa
     ended = call(APP, command[0], str(tmp_path / "plan.json"), *command[1:], *out)
     assert (ended.exit_code, ended.stdout) == (2, "")
     assert (
-        ended.stderr == f"error: {tmp_path / 'plan.json'}: precision fp8 is for estimates alone: compute in bfloat16\n"
+        ended.stderr == f"error: {tmp_path / 'plan.json'}: precision fp8 is only for estimates: compute in bfloat16\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_layers_that_predict_further_tokens_are_estimated_and_not_run(tmp_path: Path) -> None:
+    plan = planned(device="cpu")
+    model = with_mtp(plan.model, 1)
+    further = msgspec.structs.replace(plan.layers[-1], type=model.layers[-1])
+    layers, stage = len(model.layers), msgspec.structs.replace(plan.stages[0], layers=((0, len(model.layers)),))
+    assert layers == len(plan.layers) + 1 and len(plan.stages) == 1
+    plan = msgspec.structs.replace(plan, model=model, layers=(*plan.layers, further), stages=(stage,))
+    write_document(tmp_path / "plan.json", plan)
+    ended = call(APP, "check", str(tmp_path / "plan.json"))
+    said = "layers that predict further tokens (mtp) are estimated, not trained: plan without --mtp"
+    assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.startswith(f"error: {tmp_path / 'plan.json'}: {said}")
 
 
 @pytest.mark.parametrize("command", ["run", "measure"])
@@ -145,7 +180,7 @@ def test_a_missing_flash_attn_is_one_line_that_says_how_to_install_it(
     ended = call(APP, command, str(tmp_path / "plan.json"), *options[command])
     assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
     assert f"plan.json: flash-attn is not installed, and {words}" in ended.stderr
-    assert "pip install 'shardwright-train[flash-attn]'" in ended.stderr
+    assert "pip install 'shardwright[flash-attn]'" in ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
@@ -164,8 +199,8 @@ def test_flash_attn_is_found_by_the_name_of_its_package(tmp_path: Path, monkeypa
         (planned(attention=FLASH), CUDA, "needs compute capability 8.0, Tesla V100 has 7.0"),
         (planned(attention=FLASH), torch.device("cpu"), "needs CUDA, this is cpu"),
         (planned("gpt2", attention=SDPA), CUDA, "no fused kernel here (none): use sdpa_math or eager"),
-        (planned("gpt2", fused=("norm", "rotary")), CUDA, "fused rotary: gpt2 models have none"),
-        (planned("gemma2", fused=("norm",)), CUDA, "fused norm: gemma2 models have none"),
+        (planned("gpt2", fused=("norm", "rotary")), CUDA, "fused rotary: gpt2 models have no module"),
+        (planned("gemma2", fused=("norm",)), CUDA, "fused norm: gemma2 models have no module"),
     ],
 )
 def test_a_rank_refuses_what_it_or_the_family_cannot_do(
@@ -221,7 +256,7 @@ def test_auto_takes_sdpa_where_documents_are_told_apart_which_flash_attn_cannot(
     assert settle_attention([planned()], one_rank, by_document=True) == ("sdpa",)
     family = family_named("llama", "test")
     check_kernels(planned(), family, CUDA, "plan.json", by_document=True)
-    with pytest.raises(BadInput, match=r"plan\.json: attention flash_attention_2 knows no documents, which"):
+    with pytest.raises(BadInput, match=r"plan\.json: attention flash_attention_2 does not separate documents, as"):
         check_kernels(planned(attention=FLASH), family, CUDA, "plan.json", by_document=True)
 
 
@@ -263,7 +298,7 @@ def test_fused_attention_is_tried_before_a_plan_runs(family: str, change: dict[s
 def test_heads_that_share_their_keys_are_tried_as_transformers_hands_them_over(
     family: str, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(query: Tensor, key: Tensor, *_rest: object, enable_gqa: bool) -> Tensor:
+    def refuse(query: Tensor, key: Tensor, _value: Tensor, *, enable_gqa: bool, **_rest: object) -> Tensor:
         assert (query.shape[1], key.shape[1], enable_gqa) == (group, 1, group > 1)
         raise RuntimeError("seen")
 
@@ -271,30 +306,6 @@ def test_heads_that_share_their_keys_are_tried_as_transformers_hands_them_over(
     plan = random_plan(tiny(family), 0, 1, "float32", stages=1)
     found = kernels._refusal(plan, family_named(family, "test"), torch.device("cpu"))
     assert found == "has no fused kernel here (seen)"
-
-
-@pytest.fixture
-def cpu_kernels() -> Iterator[None]:
-    yield
-    use_kernels(Precision(), SDPA.value, torch.device("cpu"))
-
-
-def test_plain_arithmetic_takes_the_place_of_no_fused_kernel_unasked(cpu_kernels: None) -> None:
-    x = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(0))
-    wanted = F.scaled_dot_product_attention(x, x, x, is_causal=True)
-    use_kernels(Precision(), SDPA.value, CUDA)
-    with pytest.raises(RuntimeError, match="No available kernel"):
-        F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
-    use_kernels(Precision(), Attention.SDPA_MATH.value, CUDA)
-    F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
-    torch.testing.assert_close(F.scaled_dot_product_attention(x, x, x, is_causal=True), wanted)
-
-
-def test_factors_are_rounded_to_tf32_where_the_plan_says_so_alone(cpu_kernels: None) -> None:
-    for tf32 in (True, False):
-        use_kernels(Precision(tf32=tf32), SDPA.value, CUDA)
-        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
-        assert torch.backends.cudnn.allow_tf32 is tf32, "convolutions too"
 
 
 def test_a_measurement_names_what_auto_took(tmp_path: Path) -> None:
@@ -305,7 +316,8 @@ def test_a_measurement_names_what_auto_took(tmp_path: Path) -> None:
     done = forked_command(["measure", tmp_path / "plans.json", *asked])
     _, err = done.communicate(timeout=120)
     assert done.returncode == 0 and "attention: eager, sdpa (auto)\n" in err, err
-    assert read_document(tmp_path / "measurement.json", Measurement).attention == "sdpa"
+    measured = read_document(tmp_path / "measurement.json", Measurement)
+    assert (measured.attention, measured.attention_by) == ("sdpa", "flash")
 
 
 def test_what_is_checked_without_a_device_is_the_plan_without_flash_attn() -> None:

@@ -11,13 +11,13 @@ from forked_command import Fault, forked_command
 from random_plans import random_plan
 from tiny_models import LAYERS, SEQUENCE_LENGTH, tiny
 
-from shardwright_formats.io import write_document
-from shardwright_formats.types import Estimate, PipelineStage, Plan, Prediction, RunnerUp, Schedule, StagePrediction
+from shardwright.io import write_document
+from shardwright.types import Estimate, PipelineStage, Plan, Prediction, RunnerUp, Schedule, StagePrediction
 from shardwright_train.data.prepare import prepare
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.pipeline.layer import RankContext
-from shardwright_train.pipeline.microbatches import mask_bytes
+from shardwright_train.pipeline.runner import mask_bytes
 from shardwright_train.training.memory import _fitting_plan, mask_memory
 
 GIB = 2**30
@@ -161,7 +161,7 @@ def test_a_run_that_lacks_memory_says_what_was_held_and_predicted_and_what_fits(
     last = said.rstrip("\n").rpartition("\n")[2]
     assert (run.wait(0), said.count("error: ")) == (4, 1), said
     assert said.count("warning: --reset-attention-mask: masks take ") == 1, "once on all ranks"
-    assert last.startswith(f"error: rank 1: out of memory {where}") and ": 2.50 GiB asked for; held 0.00 GiB (" in last
+    assert last.startswith(f"error: rank 1: out of memory {where}") and ": 2.50 GiB requested; held 0.00 GiB (" in last
     predicted = "predicted 2.00 GiB (parameters 0.40, gradients 0.40, optimizer 0.40, others 0.80)"
     assert f"{predicted}; runner-up 2 (small) of {tmp_path}/plan.prediction.json fits: predicted 1.00 GiB" in last
     assert not list((tmp_path / "kept").rglob("step-*"))

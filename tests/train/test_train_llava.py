@@ -14,16 +14,16 @@ from tiny_models import SEQUENCE_LENGTH, batch_of, stock_logits, stock_model, ti
 from tiny_multi_modal import SEVERAL
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwright_estimate.layers import Machine, estimate_layer
-from shardwright_estimate.messages import Link
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Attention, LayerStrategy, Precision
-from shardwright_formats.types.plan import misfit
-from shardwright_models.description import model_of_config
-from shardwright_models.frozen import FrozenPart, freeze
+from shardwright.estimate.layers import Machine, estimate_layer
+from shardwright.estimate.messages import Link
+from shardwright.io import BadInput
+from shardwright.models.description import model_of_config
+from shardwright.models.frozen import FrozenPart, freeze
+from shardwright.types import Attention, LayerStrategy, Precision
+from shardwright.types.plan import misfit
+from shardwright_train.models.base import family_named
 from shardwright_train.models.llava import placed
 from shardwright_train.models.masks import Places, image_mask
-from shardwright_train.models.registry import family_named
 from shardwright_train.models.support import check_supported
 from shardwright_train.weights.reading import open_weights
 
@@ -179,20 +179,23 @@ def test_blocks_of_published_files_that_compute_nothing_are_left_out(tmp_path: P
     assert len(last) == 16 and len(weights.surplus) == 16 and not weights.new
     tensors["model.vision_tower.encoder.layers.0.more"] = torch.zeros(1)
     save_file(tensors, file)
-    with pytest.raises(BadInput, match="has what the model's blocks lack"):
+    with pytest.raises(BadInput, match="has tensors that the model's blocks do not"):
         open_weights(tmp_path, model, FAMILY, allow_new=False)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vision_feature_layer": -5}, "vision_feature_layer -5 takes no states behind one of 3 blocks"),
-        ({"vision_feature_layer": [1, 2]}, r"vision_feature_layer \[1, 2\] is no number of one layer"),
-        ({"images_per_sample": 0}, "images_per_sample 0 is no number from 1 to 1024"),
+        ({"vision_feature_layer": -5}, "vision_feature_layer -5 does not take the states of one of 3 blocks"),
+        (
+            {"vision_feature_layer": [1, 2]},
+            r"vision_feature_layer (must be a number|\[1, 2\] is not the number of one layer)",
+        ),
+        ({"images_per_sample": 0}, "images_per_sample 0 is not a number from 1 to 1024"),
         ({"image_token_index": 61}, "image_token_index 61 is not below vocab_size 61"),
         ({"vision_config": None}, "vision_config is missing"),
-        ({"vision_config": {"model_type": "pixtral"}}, "model_type 'pixtral' is none of clip_vision_model"),
-        ({"text_config": {"model_type": "qwen2"}}, "model_type 'qwen2' is no language model of this family"),
+        ({"vision_config": {"model_type": "pixtral"}}, "model_type 'pixtral' is not one of clip_vision_model"),
+        ({"text_config": {"model_type": "qwen2"}}, "model_type 'qwen2' is not a language model of this family"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_its_key(changes: dict[str, object], message: str) -> None:

@@ -11,8 +11,8 @@ from forked_ranks import run_worker
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Plan, Precision, RunResult
+from shardwright.io import read_document, write_document
+from shardwright.types import Plan, Precision, RunResult
 from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
 from shardwright_train.engine.learning_rate import LearningRateSchedule

@@ -11,17 +11,17 @@ from forked_command import forked_command
 from random_plans import cluster_of
 from tiny_models import tiny
 
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.semantics.chunks import stage_actions
-from shardwright_formats.types.context_probes import ContextProbe
-from shardwright_formats.types.measurement import Measurement, PlanMeasurement, RankMeasurement
-from shardwright_formats.types.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
-from shardwright_launch.journal import Journal
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.launch.journal import Journal
+from shardwright.plan.chunks import stage_actions
+from shardwright.types.context_probes import ContextProbe
+from shardwright.types.measurement import Measurement, PlanMeasurement, RankMeasurement
+from shardwright.types.plan import GradientReduction, PipelineStage, Plan, Plans, Precision, Schedule
+from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, Strategy
 from shardwright_train.commands.ranks import start_measure
-from shardwright_train.dry_run.simulated_step import simulate_step
+from shardwright_train.dry_run import simulate_step
 from shardwright_train.measurement.measure import MeasureIdentity, open_journal
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 from shardwright_train.options import MeasureJob, MeasureOptions
 from shardwright_train.parallel.world import World
 
@@ -233,7 +233,9 @@ def test_between_two_passes_lie_the_states_and_what_waits(measured: Measured, st
     waiting = count * (state.gathered + (state.unreduced or state.gradients))
     # Where every microbatch reduces, FSDP2 keeps the last message, the embedding's, until the next pass.
     kept = 64 * 32 * 4 * (state.kind is not DDP and state.reduction is EVERY)
-    assert waiting + kept <= between - before < waiting + kept + 100, "beside a few numbers of the loss"
+    # The tokens of the step come to the device with its first pass.
+    held = waiting + kept + plan.global_batch_size * 16 * 8
+    assert held <= between - before < held + 100, "beside a few numbers of the loss"
 
 
 def test_messages_do_not_pile_up_with_the_microbatches(measured: Measured) -> None:
@@ -300,7 +302,7 @@ def test_a_trace_of_each_plan_and_rank_names_its_passes(measured: Measured, fold
 def test_a_folder_for_traces_that_is_a_file_is_refused(tmp_path: Path) -> None:
     write_document(tmp_path / "plan.json", _plan("kept"))
     (tmp_path / "traces").write_text("mine")
-    with pytest.raises(BadInput, match=r"traces: is no folder"):
+    with pytest.raises(BadInput, match=r"traces: is not a folder"):
         start_measure(_options(tmp_path, trace=tmp_path / "traces"))
     assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "traces"}
 
@@ -328,7 +330,7 @@ def test_a_measurement_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> N
     again = forked_command(command)
     said = again.communicate(120)[1]
     assert again.returncode == 0, said
-    assert "1 of 2 plans were measured before" in said
+    assert "1 of 2 plans were already measured" in said
     assert "measured 1/2" not in said
     assert [found.plan.name for found in read_document(out, Measurement).plans] == ["first", "second"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "plans.json"]

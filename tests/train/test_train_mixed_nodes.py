@@ -12,8 +12,8 @@ from forked_command import forked_command
 from random_plans import on_devices, random_plan
 from tiny_models import batch_of, engine_of, tiny
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Measurement, Plan
+from shardwright.io import read_document, write_document
+from shardwright.types import Measurement, Plan
 from shardwright_train.engine import engine as engines
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World

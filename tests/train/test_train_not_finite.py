@@ -9,8 +9,8 @@ from forked_command import Fault, forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io import write_document
-from shardwright_formats.types import DataParallel, LayerStrategy, Plan, Recompute, Strategy
+from shardwright.io import write_document
+from shardwright.types import DataParallel, LayerStrategy, Plan, Recompute, Strategy
 from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
 

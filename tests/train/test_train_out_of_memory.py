@@ -12,11 +12,11 @@ from random_plans import random_plan
 from tiny_models import tiny
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwright_formats.io import BadInput, OutOfMemory, read_document, write_document
-from shardwright_formats.types import Measurement, Plan, Plans
-from shardwright_launch.failure_report import NodeReport, RankState, failure_report
-from shardwright_launch.heartbeat import Asked, RankError, Step
-from shardwright_launch.ranks import EXPANDABLE, _environment
+from shardwright.io import BadInput, OutOfMemory, read_document, write_document
+from shardwright.launch.failure_report import NodeReport, RankState, failure_report
+from shardwright.launch.heartbeat import Asked, RankError, Step
+from shardwright.launch.ranks import EXPANDABLE, _environment
+from shardwright.types import Measurement, Plan, Plans
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, check_device, out_of_memory_said
 
@@ -47,8 +47,8 @@ def test_the_plans_before_and_after_one_that_lacks_memory_are_measured(tmp_path:
     assert (failed.where, failed.asked_bytes) == (f"in step 2 of {LACKING_PLAN}", int(2.5 * 2**30))
     assert f"{LACKING_PLAN} was not measured: rank 1: out of memory in step 2 of {LACKING_PLAN}: {WORDS}" in said
     assert f"{LACKING_PLAN}: rank 1: out of memory in step 2 of {LACKING_PLAN}: {WORDS}" in said
-    assert "it and those that it is measured in turns with are measured one by one" in said
-    assert "1 of 2 plans were measured before" in said
+    assert "it and the plans that it takes turns with are measured one by one" in said
+    assert "1 of 2 plans were already measured" in said
     assert not any(one.in_turns for one in found.plans)
 
 
@@ -131,5 +131,5 @@ def test_a_plan_for_another_device_is_refused(one_rank: World) -> None:
     check_device(plan, one_rank, "plan.json")
     node = msgspec.structs.replace(plan.cluster.node_types["cpu"], device="NVIDIA H200")
     cluster = msgspec.structs.replace(plan.cluster, node_types={"cpu": node})
-    with pytest.raises(BadInput, match=r"plan\.json: rank 0 is planned for NVIDIA H200 and runs on cpu"):
+    with pytest.raises(BadInput, match=r"plan\.json: rank 0 is planned for NVIDIA H200 but runs on cpu"):
         check_device(msgspec.structs.replace(plan, cluster=cluster), one_rank, "plan.json")

@@ -11,13 +11,13 @@ from rest_long import rest_long
 from run_parity import TOLERANCE
 from shared_experts import shared_plans
 from skewed_routing import SKEWS, skew_of, skewed_plans
-from special_plans import chunked_plan, in_groups, replicas_behind_a_cut
+from special_plans import chunked_plan, hollow_plan, in_groups, mixed_plan, replicas_behind_a_cut
 from tiny_models import CONFIGS, tiny
 from tiny_multi_modal import SEVERAL
 
-from shardwright_formats.semantics.axes import layout_of
-from shardwright_formats.types.plan import GradientReduction, Plan, Precision, Schedule
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright.plan.axes import layout_of
+from shardwright.types.plan import GradientReduction, Plan, Precision, Schedule
+from shardwright.types.strategy import DataParallel, Recompute, SequenceParallel
 
 Errors = dict[str, dict[str, float]]
 Compare = Callable[..., Errors]
@@ -89,7 +89,7 @@ def _first_on_two() -> list[Plan]:
     low_precision = [random_plan(tiny(family), 1, 2, dtype) for dtype in LOW_FIRST for family in LOW_FIRST[dtype]]
     grouped = _grouped_plans(2)
     grouped = [*grouped[:families:GROUPED_EVERY], *grouped[families:]]
-    return [*low_precision, *drawn, compiled, *grouped, *packed, *experts, *context, chunked_plan()]
+    return [*low_precision, *drawn, compiled, *grouped, *packed, *experts, *context, chunked_plan(), hollow_plan()]
 
 
 def _rest_on_two() -> list[Plan]:
@@ -117,33 +117,15 @@ def _packed_plans(world_size: int) -> list[Plan]:
     return [msgspec.structs.replace(plan, name=f"packed {plan.name}") for plan in drawn]
 
 
-def _mixed_plan() -> Plan:
-    """A plan on two ranks of one stage that does everything at once, for the mutations to break."""
-    plan = random_plan(tiny("llama", tie_word_embeddings=True), 1, 2, stages=1)
-    split = {"tp_size": 2, "dp_size": 1}
-    shared = {"tp_size": 1, "dp_size": 2}
-    layers = (
-        LayerStrategy(type="block", **split, sequence_parallel=SequenceParallel.MEGATRON),
-        LayerStrategy(type="block", **shared, recompute=Recompute.FULL),
-        LayerStrategy(type="block", **shared, data_parallel=DataParallel.ZERO3),
-        LayerStrategy(type="block", **split, recompute=Recompute.FULL),
-    )
-    embedding = Strategy(**shared, data_parallel=DataParallel.ZERO2)
-    head = Strategy(**split, sequence_parallel=SequenceParallel.MEGATRON)
-    return msgspec.structs.replace(
-        plan, name="mixed", layers=layers, embedding=embedding, head=head, num_microbatches=2, schedule="1f1b"
-    )
-
-
 def _reduced_in_float32() -> Plan:
-    """The same, where replicated layers are not computed as they are stored and reduced, so that FSDP2 holds them."""
+    """The mixed plan, but replicated layers are not computed as they are stored and reduced: FSDP2 holds them."""
     precision = Precision(parameters="float64", compute="float64", reduce="float32")
-    return msgspec.structs.replace(_mixed_plan(), name="narrow sums", precision=precision)
+    return msgspec.structs.replace(mixed_plan(), name="narrow sums", precision=precision)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(compare: Compare) -> Errors:
-    return compare([*_first_on_two(), _reduced_in_float32(), _mixed_plan()], MUTATIONS)
+    return compare([*_first_on_two(), _reduced_in_float32(), mixed_plan()], MUTATIONS)
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +238,10 @@ def test_pipeline_stages_of_unequal_width_train_exactly_as_one_process(more_rank
     assert {plan.schedule for plan in _uneven_plans()} == set(Schedule)
     assert any(plan.model.tied for plan in _uneven_plans())
     _assert_exact(uneven, len(_uneven_plans()))
+
+
+def test_chunks_inside_without_blocks_train_exactly_as_one_process(two_ranks: Errors) -> None:
+    _all_exact(two_ranks, "hollow chunks", 1)
 
 
 @pytest.mark.long

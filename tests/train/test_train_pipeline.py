@@ -9,8 +9,8 @@ from forked_ranks import run_worker
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io import write_document
-from shardwright_formats.types import PipelineStage, Plans, Schedule
+from shardwright.io import write_document
+from shardwright.types import PipelineStage, Plans, Schedule
 
 RANGES = {
     Schedule.INTERLEAVED_1F1B: (((0, 1), (2, 3)), ((1, 2), (3, 4))),

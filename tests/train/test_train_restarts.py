@@ -17,10 +17,10 @@ from random_plans import random_plan
 from test_train_searched_plan import DEVICES, PLAIN
 from tiny_models import tiny
 
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io import BadInput, RunFailed, read_document, write_document
-from shardwright_formats.types import Cluster, NodeGroup, NodeType, Plan, RunResult
-from shardwright_launch.nodes import Nodes
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import BadInput, RunFailed, read_document, write_document
+from shardwright.launch.nodes import Nodes
+from shardwright.types import Cluster, NodeGroup, NodeType, Plan, RunResult
 from shardwright_profile.cli import APP as PROFILE
 from shardwright_search.cli import APP as SEARCH
 from shardwright_search.space.request import SearchRequest
@@ -124,7 +124,7 @@ def test_nodes_that_are_left_go_on_under_a_plan_for_them_and_a_lost_rank_is_star
     os.kill(run.ranks()[1], signal.SIGKILL)
     (first, told), (second, _), _ = run.ends()
     assert (first, second) == (0, 0), told
-    assert "node 2: its launcher is gone, and its ranks with it: starting anew from the newest checkpoint" in told
+    assert "node 2: its launcher is gone, and its ranks with it: restarting from the newest checkpoint" in told
     costs = r"planned for the nodes that are left: predicted [\d.e-]+ s a step, [\d.e-]+ s with all of them \([+-]\d+%"
     assert re.search(costs, told), told
     assert "rank 1: was killed by SIGKILL in step" in told and "start 2 of 2 at most" in told
@@ -179,11 +179,11 @@ def test_what_a_new_plan_would_be_searched_with_is_asked_for_before_anything_sta
         return ("--max-restarts", restarts, *(word for name, file in files.items() for word in (name, work / file)))
 
     assert "give --replan-hardware, --replan-profile and --replan-search" in _refused(work, "--max-restarts", 1)
-    assert "give --max-restarts, 1 or more" in _refused(work, *given(restarts=0))
-    assert "none.h5: is no file" in _refused(work, *given(hardware="none.h5"))
+    assert "pass --max-restarts, 1 or more" in _refused(work, *given(restarts=0))
+    assert "none.h5: is not a file" in _refused(work, *given(hardware="none.h5"))
     other = SearchRequest(name="left", global_batch_size=24, **PLAIN)
     write_document(work / "other.json", other)
-    assert "asks for a global batch of 24, the plan has 12: search" in _refused(work, *given(search="other.json"))
+    assert "asks for a global batch of 24, but the plan has 12: search" in _refused(work, *given(search="other.json"))
 
 
 def test_without_the_first_node_there_is_nowhere_to_meet(work: Path, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from tiny_models import tiny
 from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 
 from shardwright_train.data.share import POSITIONS
-from shardwright_train.models.registry import family_named
-from shardwright_train.models.roberta import Roberta
+from shardwright_train.models.base import family_named
+from shardwright_train.models.bert import Roberta
 
 PADDING = 5
 LENGTHS = (7, 1, 8)

@@ -7,9 +7,9 @@ import torch
 from tiny_models import SEQUENCE_LENGTH, stock_model, tiny
 from torch import Tensor
 
-from shardwright_formats.types import Model
+from shardwright.types import Model
+from shardwright_train.models.base import family_named
 from shardwright_train.models.masks import Places
-from shardwright_train.models.registry import family_named
 
 # Below and over the length of pretraining, where a kind tells them apart.
 LONG = {"original_max_position_embeddings": SEQUENCE_LENGTH // 2}

@@ -14,12 +14,12 @@ from forked_command import Command, forked_command
 from random_plans import random_plan
 from tiny_models import CONFIGS, SEQUENCE_LENGTH, tiny
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Plan, RunResult, StopNote
+from shardwright.io import read_document, write_document
+from shardwright.types import Plan, RunResult, StopNote
 from shardwright_train.checkpoints.folders import folder_of_run, latest_checkpoint
 from shardwright_train.data.prepare import prepare
+from shardwright_train.models.base import family_named
 from shardwright_train.models.description import describe
-from shardwright_train.models.registry import family_named
 from shardwright_train.training.stopping import Grace
 
 STEPS = 6
@@ -114,7 +114,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(work: Path, plan_file: Pa
     note = read_document(work / "stopped" / "STOPPED.json", StopNote)
     assert (note.reason, note.steps, note.checkpoint) == ("signal", STEPS, str(latest_checkpoint(folder)))
     assert f"stopped after step {note.step} of {STEPS}" in err
-    status, _, err = finish(start(work, plan_file, "stopped"))
+    status, _, err = finish(start(work, plan_file, "stopped", "--deterministic"))
     assert status == 0, err
     assert "tried each pipeline stage alone" in err, "on a resume, too: the first step must find its kernels loaded"
     assert not (work / "stopped" / "STOPPED.json").exists()
@@ -171,7 +171,7 @@ def test_a_branch_goes_on_with_longer_samples_of_which_ranks_share_the_positions
 def test_another_learning_rate_is_no_quiet_change(work: Path, plan_file: Path, unbroken: Path) -> None:
     status, _, err = finish(start(work, plan_file, "unbroken", "--learning-rate", "0.02"))
     assert (status, err.count("\n")) == (2, 1)
-    assert "was saved with learning_rate 0.01, 0.02 is asked for" in err and "--resume-from" in err
+    assert "was saved with learning_rate 0.01, now 0.02 is requested" in err and "--resume-from" in err
 
 
 def test_tokens_that_are_not_those_that_were_prepared_are_refused(work: Path, plan_file: Path) -> None:
@@ -181,7 +181,7 @@ def test_tokens_that_are_not_those_that_were_prepared_are_refused(work: Path, pl
     (work / "changed" / "tokens.bin").write_bytes(tokens)
     status, _, err = finish(start(work, plan_file, "unprepared", "--data", str(work / "changed")))
     assert (status, err.count("\n")) == (2, 1)
-    assert "tokens.bin: its SHA-256 is not what data.json says: prepare the data again" in err
+    assert "tokens.bin: its SHA-256 differs from the one in data.json: prepare the data again" in err
 
 
 def test_a_locked_run_is_refused(work: Path, plan_file: Path) -> None:

@@ -9,8 +9,8 @@ from forked_ranks import run_worker
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import Plan, RunResult
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.types import Plan, RunResult
 from shardwright_train.checkpoints.folders import Best, complete_checkpoints, folder_of_run, prune
 from shardwright_train.commands.ranks import start_run
 from shardwright_train.data.prepare import prepare
@@ -69,8 +69,7 @@ def test_lines_of_evaluated_steps_say_what_came_of_it(evaluated: list[dict[str, 
 
 
 def test_steps_are_to_the_bit_those_of_a_run_without_evaluations(work: Path, evaluated: list[dict[str, Any]]) -> None:
-    plain = run(work, "plain", log_to=("none",))
-    assert not (work / "plain" / "tensorboard").exists() and list((work / "evaluated" / "tensorboard").iterdir())
+    plain = run(work, "plain")
     assert [line["evaluation"] is not None for line in plain] == [False] * (STEPS - 1) + [True]
     assert plain[-1]["evaluation"]["samples"] > 21
     for name in ("loss", "grad_norm"):
@@ -105,7 +104,7 @@ def test_the_best_checkpoint_is_kept_and_named_and_outlives_a_resume(
 
 
 def test_of_equal_losses_the_first_is_the_best_and_the_worse_change_nothing() -> None:
-    from shardwright_formats.types import Evaluation
+    from shardwright.types import Evaluation
     from shardwright_train.training.evaluation import ValidationData
 
     class Anything:
@@ -133,8 +132,8 @@ def test_the_best_checkpoint_is_not_pruned(tmp_path: Path) -> None:
     [
         ({"valid_fraction": 0.0, "eval_every": 5}, "--eval-every: there is nothing to evaluate on"),
         ({"valid_fraction": 0.0, "keep_best": True}, "--keep-best: there is nothing to evaluate on"),
-        ({"valid_data": Path("nowhere")}, "give one of them"),
-        ({"valid_data": Path("nowhere"), "valid_fraction": 0.0}, "nowhere: is no folder"),
+        ({"valid_data": Path("nowhere")}, "exclude each other: pass only one"),
+        ({"valid_data": Path("nowhere"), "valid_fraction": 0.0}, "nowhere: is not a folder"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_before_anything_starts(

@@ -10,8 +10,8 @@ from forked_command import forked_command
 from random_plans import random_plan
 from tiny_models import tiny
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Plan, SequenceParallel
+from shardwright.io import read_document, write_document
+from shardwright.types import Plan, SequenceParallel
 from shardwright_train.checkpoints.folders import folder_of_run
 
 STEPS, MIDDLE = 8, 4

@@ -16,8 +16,8 @@ from tiny_models import tiny
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import BestCheckpoint, RunResult
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.types import BestCheckpoint, RunResult
 from shardwright_train.commands.documents import convert
 from shardwright_train.commands.ranks import start_run
 from shardwright_train.data.prepare import prepare
@@ -71,7 +71,7 @@ def test_other_weights_are_another_run(work: Path) -> None:
     published(MODEL, work / "other")  # the same values in one file
     done = (work / "out" / "DONE.json").read_bytes()
     (work / "job.json").write_bytes(encode_job(options_of(work, "other", learning_rate=0.0)))
-    with pytest.raises(AssertionError, match=r"BadInput: .* was saved under other weights to begin with"):
+    with pytest.raises(AssertionError, match=r"BadInput: .* was saved under other initial weights"):
         run_worker("run_worker", [str(work / "job.json")], 2)
     assert (work / "out" / "DONE.json").read_bytes() == done
 
@@ -83,7 +83,7 @@ def test_what_a_run_left_opens_in_transformers(work: Path) -> None:
     LlamaForCausalLM.from_pretrained(work / "exported")
     assert len({file.stat().st_mode for file in (work / "exported").iterdir()}) == 1
     assert AutoTokenizer.from_pretrained(work / "exported")("the lazy dog")["input_ids"]
-    with pytest.raises(BadInput, match="is there already"):
+    with pytest.raises(BadInput, match="already exists"):
         converted(work, "exported")
 
 
@@ -121,7 +121,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_not_copied_along(work: P
     tokenizer = Tokenizer.from_file(str(work / "model" / "tokenizer.json"))
     tokenizer.add_tokens(["one too many"])
     tokenizer.save(str(work / "larger" / "tokenizer.json"))
-    with pytest.raises(BadInput, match="has 261 tokens, the model 260"):
+    with pytest.raises(BadInput, match="has 261 tokens, but the model has 260"):
         converted(work, "copied", "larger")
     assert not (work / "copied").exists()
 
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_and_one_of_another_model_are_not_written_out(work:
     shutil.copytree(checkpoint, damaged)
     file = min(damaged.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(BadInput, match="its SHA-256 is not what was saved"):
+    with pytest.raises(BadInput, match="its SHA-256 differs from the one that was saved"):
         convert(ConvertOptions(checkpoint=damaged, plan=work / "plan.json", out=work / "never"))
     assert not (work / "never").exists()
 
@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_and_one_of_another_model_are_not_written_out(work:
 def test_the_best_checkpoint_is_written_out_where_it_is_asked_for(work: Path) -> None:
     done = read_document(work / "out" / "DONE.json", RunResult)
     asked = {"checkpoint": work / "best.json", "plan": work / "plan.json", "best": True}
-    for checkpoint, what in (("best.json", "names no best checkpoint"), ("out", "is asked of a run, not")):
+    for checkpoint, what in (("best.json", "records no best checkpoint"), ("out", "needs a run, not")):
         write_document(work / "best.json", done)
         with pytest.raises(BadInput, match=what):
             convert(ConvertOptions(**asked | {"checkpoint": work / checkpoint}, out=work / "never"))
@@ -164,6 +164,6 @@ def test_a_branch_takes_no_other_weights(work: Path) -> None:
 def test_weights_that_do_not_fit_end_a_run_before_anything_is_written(work: Path) -> None:
     published(tiny("llama", vocab_size=262), work / "wider")
     before = sorted(work.rglob("*"))
-    with pytest.raises(BadInput, match="vocab_size is 262, of the plan's model 260"):
+    with pytest.raises(BadInput, match="vocab_size is 262, but 260 in the plan's model"):
         start_run(options_of(work, "wider"))
     assert sorted(work.rglob("*")) == before

@@ -13,12 +13,13 @@ from rest_long import rest_long
 from tiny_models import LAYERS, SEQUENCE_LENGTH, tiny
 from torch import Tensor
 
-from shardwright_estimate.layers import Machine, estimate_layer
-from shardwright_estimate.messages import Link
-from shardwright_formats.types.plan import Attention, PipelineStage, Plan, Schedule
-from shardwright_formats.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
-from shardwright_train.dry_run.simulated_step import simulate_step
-from shardwright_train.models.registry import family_named
+from shardwright.estimate.layers import Machine, estimate_layer
+from shardwright.estimate.messages import Link
+from shardwright.types.attention import Attention
+from shardwright.types.plan import PipelineStage, Plan, Schedule
+from shardwright.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright_train.dry_run import simulate_step
+from shardwright_train.models.base import family_named
 from shardwright_train.parallel import tensor, vocab
 from shardwright_train.parallel.collectives import gather_sequence
 from shardwright_train.parallel.vocab import IGNORED, sum_of_cross_entropy
@@ -106,18 +107,17 @@ def test_selective_recomputation_keeps_products_attention_and_one_sum(split: Seq
 SPLITS: tuple[dict[str, Any], ...] = (
     {"sequence_parallel": SequenceParallel.ULYSSES},
     {"sequence_parallel": SequenceParallel.MEGATRON, "recompute": Recompute.SELECTIVE},
-    {"sequence_parallel": SequenceParallel.ULYSSES, "recompute": Recompute.SELECTIVE},
     {"recompute": Recompute.SELECTIVE},
     {"sequence_parallel": SequenceParallel.ULYSSES, "recompute": Recompute.ATTENTION},
+    {"recompute": Recompute.MLP},
+    {"sequence_parallel": SequenceParallel.ULYSSES, "recompute": Recompute.SELECTIVE},
     {"sequence_parallel": SequenceParallel.ULYSSES, "recompute": Recompute.MLP},
     {"recompute": Recompute.ATTENTION},
-    {"recompute": Recompute.MLP},
 )
 KEPT = ("llama", "gpt2", "bert", "qwen3", "roberta", "smollm3")
 
 
-@pytest.mark.parametrize("family", rest_long(1, KEPT))
-@pytest.mark.parametrize("layer", SPLITS, ids=lambda layer: "-".join(map(str, layer.values())))
+@pytest.mark.parametrize(("family", "layer"), rest_long(5, ((family, layer) for family in KEPT for layer in SPLITS)))
 def test_layers_keep_what_is_estimated(family: str, layer: dict[str, Any]) -> None:
     plan = plan_of(family, **layer)
     machine = Machine(1e12, 1e12, Link(1e12, 0.0))
@@ -154,14 +154,14 @@ def test_an_output_is_kept_no_longer_than_its_message() -> None:
 
 PACKED = (
     {"sequence_parallel": SequenceParallel.MEGATRON},
-    {"sequence_parallel": SequenceParallel.ULYSSES},
     {"tp_size": 2, "dp_size": 2},
-    {"recompute": Recompute.FULL},
     {"recompute": Recompute.SELECTIVE},
+    {"sequence_parallel": SequenceParallel.ULYSSES},
+    {"recompute": Recompute.FULL},
 )
 
 
-@pytest.mark.parametrize("layer", PACKED, ids=lambda layer: "-".join(map(str, layer.values())))
+@pytest.mark.parametrize("layer", rest_long(3, PACKED))
 def test_all_layers_of_a_microbatch_keep_one_mask_of_its_documents(layer: dict[str, Any]) -> None:
     plan = plan_of("gpt2", **layer)
     kept = [activation_bytes(plan, reset_attention_mask) for reset_attention_mask in (False, True)]
@@ -172,4 +172,5 @@ def test_all_layers_of_a_microbatch_keep_one_mask_of_its_documents(layer: dict[s
 def activation_bytes(plan: Plan, reset_attention_mask: bool) -> int:
     """What a microbatch's forward pass leaves behind on rank 0."""
     family = family_named(plan.model.family, "test")
-    return simulate_step(plan, 0, family, "sdpa", reset_attention_mask).activation_bytes
+    found = simulate_step(plan, 0, family, "sdpa", reset_attention_mask).resident_bytes
+    return found["forward.end", (1, 0)] - found["forward.wait", (1, 0)]

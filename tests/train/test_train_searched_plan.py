@@ -8,9 +8,9 @@ from estimated import DEVICES, PLAIN, command
 from forked_command import forked_command
 from tiny_models import tiny
 
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Cluster, NodeGroup, NodeType, Plan
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import read_document, write_document
+from shardwright.types import Cluster, NodeGroup, NodeType, Plan
 from shardwright_profile.cli import APP as PROFILE
 from shardwright_search.cli import APP as SEARCH
 from shardwright_search.space.request import SearchRequest

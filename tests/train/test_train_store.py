@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 from launchers import met
 
-from shardwright_launch.exchange import exchange
-from shardwright_launch.heartbeat import RankFiles
-from shardwright_launch.store import note_meeting, rank_store
+from shardwright.launch.exchange import exchange
+from shardwright.launch.heartbeat import RankFiles
+from shardwright.launch.store import note_meeting, rank_store
 
 CALLS = [
     ("set", "a", "1"), ("get", "a"), ("add", "n", 3), ("add", "n", -1), ("get", "n"), ("check", ["a", "n"]),

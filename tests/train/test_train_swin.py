@@ -6,10 +6,10 @@ from random_plans import random_plan
 from tiny_models import stock_model, tiny
 from torch import Tensor
 
-from shardwright_formats.types import EMBEDDING, HEAD, SequenceParallel, Strategy
-from shardwright_formats.types.plan import misfit
+from shardwright.types import EMBEDDING, HEAD, SequenceParallel, Strategy
+from shardwright.types.plan import misfit
 from shardwright_train.models import attention_kernels as kernels
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 
 
 @pytest.mark.parametrize("split", [SequenceParallel.MEGATRON, SequenceParallel.ULYSSES])
@@ -61,8 +61,8 @@ def test_a_kernel_is_tried_on_the_positions_that_it_is_given(
     """Those of a window of an image, or of a sample, with a mask that is learned."""
     tried = []
 
-    def attend(query: Tensor, _key: Tensor, _value: Tensor, mask: Tensor, *_rest: object, **_more: object) -> Tensor:
-        tried.append((query.shape[2], tuple(mask.shape), mask.requires_grad))
+    def attend(query: Tensor, _key: Tensor, _value: Tensor, *, attn_mask: Tensor, **_more: object) -> Tensor:
+        tried.append((query.shape[2], tuple(attn_mask.shape), attn_mask.requires_grad))
         return query
 
     monkeypatch.setattr(kernels, "scaled_dot_product_attention", attend)

@@ -10,12 +10,12 @@ from command_calls import call
 from tiny_models import SEQUENCE_LENGTH, batch_of, tiny
 from torch import Tensor
 
-from shardwright_formats.io import read_document
-from shardwright_formats.types import EMBEDDING, HEAD, Model, SequenceParallel, Strategy, misfit
+from shardwright.io import read_document
+from shardwright.types import EMBEDDING, HEAD, Model, SequenceParallel, Strategy, misfit
 from shardwright_train.cli import APP
 from shardwright_train.data.objectives import Text
+from shardwright_train.models.base import family_named
 from shardwright_train.models.masks import Places
-from shardwright_train.models.registry import family_named
 from shardwright_train.models.stock import Pieces
 
 T5_SMALL = {

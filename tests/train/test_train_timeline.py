@@ -8,10 +8,10 @@ from forked_command import forked_command
 from random_plans import cluster_of
 from tiny_models import tiny
 
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types.measurement import Measurement, PassTime, PlanMeasurement
-from shardwright_formats.types.plan import PipelineStage, Plan, Plans, Precision, Schedule
-from shardwright_formats.types.strategy import LayerStrategy, Strategy
+from shardwright.io import read_document, write_document
+from shardwright.types.measurement import Measurement, PassTime, PlanMeasurement
+from shardwright.types.plan import PipelineStage, Plan, Plans, Precision, Schedule
+from shardwright.types.strategy import LayerStrategy, Strategy
 from shardwright_search.simulation.simulator import Simulation, StageTimes, simulate
 
 DeviceGroup = tuple[str, int, int]

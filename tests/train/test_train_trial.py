@@ -10,10 +10,10 @@ from forked_ranks import run_worker
 from random_plans import random_plan, uneven_plan
 from tiny_models import tiny
 
-from shardwright_formats.io import write_document
-from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import Plan, Plans, Schedule
+from shardwright.io import write_document
+from shardwright.plan.schedules.passes import Action, Pass
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import Plan, Plans, Schedule
 from shardwright_train.pipeline.p2p import until_fullest
 
 DROPS = tiny("gpt2", embd_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1)
@@ -73,4 +73,4 @@ def test_the_microbatches_that_are_tried_hold_as_much_as_all(schedule: Schedule)
             begun = {action.microbatch for action in tried}
             assert begun == set(range(len(begun))) and len(tried) == 2 * each * len(begun)
             if schedule is Schedule.ONE_F_ONE_B:
-                assert len(begun) == min(microbatches, stages - stage + 1)
+                assert len(begun) == min(microbatches, max(3, stages - stage + 1))

@@ -8,12 +8,12 @@ import torch
 from tiny_models import initial_layer, tiny
 from transformers.models.whisper.modeling_whisper import sinusoids
 
-from shardwright_estimate.layers import Machine, estimate_layer
-from shardwright_estimate.messages import Link
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Attention, LayerStrategy, Model, Precision
-from shardwright_train.models.describe import describe_folder
-from shardwright_train.models.registry import family_named
+from shardwright.estimate.layers import Machine, estimate_layer
+from shardwright.estimate.messages import Link
+from shardwright.io import BadInput
+from shardwright.types import Attention, LayerStrategy, Model, Precision
+from shardwright_train.commands.documents import describe_folder
+from shardwright_train.models.base import family_named
 
 SAMPLES, TOKENS, FRAMES, HIDDEN, INNER = 3, 96, 160, 128, 320
 CONFIG = {

@@ -15,8 +15,9 @@ from run_resumes import resumed, saved
 from tiny_models import tiny
 from two_groups import CONFIG, DENSE, NAME, SPARSE, TwofoldForCausalLM, registered
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import (
+from shardwright.io import BadInput
+from shardwright.models.description import model_of_config
+from shardwright.types import (
     DataParallel,
     GradientReduction,
     LayerStrategy,
@@ -25,8 +26,7 @@ from shardwright_formats.types import (
     SequenceParallel,
     Strategy,
 )
-from shardwright_models.description import model_of_config
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 
 Errors = dict[str, dict[str, float]]
 MUTATIONS = ("auxiliary_losses_without_gradient", "units_not_reduced")
@@ -128,9 +128,9 @@ def test_types_of_layers_are_read_by_index_alike_with_and_without_torch() -> Non
 @pytest.mark.parametrize(
     ("listed", "problem"),
     [
-        ([DENSE] * 3, "mlp_layer_types is no list of the types of 4 layers"),
-        (DENSE, "mlp_layer_types is no list of the types of 4 layers"),
-        ([DENSE, DENSE, "odd", DENSE], "mlp_layer_types 'odd' is none of dense, sparse"),
+        ([DENSE] * 3, "mlp_layer_types is not a list of the types of 4 layers"),
+        (DENSE, "mlp_layer_types is not a list of the types of 4 layers"),
+        ([DENSE, DENSE, "odd", DENSE], "mlp_layer_types 'odd' is not one of dense, sparse"),
     ],
 )
 def test_a_list_of_types_that_does_not_fit_is_one_line(listed: object, problem: str) -> None:

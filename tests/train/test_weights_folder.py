@@ -13,8 +13,8 @@ from test_weights import published
 from tiny_models import tiny
 from torch import Tensor
 
-from shardwright_formats.io import BadInput
-from shardwright_train.models.registry import family_named
+from shardwright.io import BadInput
+from shardwright_train.models.base import family_named
 from shardwright_train.weights.reading import Weights, open_weights
 
 MODEL = tiny("bert", vocab_size=66)
@@ -119,20 +119,23 @@ def with_another_block(folder: Path) -> None:
 
 
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "pickle in disguise": (pickled, "model.safetensors: is no whole safetensors file"),
+    "pickle in disguise": (pickled, "model.safetensors: is not a valid safetensors file"),
     "pickle alone": (pickled_alone, "pickled weights are not read"),
-    "declares 10 GB": (ten_gigabytes, "model.safetensors: is no whole safetensors file"),
-    "header of 2^62 bytes": (huge_header, "model.safetensors: is no whole safetensors file"),
-    "tensors that overlap": (overlapping, "model.safetensors: is no whole safetensors file"),
-    "truncated": (truncated, "model.safetensors: is no whole safetensors file"),
-    "a link out": (linked_out, "leads out of its folder"),
-    "a link to a configuration": (linked_configuration, "leads out of its folder"),
-    "index above": (lambda folder: indexed(folder, "../part.safetensors"), "no safetensors file of its folder"),
-    "index elsewhere": (lambda folder: indexed(folder, "/etc/passwd"), "no safetensors file of its folder"),
-    "index of what is not there": (lambda folder: indexed(folder, "more.safetensors"), "more.safetensors: is not"),
+    "declares 10 GB": (ten_gigabytes, "model.safetensors: is not a valid safetensors file"),
+    "header of 2^62 bytes": (huge_header, "model.safetensors: is not a valid safetensors file"),
+    "tensors that overlap": (overlapping, "model.safetensors: is not a valid safetensors file"),
+    "truncated": (truncated, "model.safetensors: is not a valid safetensors file"),
+    "a link out": (linked_out, "is a link out of its folder"),
+    "a link to a configuration": (linked_configuration, "is a link out of its folder"),
+    "index above": (lambda folder: indexed(folder, "../part.safetensors"), "not a safetensors file of its folder"),
+    "index elsewhere": (lambda folder: indexed(folder, "/etc/passwd"), "not a safetensors file of its folder"),
+    "index of what is not there": (
+        lambda folder: indexed(folder, "more.safetensors"),
+        "more.safetensors: does not exist",
+    ),
     "index of another key": (
         lambda folder: indexed(folder, "part.safetensors", ("x.weight",)),
-        "says that x.weight is in part.safetensors, which lacks it",
+        "says that x.weight is in part.safetensors, which does not contain it",
     ),
     "another family": (lambda folder: change_config(folder, model_type="gpt2"), "model_type is 'gpt2'"),
     "another activation": (lambda folder: change_config(folder, hidden_act="relu"), "hidden_act is relu"),
@@ -140,7 +143,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a shape that is not the configuration's": (narrower, f"{QUERY} has the shape [16, 32], the model's is [32, 32]"),
     "a missing matrix": (without_blocks_matrix, f"lacks {QUERY}"),
     "whole numbers": (of_whole_numbers, "stored as I8"),
-    "one block more": (with_another_block, "has what the model's blocks lack: bert.encoder.layer.4."),
+    "one block more": (with_another_block, "has tensors that the model's blocks do not: bert.encoder.layer.4."),
 }
 
 
@@ -149,7 +152,7 @@ UNLIKE: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "an expert lacks a matrix": (lambda x: x.pop(EXPERT.format(3, "w3")), "lacks " + EXPERT.format(3, "w3")),
     "one expert more": (
         lambda x: x.update({EXPERT.format(5, f"w{i}"): x[EXPERT.format(4, f"w{i}")] + 0 for i in (1, 2, 3)}),
-        "has 6 experts, the model 5",
+        "has 6 experts, but the model has 5",
     ),
     "another width": (
         lambda x: x.update({EXPERT.format(0, "w1"): torch.zeros(23, 32)}),
@@ -199,7 +202,7 @@ def test_layers_that_predict_further_tokens_are_named_and_not_used(tmp_path: Pat
     assert weights.surplus == tuple(further)
     assert weights.notes("float32") == [f"not used: {', '.join(further)}"]
     change_tensors(folder, lambda tensors: tensors.update({"model.layers.3.enorm.weight": torch.zeros(32)}))
-    with pytest.raises(BadInput, match=r"has what the model's blocks lack: model\.layers\.3\.enorm\.weight"):
+    with pytest.raises(BadInput, match=r"has tensors that the model's blocks do not: model\.layers\.3\.enorm\.weight"):
         open_weights(folder, model, family_named("deepseek_v3", "test"), allow_new=False)
 
 
@@ -214,7 +217,7 @@ def test_experts_in_four_bits_are_refused_in_one_line_that_says_what_to_do(tmp_p
         change_config(folder, quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(BadInput) as refused:
         open_weights(folder, model, family_named("gpt_oss", "test"), allow_new=True)
-    words = "experts in MXFP4 are not trained" if said else f"holds {name}_blocks in MXFP4, which is not trained"
+    words = "experts in MXFP4 are not trained" if said else f"holds {name}_blocks in MXFP4, which cannot be trained"
     assert words in str(refused.value) and "Mxfp4Config(dequantize=True)" in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -268,6 +271,11 @@ def test_code_that_a_folder_names_is_not_run(folder: Path) -> None:
     assert agreed(folder).new == () and not (folder / "ran").exists()
 
 
+def test_notes_of_the_tools_that_wrote_a_folder_change_nothing(folder: Path) -> None:
+    change_config(folder, unsloth_fixed=True, _attn_implementation_autoset=True, loss_type="ForMaskedLM")
+    assert agreed(folder).new == ()
+
+
 def test_two_values_of_one_parameter_are_no_tie(folder: Path) -> None:
     table = "bert.embeddings.word_embeddings.weight"
     change_tensors(folder, lambda tensors: tensors.update({"cls.predictions.decoder.weight": tensors[table] + 0}))
@@ -276,5 +284,5 @@ def test_two_values_of_one_parameter_are_no_tie(folder: Path) -> None:
     assert weights.read(window, "cls.predictions.decoder.weight", (66, 32), box)
     assert torch.equal(window, load_file(folder / FILE)[table][3:9])
     change_tensors(folder, lambda tensors: tensors["cls.predictions.decoder.weight"][5].add_(1))
-    with pytest.raises(BadInput, match="the model has one for both"):
+    with pytest.raises(BadInput, match="but the model ties them"):
         weights.read(window, table, (66, 32), box)

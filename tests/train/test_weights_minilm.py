@@ -13,12 +13,12 @@ from forked_ranks import run_worker
 from random_plans import uneven_plan
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
-from shardwright_formats.io import write_document
-from shardwright_formats.types import Plan
+from shardwright.io import write_document
+from shardwright.types import Plan
 from shardwright_train.commands.documents import convert
 from shardwright_train.data.prepare import prepare
+from shardwright_train.models.base import family_named
 from shardwright_train.models.description import describe
-from shardwright_train.models.registry import family_named
 from shardwright_train.options import ConvertOptions, RunOptions, encode_job
 from shardwright_train.weights.reading import open_weights
 

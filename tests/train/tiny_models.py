@@ -13,13 +13,14 @@ from tiny_multi_modal import MULTI_MODAL, logits_of_images
 from torch import Tensor, nn
 from transformers import T5ForConditionalGeneration
 
-from shardwright_formats.types import Model, Plan
+from shardwright.types import Model, Plan
 from shardwright_train.data.share import Batch
 from shardwright_train.engine.engine import Engine, build_engine
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
+from shardwright_train.models.base import family_named
 from shardwright_train.models.description import describe
 from shardwright_train.models.initial_weights import fill
-from shardwright_train.models.registry import family_named
+from shardwright_train.parallel.data import default_dtype
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.layer import RankContext
@@ -221,7 +222,7 @@ def stock_model(model: Model, attention: str | None = None) -> nn.Module:
     if model.family == "baichuan":
         return BaichuanForCausalLM(BaichuanConfig(**model.config, **family.facts.counted(model.layers, model.config)))
     # Stock gpt-oss has sinks in the eager kernel alone.
-    config._attn_implementation = "eager" if family.facts.sinks else attention or family.plain_kernel
+    config._attn_implementation = "eager" if family.facts.attention.sinks else attention or family.plain_kernel
     stock: nn.Module = family.stock(config)
     return with_balance(stock)
 
@@ -236,9 +237,11 @@ def named_parameters(stock: nn.Module, model: Model) -> dict[str, nn.Parameter]:
     return dict(distinct.values())
 
 
-def initial_stock(model: Model) -> nn.Module:
-    """The stock model with the weights of seed 0."""
-    stock, family = stock_model(model), family_named(model.family, "test")
+def initial_stock(model: Model, dtype: torch.dtype | None = None) -> nn.Module:
+    """The stock model with the weights of seed 0, rounded to a format, as transformers reads files in it."""
+    family = family_named(model.family, "test")
+    with default_dtype(dtype or torch.get_default_dtype()):
+        stock = stock_model(model)
     state: dict[str, Tensor] = {}
     for layer in ("embedding", *(f"layers[{i}]" for i in range(len(model.layers))), "head"):
         for local, values in initial_layer(model, layer).items():
@@ -273,7 +276,7 @@ def stock_logits(stock: nn.Module, batch: Batch) -> Tensor:
             # Stock makes the decoder's tokens from the labels itself.
             logits = stock(batch["tokens"], labels=batch["labels"].contiguous()).logits
         case _ if "input_features" in batch:
-            features = batch["input_features"].to(torch.get_default_dtype())
+            features = batch["input_features"].to(stock.dtype)
             logits = stock(features, decoder_input_ids=batch["decoder_tokens"]).logits
         case _ if "pixel_values" in batch and "tokens" in batch:
             logits = logits_of_images(stock, batch)

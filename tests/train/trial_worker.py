@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tiny_models import batch_of, engine_of
 from torch import Tensor
 
-from shardwright_formats.io import read_document
-from shardwright_formats.types import Plan, Plans
+from shardwright.io import read_document
+from shardwright.types import Plan, Plans
 from shardwright_train.engine.engine import Engine
 from shardwright_train.measurement.profiles import record_memory
 from shardwright_train.parallel.data import local_tensor

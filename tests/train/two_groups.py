@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
-from shardwright_formats.types import DataParallel, Parameter, SequenceParallel, Strategy
-from shardwright_models.facts import BLOCK, Config, Stack
-from shardwright_models.families.llama import LLAMA
-from shardwright_models.parameters import Parameters, linear
-from shardwright_models.registry import FAMILIES
+from shardwright.models.families.llama import LLAMA
+from shardwright.models.parameters import Parameters, linear
+from shardwright.models.registry import FAMILIES
+from shardwright.models.traits import BLOCK, Config, Stack
+from shardwright.types import DataParallel, Parameter, SequenceParallel, Strategy
 from shardwright_train.data.share import Batch
-from shardwright_train.models.auxiliary_loss import States, WithLoss
 from shardwright_train.models.llama import Llama
+from shardwright_train.models.stock import States, WithLoss
 from shardwright_train.parallel.sharding_rules import INSIDE, Rule
 from shardwright_train.parallel.tensor import TensorParallel
 
@@ -159,7 +159,7 @@ def _parameters(layer: str, config: Config) -> Parameters:
 FACTS = replace(
     LLAMA,
     model_type=NAME,
-    stock=TwofoldForCausalLM.__name__,
+    stock=LLAMA.stock._replace(name=TwofoldForCausalLM.__name__),
     runtime=f"{NAME}:Twofold",
     parameters=_parameters,
     stacks=(Stack(types=(DENSE, SPARSE), typed_by="mlp_layer_types"),),

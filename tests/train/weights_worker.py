@@ -14,12 +14,12 @@ from stock_experts import with_balance
 from tiny_models import made_by_first, stock_model
 from torch import Tensor, nn
 
-from shardwright_formats.io import read_document
-from shardwright_formats.types import Plan, Plans
+from shardwright.io import read_document
+from shardwright.types import Plan, Plans
 from shardwright_train.checkpoints.folders import Identity
 from shardwright_train.checkpoints.tensors import read_tensors
 from shardwright_train.engine.engine import Engine, build_engine
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, joined_world
@@ -35,7 +35,7 @@ class Loaded(Reference):
         stock_class: Any = type(stock_model(plan.model))
         family = family_named(plan.model.family, "plan")
         # Stock gpt-oss has sinks in the eager kernel alone.
-        kernel = "eager" if family.facts.sinks else family.plain_kernel
+        kernel = "eager" if family.facts.attention.sinks else family.plain_kernel
         stock: nn.Module = stock_class.from_pretrained(folder, dtype=torch.float64, attn_implementation=kernel)
         self.losses, self.auxiliary, self.shares, self.norms = [], [], [], []
         self._train(plan, with_balance(stock.train()))

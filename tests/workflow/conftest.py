@@ -1,14 +1,22 @@
+import fcntl
+import importlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import snakemake.cli
 import yaml
+
+from configuration import load_workflow
+from configuration_types import Configuration
+from result_folders import folder_of_data, folder_of_run
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -24,11 +32,20 @@ class Called(NamedTuple):
         _, found, table = self.output.rpartition("Job stats:\n")
         table = table.partition("total")[0] if found else ""
         rows = [line.split() for line in table.splitlines()[2:] if line.strip()]
-        return {rule: int(count) for rule, count in rows if rule not in ("all", "plans", "profiles", "runs")}
+        targets = re.compile("all|plans|profiles|runs|train_.*")
+        return {rule: int(count) for rule, count in rows if not targets.fullmatch(rule)}
+
+
+@cache
+def _imported() -> None:
+    """Import what Snakemake imports as it starts, so that each child has it."""
+    importlib.import_module("smart_open")
+    snakemake.cli.get_argument_parser()
 
 
 def _forked(command: list[str], folder: Path, environment: dict[str, str]) -> Called:
     """Run snakemake in a child that has it imported already, which saves most of the time of a dry run."""
+    _imported()
     output = folder / "output.txt"
     child = os.fork()
     if child == 0:
@@ -64,6 +81,18 @@ class Workspace:
             change(config)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
 
+    def run(self, name: str) -> str:
+        """The folder of a run in the folders of runs and checkpoints, as it is configured."""
+        return folder_of_run(self._settings(), name)
+
+    def data(self, name: str) -> str:
+        """The folder of data in the folder of all data, as they are configured."""
+        return folder_of_data(self._settings(), name)
+
+    def _settings(self) -> Configuration:
+        config = yaml.safe_load((self.folder / "config.yaml").read_text())
+        return load_workflow(config, "config.yaml", ROOT).settings
+
     def environment(self, fails: str = "", stops: str = "", kills: str = "") -> dict[str, str]:
         return os.environ | {
             "PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -97,12 +126,11 @@ class Workspace:
 
 
 def stubbed(folder: Path) -> Workspace:
-    """A configured workspace in which stubs stand for the stages' programs."""
+    """A configured workspace in which a stub stands for the program."""
     (folder / "bin").mkdir()
-    for stage in ("train", "profile", "search"):
-        program = folder / "bin" / f"shardwright-{stage}"
-        program.write_text(f"#!{sys.executable}\n" + (HERE / "stage_stub.py").read_text())
-        program.chmod(0o755)
+    program = folder / "bin/shardwright"
+    program.write_text(f"#!{sys.executable}\n" + (HERE / "stage_stub.py").read_text())
+    program.chmod(0o755)
     workspace = Workspace(folder)
     workspace.configure()
     return workspace
@@ -110,11 +138,18 @@ def stubbed(folder: Path) -> Workspace:
 
 @pytest.fixture(scope="session")
 def _finished_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    workspace = stubbed(folder)
-    done = workspace.snakemake("all", "grid")
-    assert done.status == 0, done.output
-    return folder
+    """The folder in which the default configuration has run to the end: made by one process of a session for all."""
+    begun = tmp_path_factory.mktemp("begun") / "workspace"
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    with (shared / "finished.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "finished").exists():
+            begun.mkdir()
+            done = stubbed(begun).snakemake("all", "grid")
+            assert done.status == 0, done.output
+            begun.rename(shared / "finished")
+    return shared / "finished"
 
 
 @pytest.fixture
@@ -133,7 +168,7 @@ def workspace_in() -> type[Workspace]:
 
 @pytest.fixture
 def stubs(tmp_path: Path) -> Workspace:
-    """A workspace in which nothing was made yet, and stubs stand for the stages' programs."""
+    """A workspace in which nothing was made yet, and a stub stands for the program."""
     return stubbed(tmp_path)
 
 

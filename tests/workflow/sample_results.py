@@ -5,16 +5,16 @@ from pathlib import Path
 
 import msgspec
 
-from shardwright_formats.io import write_document
-from shardwright_formats.semantics.chunks import stage_actions
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
-from shardwright_formats.types.measurement import Measurement, PassTime, PlanMeasurement, RankMeasurement, RankMemory
-from shardwright_formats.types.model import LayerType, Model, Parameter
-from shardwright_formats.types.plan import PipelineStage, Plan, Schedule
-from shardwright_formats.types.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
-from shardwright_formats.types.run import BestCheckpoint, Evaluation, RunResult, StepMetrics
-from shardwright_formats.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
+from shardwright.io import write_document
+from shardwright.plan.chunks import stage_actions
+from shardwright.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright.types.correction import Correction, CorrectionFactor, Term
+from shardwright.types.measurement import Measurement, PassTime, PlanMeasurement, RankMeasurement, RankMemory
+from shardwright.types.model import LayerType, Model, Parameter
+from shardwright.types.plan import PipelineStage, Plan, Schedule
+from shardwright.types.prediction import Estimate, Prediction, Proof, RunnerUp, StagePrediction, TimelineEvent
+from shardwright.types.run import BestCheckpoint, Evaluation, RunResult, StepMetrics
+from shardwright.types.strategy import DataParallel, LayerStrategy, Recompute, SequenceParallel, Strategy
 
 _MIB = 1024 * 1024
 
@@ -102,7 +102,7 @@ def an_estimate(plan: Plan, step_time_s: float) -> Estimate:
 def write_sample_results(results: Path, *, search: str = "roomy", run: str = "demo", budget_mib: int = 64) -> Plan:
     """Write a search of three plans, two of them measured, what they taught, and a finished run.
 
-    Returns the chosen plan; the first runner-up is the one that was selected.
+    Returns the chosen plan.
     """
     plan = a_plan(name=search)
     others = [a_plan(num_microbatches=8, name=search), a_plan(pp_size=1, num_microbatches=1, recomputed=0, name=search)]
@@ -127,7 +127,6 @@ def write_sample_results(results: Path, *, search: str = "roomy", run: str = "de
         allocator="", plans=(_measured(plan, 0.21), _measured(others[0], 0.25)),
     )  # fmt: skip
     write_document(results / "measurements" / "plans" / f"{search}.json", measured)
-    write_document(results / "selected" / f"{search}.json", others[0])
     learned = Correction(
         factors={
             Term.FORWARD: CorrectionFactor(factor=1.25, lowest=0.75, highest=1.5, num_plans=2, num_ranks=16),

@@ -1,6 +1,6 @@
 """Takes the place of the stages' commands: notes how it was called, and writes sample results where it was told to.
 
-Run as the program shardwright-train, shardwright-profile or shardwright-search.
+Run as the program shardwright.
 """
 
 import json
@@ -23,7 +23,8 @@ _TOKEN_FILES = ("tokenizer.json", "tokens.bin", "tokens.idx", "data.json")
 
 def main() -> None:
     """Do as the command would."""
-    called, arguments = f"{Path(sys.argv[0]).name} {sys.argv[1]}", sys.argv[2:]
+    words = 2 if sys.argv[1] in ("train", "profile") else 1
+    called, arguments = " ".join(["shardwright", *sys.argv[1 : 1 + words]]), sys.argv[1 + words :]
     with Path(os.environ["STUB_CALLS"]).open("a", encoding="utf-8") as calls:
         calls.write(json.dumps([called, *arguments]) + "\n")
     if called == os.environ.get("STUB_FAILS"):
@@ -49,24 +50,23 @@ def main() -> None:
 
 def _outputs(called: str, out: Path, arguments: list[str]) -> dict[Path, bytes]:
     if "results/profiles/" in str(out):
-        return {out: (Path(sample_results.__file__).parents[2] / "formats/examples/model_profile.h5").read_bytes()}
-    if called == "shardwright-train prepare":
+        return {out: (Path(sample_results.__file__).parents[2] / "core/examples/model_profile.h5").read_bytes()}
+    if called == "shardwright train prepare":
         return {out / name: name.encode() for name in _TOKEN_FILES}
-    if called == "shardwright-train convert":
+    if called == "shardwright train convert":
         return {out / "config.json": b"{}"}
     with tempfile.TemporaryDirectory() as folder:
         sample = Path(folder)
         write_sample_results(sample, search="roomy", run="demo")
         plans = sample / "plans"
-        if called == "shardwright-search plan":
+        if called == "shardwright plan":
             prediction = (plans / "roomy.prediction.json").read_bytes()
             return {out: (plans / "roomy.json").read_bytes(), out.with_suffix(".prediction.json"): prediction}
-        if called in ("shardwright-search select", "shardwright-search correct"):
-            folder_of = {"select": "selected", "correct": "corrections"}[called.split()[1]]
-            return {out: (sample / folder_of / "roomy.json").read_bytes()}
-        if called == "shardwright-train measure" and "plans" in arguments[0]:
+        if called == "shardwright correct":
+            return {out: (sample / "corrections" / "roomy.json").read_bytes()}
+        if called == "shardwright train measure" and "plans" in arguments[0]:
             return {out: (sample / "measurements" / "plans" / "roomy.json").read_bytes()}
-        if called == "shardwright-train run":
+        if called == "shardwright train run":
             checkpoints = Path(arguments[arguments.index("--checkpoints") + 1])
             shutil.copytree(sample / "runs" / "demo", checkpoints, dirs_exist_ok=True)
             return {out / path.name: path.read_bytes() for path in (sample / "runs" / "demo").iterdir()}

@@ -1,4 +1,4 @@
-"""What Snakemake reruns below a result that is written again, as ADR 0120 says; a change of it reopens the decision."""
+"""What Snakemake reruns below a result that is written again, as docs/design/workflow.md says."""
 
 import subprocess
 import sys

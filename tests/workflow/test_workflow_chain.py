@@ -29,7 +29,7 @@ def test_everything_that_is_asked_for_comes_out(finished):
         "report.json",
         "summary.txt",
         "grid.csv",
-        "runs/demo/DONE.json",
+        f"runs/{finished.run('demo')}/DONE.json",
         "plans/tight.prediction.json",
     )
     for path in files:
@@ -44,10 +44,10 @@ def test_the_plan_for_a_real_cluster_comes_first_and_is_estimated(finished):
     assert re.findall(r"^plan (\S+)", summary, re.M) == ["llama2-70b", "roomy", "tight"]
     page = (finished.folder / "results" / "report.html").read_text()
     assert re.findall(r'<div class="answer"><b>(.*?)</b>', page) == ["llama2-70b", "roomy", "tight"]
-    calls = [_options(call) for call in _of(finished.calls(), "shardwright-profile analytic")]
+    calls = [_options(call) for call in _of(finished.calls(), "shardwright profile analytic")]
     made = {call.get("--hardware-out") or call["--out"] for call in calls}
     assert made == {"results/hardware/h100x64.h5", "results/profiles/llama2-70b@h100.h5"}
-    measured = [_options(call)["--out"] for call in _of(finished.calls(), "shardwright-train measure")]
+    measured = [_options(call)["--out"] for call in _of(finished.calls(), "shardwright train measure")]
     assert not any("llama2-70b" in path for path in measured)
 
 
@@ -61,17 +61,18 @@ def test_every_job_leaves_a_log_and_a_benchmark(finished):
 
 def test_the_stages_are_called_with_what_the_configuration_says(finished):
     calls, config = finished.calls(), yaml.safe_load((finished.folder / "config.yaml").read_text())
-    (hardware,) = _of(calls, "shardwright-profile hardware")
+    (hardware,) = _of(calls, "shardwright profile hardware")
     assert _options(hardware)["--time-budget"] == str(config["clusters"]["laptop"]["hardware_time_budget_s"])
-    described = {call[0]: call for call in _of(calls, "shardwright-train describe")}
+    described = {call[0]: call for call in _of(calls, "shardwright train describe")}
     assert set(described) == {"results/models/demo", "results/models/llama2-70b"}
     describe = described["results/models/demo"]
     assert _options(describe)["--sequence-length"] == "128"
-    runs = {_options(run)["--out"]: _options(run) for run in _of(calls, "shardwright-train run")}
-    assert runs["results/runs/demo"]["--steps"] == str(config["runs"]["demo"]["steps"])
-    assert runs["results/runs/demo-tight"]["--checkpoints"] == "results/checkpoints/demo-tight"
-    assert runs["results/runs/demo-tight"]["--log-dir"] == "results/logs/ranks/demo-tight"
-    (prepare,) = _of(calls, "shardwright-train prepare")
+    runs = {_options(run)["--out"]: _options(run) for run in _of(calls, "shardwright train run")}
+    tight = finished.run("demo-tight")
+    assert runs[f"results/runs/{finished.run('demo')}"]["--steps"] == str(config["runs"]["demo"]["steps"])
+    assert runs[f"results/runs/{tight}"]["--checkpoints"] == f"results/checkpoints/{tight}"
+    assert runs[f"results/runs/{tight}"]["--log-dir"] == f"results/logs/ranks/{tight}"
+    (prepare,) = _of(calls, "shardwright train prepare")
     assert _options(prepare)["--glob"] == "*.py"
 
 
@@ -101,31 +102,19 @@ def test_another_sequence_length_profiles_that_model_again_and_does_all_below(fi
     }  # fmt: skip
 
 
-def test_a_run_waits_for_the_measured_winner_where_it_is_told_to(finished):
-    finished.configure(lambda config: config["searches"]["tight"].update(select="measured"))
-    done = finished.snakemake("runs")
-    assert (done.status, done.jobs) == (0, {"select": 1, "run": 1}), done.output
-    (selected,) = _of(finished.calls(), "shardwright-search select")
-    assert selected[0] == "results/measurements/plans/tight.json"
-    assert _options(selected) == {"--plan": "results/plans/tight.json", "--out": "results/selected/tight.json"}
-    assert _of(finished.calls(), "shardwright-train run")[-1][0] == "results/selected/tight.json"
-    assert "report" in finished.snakemake("all").jobs
-    assert re.search(r"runner-up 1, selected", (finished.folder / "results" / "summary.txt").read_text())
-
-
 def test_what_one_search_taught_is_given_to_another_that_asks_for_it(finished):
-    taught = [call for call in _of(finished.calls(), "shardwright-search correct") if "roomy" in call[0]]
+    taught = [call for call in _of(finished.calls(), "shardwright correct") if "roomy" in call[0]]
     assert [_options(call) for call in taught] == [
         {
             "--hardware": "results/hardware/laptop.h5", "--profile": "results/profiles/demo@cpu.h5",
             "--out": "results/corrections/roomy.json",
         }
     ]  # fmt: skip
-    assert not any("--correction" in call for call in _of(finished.calls(), "shardwright-search plan"))
+    assert not any("--correction" in call for call in _of(finished.calls(), "shardwright plan"))
     finished.configure(lambda config: config["searches"]["tight"].update(correction="roomy"))
     done = finished.snakemake("plans")
     assert (done.status, done.jobs) == (0, {"search": 1}), done.output
-    (*_, search) = _of(finished.calls(), "shardwright-search plan")
+    (*_, search) = _of(finished.calls(), "shardwright plan")
     assert _options(search)["--correction"] == "results/corrections/roomy.json"
 
 
@@ -136,14 +125,14 @@ def test_a_load_of_experts_is_given_to_the_search_that_says_it_and_another_one_s
         finished.configure(lambda config: config["searches"]["tight"].update(imbalance=imbalance))
         done = finished.snakemake("plans")
         assert done.status == 0, done.output
-        (*_, search) = _of(finished.calls(), "shardwright-search plan")
+        (*_, search) = _of(finished.calls(), "shardwright plan")
         return done.jobs, _options(search).get("--imbalance")
 
     load, name = finished.folder / "load.json", str(finished.folder / "load.json")
-    text = (ROOT / "formats/examples/expert_load.json").read_text()
+    text = (ROOT / "core/examples/expert_load.json").read_text()
     assert searched(1.5) == ({"search": 1}, "1.5")
     assert searched(2) == ({"search": 1}, "2.0")
-    assert searched("demo") == ({"search": 1}, "results/runs/demo/load.json")
+    assert searched("demo") == ({"search": 1}, f"results/runs/{finished.run('demo')}/load.json")
     load.write_text(text)
     assert searched(name) == ({"search": 1}, name)
     load.write_text(text)
@@ -159,19 +148,21 @@ def test_a_run_begins_with_weights_and_leaves_a_model_where_it_is_told_to(finish
     finished.configure(lambda config: config["runs"]["demo"].update(said))
     done = finished.snakemake("runs")
     assert (done.status, done.jobs) == (0, {"run": 1, "convert": 1}), done.output
-    run = _of(finished.calls(), "shardwright-train run")[-1]
-    (converted,) = _of(finished.calls(), "shardwright-train convert")
+    run = _of(finished.calls(), "shardwright train run")[-1]
+    (converted,) = _of(finished.calls(), "shardwright train convert")
     words = " ".join(run)
-    assert "--weights /models/demo --new-weights --checkpoint-sync" in words
+    assert "--weights /models/demo --new-weights --" in words and "--checkpoint-sync --" in words
     assert "export" not in words
-    assert converted[0] == "results/runs/demo/DONE.json"
+    folder = f"results/runs/{finished.run('demo')}"
+    assert converted[0] == f"{folder}/DONE.json"
     assert _options(converted) == {
-        "--plan": "results/plans/roomy.json", "--copy-from": "/models/demo", "--out": "results/runs/demo/model",
+        "--plan": "results/plans/roomy.json", "--copy-from": "/models/demo", "--out": f"{folder}/model",
     }  # fmt: skip
-    assert (finished.folder / "results" / "runs" / "demo" / "model" / "config.json").is_file()
+    assert (finished.folder / folder / "model" / "config.json").is_file()
     finished.configure(lambda config: config["runs"]["demo-tight"].update(export=True))
     assert finished.snakemake("runs").status == 0
-    assert _options(_of(finished.calls(), "shardwright-train convert")[-1])["--copy-from"] == "results/data/stdlib"
+    copied = _options(_of(finished.calls(), "shardwright train convert")[-1])["--copy-from"]
+    assert copied == f"results/data/{finished.data('stdlib')}"
 
 
 def test_another_number_of_steps_trains_that_run_alone(finished):
@@ -209,7 +200,7 @@ def test_what_is_analytic_is_estimated_and_not_measured(finished):
     assert done.status == 0, done.output
     assert {"analytic_hardware", "analytic_profile"} <= set(done.jobs)
     assert not {"hardware", "probes", "measure", "fit"} & set(done.jobs)
-    every = [_options(call) for call in _of(finished.calls(), "shardwright-profile analytic")]
+    every = [_options(call) for call in _of(finished.calls(), "shardwright profile analytic")]
     calls = [options for options in every if "h100" not in options["--cluster"]]
     (hardware,) = [options for options in calls if "--hardware-out" in options]
     (profile,) = [options for options in calls if "--out" in options]
@@ -248,20 +239,22 @@ def test_what_is_made_again_is_what_the_documentation_says(finished, path, value
 
 
 def test_a_failed_run_keeps_its_checkpoints_and_shows_its_error(finished):
+    before = finished.run("demo")
     finished.configure(lambda config: config["runs"]["demo"].update(steps=300))
-    done = finished.snakemake("runs", fails="shardwright-train run")
+    done = finished.snakemake("runs", fails="shardwright train run")
     assert done.status == 1
     assert "error: some.json: something is wrong: do something" in done.output
-    assert (finished.folder / "results" / "checkpoints" / "demo" / "metrics.jsonl").exists()
-    assert not (finished.folder / "results" / "runs" / "demo" / "DONE.json").exists()
+    assert (finished.folder / "results" / "checkpoints" / before / "metrics.jsonl").exists()
+    assert (finished.folder / "results" / "runs" / before / "DONE.json").exists()
+    assert not (finished.folder / "results" / "runs" / finished.run("demo") / "DONE.json").exists()
 
 
 def test_a_killed_snakemake_is_unlocked_and_goes_on_from_the_checkpoints(finished):
-    results, target = finished.folder / "results", "results/runs/demo/DONE.json"
-    kept = results / "checkpoints" / "demo"
+    results, run = finished.folder / "results", finished.run("demo")
+    target, kept = f"results/runs/{run}/DONE.json", results / "checkpoints" / run
     shutil.rmtree(kept)
-    shutil.rmtree(results / "runs" / "demo")
-    killed = finished.snakemake(target, kills="shardwright-train run")
+    shutil.rmtree(results / "runs" / run)
+    killed = finished.snakemake(target, kills="shardwright train run")
     assert killed.status == -signal.SIGKILL
     (kept / "mark").write_text("of the run that was killed")
     refused = finished.snakemake(target)
@@ -269,11 +262,11 @@ def test_a_killed_snakemake_is_unlocked_and_goes_on_from_the_checkpoints(finishe
     locked = finished.snakemake(target, "--rerun-incomplete")
     assert locked.status == 1 and "--unlock" in locked.output
     assert finished.snakemake("--unlock").status == 0
-    calls = len(_of(finished.calls(), "shardwright-train run"))
+    calls = len(_of(finished.calls(), "shardwright train run"))
     done = finished.snakemake(target, "--rerun-incomplete")
     assert done.status == 0, done.output
-    (again,) = _of(finished.calls(), "shardwright-train run")[calls:]
-    assert _options(again)["--checkpoints"] == "results/checkpoints/demo"
+    (again,) = _of(finished.calls(), "shardwright train run")[calls:]
+    assert _options(again)["--checkpoints"] == f"results/checkpoints/{run}"
     assert (kept / "mark").read_text() == "of the run that was killed"
 
 
@@ -281,13 +274,13 @@ def test_a_misspelt_key_is_one_line_and_exit_code_2(finished):
     finished.configure(lambda config: config["searches"]["tight"].update(memory_gb=1))
     done = finished.snakemake("plans", "-n")
     assert done.status == 2
-    assert "error: config.yaml: searches.tight.memory_gb is no known key: did you mean memory_gib?" in done.output
+    assert "error: config.yaml: searches.tight.memory_gb is not a known key: did you mean memory_gib?" in done.output
     assert "Traceback" not in done.output
 
 
 def test_the_documents_are_what_the_configuration_says(finished):
     results = finished.folder / "results"
-    assert json.loads((results / "searches" / "roomy.json").read_text())["memory_gib"] is None
+    assert json.loads((results / "searches" / "tight.json").read_text())["memory_gib"] == 0.048
     assert json.loads((results / "models" / "demo" / "config.json").read_text())["model_type"] == "llama"
 
 
@@ -318,7 +311,7 @@ def test_the_demo_says_what_it_does_what_came_of_it_and_why_it_fails(finished):
     assert config.read_text() != text
     status, _, complaint = _demo(finished)
     assert status != 0
-    assert "error: config/config.yaml: runs.demo.stepz is no known key: did you mean steps?" in complaint
+    assert "error: config/config.yaml: runs.demo.stepz is not a known key: did you mean steps?" in complaint
 
 
 def test_a_run_that_may_lose_nodes_is_told_what_to_plan_again_with(finished):
@@ -327,19 +320,19 @@ def test_a_run_that_may_lose_nodes_is_told_what_to_plan_again_with(finished):
         config["searches"]["roomy"]["imbalance"] = 1.5
 
     finished.configure(change)
-    done = finished.snakemake("results/runs/demo/DONE.json")
+    done = finished.snakemake("train_demo", "-R", "run")
     assert done.status == 0, done.output
-    given = _options(_of(finished.calls(), "shardwright-train run")[-1])
-    plans = _of(finished.calls(), "shardwright-search plan")
+    given = _options(_of(finished.calls(), "shardwright train run")[-1])
+    plans = _of(finished.calls(), "shardwright plan")
     plan = [call for call in plans if _options(call)["--out"].endswith("roomy.json")][-1]
     for name in ("hardware", "profile", "search", "imbalance"):
         assert given[f"--replan-{name}"] == _options(plan)[f"--{name}"]
 
 
 def test_a_run_that_stops_in_order_is_resumed(finished):
-    (finished.folder / "results/runs/demo/DONE.json").unlink()
-    calls = len(_of(finished.calls(), "shardwright-train run"))
-    done = finished.snakemake("results/runs/demo/DONE.json", stops="shardwright-train run")
+    (finished.folder / (target := f"results/runs/{finished.run('demo')}/DONE.json")).unlink()
+    calls = len(_of(finished.calls(), "shardwright train run"))
+    done = finished.snakemake(target, stops="shardwright train run")
     assert done.status == 0, done.output
-    first, *again = _of(finished.calls(), "shardwright-train run")[calls:]
+    first, *again = _of(finished.calls(), "shardwright train run")[calls:]
     assert again == [first, first]

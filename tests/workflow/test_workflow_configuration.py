@@ -14,8 +14,8 @@ from snakemake_executor_plugin_slurm.validation import validate_slurm_extra
 from configuration import load_workflow
 from configuration_checks import check_model_keys
 from configuration_files import read_yaml
-from shardwright_formats.io import BadInput, Document
-from shardwright_formats.types import Cluster
+from shardwright.io import BadInput, Document
+from shardwright.types import Cluster
 from slurm_jobs import job_resources
 
 ROOT = Path(__file__).parents[2]
@@ -49,14 +49,17 @@ def _read(text: str, kind: type[Document]):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"searchs": {}}, "searchs is no known key: did you mean searches?"),
-        ({"searches__tight__memory_gb": 1}, "searches.tight.memory_gb is no known key: did you mean memory_gib?"),
-        ({"node_types__cpu__slurm": {"gpus": 8}}, "node_types.cpu.slurm.gpus is no known key"),
+        ({"searchs": {}}, "searchs is not a known key: did you mean searches?"),
+        ({"searches__tight__memory_gb": 1}, "searches.tight.memory_gb is not a known key: did you mean memory_gib?"),
+        ({"node_types__cpu__slurm": {"gpus": 8}}, "node_types.cpu.slurm.gpus is not a known key"),
         ({"searches__tight__global_batch_size": "16"}, "tight.global_batch_size: Expected `int | object`, got `str`: "),
         ({"searches__tight__memory_gib": 0}, "searches.tight.memory_gib: Expected `float` > 0.0"),
         ({"searches__tight__recompute": ["ful"]}, "tight.recompute.0: Invalid enum value 'ful': did you mean full?"),
         ({"searches__tight__pp_sizes": [0]}, "searches.tight.pp_sizes"),
-        ({"searches__tight__select": "best"}, "select: Invalid enum value 'best': config/config.yaml shows"),
+        ({"searches__tight__objective": "best"}, "objective: Invalid enum value 'best': config/config.yaml shows"),
+        ({"searches__tight__select": "measured"}, "searches.tight.select was removed: leave it out, and narrow"),
+        ({"searches__tight__robust": {"spreads": 2}}, "searches.tight.robust was removed: leave it out"),
+        ({"runs__demo__log_to": ["mlflow"]}, "runs.demo.log_to.0: mlflow was removed: take wandb or tensorboard"),
         ({"searches__tight__correction": "romy"}, "searches.tight.correction: 'romy' is not under searches: did you"),
         (
             {"searches__tight__correction": "tight"},
@@ -94,11 +97,11 @@ def _read(text: str, kind: type[Document]):
         ({"validate__searches": ["none"]}, "validate.searches: 'none' is not under searches"),
         ({"clusters__laptop__nodes": [{"node_type": "gpu", "count": 1}]}, "'gpu' is not under node_types"),
         ({"models__demo__preset": "lama-2m"}, "there is no config/models/lama-2m.yaml: did you mean llama-2m?"),
-        ({"models__demo__num_hidden_layer": 4}, "num_hidden_layer is no known key: did you mean num_hidden_layers?"),
+        ({"models__demo__num_hidden_layer": 4}, "num_hidden_layer is not a known key: did you mean num_hidden_layers?"),
         ({"clusters__laptop": {"nodes": DEFAULT["clusters"]["laptop"]["nodes"]}}, "hardware_time_budget_s is missing"),
         ({"profiles__cpu": _without("steps")}, "profiles.cpu: steps and warmup_steps are missing"),
-        ({"profiles__cpu__estimate": {"context_mib": 1}}, "profiles.cpu: estimate is told of what is measured"),
-        ({"profiles__cpu__estimate": {"context_gib": 1}}, "profiles.cpu.estimate.context_gib is no known key"),
+        ({"profiles__cpu__estimate": {"context_mib": 1}}, "profiles.cpu: estimate does not apply to measured profiles"),
+        ({"profiles__cpu__estimate": {"context_gib": 1}}, "profiles.cpu.estimate.context_gib is not a known key"),
         ({"profiles__cpu__source": "guessed"}, "profiles.cpu.source: Invalid enum value 'guessed'"),
         (
             {"clusters__laptop": {"nodes": [{"node_type": "cpu", "count": 2}], "hardware": "analytic"}},
@@ -113,17 +116,18 @@ def _read(text: str, kind: type[Document]):
             "clusters.h100x64.overlap_slowdowns: Expected `str` matching",
         ),
         ({"container": "docker://image; touch FILE"}, "container: Expected `str` matching"),
+        ({"pictures": ["results/grids/laptop.svg"]}, "grids have no picture any more: leave it out"),
         ({"pictures": ["results/{grid}.svg"]}, "pictures.0: Expected `str` matching"),
-        ({"clusters__laptop__overlap_slowdowns": "1.2:1"}, "overlap_slowdowns is told of what is measured"),
-        ({"clusters__laptop__network_step_us": 30}, "network_step_us is told of what is measured"),
+        ({"clusters__laptop__overlap_slowdowns": "1.2:1"}, "overlap_slowdowns does not apply to measured hardware"),
+        ({"clusters__laptop__network_step_us": 30}, "network_step_us does not apply to measured hardware"),
         ({"searches__tight__memory_gib": float("inf")}, "searches.tight.memory_gib: Expected `float` <="),
         ({"runs__demo__learning_rate": 1e300}, "runs.demo.learning_rate: Expected `float` <="),
         ({"clusters__laptop__nodes": [{"node_type": "cpu", "count": 10**9}]}, "laptop.nodes.0.count: Expected"),
         ({"data__stdlib__vocab_size": 10**12}, "data.stdlib.vocab_size: Expected `int` <="),
-        ({"searches__tight__name": "loose"}, "searches.tight.name is not to be said: leave it out: it is the key"),
-        ({"models__demo__num_hidden_layers": -5}, "models.demo.num_hidden_layers is '-5', where the preset has"),
-        ({"models__demo__vocab_size": 10**12}, "models.demo.vocab_size is '1000000000000', where the preset has"),
-        ({"models__demo__hidden_act": float("nan")}, "models.demo holds a value that JSON has not"),
+        ({"searches__tight__name": "loose"}, "searches.tight.name cannot be set: leave it out: the key of the search"),
+        ({"models__demo__num_hidden_layers": -5}, "models.demo.num_hidden_layers is '-5', but the preset has"),
+        ({"models__demo__vocab_size": 10**12}, "models.demo.vocab_size is '1000000000000', but the preset has"),
+        ({"models__demo__hidden_act": float("nan")}, "models.demo contains a value that JSON does not have"),
         ({"node_types__cpu__devices_per_node": 2**20 + 1}, "node_types.cpu.devices_per_node: Expected `int` <="),
         (
             {"clusters__laptop__nodes": [{"node_type": "cpu", "count": 2**20}]},
@@ -133,11 +137,11 @@ def _read(text: str, kind: type[Document]):
         ({"node_types__cpu__slurm": {"account": "me; true"}}, "node_types.cpu.slurm.account: Expected `str` matching"),
         ({f"searches__{'n' * 101}": DEFAULT["searches"]["tight"]}, "of length <= 100"),
         ({"models__demo__preset": "../secret"}, "models.demo.preset: Expected `str` matching"),
-        ({"validate": {"search": []}}, "validate.search is no known key: did you mean searches?"),
-        ({"runs__demo__plan": "other.json"}, "runs.demo.plan is not to be said: leave it out: the workflow names"),
-        ({"runs__demo__nnodes": 2}, "runs.demo.nnodes is not to be said: leave it out: the cluster says it"),
+        ({"validate": {"search": []}}, "validate.search is not a known key: did you mean searches?"),
+        ({"runs__demo__plan": "other.json"}, "runs.demo.plan cannot be set: leave it out: the workflow names"),
+        ({"runs__demo__nnodes": 2}, "runs.demo.nnodes cannot be set: leave it out: the cluster sets it"),
         ({"runs__demo__hang_timeout_s": 0.1}, "runs.demo.hang_timeout_s: Expected `float` >= 1.0"),
-        ({"runs__demo__grace_s": 43201}, "runs.demo.grace_s: 43201 s are over half of a job of 1440 min: say less, or"),
+        ({"runs__demo__grace_s": 43201}, "runs.demo.grace_s: 43201 s are over half of a job of 1440 min: set less, or"),
         ({"searches": None}, "searches: Expected `object`, got `null`"),
         ({"searches__tight": "roomy"}, "searches.tight: Expected `object`, got `str`"),
         ({"data__stdlib__vocab_size": 4096}, "runs.demo: its data has 4096 tokens, its model's vocabulary 2048"),
@@ -179,7 +183,7 @@ def test_a_hostile_preset_is_one_line(tmp_path, content, message):
 
 def test_keys_of_published_files_can_be_set_where_the_family_reads_them():
     assert json.loads(_load(models__demo__rope_theta=5e5).model_config_json("demo"))["rope_theta"] == 5e5
-    with pytest.raises(BadInput, match="rope_theta is no known key"):
+    with pytest.raises(BadInput, match="rope_theta is not a known key"):
         _load(models__demo={"preset": "gpt2-1.5b", "profile": "cpu", "rope_theta": 5e5})
 
 
@@ -236,7 +240,7 @@ def test_a_model_is_profiled_on_one_node_whatever_the_cluster_and_its_price():
 
 
 def test_searches_and_profiles_are_documents_that_the_stages_read():
-    from shardwright_estimate.settings import ProfileSettings
+    from shardwright.estimate.settings import ProfileSettings
     from shardwright_search.space.request import SearchRequest
 
     workflow = _load()
@@ -258,16 +262,11 @@ def test_what_is_analytic_needs_no_time_to_measure_and_is_told_by_name():
     assert json.loads(config.profile_json("cpu")).keys().isdisjoint({"source", "steps", "layers"})
 
 
-def test_how_plans_are_selected_and_corrected_is_no_part_of_a_search_document():
-    changed = _load(searches__roomy__select="measured", searches__tight__correction="roomy")
+def test_how_plans_are_corrected_is_no_part_of_a_search_document():
+    changed = _load(searches__tight__correction="roomy")
     assert [changed.search_json(name) for name in ("roomy", "tight")] == [
         _load().search_json(name) for name in ("roomy", "tight")
     ]
-
-
-def test_runs_take_the_predicted_best_unless_they_are_told_to_wait_for_the_measured_one():
-    assert _load().plan_of("roomy") == "results/plans/roomy.json"
-    assert _load(searches__roomy__select="measured").plan_of("roomy") == "results/selected/roomy.json"
 
 
 def test_what_others_rest_on_is_measured_without_being_asked_for():
@@ -275,7 +274,6 @@ def test_what_others_rest_on_is_measured_without_being_asked_for():
         return _load(validate__searches=[], **changes).measured_searches()
 
     assert measured() == ()
-    assert measured(searches__tight__select="measured") == ("tight",)
     assert measured(searches__tight__correction="roomy") == ("roomy",)
 
 
@@ -330,7 +328,7 @@ def test_the_five_lines_of_fine_tuning_in_the_documentation_are_a_configuration_
     for section, entries in yaml.safe_load(lines).items():
         config[section] |= entries
     workflow = load_workflow(config, "fine-tune.yaml", ROOT)
-    assert workflow.exported_runs() == ("tuned",) and workflow.copied_from("tuned") == "/models/bert"
+    assert workflow.settings.runs["tuned"].export and workflow.copied_from("tuned") == "/models/bert"
     said = workflow.options("runs", "tuned", without=("search", "data", "export"))
     assert said[:4] == ["--steps", "500", "--weights", "/models/bert"] and said[-3:] == [
         "--eval-every",

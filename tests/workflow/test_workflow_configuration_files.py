@@ -9,7 +9,7 @@ import yaml
 from configuration import load_workflow
 from configuration_files import read_yaml
 from expert_loads import load_options, load_sha256
-from shardwright_formats.io import BadInput, sha256_of_file
+from shardwright.io import BadInput, sha256_of_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,9 +27,9 @@ HOSTILE = [
     (_tenfold("[x, x]", "[{}]"), "its aliases stand for more than 2 MiB"),
     (_tenfold("{k: v}", "{{<<: [{}]}}"), "its aliases stand for more than 2 MiB"),
     (b"a: &a [*a]", "its aliases stand for more than 2 MiB"),
-    (b"__use_yte__: true\nx: ?open('RAN', 'w')", "__use_yte__: a configuration is no template"),
+    (b"__use_yte__: true\nx: ?open('RAN', 'w')", "__use_yte__: a configuration is not a template"),
     (b"a: 2026-99-99", "not valid YAML (month must be in 1..12)"),
-    (b"a: {1: 2}", "a.1: the key 1 is no text: quote it: '1'"),
+    (b"a: {1: 2}", "a.1: the key 1 is not a text: quote it: '1'"),
 ]
 
 
@@ -67,6 +67,29 @@ def test_the_default_configuration_is_checked_as_others_are(bare, content):
     assert called.output.splitlines()[-1].startswith("error: config/config.yaml: ")
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "key 'a' appears twice, again in line 3: remove one of the two"),
+        ("a:\n- b: {c: 1, 'c': 2}\n", "key 'c' appears twice, again in line 2"),
+        ("a: &a {b: 1}\nc: {<<: *a, <<: *a}\n", "key '<<' appears twice, again in line 2"),
+        ("a: " + "[" * 100_000 + "]" * 100_000, "not valid YAML (maximum recursion depth exceeded"),
+        ("{a: " * 100_000 + "1" + "}" * 100_000, "not valid YAML (maximum recursion depth exceeded"),
+    ],
+    ids=lambda value: value[:10],
+)
+def test_a_key_that_stands_twice_or_depth_without_end_is_refused(tmp_path, content, said):
+    (tmp_path / "a.yaml").write_text(content)
+    with pytest.raises(BadInput) as refused:
+        read_yaml(tmp_path / "a.yaml")
+    assert f"a.yaml: {said}" in str(refused.value)
+
+
+def test_a_key_beside_one_of_a_merged_mapping_is_its_own(tmp_path):
+    (tmp_path / "a.yaml").write_text("a: &a {b: 1}\nc: {<<: *a, b: 2}\n")
+    assert read_yaml(tmp_path / "a.yaml") == {"a": {"b": 1}, "c": {"b": 2}}
+
+
 def test_a_file_that_repeats_itself_a_little_is_read(tmp_path):
     (tmp_path / "some.yaml").write_text("a: &a {k: v}\nb: {<<: *a, l: w}\nc: [*a, *a]\n")
     assert read_yaml(tmp_path / "some.yaml")["b"] == {"k": "v", "l": "w"}
@@ -80,7 +103,7 @@ def test_a_load_is_no_part_of_a_search_document_and_a_file_may_stand_beside_the_
     without = load_workflow(config, "config/config.yaml", ROOT).search_json("tight")
     config["searches"]["tight"]["imbalance"] = "load.json"
     (tmp_path / "there").mkdir()
-    shutil.copy(ROOT / "formats/examples/expert_load.json", tmp_path / "there/load.json")
+    shutil.copy(ROOT / "core/examples/expert_load.json", tmp_path / "there/load.json")
     monkeypatch.chdir(tmp_path)
     workflow = load_workflow(config, "there/config.yaml", ROOT)
     given = workflow.settings, workflow.folder, "load.json"

@@ -8,7 +8,7 @@ from test_workflow_chain import _of, _options
 from test_workflow_configuration import DEFAULT, ROOT, _load
 
 from configuration import load_workflow
-from shardwright_formats.io import BadInput, read_document
+from shardwright.io import BadInput, read_document
 from shardwright_train.data.sampling import BlendedData
 
 OTHER = {"text": "/texts/other.jsonl", "vocab_size": 300}
@@ -25,12 +25,15 @@ def test_a_blend_and_data_to_evaluate_on_are_prepared_before_the_run(finished):
     finished.configure(change)
     done = finished.snakemake("runs")
     assert (done.status, done.jobs) == (0, {"write_blend": 1, "prepare": 2, "run": 1, "convert": 1}), done.output
-    run = _options(_of(finished.calls(), "shardwright-train run")[-1])
-    assert (run["--data"], run["--valid-data"]) == ("results/data/both", "results/data/held")
-    blend = read_document(finished.folder / "results" / "data" / "both" / "blend.json", BlendedData)
-    assert [(each.folder, each.weight) for each in blend.datasets] == [("../stdlib", 3.0), ("../other", 1.5)]
-    converted = _of(finished.calls(), "shardwright-train convert")[-1]
-    assert "--best" in converted and _options(converted)["--copy-from"] == "results/data/stdlib"
+    run = _options(_of(finished.calls(), "shardwright train run")[-1])
+    folders = {name: finished.data(name) for name in ("both", "held", "other", "stdlib")}
+    given = run["--data"], run["--valid-data"]
+    assert given == (f"results/data/{folders['both']}", f"results/data/{folders['held']}")
+    blend = read_document(finished.folder / given[0] / "blend.json", BlendedData)
+    parts = [(each.folder, each.weight) for each in blend.datasets]
+    assert parts == [(f"../{folders['other']}", 1.5), (f"../{folders['stdlib']}", 3.0)]
+    converted = _of(finished.calls(), "shardwright train convert")[-1]
+    assert "--best" in converted and _options(converted)["--copy-from"] == f"results/data/{folders['other']}"
 
 
 def test_random_samples_need_no_data_and_images_and_captions_are_read(finished):
@@ -44,10 +47,10 @@ def test_random_samples_need_no_data_and_images_and_captions_are_read(finished):
     done = finished.snakemake("runs", "-n", "--printshellcmds")
     assert done.jobs == {"prepare_images": 1, "prepare_pairs": 1, "run": 3, "convert": 1}, done.output
     assert "--data random " in done.output and "--copy-from" not in done.output
-    prepare = "prepare --text /photos --source images --image-size 224 --workers 1 --out results/data/photos"
-    assert prepare in done.output
+    options = "--text /photos --source images --image-size 224 --workers 1"
+    assert f"prepare {options} --out results/data/{finished.data('photos')}" in done.output
     options = "--text /captions --source captions --image-size 336 --tokenizer /llava --workers 1"
-    assert f"prepare {options} --out results/data/captions" in done.output
+    assert f"prepare {options} --out results/data/{finished.data('captions')}" in done.output
 
 
 def _changed(**entries):
@@ -61,18 +64,18 @@ def _changed(**entries):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"data": {"random": OTHER}}, "data.random: the name stands for random samples: choose another"),
-        ({"data": {"x": {"vocab_size": 300}}}, "data.x holds either text or blend"),
-        ({"data": {"x": OTHER | BOTH}}, "data.x holds either text or blend"),
-        ({"data": {"x": BOTH | {"vocab_size": 300}}}, "data.x.vocab_size: a blend has none"),
+        ({"data": {"random": OTHER}}, "data.random: the name is reserved for random samples: choose another"),
+        ({"data": {"x": {"vocab_size": 300}}}, "data.x needs either text or blend"),
+        ({"data": {"x": OTHER | BOTH}}, "data.x needs either text or blend"),
+        ({"data": {"x": BOTH | {"vocab_size": 300}}}, "data.x.vocab_size: does not apply to a blend"),
         ({"data": {"x": {"blend": {}}}}, "data.x.blend names no data"),
         ({"data": {"x": {"blend": {"othr": 1}}}}, "data.x.blend: 'othr' is not under data: did you mean other?"),
         ({"data": {"x": {"blend": {"other": 0}}}}, r"data.x.blend\[...\]: Expected `float` > 0.0"),
-        ({"data": {"x": {"blend": {"photos": 1}}}}, "data.x.blend: photos is no text"),
-        ({"data": {"x": BOTH, "y": {"blend": {"x": 1}}}}, "data.y.blend: x is no text"),
+        ({"data": {"x": {"blend": {"photos": 1}}}}, "data.x.blend: photos is not a text"),
+        ({"data": {"x": BOTH, "y": {"blend": {"x": 1}}}}, "data.y.blend: x is not a text"),
         ({"valid_data": "othr"}, "runs.demo.valid_data: 'othr' is not under data: did you mean other?"),
-        ({"valid_data": "random"}, "runs.demo.valid_data: random samples are none to evaluate on"),
-        ({"export": "best"}, "runs.demo.export: there is no best checkpoint: say keep_best: true, too"),
+        ({"valid_data": "random"}, "runs.demo.valid_data: random samples are not for evaluation"),
+        ({"export": "best"}, "runs.demo.export: there is no best checkpoint: set keep_best: true, too"),
         ({"export": "last"}, "runs.demo.export: Invalid"),
     ],
 )

@@ -1,13 +1,11 @@
 """The grids that are shipped, and the tables that are made of their answers."""
 
 import json
-import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import h5py
 import msgspec
 import pandas as pd
 import pytest
@@ -17,8 +15,9 @@ from sample_results import write_sample_results
 
 from configuration import load_workflow
 from grids import GridFile, read_grids
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import Cluster, Plans, Prediction
+from result_folders import folder_of_run
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.types import Cluster, Plans, Prediction
 from shardwright_search.cli import APP
 from shardwright_search.space.request import CellAnswer, Grid, GridAnswers, SearchRequest, Space
 
@@ -61,14 +60,28 @@ def test_a_mixed_cluster_has_the_nodes_links_and_profiles_of_its_parts():
     inputs = grid.inputs("bert", "fasop-1a100-3a10")
     assert [Path(path).stem for path in inputs.hardware] == ["fasop-a100-8x4", "fasop-a10-4x4"]
     assert [Path(path).stem for path in inputs.profile] == ["fasop-bert@A100", "fasop-bert@A10"]
-    assert inputs.profiles[::2] == ["--hardware"] * 2 + ["--profile"] * 2
+    cells = shlex.split(grid.commands("bert", "fasop-1a100-3a10")[-1])
+    assert (cells.count("--hardware"), cells.count("--profile")) == (2, 2)
 
 
-def test_published_plans_are_imported_and_priced_by_commands_that_exist():
-    for line in GRIDS["galvatron"].published_lines("llama-7b-hf", "a100-1x8"):
-        words = [word.strip("'") for word in line.split(" ")]
-        name = "import galvatron" if words[0] == "import" else words[0]
-        assert APP.commands[name].parse(name, words[len(name.split()) :])
+def _parsed(line):
+    """The name and the options of a line for `shardwright batch`."""
+    words = shlex.split(line)
+    name = "import galvatron" if words[0] == "import" else words[0]
+    return name, APP.commands[name].parse(name, words[len(name.split()) :])
+
+
+def test_published_plans_are_imported_and_priced_before_the_cells_by_commands_that_exist():
+    (imported, plan), (priced, evaluated), (searched, cells) = map(
+        _parsed, GRIDS["galvatron"].commands("llama-7b-hf", "a100-1x8")
+    )
+    assert (imported, priced, searched) == ("import galvatron", "evaluate", "grid")
+    assert plan.out == evaluated.plan and evaluated.out == plan.out.with_suffix(".prediction.json")
+    assert str(plan.out) == "results/grids/galvatron/plans/llama-7b-hf@a100-1x8/m36-b64.json"
+    assert str(cells.grid) == "results/grids/galvatron/asked/llama-7b-hf@a100-1x8.json"
+    assert str(cells.out) == "results/grids/galvatron/answers/llama-7b-hf@a100-1x8.json"
+    words = GRIDS["fasop"].front_words("bert")
+    assert len(APP.commands["rent"].parse("rent", words[1:]).profile) == 2
 
 
 def test_fasops_grid_has_its_batches_its_clusters_and_the_seconds_that_it_states():
@@ -78,7 +91,7 @@ def test_fasops_grid_has_its_batches_its_clusters_and_the_seconds_that_it_states
     assert {model: sizes for (model, _), sizes in batches.items()} == {"gpt2XL": {64}, "bert": {256}, "T5": {128}}
     names = {cell["name"] for of in cells.values() for cell in of}
     assert {"whole-b64-full", "whole-b256-fasop"} <= names
-    assert {cell["memory_gib"] for of in cells.values() for cell in of} == {None}
+    assert not any("memory_gib" in cell for of in cells.values() for cell in of)
     stated = json.loads(grid.published_times_json)
     assert {(each["model"], each["cluster"]) for each in stated["cells"]} == set(grid.pairs)
     assert stated["fronts"]["gpt2XL"]["4xa100"] == 0.5978 and "FASOP" in stated["source"]
@@ -99,18 +112,14 @@ def test_two_made_up_node_types_of_this_machine_are_planned_with_the_profile_of_
 
 
 def test_even_plans_are_made_by_commands_that_exist():
-    make, evaluate = (shlex.split(line) for line in GRIDS["laptop"].even_lines("demo-mixed", "laptop-mixed"))
-    asked = APP.commands["uniform"].parse("uniform", make[1:])
-    assert (asked.pp_size, asked.num_microbatches, asked.global_batch_size) == (2, 8, 32)
-    assert str(asked.out) == "results/grids/laptop/even/demo-mixed@laptop-mixed/b32.json" == evaluate[1]
-    assert len(APP.commands["evaluate"].parse("evaluate", evaluate[1:]).profile) == 2
+    (made, asked), (priced, evaluated), _ = map(_parsed, GRIDS["laptop"].commands("demo-mixed", "laptop-mixed"))
+    assert (made, asked.pp_size, asked.num_microbatches, asked.global_batch_size) == ("uniform", 2, 8, 32)
+    assert str(asked.out) == "results/grids/laptop/plans/demo-mixed@laptop-mixed/even-b32.json" == str(evaluated.plan)
+    assert priced == "evaluate" and len(evaluated.profile) == 2
     for model, asked in (("demo-experts", (1, 2, None)), ("demo-long", (2, None, None))):
-        make, *_ = (shlex.split(line) for line in GRIDS["laptop"].even_lines(model, "laptop"))
-        parsed = APP.commands["uniform"].parse("uniform", make[1:])
+        (_, parsed), *_ = map(_parsed, GRIDS["laptop"].commands(model, "laptop"))
         assert (parsed.cp_size, parsed.ep_size, parsed.etp_size) == asked
-    assert list(GRIDS["laptop"].even_lines("demo", "laptop")) == [] and not GRIDS["laptop"].even_folders(
-        "demo", "laptop"
-    )
+    assert len(GRIDS["laptop"].commands("demo", "laptop")) == 1
 
 
 def test_what_is_searched_on_this_machine_was_profiled():
@@ -127,12 +136,13 @@ def test_a_load_of_experts_is_given_to_the_searches_of_a_model_and_to_its_even_p
     models["demo-experts"] |= {"imbalance": "demo", "even": {"pp": 2, "num_microbatches": 2}}
     models["demo-mixed"]["imbalance"] = 1.5
     grid = _written(tmp_path, "laptop", {"models": models})
-    load = grid.load_of("demo-experts")
-    assert (load.runs, load.sha256) == (["results/runs/demo/DONE.json"], "")
-    assert load.options == ["--imbalance", "results/runs/demo/load.json"]
-    assert grid.load_of("demo") == ([], [], "") and grid.load_of("demo-mixed").options == ["--imbalance", "1.5"]
-    _, evaluate = grid.even_lines("demo-experts", "laptop")
-    assert "--imbalance results/runs/demo/load.json" in evaluate
+    run = folder_of_run(WORKFLOW.settings, "demo")
+    assert grid.waits_for("demo-experts", "laptop")["load"] == [f"results/runs/{run}/DONE.json"]
+    assert grid.load_sha256("demo-experts") == "" and grid.waits_for("demo", "laptop")["load"] == []
+    _, *priced = grid.commands("demo-experts", "laptop")
+    assert len(priced) == 2 and all(f"--imbalance results/runs/{run}/load.json" in line for line in priced)
+    assert "--imbalance 1.5" in grid.commands("demo-mixed", "laptop-mixed")[-1]
+    assert not any("--imbalance" in line for line in grid.commands("demo", "laptop"))
     models["demo-experts"]["imbalance"] = "load.jsn"
     with pytest.raises(BadInput, match=r"models.demo-experts.imbalance: 'load.jsn' is neither a file nor under runs"):
         _written(tmp_path / "other", "laptop", {"models": models})
@@ -169,7 +179,7 @@ def test_a_front_is_searched_over_nodes_with_prices():
     assert (request.space, request.global_batch_size, request.memory_gib, request.max_tp_size) == ("full", 256, None, 4)
     cluster = json.loads(grid.cluster_json(grid.settings.fronts["bert"].cluster))
     assert {name: of["usd_per_hour"] for name, of in cluster["node_types"].items()} == {"a100": 32.7726, "a10": 9.773}
-    assert Path(grid.front_inputs("T5").profile[1]).stem == "fasop-T5@A10"
+    assert Path(grid.front_waits_for("T5")["profile"][1]).stem == "fasop-T5@A10"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +208,7 @@ def test_a_front_of_nodes_of_the_configuration_needs_their_price(tmp_path):
     ("change", "says"),
     [
         ({"spaces": ["full", "nowhere"]}, "space"),
-        ({"spaces": ["dp", "zero"]}, "spaces: full is missing, beside which the others stand: add it"),
+        ({"spaces": ["dp", "zero"]}, "spaces: full is missing, which the others are compared with: add it"),
         ({"memory_gib": [-1]}, "memory_gib"),
         ({"models": {"m": {"clusters": ["c"]}}}, "there is no cluster 'c'"),
         ({"colour": 1}, "colour"),
@@ -223,7 +233,7 @@ _STATED = {"cluster": "fasop-a10-8x4", "global_batch_size": 64, "step_s": 1.0, "
         ({"cluster": "fasop-a10-4x4"}, {}, "gpt2XL.published_times: there is no cluster 'fasop-a10-4x4'"),
         ({"space": "3d"}, {}, "gpt2XL.published_times: there is no space '3d': add it to spaces"),
         ({"step_s": 0}, {}, "step_s"),
-        ({}, {"source_of_times": None}, "nobody is named who states them: give source_of_times"),
+        ({}, {"source_of_times": None}, "has no source: give source_of_times"),
     ],
 )
 def test_a_published_time_that_cannot_be_is_one_line(tmp_path, time, change, says):
@@ -248,15 +258,12 @@ def test_a_grid_is_one_job_for_each_pair(finished):
     asked = finished.snakemake("results/grids/galvatron.md", "-n")
     assert asked.status == 0, asked.output
     pairs = len(GRIDS["galvatron"].pairs)
-    published = sum(bool(GRIDS["galvatron"].published(*pair)) for pair in GRIDS["galvatron"].pairs)
-    assert (asked.jobs["grid_searches"], asked.jobs["grid_published_plans"], asked.jobs["grid_table"]) == (
-        pairs, published, 1,
-    )  # fmt: skip
+    assert (asked.jobs["grid_searches"], asked.jobs["reference_sdist"], asked.jobs["grid_table"]) == (pairs, 1, 1)
     fronts = finished.snakemake("results/grids/fasop.md", "-n")
     assert (fronts.jobs["grid_front"], fronts.jobs["write_grid_front"], fronts.jobs["grid_table"]) == (3, 3, 1)
     own = finished.snakemake("results/grids/laptop.md", "-n")
     assert own.status == 0 and own.jobs["grid_measure"] == 4, own.output
-    assert own.jobs["grid_even_plans"] == 3 and own.jobs["hardware"] == 1, own.output
+    assert own.jobs["grid_searches"] == 4 and own.jobs["hardware"] == 1, own.output
 
 
 def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
@@ -280,7 +287,7 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
         write_document(cells / f"{key}.json", msgspec.structs.replace(plan, name=f"cell-{key[0]}"))
         write_document(cells / f"{key}.prediction.json", msgspec.structs.replace(prediction, estimate=found))
     measured = tmp_path / "results" / "measurements" / "plans" / "roomy.json"
-    published = name / "published" / "m@c" / "m1-b16.json"
+    published = name / "plans" / "m@c" / "m1-b16.json"
     write_document(published.with_suffix(".prediction.json"), msgspec.structs.replace(prediction, estimate=slow))
     write_document(published, plan)
     command = [sys.executable, ROOT / "workflow/scripts/grid_tables.py", "tables", name, "--folder", cells]
@@ -289,22 +296,13 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
     assert table["space"].tolist() == ["dp", "tp", "full"]
     assert table["reason"].tolist()[1] == "no plan fits: it lacks 5 bytes"
     assert table["reason"].isna().tolist() == [True, False, True]
-    with h5py.File(f"{name}.h5") as file:
-        assert {*file} == {*table.columns}
-        assert file["predicted_step_s"][0] == 2 * file["predicted_step_s"][2]
+    assert table["predicted_step_s"][0] == 2 * table["predicted_step_s"][2]
     page = Path(f"{name}.md").read_text()
     assert "3 cells, 1 without a plan" in page and "| 2.00 | 2.00 |" in page
-    drawn = Path(f"{name}.svg").read_text()
-    assert "dp: 2.000 times as long" in drawn and ">Step time of the best plan of each space, over" in drawn
-    html = Path(f"{name}.html").read_text()
-    assert "How fast 1 model can be trained on 1 cluster with each kind of parallelism" in html
-    assert "Where all kinds may be combined, the best is up to 2.00 times as fast." in html
-    assert (
-        html.index("<nav") < html.index("3 cells, 1 without a plan")
-        and html.count("<svg") == html.count("<table>") == 1
+    even, large = (
+        name / "plans" / "m@c" / "even-b16.json",
+        msgspec.structs.replace(estimate.stages[0], memory_bytes=2**31),
     )
-    assert not re.search(r"""src\s*=|href\s*=(?!"#)|@import|<script""", html)
-    even, large = name / "even" / "m@c" / "b16.json", msgspec.structs.replace(estimate.stages[0], memory_bytes=2**31)
     for stages, told in ((estimate.stages, "nan"), ((large,), "does not fit: it lacks 1073741824 bytes")):
         own = msgspec.structs.replace(estimate, stages=stages)
         write_document(even, plan)
@@ -315,7 +313,7 @@ def test_tables_hold_every_cell_and_say_why_there_is_no_plan(tmp_path):
             "one plan, measured once"
         )
         assert (row["space"], row["memory_gib"], str(row["reason"])) == ("even", 1.0, told)
-    asked = [*command[:2], "plans", name / "answers" / "m@c.json", "--folder", cells, "--even", even.parent]
+    asked = [*command[:2], "plans", name / "answers" / "m@c.json", "--folder", cells, "--given", even.parent]
     other = msgspec.structs.replace(plan, name="even", num_microbatches=8)
     for beside, count, in_turns in ((plan, 1, ()), (other, 2, ((0, 1),))):
         write_document(even, beside)

@@ -88,7 +88,7 @@ GIVEN = {"--model": "llama-2-7b", "--gpus": "2x8:H100", "--data": "random"}
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"--model": "lama-2-7b"}, "--model: 'lama-2-7b' is no preset: did you mean llama-2-7b?"),
+        ({"--model": "lama-2-7b"}, "--model: 'lama-2-7b' is not a preset: did you mean llama-2-7b?"),
         ({"--gpus": "2x8:H10"}, "'H10' is not in the table of devices"),
         ({"--gpus": "many"}, "--gpus: 'many' is not NODESxGPUS:DEVICE"),
         ({"--data": "nowhere.txt"}, "--data: 'nowhere.txt' does not exist: name a file or a folder, or random"),
@@ -105,5 +105,14 @@ def test_what_cannot_be_planned_is_one_line_and_writes_nothing(tmp_path, monkeyp
 def test_a_configuration_that_is_there_is_kept(tmp_path):
     (tmp_path / "mine.yaml").write_text("mine")
     done = call(APP, "new", *[word for pair in GIVEN.items() for word in pair], "--out", tmp_path / "mine.yaml")
-    assert done.exit_code == 2 and "is there already" in done.stderr
+    assert done.exit_code == 2 and "already exists" in done.stderr
     assert (tmp_path / "mine.yaml").read_text() == "mine"
+
+
+def test_a_path_is_a_text_in_the_configuration_whatever_it_holds(tmp_path):
+    folder = tmp_path / """a: "b" 'c' \\n #{x} {{y}} $(z) &d *e !f 😀"""
+    folder.mkdir()
+    out = tmp_path / "mine.yaml"
+    done = call(APP, "new", "--model", "gpt2-xl", "--gpus", "4:A100-40", "--data", folder, "--out", out)
+    assert done.exit_code == 0, done.stderr
+    assert yaml.safe_load(out.read_text())["data"]["corpus"]["text"] == str(folder)

@@ -21,12 +21,12 @@ def test_a_cluster_of_several_nodes_is_started_once_on_each(finished):
     finished.configure(with_two_nodes)
     asked = finished.snakemake("all", "-n", "-p", "-F").output
     started = r"on_nodes\.sh 2x8@ib0 +(--no-kill --kill-on-bad-exit=0)? *"
-    found = re.findall(rf"{started}(shardwright-\w+ \w+)", asked)
+    found = re.findall(rf"{started}(shardwright \w+ \w+)", asked)
     outliving = "--no-kill --kill-on-bad-exit=0"
     assert sorted(found) == sorted(
         [
-            ("", "shardwright-profile hardware"), ("", "shardwright-train run"), (outliving, "shardwright-train run"),
-            *[("", "shardwright-train measure")] * 2,
+            ("", "shardwright profile hardware"), ("", "shardwright train run"), (outliving, "shardwright train run"),
+            *[("", "shardwright train measure")] * 2,
         ]
     )  # fmt: skip
 
@@ -42,12 +42,12 @@ def test_jobs_on_all_nodes_of_a_mixed_cluster_are_started_on_each_component_in_r
 
     finished.configure(with_two_node_types)
     asked = finished.snakemake("all", "-n", "-p", "-F").output
-    found = re.findall(r"on_nodes\.sh ('[^']*'|\S+) +(shardwright-\w+ \w+)", asked)
-    both, measured = "'2x4@ib0 3x8'", "shardwright-train measure"
+    found = re.findall(r"on_nodes\.sh ('[^']*'|\S+) +(shardwright \w+ \w+)", asked)
+    both, measured = "'2x4@ib0 3x8'", "shardwright train measure"
     assert sorted(found) == sorted(
         [
-            ("1x4", measured), ("1x8", measured), (both, "shardwright-profile hardware"),
-            *[(both, measured)] * 2, *[(both, "shardwright-train run")] * 2,
+            ("1x4", measured), ("1x8", measured), (both, "shardwright profile hardware"),
+            *[(both, measured)] * 2, *[(both, "shardwright train run")] * 2,
         ]
     )  # fmt: skip
 

@@ -7,12 +7,12 @@ import msgspec
 import pytest
 from sample_results import a_plan, an_estimate
 
-from shardwright_formats.display.colours import strategy_colour, term_colour
-from shardwright_formats.display.plan_picture import draw_memory, draw_plan
-from shardwright_formats.display.svg import WIDTH, document, ticks
-from shardwright_formats.display.timeline import draw_timeline
-from shardwright_formats.display.units import bytes_text, seconds_text
-from shardwright_formats.types import DataParallel, Recompute, SequenceParallel
+from shardwright.display.colours import strategy_colour, term_colour
+from shardwright.display.plan_picture import draw_memory, draw_plan
+from shardwright.display.svg import WIDTH, document, ticks
+from shardwright.display.timeline import draw_timeline
+from shardwright.display.units import bytes_text, seconds_text
+from shardwright.types import DataParallel, Recompute, SequenceParallel
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 1024 * 1024

@@ -64,7 +64,7 @@ def test_the_image_takes_what_the_clone_has():
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     copied = [source for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE) for source in line.split()]
     assert copied and all((ROOT / source).exists() for source in copied)
-    (installed,) = re.findall(r'^RUN \.ci/venv \.venv "\$TORCH_INDEX" (.+)$', text, re.MULTILINE)
-    packages = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/pyproject.toml")}
-    packages |= {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("stages/*/pyproject.toml")}
-    assert set(installed.split()) == packages
+    assert 'RUN .ci/venv .venv "$TORCH_INDEX"\n' in text
+    assert {"pyproject.toml", "README.md", "VERSION", "core", "stages"} <= set(copied), (
+        "what the distribution is made of"
+    )

@@ -16,10 +16,10 @@ from sample_results import a_plan, write_sample_results
 import report
 from pictures import draw_loss, draw_step_times
 from results import evaluation_text, read_picture, read_profile, read_run, read_search
-from shardwright_formats.display.plan_words import layers_summary
-from shardwright_formats.display.svg import bar, document, picture
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Cluster, NodeGroup, NodeType, Recompute
+from shardwright.display.plan_words import layers_summary
+from shardwright.display.svg import bar, document, picture
+from shardwright.io import BadInput
+from shardwright.types import Cluster, NodeGroup, NodeType, Recompute
 from summaries import numbers, search_table, summary
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -95,15 +95,6 @@ def test_a_machine_that_has_changed_is_told_and_ratios_are_also_at_equal_speed(r
     assert f"<strong>The {told}" in page and told in summary([search], [])
 
 
-def test_the_measured_winner_is_marked_where_runs_take_it(results):
-    usual, selected = (read_search(results, "roomy", selected=taken) for taken in (False, True))
-    assert [row[0] for row in _cells(report.page([selected], []), 0)] == [
-        "chosen", "runner-up 1, selected", "runner-up 2",
-    ]  # fmt: skip
-    assert "selected" not in report.page([usual], [])
-    assert re.search(r"runner-up 1, selected +220 ms +250 ms", summary([selected], []))
-
-
 def test_what_was_learned_is_shown_with_its_evidence(results):
     page = report.page([read_search(results, "roomy")], [])
     assert _cells(page, 2) == [
@@ -120,34 +111,6 @@ def test_what_other_plans_taught_is_not_shown(results):
     assert "What was learned" not in report.page([read_search(results, "roomy")], [])
 
 
-def test_the_page_begins_with_the_answer(results):
-    search = read_search(results, "roomy")
-    cards = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", report.page([search], [read_run(results, "demo")]))
-    said = dict(cards)
-    assert list(said) == ["Plan", "Time", "Memory", "Price", "How sure", "Why"]
-    assert said["Plan"].startswith("demo on laptop, 8 ranks: pp2, 4 microbatch(es), 1f1b")
-    assert said["Time"] == "210 ms a step, measured: 152 samples/s"
-    assert said["Memory"] == "60 MiB on the fullest device, measured: fits 64 MiB, 4 MiB to spare"
-    assert "it was run, and took 1.05 × as long as predicted" in said["How sure"]
-    page = report.page([search], [])
-    order = ("<h1>", 'class="first"', "<nav", "<dt>Plan", "<dt>Why", 'aria-label="the plan roomy"', "<h2>")
-    assert sorted(order, key=page.index) == list(order)
-    tight = search._replace(prediction=msgspec.structs.replace(search.prediction, memory_budget_bytes=50 * MIB))
-    assert "measured: does not fit 50 MiB, by 10 MiB" in report.page([tight], [])
-
-
-def test_the_first_line_needs_no_knowledge_of_plans(results):
-    search, run = read_search(results, "roomy"), read_run(results, "demo")
-    said = re.search(r'<p class="first">(.*?)</p>', report.page([search], [run]))[1]
-    assert said == (
-        "The best known way to train demo on the 8 devices of laptop takes 210 ms for each step of 32 samples, as "
-        "measured; the fullest device needs 60 MiB of the 64 MiB that it may use. It was trained for 100 steps, and "
-        "its loss went from 7.60 to 1.70."
-    )
-    alone = search._replace(comparisons=(search.comparisons[0]._replace(measured=None),))
-    assert "200 ms for each step of 32 samples, as predicted, and not yet tried;" in report.page([alone], [])
-
-
 def test_each_cell_of_a_table_carries_the_name_of_its_column(results):
     """A narrow page shows a row's cells one below another, where the table's head is out of sight."""
     page = report.page([read_search(results, "roomy")], [])
@@ -155,32 +118,6 @@ def test_each_cell_of_a_table_carries_the_name_of_its_column(results):
         names = re.findall(r'<th(?: class="number")?>(.*?)</th>', table)
         for row in re.findall(r'<tr(?: class="chosen")?>(<td.*?)</tr>', table):
             assert re.findall(r'data-name="(.*?)"', row) == names and len(set(names)) == len(names)
-
-
-def test_it_is_told_why_a_plan_takes_as_long_as_it_does(results):
-    search = read_search(results, "roomy")
-    said = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", report.page([search], [])))["Why"]
-    # 4 microbatches of 3 units on each of 2 stages, half a unit at the end, of 18 units.
-    assert said == (
-        "66.7% of a step are forward and backward passes of stage 0, the slowest, 16.7% filling and draining the "
-        "pipeline, 2.8% reducing gradients and the optimizer, 13.9% what every step needs; stage 0 is the fullest, "
-        "stage 1 needs 8 MiB less; the best plan of another configuration (pp2, 8 microbatch(es), 1f1b) takes 10.0% "
-        "more time for a sample, predicted"
-    )
-
-
-def test_of_several_searches_the_first_is_told_and_drawn_before_the_next(results):
-    write_sample_results(results, search="tight", budget_mib=50)
-    page = report.page([read_search(results, name) for name in ("tight", "roomy")], [])
-    order = ("<b>tight</b>", 'aria-label="the plan tight"', "<b>roomy</b>", 'aria-label="the plan roomy"', "<h2>")
-    assert sorted(order, key=page.index) == list(order)
-
-
-def test_the_plan_that_was_selected_is_the_one_that_is_told(results):
-    assert read_search(results, "roomy").in_use.role == "chosen"
-    assert read_search(results, "roomy", selected=True).in_use.role == "runner-up 1"
-    page = report.page([read_search(results, "roomy", selected=True)], [])
-    assert "8 microbatch(es)" in page.partition("<dt>Plan")[2].partition("</dd>")[0]
 
 
 def test_the_table_of_contents_leads_to_every_part(results):
@@ -271,7 +208,7 @@ def test_the_loss_curve_falls_when_the_loss_falls(results):
 def test_a_prediction_of_another_plan_is_refused(results):
     write_sample_results(results / "other", search="roomy2")
     (results / "other" / "plans" / "roomy2.json").rename(results / "plans" / "roomy.json")
-    with pytest.raises(BadInput, match=r"roomy\.prediction\.json: is about another plan"):
+    with pytest.raises(BadInput, match=r"roomy\.prediction\.json: is for another plan"):
         read_search(results, "roomy")
 
 
@@ -320,7 +257,7 @@ def test_equal_neighbours_are_counted_together():
 
 
 def test_a_profile_is_told_with_its_sources_and_how_well_curves_explain_it(tmp_path):
-    example = Path(__file__).parents[2] / "formats" / "examples" / "model_profile.h5"
+    example = Path(__file__).parents[2] / "core" / "examples" / "model_profile.h5"
     for name, content in (("profiles/demo@cpu.h5", example.read_bytes()), ("pictures/demo@cpu.svg", b"<svg>&</svg>")):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(content)
@@ -339,7 +276,7 @@ def test_of_several_node_types_it_is_told_which_binds_and_what_idle_ranks_cost(r
     groups = (NodeGroup(node_type="fast", count=1), NodeGroup(node_type="slow", count=1))
     mixed = Cluster(name="mixed", nodes=groups, node_types={"fast": node, "slow": slow})
     chosen = search.comparisons[0]
-    own = chosen._replace(plan=msgspec.structs.replace(chosen.plan, cluster=mixed), taken=True)
+    own = chosen._replace(plan=msgspec.structs.replace(chosen.plan, cluster=mixed))
     of = search._replace(comparisons=(own, *search.comparisons[1:]))
     said = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", report.page([of], [])))["Node types"]
     fast, last = json.loads(numbers([of], []))["searches"]["roomy"]["plans"]["chosen"]["node_types"]

@@ -10,7 +10,7 @@ def test_an_equal_result_reruns_nothing_below_it(finished):
 def test_an_upgrade_reruns_what_is_computed_only_where_the_configuration_says_so(finished, monkeypatch):
     target = "results/models/demo.json"
     release = {"version": "1"}
-    monkeypatch.setattr("shardwright_formats.io.versions.version", lambda _package: release["version"])
+    monkeypatch.setattr("shardwright.io.versions.version", lambda _package: release["version"])
     assert "Nothing to be done" in finished.snakemake(target).output
     finished.configure(lambda config: config.update(rerun_on_upgrade=True))
     assert finished.snakemake(target).jobs == {"describe": 1}

@@ -9,8 +9,8 @@ import yaml
 from sample_results import write_sample_results
 
 from configuration import load_workflow
-from shardwright_formats.io import read_document, write_document
-from shardwright_formats.types import Plan, Prediction, StepMetrics
+from shardwright.io import read_document, write_document
+from shardwright.types import Plan, Prediction, StepMetrics
 from shardwright_train.checkpoints.folders import METRICS, folder_of_run
 from slurm_jobs import SAVE_BYTES_PER_S, START_S, signal_lead_s
 
@@ -102,6 +102,46 @@ def test_a_stop_is_given_a_quarter_of_the_job_and_the_way_out_is_named(files, ca
     (warning,) = capsys.readouterr().err.splitlines()
     assert "may take 84" in warning and "runs.<name>.grace_s" in warning
     assert lead_s(files, job_min=240, grace_s=7000) == 7000
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [(b"{", "not valid JSON"), (b"\xff", "not valid JSON"), (None, "is not the plan of")]
+)
+def test_a_damaged_or_edited_plan_is_one_line_and_a_stop_is_given_a_quarter_of_the_job(files, capsys, content, problem):
+    plan, _ = files
+    edited = plan.read_bytes().replace(b'"global_batch_size": 32', b'"global_batch_size": 64')
+    plan.write_bytes(edited if content is None else content)
+    assert lead_s(files, job_min=241) == lead_s(files, job_min=241) == 3615
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {plan}: {problem}") and "a quarter of the job's 241 min" in warning
+    assert lead_s(files, grace_s=7) == 7
+
+
+def test_a_damaged_plan_stops_no_target_of_a_workflow_on_this_machine(finished):
+    (finished.folder / "results/plans/roomy.json").write_text("{")
+    asked = finished.snakemake("profiles", "runs", "-n")
+    assert asked.status == 0 and "error" not in asked.output.lower(), asked.output
+
+
+def test_where_slurm_takes_the_job_a_damaged_plan_is_one_line_and_the_job_is_signalled_all_the_same(finished):
+    """The stand-ins for Slurm's commands know one account; sbatch notes what it is asked for, and refuses it."""
+    for name in ("sbatch", "scontrol", "sacctmgr", "sshare", "sinfo", "squeue"):
+        program = finished.folder / "bin" / name
+        program.write_text("#!/bin/sh\necho me\n" if name != "sbatch" else '#!/bin/sh\necho "$*" >> asked\nexit 1\n')
+        program.chmod(0o755)
+
+    def small(config):
+        config["node_types"]["cpu"]["slurm"] = {"account": "me", "partition": "any", "runtime_min": 240}
+
+    finished.configure(small)
+    plan = finished.folder / "results/plans/roomy.json"
+    plan.write_text("{")
+    cores = ("--executor", "slurm", "--jobs", "1", "--slurm-init-seconds-before-status-checks", "1")
+    called = finished.snakemake("train_demo", cores=cores)
+    assert called.status == 1
+    (warning,) = [line for line in called.output.splitlines() if "roomy.json: " in line]
+    assert warning.startswith("warning: results/plans/roomy.json: not valid JSON")
+    assert "--signal=TERM@3600" in (finished.folder / "asked").read_text()
 
 
 def test_another_prediction_of_the_same_plan_is_no_reason_to_train_again(finished):

@@ -1,4 +1,5 @@
 # The configuration, and what every rule shares.
+import json
 import os
 import re
 import shlex
@@ -15,11 +16,12 @@ CONFIG_FILE = os.path.relpath(FILES[-1]) if FILES else "config/config.yaml"
 PREFIX = workflow.modifier.path_modifier.prefix or ""
 
 sys.path.insert(0, str(ROOT / "workflow"))
-from configuration import load_workflow, spelled_options, upgrade_versions  # noqa: E402
+from configuration import any_of, load_workflow, spelled_options, upgrade_versions  # noqa: E402
 from configuration_files import check_configurations  # noqa: E402
 from expert_loads import load_options, load_sha256, runs_of  # noqa: E402
+from result_folders import data_by_folder, files_of_run, identity_of_run, runs_by_folder  # noqa: E402
 from slurm_jobs import RUN_MIN, job_minutes, job_resources, know_heterogeneous_jobs, signal_lead_s  # noqa: E402
-from shardwright_formats.io import one_line_errors  # noqa: E402
+from shardwright.io import one_line_errors  # noqa: E402
 
 if not (workflow.overwrite_configfiles or IS_GIVEN):
     with one_line_errors():
@@ -30,6 +32,9 @@ if not (workflow.overwrite_configfiles or IS_GIVEN):
 
 with one_line_errors():
     CONFIG = load_workflow(config, CONFIG_FILE, ROOT)
+
+# The names of runs and data by those of their folders, which are the wildcards.
+RUNS, DATA = runs_by_folder(CONFIG.settings), data_by_folder(CONFIG.settings)
 
 if "snakemake_executor_plugin_slurm" in sys.modules:
     know_heterogeneous_jobs(sys.modules["snakemake_executor_plugin_slurm"])
@@ -52,8 +57,8 @@ wildcard_constraints:
     node_type="[^/@]+",
     profile="[^/]+",
     search="[^/]+?",
-    run="[^/]+",
-    data="[^/]+",
+    run=any_of(RUNS),
+    data=any_of(DATA),
     name="[^/]+",
     described="[^/@]+(@[0-9]+)?",
 
@@ -102,8 +107,12 @@ def nodes_options(cluster_of):
     return lambda wildcards: ["--all-nodes-here"] if clusters[cluster_of(wildcards)].all_nodes_here else []
 
 
+def settings_of_run(wildcards):
+    return CONFIG.settings.runs[RUNS[wildcards.run]]
+
+
 def search_of_run(wildcards):
-    return CONFIG.settings.searches[CONFIG.settings.runs[wildcards.run].search]
+    return CONFIG.settings.searches[settings_of_run(wildcards).search]
 
 
 def cluster_of_run(wildcards):
@@ -127,10 +136,15 @@ def profiles_of_search(wildcards):
 
 
 def slurm_extra_of_run(wildcards, input):
-    """Return `slurm_extra` of a run, with the signal that stops it in order while there is time."""
-    components, run = CONFIG.components(cluster_of_run(wildcards)), CONFIG.settings.runs[wildcards.run]
+    """Return `slurm_extra` of a run, with the signal that stops it in order while there is time.
+
+    Its time follows from the plan, which is read only where Slurm takes the job: elsewhere a damaged one stops nothing.
+    """
+    components, run = CONFIG.components(cluster_of_run(wildcards)), settings_of_run(wildcards)
+    if workflow.executor_plugin is None or workflow.executor_plugin.name != "slurm":
+        return job_resources(components, RUN_MIN, profile_resources())["slurm_extra"]
     checkpoints = Path(placed(f"results/checkpoints/{wildcards.run}"))
-    parent = next((Path(placed(path)) for path in CONFIG.parents_of(wildcards.run)), None)
+    parent = next((Path(placed(path)) for path in CONFIG.parents_of(RUNS[wildcards.run])), None)
     minutes = job_minutes(components, RUN_MIN)
     lead_s = signal_lead_s(Path(input.plan), Path(input.prediction), checkpoints, parent, run.grace_s, minutes)
     return job_resources(components, RUN_MIN, profile_resources(), f"--signal=TERM@{lead_s}")["slurm_extra"]
@@ -139,13 +153,13 @@ def slurm_extra_of_run(wildcards, input):
 def outliving_options(wildcards):
     """Return the options of srun by which other nodes outlive a lost one, for a run that starts lost nodes anew."""
     several = CONFIG.settings.clusters[cluster_of_run(wildcards)].num_machines > 1
-    restarts = CONFIG.settings.runs[wildcards.run].max_restarts
+    restarts = settings_of_run(wildcards).max_restarts
     return ["--no-kill", "--kill-on-bad-exit=0"] if several and restarts else []
 
 
 def replan_options(wildcards):
     """Return the files that the plan of a run was searched with, for a run that replans when nodes are lost."""
-    run, search = CONFIG.settings.runs[wildcards.run], search_of_run(wildcards)
+    run, search = settings_of_run(wildcards), search_of_run(wildcards)
     if run.on_node_loss != "replan":
         return []
     return spelled_options(
@@ -161,8 +175,3 @@ def search_load(search):
     """Return the option that says the load of experts to the commands of a search."""
     words = load_options(CONFIG.settings, CONFIG.folder, CONFIG.settings.searches[search].imbalance)
     return [placed(word) for word in words]
-
-
-def grid_profiles(wildcards, input):
-    """Return the options that name the profiles that a search of a grid reads."""
-    return spelled_options({"hardware": list(input.hardware), "profile": list(input.profile)})

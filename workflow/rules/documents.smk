@@ -6,7 +6,7 @@ for kind, path, text_of in (
     ("model_config", "models/{name}/config", lambda w: CONFIG.model_config_json(w.name)),
     ("profile_settings", "settings/{name}", lambda w: CONFIG.profile_json(w.name)),
     ("search", "searches/{name}", lambda w: CONFIG.search_json(w.name)),
-    ("blend", "data/{name}/blend", lambda w: CONFIG.blend_json(w.name)),
+    ("blend", "data/{data}/blend", lambda w: CONFIG.blend_json(DATA[w.data])),
     ("grid_cells", "grids/{grid}/asked/{model}@{cluster}", lambda w: GRIDS[w.grid].cells_json(w.model, w.cluster)),
     ("grid_cluster", "grids/{grid}/clusters/{cluster}", lambda w: GRIDS[w.grid].cluster_json(w.cluster)),
     ("grid_published_times", "grids/{grid}/published_times", lambda w: GRIDS[w.grid].published_times_json),

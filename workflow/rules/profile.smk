@@ -31,7 +31,7 @@ rule describe:
     message:
         "describe the model {wildcards.described}"
     shell:
-        "shardwright-train describe {params.folder:q} {params.options:q} --out {output.model:q} 2> {log:q}"
+        "shardwright train describe {params.folder:q} {params.options:q} --out {output.model:q} 2> {log:q}"
 
 
 rule hardware:
@@ -53,7 +53,7 @@ rule hardware:
         "measure collectives and device rates on {wildcards.cluster}, for {params.time_budget_s} s"
     shell:
         "on_nodes.sh {resources.node_groups:q}"
-        " shardwright-profile hardware {params.nodes:q} --cluster {input.cluster:q}"
+        " shardwright profile hardware {params.nodes:q} --cluster {input.cluster:q}"
         " --time-budget {params.time_budget_s:q} --out {output.hardware:q} 2> {log:q}"
 
 
@@ -79,7 +79,7 @@ rule analytic_hardware:
     message:
         "estimate collectives and device rates on {wildcards.cluster}: analytic, not measured"
     shell:
-        "shardwright-profile analytic --cluster {input.cluster:q} {params.network:q}"
+        "shardwright profile analytic --cluster {input.cluster:q} {params.network:q}"
         " --hardware-out {output.hardware:q} 2> {log:q}"
 
 
@@ -108,7 +108,7 @@ rule analytic_profile:
     message:
         "estimate the profile of {wildcards.model} on {wildcards.node_type}: analytic, not measured"
     shell:
-        "shardwright-profile analytic {params.models:q} --settings {input.settings:q} --cluster {input.cluster:q}"
+        "shardwright profile analytic {params.models:q} --settings {input.settings:q} --cluster {input.cluster:q}"
         " --node-type {wildcards.node_type:q} {params.estimate:q} --out {output.profile:q} 2> {log:q}"
 
 
@@ -133,7 +133,7 @@ rule probes:
     message:
         "choose the probes of {wildcards.model} on {wildcards.node_type}"
     shell:
-        "shardwright-profile probes {params.models:q} --cluster {input.cluster:q} --node-type {wildcards.node_type:q}"
+        "shardwright profile probes {params.models:q} --cluster {input.cluster:q} --node-type {wildcards.node_type:q}"
         " --settings {input.settings:q} --out {output.probes:q} 2> {log:q}"
 
 
@@ -155,7 +155,7 @@ rule measure:
         "measure {wildcards.model} on {wildcards.node_type}"
     shell:
         "on_nodes.sh {resources.node_groups:q}"
-        " shardwright-train measure {input.probes:q} {params.options:q}"
+        " shardwright train measure {input.probes:q} {params.options:q}"
         " --out {output.measurement:q} 2> {log:q}"
 
 
@@ -177,7 +177,7 @@ rule fit:
     message:
         "fit the profile of {wildcards.model} on {wildcards.node_type}"
     shell:
-        "shardwright-profile fit --measurements {input.measurement:q} --out {output.profile:q} 2> {log:q}"
+        "shardwright profile fit --measurements {input.measurement:q} --out {output.profile:q} 2> {log:q}"
 
 
 rule picture:
@@ -195,4 +195,4 @@ rule picture:
     message:
         "draw the profile of {wildcards.model} on {wildcards.node_type}"
     shell:
-        "shardwright-profile show {input.profile:q} --no-tables --picture {output.picture:q} 2> {log:q}"
+        "shardwright profile show {input.profile:q} --no-tables --picture {output.picture:q} 2> {log:q}"

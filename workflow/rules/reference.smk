@@ -55,7 +55,7 @@ rule reference_models:
         "set -- {params.configs:q};"
         ' while [ $# -gt 0 ]; do printf \'%s\\n\' "$2" > "$1"; shift 2; done;'
         " printf '%s\\n' {params.lines:q} > {output.batch:q};"
-        " shardwright-train batch {output.batch:q} 2> {log:q}"
+        " shardwright train batch {output.batch:q} 2> {log:q}"
 
 
 rule reference_imports:
@@ -79,4 +79,4 @@ rule reference_imports:
     message:
         "import the tables of Galvatron and FASOP"
     shell:
-        "printf '%s\\n' {params.lines:q} > {output.batch:q}; shardwright-profile batch {output.batch:q} 2> {log:q}"
+        "printf '%s\\n' {params.lines:q} > {output.batch:q}; shardwright profile batch {output.batch:q} 2> {log:q}"

@@ -9,8 +9,7 @@ rule report:
             folder=["measurements/plans", "corrections"],
             search=CONFIG.measured_searches(),
         ),
-        selected=[CONFIG.plan_of(search) for search in CONFIG.settings.searches if CONFIG.selects(search)],
-        runs=expand("results/runs/{run}/{file}", run=CONFIG.settings.runs, file=["metrics.jsonl", "DONE.json"]),
+        runs=expand("results/runs/{run}/{file}", run=RUNS, file=["metrics.jsonl", "DONE.json"]),
         profiles=[
             f"results/{folder}/{model}@{node_type}.{kind}"
             for model, node_type in CONFIG.profiled_pairs()
@@ -32,8 +31,7 @@ rule report:
         results=lambda wildcards, output: Path(output.page).parent,
         names=[
             *(f"--search={search}" for search in CONFIG.settings.searches),
-            *(f"--selected={search}" for search in filter(CONFIG.selects, CONFIG.settings.searches)),
-            *(f"--run={run}" for run in CONFIG.settings.runs),
+            *(f"--run={run}" for run in RUNS),
         ],
         profiles=[f"--profile={'@'.join(pair)}" for pair in CONFIG.profiled_pairs()],
         pictures=[f"--picture={placed(path)}" for path in CONFIG.settings.pictures],

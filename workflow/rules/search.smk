@@ -38,7 +38,7 @@ rule search:
     message:
         "search the plan {wildcards.search}"
     shell:
-        "shardwright-search plan --cluster {input.cluster:q} --model {input.model:q} --hardware {input.hardware:q}"
+        "shardwright plan --cluster {input.cluster:q} --model {input.model:q} --hardware {input.hardware:q}"
         " {params.profiles:q} {params.correction:q} {params.load:q} --search {input.search:q} --out {output.plan:q} --runners-up"
         " 2> {log:q}"
 

@@ -1,9 +1,19 @@
 # From plans to trained models, and the check of what was predicted.
 rule runs:
     input:
-        expand("results/runs/{run}/DONE.json", run=CONFIG.settings.runs),
-        expand("results/runs/{run}/model", run=CONFIG.exported_runs()),
+        [files_of_run(CONFIG.settings, run) for run in CONFIG.settings.runs],
     localrule: True
+
+
+# Of one run by its name, whatever its folder is: `snakemake --cores all train_demo`.
+for run_name in CONFIG.settings.runs:
+
+    rule:
+        name:
+            f"train_{run_name}"
+        input:
+            files_of_run(CONFIG.settings, run_name),
+        localrule: True
 
 
 rule prepare:
@@ -18,17 +28,17 @@ rule prepare:
         "results/benchmarks/prepare/{data}.tsv"
     wildcard_constraints:
         data=CONFIG.data_pattern("text"),
-    threads: lambda wildcards: CONFIG.settings.data[wildcards.data].workers or 1
+    threads: lambda wildcards: CONFIG.settings.data[DATA[wildcards.data]].workers or 1
     resources:
         mem_mb=4000,
         runtime=60,
     params:
         folder=lambda wildcards, output: Path(output[0]).parent,
-        options=lambda wildcards: CONFIG.options("data", wildcards.data, without=("workers",)),
+        options=lambda wildcards: CONFIG.options("data", DATA[wildcards.data], without=("workers",)),
     message:
         "tokenize the text {wildcards.data}"
     shell:
-        "shardwright-train prepare {params.options:q} --workers {threads:q} --out {params.folder:q} 2> {log:q}"
+        "shardwright train prepare {params.options:q} --workers {threads:q} --out {params.folder:q} 2> {log:q}"
 
 
 use rule prepare as prepare_images with:
@@ -61,17 +71,16 @@ use rule prepare as prepare_pairs with:
         "read the images or recordings {wildcards.data} and their texts"
 
 
-# Checkpoints are no outputs: Snakemake would delete them before a run goes on. They lie under the identity of what the
-# plan executes, so that another plan starts afresh and another price does not. A run that stops in order (75) is
-# resumed, ten times at most.
+# A run is its folder, whose name has a hash of the run's settings and data: other ones begin a run beside it. Checkpoints
+# are not outputs, since Snakemake would delete them before a run goes on. They lie under the identity of what the plan
+# executes, so that another plan starts afresh and another price does not. A run that stops in order (75) is resumed, ten
+# times at most.
 rule run:
     input:
-        plan=lambda wildcards: CONFIG.plan_of(CONFIG.settings.runs[wildcards.run].search),
-        data=lambda wildcards: CONFIG.data_files(wildcards.run),
+        plan=lambda wildcards: f"results/plans/{settings_of_run(wildcards).search}.json",
+        data=lambda wildcards: CONFIG.data_files(RUNS[wildcards.run]),
         # It says how long a step may take, and is no reason to train again.
-        prediction=lambda wildcards: ancient(
-            f"results/plans/{CONFIG.settings.runs[wildcards.run].search}.prediction.json"
-        ),
+        prediction=lambda wildcards: ancient(f"results/plans/{settings_of_run(wildcards).search}.prediction.json"),
     output:
         metrics="results/runs/{run}/metrics.jsonl",
         done="results/runs/{run}/DONE.json",
@@ -84,27 +93,29 @@ rule run:
         **(on_cluster(cluster_of_run, runtime_min=RUN_MIN) | {"slurm_extra": slurm_extra_of_run}),
     params:
         folder=lambda wildcards, output: Path(output.done).parent,
-        data=lambda wildcards: placed(CONFIG.data_folder(CONFIG.settings.runs[wildcards.run].data)),
+        data=lambda wildcards: placed(CONFIG.data_folder(settings_of_run(wildcards).data)),
         checkpoints=lambda wildcards: placed(f"results/checkpoints/{wildcards.run}"),
         logs=lambda wildcards: placed(f"results/logs/ranks/{wildcards.run}"),
-        options=lambda wildcards: [placed(word) for word in CONFIG.run_options(wildcards.run)],
+        options=lambda wildcards: [placed(word) for word in CONFIG.run_options(RUNS[wildcards.run])],
+        settings=lambda wildcards: json.dumps(identity_of_run(CONFIG.settings, RUNS[wildcards.run])),
         nodes=nodes_options(cluster_of_run),
         replan=replan_options,
         outliving=outliving_options,
-        steps=lambda wildcards: CONFIG.settings.runs[wildcards.run].steps,
+        steps=lambda wildcards: settings_of_run(wildcards).steps,
     message:
         "train {wildcards.run}: {params.steps} steps"
     shell:
-        "resume.sh 10 {params.folder:q}/STOPPED.json"
+        "printf '%s\\n' {params.settings:q} > {params.folder:q}/settings.json;"
+        " resume.sh 10 {params.folder:q}/STOPPED.json"
         " on_nodes.sh {resources.node_groups:q} {params.outliving:q}"
-        " shardwright-train run {input.plan:q}"
+        " shardwright train run {input.plan:q}"
         " --data {params.data:q} --checkpoints {params.checkpoints:q} --log-dir {params.logs:q} {params.options:q}"
         " {params.nodes:q} {params.replan:q} --out {params.folder:q} 2> {log:q}"
 
 
 rule convert:
     input:
-        plan=lambda wildcards: CONFIG.plan_of(CONFIG.settings.runs[wildcards.run].search),
+        plan=lambda wildcards: f"results/plans/{settings_of_run(wildcards).search}.json",
         done="results/runs/{run}/DONE.json",
     output:
         model=directory("results/runs/{run}/model"),
@@ -116,11 +127,11 @@ rule convert:
         mem_mb=16000,
         runtime=240,
     params:
-        options=lambda wildcards: [placed(word) for word in CONFIG.convert_options(wildcards.run)],
+        options=lambda wildcards: [placed(word) for word in CONFIG.convert_options(RUNS[wildcards.run])],
     message:
         "write the model of {wildcards.run} as a folder that transformers opens"
     shell:
-        "shardwright-train convert {input.done:q} --plan {input.plan:q} {params.options:q}"
+        "shardwright train convert {input.done:q} --plan {input.plan:q} {params.options:q}"
         " --out {output.model:q} 2> {log:q}"
 
 
@@ -145,30 +156,8 @@ rule validate:
         "measure the plan {wildcards.search} and its runners-up"
     shell:
         "on_nodes.sh {resources.node_groups:q}"
-        " shardwright-train measure {input.plan:q} {input.prediction:q} {params.nodes:q}"
+        " shardwright train measure {input.plan:q} {input.prediction:q} {params.nodes:q}"
         " --steps {params.steps:q} --warmup-steps {params.warmup_steps:q} --out {output.measurement:q} 2> {log:q}"
-
-
-# For searches with `select: measured`: what their runs train with.
-rule select:
-    input:
-        measurement="results/measurements/plans/{search}.json",
-        plan="results/plans/{search}.json",
-        prediction="results/plans/{search}.prediction.json",
-    output:
-        plan="results/selected/{search}.json",
-    log:
-        "results/logs/select/{search}.log",
-    benchmark:
-        "results/benchmarks/select/{search}.tsv"
-    group:
-        "select"
-    resources:
-        **LIGHT,
-    message:
-        "select the measured winner of {wildcards.search}"
-    shell:
-        "shardwright-search select {input.measurement:q} --plan {input.plan:q} --out {output.plan:q} > {log:q} 2>&1"
 
 
 # A file of its own: the profiles stay as they were measured, and a search takes it only where it is told to.
@@ -190,5 +179,5 @@ rule correct:
     message:
         "learn a correction from the measured plans of {wildcards.search}"
     shell:
-        "shardwright-search correct {input.measurement:q} --hardware {input.hardware:q} {params.profiles:q}"
+        "shardwright correct {input.measurement:q} --hardware {input.hardware:q} {params.profiles:q}"
         " --out {output.correction:q} > {log:q} 2>&1"

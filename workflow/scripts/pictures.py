@@ -4,10 +4,10 @@ from collections.abc import Callable
 from statistics import median
 
 from results import RunOutcome
-from shardwright_formats.display.chart import Panel, linear_axis
-from shardwright_formats.display.colours import PREDICTED
-from shardwright_formats.display.svg import WIDTH, line, marker, picture, text, ticks
-from shardwright_formats.display.units import seconds_text
+from shardwright.display.chart import Panel, linear_axis
+from shardwright.display.colours import PREDICTED
+from shardwright.display.svg import WIDTH, line, marker, picture, text, ticks
+from shardwright.display.units import seconds_text
 
 _STEPS_HEIGHT = 260.0
 
@@ -48,6 +48,6 @@ def draw_step_times(run: RunOutcome) -> str:
 
 
 def _step_panel(run: RunOutcome, low: float, high: float, label: Callable[[float], str] = "{:g}".format) -> Panel:
-    """Return a panel of values from `low` to `high` against the steps of a run."""
+    """A panel of values from `low` to `high` against the steps of a run."""
     steps = linear_axis(run.steps[0].step, run.steps[-1].step, 48, WIDTH - 64, count=6)
     return Panel(steps, linear_axis(low, high, 222, 14, label, count=5))

@@ -19,7 +19,7 @@ from results import (
     ratio_text,
     speed_text,
 )
-from shardwright_formats.display.html import (
+from shardwright.display.html import (
     html_drawing,
     html_figure,
     html_list,
@@ -28,11 +28,11 @@ from shardwright_formats.display.html import (
     html_tiles,
     with_contents,
 )
-from shardwright_formats.display.plan_picture import draw_memory, draw_plan
-from shardwright_formats.display.timeline import draw_timeline
-from shardwright_formats.display.units import bytes_text, seconds_text, usd_text
-from shardwright_formats.types import Correction
-from shardwright_formats.types.model_profile import ModelProfile
+from shardwright.display.plan_picture import draw_memory, draw_plan
+from shardwright.display.timeline import draw_timeline
+from shardwright.display.units import bytes_text, seconds_text, usd_text
+from shardwright.types import Correction
+from shardwright.types.model_profile import ModelProfile
 from summaries import answer, first_line, provenance
 
 _COMPARED = (
@@ -53,8 +53,8 @@ def page(
     profiles: Sequence[ProfileOutcome] = (),
     pictures: Sequence[GivenPicture] = (),
 ) -> str:
-    """Return the whole page."""
-    answers = [answer(search) + html_drawing(draw_plan(search.in_use.plan)) for search in searches]
+    """The whole page."""
+    answers = [answer(search) + html_drawing(draw_plan(search.chosen.plan)) for search in searches]
     answers[1:1] = ['<p class="soft">Pictures grow when they are clicked.</p>']
     sections = [
         *((f"Plan: {search.name}", _search_section(search)) for search in searches),
@@ -62,7 +62,7 @@ def page(
         *((f"Picture: {given.name}", html_drawing(given.drawing)) for given in pictures),
         *((f"Profile: {profile.name}", _profile_section(profile)) for profile in profiles),
     ]
-    numbers = "All numbers of this page are in the file of its name that ends in .json, beside it."
+    numbers = "All numbers of this page are in the file of its name that ends in .json, next to it."
     body = with_contents(sections, numbers, before="".join(answers) + _losses(runs))
     return html_page("Shardwright report", escape(first_line(searches, runs)), body)
 
@@ -145,7 +145,7 @@ def _proof_and_warnings(search: SearchOutcome) -> str:
 
 
 def _measured(search: SearchOutcome) -> str:
-    """Return the section of plans predicted and measured, their ranks, and the factors learned from them."""
+    """The section of plans predicted and measured, their ranks, and the factors learned from them."""
     drawn = f"<h3>Predicted against measured (ratio: measured over predicted)</h3>{_plans_table(search.comparisons)}"
     if changed := speed_text(search.comparisons):
         drawn += f"<p><strong>{changed[0].upper()}{changed[1:]}.</strong></p>"
@@ -158,7 +158,7 @@ def _measured(search: SearchOutcome) -> str:
 
 
 def _profile_section(outcome: ProfileOutcome) -> str:
-    """Return the section of a profile: sources of its numbers, errors of its curves, notes and picture."""
+    """The section of a profile: sources of its numbers, errors of its curves, notes and picture."""
     origin, provenance, layers = outcome.profile.origin, outcome.profile.provenance, outcome.profile.layers
     columns = ("forward_source", "backward_source", "activation_source", "workspace_source")
     sources = sorted({getattr(row, name) for row in layers.rows for name in columns})
@@ -179,10 +179,10 @@ def _profile_section(outcome: ProfileOutcome) -> str:
 
 
 def _plans_table(comparisons: Iterable[Comparison]) -> str:
-    """Return a table of every plan as predicted and as measured."""
+    """A table of every plan as predicted and as measured."""
     rows = [
         (
-            (each.name, plan_text(each.plan)),
+            (each.role, plan_text(each.plan)),
             _compared(each, each.estimate.memory_bytes, each.measured_time_s, each.measured_bytes),
             each.role == "chosen",
         )
@@ -192,7 +192,7 @@ def _plans_table(comparisons: Iterable[Comparison]) -> str:
 
 
 def _ranks_table(comparisons: Iterable[Comparison]) -> str:
-    """Return a table of every measured rank; predicted memory is its pipeline stage's, both include the process."""
+    """A table of every measured rank; predicted memory is its pipeline stage's, both include the process."""
     rows = []
     for each in comparisons:
         for rank in () if each.measured is None else each.measured.ranks:
@@ -203,7 +203,7 @@ def _ranks_table(comparisons: Iterable[Comparison]) -> str:
 
 
 def _correction_table(correction: Correction) -> str:
-    """Return a table of the learned factors, with their evidence."""
+    """A table of the learned factors, with their evidence."""
     rows = [
         (
             (str(term).replace("_", " "),),
@@ -216,7 +216,7 @@ def _correction_table(correction: Correction) -> str:
 
 
 def _fits_table(profile: ModelProfile) -> str:
-    """Return a table of the relative errors of the curves through a profile's points; medians over the curves."""
+    """A table of the relative errors of the curves through a profile's points; medians over the curves."""
     rows = []
     for (mode, words), (quantity, name) in product(_MODES.items(), _QUANTITIES.items()):
         if fits := [fit for fit in profile.fits.rows if (fit.mode, fit.quantity) == (mode, quantity)]:

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 
 import msgspec
 
-from shardwright_formats.display.plan_words import layers_summary, shape_words
-from shardwright_formats.io import BadInput, read_bytes, read_document
-from shardwright_formats.types import Correction, Estimate, Measurement, Plan, PlanMeasurement, Prediction
-from shardwright_formats.types.model_profile import ModelProfile, read_model_profile
-from shardwright_formats.types.run import RunResult, StepMetrics
+from shardwright.display.plan_words import layers_summary, shape_words
+from shardwright.io import BadInput, read_bytes, read_document
+from shardwright.types import Correction, Estimate, Measurement, Plan, PlanMeasurement, Prediction
+from shardwright.types.model_profile import ModelProfile, read_model_profile
+from shardwright.types.run import RunResult, StepMetrics
 
 _SAME_SPEED = 0.05
 _SVG = "http://www.w3.org/2000/svg"
@@ -20,35 +20,34 @@ _DRAWN = {"svg", "g", "defs", "pattern", "title", "rect", "line", "polyline", "p
 
 
 class Comparison(NamedTuple):
-    """The prediction of one plan and, where it was run, its measurement."""
+    """The prediction of one plan and, if it was run, its measurement."""
 
     role: str
     plan: Plan
     estimate: Estimate
     measured: PlanMeasurement | None
-    taken: bool = False
-    """Whether the plan was selected as the fastest measured one that fits, so that runs take it."""
     reference_s: float = 0.0
-    """Seconds of the reference workload on the machine as it was profiled; 0 where none was run."""
-
-    @property
-    def name(self) -> str:
-        """Return the plan's role, and whether it was selected."""
-        return f"{self.role}, selected" if self.taken else self.role
+    """Seconds of the reference workload on the machine as it was profiled; 0 if none was run."""
 
     @property
     def measured_time_s(self) -> float | None:
-        """Return the median step time in seconds."""
+        """The median step time in seconds."""
         return None if self.measured is None else median(self.measured.step_times_s)
 
     @property
+    def measured_sample_s(self) -> float | None:
+        """The measured seconds of a sample, at the speed that the machine had when it was profiled."""
+        step_s = self.measured_time_s
+        return None if step_s is None else step_s / self.slowdown / self.plan.global_batch_size
+
+    @property
     def slowdown(self) -> float:
-        """Return the machine's slowdown while this was measured, relative to when it was profiled."""
+        """The machine's slowdown while this was measured, relative to when it was profiled."""
         return 1.0 if self.measured is None else self.measured.slowdown(self.reference_s)
 
     @property
     def measured_bytes(self) -> int | None:
-        """Return the peak memory of the fullest rank, in bytes."""
+        """The peak memory of the fullest rank, in bytes."""
         return None if self.measured is None else self.measured.peak_bytes
 
 
@@ -63,9 +62,9 @@ class SearchOutcome(NamedTuple):
     """Correction learned from these measured plans."""
 
     @property
-    def in_use(self) -> Comparison:
-        """Return the plan that runs take: the fastest measured one that fits, if selected, or the predicted best."""
-        return next((each for each in self.comparisons if each.taken), self.comparisons[0])
+    def chosen(self) -> Comparison:
+        """The plan that runs take, the predicted best."""
+        return self.comparisons[0]
 
 
 class RunOutcome(NamedTuple):
@@ -94,46 +93,44 @@ class GivenPicture(NamedTuple):
 
 
 def read_profile(results: Path, name: str) -> ProfileOutcome:
-    """Return a profile by its file's name, `MODEL@NODE_TYPE`; raise BadInput where it cannot be read."""
+    """A profile by its file's name, `MODEL@NODE_TYPE`; raises BadInput if it cannot be read."""
     profile = read_model_profile(results / "profiles" / f"{name}.h5")
     return ProfileOutcome(name, profile, read_bytes(results / "pictures" / f"{name}.svg"))
 
 
-def read_search(results: Path, name: str, *, selected: bool = False) -> SearchOutcome:
-    """Return a search's plan, its prediction and, where there are any, its measurement and the learned correction.
+def read_search(results: Path, name: str) -> SearchOutcome:
+    """A search's plan, its prediction and, if there are any, its measurement and the learned correction.
 
-    Where the plan that runs take was `selected` among the measured ones, it is marked. Raises BadInput when a file
-    cannot be read, or when the prediction belongs to another plan.
+    Raises BadInput when a file cannot be read, or when the prediction belongs to another plan.
     """
     plan = read_document(results / "plans" / f"{name}.json", Plan)
     path = results / "plans" / f"{name}.prediction.json"
     prediction = read_document(path, Prediction)
     if prediction.plan_sha256 != plan.sha256:
-        raise BadInput(path, f"is about another plan than {name}.json beside it", f"search {name} again")
+        raise BadInput(path, f"is for another plan than {name}.json next to it", f"search {name} again")
     measured: dict[str, PlanMeasurement] = {}
     measurement_path = results / "measurements" / "plans" / f"{name}.json"
     if measurement_path.exists():
         measured = {each.plan.sha256: each for each in read_document(measurement_path, Measurement).plans}
-    taken = read_document(results / "selected" / f"{name}.json", Plan).sha256 if selected else None
     others = enumerate(prediction.runners_up, start=1)
     believed = [("chosen", plan, prediction.estimate)]
     believed += [(f"runner-up {number}", other.plan, other.estimate) for number, other in others]
     comparisons = tuple(
-        Comparison(role, each, estimate, measured.get(each.sha256), each.sha256 == taken, prediction.reference_s)
+        Comparison(role, each, estimate, measured.get(each.sha256), prediction.reference_s)
         for role, each, estimate in believed
     )
     return SearchOutcome(name, plan, prediction, comparisons, _correction(results, name, measured.keys()))
 
 
 def _correction(results: Path, name: str, measured: Set[str]) -> Correction | None:
-    """Return the correction learned from a search's plans; None where the file is about others, measured before."""
+    """The correction learned from a search's plans; None if the file is about others, measured before."""
     path = results / "corrections" / f"{name}.json"
     learned = read_document(path, Correction) if path.exists() else None
     return learned if learned is not None and measured >= set(learned.plans_sha256) else None
 
 
 def read_run(results: Path, name: str) -> RunOutcome:
-    """Return a finished run; raise BadInput where a file cannot be read."""
+    """A finished run; raises BadInput if a file cannot be read."""
     folder = results / "runs" / name
     result = read_document(folder / "DONE.json", RunResult)
     path = folder / "metrics.jsonl"
@@ -149,22 +146,22 @@ def read_run(results: Path, name: str) -> RunOutcome:
 
 
 def read_picture(path: Path) -> GivenPicture:
-    """Return a picture that `shardwright_formats.display.svg.document` wrote.
+    """A picture that `shardwright.display.svg.document` wrote.
 
-    Raises BadInput where it is another kind of file, or holds what could do more than be looked at.
+    Raises BadInput if it is another kind of file, or holds what could do more than be looked at.
     """
     content = read_bytes(path)
     try:
         root = ElementTree.fromstring(content)
     except ElementTree.ParseError as error:
-        raise BadInput(path, f"is no SVG ({error})", "name a picture of a grid or a front") from None
+        raise BadInput(path, f"is not an SVG ({error})", "name the front.svg of a rent front") from None
     for style in root.findall(f"{{{_SVG}}}style"):
         root.remove(style)
     odd = {part.tag.removeprefix(f"{{{_SVG}}}") for part in root.iter()} - _DRAWN
     odd |= {name for part in root.iter() for name in part.attrib if name.startswith("on") or "href" in name}
     if odd or root.tag != f"{{{_SVG}}}svg" or "viewBox" not in root.attrib:
-        problem = f"is no picture of this project's ({', '.join(sorted(odd)) or 'no viewBox'})"
-        raise BadInput(path, problem, "name a picture of a grid or a front")
+        problem = f"is not a picture made by this project ({', '.join(sorted(odd)) or 'no viewBox'})"
+        raise BadInput(path, problem, "name the front.svg of a rent front")
     root.attrib.pop("height", None)
     root.set("width", "100%")
     ElementTree.register_namespace("", _SVG)
@@ -173,7 +170,7 @@ def read_picture(path: Path) -> GivenPicture:
 
 
 def speed_text(comparisons: Sequence[Comparison]) -> str | None:
-    """Return a sentence if the machine's speed since it was profiled differs by more than 5 % for any measured plan."""
+    """A sentence if the machine's speed since it was profiled differs by more than 5 % for any measured plan."""
     slowdowns = [each.slowdown for each in comparisons if each.measured is not None]
     if not any(abs(slowdown - 1) > _SAME_SPEED for slowdown in slowdowns):
         return None
@@ -185,7 +182,7 @@ def speed_text(comparisons: Sequence[Comparison]) -> str | None:
 
 
 def evaluation_text(run: RunOutcome) -> str:
-    """Return a sentence on the last evaluation of a run, and on the best, where that was kept."""
+    """A sentence on the last evaluation of a run, and on the best, if that was kept."""
     step, last = next((s.step, s.evaluation) for s in reversed(run.steps) if s.evaluation is not None)
     perplexity = "" if last.perplexity is None else f" (perplexity {last.perplexity:.6g})"
     words = f"Validation loss {last.loss:.4f}{perplexity} after step {step}, over {last.labels:,} labels"
@@ -194,15 +191,15 @@ def evaluation_text(run: RunOutcome) -> str:
 
 
 def or_dash(text: Callable[[float], str], value: float | None) -> str:
-    """Return a value as text, or a dash where there is none."""
+    """A value as text, or a dash if there is none."""
     return "–" if value is None else text(value)
 
 
 def ratio_text(predicted: float, measured: float | None) -> str:
-    """Return measured over predicted with two decimals, or a dash where nothing was measured."""
+    """Measured over predicted with two decimals, or a dash if nothing was measured."""
     return "–" if measured is None or not predicted else f"{measured / predicted:.2f}"
 
 
 def plan_text(plan: Plan) -> str:
-    """Return a plan in one line."""
+    """A plan in one line."""
     return f"{shape_words(plan)}; layers: {layers_summary(plan)}"

@@ -1,4 +1,4 @@
-"""Outputs on searches and runs: a page, a summary, a table, a picture of a plan.
+"""Outputs about searches and runs: a page, a summary, a table, a picture of a plan.
 
 python workflow/scripts/show.py page --results results --search roomy --run demo --out results/report.html
 python workflow/scripts/show.py picture results/plans/tight.json --out docs/images/plan.svg
@@ -9,11 +9,11 @@ from typing import Annotated
 
 from report import page
 from results import RunOutcome, SearchOutcome, read_picture, read_profile, read_run, read_search
-from shardwright_formats.command import POSITIONAL, Command, CommandLine, Options, run, show
-from shardwright_formats.display.plan_picture import draw_plan
-from shardwright_formats.display.svg import document
-from shardwright_formats.io import read_document, write_bytes
-from shardwright_formats.types import Plan
+from shardwright.command import POSITIONAL, Command, CommandLine, Options, run, show
+from shardwright.display.plan_picture import draw_plan
+from shardwright.display.svg import document
+from shardwright.io import read_document, write_bytes
+from shardwright.types import Plan
 from summaries import numbers, search_table, summary
 
 
@@ -21,20 +21,18 @@ class ResultsOptions(Options, frozen=True, kw_only=True):
     """Print plans with predicted and measured step times, and the losses of runs."""
 
     results: Path
-    """Folder of plans/, measurements/, corrections/, selected/, runs/, profiles/ and pictures/."""
+    """Folder of plans/, measurements/, corrections/, runs/, profiles/ and pictures/."""
     search: tuple[str, ...] = ()
     """Names of searches, in the order of the page; may be repeated, as all names."""
-    selected: tuple[str, ...] = ()
-    """Names of the searches whose measured winner runs take."""
     run: tuple[str, ...] = ()
     """Names of runs."""
 
     def searches(self) -> list[SearchOutcome]:
-        """Return the outcomes of the searches."""
-        return [read_search(self.results, name, selected=name in self.selected) for name in self.search]
+        """The outcomes of the searches."""
+        return [read_search(self.results, name) for name in self.search]
 
     def runs(self) -> list[RunOutcome]:
-        """Return the outcomes of the runs."""
+        """The outcomes of the runs."""
         return [read_run(self.results, name) for name in self.run]
 
 
@@ -44,7 +42,7 @@ class PageOptions(ResultsOptions, frozen=True, kw_only=True):
     profile: tuple[str, ...] = ()
     """Names of profiles, MODEL@NODE_TYPE."""
     picture: tuple[Path, ...] = ()
-    """Further pictures to show, SVG: of grids and of rent fronts."""
+    """Further pictures to show, SVG: of rent fronts."""
     out: Path
     """The page to write; its numbers are written next to it, with the ending .json."""
 

@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Iterator, Sequence
 from html import escape
+from math import inf
 from typing import Any
 
 import msgspec
@@ -18,10 +19,10 @@ from results import (
     ratio_text,
     speed_text,
 )
-from shardwright_formats.display.node_types import NodeTypeUse, binding, node_type_uses
-from shardwright_formats.display.plan_words import layers_summary, shape_words
-from shardwright_formats.display.units import bytes_text, seconds_text, usd_text
-from shardwright_formats.types import Plan, Schedule
+from shardwright.display.node_types import NodeTypeUse, binding, node_type_uses
+from shardwright.display.plan_words import layers_summary, shape_words
+from shardwright.display.units import bytes_text, seconds_text, usd_text
+from shardwright.types import Plan, Schedule
 from shardwright_search.explain.binding import step_parts
 
 _KINDS = ("analytic", "assumed", "absent")
@@ -33,24 +34,31 @@ _COLUMNS = (
 
 
 def answer(search: SearchOutcome) -> str:
-    """Return a card with a search's answer in a few lines."""
-    lines = "".join(f"<dt>{name}</dt><dd>{escape(words)}</dd>" for name, words in _lines(search, search.in_use))
+    """A card with a search's answer in a few lines."""
+    lines = "".join(f"<dt>{name}</dt><dd>{escape(words)}</dd>" for name, words in _lines(search, search.chosen))
     return f'<div class="answer"><b>{escape(search.name)}</b><dl>{lines}</dl></div>'
 
 
 def first_line(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> str:
-    """Return the answer of the first search and the end of the first run, in words that need no knowledge of plans."""
+    """The answer of the first search and the end of the first run, in words that need no knowledge of plans.
+
+    The run may have trained another model than the one that the first search is about, so that it says which.
+    """
     sentences = [_in_short(search) for search in searches[:1]]
-    sentences += [
-        f"It was trained for {run.result.steps} steps, and its loss went from {run.result.first_loss:.2f} to "
-        f"{run.result.final_loss:.2f}."
-        for run in runs[:1]
-    ]
+    sentences += [_trained(run, searches) for run in runs[:1]]
     return " ".join(sentences) or "Nothing was searched, and nothing was trained."
 
 
+def _trained(run: RunOutcome, searches: Sequence[SearchOutcome]) -> str:
+    """What a run trained, for how long, and what became of its loss."""
+    result, plans = run.result, (each.plan for search in searches for each in search.comparisons)
+    model = next((plan.model.name for plan in plans if plan.sha256 == result.plan_sha256), "a model")
+    losses = f"its loss went from {result.first_loss:.2f} to {result.final_loss:.2f}"
+    return f"The run {run.name} trained {model} for {result.steps} steps, and {losses}."
+
+
 def _in_short(search: SearchOutcome) -> str:
-    chosen = search.in_use
+    chosen = search.chosen
     plan, measured_s = chosen.plan, chosen.measured_time_s
     step_s = chosen.estimate.simulated_step_time_s if measured_s is None else measured_s
     known = "as predicted, and not yet tried" if measured_s is None else "as measured"
@@ -64,7 +72,7 @@ def _in_short(search: SearchOutcome) -> str:
 
 
 def provenance(search: SearchOutcome) -> dict[str, str]:
-    """Return the first warning on each kind of number that was not measured, by kind; it says how far off it may be."""
+    """The first warning on each kind of number that was not measured, by kind; it says how far off it may be."""
     warnings: dict[str, str] = {}
     for warning in search.prediction.warnings:
         for kind in _KINDS:
@@ -74,9 +82,9 @@ def provenance(search: SearchOutcome) -> dict[str, str]:
 
 
 def fits_by(search: SearchOutcome, chosen: Comparison) -> int | None:
-    """Return the bytes left of the budget on the search's fullest device, as measured or else as predicted.
+    """The bytes left of the budget on the search's fullest device, as measured or else as predicted.
 
-    The result is negative where the plan does not fit; None where no budget was set.
+    The result is negative if the plan does not fit; None if no budget was set.
     """
     budget = search.prediction.memory_budget_bytes
     return None if budget is None else budget - _held_bytes(chosen)
@@ -129,9 +137,7 @@ def _node_type(use: NodeTypeUse, binds: bool) -> str:
 
 
 def _sure(search: SearchOutcome, chosen: Comparison) -> Iterator[str]:
-    if chosen.taken:
-        yield "taken for its measured time"
-    elif (proof := search.prediction.proof) is None:
+    if (proof := search.prediction.proof) is None:
         yield "not searched, so that nothing is proven"
     else:
         yield f"{proof.nearness} in the space that was searched, by the cost model"
@@ -140,10 +146,22 @@ def _sure(search: SearchOutcome, chosen: Comparison) -> Iterator[str]:
     else:
         ratio = ratio_text(chosen.estimate.simulated_step_time_s, chosen.measured_time_s)
         yield f"it was run, and took {ratio} × as long as predicted"
+    yield from _faster(search, chosen)
     if kinds := provenance(search):
         yield f"not all was measured that it is predicted from: {', '.join(kinds)}"
     if warnings := len(search.prediction.warnings):
         yield f"{warnings} warning{'s' if warnings > 1 else ''} below"
+
+
+def _faster(search: SearchOutcome, chosen: Comparison) -> Iterator[str]:
+    """Yield that another plan of the search, which fits, was measured to be faster than the chosen one."""
+    own_s = chosen.measured_sample_s
+    fitting = (each for each in search.comparisons if (fits_by(search, each) or 0) >= 0)
+    timed = [(time_s, each) for each in fitting if (time_s := each.measured_sample_s) is not None]
+    time_s, fastest = min(timed, key=lambda pair: pair[0], default=(inf, chosen))
+    if own_s is not None and time_s < own_s:
+        words = f"{fastest.role} ({shape_words(fastest.plan)}) was measured to be faster"
+        yield f"{words}: {1 - time_s / own_s:.1%} less time for a sample"
 
 
 def _why(search: SearchOutcome, chosen: Comparison) -> Iterator[str]:
@@ -184,7 +202,7 @@ def _sample_s(chosen: Comparison) -> float:
 def numbers(
     searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome], profiles: Sequence[ProfileOutcome] = ()
 ) -> bytes:
-    """Return JSON by name: predictions and measurements of searches, runs and profiles; times in s, sizes in bytes."""
+    """JSON by name: predictions and measurements of searches, runs and profiles; times in s, sizes in bytes."""
     content = {
         "searches": {search.name: _search_numbers(search) for search in searches},
         "runs": {run.name: {"result": run.result, "steps": run.steps} for run in runs},
@@ -209,7 +227,6 @@ def _search_numbers(search: SearchOutcome) -> dict[str, Any]:
 def _plan_numbers(search: SearchOutcome, compared: Comparison) -> dict[str, Any]:
     return {
         "plan_sha256": compared.plan.sha256,
-        "selected": compared.taken,
         "global_batch_size": compared.plan.global_batch_size,
         "num_microbatches": compared.plan.num_microbatches,
         "pp_size": len(compared.plan.stages),
@@ -226,13 +243,13 @@ def _plan_numbers(search: SearchOutcome, compared: Comparison) -> dict[str, Any]
 
 
 def summary(searches: Sequence[SearchOutcome], runs: Sequence[RunOutcome]) -> str:
-    """Return plans with predicted and measured step times, and the losses, as lines."""
+    """Plans with predicted and measured step times, and the losses, as lines."""
     lines: list[str] = []
     for search in searches:
         budget = search.prediction.memory_budget_bytes
         within = f" within {bytes_text(budget)} a device" if budget else ""
         lines += ["", f"plan {search.name}{within}: {plan_text(search.plan)}"]
-        width = max(12, *(len(comparison.name) for comparison in search.comparisons))
+        width = max(12, *(len(comparison.role) for comparison in search.comparisons))
         times = f"{'predicted':>10} {'measured':>10} {'ratio':>6} {'at equal speed':>14}"
         lines += [f"  {'':<{width}} {times}   {'memory':>10} {'measured':>10}"]
         lines += [_comparison(comparison, width) for comparison in search.comparisons]
@@ -251,14 +268,14 @@ def _comparison(comparison: Comparison, width: int) -> str:
     time_s, measured_s = estimate.simulated_step_time_s, comparison.measured_time_s
     measured, size = or_dash(seconds_text, measured_s), or_dash(bytes_text, comparison.measured_bytes)
     return (
-        f"  {comparison.name:<{width}} {seconds_text(time_s):>10} {measured:>10} {ratio_text(time_s, measured_s):>6}"
+        f"  {comparison.role:<{width}} {seconds_text(time_s):>10} {measured:>10} {ratio_text(time_s, measured_s):>6}"
         f" {ratio_text(time_s * comparison.slowdown, measured_s):>14}"
         f"   {bytes_text(estimate.memory_bytes):>10} {size:>10}"
     )
 
 
 def search_table(searches: Sequence[SearchOutcome]) -> str:
-    """Return the rows as CSV, with a header."""
+    """The rows as CSV, with a header."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(_COLUMNS)

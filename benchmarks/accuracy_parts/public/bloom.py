@@ -4,7 +4,7 @@ from pathlib import Path
 
 from accuracy_parts.public.runs import GIB, Machine, Run, rows_of
 
-from shardwright_formats.types import DataParallel, Recompute
+from shardwright.types import DataParallel, Recompute
 
 _COLUMNS = ("layers", "hidden", "heads", "vocab", "seq_len", "zero_stage", "dp", "tp", "pp", "micro_batch", "optimizer")
 _UNUSED = ("layers_not_given", "tflops_before_recount", "dp*tp*pp!=gpus", "sec_and_tflops_columns")
@@ -48,7 +48,9 @@ def _run(row: dict[str, str]) -> Run | None:
         micro_batch_size=micro_batch_size,
         num_microbatches=batch // (micro_batch_size * dp_size),
         recompute=Recompute.FULL,
-        runtime="megatron_deepspeed_" + row["optimizer"][:4],
+        runtime="megatron_deepspeed",
+        # Gradients in fp16 alone (runtime/zero/stage_1_and_2.py); or bf16 and float32 ones (runtime/bf16_optimizer.py).
+        reduce="bfloat16" if row["optimizer"].startswith("fp16") else "float32",
         measured_s=float(row["step_time_s"]),
         measured_bytes=float(memory) * GIB if memory else None,
     )

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from accuracy_parts.public.runs import GIB, Machine, Run, known, rows_of
 
-from shardwright_formats.types import DataParallel, GradientReduction, Recompute, SequenceParallel
-from shardwright_models.presets import read_presets
+from shardwright.models.registry import read_presets
+from shardwright.types import DataParallel, GradientReduction, Recompute, SequenceParallel
 
 _LLAMAS = {f"llama3.1-{size}": f"llama-3-{size}" for size in ("8b", "70b", "405b")}
 """Presets of the shapes, by torchtitan's names of models."""

@@ -1,18 +1,22 @@
 """NVIDIA's published pretraining runs of NeMo and Megatron-Bridge, those that a uniform plan says."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from accuracy_parts.public.releases import experts_as_run, release_of
 from accuracy_parts.public.runs import Machine, Run, known, rows_of
 
-from shardwright_formats.types import DataParallel, Recompute, SequenceParallel
-from shardwright_models.presets import read_presets
+from shardwright.estimate.held import Module
+from shardwright.models.registry import read_presets
+from shardwright.types import DataParallel, Recompute, SequenceParallel
 
-__all__ = ["left_out", "nvidia"]
+__all__ = ["bridge", "left_out", "mlperf", "nvidia"]
 
+Row = Mapping[str, str]
 _COLUMNS = (
     "model",
     "precision",
@@ -29,21 +33,27 @@ _COLUMNS = (
     "vp",
     "mbs",
 )
-_COLUMNS += ("gbs", "recompute", "step_s", "note")
+_COLUMNS += ("gbs", "recompute", "step_s", "note", "source", "tag")
 _PLAN = ("model", "precision", "gpu", "num_gpus", "seq_len", "tp", "pp", "cp", "ep", "etp", "vp", "mbs", "gbs")
-"""Columns that tell plans apart; runs of one plan in several releases count once, with their median."""
+"""Columns that tell plans apart; dense plans of several releases count once, with their median."""
+_EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "kimi-k2")
+_EXPERTS += ("grok1-314b", "llama4-maverick-400b")
+"""Models with experts, of which each release of the software is scored by itself."""
 _PRESETS = {"gpt3-175b": "gpt-3-175b"} | {f"llama3-{size}": f"llama-3-{size}" for size in ("8b", "70b", "405b")}
-_PRESETS |= {name: name for name in ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3")}
-_PRESETS |= {"grok1-314b": "grok-1", "llama4-maverick-400b": "llama-4-maverick"}
-_EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "grok1-314b", "llama4-maverick-400b")
-"""Models with experts."""
+_PRESETS |= {name: name for name in _EXPERTS} | {"grok1-314b": "grok-1", "llama4-maverick-400b": "llama-4-maverick"}
+_LAYERS_KEYS = ("num_hidden_layers", "n_layer")
 _UNLIKE = (*_EXPERTS, "llama3-405b")
 """Models whose chunks may have unlike numbers of layers, in which embedding and loss count as a layer each.
 
 Recipes of Llama 3.1 405B, of 126 layers, say so: `account_for_embedding_in_pipeline_split` of Megatron Bridge.
 """
-_LIGHT = ("mla_up_proj", "core_attn")
-"""Recomputation of so little that it is counted as none: a product of latents, and flash attention's scores."""
+_LIGHT = ("mla_up_proj", "core_attn", "selective", "layernorm+moe_act")
+"""Recomputation of so little that it is counted as none: latents, flash attention's scores, norms and activations."""
+_MTP = ("deepseek-v3",)
+"""Models that Bridge trains with a layer of multi-token prediction, which fills the last chunk of their layouts."""
+_MTP_CHUNKS = (4, 8, 16)
+_MTP_LAYERS = 64
+"""Layers of all chunks of these layouts, if the last was as long as the others (`Et*4|(t*4|)*14tmL`)."""
 _NEMOTRON = {
     "model_type": "llama",
     "hidden_size": 18432,
@@ -62,69 +72,194 @@ It has the same parameters and products, and keeps a third more of the feed-forw
 _COMPUTE = {"BF16": "bfloat16", "FP8": "fp8", "FP8-CS": "fp8", "MXFP8": "fp8"}
 _MACHINES = {
     "H100": Machine("H100-SXM", ((10_000, 3200.0),)),
+    "H200": Machine("H200", ((10_000, 3200.0),)),
     "B200": Machine("B200", ((10_000, 3200.0),)),
-    "B300": Machine("B300", ((10_000, 6400.0),)),
-    "GB200": Machine("GB200", ((10_000, 64 * 400.0),), devices_per_node=64),
-    "GB300": Machine("GB300", ((10_000, 64 * 800.0),), devices_per_node=64),
+    "B300": Machine("B300", ((10_000, 3200.0),)),
+    "GB200": Machine("GB200", ((10_000, 4 * 400.0),), devices_per_node=4),
+    "GB300": Machine("GB300", ((10_000, 4 * 800.0),), devices_per_node=4),
 }
-"""NVIDIA's own nodes, whose network is assumed: no source states it. Of the 72 devices of a rack 64 are taken."""
+"""NVIDIA's own nodes, whose network is assumed: no source states it.
+
+B300 at ep 64 takes as long as B200: its nodes are taken to send no more.
+"""
+_NEWEST = 2606
+_NO_PLAN = "a functional run, no plan, or several that fit its log"
+_MARKS = {"bridge": "cards of", "mlperf": "MLPerf"}
 _SHARDED = "fully sharded data parallel"
 
 
 def nvidia(folder: Path) -> list[Run]:
-    """The runs in bfloat16 and FP8 that a plan with one strategy for all layers says, one of each plan."""
-    runs: dict[tuple[str, ...], list[Run]] = {}
-    for row in rows_of(folder, _COLUMNS):
+    """The runs in bfloat16 and FP8 that a plan with one strategy for all layers says, one of each plan and release."""
+    return _runs(folder, rows_of(folder, _COLUMNS))
+
+
+def bridge(folder: Path) -> list[Run]:
+    """The tuned runs of Megatron-Bridge's verification cards."""
+    return _runs(folder, _card_rows(folder))
+
+
+def mlperf(folder: Path) -> list[Run]:
+    """The runs of MLPerf training 5.1 and 6.0 whose plans are known, but for AMD's and those of low-rank matrices."""
+    return _runs(folder, [*_v51_rows(folder), *_v60_rows(folder)])
+
+
+def left_out(folder: Path, source: str = "nvidia") -> dict[str, int]:
+    """Rows that no plan says by the first cause, and those that repeat another's plan."""
+    rows = list(_rows_by_source[source](folder))
+    causes = Counter(cause for row in rows if (cause := _obstacle(row)) is not None)
+    repeats = len(rows) - causes.total() - len(_runs(folder, rows))
+    return dict(causes.most_common()) | {"repeats of a plan, or of one in its release": repeats}
+
+
+def _runs(folder: Path, rows: Iterable[Row]) -> list[Run]:
+    plans: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
         if _obstacle(row) is None:
-            runs.setdefault(tuple(row[name] for name in _PLAN), []).append(_run(folder, row))
+            plans.setdefault(tuple(row[name] for name in _PLAN), []).append(row)
+    runs: dict[tuple[object, ...], list[Run]] = {}
+    for plan, same in plans.items():
+        for row in same:
+            sparse = row["model"] in _EXPERTS
+            habits = tuple(experts_as_run(row, same).items()) if sparse else ()
+            release = release_of(row) if sparse else 0
+            runs.setdefault((plan, release, habits), []).append(_run(folder, row, habits))
     return [same[0]._replace(measured_s=median(run.measured_s or 0.0 for run in same)) for same in runs.values()]
 
 
-def left_out(folder: Path) -> dict[str, int]:
-    """Rows that no plan says by the first cause, and those that repeat another's plan."""
-    causes = Counter(cause for row in rows_of(folder, _COLUMNS) if (cause := _obstacle(row)) is not None)
-    repeats = sum(1 for _ in rows_of(folder, _COLUMNS)) - causes.total() - len(nvidia(folder))
-    return dict(causes.most_common()) | {"repeats of a plan in another release": repeats}
+def _card_rows(folder: Path) -> Iterator[Row]:
+    """Yield cards as rows; etp, the chunks and the layers that a card leaves out are those of its recipe."""
+    for row in rows_of(folder, ("item", "gpus", "recipe", "global_batch"), "megatron_bridge_cards.csv"):
+        tuned = row["item"].startswith(("pretrain_performance", "pretrain_weak_scaling"))
+        sizes = (row["tp"], row["pp"], row["gpus"], row["step_s"])
+        yield {name: row.get(name, "") for name in _COLUMNS} | {
+            "precision": {"bf16": "BF16", "fp8_mx": "MXFP8"}.get(row["precision"], row["precision"]),
+            "num_gpus": row["gpus"],
+            "seq_len": row["seq_len"] or "4096",
+            "layers": "",
+            "dp": str(int(row["gpus"]) // (int(row["tp"]) * int(row["pp"]) * int(row["cp"] or 1)))
+            if all(sizes)
+            else "",
+            "vp": row["vp"] or _RECIPE_CHUNKS.get(row["recipe"], ""),
+            "mbs": row["micro_batch"],
+            "gbs": row["global_batch"],
+            "recompute": "",
+            "source": "cards of NVIDIA-NeMo/Megatron-Bridge",
+            "tag": "v26.08",
+            "note": _CARD_NOTES.get(row["recipe"], "") if tuned and all(sizes) else _NO_PLAN,
+        }
 
 
-def _obstacle(row: dict[str, str]) -> str | None:
+_RECIPE_CHUNKS = {"qwen3_235b_a22b_pretrain_256gpu_gb300_fp8mx_config": "12"}
+_CARD_NOTES = {"gpt_oss_120b_pretrain_64gpu_gb200_bf16_config": "dispatcher hybridep; EP all-to-all overlap on"}
+"""What prose of a card says that its columns do not."""
+_V51_GPUS = {"NVIDIA H200-SXM5-141GB": "H200", "NVIDIA H100-SXM5-80GB": "H100"}
+_V51_GPUS |= {"NVIDIA Blackwell GPU (B200-SXM-180GB)": "B200", "NVIDIA Blackwell GPU (GB200)": "GB200"}
+_V51_GPUS |= {"NVIDIA Blackwell Ultra GPU (GB300)": "GB300", "NVIDIA Blackwell Ultra GPU (B300-SXM-270GB)": "B300"}
+
+
+def _v51_rows(folder: Path) -> Iterator[Row]:
+    for row in rows_of(folder, ("benchmark", "gpu", "fp8", "fp4", "step_s_logged"), "mlperf_v51.csv"):
+        vp = row["vp"] if row["vp"] not in ("", "null") else "1"
+        yield {
+            "model": {"llama31_8b": "llama3-8b", "llama31_405b": "llama3-405b"}.get(row["benchmark"], row["benchmark"]),
+            "precision": "FP8" if row["fp8"] == "True" and row["fp4"] != "True" else "not FP8, or not stated",
+            "gpu": _V51_GPUS.get(row["gpu"], row["gpu"]),
+            "num_gpus": row["gpus"],
+            "seq_len": row["seq_len"],
+            "layers": "",
+            "tp": row["tp"],
+            "pp": row["pp"],
+            "cp": row["cp"],
+            "ep": "1",
+            "etp": "1",
+            "dp": row["dp"],
+            "vp": vp,
+            "mbs": row["micro_batch"],
+            "gbs": row["global_batch"],
+            "recompute": "",
+            "step_s": row["step_s_logged"],
+            "source": "MLPerf 5.1",
+            "tag": "v25.10",
+            "note": "" if row["tp"] and "ambiguous" not in row["plan_from"] else _NO_PLAN,
+        }
+
+
+def _v60_rows(folder: Path) -> Iterator[Row]:
+    for row in rows_of(folder, ("system", "gpu", "pipeline_layout", "step_s"), "mlperf_v60.csv"):
+        yield {name: row.get(name, "") for name in _COLUMNS} | {
+            "model": "deepseek-v3" if row["model"].startswith("DeepSeek-V3") else row["model"],
+            "gpu": row["gpu"].split()[0],
+            "num_gpus": row["gpus"],
+            "layers": "",
+            "etp": "1",
+            "mbs": row["micro_batch"],
+            "gbs": row["global_batch"],
+            "recompute": "" if row["recompute"] == "none" else row["recompute"].split()[0],
+            "source": "MLPerf 6.0",
+            "tag": "v26.08",
+            "note": "",
+        }
+
+
+_rows_by_source: dict[str, Callable[[Path], Iterable[Row]]] = {
+    "nvidia": lambda folder: rows_of(folder, _COLUMNS),
+    "megatron_bridge": _card_rows,
+    "mlperf": lambda folder: [*_v51_rows(folder), *_v60_rows(folder)],
+}
+
+
+def _obstacle(row: Row) -> str | None:
     return next(_obstacles(row), None)
 
 
-def _obstacles(row: dict[str, str]) -> Iterator[str]:
+def _obstacles(row: Row) -> Iterator[str]:
     if row["model"] not in (*_PRESETS, "nemotron4-340b"):
         yield f"model {row['model']}"
+    if row["note"] == _NO_PLAN:
+        yield _NO_PLAN
     if row["precision"] not in _COMPUTE:
         yield f"precision {row['precision']}"
-    if row["recompute"] not in ("", "none", *(_LIGHT if row["model"] in _EXPERTS else ())):
+    if row["recompute"] not in ("", "none", *_LIGHT):
         yield "recomputation of some layers alone"
     if "offload" in row["note"]:
         yield "activations of some layers on the host"
-    if row["model"] not in _UNLIKE and int(row["layers"]) % (int(row["pp"]) * int(row["vp"] or 1)):
+    if "known slowdown" in row["note"]:
+        yield "a slowdown that the source itself reports"
+    if row["gpu"] not in _MACHINES:
+        yield f"GPU {row['gpu']}"
+    if row["model"] not in _UNLIKE and _layers(row) % (int(row["pp"]) * int(row["vp"] or 1)):
         yield "chunks of unlike numbers of layers"
 
 
-def _run(folder: Path, row: dict[str, str]) -> Run:
+def _layers(row: Row) -> int:
+    """The layers of a row, those of the whole model if it names none, with that of multi-token prediction."""
+    config = _config(row["model"])
+    whole = int(row["layers"] or next(config[key] for key in _LAYERS_KEYS if key in config))
+    skips = "w/o MTP" in row["note"] or "nchmarking" in row["source"]
+    return whole + (row["model"] in _MTP and not skips)
+
+
+def _config(model: str) -> dict[str, Any]:
+    return dict(read_presets()[_PRESETS[model]].config if model in _PRESETS else _NEMOTRON)
+
+
+def _run(folder: Path, row: Row, habits: tuple[tuple[str, Any], ...]) -> Run:
     model = known(folder, row, "model", (*_PRESETS, "nemotron4-340b"))
-    machine = _MACHINES[known(folder, row, "gpu", _MACHINES)]
-    config = dict(read_presets()[_PRESETS[model]].config if model in _PRESETS else _NEMOTRON)
-    layers, shared = int(row["layers"]), ""
-    if model in _EXPERTS:
-        config["num_hidden_layers"] = layers
-        shared = f" ep{row['ep']}"
+    config, layers, sparse = _config(model), _layers(row), model in _EXPERTS
+    config |= {key: layers for key in _LAYERS_KEYS if key in config}
     dp_size, micro_batch_size = int(row["dp"]), int(row["mbs"])
-    compute, chunks = _COMPUTE[row["precision"]], int(row["vp"] or 1)
-    cp_size = int(row["cp"] or 1)
-    context = f" cp{cp_size}" if cp_size > 1 else ""
-    ep_size = int(row["ep"] or 1)
+    compute, chunks, cp_size = _COMPUTE[row["precision"]], int(row["vp"] or 1), int(row["cp"] or 1)
+    shared, context = f" ep{row['ep']}" if sparse else "", f" cp{cp_size}" if cp_size > 1 else ""
+    ep_size, ranges = int(row["ep"] or 1), int(row["pp"]) * chunks
     plan = f"tp{row['tp']}{context}{shared} pp{row['pp']}x{chunks} dp{dp_size} mbs{micro_batch_size}"
+    name = f"{model} {row['precision']} {row['num_gpus']} {row['gpu']} {plan}"
     return Run(
-        set=f"nvidia {'BF16' if compute == 'bfloat16' else 'FP8'}{' experts' if shared else context}",
+        set=_set_of(row),
         group=f"{model} {row['precision']}, batch {row['gbs']}, {row['num_gpus']} {row['gpu']}",
-        name=f"{model} {row['precision']} {row['num_gpus']} {row['gpu']} {plan}",
+        name=f"{name}, {release_of(row)}" if sparse else name,
         config=tuple(config.items()),
         sequence_length=int(row["seq_len"]),
-        machine=machine,
+        machine=_MACHINES[known(folder, row, "gpu", _MACHINES)],
         devices=int(row["num_gpus"]),
         tp_size=int(row["tp"]),
         pp_size=int(row["pp"]),
@@ -137,13 +272,26 @@ def _run(folder: Path, row: dict[str, str]) -> Run:
         cp_size=cp_size,
         ep_size=ep_size,
         etp_size=int(row["etp"] or _etp_size(ep_size, int(row["tp"]), dp_size * cp_size)),
-        cuts=_cuts(layers, int(row["pp"]) * chunks) if model in _UNLIKE else None,
+        cuts=_cuts(row, layers, ranges) if model in _UNLIKE else None,
         chunks=chunks,
         compute=compute,
-        # scripts/performance/helpers.py of NeMo: grad_reduce_in_fp32 is False with FP8 alone.
-        reduce="float32" if compute == "bfloat16" else "bfloat16",
+        # scripts/performance of Megatron Bridge: grad_reduce_in_fp32 is False in BF16 recipes, too.
+        reduce="bfloat16",
+        modules=tuple(Module(name) for name in row["recompute"].split("+") if name in tuple(Module)),
         measured_s=float(row["step_s"]),
+        habits=habits,
     )
+
+
+def _set_of(row: Row) -> str:
+    """The set that a row is scored in: Grok-1, half of the older rows with experts, is beside the others."""
+    source = next((name for name, mark in _MARKS.items() if mark in row["source"]), "nvidia")
+    precision = "BF16" if _COMPUTE[row["precision"]] == "bfloat16" else "FP8"
+    if row["model"] == "grok1-314b":
+        return f"nvidia {precision} Grok-1"
+    if row["model"] in _EXPERTS:
+        return f"{source} {precision} experts{', 26.06 and later' * (release_of(row) >= _NEWEST)}"
+    return f"{source} {precision}" + (f" cp{row['cp']}" if int(row["cp"] or 1) > 1 else "")
 
 
 def _etp_size(ep_size: int, tp_size: int, others: int) -> int:
@@ -154,8 +302,10 @@ def _etp_size(ep_size: int, tp_size: int, others: int) -> int:
     return 1 if tp_size * others % (ep_size * tp_size) else tp_size
 
 
-def _cuts(layers: int, ranges: int) -> tuple[int, ...] | None:
+def _cuts(row: Row, layers: int, ranges: int) -> tuple[int, ...] | None:
     """Where ranges of unlike numbers of layers begin and end: embedding and loss count as a layer each."""
+    if row["model"] in _MTP and layers > int(row["layers"] or 0) and ranges in _MTP_CHUNKS:
+        return (*range(0, _MTP_LAYERS, _MTP_LAYERS // ranges), layers)
     if layers % ranges == 0:
         return None
     share, more = divmod(layers + 2, ranges)

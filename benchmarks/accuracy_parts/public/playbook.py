@@ -10,8 +10,8 @@ from pathlib import Path
 
 from accuracy_parts.public.runs import GIB, Machine, Run, rows_of
 
-from shardwright_formats.types import DataParallel, Recompute, SequenceParallel
-from shardwright_formats.types.hardware_profile import Collective
+from shardwright.types import DataParallel, Recompute, SequenceParallel
+from shardwright.types.hardware_profile import Collective
 
 _COLUMNS = ("model", "layers", "hidden", "gpus", "dp", "tp", "pp", "zero_stage", "micro_batch", "grad_acc", "status")
 _COLLECTIVES = {

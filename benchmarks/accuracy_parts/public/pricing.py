@@ -1,40 +1,37 @@
 """Published runs priced: time and memory by this project's analytic profiles and cost model, in one process."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from accuracy_parts.public.host_floor import added_s
 from accuracy_parts.public.runs import Machine, Run
-from accuracy_parts.public.runtimes import RUNTIMES, runtime_of
+from accuracy_parts.public.runtimes import runtime_of
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright_estimate.accuracy import SPARE_SHARE
-from shardwright_estimate.devices import DeviceTable, Efficiencies, rates_of, read_devices
-from shardwright_estimate.hardware import NodeRates
-from shardwright_estimate.profile import hardware_profile, model_profile
-from shardwright_estimate.runtimes import SHARDWRIGHT, Runtime
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import Table
-from shardwright_formats.types.cluster import Cluster, NodeGroup, NodeType
-from shardwright_formats.types.model import HEAD, Model
-from shardwright_formats.types.model_profile import LayerRow, ModelProfile
-from shardwright_formats.types.plan import PipelineStage, Plan, Precision, Schedule
-from shardwright_formats.types.prediction import StagePrediction
-from shardwright_formats.types.strategy import ContextParallel, DataParallel, ExpertStrategy, LayerStrategy, Recompute
-from shardwright_models.description import model_of_config
+from shardwright.devices.table import DeviceTable, read_devices
+from shardwright.estimate.accuracy import SPARE_SHARE
+from shardwright.estimate.hardware import NodeRates
+from shardwright.estimate.machines import Efficiencies, Rates, rates_of
+from shardwright.estimate.profile import hardware_profile, model_profile
+from shardwright.estimate.runtimes import SHARDWRIGHT, Runtime
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import BadInput
+from shardwright.models.description import model_of_config
+from shardwright.types.cluster import Cluster, NodeGroup, NodeType
+from shardwright.types.model import Model
+from shardwright.types.plan import PipelineStage, Plan, Precision, Schedule
+from shardwright.types.prediction import Estimate
+from shardwright.types.strategy import ContextParallel, DataParallel, ExpertStrategy, LayerStrategy, Recompute
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, index_profiles, scaled
-from shardwright_search.interop.uniform import uniform_plan
+from shardwright_search.cost_model.reclaimable import kept_if_it_fits
 from shardwright_search.options import UniformRequest
+from shardwright_search.uniform_plan import uniform_plan
 
 __all__ = ["Factors", "Priced", "Unpriced", "priced"]
 
-_COMPUTE_BYTES = 2
 _NOWHERE = Path("published")
 _COMMUNICATORS = 3
 """Of another runtime's rank: data parallelism or all ranks, tensor parallelism, the pipeline."""
@@ -84,7 +81,17 @@ def priced(runs: Sequence[Run], factors: Factors) -> Iterator[Priced | Unpriced]
 
 
 def _setting(run: Run) -> tuple[str, ...]:
-    own = run.runtime, run.compiled, run.launch_us, run.compute, run.reduce, run.habits_left_out
+    own = (
+        run.uncounted,
+        run.runtime,
+        run.compiled,
+        run.launch_us,
+        run.compute,
+        run.reduce,
+        run.modules,
+        run.habits,
+        run.habits_left_out,
+    )
     return tuple(map(repr, (run.config, run.sequence_length, run.machine, *own)))
 
 
@@ -106,22 +113,23 @@ def _of_one_setting(runs: Sequence[Run], table: DeviceTable, factors: Factors) -
     shorter = (model_of_config(dict(first.config), "published", length, first.name) for length in shares)
     models = [(_NOWHERE, each) for each in (model, *shorter)]
     made = model_profile(models, settings, rates, Efficiencies(), table.revised, runtime=runtime).profile
-    layers = _with_loss(made, model, first.runtime)
     limit = machine.memory_bytes or rates.device.memory_bytes or 0
     for devices, own in groupby(sorted(runs, key=lambda run: run.devices), key=lambda run: run.devices):
-        cluster = _cluster(machine, rates.name, devices, limit)
+        cluster = _cluster(machine, rates, devices, limit)
         hardware = hardware_profile(
             cluster, [rates], Efficiencies(), _between(machine), table.revised, overlap=runtime.overlap
         )
-        profiles = index_profiles(hardware, _NOWHERE, layers, _NOWHERE)
+        profiles = index_profiles(hardware, _NOWHERE, made, _NOWHERE)
+        profiles = profiles._replace(held=runtime.held, memory_factor=runtime.held.reserved)
         by = Scaling(forward=factors.time, backward=factors.time, memory=factors.memory)
         yield from _of_one_cluster(list(own), model, cluster, scaled(profiles, by), limit)
 
 
 def _assumed(run: Run) -> Runtime:
     """What is taken of its runtime."""
-    plain = {name: getattr(SHARDWRIGHT, name) for name in run.habits_left_out}
-    return replace(RUNTIMES[run.runtime].assumed, operator_s=run.launch_us / 1e6, **plain)
+    known, plain = runtime_of(run), {name: getattr(SHARDWRIGHT, name) for name in run.habits_left_out}
+    held = replace(known.held, recomputed=run.modules)
+    return replace(known, **{"operator_s": run.launch_us / 1e6, "held": held, **dict(run.habits), **plain})
 
 
 def _of_one_cluster(
@@ -133,57 +141,23 @@ def _of_one_cluster(
             plan = _plan(run, model, cluster)
             costs = costs or cost_model_of(plan, profiles)
             found = evaluate(plan, profiles, costs, timeline=False).estimate
-            step_s = found.simulated_step_time_s + added_s(run, plan, costs)
+            step_s = found.simulated_step_time_s
         except BadInput as problem:
             yield Unpriced(run, str(problem))
             continue
-        process = profiles.process_bytes + _COMMUNICATORS * profiles.communicator_bytes
-        process *= run.machine.counts_process
-        held = max(
-            _held_bytes(stage, run, _gathered_bytes(run, plan, index), (1 - SPARE_SHARE) * limit)
-            for index, stage in enumerate(found.stages)
-        )
-        yield Priced(run, step_s, round((held + process) * profiles.memory_factor), limit)
+        yield Priced(run, step_s, _held_bytes(plan, found, run, profiles, limit), limit)
 
 
-def _with_loss(profile: ModelProfile, model: Model, runtime: str) -> ModelProfile:
-    """The profile with the logits that a runtime holds in place of this project's, which keeps 2 bytes of each."""
-    head = model.types[HEAD]
-    logits = head.forward_flops_per_sample // (2 * model.boundary[-1].features)
-    more = (RUNTIMES[runtime].loss - 2) * logits
-    rows = [
-        replace(row, workspace_bytes=more * row.micro_batch_size // row.tp_size) if row.type == HEAD else row
-        for row in profile.layers.rows
-    ]
-    return dataclasses.replace(profile, layers=Table.from_rows(LayerRow, rows))
-
-
-def _gathered_bytes(run: Run, plan: Plan, index: int) -> int:
-    """What a stage's rank holds besides of the gathered inputs of its blocks, of every micro-batch in flight.
-
-    Pipelines among more ranks than a node has wait for their host (`host_floor`): nothing is held there.
-    """
-    if run.tp_size == 1 or (run.pp_size > 1 and run.tp_size > run.machine.devices_per_node):
-        return 0
-    features, blocks = plan.model.boundary[-1].features, sum(high - low for low, high in plan.stages[index].layers)
-    in_flight = min(run.pp_size - index, run.num_microbatches)
-    size = _COMPUTE_BYTES * features * run.sequence_length * run.micro_batch_size
-    return runtime_of(run).gathered_inputs * size * blocks * in_flight
-
-
-def _held_bytes(stage: StagePrediction, run: Run, gathered: int, usable: float) -> float:
-    """The most that a stage's ranks hold under the run's own runtime, outside of what the process takes.
-
-    The allocator takes the gathered inputs back where they do not fit into what is usable.
-    """
-    terms, runtime = stage.memory_terms_bytes, runtime_of(run)
-    parameters = terms["gathered_parameters"] // 2
-    passing = sum(terms.values()) - terms["process"] - terms.get("communicators", 0)
-    passing = max(passing, min(passing + gathered, usable))
-    if run.data_parallel is DataParallel.DDP or run.dp_size == 1:
-        return passing + runtime.ddp_pass * parameters * (run.dp_size > 1)
-    states = terms["parameters"] + terms["gathered_parameters"] + terms["optimizer"] + 4 * parameters
-    return max(passing + runtime.zero_pass * parameters, states + runtime.zero_end * parameters)
+def _held_bytes(plan: Plan, found: Estimate, run: Run, profiles: Profiles, limit: int) -> int:
+    """The most that a rank holds, with its process where that was read, too."""
+    process = profiles.process_bytes + _COMMUNICATORS * profiles.communicator_bytes
+    usable = (1 - SPARE_SHARE) * limit
+    most = 0.0
+    for stage, kept in zip(found.stages, kept_if_it_fits(plan, profiles), strict=True):
+        outside = stage.memory_terms_bytes["process"] + stage.memory_terms_bytes.get("communicators", 0)
+        needed = stage.memory_bytes - outside
+        most = max(most, needed, min(needed + kept, usable))
+    return round(most + run.machine.counts_process * process)
 
 
 def _precision(run: Run) -> Precision:
@@ -232,9 +206,9 @@ def _with_experts(layer: LayerStrategy, run: Run, model: Model) -> LayerStrategy
     return replace(layer, experts=ExpertStrategy(ep_size=run.ep_size, etp_size=run.etp_size, data_parallel=kind))
 
 
-def _cluster(machine: Machine, device: str, devices: int, memory_bytes: int) -> Cluster:
-    per_node = min(machine.devices_per_node, devices)
-    node = NodeType(device=device, devices_per_node=per_node, memory_bytes=memory_bytes)
+def _cluster(machine: Machine, rates: Rates, devices: int, memory_bytes: int) -> Cluster:
+    per_node, joined = min(machine.devices_per_node, devices), rates.device.domain_devices or UNSET
+    node = NodeType(device=rates.name, devices_per_node=per_node, memory_bytes=memory_bytes, domain_devices=joined)
     group = NodeGroup(node_type=machine.device, count=devices // per_node)
     return Cluster(name="published", nodes=(group,), node_types={machine.device: node})
 

@@ -8,13 +8,14 @@ from accuracy_parts.figures import spearman
 from accuracy_parts.public.pricing import Factors, Priced, Unpriced, priced
 from accuracy_parts.public.runs import Run
 
+from shardwright.estimate.accuracy import memory_range
+
 __all__ = ["compared", "tables"]
 
 _FEWEST = 5
 """Runs of a group that a rank correlation and a choice are told of."""
-_NEAR = 0.9
-"""Of a device's memory: predictions from here on are near its limit."""
 _WHERE = ("predicted over", "predicted near the limit", "predicted to fit")
+"""Over: even the lower end of the range; to fit: the upper end, too."""
 _CALIBRATED_ON = 8
 """Devices of the runs that factors are learned from; these runs are then left out."""
 
@@ -94,10 +95,10 @@ def _groups(ran: Iterable[Priced]) -> Iterable[Group]:
 
 
 def _fits(found: Sequence[Priced]) -> dict[str, int]:
-    """Runs by whether they ran and by what is predicted of their memory; near the limit is predicted to fit, too."""
+    """Runs by whether they ran and by what is predicted of their memory."""
     counts = {f"{how}, {where}": 0 for how in ("ran", "failed") for where in _WHERE}
     for one in found:
-        share = one.memory_bytes / one.limit_bytes
-        where = _WHERE[0 if share > 1 else 1 if share > _NEAR else 2]
+        low, high = memory_range(one.memory_bytes)
+        where = _WHERE[0 if low > one.limit_bytes else 1 if high > one.limit_bytes else 2]
         counts[f"{'ran' if one.run.measured_s else 'failed'}, {where}"] += 1
     return counts

@@ -5,10 +5,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import DataParallel, GradientReduction, Recompute, SequenceParallel
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.plan import ComputeType, DType
+from shardwright.estimate.held import Module
+from shardwright.io import BadInput
+from shardwright.types import DataParallel, GradientReduction, Recompute, SequenceParallel
+from shardwright.types.hardware_profile import Collective
+from shardwright.types.plan import ComputeType, DType
 
 __all__ = ["GIB", "Machine", "Run", "known", "rows_of"]
 
@@ -25,7 +26,7 @@ class Machine(NamedTuple):
     gbit_s_by_collective: tuple[tuple[Collective, tuple[tuple[int, float], ...]], ...] = ()
     """The same of collectives that have rates of their own."""
     measured: bool = False
-    network_step_us: float = 30.0
+    network_step_us: float = 14.0
     """Latency of one step between nodes."""
     memory_gbyte_s: float | None = None
     """In place of the table's, where the source has another variant of the device."""
@@ -81,8 +82,13 @@ class Run(NamedTuple):
     """Whether torch.compile compiled the blocks."""
     launch_us: float = 42.0
     """Time of the host for each kernel."""
+    habits: tuple[tuple[str, Any], ...] = ()
+    """Habits of its runtime, by their fields, that this run had otherwise than by default."""
     habits_left_out: tuple[str, ...] = ()
     """Habits of its runtime, by their fields, that are taken to be as this project's."""
+
+    modules: tuple[Module, ...] = ()
+    """Modules that are recomputed by themselves."""
 
     @property
     def dp_size(self) -> int:
@@ -95,9 +101,9 @@ class Run(NamedTuple):
         return self.micro_batch_size * self.dp_size * self.num_microbatches
 
 
-def rows_of(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
-    """The rows of a set's runs.csv; BadInput where it or a column is absent."""
-    path = folder / "runs.csv"
+def rows_of(folder: Path, columns: Sequence[str], name: str = "runs.csv") -> Iterator[dict[str, str]]:
+    """The rows of a set's file; BadInput where it or a column is absent."""
+    path = folder / name
     if not path.is_file():
         raise BadInput(path, "is absent", "give the folder of the published runs with --reference")
     with path.open(encoding="utf-8", newline="") as file:

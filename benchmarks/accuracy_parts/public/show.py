@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,16 +21,38 @@ _SETS: dict[str, Callable[[Path], list[Run]]] = {
     "torchtitan": fsdp.torchtitan,
     "llm_foundry": fsdp.llm_foundry,
     "nvidia": nvidia.nvidia,
+    "megatron_bridge": nvidia.bridge,
+    "mlperf": nvidia.mlperf,
 }
 
 
-_LEFT_OUT = {"nvidia": nvidia.left_out}
+_LEFT_OUT = {name: partial(nvidia.left_out, source=name) for name in ("nvidia", "megatron_bridge", "mlperf")}
 """Rows of a set that no plan says, by cause."""
+
+
+def _is_dense(run: Run) -> bool:
+    return run.set.startswith(("nvidia", "mlperf")) and not _has_experts(run)
+
+
+def _has_experts(run: Run) -> bool:
+    return "experts" in run.set or "Grok" in run.set
+
+
+_KINDS: dict[str, Callable[[Run], bool]] = {
+    "dense, BF16": lambda run: _is_dense(run) and run.compute == "bfloat16",
+    "dense, FP8": lambda run: _is_dense(run) and run.compute == "fp8",
+    "dense, Blackwell": lambda run: _is_dense(run) and "B" in run.machine.device,
+    "experts but Grok-1": lambda run: "experts" in run.set,
+    "the same, containers 26.06 and later": lambda run: "26.06" in run.set,
+    "Grok-1": lambda run: "Grok" in run.set,
+}
+"""Runs of several sets that are also shown together."""
 
 
 def told(reference: Path, every_row: bool) -> list[dict[str, Any]]:
     """Print and return, for each set, what is predicted with nothing calibrated and with the runs on 8 GPUs known."""
-    kept = []
+    kept: list[dict[str, Any]] = []
+    together: list[Priced] = []
     _head()
     for folder, read in _SETS.items():
         runs = read(reference / folder)
@@ -37,6 +60,7 @@ def told(reference: Path, every_row: bool) -> list[dict[str, Any]]:
             own = [run for run in runs if run.set == name]
             for calibrate in (False, True):
                 found, unpriced, factors = compared(own, calibrate)
+                together += () if calibrate else found
                 if found:
                     table = tables(found) | {"factors": factors._asdict()}
                     how = "calibrated" if calibrate else "uncalibrated"
@@ -47,6 +71,10 @@ def told(reference: Path, every_row: bool) -> list[dict[str, Any]]:
             causes = _LEFT_OUT[folder](reference / folder)
             kept.append({"set": folder, "left_out": causes})
             _left_out(folder, causes)
+    for name, belongs in _KINDS.items():
+        table = tables([one for one in together if belongs(one.run)])
+        kept.append({"kind": name, "time": table["time"], "memory": table["memory"]})
+        _line(name, "all", table | {"groups": []})
     return kept
 
 
@@ -84,11 +112,9 @@ def _more(table: dict[str, Any], unpriced: Sequence[Unpriced], every_row: bool, 
         chosen, ranks = group["chosen_over_best"] - 1, group["rank_correlation"]
         print(f"    {group['name']:52} {group['runs']:4} runs, ranks {ranks:5.2f}, chosen {chosen:+7.1%}")
     print("    " + ", ".join(f"{count} {what}" for what, count in table["fits"].items() if count))
-    ran, failed = (table["fits"][f"{how}, predicted near the limit"] for how in ("ran", "failed"))
+    ran, failed = (table["fits"][f"{how}, predicted to fit"] for how in ("ran", "failed"))
     if failed:
-        print(
-            f"    near the limit and predicted to fit: {failed} of {ran + failed} failed, {failed / (ran + failed):.0%}"
-        )
+        print(f"    predicted to fit: {failed} of {ran + failed} failed, {failed / (ran + failed):.0%}")
     for reason, count in _reasons(unpriced).items():
         print(f"    {count} not priced: {reason}")
 

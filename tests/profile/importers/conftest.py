@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
-from shardwright_formats.io.table import Source
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, write_hardware_profile
+from shardwright.io.table import Source
+from shardwright.types.hardware_profile import Collective, CollectiveKey, write_hardware_profile
 from shardwright_profile.importers.documents import FlatType, flat_model, hardware_profile, link_points
 from shardwright_profile.importers.galvatron.keys import read_computation, read_memory
 from shardwright_profile.importers.galvatron.model import GalvatronRequest, Hardware

@@ -3,11 +3,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.io import BadInput, write_document
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
-from shardwright_formats.types.model_profile import read_model_profile
-from shardwright_models.description import model_of_config
-from shardwright_models.presets import read_presets
+from shardwright.io import BadInput, write_document
+from shardwright.models.description import model_of_config
+from shardwright.models.registry import read_presets
+from shardwright.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
+from shardwright.types.model_profile import read_model_profile
 from shardwright_profile.importers.fasop import (
     FasopRequest,
     fasop_hardware,
@@ -152,7 +152,7 @@ def test_activations_are_those_of_korthikantis_formula_from_the_models_shapes(
 
 
 def test_a_model_of_no_known_family_is_refused(profile_of):
-    with pytest.raises(BadInput, match="nothing is known of the family 'galvatron'"):
+    with pytest.raises(BadInput, match="unknown model family 'galvatron'"):
         profile_of(model=msgspec.structs.replace(described("gpt2XL", 1024), family="galvatron"))
 
 
@@ -171,8 +171,8 @@ def test_tensor_parallelism_that_slows_a_layer_down_is_named(profile_of):
     [
         ("", "its columns are not"),
         ("model,gpu\n", "its columns are not"),
-        (HEADER + "m,g,1,transformer,1\n", "line 2 is no row"),
-        (HEADER + "m,g,x,transformer,1,1.0\n", "line 2 is no row"),
+        (HEADER + "m,g,1,transformer,1\n", "line 2 is not a row"),
+        (HEADER + "m,g,x,transformer,1,1.0\n", "line 2 is not a row"),
         (HEADER + "m,g,1,transformer,1,nan\n", "line 2 has an impossible number"),
         (HEADER + "m,g,1,transformer,1,-1\n", "line 2 has an impossible number"),
         (HEADER + "m,g,0,transformer,1,1\n", "line 2 has an impossible number"),

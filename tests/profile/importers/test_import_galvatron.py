@@ -1,7 +1,7 @@
 import pytest
 
-from shardwright_formats.types import SequenceParallel
-from shardwright_formats.types.model_profile import read_model_profile, write_model_profile
+from shardwright.types import SequenceParallel
+from shardwright.types.model_profile import read_model_profile, write_model_profile
 from shardwright_profile.importers.documents import FlatType
 from shardwright_profile.importers.galvatron.model import import_galvatron
 

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
+from shardwright.io import BadInput
+from shardwright.types.hardware_profile import Collective, CollectiveKey, read_hardware_profile
 from shardwright_profile.importers.galvatron.hardware import import_galvatron_hardware
 from shardwright_profile.options import GalvatronHardwareOptions
 

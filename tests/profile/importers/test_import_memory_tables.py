@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.types import Model, SequenceParallel
-from shardwright_formats.types.model_profile import read_model_profile
+from shardwright.io import BadInput, read_document
+from shardwright.types import Model, SequenceParallel
+from shardwright.types.model_profile import read_model_profile
 from shardwright_profile.importers.documents import FlatType
 from shardwright_profile.importers.galvatron.model import import_galvatron
 

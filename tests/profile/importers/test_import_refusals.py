@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import Model
-from shardwright_formats.types.model_profile import read_model_profile
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.types import Model
+from shardwright.types.model_profile import read_model_profile
 from shardwright_profile.importers.documents import FlatType, parse_type
 from shardwright_profile.importers.galvatron.keys import read_computation
 from shardwright_profile.importers.galvatron.model import import_galvatron
@@ -25,8 +25,8 @@ SHORT = {key: value for key, value in TIMES.items() if key != "layernum[4]_bsz2_
     [
         ("{", "not valid JSON"),
         (json.dumps(TIMES)[:-9], "not valid JSON"),
-        ("[]", "no object"),
-        ('{"a": 1, "a": 2}', "'a' stands twice"),
+        ("[]", "not an object"),
+        ('{"a": 1, "a": 2}', "'a' appears twice"),
         ({}, "holds no times of layers"),
         (json.dumps(TIMES | {"layernum[4]_bsz4_seq32": float("nan")}), "not a finite number"),
         (json.dumps(TIMES).replace("16}", "1e999}").replace(": 16,", ": 1e999,"), "finite"),
@@ -38,7 +38,7 @@ SHORT = {key: value for key, value in TIMES.items() if key != "layernum[4]_bsz2_
         (TIMES | {f"layernum[4]_bsz{'9' * 5000}_seq32": 1.0}, "declares a size of 99999"),
         (TIMES | {"layernum[4]_bsz0_seq32": 1.0}, "a batch of 0"),
         (TIMES | {f"layernum[{'1,' * 5000}1]_bsz1_seq32": 1.0}, "declares the list"),
-        (TIMES | {"layernum[4,4]_bsz4_seq32": 1.0}, "differently many types"),
+        (TIMES | {"layernum[4,4]_bsz4_seq32": 1.0}, "different counts of types"),
         ({"layernum[2]_bsz1_seq64": 1.0}, "no times at sequence_length 32, only at 64"),
         ({"layernum[2]_bsz1_seq32": 1.0}, "layernum[2] at batch 1 has no row of another number of layers"),
         ({"layertype_0_bsz1_seq32": 1.0}, "no times at sequence_length 32, only at none"),
@@ -145,9 +145,9 @@ def test_the_command_takes_the_families_own_description(command, tmp_path, reque
     ("more", "problem"),
     [
         ((), "either --model, or --type with --model-out"),
-        (("--type", "block,4,32,16", "--model-out", "m.json"), "'block,4,32,16' is no type"),
-        (("--type", "head,4,32,16,8", "--model-out", "m.json"), "is no type"),
-        (("--type", "block,4,32,16,8", "--model-out", "m.json", "--tp-sizes", "1,x"), "no list of whole numbers"),
+        (("--type", "block,4,32,16", "--model-out", "m.json"), "'block,4,32,16' is not a type"),
+        (("--type", "head,4,32,16,8", "--model-out", "m.json"), "is not a type"),
+        (("--type", "block,4,32,16,8", "--model-out", "m.json", "--tp-sizes", "1,x"), "not a list of whole numbers"),
         (("--type", "block,4,32,16,8", "--model-out", "m.json", "--precision", "int8"), "'int8' is unknown"),
         (("--type", "block,4,32,16,8", "--model-out", "m.json", "--tp-sizes", "2"), "pass --hardware"),
     ],

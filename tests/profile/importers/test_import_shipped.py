@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey
+from shardwright.types.hardware_profile import Collective, CollectiveKey
 from shardwright_profile.importers.galvatron.hardware import import_galvatron_hardware
 from shardwright_profile.importers.galvatron.keys import (
     ACTIVATION,

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from shardwright_formats.types import DataParallel, Plan, Precision, Recompute, SequenceParallel
-from shardwright_search.interop.galvatron import plan_of_galvatron
-from shardwright_search.interop.galvatron_file import read_galvatron
-from shardwright_search.interop.uniform import uniform_plan
+from shardwright.types import DataParallel, Plan, Precision, Recompute, SequenceParallel
 from shardwright_search.options import GalvatronRun, UniformRequest
+from shardwright_search.systems.galvatron import plan_of_galvatron, read_galvatron
+from shardwright_search.uniform_plan import uniform_plan
 
 RUN = GalvatronRun(sequence_parallel="megatron")
 BASE = UniformRequest(

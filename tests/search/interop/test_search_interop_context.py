@@ -7,18 +7,18 @@ import pytest
 from accepted_files import TAKEN, launch_file_taken_by_accelerate
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import ContextParallel, Plan, Schedule
-from shardwright_models.description import model_of_config
+from shardwright.io import BadInput
+from shardwright.models.description import model_of_config
+from shardwright.types import ContextParallel, Plan, Schedule
 from shardwright_search.advise.choices import reading_of
 from shardwright_search.advise.long_context import priced_lengths
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.advise.targeted import best_for, started
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.interop.contexts import contexts_of
-from shardwright_search.interop.registry import TARGETS
 from shardwright_search.options import AdviseOptions, System
 from shardwright_search.search import SearchAnswer
+from shardwright_search.systems.exporting import contexts_of
+from shardwright_search.systems.registry import SYSTEMS
 
 OPTIONS = AdviseOptions(model="llama-3.1-8b", gpus="2x8:H100-SXM", batch=64, seq=4096, against=("cp=2", "cp=4"))
 RING = ",context=ring"
@@ -40,7 +40,7 @@ def chosen(question: Question, choice: str) -> Plan:
 
 def read_back(system: System, plan: Plan, question: Question) -> Plan:
     """The plan that the system's own file stands for, which the system takes."""
-    start, target = started(system, plan), TARGETS[system]
+    start, target = started(system, plan), SYSTEMS[system]
     text = start.files[target.file_name]
     TAKEN[system](text)
     if system is System.ACCELERATE:
@@ -96,7 +96,7 @@ def test_groups_of_shards_are_of_data_and_context_parallel_ranks(
         head=replace(each.head, **shared),
         layers=tuple(replace(layer, **shared) for layer in each.layers),
     )
-    text = TARGETS[system].export(plan, "plan.json").text
+    text = SYSTEMS[system].export(plan, "plan.json").text
     if system is not System.MEGATRON:
         assert re.search(r"data_parallel_replicate_degree = 2|dp_replicate_size=2", text)
         assert re.search(r"data_parallel_shard_degree = 4|dp_shard_size=4", text)
@@ -110,7 +110,7 @@ def test_each_layer_of_galvatrons_has_a_degree(question: Question) -> None:
     whole = {"cp_size": 1, "dp_size": 16, "context": ContextParallel.GATHER}
     layers = tuple(replace(layer, **whole) if i % 2 else layer for i, layer in enumerate(plan.layers))
     mixed = replace(plan, layers=layers)
-    text = TARGETS[System.GALVATRON].export(mixed, "plan.json").text
+    text = SYSTEMS[System.GALVATRON].export(mixed, "plan.json").text
     assert '"cp_sizes_enc": "4,1,4,1' in text and '"vcp": 4' in text
     assert read_back(System.GALVATRON, mixed, question).layers == layers
 
@@ -127,21 +127,21 @@ def test_each_layer_of_galvatrons_has_a_degree(question: Question) -> None:
 )
 def test_what_a_system_does_not_have_is_refused(question: Question, system: System, choice: str, refused: str) -> None:
     with pytest.raises(BadInput, match=refused):
-        TARGETS[system].export(chosen(question, choice), "plan.json")
+        SYSTEMS[system].export(chosen(question, choice), "plan.json")
 
 
 def test_embedding_and_head_share_positions_out_as_layers_do(question: Question) -> None:
     plan = chosen(question, "cp=2,mbs=2,zero=1")
     odd = replace(plan, head=replace(plan.head, cp_size=1, dp_size=16))
     with pytest.raises(BadInput, match=r"head: cp_size 1, where layers\[0\] has 2"):
-        TARGETS[System.MEGATRON].export(odd, "plan.json")
+        SYSTEMS[System.MEGATRON].export(odd, "plan.json")
 
 
 def test_masks_that_other_systems_do_not_share_out_are_refused() -> None:
     asked = question_of(replace(OPTIONS, model="bert-large", seq=512, against=("cp=2",)))
     masked = r"cp_size 2 \(context ring adds no padding to scores, as bert models do\)"
     with pytest.raises(BadInput, match=rf"torchtitan cannot express layers\[0\]: {masked}: choose cp_size 1"):
-        TARGETS[System.TORCHTITAN].export(chosen(asked, "cp=2,zero=3"), "plan.json")
+        SYSTEMS[System.TORCHTITAN].export(chosen(asked, "cp=2,zero=3"), "plan.json")
     windowed = {**CONFIG, "model_type": "mistral", "sliding_window": 8}
     for config, dropping in ((windowed, True), (windowed, False), ({**GPT2, "attn_pdrop": 0.1}, False)):
         assert contexts_of(model_of_config(config, "m", 16, "config.json"), dropping) == ()
@@ -164,8 +164,8 @@ def test_arguments_with_a_degree_are_priced_at_its_shares(text: str, sizes: tupl
 @pytest.mark.parametrize("system", [System.MEGATRON, System.TORCHTITAN, System.ACCELERATE, System.GALVATRON])
 def test_files_with_a_degree_are_priced_at_its_shares(question: Question, system: System, tmp_path: Path) -> None:
     plan = chosen(question, f"cp=4,zero=1{RING}" if system is System.GALVATRON else "cp=4,pp=1,mbs=4,zero=1")
-    path = tmp_path / TARGETS[system].file_name
-    path.write_text(TARGETS[system].export(replace(plan, num_microbatches=1), "plan.json").text)
+    path = tmp_path / SYSTEMS[system].file_name
+    path.write_text(SYSTEMS[system].export(replace(plan, num_microbatches=1), "plan.json").text)
     assert priced_lengths(4096, (1,), (str(path),)) == (1024,)
 
 

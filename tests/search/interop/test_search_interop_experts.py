@@ -10,8 +10,9 @@ from megatron_parser import parser
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import (
+from shardwright.io import BadInput
+from shardwright.models.description import model_of_config
+from shardwright.types import (
     DataParallel,
     ExpertStrategy,
     GradientReduction,
@@ -19,11 +20,10 @@ from shardwright_formats.types import (
     Recompute,
     SequenceParallel,
 )
-from shardwright_models.description import model_of_config
-from shardwright_search.interop.limits import Setting
-from shardwright_search.interop.registry import TARGETS
 from shardwright_search.options import System
-from shardwright_search.space.uniform import UniformStrategy
+from shardwright_search.space.uniform import with_experts
+from shardwright_search.systems.entry import Setting
+from shardwright_search.systems.registry import SYSTEMS
 
 CONFIG = {
     "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4,
@@ -49,14 +49,13 @@ def setting(make) -> Setting:
 
 def _shared(setting, ep_size, etp_size, kind=DataParallel.ZERO2, **changes):
     """A plan of two stages, or of one, whose ranks share experts out."""
-    choice = UniformStrategy(
-        tp_size=2, pp_size=2, micro_batch_size=2, data_parallel=kind, sequence_parallel=SequenceParallel.MEGATRON
-    )
-    return setting.plan(choice._replace(**changes).with_experts(ep_size, etp_size), "mine")
+    settings = {"pp_size": 2, "tp_size": 2, "data_parallel": kind, "sequence_parallel": SequenceParallel.MEGATRON}
+    choice = setting.uniform("mine", micro_batch_size=2, **settings | changes)
+    return setting.plan(with_experts("mine", setting.model, choice, ep_size, etp_size), "mine")
 
 
 def _read_back(system, plan, setting):
-    target = TARGETS[system]
+    target = SYSTEMS[system]
     return replace(target.read(target.export(plan, "plan.json").text, target.file_name, setting).plan, name="mine")
 
 
@@ -69,7 +68,7 @@ def test_a_sharing_of_experts_says_the_same_read_back(setting, system, ep_size, 
 
 def test_megatron_is_told_degrees_and_experts_and_a_balance_loss_of_equal_strength(setting):
     """Its loss of sequences is divided by the experts of a position and added up over layers."""
-    text = TARGETS[System.MEGATRON].export(_shared(setting, 4, 1, recompute=Recompute.MLP), "plan.json").text
+    text = SYSTEMS[System.MEGATRON].export(_shared(setting, 4, 1, recompute=Recompute.MLP), "plan.json").text
     given = parser().parse_args(shlex.split(text))
     assert (given.expert_model_parallel_size, given.expert_tensor_parallel_size) == (4, 1)
     assert (given.num_experts, given.moe_router_topk, given.moe_ffn_hidden_size) == (4, 2, 24)
@@ -84,7 +83,7 @@ def _with_latents(setting, **changes) -> Setting:
 def test_megatron_is_told_of_latents_and_of_layers_without_experts(setting):
     setting = _with_latents(setting)
     plan = _shared(setting, 4, 1, recompute=Recompute.MLP)
-    given = parser().parse_args(shlex.split(TARGETS[System.MEGATRON].export(plan, "plan.json").text))
+    given = parser().parse_args(shlex.split(SYSTEMS[System.MEGATRON].export(plan, "plan.json").text))
     assert given.multi_latent_attention and given.moe_layer_freq == [0, 1, 1, 1]
     assert (given.q_lora_rank, given.kv_lora_rank, given.v_head_dim) == (10, 12, 8)
     assert (given.qk_head_dim, given.qk_pos_emb_head_dim) == (6, 4) and given.kv_channels is None
@@ -97,7 +96,7 @@ def test_megatron_is_told_of_latents_and_of_layers_without_experts(setting):
 def test_torchtitan_has_dense_layers_beside_experts_in_models_that_it_registers(setting, changes):
     setting = _with_latents(setting, q_lora_rank=None, **changes)
     plan = _shared(setting, 4, 1)
-    text = TARGETS[System.TORCHTITAN].export(plan, "plan.json").text
+    text = SYSTEMS[System.TORCHTITAN].export(plan, "plan.json").text
     assert tomllib.loads(text)["model"] == {"name": "deepseek_v3"}
     assert _read_back(System.TORCHTITAN, plan, setting) == plan
 
@@ -106,7 +105,7 @@ def test_torchtitan_has_dense_layers_beside_experts_in_models_that_it_registers(
 def test_a_recipe_of_the_bridge_says_the_degrees_of_experts(setting, ep_size, etp_size):
     setting = _with_latents(setting)
     plan = _shared(setting, ep_size, etp_size)
-    text = TARGETS[System.MEGATRON_BRIDGE].export(plan, "plan.json").text
+    text = SYSTEMS[System.MEGATRON_BRIDGE].export(plan, "plan.json").text
     whole = (ep_size, etp_size) == (1, plan.layers[0].tp_size)
     assert (f"cfg.model.expert_model_parallel_size = {ep_size}" in text) != whole
     assert _read_back(System.MEGATRON_BRIDGE, plan, setting) == plan
@@ -114,7 +113,7 @@ def test_a_recipe_of_the_bridge_says_the_degrees_of_experts(setting, ep_size, et
 
 def test_megatron_is_told_of_no_latent_of_queries_where_there_is_none(setting):
     setting = _with_latents(setting, q_lora_rank=None)
-    text = TARGETS[System.MEGATRON].export(_shared(setting, 2, 2), "plan.json").text
+    text = SYSTEMS[System.MEGATRON].export(_shared(setting, 2, 2), "plan.json").text
     assert "--q-lora-rank" not in text and "--expert-model-parallel-size 2" in text
 
 
@@ -123,13 +122,13 @@ def test_galvatron_is_told_of_experts_layer_by_layer(setting):
     whole = replace(plan.layers[0], experts=UNSET)
     other = ExpertStrategy(ep_size=2, etp_size=4, data_parallel=DataParallel.DDP)
     plan = replace(plan, layers=(whole, replace(plan.layers[1], experts=other), *plan.layers[2:]))
-    given = json.loads(TARGETS[System.GALVATRON].export(plan, "plan.json").text)
+    given = json.loads(SYSTEMS[System.GALVATRON].export(plan, "plan.json").text)
     assert (given["ep_sizes_enc"], given["tp_of_ep_sizes_enc"]) == ("1,2,4,4", "2,4,1,1")
     assert _read_back(System.GALVATRON, plan, setting) == plan
 
 
 def test_torchtitan_is_told_degrees_of_experts(setting):
-    text = TARGETS[System.TORCHTITAN].export(_shared(setting, 4, 1), "plan.json").text
+    text = SYSTEMS[System.TORCHTITAN].export(_shared(setting, 4, 1), "plan.json").text
     given = tomllib.loads(text)["parallelism"]
     assert (given["expert_parallel_degree"], given["expert_tensor_parallel_degree"]) == (4, 1)
 
@@ -160,13 +159,13 @@ def test_a_sharing_that_a_system_does_not_have_is_refused(setting, system, made,
         changed = replace(plan.layers[0].experts, data_parallel=kind)
         plan = replace(plan, layers=tuple(replace(layer, experts=changed) for layer in plan.layers))
     with pytest.raises(BadInput, match=problem):
-        TARGETS[system].export(plan, "plan.json")
+        SYSTEMS[system].export(plan, "plan.json")
 
 
 def test_experts_beside_whole_sequences_are_not_for_megatron(setting):
-    choice = UniformStrategy(tp_size=2, pp_size=2, micro_batch_size=2, gradient_reduction=GradientReduction.DEFERRED)
+    choice = setting.uniform("mine", 2, 2, GradientReduction.DEFERRED, tp_size=2)
     with pytest.raises(BadInput, match="experts beside tensor parallelism of whole sequences"):
-        TARGETS[System.MEGATRON].export(setting.plan(choice, "mine"), "plan.json")
+        SYSTEMS[System.MEGATRON].export(setting.plan(choice, "mine"), "plan.json")
 
 
 @pytest.mark.parametrize(
@@ -185,6 +184,6 @@ def test_a_search_within_a_system_has_the_grids_that_it_exports(setting, system,
     experts = ExpertStrategy(ep_size=ep_size, etp_size=etp_size, data_parallel=kind)
     layer = replace(layer, dp_size=8, experts=experts)
     configuration = SimpleNamespace(layers=layer, num_chunks=1, num_microbatches=2, pp_size=1)
-    first = TARGETS[system].limits(setting.model, MIXED)[0]
+    first = SYSTEMS[system].limits(setting.model, MIXED)[0]
     assert first.expert_grids and (system is System.TORCHTITAN or SequenceParallel.NONE not in first.sequence_parallel)
     assert first.demands.allows(configuration) is runs

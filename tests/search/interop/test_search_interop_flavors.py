@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import DataParallel, GradientReduction, Model, Plan, Precision
-from shardwright_models.description import model_of_config
-from shardwright_models.presets import read_presets
-from shardwright_models.registry import FAMILIES
-from shardwright_search.interop.torchtitan import torchtitan_limits, torchtitan_toml
-from shardwright_search.interop.torchtitan_models import registered
-from shardwright_search.interop.uniform import uniform_plan
+from shardwright.io import BadInput
+from shardwright.models.description import model_of_config
+from shardwright.models.registry import FAMILIES, read_presets
+from shardwright.types import DataParallel, GradientReduction, Model, Plan, Precision
 from shardwright_search.options import UniformRequest
+from shardwright_search.systems.torchtitan import registered, torchtitan_limits, torchtitan_toml
+from shardwright_search.uniform_plan import uniform_plan
 
 FLAVORS = {
     "llama-3-8b": ("llama3", "8B"),
@@ -58,7 +56,7 @@ def test_a_preset_has_the_flavor_that_torchtitan_registers(make, preset, name, f
 
 
 def test_every_flavor_is_some_presets():
-    models = [each.torchtitan for each in FAMILIES.values() if each.torchtitan is not None]
+    models = [x.torchtitan for x in (each.systems for each in FAMILIES.values()) if x.torchtitan is not None]
     assert {(each.name, flavor) for each in models for flavor in each.flavors.values()} == set(FLAVORS.values())
 
 

@@ -10,14 +10,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types.plan import Attention, GradientReduction, Plan, Precision, Schedule
-from shardwright_formats.types.regions import BoundaryTensor
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.types.attention import Attention
+from shardwright.types.plan import GradientReduction, Plan, Precision, Schedule
+from shardwright.types.regions import BoundaryTensor
+from shardwright.types.strategy import DataParallel, Recompute, SequenceParallel
 from shardwright_search.cli import APP
-from shardwright_search.interop.galvatron import galvatron_file, galvatron_limits, galvatron_strategy, plan_of_galvatron
-from shardwright_search.interop.galvatron_file import GalvatronLayer, GalvatronStrategy, galvatron_keys, read_galvatron
 from shardwright_search.options import GalvatronRun
+from shardwright_search.systems.galvatron import (
+    GalvatronLayer,
+    GalvatronStrategy,
+    galvatron_file,
+    galvatron_keys,
+    galvatron_limits,
+    galvatron_strategy,
+    plan_of_galvatron,
+    read_galvatron,
+)
 
 PLAN = Path("plan.json")
 BF16 = Precision(compute="bfloat16", reduce="bfloat16")

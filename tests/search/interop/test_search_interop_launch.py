@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +10,15 @@ from pathlib import Path
 import pytest
 from command_calls import call
 from launch_stand_ins import ARGUMENTS, LAYOUT, mixed_plan, said, stand_ins, started
+from launchers import free_port
 from made_up import make_cluster, make_mixed_cluster
 from megatron_parser import parser
 from msgspec.structs import replace
 
-from shardwright_formats.io import write_document
-from shardwright_formats.types import Cluster, PipelineStage, Plan
+from shardwright.io import write_document
+from shardwright.types import Cluster, PipelineStage, Plan
 from shardwright_search.cli import APP
-from shardwright_search.interop.launch import in_pipeline_order
+from shardwright_search.systems.launch import in_pipeline_order
 
 HOSTS = "# of ours\nbig1 A100\n\nsmall1\tA10\n  big2   A100\nsmall2 A10\n"
 SCRIPTS = {"node.sh", "docker.sh", "slurm.sh", "slurm_enroot.sh"}
@@ -26,12 +26,12 @@ PORT = "29500"
 
 
 def written(folder: Path, plan: Plan, *options: object, hosts: str | None = None) -> Path:
-    """The folder of scripts for a plan; its name has a space."""
+    """A new folder of scripts for a plan; its name has a space."""
     write_document(folder / "plan.json", plan)
     if hosts is not None:
         (folder / "hosts").write_text(hosts)
         options = (*options, "--hosts", folder / "hosts")
-    out = folder / "to start"
+    out = folder / f"to start {len(list(folder.glob('to start *')))}"
     ended = call(
         APP, "export", folder / "plan.json", "--to", "megatron", "--out", folder / "args", "--launch", out, *options
     )
@@ -239,8 +239,8 @@ def test_what_no_order_of_nodes_can_say_is_refused(tmp_path):
 
 def test_what_megatron_or_a_script_cannot_say_is_refused(tmp_path, planned):
     assert "node type n has no GPU, which Megatron-LM needs" in refused(tmp_path, planned())
-    line = refused(tmp_path, mixed_plan(), "--to", "torchtitan")
-    assert line == "error: --launch: there are no scripts for torchtitan: leave it out, or pass --to megatron"
+    line = refused(tmp_path, planned(tp_size=1, pp_size=1, data_parallel="zero2"), "--to", "deepspeed")
+    assert line == "error: --launch: there are no scripts for deepspeed: leave it out, or pass --to megatron"
     wide = mixed_plan()
     stages = (replace(wide.stages[0], ranks=tuple(range(16, 24))), *wide.stages[2:])
     lows = ((0, 3), (3, 6), (6, 9), (9, 12), (12, 14))
@@ -260,12 +260,23 @@ def test_what_megatron_or_a_script_cannot_say_is_refused(tmp_path, planned):
 
 
 @pytest.mark.parametrize(
-    ("place", "says"), [("plan.json", "plan.json/nodes.txt: "), ("taken", "taken/node.sh: is a f")]
+    ("place", "says"),
+    [("plan.json", "plan.json/nodes.txt: "), ("taken", "taken: is not empty: choose a new folder, or remove what")],
 )
 def test_a_folder_that_cannot_hold_the_scripts_is_refused(tmp_path, place, says):
     (tmp_path / "taken/node.sh").mkdir(parents=True)
     assert says in refused(tmp_path, mixed_plan(), "--launch", tmp_path / place)
     assert list((tmp_path / "taken").iterdir()) == [tmp_path / "taken/node.sh"]
+
+
+def test_hosts_that_the_user_wrote_in_a_folder_are_kept(tmp_path):
+    nodes = written(tmp_path, mixed_plan()) / "nodes.txt"
+    nodes.write_text(nodes.read_text().replace("<host-0>", "mine"))
+    before = nodes.read_bytes()
+    assert refused(tmp_path, mixed_plan(), "--launch", nodes.parent).startswith(
+        f"error: {nodes.parent}: is not empty: "
+    )
+    assert nodes.read_bytes() == before
 
 
 def test_no_file_is_written_over_another(tmp_path):
@@ -304,12 +315,9 @@ def test_torchrun_itself_numbers_ranks_of_unequal_nodes_in_the_order_of_the_list
         "words = [os.environ[name] for name in names] + sys.argv[-1:]\n"
         f"open(f'{tmp_path}/rank' + words[0], 'w').write(' '.join(words))\n"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PRETRAIN": str(train),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
     }  # fmt: skip
     nodes = [
         subprocess.Popen(["bash", folder / "node.sh", "--last"], env=environment | {"NODE_NAME": name})

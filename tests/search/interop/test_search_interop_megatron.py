@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from megatron_parser import megatron
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import DataParallel, GradientReduction, Precision, Recompute, Schedule
-from shardwright_search.interop.megatron import megatron_arguments
+from shardwright.io import BadInput
+from shardwright.types import DataParallel, GradientReduction, Precision, Recompute, Schedule
+from shardwright_search.systems.megatron import megatron_arguments
 
 PLAN = Path("plan.json")
 EVERY = GradientReduction.EVERY_MICROBATCH
@@ -65,16 +65,18 @@ def test_what_megatron_needs_beside_its_arguments_is_told(planned):
     def notes(**changes: object) -> tuple[str, ...]:
         return megatron_arguments(planned(**changes), PLAN).notes
 
+    data = "its data are made up until --data-path and --tokenizer-type replace --mock-data and the NullTokenizer"
+    pieces = "--tp-comm-overlap needs Transformer Engine's user buffers, inside a node: without them leave it out"
     ranks, connections = (
         "run it on 8 ranks",
         "set CUDA_DEVICE_MAX_CONNECTIONS=1 where the GPUs are older than Blackwell",
     )
-    assert notes() == (ranks, connections)
-    assert notes(tp_size=1) == (ranks,)
+    assert notes() == (ranks, data, pieces, connections)
+    assert notes(tp_size=1) == (ranks, data)
     whole = "its distributed optimizer holds whole gradients with one microbatch too, 4 bytes a parameter"
-    assert notes(num_microbatches=1) == (ranks, connections, whole)
+    assert notes(num_microbatches=1) == (ranks, data, pieces, connections, whole)
     zero3 = {"data_parallel": DataParallel.ZERO3, "num_microbatches": 1, "pp_size": 1}
-    assert notes(**zero3) == (ranks, "unset CUDA_DEVICE_MAX_CONNECTIONS, as Megatron-FSDP wants it")
+    assert notes(**zero3) == (ranks, data, pieces, "unset CUDA_DEVICE_MAX_CONNECTIONS, as Megatron-FSDP wants it")
 
 
 @pytest.mark.parametrize(

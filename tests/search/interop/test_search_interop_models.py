@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from megatron_parser import megatron
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import DataParallel, GradientReduction, Plan
-from shardwright_models.description import model_of_config
-from shardwright_models.presets import read_presets
-from shardwright_search.interop.megatron import megatron_arguments
-from shardwright_search.interop.torchtitan import torchtitan_toml
-from shardwright_search.interop.uniform import uniform_plan
+from shardwright.io import BadInput
+from shardwright.models.description import model_of_config
+from shardwright.models.registry import read_presets
+from shardwright.types import DataParallel, GradientReduction, Plan
 from shardwright_search.options import UniformRequest
+from shardwright_search.systems.megatron import megatron_arguments
+from shardwright_search.systems.torchtitan import torchtitan_toml
+from shardwright_search.uniform_plan import uniform_plan
 
 PLAN = Path("plan.json")
 RANKS = UniformRequest(
@@ -120,7 +120,8 @@ def test_torchtitan_is_told_the_model_it_has_registered(make, name, flavor):
     sections = tomllib.loads(exported.text)
     assert sections["model"] == {"name": "llama3"} | ({} if flavor is None else {"flavor": flavor})
     assert any("the flavor of [model] is yours" in note for note in exported.notes) == (flavor is None)
-    assert "from torchtitan 0.3 on the module output is called lm_head" in exported.notes
+    assert [file for file, _ in exported.beside] == ([] if flavor is None else ["torchtitan_plan.py"])
+    assert all('"norm", "lm_head"]' in text for _, text in exported.beside)
     parts = sections["parallelism"]["module_fqns_per_model_part"]
     modules = [module for part in parts for module in part]
     layers = len(_plan(make, name).layers)

@@ -5,12 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types.plan import Attention, PipelineStage, Plan, Precision, Schedule
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.interop.galvatron import galvatron_file
-from shardwright_search.interop.megatron import megatron_arguments
-from shardwright_search.interop.torchtitan import torchtitan_toml
+from shardwright.io import BadInput
+from shardwright.types.attention import Attention
+from shardwright.types.plan import PipelineStage, Plan, Precision, Schedule
+from shardwright.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.systems.galvatron import galvatron_file
+from shardwright_search.systems.megatron import megatron_arguments
+from shardwright_search.systems.torchtitan import torchtitan_toml
 
 PLAN = Path("plan.json")
 

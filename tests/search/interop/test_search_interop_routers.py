@@ -10,14 +10,14 @@ import pytest
 from megatron_parser import megatron
 from systems_parsers import asked_of_megatron
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import DataParallel, GradientReduction, Plan
-from shardwright_models.description import model_of_config
-from shardwright_models.presets import read_presets
-from shardwright_search.interop.megatron import megatron_arguments
-from shardwright_search.interop.megatron_bridge import bridge_recipe
-from shardwright_search.interop.uniform import uniform_plan
+from shardwright.io import BadInput
+from shardwright.models.description import model_of_config
+from shardwright.models.registry import read_presets
+from shardwright.types import DataParallel, GradientReduction, Plan
 from shardwright_search.options import UniformRequest
+from shardwright_search.systems.megatron import megatron_arguments
+from shardwright_search.systems.megatron_bridge import bridge_recipe
+from shardwright_search.uniform_plan import uniform_plan
 
 PLAN = Path("plan.json")
 YARN = {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1}

@@ -9,10 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.io import BadInput
-from shardwright_search.interop.galvatron import galvatron_file, plan_of_galvatron
-from shardwright_search.interop.galvatron_file import read_galvatron
+from shardwright.io import BadInput
 from shardwright_search.options import GalvatronRun
+from shardwright_search.systems.galvatron import galvatron_file, plan_of_galvatron, read_galvatron
 
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(os.environ.get("SHARDWRIGHT_GALVATRON", ROOT / "results" / "reference" / "hetu-galvatron")) / "galvatron"

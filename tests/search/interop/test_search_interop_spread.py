@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwright_formats.types import Plan
+from shardwright.types import Plan
 from shardwright_search.advise.choices import reading_of
 from shardwright_search.advise.question import question_of
-from shardwright_search.interop.megatron import megatron_arguments
-from shardwright_search.interop.torchtitan import torchtitan_toml
 from shardwright_search.options import AdviseOptions
+from shardwright_search.systems.megatron import megatron_arguments
+from shardwright_search.systems.torchtitan import torchtitan_toml
 
 pytestmark = pytest.mark.long
 SCRIPTS = Path(__file__).parents[1]

@@ -9,16 +9,16 @@ import pytest
 from accepted_files import TAKEN, launch_file_taken_by_accelerate
 from msgspec import UNSET
 
-from shardwright_formats.command.command_line import _exit_code
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import EMBEDDING, HEAD
+from shardwright.command.command_line import _exit_code
+from shardwright.io import BadInput
+from shardwright.types import EMBEDDING, HEAD
 from shardwright_search.advise.question import question_of
 from shardwright_search.advise.targeted import best_for, started
 from shardwright_search.cli import APP
 from shardwright_search.cost_model.plan import evaluate
-from shardwright_search.interop.registry import TARGETS
 from shardwright_search.options import AdviseOptions, System
 from shardwright_search.space.budget import Infeasible
+from shardwright_search.systems.registry import SYSTEMS
 
 WORLDS = (
     ("llama-3-8b", "2x8:H100-SXM", 256),
@@ -56,7 +56,7 @@ WITH_EXPERTS = (
 
 def _cases():
     for number, world in enumerate(WORLDS):
-        for system in TARGETS:
+        for system in SYSTEMS:
             if system is System.MEGATRON_BRIDGE and world[0].startswith("gpt2"):
                 continue  # it has no bridge
             yield pytest.param(system, *world, marks=[pytest.mark.long] if number > 1 else [])
@@ -101,7 +101,7 @@ def test_layers_without_experts_beside_such_that_have_some_share_a_strategy_but_
 def _taken_and_read_back(system, question, answer):
     """The system's parser takes all plans of an answer, which take the same time read back."""
     for candidate in (answer.chosen, *answer.runners_up):
-        start, target = started(system, candidate.plan), TARGETS[system]
+        start, target = started(system, candidate.plan), SYSTEMS[system]
         text = start.files[target.file_name]
         TAKEN[system](text)
         if system is System.ACCELERATE:

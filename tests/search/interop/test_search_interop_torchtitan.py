@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types.plan import GradientReduction, Plan, Precision, Schedule
-from shardwright_formats.types.strategy import DataParallel, Recompute, SequenceParallel
-from shardwright_search.interop.torchtitan import torchtitan_toml
+from shardwright.io import BadInput
+from shardwright.types.plan import GradientReduction, Plan, Precision, Schedule
+from shardwright.types.strategy import DataParallel, Recompute, SequenceParallel
+from shardwright_search.systems.torchtitan import torchtitan_toml
 
 PLAN = Path("plan.json")
 EVERY = GradientReduction.EVERY_MICROBATCH

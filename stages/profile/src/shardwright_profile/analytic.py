@@ -1,27 +1,28 @@
-"""The command `shardwright-profile analytic`: from its options to its files."""
+"""The command `shardwright profile analytic`: estimated profiles, without measuring."""
 
 import sys
 from pathlib import Path
 
-from shardwright_estimate.devices import DeviceTable, Efficiencies, Rates, rates_of, read_devices
-from shardwright_estimate.hardware import node_rates
-from shardwright_estimate.messages import NETWORK_STEP_S
-from shardwright_estimate.notes import Process
-from shardwright_estimate.profile import hardware_profile, model_profile
-from shardwright_estimate.runtimes import attention_of
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.io.hdf5 import write_profile
-from shardwright_formats.types import MIB, Cluster, Model
-from shardwright_formats.types.hardware_profile import HardwareProfile
-from shardwright_formats.types.model_profile import ModelProfile
+from shardwright.devices.table import DeviceTable, read_devices
+from shardwright.estimate.hardware import node_rates
+from shardwright.estimate.machines import Efficiencies, Rates, rates_of
+from shardwright.estimate.messages import NETWORK_STEP_S
+from shardwright.estimate.notes import Process
+from shardwright.estimate.profile import hardware_profile, model_profile
+from shardwright.estimate.runtimes import attention_of
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import BadInput, read_document
+from shardwright.io.hdf5 import write_profile
+from shardwright.types import MIB, Cluster, Model
+from shardwright.types.hardware_profile import HardwareProfile
+from shardwright.types.model_profile import ModelProfile
 from shardwright_profile.options import AnalyticOptions
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e6
 
 
 def write_analytic(options: AnalyticOptions) -> None:
-    """Write the profiles that were asked for, once all of them are made; raise BadInput where one cannot be made."""
+    """Write the profiles that were asked for, once all of them are made; raise BadInput if one cannot be made."""
     if options.out is None and options.hardware_out is None:
         raise BadInput("--out", "no profile is asked for", "give --out, --hardware-out or both")
     table = read_devices(options.devices)
@@ -38,11 +39,11 @@ def write_analytic(options: AnalyticOptions) -> None:
 
 def _model_profile(options: AnalyticOptions, table: DeviceTable, cluster: Cluster | None) -> ModelProfile:
     if not options.model or options.settings is None:
-        raise BadInput("--out", "a model profile needs --model and --settings", "give both, or --hardware-out alone")
+        raise BadInput("--out", "a model profile needs --model and --settings", "give both, or only --hardware-out")
     models = [(path, read_document(path, Model)) for path in options.model]
     settings = read_document(options.settings, ProfileSettings)
     if options.attention not in (None, attention_of(options.assumed, settings.attention)[0]):
-        problem = f"is {options.attention}, where the settings have attention {settings.attention}"
+        problem = f"is {options.attention}, but the settings have attention {settings.attention}"
         raise BadInput("--attention", problem, "leave one of them out")
     rates = _rates(options, table, _device(options, cluster))
     given = options.context_mib, options.communicator_mib, options.allocator_slack_mib
@@ -81,7 +82,7 @@ def _efficiencies(options: AnalyticOptions) -> Efficiencies:
 
 
 def _device(options: AnalyticOptions, cluster: Cluster | None) -> str:
-    """Return the device of its own option, else that of the cluster's node types, which must agree."""
+    """The device of its own option, else that of the cluster's node types, which must agree."""
     if options.device is not None:
         return options.device
     if cluster is None:
@@ -89,7 +90,7 @@ def _device(options: AnalyticOptions, cluster: Cluster | None) -> str:
     if options.node_type is not None:
         if options.node_type not in cluster.node_types:
             known = ", ".join(sorted(cluster.node_types))
-            problem = f"{options.node_type!r} is none of the cluster's node types"
+            problem = f"{options.node_type!r} is not one of the cluster's node types"
             raise BadInput("--node-type", problem, f"choose from {known}")
         return cluster.node_types[options.node_type].device
     names = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})

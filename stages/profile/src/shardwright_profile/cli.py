@@ -1,15 +1,15 @@
-"""The commands of shardwright-profile."""
+"""The commands of `shardwright profile`."""
 
 from typing import NoReturn
 
-from shardwright_formats.command import Command, CommandLine, run
+from shardwright.command import Command, CommandLine, run
 from shardwright_profile import options
 
 _ROOM = "shardwright_profile"
 _IMPORTERS = f"{_ROOM}.importers"
 
 APP = CommandLine(
-    name="shardwright-profile",
+    name="shardwright profile",
     purpose="Measure hardware, write the probes of a model, fit, import or estimate profiles, and show them.",
     commands={
         "hardware": Command(options.HardwareOptions, f"{_ROOM}.hardware.start:start_sweep"),

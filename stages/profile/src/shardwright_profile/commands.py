@@ -1,23 +1,23 @@
-"""The commands `probes`, `model`, `fit`, `show` and `devices` of shardwright-profile."""
+"""The commands `profile probes`, `model`, `fit`, `show` and `devices`."""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from shardwright_formats.io import BadInput, RunFailed, read_document, write_document
-from shardwright_formats.types import Cluster, Measurement, Model
-from shardwright_formats.types.model_profile import ModelProfile, write_model_profile
+from shardwright.io import BadInput, RunFailed, read_document, write_document
+from shardwright.types import Cluster, Measurement, Model
+from shardwright.types.model_profile import ModelProfile, write_model_profile
 from shardwright_profile.options import DevicesOptions, FitOptions, ModelOptions, ProbesOptions, ShowOptions
 
-_TRAIN = "shardwright-train"
+_SHARDWRIGHT = "shardwright"
 
 # Each imports what only it needs when it runs: several may run in one process.
 
 
 def write_probes(options: ProbesOptions) -> None:
     """Write the probes of a model."""
-    from shardwright_estimate.settings import ProfileSettings
+    from shardwright.estimate.settings import ProfileSettings
     from shardwright_profile.model.probes import make_probes
 
     made = make_probes(
@@ -35,10 +35,10 @@ def write_probes(options: ProbesOptions) -> None:
 def profile_model(options: ModelOptions) -> None:
     """Profile a model on this node; intermediate files stay in `OUT.work` until the profile is written.
 
-    Started again after an end, it goes on with the plans that are not yet measured. Raises BadInput where an input is
-    wrong (also one that the train stage refuses) and RunFailed where a command fails.
+    Started again after an end, it goes on with the plans that are not yet measured. Raises BadInput if an input is
+    wrong (also one that the train stage refuses) and RunFailed if a command fails.
     """
-    from shardwright_estimate.settings import ProfileSettings
+    from shardwright.estimate.settings import ProfileSettings
     from shardwright_profile.model.fit import fit_profile
     from shardwright_profile.model.probes import make_probes
 
@@ -80,15 +80,16 @@ def _described(options: ModelOptions, work: Path, length: int) -> Model:
 
 def _train(*arguments: object) -> None:
     """Run a command of the train stage, which reports on standard error; its error is this command's."""
-    installed = shutil.which(_TRAIN) or shutil.which(_TRAIN, path=str(Path(sys.executable).parent))
+    installed = shutil.which(_SHARDWRIGHT) or shutil.which(_SHARDWRIGHT, path=str(Path(sys.executable).parent))
     if installed is None:
-        raise BadInput("model", f"{_TRAIN} is not installed here", "install shardwright-train")
-    _say(" ".join([_TRAIN, *map(str, arguments)]))
-    code = subprocess.run([installed, *map(str, arguments)], check=False).returncode
+        raise BadInput("model", f"{_SHARDWRIGHT} is not installed here", "install it")
+    words = ["train", *map(str, arguments)]
+    _say(" ".join([_SHARDWRIGHT, *words]))
+    code = subprocess.run([installed, *words], check=False).returncode
     if code == BadInput.exit_code:
         raise SystemExit(code)  # it has said why, in one line
     if code != 0:
-        raise RunFailed(f"{_TRAIN} {arguments[0]} ended with exit code {code}")
+        raise RunFailed(f"{_SHARDWRIGHT} train {arguments[0]} ended with exit code {code}")
 
 
 def _say(sentence: str) -> None:
@@ -124,7 +125,7 @@ def show(options: ShowOptions) -> None:
 
 def list_devices(options: DevicesOptions) -> None:
     """Print the table of devices."""
-    from shardwright_estimate.devices import device_lines, read_devices
-    from shardwright_formats.command import show as print_text
+    from shardwright.command import show as print_text
+    from shardwright.devices.table import device_lines, read_devices
 
     print_text("\n".join(device_lines(read_devices(options.devices))))

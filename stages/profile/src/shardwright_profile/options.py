@@ -1,14 +1,15 @@
-"""The options of the commands of shardwright-profile."""
+"""The options of the commands of `shardwright profile`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta, ValidationError, convert
 
-from shardwright_estimate.runtimes import RuntimeOptions
-from shardwright_formats.command import POSITIONAL, Options
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import (
+from shardwright.command import POSITIONAL, Options
+from shardwright.estimate.runtimes import RuntimeOptions
+from shardwright.io import BadInput
+from shardwright.launch.nodes import NodeOptions
+from shardwright.types import (
     Count,
     Microseconds,
     Name,
@@ -20,7 +21,6 @@ from shardwright_formats.types import (
     SequenceParallel,
     Tokens,
 )
-from shardwright_launch.nodes import NodeOptions
 
 _MessageBytes = Annotated[int, Meta(ge=4, le=2**50)]
 _Rate = Annotated[float, Meta(ge=0.001, le=1e9)]
@@ -30,7 +30,7 @@ _Efficiency = Annotated[float, Meta(ge=0.001, le=1)]
 def _numbers(option: str, text: str | None) -> tuple[int, ...]:
     parts = [part for part in (text or "").split(",") if part]
     if not all(len(part) < 10 and part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise BadInput(option, f"{text!r:.40} is no list of whole numbers", "write them as 1,2,4")
+        raise BadInput(option, f"{text!r:.40} is not a list of whole numbers", "write them as 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -78,7 +78,7 @@ class ProbesOptions(Options, frozen=True, kw_only=True):
 class ModelOptions(Options, frozen=True, kw_only=True):
     """Profile all of a model: describe it, write its probes, measure them on this node, and fit.
 
-    Needs shardwright-train. What was measured is kept in OUT.work until the profile is there: started again, the
+    Needs the stage train. What was measured is kept in OUT.work until the profile is there: started again, the
     command goes on. For `cp_sizes` in the settings, it says how long a rank's share of positions took over what is
     derived.
     """
@@ -98,7 +98,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     out: Path
     """The model profile to write, HDF5."""
     frozen: tuple[str, ...] = ()
-    """Part of the model that is not trained, as `shardwright-train describe` takes it; may be repeated."""
+    """Part of the model that is not trained, as `shardwright train describe` takes it; may be repeated."""
     lora: Path | None = None
     """An adapter_config.json of peft, or its folder: its low-rank matrices alone are trained."""
     steps: Count = 5
@@ -157,13 +157,13 @@ class ImportModelOptions(ImportOptions, frozen=True, kw_only=True):
 
     @property
     def formats(self) -> Precision:
-        """Return `precision` as a plan has it."""
+        """`precision` as a plan has it."""
         parameters, compute, reduce = self.precision.split("/")
         return convert({"parameters": parameters, "compute": compute, "reduce": reduce}, Precision)
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """Return `micro_batch_sizes` as numbers."""
+        """`micro_batch_sizes` as numbers."""
         return _numbers("--micro-batch-sizes", self.micro_batch_sizes)
 
 
@@ -198,12 +198,12 @@ class GalvatronOptions(ImportModelOptions, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return `tp_sizes` as numbers."""
+        """`tp_sizes` as numbers."""
         return _numbers("--tp-sizes", self.tp_sizes) or (1,)
 
     @property
     def tables(self) -> SequenceParallel | None:
-        """Return the kind of tables to take from a memory file; None: megatron's where it has them."""
+        """The kind of tables to take from a memory file; None: megatron's where it has them."""
         return None if self.sequence_parallel is None else SequenceParallel(self.sequence_parallel)
 
 
@@ -284,7 +284,7 @@ class AnalyticOptions(RuntimeOptions, frozen=True, kw_only=True):
     with rates of their own follow: 2:400,4:300+all_gather=2:200,4:150+reduce_scatter=2:200,4:150.
     """
     network_step_us: Microseconds | None = None
-    """Latency of one step of a collective from a node to the next, in µs; by default 30. It needs inter_node_gbit_s."""
+    """Latency of one step of a collective from a node to the next, in µs; by default 14. It needs inter_node_gbit_s."""
     context_mib: NonNegativeCount | None = None
     """Memory of CUDA's context on a device, in MiB, such as an idle process takes; by default 512."""
     communicator_mib: NonNegativeCount | None = None

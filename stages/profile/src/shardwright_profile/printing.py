@@ -1,4 +1,4 @@
-"""Tables for terminals: split by columns where they have no room, with lines between groups of rows."""
+"""Tables for terminals: split by columns if they have no room, with lines between groups of rows."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -6,11 +6,11 @@ from typing import NamedTuple
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from shardwright_formats.display.columns import PrintedColumn, split_columns, widths_of
+from shardwright.display.columns import PrintedColumn, split_columns, widths_of
 
 
 class SplitTable(NamedTuple):
-    """A table that is printed as several where its columns have no room beside one another."""
+    """A table that is printed as several if its columns have no room beside one another."""
 
     title: str
     columns: Sequence[PrintedColumn]
@@ -36,7 +36,7 @@ class SplitTable(NamedTuple):
 def table_of(
     title: str, labels: Sequence[str], numbers: Sequence[str], groups: Iterator[Sequence[Sequence[str]]]
 ) -> SplitTable:
-    """Return a table of groups of rows: texts under `labels`, of which each part has all, then numbers."""
+    """A table of groups of rows: texts under `labels`, of which each part has all, then numbers."""
     each = list(groups)
     rows = [row for group in each for row in group]
     columns = [

@@ -11,25 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from shardwright_estimate.curves import design_of
-from shardwright_formats.command import show
-from shardwright_formats.display.chart import ChartAxis, Panel, bytes_axis, linear_axis, logarithmic_axis
-from shardwright_formats.display.colours import series_numbers
-from shardwright_formats.display.columns import PIPED_WIDTH, PrintedColumn
-from shardwright_formats.display.svg import SOFT, document, legend, line, marker, picture, text
-from shardwright_formats.display.units import bytes_text, rate_text, seconds_text
-from shardwright_formats.io import BadInput, write_bytes
-from shardwright_formats.io.hdf5 import format_of
-from shardwright_formats.io.table import Row, Source, Table, columns_of
-from shardwright_formats.key import LayerKey
-from shardwright_formats.types import Recompute
-from shardwright_formats.types.hardware_profile import CollectiveKey, HardwareProfile, read_hardware_profile
-from shardwright_formats.types.model_profile import FitMode, ModelProfile, read_model_profile
+from shardwright.command import show
+from shardwright.display.chart import ChartAxis, Panel, bytes_axis, linear_axis, logarithmic_axis
+from shardwright.display.colours import series_numbers
+from shardwright.display.columns import PIPED_WIDTH, PrintedColumn
+from shardwright.display.svg import SOFT, document, legend, line, marker, picture, text
+from shardwright.display.units import bytes_text, rate_text, seconds_text
+from shardwright.estimate.curves import design_of
+from shardwright.io import BadInput, write_bytes
+from shardwright.io.hdf5 import format_of
+from shardwright.io.table import Row, Source, Table, columns_of
+from shardwright.key import LayerKey
+from shardwright.types import Recompute
+from shardwright.types.hardware_profile import CollectiveKey, HardwareProfile, read_hardware_profile
+from shardwright.types.model_profile import FitMode, ModelProfile, read_model_profile
 from shardwright_profile.printing import SplitTable, table_of
 
 
 def show_profile(path: Path) -> None:
-    """Print a hardware or a model profile on standard output; raise BadInput where the file is neither."""
+    """Print a hardware or a model profile on standard output; raise BadInput if the file is neither."""
     profile = _read(path)
     title, tables = _hardware_tables(profile) if isinstance(profile, HardwareProfile) else _model_tables(profile)
     printed, is_terminal = StringIO(), sys.stdout.isatty()
@@ -41,9 +41,9 @@ def show_profile(path: Path) -> None:
 
 
 def draw_profile(path: Path, picture: Path) -> None:
-    """Draw a profile's points, curves and residuals into a picture file; raise BadInput where that cannot be."""
+    """Draw a profile's points, curves and residuals into a picture file; raise BadInput if that cannot be."""
     if picture.suffix not in (".svg", ".png", ".pdf"):
-        raise BadInput(picture, "is no kind of picture", "name it .svg, .png or .pdf")
+        raise BadInput(picture, "is not a kind of picture", "call it .svg, .png or .pdf")
     profile = _read(path)
     drawing = hardware_picture(profile) if isinstance(profile, HardwareProfile) else model_picture(profile)
     write_bytes(picture, _converted(document(drawing), picture.suffix))
@@ -56,7 +56,7 @@ def _read(path: Path) -> HardwareProfile | ModelProfile:
         case ModelProfile.FORMAT:
             return read_model_profile(path)
         case other:
-            raise BadInput(path, f"format is {other!r}, no profile's", "pass a hardware or a model profile")
+            raise BadInput(path, f"format is {other!r}, not a profile's", "pass a hardware or a model profile")
 
 
 def _converted(svg: str, suffix: str) -> bytes:
@@ -65,7 +65,7 @@ def _converted(svg: str, suffix: str) -> bytes:
     try:
         import cairosvg
     except (ImportError, OSError) as error:
-        remedy = "name it .svg, or install shardwright-profile[pictures] and libcairo2"
+        remedy = "name it .svg, or install shardwright[pictures] and libcairo2"
         raise BadInput("--picture", f"a {suffix} needs CairoSVG ({error})", remedy) from None
     convert = {".png": cairosvg.svg2png, ".pdf": cairosvg.svg2pdf}[suffix]
     converted: bytes = convert(bytestring=svg.encode(), scale=2)
@@ -86,7 +86,7 @@ def _hardware_tables(profile: HardwareProfile) -> tuple[str, Iterator[SplitTable
 
 
 def _messages(profile: HardwareProfile) -> SplitTable:
-    """Return a table of median and interquartile range of every point; bandwidth is message bytes over the median."""
+    """A table of median and interquartile range of every point; bandwidth is message bytes over the median."""
     labels = "kind", "ranks", "layout", "place"
     numbers = "message", "repeats", "median", "spread (q3 - q1)", "bandwidth"
     timed = list(zip(profile.points.rows, profile.times_s, strict=True))
@@ -127,7 +127,7 @@ def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[SplitTable]]:
         "states": "one layer's parameters under plain ddp",
         "process": "once a process or a step",
         "fits": "curves through the points",
-        "rests": "one layer beside experts that ranks share out, one microbatch",
+        "rests": "one layer without its experts, which ranks share, one microbatch",
         "experts": "one rank's experts of a layer, for its rows",
         "context": "one layer of a rank's share of positions, over what is derived",
     }
@@ -137,7 +137,7 @@ def _model_tables(profile: ModelProfile) -> tuple[str, Iterator[SplitTable]]:
 
 
 def _columns(title: str, table: Table[Row]) -> SplitTable:
-    """Return a table of values, with standard errors where known, and with sources where not measured.
+    """A table of values, with standard errors if known, and with sources if not measured.
 
     Its first columns, of texts and of numbers without a unit, say of what the others are.
     """
@@ -190,21 +190,21 @@ class _Series(NamedTuple):
     values: NDArray[Any]
     errors: NDArray[Any]
     curve: NDArray[Any] | None
-    """Coefficients of the line in the batch, where there is one."""
+    """Coefficients of the line in the batch, if there is one."""
 
     def on_curve(self, sizes: NDArray[Any]) -> NDArray[Any]:
-        """Return the values of the line at some micro-batch sizes."""
+        """The values of the line at some micro-batch sizes."""
         value: NDArray[Any] = design_of(FitMode.BATCH, sizes, np.ones_like(sizes)) @ self.curve
         return value
 
     @property
     def residuals(self) -> NDArray[Any]:
-        """Return (fit - point) / point at every point; empty where there is no line."""
+        """Return (fit - point) / point at every point; empty if there is no line."""
         return np.zeros(0) if self.curve is None else self.on_curve(self.sizes) / self.values - 1
 
 
 def model_picture(profile: ModelProfile) -> str:
-    """Return a picture with a column per layer type: forward, backward and activations of a microbatch, with residuals.
+    """A picture with a column per layer type: forward, backward and activations of a microbatch, with residuals.
 
     Points have their standard errors; lines are the fits of mode `batch`, residuals (fit - point) / point.
     """
@@ -221,7 +221,7 @@ def model_picture(profile: ModelProfile) -> str:
 
 
 def hardware_picture(profile: HardwareProfile) -> str:
-    """Return a picture of median time against message size by collective; bars show the middle half of the repeats."""
+    """A picture of median time against message size by collective; bars show the middle half of the repeats."""
     keys = sorted(profile.curves)
     names = list(dict.fromkeys(key.collective for key in keys))
     numbers = series_numbers({_ranks(key): _wanted_of(key) for key in keys})
@@ -301,7 +301,7 @@ def _collective_panel(curves: Sequence[tuple[int, str, NDArray[Any]]], name: str
 
 
 def _quartiles(profile: HardwareProfile, key: CollectiveKey) -> NDArray[Any]:
-    """Return the sizes of a kind of collective, ascending, and the quartiles of its times: [sizes, 4]."""
+    """The sizes of a kind of collective, ascending, and the quartiles of its times: [sizes, 4]."""
     timed = zip(profile.points.rows, profile.times_s, strict=True)
     points = [(row.message_bytes, *np.quantile(times_s, [0.25, 0.5, 0.75])) for row, times_s in timed if row.key == key]
     return np.array(sorted(points), float)
@@ -312,7 +312,7 @@ def _ranks(key: CollectiveKey) -> str:
 
 
 def _wanted_of(key: CollectiveKey) -> int:
-    """Return the number of the sign of a kind of group: its colour is by the number of ranks."""
+    """The number of the sign of a kind of group: its colour is by the number of ranks."""
     return _power(key.group_size) + 8 * key.group.across_nodes + 16 * (not key.consecutive)
 
 
@@ -337,7 +337,7 @@ def _series(profile: ModelProfile, name: str, quantity: str) -> Iterator[_Series
 
 
 def _batch_line(profile: ModelProfile, quantity: str, key: LayerKey) -> NDArray[Any] | None:
-    """Return the coefficients of the line through the points of a key; None where there is no line."""
+    """The coefficients of the line through the points of a key; None if there is no line."""
     for fit in profile.fits.rows:
         if (fit.key, fit.quantity, fit.mode) == (key, quantity, FitMode.BATCH):
             return np.array([fit.constant, fit.linear, fit.quadratic])

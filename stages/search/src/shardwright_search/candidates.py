@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from shardwright_formats.types import Plan
+from shardwright.types import Plan
 from shardwright_search.alternatives import other_configurations
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.simulation.simulator import num_played

@@ -1,29 +1,29 @@
-"""The command line of shardwright-search: each command's options and function."""
+"""The planner's commands: options and function of each."""
 
 from typing import NoReturn
 
-from shardwright_formats.command import Command, CommandLine, run
+from shardwright.command import Command, CommandLine, run
 from shardwright_search import options
 from shardwright_search.certificate.options import VerifyOptions
 from shardwright_search.rent.options import RentOptions
 
 _COMMANDS = "shardwright_search.commands"
+_SYSTEMS = "shardwright_search.systems"
 
 APP = CommandLine(
-    name="shardwright-search",
+    name="shardwright",
     purpose="Find the plan that trains a model fastest within a memory budget, and say why.",
     commands={
         "advise": Command(options.AdviseOptions, f"{_COMMANDS}.advise:advise"),
+        "new": Command(options.NewOptions, f"{_COMMANDS}.new:write_configuration"),
         "plan": Command(options.PlanOptions, f"{_COMMANDS}.plan:plan"),
         "evaluate": Command(options.EvaluateOptions, f"{_COMMANDS}.given_plans:evaluate_plan"),
         "correct": Command(options.CorrectOptions, f"{_COMMANDS}.measured:correct"),
         "explain": Command(options.ExplainOptions, f"{_COMMANDS}.explain:explain"),
         "export": Command(options.ExportOptions, f"{_COMMANDS}.given_plans:export_plan"),
-        "fasop": Command(options.FasopOptions, f"{_COMMANDS}.fasop:fasop"),
         "grid": Command(options.GridOptions, f"{_COMMANDS}.grid:grid"),
-        "import galvatron": Command(options.ImportGalvatronOptions, f"{_COMMANDS}.given_plans:import_galvatron"),
+        "import galvatron": Command(options.ImportGalvatronOptions, f"{_SYSTEMS}.galvatron:import_galvatron"),
         "rent": Command(RentOptions, f"{_COMMANDS}.rent:rent"),
-        "select": Command(options.SelectOptions, f"{_COMMANDS}.measured:select"),
         "simulate": Command(options.SimulateOptions, f"{_COMMANDS}.explain:simulate_plan"),
         "uniform": Command(options.UniformOptions, f"{_COMMANDS}.given_plans:uniform"),
         "verify": Command(VerifyOptions, f"{_COMMANDS}.verify:verify"),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.types import DataParallel
+from shardwright.types import DataParallel
 from shardwright_search.cost_model.plan import simulated_step_ps
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.partition import Pipeline, PricedSolution

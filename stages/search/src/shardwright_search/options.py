@@ -1,18 +1,18 @@
-"""The options of the commands of shardwright-search, each said once."""
+"""The options of the planner's commands."""
 
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from msgspec import field
+from msgspec import UNSET, Meta, field
 
-from shardwright_formats.command import POSITIONAL, Off, Options
-from shardwright_formats.types.limits import Count, Gib, NonNegativeNumber, Samples, Seconds, Tokens
-from shardwright_formats.types.plan import Attention, ComputeType, DType, GradientReduction, Precision, Schedule
-from shardwright_formats.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
-from shardwright_search.cost_model.profiles import TimeModel
-from shardwright_search.profile_options import ModelOptions, ProfileOptions
-from shardwright_search.simulation.simulator import Sends
+from shardwright.command import POSITIONAL, Off, Options
+from shardwright.types.attention import Attention
+from shardwright.types.limits import Count, Gib, NonNegativeNumber, PositiveNumber, Samples, Seconds, Tokens
+from shardwright.types.plan import Base, ComputeType, DType, GradientReduction, Precision, Schedule
+from shardwright.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
+from shardwright_search.cost_model.time_model import TimeModel
+from shardwright_search.profile_options import Imbalance, ModelOptions, ProfileOptions
 from shardwright_search.trained_parts import TrainedParts
 
 
@@ -27,10 +27,6 @@ class PlanOptions(ModelOptions, frozen=True, kw_only=True):
     """Seconds after which the best plan so far is taken, with the gap that is proven; Ctrl-C takes it, too."""
     runners_up: bool = False
     """Look for the best plans that do something else, too, and write them into the prediction; `explain` shows them."""
-    prove: bool = False
-    """Let HiGHS look for a better plan, too."""
-    prove_time_limit: Seconds = 60.0
-    """Seconds that HiGHS may take for all configurations."""
     certificate: Path | None = None
     """Certificate of the bound to write (shardwright.certificate, JSON), for `verify`."""
 
@@ -55,29 +51,6 @@ class GridOptions(ProfileOptions, frozen=True, kw_only=True):
     """Seconds for each cell after which the best plan so far is taken, with its gap."""
 
 
-class FasopOptions(ModelOptions, frozen=True, kw_only=True):
-    """Estimate every candidate of FASOP's space by its formulas, and write its table of time, price and memory.
-
-    Times are in s, prices in USD, memory in GiB. Layers are cut exactly, FASOP's named defects are mended, and
-    candidates out of memory stay in the table.
-    """
-
-    search: Path
-    """Search file (shardwright.search, JSON) with space fasop; its memory_gib is in GiB."""
-    out: Path
-    """Table to write (CSV), the fastest candidate first."""
-    plan: Path | None = None
-    """Plan file to write: the fastest candidate that fits and that a plan can say, with its prediction beside it."""
-    foreign: tuple[Path, ...] = ()
-    """Tables of the same fields (CSV), such as FASOP's own: where their partition is faster it is taken."""
-    sub_clusters: bool = False
-    """Estimate every sub-cluster, from no node of a type to all of them, not the whole cluster alone."""
-    exhaustive_partition: bool = False
-    """Try every partition of candidates that have up to 500000, and end with an error where a better one is found."""
-    steps: Count = 12_500_000
-    """Steps of the training whose cost the table has; FASOP's own number by default."""
-
-
 class System(StrEnum):
     """Whom plans are exported for."""
 
@@ -99,30 +72,44 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     model: Annotated[str, POSITIONAL]
     """A Hugging Face config.json, its folder, or a preset such as llama-3-8b."""
     gpus: str
-    """NODESxGPUS:DEVICE (`shardwright-profile devices`), as 8x8:H100-SXM; of several types 2x8:A100-40+2x8:A10G."""
+    """NODESxGPUS:DEVICE (`shardwright profile devices`), as 8x8:H100-SXM; of several types 2x8:A100-40+2x8:H100-SXM."""
     batch: Samples | None = None
     """Samples of a step, of all GPUs together; by default as many for each GPU as make about 4 Mi tokens."""
     seq: Tokens | None = None
     """Tokens of a sample; by default a preset's own."""
     target: System | None = field(default=None, name="for")
-    """The system that is to run the plan: only what it runs is searched, and what starts it is told."""
+    """The system that is to run the plan: what it runs is searched, priced with its runtime unless --runtime names
+    another, and what starts it is printed."""
     launch: Path | None = None
-    """Folder to write of what starts the plan in the system of --for."""
+    """New folder of what starts the plan in the system of --for."""
     take: str = "best"
     """The plan that --out and --launch write: best, runner-up:N, a rule:NAME, or one of --against."""
     against: tuple[str, ...] = ()
     """A choice to price beside the best plan: tp=8,pp=4,mbs=1,zero=1, a file of another system as --launch writes it
     (Megatron-LM arguments, a torchtitan TOML), or rule:tp8, rule:smallest, rule:nvidia-table."""
     precision: Literal["float32", "bfloat16", "float16", "fp8"] = "bfloat16"
-    """Type of forward and backward (fp8: of blocks' products, estimated alone); the rest is kept in float32."""
+    """Type of forward and backward (fp8: of blocks' products, only estimated)."""
+    parameters: Literal["float32", "bfloat16"] | None = None
+    """Type of stored parameters and of the optimizer's states; by default float32, and bfloat16 with --lora, as such
+    runs have it."""
+    reduce: Literal["float32", "bfloat16"] | None = None
+    """Type of gradients that are summed up and reduced; by default that of the stored parameters."""
+    base: Base | None = None
+    """Frozen matrices of blocks in 8 or 4 bits, as QLoRA has them: only estimated."""
     compile: bool = False
     """Blocks compiled by torch.compile, which starts fewer kernels."""
+    tuned: bool = False
+    """Experts as the runtime's recipes for speed run them, which need the flags that are printed; else plain ones are
+    searched, and the tuned time is beside them."""
     uniform: bool = False
     """Only plans with one strategy for all layers, as Megatron-LM and torchtitan run them."""
+    mtp: Annotated[int, Meta(ge=0, le=8)] = 0
+    """Layers that predict further tokens, as DeepSeek-V3 trains one: estimated, and run by Megatron-LM."""
     budget_gib: Gib | None = None
-    """The most that a plan may use of a GPU, in GiB; by default 86 % of its memory."""
+    """The most that a plan may use of a GPU, in GiB; by default 92 % of its memory, or all of it if nothing fits so."""
     price_per_gpu_hour: NonNegativeNumber | None = None
     """USD; by default what one provider asks."""
+    imbalance: Imbalance = None
     inter_node_gbit_s: str | None = None
     """Gbit/s from one node to others, by default that of NVIDIA's own; 2:400,4:300 by the nodes that a group spans."""
     time_limit: Seconds = 20.0
@@ -133,6 +120,13 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     """Page to write that opens offline: pictures, and sliders over other GPUs, batches, lengths and budgets."""
     html_limit: Seconds = 120.0
     """CPU seconds for these searches; what is not computed in them, the page says."""
+
+    @property
+    def formats(self) -> Precision:
+        """The number formats that are asked for."""
+        stored = self.parameters or ("bfloat16" if self.lora and self.precision == "bfloat16" else "float32")
+        base = UNSET if self.base is None else self.base
+        return Precision(parameters=stored, compute=self.precision, reduce=self.reduce or stored, base=base)
 
 
 class EvaluateOptions(ProfileOptions, frozen=True, kw_only=True):
@@ -155,8 +149,6 @@ class SimulateOptions(ProfileOptions, frozen=True, kw_only=True):
     """Picture of the timeline to write; its axis is in ms."""
     trace: Path | None = None
     """Chrome trace to write (JSON, for Perfetto; times in µs)."""
-    sends: Sends = Sends.ASYNCHRONOUS
-    """How stages send: as this runtime does, or blocking, as Megatron-LM and torch's stock 1F1B do."""
     time_model: TimeModel = TimeModel.INTERPOLATE
     """How times are read off the profile; sequence: at any length, too."""
 
@@ -192,17 +184,6 @@ class CorrectOptions(Options, frozen=True, kw_only=True):
     """Model profile that the plans were predicted with (HDF5)."""
     out: Path
     """Correction file to write (shardwright.correction, JSON)."""
-
-
-class SelectOptions(Options, frozen=True, kw_only=True):
-    """Take the measured plan with the least time per sample (s) whose measured memory (bytes) fits the budget."""
-
-    measurement: Annotated[Path, POSITIONAL]
-    """The plan and its runners-up as measured (JSON)."""
-    plan: Path
-    """The searched plan; its prediction beside it has the memory budget."""
-    out: Path
-    """Plan file to write: the measured winner."""
 
 
 class UniformRequest(Options, frozen=True, kw_only=True):
@@ -280,6 +261,7 @@ class UniformOptions(UniformRequest, frozen=True, kw_only=True):
     """Hardware profile (HDF5): with --profile, PLAN.prediction.json is written too."""
     profile: Path | None = None
     """Model profile (HDF5): see --hardware."""
+    imbalance: Imbalance = None
 
 
 class ExportOptions(Options, frozen=True, kw_only=True):
@@ -296,7 +278,8 @@ class ExportOptions(Options, frozen=True, kw_only=True):
     out: Path
     """Its file: JSON, command-line arguments or TOML."""
     launch: Path | None = None
-    """Folder of scripts to write, too, that start Megatron-LM on the plan's nodes: by hand, in Docker, on Slurm."""
+    """New folder of what starts the plan beside its file: scripts of Megatron-LM on the plan's nodes (by hand, in
+    Docker, on Slurm), accelerate's launch file, the module of torchtitan 0.3."""
     hosts: Path | None = None
     """Hosts for --launch, one host name and its node type a line; those of a type in the order of the pipeline."""
 
@@ -336,3 +319,27 @@ class ImportGalvatronOptions(GalvatronRun, frozen=True, kw_only=True):
     """Plan file to write."""
     name: str | None = None
     """Name of the plan; by default the file's."""
+
+
+class NewOptions(Options, frozen=True, kw_only=True):
+    """Write a configuration of the workflow for a model, nodes and data; what is not given is asked for on a terminal.
+
+    The plan is made from estimates, as that of advise; the run trains with it.
+    """
+
+    model: str | None = None
+    """A preset, such as llama-3.1-8b."""
+    gpus: str | None = None
+    """NODESxGPUS:DEVICE, as 8x8:H100-SXM; of several types 2x8:A100-40+2x8:H100-SXM."""
+    data: str | None = None
+    """A file or folder of text, for ViT and Swin of images for each class; or random: random samples."""
+    tokenizer: Path | None = None
+    """Folder of the model's own tokenizer; by default one is trained on the text."""
+    batch: Samples | None = None
+    """Samples of a step, of all GPUs together; by default as many for each GPU as make about 4 Mi tokens."""
+    inter_node_gbit_s: PositiveNumber | None = None
+    """Gbit/s from one node to others; by default that of NVIDIA's own nodes."""
+    steps: Annotated[int, Meta(ge=1, lt=10**8)] = 1000
+    """Steps of the training."""
+    out: Path = Path("shardwright.yaml")
+    """Configuration to write, YAML; it must not be there yet."""

@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, Cluster, Model, ScenarioRegret
+from shardwright.io import BadInput
+from shardwright.types import GIB, Cluster, Model
 from shardwright_search.alternatives import MAX_NEAR, NEAR, further
 from shardwright_search.candidates import Candidate, best_elsewhere, candidate_of, is_short, runners_up
 from shardwright_search.cost_model.profiles import Profiles
+from shardwright_search.first_plans import first_plans
 from shardwright_search.least_simulated import changed, simulated
-from shardwright_search.robust import Regrets, regrets_of
 from shardwright_search.solver.branch_and_bound import optimize
-from shardwright_search.solver.stopping import Stopped, latest, soon, stopped_at, until
+from shardwright_search.solver.stopping import CpuSeconds, Stopped, latest, left, soon, stopped_at, until
 from shardwright_search.solver.targets import Best, Optimum
 from shardwright_search.space.budget import (
     Infeasible,
@@ -33,13 +33,13 @@ from shardwright_search.space.budget import (
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.demands import NO_DEMANDS, Demands
 from shardwright_search.space.instance import Instance
-from shardwright_search.space.request import Objective, Robust, SearchRequest
+from shardwright_search.space.request import Objective, SearchRequest
 from shardwright_search.space.room_parts import part_with_room, parts_of
 from shardwright_search.space.search_space import SearchSpace, Unlisted, space_of
 
-_MAX_NEAR_ELSEWHERE = 16
-"""The most plans of each other scenario of a robust search."""
-
+_FIRST_SHARE = 0.2
+"""The most of a time limit that is spent on first plans: bounds, and so proofs, come after them."""
+_EARLY_S = 0.05
 T = TypeVar("T")
 Report = Callable[[str], None]
 _Given = tuple[Model, Cluster, Profiles]
@@ -62,7 +62,7 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     examined: int
     solved: int
     near: int
-    """Number of known plans within `NEAR` of the optimum; of a robust search, of the least largest regret."""
+    """Number of known plans within `NEAR` of the optimum."""
     simulated: int
     """Number of them that were simulated."""
     stopped: bool
@@ -71,8 +71,6 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The plan of the least closed form."""
     instance: Instance
     """What was priced."""
-    regrets: tuple[ScenarioRegret, ...]
-    """Regrets of the chosen plan, and of the best one for the profile as it is, where the search was a robust one."""
     unlisted: Unlisted | None = None
     """Configurations that were bounded alone and may have a better plan."""
     reserve_gib: float = 0.0
@@ -131,7 +129,8 @@ def find_best(
 def _with_bound(answer: SearchAnswer, first: SearchAnswer) -> SearchAnswer:
     """Return an answer with the bound of the first search, which left nothing in reserve and so bounds all plans."""
     samples = answer.chosen.plan.global_batch_size / first.chosen.plan.global_batch_size
-    return replace(answer, bound_s=min(answer.bound_s, first.bound_s * samples))
+    stopped = answer.stopped or first.stopped
+    return replace(answer, bound_s=min(answer.bound_s, first.bound_s * samples), stopped=stopped)
 
 
 def _or_spare(
@@ -177,7 +176,6 @@ class _Choice(NamedTuple):
     simulated: int = 0
     compared: tuple[Best[Configuration], ...] = ()
     """All plans that were simulated."""
-    regrets: tuple[ScenarioRegret, ...] = ()
 
 
 def _once(
@@ -193,14 +191,14 @@ def _once(
     space = listed(lambda: _listed(space_of(request, *given, file, known, demands)), file, deadline)
     if states_beyond_budget(space.instance) > 0:
         return _no_plan(space, deadline)
-    optimum = _optimum_or_plain(space, deadline, report)
+    first, whole = (None, True) if known is not None else _first(space, deadline)
+    optimum = _optimum_or_first(space, deadline if whole else 0.0, report, first, budgets)
     if optimum.best is None:
         return _no_plan(space, deadline)
     report(f"{len(optimum.near)} plans within {NEAR:.0%} of the optimum: simulating them")
     # What follows a stopped search has little time, or none with a second Ctrl-C.
     after = soon(0.0 if optimum.stopped else deadline)
-    choices = _choices(space, optimum) if request.robust is None else _robust(space, optimum, report)
-    choice, whole = latest(choices, after)
+    choice, whole = latest(_choices(space, optimum), after)
     choice = choice or _Choice(optimum.best, (optimum.best,), len(optimum.near))
     answer = _answer(space, optimum, choice, budgets, deadline)
     return replace(answer, stopped=optimum.stopped or not whole, reserve_gib=request.reserve_gib)
@@ -217,8 +215,6 @@ def listed(make: Callable[[], T], file: Path, deadline: float) -> T:
 
 def _listed(space: SearchSpace) -> SearchSpace:
     """Return the space with all configurations listed, those that are only bounded among them."""
-    if space.instance.request.robust is not None:
-        space.check_listed("robust")
     _ = space.unlisted, space.targets
     return space
 
@@ -236,17 +232,6 @@ def _choices(space: SearchSpace, optimum: Optimum[Configuration]) -> Iterator[_C
         yield choice._replace(ranked=(best, *close), compared=tuple(each.best for each in ranked))
 
 
-def _robust(space: SearchSpace, optimum: Optimum[Configuration], report: Report) -> Iterator[_Choice]:
-    """Yield what is chosen by the largest regret over all scenarios."""
-    assert space.instance.request.robust is not None
-    ranked = simulated(space.instance, optimum.near[:MAX_NEAR])
-    all_regrets = _all_regrets(space, optimum.near[:MAX_NEAR], space.instance.request.robust, report)
-    nominal, near = ranked[0].best, all_regrets.least(NEAR)
-    ranked = simulated(space.instance, near[:MAX_NEAR])
-    plans, regrets = tuple(each.best for each in ranked), all_regrets.reported(ranked[0].best, nominal)
-    yield _Choice(nominal, plans[:1], len(near), len(ranked), plans, regrets)
-
-
 def _answer(
     space: SearchSpace,
     optimum: Optimum[Configuration],
@@ -258,9 +243,7 @@ def _answer(
     assert optimum.best is not None
     instance, ranked = space.instance, choice.ranked
 
-    def is_within(candidate: Candidate) -> bool:
-        return not instance.counts_communicators or fits(*candidate, budgets)
-
+    is_within = partial(_is_within, instance, budgets=budgets)
     chosen = next((each for each in ranked if len(ranked) > 1 and is_within(candidate_of(instance, each))), ranked[0])
     configuration, scale = chosen.target.configuration, chosen.target.scale * 1e12
     candidate = candidate_of(instance, chosen, timeline=is_short(configuration))
@@ -287,7 +270,6 @@ def _answer(
         stopped=optimum.stopped,
         best=best,
         instance=instance,
-        regrets=choice.regrets,
         unlisted=left,
         fits=fitting,
         uncounted_bytes=more,
@@ -304,32 +286,53 @@ def _no_plan(space: SearchSpace, deadline: float) -> Infeasible:
     return infeasible(space.instance, configurations, space.file, name, soon(deadline))
 
 
-def _all_regrets(space: SearchSpace, near: Sequence[Best[Configuration]], robust: Robust, report: Report) -> Regrets:
-    """Return the regrets of the near plans of all scenarios; `near` are those of the profile as it is."""
+def _first(space: SearchSpace, deadline: float) -> tuple[Best[Configuration] | None, bool]:
+    """Return the best plan found in the share of the time that first plans get, and whether the search may go on."""
+    left_s = left(deadline)
+    share = deadline if left_s is None else deadline - left_s * (1 - _FIRST_SHARE)
+    share = CpuSeconds(share) if isinstance(deadline, CpuSeconds) else share
+    first, whole = latest(first_plans(space), share)
+    if first is None and not whole and soon(deadline) != deadline:
+        first, _ = latest(first_plans(space), soon(0.0))
+    rest_s = left(share)
+    # If much of the share is left, it was Ctrl-C that ended them; a timer may be early by a little.
+    return first, whole or (rest_s is not None and rest_s < _EARLY_S)
 
-    def search(scenario: str, other: Instance) -> tuple[Best[Configuration], ...]:
-        report(f"scenario: {scenario}")
-        return _optimum(SearchSpace(other, space.file, space.demands), None, report).near[:_MAX_NEAR_ELSEWHERE]
 
-    return regrets_of(space.instance, near, robust, search)
+def _is_within(instance: Instance, candidate: Candidate, budgets: Mapping[str, int]) -> bool:
+    return not instance.counts_communicators or fits(*candidate, budgets)
 
 
-def _optimum_or_plain(space: SearchSpace, deadline: float, report: Report) -> Optimum[Configuration]:
-    """Return the optimum; where the search was stopped before it knew a plan, the best of some plain ones."""
+def _optimum_or_first(
+    space: SearchSpace,
+    deadline: float,
+    report: Report,
+    first: Best[Configuration] | None,
+    budgets: Mapping[str, int],
+) -> Optimum[Configuration]:
+    """Return the optimum; if the search was stopped before it knew a better plan, the first or a plain one.
+
+    Communicators of a large cluster take seconds to count: only a first plan that is better than the optimum needs it.
+    """
     optimum = _optimum(space, deadline, report)
-    if optimum.best is not None or not optimum.stopped:
-        return optimum
-    promising = [target for _, target in optimum.bounds]
-    if (plain := space.plain(promising or space.targets)) is None:
+    if first is None and optimum.best is None and optimum.stopped:
+        promising = [target for _, target in optimum.bounds]
+        first = space.plain(promising or space.targets)
+    if first is not None and optimum.best is not None:
+        better = first.score < optimum.best.score
+        first = first if better and _is_within(space.instance, candidate_of(space.instance, first), budgets) else None
+    if first is not None:
+        return optimum._replace(best=first, near=(first,), bound=min(optimum.bound, first.score))
+    if optimum.best is None and optimum.stopped:
         raise _too_early(space.file)
-    return optimum._replace(best=plain, near=(plain,), bound=min(optimum.bound, plain.score))
+    return optimum
 
 
 def _too_early(file: Path) -> StoppedEarly:
     return StoppedEarly(file, "no plan was found before the search was stopped", "give it more time")
 
 
-def _optimum(space: SearchSpace, deadline: float | None, report: Report) -> Optimum[Configuration]:
+def _optimum(space: SearchSpace, deadline: float, report: Report) -> Optimum[Configuration]:
     def progress(best: float, bound: float, left: int) -> None:
         known = "no plan yet" if not np.isfinite(best) else f"best {best * 1e-9:.6g} ms, gap {best / bound - 1:.2%}"
         unit = "step" if space.instance.request.objective is Objective.STEP_TIME else "sample"

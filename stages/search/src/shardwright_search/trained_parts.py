@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from shardwright_estimate.runtimes import RuntimeOptions
-from shardwright_formats.io import read_object
-from shardwright_formats.types import Model
-from shardwright_models.frozen import FrozenPart, freeze
-from shardwright_models.low_rank import ADAPTER_CONFIG, adapt, adapter_of_config
+from shardwright.estimate.runtimes import RuntimeOptions
+from shardwright.models.adapter_config import read_adapter
+from shardwright.models.frozen import FrozenPart, freeze
+from shardwright.models.low_rank import adapt
+from shardwright.types import Model
 
 
 class TrainedParts(RuntimeOptions, frozen=True, kw_only=True):
@@ -24,5 +24,4 @@ class TrainedParts(RuntimeOptions, frozen=True, kw_only=True):
             model = freeze(model, tuple(map(FrozenPart.parse, self.frozen)))
         if self.lora is None:
             return model
-        file = self.lora / ADAPTER_CONFIG if self.lora.is_dir() else self.lora
-        return adapt(model, adapter_of_config(read_object(file), file), file)
+        return adapt(model, *read_adapter(self.lora))

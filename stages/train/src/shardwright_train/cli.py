@@ -1,14 +1,14 @@
-"""The commands of shardwright-train."""
+"""The commands of `shardwright train`."""
 
 from typing import NoReturn
 
-from shardwright_formats.command import Command, CommandLine, run
+from shardwright.command import Command, CommandLine, run
 from shardwright_train import options
 
 _COMMANDS = "shardwright_train.commands"
 
 APP = CommandLine(
-    name="shardwright-train",
+    name="shardwright train",
     purpose="Train a Transformer exactly as a plan says, and measure what plans take.",
     commands={
         "describe": Command(options.DescribeOptions, f"{_COMMANDS}.documents:describe"),

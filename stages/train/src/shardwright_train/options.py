@@ -1,4 +1,4 @@
-"""The options of all commands of shardwright-train, defined once and passed to the ranks."""
+"""The options of the commands of `shardwright train`, defined once and passed to the ranks."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -7,18 +7,18 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.command import POSITIONAL, Off, Options
-from shardwright_formats.types import Count, Gib, NonNegativeCount, Seconds, Share
-from shardwright_launch.heartbeat import HANG_TIMEOUT_S
-from shardwright_launch.lock import HeldLock
-from shardwright_launch.nodes import NodeOptions
+from shardwright.command import POSITIONAL, Off, Options
+from shardwright.launch.heartbeat import HANG_TIMEOUT_S
+from shardwright.launch.lock import HeldLock
+from shardwright.launch.nodes import NodeOptions
+from shardwright.types import Count, Gib, NonNegativeCount, Seconds, Share
 from shardwright_train.data.corpora import Source
 from shardwright_train.data.split import Boundaries, Fractions
 from shardwright_train.engine.learning_rate import LearningRateSchedule
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 _Rate = Annotated[float, Meta(ge=0, le=1e6)]
-LogTo = Literal["tensorboard", "wandb", "mlflow", "none"]
+LogTo = Literal["tensorboard", "wandb", "none"]
 """Loggers to which the numbers of steps are sent, in addition to metrics.jsonl."""
 Objective = Literal["span-corruption", "prefix"]
 """Objectives that T5 may be trained on."""
@@ -40,7 +40,8 @@ class DescribeOptions(Options, frozen=True, kw_only=True):
     """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and behind a dot which parameters,
     as in layers.mlp.*; it has no gradients and no optimizer state. May be repeated."""
     lora: Path | None = None
-    """An adapter_config.json of peft, or its folder: the low-rank matrices that it names are trained, and no more."""
+    """An adapter_config.json of peft, or its folder: the low-rank matrices that it names are trained, and no more.
+    A run begins with the trained weights that a folder has (`run --adapter`)."""
 
 
 class PrepareOptions(Options, frozen=True, kw_only=True):
@@ -122,6 +123,8 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Folder for checkpoints; kept by plan inside."""
     weights: Path | None = None
     """Folder of config.json and safetensors to begin with, instead of drawn weights; see docs/weights.md."""
+    adapter: Path | None = None
+    """Folder of peft with the trained low-rank matrices to begin with, beside --weights; see docs/training.md."""
     new_weights: bool = False
     """Draw anew what those lack of the model's head."""
     checkpoint_every: Count = 500
@@ -147,7 +150,7 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     max_restarts: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Number of times to restart the ranks of all nodes when some were killed, hang, or are gone with their node."""
     on_node_loss: OnNodeLoss = OnNodeLoss.WAIT
-    """Reaction to a lost node: wait for it (600 s), or search a plan for the rest with `shardwright-search`."""
+    """Reaction to a lost node: wait for it (600 s), or search a plan for the rest with `shardwright plan`."""
     replan_hardware: Path | None = None
     """Hardware profile of the cluster (HDF5), for replan."""
     replan_profile: tuple[Path, ...] = ()
@@ -155,7 +158,7 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     replan_search: Path | None = None
     """Search file (JSON) with the plan's global batch size, for replan."""
     replan_imbalance: str | None = None
-    """`--imbalance` of `shardwright-search`, for replan: a ratio from 1, or a load of experts (JSON)."""
+    """`--imbalance` of `shardwright plan`, for replan: a ratio from 1, or a load of experts (JSON)."""
     trial: bool = True
     """Try each pipeline stage alone before the first step, so that a lack of memory is found, and kernels are loaded,
     before one waits for another; it takes part of a step's time."""
@@ -163,8 +166,9 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Seconds from a scheduler's stop signal to its kill; where a step and a save take longer, that is said."""
     learning_rate: _Rate = 3e-4
     """Peak learning rate, per step."""
-    learning_rate_schedule: LearningRateSchedule = LearningRateSchedule.COSINE
-    """Schedule after the warm-up; wsd: constant, then a decay."""
+    learning_rate_schedule: LearningRateSchedule | None = None
+    """Schedule after the warm-up (cosine); wsd: constant, then a decay. A run that goes on with other --steps names it
+    anew where the rate changes with them."""
     warmup_steps: NonNegativeCount = 0
     """Steps of linear warm-up to the peak."""
     final_fraction: Share = 0.1
@@ -184,6 +188,9 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Change in a step of a bias by which experts are chosen, as those of DeepSeek-V3; 0 keeps them."""
     seed: NonNegativeCount = 0
     """Seed of initial weights and sample order."""
+    deterministic: bool = False
+    """Use kernels on GPUs that give the same bits again, which are slower; what has none is refused. Runs on the
+    processor do without it."""
     objective: Objective | None = None
     """Objective of T5: the spans that are cut out of a text (if left out), or how it goes on after a prefix."""
     valid_fraction: Share = 0.0
@@ -202,17 +209,22 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Evaluate on the first so many samples; on all if left out."""
     keep_best: bool = False
     """Keep the checkpoint with the least loss of all evaluations, too."""
-    log_to: tuple[LogTo, ...] = ("tensorboard",)
+    log_to: tuple[LogTo, ...] = ("none",)
     """Loggers for loss, times (s), memory (GiB) and the predicted ones of each step; may be given several times."""
 
     @property
+    def schedule(self) -> LearningRateSchedule:
+        """The schedule of the learning rate."""
+        return self.learning_rate_schedule or LearningRateSchedule.COSINE
+
+    @property
     def boundaries(self) -> Boundaries:
-        """Return the treatment of document boundaries in a sample."""
+        """The treatment of document boundaries in a sample."""
         return Boundaries(self.reset_attention_mask, self.reset_position_ids)
 
     @property
     def fractions(self) -> Fractions:
-        """Return the fractions into which the data is split."""
+        """The fractions into which the data is split."""
         return Fractions(self.valid_fraction, self.test_fraction)
 
 
@@ -289,10 +301,10 @@ class MeasureJob(MeasureOptions, frozen=True, kw_only=True, tag="measure"):
 
 
 def encode_job(job: RunJob | MeasureJob) -> bytes:
-    """Return a job as the content of the file that its ranks read."""
+    """A job as the content of the file that its ranks read."""
     return msgspec.json.encode(job, enc_hook=str)
 
 
 def decode_job(content: bytes) -> RunJob | MeasureJob:
-    """Return the job in a file's content."""
+    """The job in a file's content."""
     return msgspec.json.decode(content, type=RunJob | MeasureJob, dec_hook=lambda kind, value: kind(value))

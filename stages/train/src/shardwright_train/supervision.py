@@ -1,4 +1,4 @@
-"""Supervision of a run's ranks by its launcher: restarts, under the same plan or one for the nodes that are left."""
+"""Restarts of a run after lost ranks or nodes, under the same plan or a new one for the remaining nodes."""
 
 import dataclasses
 import os
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.io import BadInput, RanksLost, RunFailed, read_document, read_object, write_document
-from shardwright_formats.types import Cluster, NodeGroup, Plan, Prediction, Replanned
-from shardwright_launch.lock import HeldLock, only_run
-from shardwright_launch.meeting import meeting_of
-from shardwright_launch.nodes import Nodes
-from shardwright_launch.signals import relayed_signals
+from shardwright.io import BadInput, RanksLost, RunFailed, read_document, read_object, write_document
+from shardwright.launch.lock import HeldLock, only_run
+from shardwright.launch.meeting import meeting_of
+from shardwright.launch.nodes import Nodes
+from shardwright.launch.signals import relayed_signals
+from shardwright.types import Cluster, NodeGroup, Plan, Prediction, Replanned
 from shardwright_train.checkpoints.folders import LOCK, SECRET, folder_of_run, latest_checkpoint
 from shardwright_train.options import OnNodeLoss, RunOptions
 
@@ -43,12 +43,12 @@ class Attempt(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the checkpoints."""
+        """The folder of the checkpoints."""
         return folder_of_run(self.options.checkpoints, self.plan, self.options.resume_from)
 
 
 def run_with_restarts(attempt: Attempt, launch: Callable[[Attempt], None]) -> None:
-    """Start the ranks, and restart them up to `max_restarts` times where they are lost; each start resumes by itself.
+    """Start the ranks, and restart them up to `max_restarts` times if they are lost; each start resumes by itself.
 
     Raises RanksLost after the last restart; an orderly error of the ranks would recur, and is raised at once.
     """
@@ -66,26 +66,26 @@ def run_with_restarts(attempt: Attempt, launch: Callable[[Attempt], None]) -> No
                     raise
                 attempt = attempt._replace(start=lost.start + 1)
                 how_often = f"start {attempt.start} of {options.max_restarts} at most"
-                print(f"{lost}: starting anew from the newest checkpoint, {how_often}", file=sys.stderr, flush=True)
+                print(f"{lost}: restarting from the newest checkpoint, {how_often}", file=sys.stderr, flush=True)
                 if lost.nodes and options.on_node_loss is OnNodeLoss.REPLAN:
                     left = replanned(options, attempt.plan, nodes, lost.nodes, attempt.folder)
                     return run_with_restarts(Attempt(*left, attempt.start, attempt.locks), launch)
 
 
 def check_replan(options: RunOptions, plan: Plan, run: Path, nodes: Nodes) -> None:
-    """Raise BadInput where replanning is impossible, and delete the plan that an earlier start found."""
+    """Raise BadInput if replanning is impossible, and delete the plan that an earlier start found."""
     search = options.replan_search
     if search is None or options.replan_hardware is None or not options.replan_profile:
-        problem = "needs what plans are searched with"
+        problem = "needs the inputs of a search"
         raise BadInput("--on-node-loss replan", problem, "give --replan-hardware, --replan-profile and --replan-search")
     if not options.max_restarts:
-        raise BadInput("--on-node-loss replan", "starts the ranks anew", "give --max-restarts, 1 or more")
+        raise BadInput("--on-node-loss replan", "restarts the ranks", "pass --max-restarts, 1 or more")
     for file in (options.replan_hardware, *options.replan_profile):
         if not file.is_file():
-            raise BadInput(file, "is no file", "name a profile that plans are searched with")
+            raise BadInput(file, "is not a file", "pass a profile for the search")
     asked = read_object(search).get("global_batch_size")
     if asked != plan.global_batch_size:
-        problem = f"asks for a global batch of {asked}, the plan has {plan.global_batch_size}"
+        problem = f"asks for a global batch of {asked}, but the plan has {plan.global_batch_size}"
         raise BadInput(search, problem, "search for the same batch")
     _program()
     if nodes.rank == 0:
@@ -95,9 +95,9 @@ def check_replan(options: RunOptions, plan: Plan, run: Path, nodes: Nodes) -> No
 def replanned(
     options: RunOptions, plan: Plan, nodes: Nodes, gone: Collection[int], run: Path
 ) -> tuple[RunOptions, Plan, Nodes]:
-    """Return the remaining nodes' run: a branch from the newest checkpoint, under a plan searched by node 0.
+    """The remaining nodes' run: a branch from the newest checkpoint, under a plan searched by node 0.
 
-    Raises RunFailed where node 0 itself is gone, or none of the nodes left can hold the model.
+    Raises RunFailed if node 0 itself is gone, or none of the nodes left can hold the model.
     """
     if 0 in gone:
         branch = f"plan for the others and branch with --resume-from {latest_checkpoint(run)}"
@@ -114,7 +114,7 @@ def replanned(
 
 
 def without_nodes(cluster: Cluster, gone: Collection[int]) -> Cluster:
-    """Return the cluster of the remaining nodes, in their order."""
+    """The cluster of the remaining nodes, in their order."""
     types = [group.node_type for group in cluster.nodes for _ in range(group.count)]
     left = [node_type for node, node_type in enumerate(types) if node not in gone]
     groups = tuple(NodeGroup(node_type=name, count=len(list(nodes))) for name, nodes in groupby(left))
@@ -145,7 +145,7 @@ def _search(options: RunOptions, plan: Plan, gone: Collection[int], run: Path, f
 
 
 def _run(arguments: Sequence[object]) -> None:
-    """Run a command of the search; raise RunFailed with its last line where it fails."""
+    """Run a command of the search; raise RunFailed with its last line if it fails."""
     command = [_program(), *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with relayed_signals(process.terminate) as signals:
@@ -156,10 +156,10 @@ def _run(arguments: Sequence[object]) -> None:
 
 
 def _program() -> str:
-    program_file = Path(sys.executable).with_name("shardwright-search")
-    program = str(program_file) if program_file.is_file() else shutil.which("shardwright-search")
+    program_file = Path(sys.executable).with_name("shardwright")
+    program = str(program_file) if program_file.is_file() else shutil.which("shardwright")
     if program is None:
-        raise BadInput("shardwright-search", "is not installed here", "--on-node-loss replan needs it: install it")
+        raise BadInput("shardwright", "is not installed here", "--on-node-loss replan needs it: install it")
     return program
 
 

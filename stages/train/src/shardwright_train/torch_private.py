@@ -1,4 +1,4 @@
-"""The private names of PyTorch that the runtime uses, and the public name that would take its place.
+"""The private names of PyTorch that the runtime uses, each with the public name that would replace it.
 
 No other file may use one (`tests/architecture` holds this): what a new version of PyTorch can break stands here.
 `make versions` runs them under each version that is declared.
@@ -45,6 +45,8 @@ entered | `torch.distributed.flight_recorder`, which reads pickles, once it make
 `_scaled_dot_product_flash_attention_for_cpu`, `_scaled_dot_product_flash_attention_for_cpu_backward` | logarithms of \
 sums, by which ring attention merges blocks of attention | an option of `scaled_dot_product_attention` that returns \
 them, with a backward pass from merged ones |
+| `torch._fused_sdp_choice` | naming the kernel that `scaled_dot_product_attention` takes | none; `torch.profiler` \
+shows the kernels that ran |
 | `torch.ops.aten._grouped_mm` | telling grouped products, whose results selective recomputation keeps | none |
 """
 
@@ -65,6 +67,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.attention import SDPBackend
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -100,6 +103,12 @@ efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention.def
 efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
 
+def sdpa_choice(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> str:
+    """The name of the kernel that `scaled_dot_product_attention` takes for its arguments, such as `cudnn`."""
+    choice = SDPBackend(torch._fused_sdp_choice(query, key, value, **settings))
+    return choice.name.removesuffix("_ATTENTION").lower()
+
+
 def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
     """Yield FSDP2's record of each parameter that it keeps in a module, those of wrapped modules inside it aside."""
     if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
@@ -107,13 +116,13 @@ def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
 
 
 def gathered_parameter(parameter: FSDPParam) -> nn.Parameter | None:
-    """Return the gathered parameter that the layer computes with, or None if it was never gathered."""
+    """The gathered parameter that the layer computes with, or None if it was never gathered."""
     gathered: nn.Parameter | None = getattr(parameter, "_unsharded_param", None)
     return gathered
 
 
 def gathered_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's parameters that FSDP2 holds gathered, or is gathering."""
+    """The bytes of a module's parameters that FSDP2 holds gathered, or is gathering."""
     if not isinstance(module, FSDPModule) or (group := module._get_fsdp_state()._fsdp_param_group) is None:
         return 0
     if (gathering := group._all_gather_result) is not None:
@@ -134,17 +143,17 @@ def gather_asynchronously(module: FSDPModule) -> None:
 
 
 def with_spec_of(parameter: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor with another's layout and a given local shard, without checks."""
+    """A DTensor with another's layout and a given local shard, without checks."""
     return DTensor(local, parameter._spec, requires_grad=False)
 
 
 def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dict in which a module looks up its parameters (not its children's); changes act at once."""
+    """The dict in which a module looks up its parameters (not its children's); changes act at once."""
     return module._parameters
 
 
 def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """Return a function compiled at its first call; it raises where it would run uncompiled instead of recompiling."""
+    """A function compiled at its first call; it raises if it would run uncompiled instead of recompiling."""
     import torch._dynamo  # 1 s of every start otherwise
 
     config: Any = torch._dynamo.config
@@ -156,7 +165,7 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
 
 
 def graph_breaks() -> dict[str, int]:
-    """Return the reasons of graph breaks since the compiler was reset, with their counts."""
+    """The reasons of graph breaks since the compiler was reset, with their counts."""
     from torch._dynamo.utils import counters
 
     return dict(counters["graph_break"])
@@ -175,7 +184,7 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
 
 
 def flight_recorder_trace(backend: str) -> bytes:
-    """Return the collectives that this rank has entered over `nccl` or `gloo` and are still recorded, as JSON."""
+    """The collectives that this rank has entered over `nccl` or `gloo` and are still recorded, as JSON."""
     from torch._C import _distributed_c10d as c10d
 
     dump: Callable[[bool, bool], bytes] = getattr(c10d, _DUMPS[backend])
@@ -183,7 +192,7 @@ def flight_recorder_trace(backend: str) -> bytes:
 
 
 def step_unless(adamw: torch.optim.AdamW, forbidden: Tensor, divisor: Tensor | None) -> None:
-    """Take a fused step that divides the gradients by `divisor` and changes nothing where `forbidden` is 1.
+    """Take a fused step that divides the gradients by `divisor` and changes nothing if `forbidden` is 1.
 
     Both are float32 numbers on the device.
     """

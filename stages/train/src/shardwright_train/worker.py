@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright_launch.heartbeat import START_UP_S, end_quietly, start_rank
+from shardwright.launch.heartbeat import START_UP_S, end_quietly, start_rank
+from shardwright_train.determinism import prepare_environment
 from shardwright_train.imports import without_collection
 from shardwright_train.options import MeasureJob, RunJob, decode_job
 
@@ -21,6 +22,8 @@ def main(job_file: str, device_type: str) -> None:
     # The profiler that records memory greets and takes leave on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     job = decode_job(Path(job_file).read_bytes())
+    if isinstance(job, RunJob) and job.deterministic:
+        prepare_environment()
     # Before the ranks meet, for it takes seconds: then the time that their first step is allowed begins for all.
     with without_collection():
         from shardwright_train.parallel.world import joined_world, out_of_memory_said

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from shardwright_formats.semantics.sweep_plan import SIZE_STEP, CollectiveKind, Groups, PairRound
-from shardwright_formats.types.hardware_profile import Collective
+from shardwright.launch.backend import on_accelerator
+from shardwright.plan.sweep_plan import SIZE_STEP, CollectiveKind, Groups, PairRound
+from shardwright.types.hardware_profile import Collective
 from shardwright_profile.hardware.profile import EntryKey, PairEntry, PointEntry, RateEntry
 from shardwright_profile.hardware.session import WARM_UP_REPEATS, Session, Stopwatch, Task
 
@@ -24,7 +25,7 @@ def collective_call(
     *,
     wait: bool = True,
 ) -> Callable[[], dist.Work | None]:
-    """Return a call for this rank's part of one collective of `message_bytes`, as `Collective` defines that size.
+    """A call for this rank's part of one collective of `message_bytes`, as `Collective` defines that size.
 
     The numbers are float32 zeros: sums of them stay zeros however often they are repeated. A rank outside all groups
     does nothing. These are the calls that FSDP2 and the tensor-parallel layers make. They are complete, or queued on
@@ -52,9 +53,9 @@ def collective_call(
 def p2p_call(
     pairs: Groups, message_bytes: int, process_group: dist.ProcessGroup | None, device: torch.device
 ) -> Callable[[], None]:
-    """Return a call for this rank's part of a message of `message_bytes` from the first to the second of each pair.
+    """A call for this rank's part of a message of `message_bytes` from the first to the second of each pair.
 
-    `process_group` is that of this rank's pair; None where it has none.
+    `process_group` is that of this rank's pair; None if it has none.
     """
     if process_group is None:
         return lambda: None
@@ -81,10 +82,10 @@ class Exchange(NamedTuple):
 def exchange_call(
     pairs: Groups, message_bytes: int, process_group: dist.ProcessGroup | None, device: torch.device
 ) -> Callable[[], Exchange | None]:
-    """Return a call that starts a message of `message_bytes` each way between both ranks of every pair.
+    """A call that starts a message of `message_bytes` each way between both ranks of every pair.
 
     It is a step of a ring of two ranks, made as ring attention makes it. `process_group` is that of this rank's pair;
-    None where it has none.
+    None if it has none.
     """
     if process_group is None:
         return lambda: None
@@ -109,13 +110,22 @@ def _done(_: object) -> None:
 _REPEATS = 9
 
 
+def random_numbers(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Normal random numbers, the same at each call.
+
+    A GPU switches fewer transistors for products of ones, so that it keeps a higher clock than it has in training.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+
 def rate_tasks(session: Session) -> list[Task]:
-    """Return tasks that measure each device's rates while all ranks work: medians, named with their SI units.
+    """Tasks that measure each device's rates while all ranks work: medians, named with their SI units.
 
     `matrix_flops_per_s`: product of two square float32 matrices (a multiply-add counts 2); on CUDA also
     `matrix_bfloat16_flops_per_s`. `memory_bytes_per_s`: a copy, which reads and writes each byte once.
     """
-    on_gpu = session.stopwatch.device.type == "cuda"
+    on_gpu = on_accelerator(session.stopwatch.device)
     side, copied_bytes = (8192, 2**30) if on_gpu else (1024, 2**26)
     measured: dict[str, Callable[[Stopwatch], tuple[float, ...]]] = {
         "matrix_flops_per_s": lambda stopwatch: _matrix_flops_per_s(side, torch.float32, stopwatch),
@@ -132,25 +142,25 @@ def rate_tasks(session: Session) -> list[Task]:
 
 
 def _matrix_flops_per_s(side: int, dtype: torch.dtype, stopwatch: Stopwatch) -> tuple[float, ...]:
-    factor = torch.ones(side, side, dtype=dtype, device=stopwatch.device)
+    factor = random_numbers(side, side, dtype=dtype, device=stopwatch.device)
     product = torch.empty_like(factor)
     return _rates(2 * side**3, lambda: torch.mm(factor, factor, out=product), stopwatch)
 
 
 def _memory_bytes_per_s(size: int, stopwatch: Stopwatch) -> tuple[float, ...]:
-    source = torch.zeros(size, dtype=torch.uint8, device=stopwatch.device)
+    source = random_numbers(size // 4, dtype=torch.float32, device=stopwatch.device).view(torch.uint8)
     target = torch.zeros_like(source)
     return _rates(2 * size, lambda: target.copy_(source), stopwatch)
 
 
 def _rates(amount: int, call: Callable[[], object], stopwatch: Stopwatch) -> tuple[float, ...]:
-    """Return an amount over the median time of each rank, in rank order."""
+    """An amount over the median time of each rank, in rank order."""
     stopwatch.rank_times_s(call, WARM_UP_REPEATS)
     return tuple(amount / time_s for time_s in np.median(stopwatch.rank_times_s(call, _REPEATS), axis=1).tolist())
 
 
 def point_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Iterator[Task]]:
-    """Return tasks for every kind of collective at growing sizes, always to 1 MiB, then while the next fits its time.
+    """Tasks for every kind of collective at growing sizes, always to 1 MiB, then while the next fits its time.
 
     A kind that a killed sweep was done with grows no further.
     """
@@ -159,7 +169,7 @@ def point_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Itera
 
 
 def _done_before(session: Session, kinds: Sequence[CollectiveKind]) -> int:
-    """Return the number of kinds that a killed sweep was done with: those before the last one that it had begun."""
+    """The number of kinds that a killed sweep was done with: those before the last one that it had begun."""
     if any(isinstance(key, tuple) and key[0] in ("pair", "overlap") for key in session.journal.entries):
         return len(kinds)
     sizes = session.identity.sizes
@@ -195,7 +205,7 @@ def _timed_point(session: Session, kind: CollectiveKind, message_bytes: int, sha
 
 
 def pair_tasks(session: Session, rounds: Sequence[PairRound]) -> list[list[Task]]:
-    """Return the tasks of each round, which times all of its pairs at once."""
+    """The tasks of each round, which times all of its pairs at once."""
 
     def task(timed: PairRound) -> Task:
         keys: list[EntryKey] = [("pair", source, target, timed.message_bytes) for source, target in timed.pairs]
@@ -211,7 +221,7 @@ def _timed_pairs(session: Session, timed: PairRound, share_s: float) -> list[Pai
     call = p2p_call(timed.pairs, timed.message_bytes, pair, session.stopwatch.device)
 
     def measure(repeats: int) -> NDArray[Any]:
-        """Return the seconds of each pair's message, which arrives when both its ranks are done: [pairs, repeats]."""
+        """The seconds of each pair's message, which arrives when both its ranks are done: [pairs, repeats]."""
         times_s = stopwatch.rank_times_s(call, repeats)
         return np.stack([times_s[list(pair)].max(axis=0) for pair in timed.pairs])
 

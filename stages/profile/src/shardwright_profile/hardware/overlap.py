@@ -15,23 +15,25 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from shardwright_formats.semantics.sweep_plan import COMPUTE_RATIOS, CollectiveKind
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_profile.hardware.measurements import Exchange, collective_call, exchange_call
+from shardwright.launch.accelerator import CPU, GPU
+from shardwright.launch.backend import on_accelerator
+from shardwright.plan.sweep_plan import COMPUTE_RATIOS, CollectiveKind
+from shardwright.types.hardware_profile import Collective
+from shardwright_profile.hardware.measurements import Exchange, collective_call, exchange_call, random_numbers
 from shardwright_profile.hardware.profile import OverlapEntry, PointEntry, overlap_key
 from shardwright_profile.hardware.session import WARM_UP_REPEATS, Session, Task
 
 CASE_MESSAGES = sum(ratio + 1 + max(1.0, ratio) for ratio in COMPUTE_RATIOS)
 """Time of one repeat of all ratios without slowdown, in times of the collective: each side alone, and both at once."""
 
-_SIDES = {"cpu": (32, 64, 128, 256, 512), "cuda": (256, 512, 1024, 2048, 4096)}
-_DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+_SIDES = {CPU: (32, 64, 128, 256, 512), GPU: (256, 512, 1024, 2048, 4096)}
+_DTYPES = {CPU: torch.float32, GPU: torch.bfloat16}
 _PRODUCTS_IN_MESSAGE = 8
 _TRIES = 5
 
 
 Start = Callable[[], dist.Work | Exchange | None]
-"""A function that starts a collective and returns its work; None where this rank has no part in it."""
+"""A function that starts a collective and returns its work; None if this rank has no part in it."""
 
 Clock = Callable[[Start | None, Callable[[], None], int], tuple[float, float]]
 """A function that starts a collective, if any, computes a number of times, and returns the seconds of both.
@@ -57,7 +59,7 @@ _Turn = tuple[Start | None, _Computation, int]
 
 
 def overlap_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Iterator[Task]]:
-    """Return tasks that time each kind of collective overlapped with computations of several lengths.
+    """Tasks that time each kind of collective overlapped with computations of several lengths.
 
     Each size up to 1 MiB is timed, and larger ones while a kind's share of the time lasts; sizes at which the kind was
     not timed alone are left out.
@@ -82,7 +84,7 @@ def _overlaps(session: Session, timer: "_Timer", kind: CollectiveKind) -> Iterat
 def _start_call(
     kind: CollectiveKind, message_bytes: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> Start:
-    """Return a call that starts a collective; of sends each pair has one each way, as a step of a ring has."""
+    """A call that starts a collective; of sends each pair has one each way, as a step of a ring has."""
     if kind.key.collective is Collective.P2P:
         return exchange_call(kind.groups, message_bytes, group, device)
     return collective_call(kind, message_bytes, group, device, wait=False)
@@ -95,7 +97,7 @@ class _Timer:
         self._session, self._clock = session, overlap_clock(session.stopwatch.device)
 
     def entries(self, kind: CollectiveKind, point: PointEntry, share_s: float) -> list[OverlapEntry]:
-        """Return the measurements of a collective overlapped with a computation of each length."""
+        """The measurements of a collective overlapped with a computation of each length."""
         session = self._session
         session.stopwatch.doing = f"timing {point.message_bytes} bytes overlapped, {kind}"
         group = session.process_groups.mine(kind.groups)
@@ -128,7 +130,7 @@ class _Timer:
         return entries
 
     def _turns_s(self, turns: Sequence[_Turn], repeats: int) -> NDArray[Any]:
-        """Return the seconds on the slowest rank of each turn's computation and collective, where the turn has them.
+        """The seconds on the slowest rank of each turn's computation and collective, if the turn has them.
 
         [series, repeats] float64: turn by turn, the computation before the collective.
         """
@@ -145,10 +147,10 @@ class _Timer:
 
     @cached_property
     def _computations(self) -> list[_Computation]:
-        """Return products of growing matrices, of which a computation uses the largest that divides it finely."""
+        """Products of growing matrices, of which a computation uses the largest that divides it finely."""
         made, device = [], self._session.stopwatch.device
         for side in _SIDES[device.type]:
-            factor = torch.ones(side, side, dtype=_DTYPES[device.type], device=device)
+            factor = random_numbers(side, side, dtype=_DTYPES[device.type], device=device)
             untimed = _Computation(factor, torch.empty_like(factor), 0.0)
             turns = ((None, untimed, _TRIES),)
             self._turns_s(turns, 1)
@@ -157,8 +159,8 @@ class _Timer:
 
 
 def overlap_clock(device: torch.device) -> Clock:
-    """Return the clock of a device."""
-    return _CudaClock(device) if device.type == "cuda" else _CpuClock()
+    """The clock of a device."""
+    return _DeviceClock(device) if on_accelerator(device) else _CpuClock()
 
 
 class _CpuClock:
@@ -183,26 +185,26 @@ def _arrived_at(work: dist.Work | Exchange) -> float:
     return perf_counter()
 
 
-class _CudaClock:
+class _DeviceClock:
     """A clock of events on the device; the collective has a stream of its own, and a third one waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waiting = torch.cuda.Stream(device)
+        self._waiting = torch.Stream(device)
 
     def __call__(self, start: Start | None, compute: Callable[[], None], times: int) -> tuple[float, float]:
-        started, computing, computed, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+        started, computing, computed, arrived = (torch.Event(enable_timing=True) for _ in range(4))
         started.record()
         work = start() if start is not None else None
         computing.record()
         for _ in range(times):
             compute()
         computed.record()
-        with torch.cuda.stream(self._waiting):
+        with self._waiting:
             self._waiting.wait_event(started)
             if work is not None:
                 work.wait()
             arrived.record()
-        torch.cuda.synchronize(self._device)
+        torch.accelerator.synchronize(self._device)
         collective_s = started.elapsed_time(arrived) / 1e3 if work is not None else 0.0
         return computing.elapsed_time(computed) / 1e3, collective_s

@@ -1,4 +1,4 @@
-"""The time of a layer alone and inside a pipeline between two halves of the ranks (only a sweep's ranks import this).
+"""The time of a layer alone and in a pipeline of two halves of the ranks (only a sweep's ranks import this).
 
 Some runtimes and networks make a layer's collectives several times as slow while messages go between nodes. A layer
 here is a product of two matrices and an all_reduce among neighbours inside a half, which stand for tensor parallelism.
@@ -12,21 +12,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.semantics.sweep_plan import Groups
-from shardwright_formats.types import Cluster
-from shardwright_profile.hardware.measurements import p2p_call
+from shardwright.launch.accelerator import CPU, GPU
+from shardwright.plan.sweep_plan import Groups
+from shardwright.types import Cluster
+from shardwright_profile.hardware.measurements import p2p_call, random_numbers
 from shardwright_profile.hardware.overlap import overlap_clock
 from shardwright_profile.hardware.profile import RateEntry
 from shardwright_profile.hardware.session import WARM_UP_REPEATS, Session, Task
 from shardwright_profile.hardware.statistics import LAYERS_ALONE, LAYERS_IN_PIPELINE
 
-_SIDES = {"cpu": 256, "cuda": 2048}
+_SIDES = {CPU: 256, GPU: 2048}
 _MESSAGE_BYTES = 2**20
 _LAYERS, _MICROBATCHES, _REPEATS = 4, 3, 9
 
 
 def pipeline_tasks(session: Session) -> list[Task]:
-    """Return the task that times layers alone and in a pipeline; none on one device, which has no second stage."""
+    """The task that times layers alone and in a pipeline; none on one device, which has no second stage."""
     if dist.get_world_size() == 1:
         return []
     keys = [("rate", name) for name in (LAYERS_ALONE, LAYERS_IN_PIPELINE)]
@@ -34,7 +35,7 @@ def pipeline_tasks(session: Session) -> list[Task]:
 
 
 def _entries(session: Session, _: float) -> list[RateEntry]:
-    """Return the layers a second of every rank, alone and in the pipeline, which take turns: medians."""
+    """The layers a second of every rank, alone and in the pipeline, which take turns: medians."""
     stopwatch = session.stopwatch
     stopwatch.doing = "timing layers alone and in a pipeline"
     half, layer = dist.get_world_size() // 2, _layer(session)
@@ -43,7 +44,7 @@ def _entries(session: Session, _: float) -> list[RateEntry]:
     clock, receives = overlap_clock(stopwatch.device), dist.get_rank() >= half
 
     def step_s(pipelined: bool) -> float:
-        """Return the seconds of the layers of a step, without those of the messages."""
+        """The seconds of the layers of a step, without those of the messages."""
         stopwatch.align()
         time_s = 0.0
         for _ in range(_MICROBATCHES):
@@ -64,11 +65,12 @@ def _entries(session: Session, _: float) -> list[RateEntry]:
 
 
 def _layer(session: Session) -> Callable[[], None]:
-    """Return this rank's part of a layer."""
+    """This rank's part of a layer."""
     device, groups = session.stopwatch.device, _groups(session.identity.cluster)
     group = session.process_groups.mine(groups) if groups else None
     side = _SIDES[device.type]
-    factor, numbers = torch.ones(side, side, device=device), torch.zeros(_MESSAGE_BYTES // 4, device=device)
+    factor = random_numbers(side, side, dtype=torch.float32, device=device)
+    numbers = torch.zeros(_MESSAGE_BYTES // 4, device=device)  # sums of zeros stay zeros
     product = torch.empty_like(factor)
 
     def layer() -> None:
@@ -80,7 +82,7 @@ def _layer(session: Session) -> Callable[[], None]:
 
 
 def _groups(cluster: Cluster) -> Groups:
-    """Return the largest equal groups of neighbours of which each lies inside a node and a half; none of one rank."""
+    """The largest equal groups of neighbours of which each lies inside a node and a half; none of one rank."""
     half = cluster.num_devices // 2
     size = gcd(half, *(cluster.node_types[group.node_type].devices_per_node for group in cluster.nodes))
     return tuple(tuple(range(start, start + size)) for start in range(0, 2 * half, size)) if size > 1 else ()

@@ -8,13 +8,14 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from shardwright_formats.display.units import bytes_text, seconds_text
-from shardwright_formats.io import Document, Value
-from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.io.table import Source, Table
-from shardwright_formats.semantics.sweep_plan import SizeRange
-from shardwright_formats.types import Cluster
-from shardwright_formats.types.hardware_profile import (
+from shardwright.display.units import bytes_text, seconds_text
+from shardwright.io import Document, Value
+from shardwright.io.hdf5 import Provenance
+from shardwright.io.table import Source, Table
+from shardwright.launch.journal import JournalKind
+from shardwright.plan.sweep_plan import SizeRange
+from shardwright.types import Cluster
+from shardwright.types.hardware_profile import (
     Collective,
     CollectiveKey,
     HardwareProfile,
@@ -25,7 +26,6 @@ from shardwright_formats.types.hardware_profile import (
     RateRow,
     RepeatRow,
 )
-from shardwright_launch.journal import JournalKind
 from shardwright_profile.hardware.statistics import findings, median_interval, outliers
 
 _Positive = Annotated[float, Meta(gt=0)]
@@ -48,7 +48,7 @@ class SweepIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def sizes(self) -> SizeRange:
-        """Return the range of message sizes."""
+        """The range of message sizes."""
         return SizeRange(self.min_bytes, self.max_bytes)
 
 
@@ -86,7 +86,7 @@ class StartEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def key(self) -> EntryKey:
-        """Return the kind of entry, of which there is one."""
+        """The kind of entry, of which there is one."""
         return ("start",)
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class RateEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
 
     @property
     def key(self) -> EntryKey:
-        """Return the kind of entry and the name of the rate."""
+        """The kind of entry and the name of the rate."""
         return ("rate", self.name)
 
     def __str__(self) -> str:
@@ -120,12 +120,12 @@ class PointEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def kind(self) -> CollectiveKey:
-        """Return the kind of message."""
+        """The kind of message."""
         return CollectiveKey.from_fields(self)
 
     @property
     def key(self) -> EntryKey:
-        """Return the kind of entry and of message, and the size."""
+        """The kind of entry and of message, and the size."""
         return ("point", self.kind, self.message_bytes)
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class PairEntry(PairRow, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
     @property
     def key(self) -> EntryKey:
-        """Return the kind of entry, the ranks and the size."""
+        """The kind of entry, the ranks and the size."""
         return ("pair", self.source_rank, self.target_rank, self.message_bytes)
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class PairEntry(PairRow, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
 
 def overlap_key(kind: CollectiveKey | OverlapRow, message_bytes: int, compute_ratio: float) -> EntryKey:
-    """Return the key of an overlap of a kind of collective, whether its ranks are neighbours or not."""
+    """The key of an overlap of a kind of collective, whether its ranks are neighbours or not."""
     return ("overlap", kind.collective, kind.group_size, kind.ranks_per_node, message_bytes, compute_ratio)
 
 
@@ -163,7 +163,7 @@ class OverlapEntry(OverlapRow, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def key(self) -> EntryKey:
-        """Return the kind of entry and of message, the size, and the length of the computation."""
+        """The kind of entry and of message, the size, and the length of the computation."""
         return overlap_key(self, self.collective_bytes, self.compute_ratio)
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ JOURNAL: JournalKind[SweepIdentity, Entry] = JournalKind(
 
 
 def profile_of(identity: SweepIdentity, entries: Sequence[Entry], date: str) -> HardwareProfile:
-    """Return the hardware profile of these entries, in their order; its notes say what is amiss."""
+    """The hardware profile of these entries, in their order; its notes say what is amiss."""
     cluster = identity.cluster
     points = [entry for entry in entries if isinstance(entry, PointEntry)]
     rates = [entry for entry in entries if isinstance(entry, RateEntry)]

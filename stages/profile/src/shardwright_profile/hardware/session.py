@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from shardwright_formats.semantics.process_groups import EDGE_CHANNELS
-from shardwright_formats.semantics.sweep_plan import CollectiveKind, Groups
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_launch.heartbeat import Heartbeat
-from shardwright_launch.journal import Journal
+from shardwright.launch.backend import edge_options, synchronize
+from shardwright.launch.heartbeat import Heartbeat
+from shardwright.launch.journal import Journal
+from shardwright.plan.process_groups import EDGE_CHANNELS
+from shardwright.plan.sweep_plan import CollectiveKind, Groups
+from shardwright.types.hardware_profile import Collective
 from shardwright_profile.hardware.profile import Entry, EntryKey, SweepIdentity
 from shardwright_profile.hardware.statistics import MIN_REPEATS, more_repeats, settled
 
@@ -32,7 +33,7 @@ class Stopwatch:
         """Current activity of this rank, which the launcher learns at each repeat."""
 
     def rank_times_s(self, call: Callable[[], object], repeats: int) -> NDArray[Any]:
-        """Return the seconds of each repeat of `call` on each rank: [ranks, repeats] float64.
+        """The seconds of each repeat of `call` on each rank: [ranks, repeats] float64.
 
         A barrier aligns the ranks before each repeat; on CUDA the device is synchronised on either side.
         """
@@ -41,12 +42,12 @@ class Stopwatch:
             self.align()
             start = perf_counter()
             call()
-            self._synchronise()
+            synchronize(self.device)
             times_s[i] = perf_counter() - start
         return self.gathered(times_s)
 
     def slowest_s(self, call: Callable[[], object], repeats: int) -> NDArray[Any]:
-        """Return the seconds of each repeat of `call` on the slowest rank: [repeats] float64."""
+        """The seconds of each repeat of `call` on the slowest rank: [repeats] float64."""
         return np.asarray(self.rank_times_s(call, repeats).max(axis=0))
 
     def repeated(self, measure: Callable[[int], NDArray[Any]], share_s: float, max_repeats: int) -> NDArray[Any]:
@@ -66,23 +67,23 @@ class Stopwatch:
         return times_s
 
     def budget(self, time_s: float) -> "Budget":
-        """Return a budget of `time_s` seconds from now."""
+        """A budget of `time_s` seconds from now."""
         return Budget(self, perf_counter(), time_s)
 
     def agreed(self, value: float) -> float:
-        """Return the largest of the ranks' values, so that all ranks decide alike."""
+        """The largest of the ranks' values, so that all ranks decide alike."""
         shared = torch.tensor([value], dtype=torch.float64).to(self.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return float(shared.cpu()[0])
 
     def gathered(self, mine: torch.Tensor) -> NDArray[Any]:
-        """Return every rank's numbers, stacked in rank order: [ranks, *mine.shape]."""
+        """Every rank's numbers, stacked in rank order: [ranks, *mine.shape]."""
         parts = [torch.zeros_like(mine, device=self.device) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, mine.to(self.device))
         return np.stack([part.cpu().numpy() for part in parts])
 
     def of_first(self, value: T, kind: type[T]) -> T:
-        """Return on every rank the value of rank 0, which is sent as JSON."""
+        """On every rank the value of rank 0, which is sent as JSON."""
         content = msgspec.json.encode(value)
         size = torch.tensor(len(content), device=self.device)
         dist.broadcast(size, src=0)
@@ -95,11 +96,7 @@ class Stopwatch:
         if self._heartbeat is not None:
             self._heartbeat.begin(self.doing)
         dist.barrier()
-        self._synchronise()
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
 
 class Budget(NamedTuple):
@@ -110,7 +107,7 @@ class Budget(NamedTuple):
     time_s: float
 
     def left_s(self) -> float:
-        """Return the seconds left of the budget on the slowest rank."""
+        """The seconds left of the budget on the slowest rank."""
         return self.time_s - self.stopwatch.agreed(perf_counter() - self.started)
 
 
@@ -122,18 +119,20 @@ class ProcessGroups:
         self.mine, self.pair = cache(self._made), cache(self._warmed_up)
 
     def group_for(self, kind: CollectiveKind) -> dist.ProcessGroup | None:
-        """Return the one of a kind's groups that this rank is in, or None."""
+        """The one of a kind's groups that this rank is in, or None."""
         return (self.pair if kind.key.collective is Collective.P2P else self.mine)(kind.groups)
 
     def _made(self, groups: Groups, few_channels: bool = False) -> dist.ProcessGroup | None:
         made = {
-            group: dist.new_group(list(group), pg_options=self._few_channels() if few_channels else None)
+            group: dist.new_group(
+                list(group), pg_options=edge_options(self._device, EDGE_CHANNELS) if few_channels else None
+            )
             for group in groups
         }
         return next((process_group for group, process_group in made.items() if dist.get_rank() in group), None)
 
     def _warmed_up(self, pairs: Groups) -> dist.ProcessGroup | None:
-        """Return the group of a sender and a receiver, warmed up by one message as training does for its edges."""
+        """The group of a sender and a receiver, warmed up by one message as training does for its edges."""
         pair, number = self._made(pairs, few_channels=True), torch.zeros(1, device=self._device)
         for source, target in pairs:
             if dist.get_rank() == source:
@@ -141,14 +140,6 @@ class ProcessGroups:
             elif dist.get_rank() == target:
                 dist.recv(number, source, pair)
         return pair
-
-    def _few_channels(self) -> "dist.ProcessGroupNCCL.Options | None":
-        """Return NCCL's options of training's pipeline edges, None for gloo."""
-        if self._device.type != "cuda":
-            return None
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.min_ctas = options.config.max_ctas = EDGE_CHANNELS
-        return options
 
 
 class Session(NamedTuple):
@@ -161,7 +152,7 @@ class Session(NamedTuple):
 
     @property
     def min_repeats(self) -> int:
-        """Return the minimum number of repeats of a point."""
+        """The minimum number of repeats of a point."""
         return min(MIN_REPEATS, self.identity.max_repeats)
 
 

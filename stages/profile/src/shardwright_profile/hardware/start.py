@@ -12,16 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import Cluster
-from shardwright_launch.accelerator import check_accelerator, device_type_of
-from shardwright_launch.journal import journal_path
-from shardwright_launch.lock import only_run
-from shardwright_launch.meeting import meeting_of
-from shardwright_launch.nodes import Nodes, check_all_nodes
-from shardwright_launch.ranks import launch
-from shardwright_launch.scratch import scratch_folder
+from shardwright.io import BadInput, read_document, write_document
+from shardwright.io.versions import versions_text
+from shardwright.launch.accelerator import COLLECTIVES, CPU, check_accelerator, device_type_of
+from shardwright.launch.journal import journal_path
+from shardwright.launch.lock import only_run, scratch_folder
+from shardwright.launch.meeting import meeting_of
+from shardwright.launch.nodes import Nodes, check_all_nodes
+from shardwright.launch.ranks import launch
+from shardwright.types import Cluster
 from shardwright_profile.hardware.profile import JOURNAL, Progress, Remark, SweepIdentity, SweepJob
 from shardwright_profile.options import HardwareOptions
 
@@ -34,7 +33,7 @@ def start_sweep(options: HardwareOptions) -> None:
     """Measure a cluster's collectives and devices with one process per device of this node.
 
     What a killed sweep of the same cluster and options has measured lies in a journal next to the output and is kept.
-    Raises BadInput before anything is started where cluster, options and this machine do not go together, and
+    Raises BadInput before anything is started if cluster, options and this machine do not go together, and
     RunFailed when a rank ends.
     """
     cluster = read_document(options.cluster, Cluster)
@@ -63,14 +62,14 @@ def start_sweep(options: HardwareOptions) -> None:
 
 
 def _identity(options: HardwareOptions, cluster: Cluster) -> SweepIdentity:
-    on_gpu = device_type_of(cluster, options.cluster) != "cpu"
+    device_type = device_type_of(cluster, options.cluster)
     return SweepIdentity(
         cluster=cluster,
-        backend="nccl" if on_gpu else "gloo",
+        backend=COLLECTIVES[device_type],
         min_bytes=options.min_bytes,
         max_bytes=options.max_bytes,
         max_repeats=options.max_repeats,
-        versions=versions_text(("torch",), on_gpu=on_gpu),
+        versions=versions_text(("torch",), on_gpu=device_type != CPU),
     )
 
 
@@ -88,7 +87,7 @@ def _check(options: HardwareOptions, cluster: Cluster, nodes: Nodes) -> None:
         )
     check_accelerator(cluster, nodes.rank, options.cluster)
     if importlib.util.find_spec("torch") is None:
-        raise BadInput("hardware", "torch is not installed here", "install shardwright-profile[hardware]")
+        raise BadInput("hardware", "torch is not installed here", "pip install 'shardwright[profile]'")
 
 
 @contextmanager

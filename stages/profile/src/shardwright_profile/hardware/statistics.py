@@ -7,9 +7,9 @@ from math import comb
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardwright_formats.display.units import bytes_text, seconds_text
-from shardwright_formats.types import Cluster
-from shardwright_formats.types.hardware_profile import HardwareProfile
+from shardwright.display.units import bytes_text, seconds_text
+from shardwright.types import Cluster
+from shardwright.types.hardware_profile import HardwareProfile
 
 MIN_REPEATS = 6
 """Minimum number of repeats whose extremes hold the median with a confidence of 95 %: 1 - 2 / 2**6 is 97 %."""
@@ -25,7 +25,7 @@ _OUTLYING = 3 * 1.4826
 
 
 def median_interval(times_s: ArrayLike) -> float:
-    """Return half of the 95 % confidence interval of the median, over the median; 0 for one repeat.
+    """Half of the 95 % confidence interval of the median, over the median; 0 for one repeat.
 
     The interval lies between two order statistics and assumes no distribution: the median of n independent times lies
     between the k-th smallest and the k-th largest with probability 1 - 2 P(B < k), B binomial of n and 1/2 (David and
@@ -38,7 +38,7 @@ def median_interval(times_s: ArrayLike) -> float:
 
 
 def _order(repeats: int) -> int:
-    """Return the largest k with 2 P(B < k) <= 5 % for B binomial of `repeats` and 1/2, at least 1; sums are exact."""
+    """The largest k with 2 P(B < k) <= 5 % for B binomial of `repeats` and 1/2, at least 1; sums are exact."""
     below, k = 0, 0
     while 2 * (below + comb(repeats, k)) <= (1 - _CONFIDENCE) * 2**repeats:
         below += comb(repeats, k)
@@ -47,12 +47,12 @@ def _order(repeats: int) -> int:
 
 
 def settled(times_s: ArrayLike) -> bool:
-    """Return whether the median of at least 6 repeats is known to within 3 %."""
+    """Whether the median of at least 6 repeats is known to within 3 %."""
     return np.size(times_s) >= MIN_REPEATS and median_interval(times_s) <= SETTLED
 
 
 def outliers(times_s: ArrayLike) -> NDArray[np.bool_]:
-    """Return which times are above the median by more than 3 scaled median absolute deviations: [times] bool.
+    """Which times are above the median by more than 3 scaled median absolute deviations: [times] bool.
 
     The scale 1.4826 makes that deviation a normal distribution's standard deviation (Leys et al. 2013, Detecting
     outliers). Times scatter upwards only: a fast one is no outlier.
@@ -63,7 +63,7 @@ def outliers(times_s: ArrayLike) -> NDArray[np.bool_]:
 
 
 def more_repeats(have: int, max_repeats: int, left_s: float, one_s: float) -> int:
-    """Return the repeats of the next round: half as many again, within time and `max_repeats`; 0 where none fits."""
+    """The repeats of the next round: half as many again, within time and `max_repeats`; 0 if none fits."""
     return max(0, min(max_repeats - have, max(MIN_REPEATS, have // 2), int(left_s / one_s)))
 
 
@@ -77,13 +77,13 @@ _MAX_SENTENCES = 20
 
 
 def findings(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
-    """Return a sentence for everything amiss in a cluster's measurements, the worst of its kind first."""
+    """A sentence for everything amiss in a cluster's measurements, the worst of its kind first."""
     bad = *_first(slow_ranks(profile, cluster)), *_first(bad_links(profile, cluster))
     return (*bad, *slowed_in_pipeline(profile), *unsettled_points(profile))
 
 
 def slowed_in_pipeline(profile: HardwareProfile) -> tuple[str, ...]:
-    """Return a sentence where a layer takes over 1.5 times as long inside a pipeline as alone, on the slowest rank."""
+    """A sentence if a layer takes over 1.5 times as long inside a pipeline as alone, on the slowest rank."""
     per_s = {row.name: row.value for row in profile.rates.rows}
     if not {LAYERS_ALONE, LAYERS_IN_PIPELINE} <= per_s.keys():
         return ()
@@ -97,7 +97,7 @@ def slowed_in_pipeline(profile: HardwareProfile) -> tuple[str, ...]:
 
 
 def slow_ranks(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
-    """Return a sentence for each rank with a rate under 80 % of the median of the ranks on the same type of node."""
+    """A sentence for each rank with a rate under 80 % of the median of the ranks on the same type of node."""
     rates: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for row in profile.ranks.rows:
         rates[row.name, cluster.node_type_of_rank[row.rank]][row.rank] = row.value
@@ -113,7 +113,7 @@ def slow_ranks(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
 
 
 def bad_links(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
-    """Return a sentence for each pair that takes over 1.5 times the median of at least 3 comparable pairs.
+    """A sentence for each pair that takes over 1.5 times the median of at least 3 comparable pairs.
 
     Pairs are comparable if they have one message size, are equally far apart, between the same types of node, and all
     inside a node or all across nodes.
@@ -137,7 +137,7 @@ def bad_links(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
 
 
 def unsettled_points(profile: HardwareProfile) -> tuple[str, ...]:
-    """Return a sentence on the points not known to within 3 %: their number and the worst; one repeat tells nothing."""
+    """A sentence on the points not known to within 3 %: their number and the worst; one repeat tells nothing."""
     repeats = np.array([len(times_s) for times_s in profile.times_s])
     interval = np.where(repeats > 1, profile.points["interval"], np.inf)
     count = int((interval > SETTLED).sum())

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.semantics.sweep_plan import CollectiveKind, SweepPlan
-from shardwright_formats.types.hardware_profile import Collective
+from shardwright.plan.sweep_plan import CollectiveKind, SweepPlan
+from shardwright.types.hardware_profile import Collective
 from shardwright_profile.hardware.measurements import collective_call, pair_tasks, point_tasks, rate_tasks
 from shardwright_profile.hardware.overlap import CASE_MESSAGES, overlap_tasks
 from shardwright_profile.hardware.pipelined import pipeline_tasks
@@ -28,12 +28,12 @@ class Line(NamedTuple):
     s_per_byte: float
 
     def sum_s(self, sizes: Sequence[int]) -> float:
-        """Return the seconds of one collective of each size in bytes."""
+        """The seconds of one collective of each size in bytes."""
         return sum(self.constant_s + self.s_per_byte * size for size in sizes)
 
 
 def line_through(small: tuple[int, float], large: tuple[int, float]) -> Line:
-    """Return the line through two sizes in bytes and their times in seconds, flat where the larger was no slower."""
+    """The line through two sizes in bytes and their times in seconds, flat if the larger was no slower."""
     (small_bytes, small_s), (large_bytes, large_s) = small, large
     slope = max(0.0, large_s - small_s) / (large_bytes - small_bytes) if large_bytes > small_bytes else 0.0
     return Line(small_s - slope * small_bytes, slope)
@@ -52,12 +52,12 @@ class Workload(NamedTuple):
     warm_up_repeats: int
 
     def min_s(self, line: Line) -> float:
-        """Return the seconds of the fewest repeats of everything, if every collective took the line's time."""
+        """The seconds of the fewest repeats of everything, if every collective took the line's time."""
         once_s = line.sum_s(self.points) + line.sum_s(self.pairs) + self.case_messages * line.sum_s(self.overlap)
         return (self.warm_up_repeats + self.min_repeats) * once_s
 
     def estimate(self, kept: int, needed_s: float, given_s: float) -> str:
-        """Return the message before the sweep; `kept` is the number of measurements that are known."""
+        """The message before the sweep; `kept` is the number of measurements that are known."""
         counts = f"{len(self.points)} points, {len(self.pairs)} rounds of pairs, {len(self.overlap)} overlaps"
         resumed = f"; {kept} measurements of a killed sweep are kept" if kept else ""
         longer = ": the small sizes are timed all the same" if needed_s > given_s else ""
@@ -103,7 +103,7 @@ def _parts(
 
 
 def _workload(session: Session, plan: SweepPlan) -> Workload:
-    """Return the messages that are timed however short the budget is, except those in the journal."""
+    """The messages that are timed however short the budget is, except those in the journal."""
     sizes, find = session.identity.sizes, session.journal.find
 
     def always(kind: CollectiveKind) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ def _workload(session: Session, plan: SweepPlan) -> Workload:
 
 
 def _calibrated(session: Session, plan: SweepPlan) -> Line:
-    """Return the time of a collective by size: an all_reduce of the largest group at the smallest size and 1 MiB."""
+    """The time of a collective by size: an all_reduce of the largest group at the smallest size and 1 MiB."""
     kind = next(kind for kind in plan.overlapped if kind.key.collective is Collective.ALL_REDUCE)
     sizes = session.identity.sizes.always(kind.key.group_size)
     points = []
@@ -137,7 +137,7 @@ def _calibrated(session: Session, plan: SweepPlan) -> Line:
 
 
 def _slowness(entry: Entry) -> float:
-    """Return the slowness by which one of several entries measured together is chosen to be shown."""
+    """The slowness by which one of several entries measured together is chosen to be shown."""
     match entry:
         case PairEntry():
             return entry.time_s

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io import BadInput, canonical_json, read_document
-from shardwright_formats.types.hardware_profile import write_hardware_profile
-from shardwright_launch.accelerator import CPU
-from shardwright_launch.heartbeat import START_UP_S, Heartbeat, end_quietly, start_rank
-from shardwright_launch.journal import Journal, Kept, journal_path
-from shardwright_launch.store import rank_store
+from shardwright.io import BadInput, canonical_json, read_document
+from shardwright.launch.accelerator import CPU, GPU
+from shardwright.launch.backend import device_name, on_accelerator, take_device
+from shardwright.launch.heartbeat import START_UP_S, Heartbeat, end_quietly, start_rank
+from shardwright.launch.journal import Journal, Kept, journal_path
+from shardwright.launch.store import rank_store
+from shardwright.types.hardware_profile import write_hardware_profile
 from shardwright_profile.hardware.profile import (
     JOURNAL,
     Entry,
@@ -41,7 +42,7 @@ def main(job_file: str) -> None:
         device = _device(job.identity)
         # The launcher, which shows the stacks of a hang, is to speak before the process group does.
         timeout = timedelta(seconds=2 * START_UP_S)
-        device_id = device if device.type == "cuda" else None
+        device_id = device if on_accelerator(device) else None
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = rank_store(dist.FileStore, dist.Store, size, timeout)  # type: ignore[attr-defined]
         dist.init_process_group(
@@ -71,7 +72,7 @@ def _measure(job: SweepJob, stopwatch: Stopwatch) -> None:
 
 
 def _journal(job: SweepJob, rank: int, stopwatch: Stopwatch) -> Journal[SweepIdentity, Entry]:
-    """Return the journal that an earlier sweep left, as rank 0 finds it: only its node need have the file."""
+    """The journal that an earlier sweep left, as rank 0 finds it: only its node need have the file."""
     path = journal_path(Path(job.out)) if rank == 0 else None
     kept: Kept[Entry] = JOURNAL.read(path, job.identity) if path is not None else Kept()
     return Journal(path, JOURNAL, job.identity, stopwatch.of_first(kept, Kept[Entry]))
@@ -85,20 +86,19 @@ def _write(job: SweepJob, entries: list[Entry]) -> None:
 
 
 def _device(identity: SweepIdentity) -> torch.device:
-    """Return the device of this rank; raise BadInput where it is not the one that the cluster names."""
+    """The device of this rank; raises BadInput if it is not the one that the cluster names."""
     cluster, local_rank = identity.cluster, int(os.environ["LOCAL_RANK"])
     wanted = cluster.of_rank(int(os.environ["RANK"]))
     if wanted.on_cpu:
         return torch.device(CPU)
     name = wanted.device
-    if (device_count := torch.cuda.device_count()) <= local_rank:
+    if (device_count := torch.accelerator.device_count()) <= local_rank:
         problem = f"it has a device {local_rank} ({name}), this node {device_count} CUDA devices"
         raise BadInput("--cluster", problem, "correct it")
-    if (here := torch.cuda.get_device_name(local_rank)) != name:
+    if (here := device_name(torch.device(GPU, local_rank))) != name:
         problem = f"device {local_rank} of this node is {here!r}, not {name!r}"
         raise BadInput("--cluster", problem, "correct the device name")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    return take_device(local_rank)
 
 
 def _say(said: Progress | Remark) -> None:

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_estimate.curves import fits_table
-from shardwright_formats.io import BadInput, sha256_of_file
-from shardwright_formats.io.hdf5 import Provenance, write_profile
-from shardwright_formats.io.table import Source, Sourced, Table
-from shardwright_formats.types import EMBEDDING, HEAD, MIB, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
-from shardwright_formats.types.hardware_profile import (
+from shardwright.estimate.curves import fits_table
+from shardwright.io import BadInput, sha256_of_file
+from shardwright.io.hdf5 import Provenance, write_profile
+from shardwright.io.table import Source, Sourced, Table
+from shardwright.optimizers.registry import ADAMW
+from shardwright.types import EMBEDDING, HEAD, MIB, BoundaryTensor, Heads, LayerType, Model, Parameter, Region
+from shardwright.types.hardware_profile import (
     Collective,
     CollectiveKey,
     HardwareProfile,
@@ -18,7 +19,7 @@ from shardwright_formats.types.hardware_profile import (
     PointRow,
     RepeatRow,
 )
-from shardwright_formats.types.model_profile import LayerRow, ModelProfile, ProcessRow, ProfileOrigin, StateRow
+from shardwright.types.model_profile import LayerRow, ModelProfile, ProcessRow, ProfileOrigin, StateRow
 from shardwright_profile.options import ImportModelOptions
 
 ABSENT = Sourced(0.0, Source.ABSENT)
@@ -31,14 +32,14 @@ _WEAKNESS = (Source.MEASURED, Source.DERIVED, Source.ASSUMED, Source.ABSENT)
 
 
 def state_row(type_name: str, tp_size: int, parameter_bytes: Sourced) -> StateRow:
-    """Return a row whose gradients are as large as the parameters and Adam's moments twice that; times are absent."""
+    """A row of AdamW, whose gradients are in float32 as the parameters are; times are absent."""
     size = round(parameter_bytes.value)
     return StateRow(
         type=type_name,
         tp_size=tp_size,
         parameter_bytes=size,
         gradient_bytes=size,
-        optimizer_bytes=2 * size,
+        optimizer_bytes=ADAMW.state_bytes(size, "float32"),
         bytes_source=parameter_bytes.source,
         optimizer_s=0.0,
         optimizer_source=Source.ABSENT,
@@ -53,7 +54,7 @@ def state_row(type_name: str, tp_size: int, parameter_bytes: Sourced) -> StateRo
 
 
 def noted(notes: Iterable[str]) -> str:
-    """Return the notes as a profile keeps them, one sentence a line; a file of defects is not repeated whole."""
+    """The notes as a profile keeps them, one sentence a line; a file of defects is not repeated whole."""
     lines = [" ".join(note.split()) for note in notes]
     cut = [line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}..." for line in lines[:_MAX_NOTES]]
     left = len(lines) - len(cut)
@@ -66,7 +67,7 @@ def made_from(*files: Path | None) -> Iterator[str]:
 
 
 def assumed_backward(options: ImportModelOptions) -> str:
-    """Return the sentence on backward times, of which there are none."""
+    """The sentence on backward times, of which there are none."""
     return (
         f"Backward is assumed to take {options.backward_ratio:g} times forward, and with full recomputation"
         " one forward more."
@@ -82,7 +83,7 @@ def write_imported(out: Path, profile: HardwareProfile | ModelProfile) -> None:
 
 
 def weaker(first: Source, second: Source) -> Source:
-    """Return the one of two sources that promises less."""
+    """The one of two sources that promises less."""
     return max(first, second, key=_WEAKNESS.index)
 
 
@@ -95,7 +96,7 @@ def imported_profile(
     layers: Iterable[LayerRow],
     states: Iterable[StateRow],
 ) -> ModelProfile:
-    """Return the profile of a model that another system measured through NCCL, on a day that it does not say."""
+    """The profile of a model that another system measured through NCCL, on a day that it does not say."""
     origin = ProfileOrigin(
         model=model.name,
         architecture_sha256=model.architecture_sha256,
@@ -110,7 +111,7 @@ def imported_profile(
 def profile_of(
     origin: ProfileOrigin, provenance: Provenance, layers: Iterable[LayerRow], states: Iterable[StateRow]
 ) -> ModelProfile:
-    """Return the profile of these rows; process and overhead are absent.
+    """The profile of these rows; process and overhead are absent.
 
     Curves go through what was measured only: points off a line would make it look better than it is.
     """
@@ -173,7 +174,7 @@ def halves(reduce: HardwarePoint) -> Iterator[HardwarePoint]:
 def hardware_profile(
     cluster: str, device: str, notes: Sequence[str], points: Sequence[HardwarePoint], overlap: OverlapRow | None = None
 ) -> HardwareProfile:
-    """Return the profile of these points, one time each, and of one overlap."""
+    """The profile of these points, one time each, and of one overlap."""
     ordered = sorted(points)
     return HardwareProfile(
         cluster=cluster,
@@ -209,11 +210,11 @@ class FlatType(NamedTuple):
 
 
 def parse_type(text: str) -> FlatType:
-    """Return the type described by NAME,LAYERS,POSITIONS,FEATURES,HEADS; raise BadInput where the text is none."""
+    """The type described by NAME,LAYERS,POSITIONS,FEATURES,HEADS; raises BadInput if the text is none."""
     name, *numbers = text.split(",")
     good = len(numbers) == 4 and all(len(n) < 9 and n.isascii() and n.isdigit() and int(n) for n in numbers)
     if not good or not name.isidentifier() or name in (EMBEDDING, HEAD):
-        raise BadInput("--type", f"{text!r} is no type", "write NAME,LAYERS,POSITIONS,FEATURES,HEADS")
+        raise BadInput("--type", f"{text!r} is not a type", "write NAME,LAYERS,POSITIONS,FEATURES,HEADS")
     return FlatType(name, *map(int, numbers))
 
 
@@ -224,14 +225,14 @@ def flat_model(
     parameters_bytes: Mapping[str, float],
     config: Mapping[str, object],
 ) -> Model:
-    """Return the model of these types, in order, each with one parameter of as many elements as its float32 bytes say.
+    """The model of these types, in order, each with one parameter of as many elements as its float32 bytes say.
 
     `parameters_bytes` holds those of one layer of each type, of the embedding and of the head. Operations are counted
     as 2 a parameter and position, attention's own left out. Each layer communicates as Megatron's attention and MLP do
     (Shoeybi et al. 2019); embedding and head share their vocabulary.
     """
     if len({kind.name for kind in types}) < len(types):
-        raise BadInput("--type", "two types have one name", "name them apart")
+        raise BadInput("--type", "two types have one name", "give each another name")
     first, last = types[0], types[-1]
     made = {EMBEDDING: _end(parameters_bytes[EMBEDDING], EMBEDDING, first)}
     made |= {kind.name: _block(parameters_bytes[kind.name], kind) for kind in types}

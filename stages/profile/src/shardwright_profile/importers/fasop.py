@@ -10,14 +10,14 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shardwright_estimate.layers import estimate_memory
-from shardwright_estimate.settings import block_types
-from shardwright_formats.io import BadInput, Value, read_bytes, read_document, read_object
-from shardwright_formats.io.table import Source, Sourced
-from shardwright_formats.key import LayerKey
-from shardwright_formats.types import EMBEDDING, HEAD, Attention, LayerStrategy, Model, Recompute
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
-from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile
+from shardwright.estimate.layers import estimate_memory
+from shardwright.estimate.settings import block_types
+from shardwright.io import BadInput, Value, read_bytes, read_document, read_object
+from shardwright.io.table import Source, Sourced
+from shardwright.key import LayerKey
+from shardwright.types import EMBEDDING, HEAD, Attention, LayerStrategy, Model, Recompute
+from shardwright.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
+from shardwright.types.model_profile import LayerFigures, LayerRow, ModelProfile
 from shardwright_profile.importers import documents
 from shardwright_profile.importers.launches import launch_notes
 from shardwright_profile.options import FasopHardwareOptions, FasopOptions
@@ -84,13 +84,13 @@ class FasopRequest(NamedTuple):
 
     @property
     def factors(self) -> Mapping[str, Factors]:
-        """Return the model's factors on the GPU by kind of layer; empty where all times grow in proportion."""
+        """The model's factors on the GPU by kind of layer; empty if all times grow in proportion."""
         known = {} if self.growth is None else self.growth.factors
         return known.get(self.options.model_name, {}).get(self.options.gpu, {})
 
 
 def read_fasop_times(file: Path) -> FasopTimes:
-    """Return a table of layer times; lines that start with `#` are comments. BadInput names the line that is wrong."""
+    """A table of layer times; lines that start with `#` are comments. BadInput names the line that is wrong."""
     try:
         lines = read_bytes(file, _MAX_BYTES).decode("ascii").splitlines()
     except UnicodeDecodeError:
@@ -109,9 +109,9 @@ def read_fasop_times(file: Path) -> FasopTimes:
 
 
 def import_fasop(request: FasopRequest) -> ModelProfile:
-    """Return the profile of one model on one GPU; optimizer and overheads are absent, memory is estimated.
+    """The profile of one model on one GPU; optimizer and overheads are absent, memory is estimated.
 
-    Raises BadInput where the table has no such model or GPU, or lacks a kind of layer, and where the description is of
+    Raises BadInput if the table has no such model or GPU, or lacks a kind of layer, and if the description is of
     another length or of a family of which nothing is known.
     """
     options = request.options
@@ -139,14 +139,14 @@ def _cells(file: Path, line: int, cells: Sequence[str]) -> tuple[str, str, int, 
         model, gpu, tp_size, kind, layers, forward_s = cells
         size, count, time_s = int(tp_size[:9]), int(layers[:9]), float(forward_s)
     except ValueError:
-        raise BadInput(file, f"line {line} is no row of {','.join(_COLUMNS)}", "correct it") from None
+        raise BadInput(file, f"line {line} is not a row of {','.join(_COLUMNS)}", "correct it") from None
     if size < 1 or count < 1 or not (math.isfinite(time_s) and 0 < time_s < _MAX_S):
         raise BadInput(file, f"line {line} has an impossible number", "correct it")
     return model, gpu, size, kind, time_s
 
 
 def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[str, Sourced]:
-    """Return the time of each of the model's types; what a kind adds to a plain layer belongs to the head."""
+    """The time of each of the model's types; what a kind adds to a plain layer belongs to the head."""
     options = request.options
 
     def time_of(kind: str) -> float:
@@ -173,12 +173,12 @@ def _times_by_type(request: FasopRequest, table: Kinds, tp_size: int) -> dict[st
 
 
 def _block_kinds(table: Kinds) -> tuple[str, ...]:
-    """Return the kinds of the model's blocks, in the order of its types."""
+    """The kinds of the model's blocks, in the order of its types."""
     return ("transformer",) if (1, "transformer") in table else ("encoder", "decoder")
 
 
 def grown(factors: Mapping[int, float], size: int) -> float:
-    """Return the factor of a micro-batch size, as FASOP's source has it.
+    """The factor of a micro-batch size, as FASOP's source has it.
 
     Sizes below the first that has a factor take as long as one sample, those above the last grow in proportion, and
     those between two take the factor of the smaller one in proportion.
@@ -238,7 +238,7 @@ def _notes(request: FasopRequest, by_type: Mapping[int, Mapping[str, Sourced]]) 
 
 
 def read_fasop_constants(file: Path) -> FasopConstants:
-    """Return FASOP's constants; raise BadInput where the file cannot be right."""
+    """FASOP's constants; raises BadInput if the file cannot be right."""
     try:
         return msgspec.convert(read_object(file, _MAX_BYTES), FasopConstants)
     except msgspec.ValidationError as error:
@@ -246,7 +246,7 @@ def read_fasop_constants(file: Path) -> FasopConstants:
 
 
 def read_fasop_growth(file: Path) -> FasopGrowth:
-    """Return FASOP's factors; raise BadInput where the file cannot be right."""
+    """FASOP's factors; raises BadInput if the file cannot be right."""
     try:
         return msgspec.convert(read_object(file, _MAX_BYTES), FasopGrowth, str_keys=True)
     except msgspec.ValidationError as error:
@@ -267,7 +267,7 @@ def write_fasop_hardware(options: FasopHardwareOptions) -> None:
 
 
 def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> HardwareProfile:
-    """Return a hardware profile by bandwidth alone, all derived; raise BadInput without constants of GPU or setting."""
+    """A hardware profile by bandwidth alone, all derived; raises BadInput without constants of GPU or setting."""
     file, setting, gpu = options.constants, options.setting, options.gpu
     links = constants.bandwidth_bits_per_s.get(setting, {}).get(gpu)
     if links is None:
@@ -312,7 +312,7 @@ def _between(nodes: int, a_node: int, bytes_per_s: float) -> Iterator[documents.
 
 
 def _sharing(key: CollectiveKey, a_node: int) -> float:
-    """Return how many times what a rank sends leaves each node; in an all-to-all a part of it stays there."""
+    """How many times what a rank sends leaves each node; in an all-to-all a part of it stays there."""
     if key.collective is Collective.ALL_TO_ALL:
         return a_node * (key.group_size - key.ranks_per_node) / (key.group_size - 1)
     return a_node / key.ranks_per_node

@@ -1,12 +1,12 @@
-"""Layers that take as long as the host starts their kernels: no smaller share of them is faster."""
+"""Layers that are bound by kernel launches on the host: sharding them further makes nothing faster."""
 
 from collections.abc import Iterable, Iterator
 
-from shardwright_estimate.parts import block_kernels
-from shardwright_estimate.settings import block_types
-from shardwright_formats.io.table import Source
-from shardwright_formats.types import Model
-from shardwright_formats.types.model_profile import LayerRow
+from shardwright.estimate.parts import block_kernels
+from shardwright.estimate.settings import block_types
+from shardwright.io.table import Source
+from shardwright.types import Model
+from shardwright.types.model_profile import LayerRow
 
 LAUNCH_BOUND = "launch-bound"
 """First word of a note on such a layer; predictions repeat it."""
@@ -37,12 +37,12 @@ def launch_notes(model: Model, rows: Iterable[LayerRow]) -> Iterator[str]:
 
 
 def _span(values: Iterable[float]) -> str:
-    """Return the ends of some values, rounded to whole ones."""
+    """The ends of some values, rounded to whole ones."""
     ordered = sorted(values)
     return " to ".join(dict.fromkeys(f"{value:.0f}" for value in (ordered[0], ordered[-1])))
 
 
 def _where(rows: Iterable[LayerRow]) -> str:
-    """Return the columns in which these rows were measured."""
+    """The columns in which these rows were measured."""
     known, columns = list(rows), ("micro_batch_size", "tp_size", "sequence_length")
     return ", ".join(f"{name} {_span(getattr(row, name) for row in known)}" for name in columns)

@@ -1,13 +1,13 @@
-"""The check of what is derived for layers whose ranks share positions out: probes of a share over derived times."""
+"""A check of derived times under context parallelism: measured probes of one share over the derived times."""
 
 from collections.abc import Iterator, Sequence
 
-from shardwright_estimate.curves import of_other_shares, on_joint_curve
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import Source
-from shardwright_formats.key import LayerKey
-from shardwright_formats.semantics.differences import Duration
-from shardwright_formats.types.model_profile import ContextRow, FitMode, FitRow, LayerRow, Quantity
+from shardwright.estimate.curves import of_other_shares, on_joint_curve
+from shardwright.io import BadInput
+from shardwright.io.table import Source
+from shardwright.key import LayerKey
+from shardwright.plan.differences import Duration
+from shardwright.types.model_profile import ContextRow, FitMode, FitRow, LayerRow, Quantity
 from shardwright_profile.model.probe_results import (
     LAYERS,
     LayerPair,
@@ -22,7 +22,7 @@ def context_rows(
 ) -> Iterator[ContextRow]:
     """Yield the check of each type of layer by each cp_size that was probed.
 
-    Raises BadInput where the points determine no curve over micro-batch sizes and lengths.
+    Raises BadInput if the points determine no curve over micro-batch sizes and lengths.
     """
     for cp_size in sorted({probe.cp_size for probe in probes} - {1}):
         for pair in layer_pairs([probe for probe in probes if probe.cp_size == cp_size]):
@@ -56,7 +56,7 @@ _TIMES = (Quantity.FORWARD_S, Quantity.BACKWARD_S)
 
 
 def _measured(pair: LayerPair) -> tuple[Duration, Duration]:
-    """Return the time of one layer's forward and backward pass."""
+    """The time of one layer's forward and backward pass."""
     forward = seconds_per_layer(pair, "forward time", lambda probe: probe.segments[LAYERS].forward)
     return forward, seconds_per_layer(pair, "backward time", lambda probe: probe.segments[LAYERS].backward)
 
@@ -64,7 +64,7 @@ def _measured(pair: LayerPair) -> tuple[Duration, Duration]:
 def _derived_s(
     pair: LayerPair, key: LayerKey, quantity: Quantity, layers: Sequence[LayerRow], fits: Sequence[FitRow]
 ) -> float:
-    """Return a time as it is derived for a plan: that of the share alone, and of attention to the other shares."""
+    """A time as it is derived for a plan: that of the share alone, and of attention to the other shares."""
     strategy = key.without("micro_batch_size", "sequence_length")
     curve = next(
         (fit for fit in fits if fit.mode is FitMode.JOINT and fit.quantity is quantity and fit.key == strategy), None

@@ -1,13 +1,13 @@
-"""Sentences on times of a profile that are doubtful: they fall as the micro-batch grows, or have large errors."""
+"""Warnings about doubtful times of a profile: times that fall as the micro-batch grows, or have large errors."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import hypot
 
-from shardwright_formats.key import rows_by_key
-from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR, Duration
-from shardwright_formats.types import EMBEDDING, HEAD
-from shardwright_formats.types.model_profile import LayerRow
+from shardwright.key import rows_by_key
+from shardwright.plan.differences import MAX_RELATIVE_ERROR, Duration
+from shardwright.types import EMBEDDING, HEAD
+from shardwright.types.model_profile import LayerRow
 from shardwright_profile.model.probe_results import ProbeResult
 from shardwright_profile.model.replays import LIKELY
 

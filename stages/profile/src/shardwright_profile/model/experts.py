@@ -1,4 +1,4 @@
-"""The two parts of layers with experts: what experts were measured to take, and what of measured layers is left."""
+"""Layers with experts in two parts: the measured cost of the experts, and the rest of the measured layer."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,18 +9,18 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import Source, Sourced
-from shardwright_formats.key import ExpertKey
-from shardwright_formats.semantics.axes import Layout, layout_of
-from shardwright_formats.types import ExpertMeasurement, Measurement, Model, Recompute, Strategy
-from shardwright_formats.types.model_profile import ExpertRow, LayerFigures, LayerRow
+from shardwright.io import BadInput
+from shardwright.io.table import Source, Sourced
+from shardwright.key import ExpertKey
+from shardwright.plan.axes import Layout, layout_of
+from shardwright.types import ExpertMeasurement, Measurement, Model, Recompute, Strategy
+from shardwright.types.model_profile import ExpertRow, LayerFigures, LayerRow
 from shardwright_profile.model.probe_results import ProbeResult
 
 _SAME = {Recompute.ATTENTION: Recompute.NONE, Recompute.MLP: Recompute.FULL}
 """Kinds of recomputation that do to experts what another does."""
 _LEAST = 0.01
-"""Share of a layer's time that is left beside its experts at least, where noise hides it."""
+"""Share of a layer's time that is left beside its experts at least, if noise hides it."""
 
 
 class TwoParts(NamedTuple):
@@ -36,7 +36,7 @@ def fit_experts(
     layers: Sequence[LayerRow],
     apart: Sequence[LayerRow],
 ) -> TwoParts:
-    """Return the rows of both parts, at the speed of `probe`; nothing where no experts were measured by themselves.
+    """The rows of both parts, at the speed of `probe`; nothing if no experts were measured by themselves.
 
     `layers`: rows of whole layers; `apart`: of those whose ranks have all experts each, for positions of their own.
     """
@@ -92,7 +92,7 @@ def _layout(row: LayerRow) -> Layout:
 
 
 def _at(experts: Sequence[ExpertRow], key: ExpertKey, rows: int) -> LayerFigures[float]:
-    """Return the figures of experts at a number of rows, between those that were measured."""
+    """The figures of experts at a number of rows, between those that were measured."""
     points = sorted((row for row in experts if row.key.without("rows") == key), key=lambda row: row.rows)
     columns = zip(*(row.figures for row in points), strict=True)
     sizes = [row.rows for row in points]
@@ -101,7 +101,7 @@ def _at(experts: Sequence[ExpertRow], key: ExpertKey, rows: int) -> LayerFigures
 
 
 def _left(row: LayerRow, experts: LayerFigures[float], plain: LayerFigures[float]) -> LayerFigures[Sourced]:
-    """Return what is left of a layer's figures without those of its experts.
+    """What is left of a layer's figures without those of its experts.
 
     Beside the workspace of experts lies what is computed again: without theirs, that of the rest is left.
     """

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_estimate.curves import fits_table
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import Source, Sourced, Table
-from shardwright_formats.key import LayerKey, rows_by_key
-from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import EMBEDDING, HEAD, DataParallel, Measurement, Model, Recompute
-from shardwright_formats.types.model_profile import (
+from shardwright.estimate.curves import fits_table
+from shardwright.io import BadInput
+from shardwright.io.table import Source, Sourced, Table
+from shardwright.key import LayerKey, rows_by_key
+from shardwright.plan.axes import axes_of
+from shardwright.types import EMBEDDING, HEAD, DataParallel, Measurement, Model, Recompute
+from shardwright.types.model_profile import (
     ContextRow,
     ExpertRow,
     LayerFigures,
@@ -57,10 +57,10 @@ class ZeroRates(NamedTuple):
 
 
 def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfile:
-    """Return the profile that the probes determine; points are kept as measured, but for `with_replays`.
+    """The profile that the probes determine; points are kept as measured, but for `with_replays`.
 
-    The same probes give the same profile, in whatever order their files come. Raises BadInput, naming the probes, where
-    they cannot be compared, where one is missing, and where noise hides the cost of a layer.
+    The same probes give the same profile, in whatever order their files come. Raises BadInput, naming the probes, if
+    they cannot be compared, if one is missing, and if noise hides the cost of a layer.
     """
     origin, provenance, results = read_probes(measurements)
     all_probes = tuple(probe for probe in results if probe.cp_size == 1)
@@ -81,6 +81,7 @@ def fit_profile(measurements: Sequence[tuple[Path, Measurement]]) -> ModelProfil
             provenance,
             notes="\n".join(
                 (
+                    *filter(None, [provenance.notes]),
                     *uncertain_times(all_probes, layers),
                     *hidden_replays(measured, layers),
                     *hidden_rests(pairs),
@@ -114,7 +115,7 @@ def _block_rows(pairs: Sequence[LayerPair]) -> Iterator[LayerRow]:
 
 
 def _backward(pair: LayerPair) -> Sourced:
-    """Return the time of a block's backward pass, which does not go through what stands before all that is trained."""
+    """The time of a block's backward pass, which does not go through what stands before all that is trained."""
     if not pair.few.plan.model.types[pair.type].has_backward:
         return Sourced(0.0, Source.DERIVED)
     return _measured(*seconds_per_layer(pair, "backward time", lambda probe: probe.segments[LAYERS].backward))
@@ -135,12 +136,12 @@ def _end_rows(probes: Sequence[ProbeResult]) -> Iterator[LayerRow]:
 
 
 def _measured(value: float, error: float = 0.0) -> Sourced:
-    """Return a measured number with its standard error."""
+    """A measured number with its standard error."""
     return Sourced(value, Source.MEASURED, error)
 
 
 def _process(probes: Sequence[ProbeResult], line: OptimizerLine) -> ProcessRow:
-    """Return the largest process, and what of a step is neither layers nor reduction nor per parameter."""
+    """The largest process, and what of a step is neither layers nor reduction nor per parameter."""
     overhead_s = max(0.0, median(_unexplained_s(probe) for probe in probes))
     return ProcessRow(
         process_bytes=max(probe.process_bytes for probe in probes),
@@ -168,12 +169,12 @@ _STATE_BYTES: tuple[tuple[str, Callable[[ProbeResult], int]], ...] = (
 
 
 def parameter_parts(probe: ProbeResult) -> int:
-    """Return the number of ranks among which tensor parallelism splits the parameters."""
+    """The number of ranks among which tensor parallelism splits the parameters."""
     return axes_of(probe.plan.layers[0]).dense.tensor.size
 
 
 def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
-    """Return the least-squares line through the optimizer times of all probes whose coefficients are not negative.
+    """The least-squares line through the optimizer times of all probes whose coefficients are not negative.
 
     Where the free line has a negative coefficient, the best line with that one at zero is taken, which is the optimum
     under the constraint (Lawson & Hanson 1974), so that no layer's optimizer time is ever negative.
@@ -193,7 +194,7 @@ def fit_optimizer_line(probes: Sequence[ProbeResult]) -> OptimizerLine:
 
 
 def fit_states(pairs: Sequence[LayerPair], line: OptimizerLine, zero: ZeroRates | None = None) -> tuple[StateRow, ...]:
-    """Return one row per tp_size and layer type.
+    """One row per tp_size and layer type.
 
     A block's bytes are the difference of its probes, the most over strategies and micro-batch sizes. What the layers
     leave over is split between embedding, head and types of which probes have one layer, by their numbers of
@@ -249,7 +250,7 @@ def _reduction_ranks(probes: Sequence[ProbeResult]) -> int:
 
 
 def _reduction_s_per_byte(probes: Sequence[ProbeResult]) -> float:
-    """Return the slope of the least-squares line through zero of the probes' reduction times, at least zero.
+    """The slope of the least-squares line through zero of the probes' reduction times, at least zero.
 
     A time is the difference of two backward passes, so single ones may be negative from noise.
     """
@@ -261,7 +262,7 @@ def _reduction_s_per_byte(probes: Sequence[ProbeResult]) -> float:
 def _state_bytes(
     tp_size: int, pairs: Sequence[LayerPair], quantity: str, bytes_of: Callable[[ProbeResult], int]
 ) -> dict[str, int]:
-    """Return the bytes of one kind of state by layer type."""
+    """The bytes of one kind of state by layer type."""
     by_type: dict[str, int] = {}
     for pair in pairs:
         by_type[pair.type] = max(by_type.get(pair.type, 0), bytes_per_layer(pair, quantity, bytes_of))
@@ -283,7 +284,7 @@ def _state_bytes(
 
 
 def _rank_parameters(probe: ProbeResult) -> int:
-    """Return the number of parameters that the optimizer of one rank updates; tied ones count once."""
+    """The number of parameters that the optimizer of one rank updates; tied ones count once."""
     model = probe.plan.model
     split = parameter_parts(probe)
     all_parameters = sum(model.types[name].trained_count(split) for name in (EMBEDDING, *model.layers, HEAD))
@@ -296,7 +297,7 @@ def _tied_parameters(model: Model, parts: int) -> int:
 
 
 def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
-    """Return the rates, or None where a probe is missing; gathers are relative to the otherwise equal DDP probe.
+    """The rates, or None if a probe is missing; gathers are relative to the otherwise equal DDP probe.
 
     The first gather of each pass is spared, for the pass before ended with that layer (`gathers_spared`).
     """
@@ -317,7 +318,7 @@ def zero_rates(probes: Sequence[ProbeResult]) -> ZeroRates | None:
 
 
 def _plain_microbatch_s(zero3: ProbeResult, probes: Sequence[ProbeResult]) -> float | None:
-    """Return the probe's microbatch time under DDP: the shortest probe's, and what each longer one takes more."""
+    """The probe's microbatch time under DDP: the shortest probe's, and what each longer one takes more."""
     alike = [probe for probe in probes if probe.data_parallel is DataParallel.DDP and probe.key == zero3.key]
     if not alike:
         return None

@@ -6,12 +6,12 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.hdf5 import Provenance
-from shardwright_formats.key import LayerKey, rows_by_key
-from shardwright_formats.semantics.differences import Duration, median_of, paired_difference
-from shardwright_formats.semantics.process_groups import COMMUNICATOR_BYTES, communicator_bytes, communicators
-from shardwright_formats.types import (
+from shardwright.io import BadInput
+from shardwright.io.hdf5 import Provenance
+from shardwright.key import LayerKey, rows_by_key
+from shardwright.plan.differences import Duration, median_of, paired_difference
+from shardwright.plan.process_groups import COMMUNICATOR_BYTES, communicator_bytes, communicators
+from shardwright.types import (
     EMBEDDING,
     HEAD,
     Attention,
@@ -21,7 +21,7 @@ from shardwright_formats.types import (
     PlanMeasurement,
     profiled_as,
 )
-from shardwright_formats.types.model_profile import ProfileOrigin
+from shardwright.types.model_profile import ProfileOrigin
 from shardwright_profile.model.probes import is_apart, layer_counts, no_probe, probe_key
 
 LAYERS = "layers"
@@ -37,16 +37,16 @@ class Repeats(NamedTuple):
 
     @property
     def slowest(self) -> Duration:
-        """Return the median of the slowest rank, with its standard error."""
+        """The median of the slowest rank, with its standard error."""
         return max(map(median_of, self.ranks))
 
     def beyond(self, other: "Repeats") -> Duration:
-        """Return how much longer it takes than the other, round by round, on the rank that is the slowest of both."""
+        """How much longer it takes than the other, round by round, on the rank that is the slowest of both."""
         slowest = max(zip(self.ranks, other.ranks, strict=True), key=lambda pair: sum(map(median, pair)))
         return paired_difference(slowest[1], slowest[0])
 
     def scaled(self, by: float) -> "Repeats":
-        """Return the repeats multiplied by a factor."""
+        """The repeats multiplied by a factor."""
         return Repeats(tuple(tuple(by * time_s for time_s in rank) for rank in self.ranks))
 
 
@@ -88,16 +88,16 @@ class ProbeResult(NamedTuple):
 
     @property
     def data_parallel(self) -> DataParallel:
-        """Return the kind of data parallelism of all its layers."""
+        """The kind of data parallelism of all its layers."""
         return self.plan.layers[0].data_parallel
 
     @property
     def microbatch_s(self) -> float:
-        """Return the seconds of forward and backward of the middle microbatch."""
+        """The seconds of forward and backward of the middle microbatch."""
         return sum(cost.forward.slowest.median_s + cost.backward.slowest.median_s for cost in self.segments.values())
 
     def at_speed(self, reference_s: float) -> "ProbeResult":
-        """Return the result with its times as on a machine that does the reference workload in `reference_s`."""
+        """The result with its times as on a machine that does the reference workload in `reference_s`."""
         by = reference_s / self.reference_s
         return self._replace(
             segments={
@@ -112,13 +112,13 @@ class ProbeResult(NamedTuple):
 
 
 def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Provenance, tuple[ProbeResult, ...]]:
-    """Return the origin that all measurements share, their provenance, and their probes by key and layer counts.
+    """The origin that all measurements share, their provenance, and their probes by key and layer counts.
 
     A machine's speed drifts from probe to probe: all times are scaled to the median speed. The speed at a probe is the
     median of it and its neighbours, so that a momentary disturbance spoils no difference of two probes.
 
-    Raises BadInput where they differ in model, device, backend, precision or attention, where a plan is no probe, where
-    a probe was measured twice, and where one ran out of memory.
+    Raises BadInput if they differ in model, device, backend, precision or attention, if a plan is no probe, if
+    a probe was measured twice, and if one ran out of memory.
     """
     for file, measurement in measurements:
         for failure in measurement.failed:
@@ -143,12 +143,14 @@ def read_probes(measurements: Sequence[Measured]) -> tuple[ProfileOrigin, Proven
         if identity in seen:
             raise BadInput(
                 result.file,
-                f"probe {result.plan.name!r} was measured already in {seen[identity].file}",
+                f"probe {result.plan.name!r} was already measured in {seen[identity].file}",
                 "pass one of them",
             )
         seen[identity] = result
     versions = "; ".join(sorted({measurement.versions for _, measurement in measurements}))
-    provenance = Provenance(date=max(m.date for _, m in measurements), versions=versions)
+    by = sorted({m.attention_by for _, m in measurements} - {""})
+    notes = f"attention by {'; '.join(by)}" if by else ""
+    provenance = Provenance(date=max(m.date for _, m in measurements), versions=versions, notes=notes)
     reference_s = median(result.reference_s for result in results)
     ordered = sorted(results, key=lambda r: (r.data_parallel, r.key, r.cp_size, sorted(r.counts.items())))
     return origin, provenance, tuple(result.at_speed(reference_s) for result in ordered)
@@ -167,7 +169,7 @@ def _origin(measurement: Measurement, measured: PlanMeasurement) -> ProfileOrigi
 
 
 def _reference_s(measured: Sequence[PlanMeasurement], place: int) -> float:
-    """Return the time of the reference workload around the plan at a place.
+    """The time of the reference workload around the plan at a place.
 
     For plans that were stepped in turns it is the median over the steps of all, the same for each of them; else the
     median of the plan and its neighbours.
@@ -184,7 +186,7 @@ def _of_each_communicator(measurement: Measurement) -> int:
 def _result(file: Path, measured: PlanMeasurement, reference_s: float, of_each: int) -> ProbeResult:
     plan = measured.plan
     if (problem := no_probe(plan)) is not None:
-        raise BadInput(file, f"plan {plan.name!r} is no probe: {problem}", "pass measurements of probes")
+        raise BadInput(file, f"plan {plan.name!r} is not a probe: {problem}", "pass measurements of probes")
 
     def largest(bytes_of: Callable[[int], int]) -> int:
         return max(bytes_of(rank) for rank in range(plan.world_size))
@@ -249,17 +251,17 @@ class LayerPair(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """Return the number of layers that the two probes differ by."""
+        """The number of layers that the two probes differ by."""
         return self.many.counts[self.type] - self.few.counts[self.type]
 
     @property
     def in_turns(self) -> bool:
-        """Return whether the two probes were stepped in turns, so that their steps of one number are of one round."""
+        """Whether the two probes were stepped in turns, so that their steps of one number are of one round."""
         return bool(self.few.in_turns) and self.few.in_turns == self.many.in_turns
 
 
 def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
-    """Return the pair of every key and block type: the fewest and the most layers of the type.
+    """The pair of every key and block type: the fewest and the most layers of the type.
 
     Galvatron's method (Miao et al. 2022): whatever does not grow with the layers falls out of the difference. Raises
     BadInput naming the probe that has no partner.
@@ -273,7 +275,7 @@ def layer_pairs(probes: Sequence[ProbeResult]) -> tuple[LayerPair, ...]:
 
 
 def seconds_per_layer(pair: LayerPair, quantity: str, repeats_of: Callable[[ProbeResult], Repeats]) -> Duration:
-    """Return the seconds of one layer; BadInput names both probes where the longer was not slower: no layer is free.
+    """The seconds of one layer; BadInput names both probes if the longer was not slower: no layer is free.
 
     For probes that were stepped in turns it is the median over the rounds, else the difference of two medians.
     """
@@ -285,12 +287,12 @@ def seconds_per_layer(pair: LayerPair, quantity: str, repeats_of: Callable[[Prob
 
 
 def _difference(few: Duration, many: Duration) -> Duration:
-    """Return the difference of two medians whose errors are independent."""
+    """The difference of two medians whose errors are independent."""
     return Duration(many.median_s - few.median_s, hypot(few.error_s, many.error_s))
 
 
 def bytes_per_layer(pair: LayerPair, quantity: str, bytes_of: Callable[[ProbeResult], int]) -> int:
-    """Return the bytes of one layer, rounded up; BadInput names both probes where the longer one held less."""
+    """The bytes of one layer, rounded up; BadInput names both probes if the longer one held less."""
     few_bytes, many_bytes = bytes_of(pair.few), bytes_of(pair.many)
     if many_bytes < few_bytes:
         raise _noisy(pair, quantity, f"{few_bytes} bytes", f"{many_bytes} bytes")

@@ -7,13 +7,14 @@ from typing import NamedTuple
 from msgspec import UNSET
 from msgspec.structs import asdict, replace
 
-from shardwright_estimate.expert_profile import expert_keys, sparse_types
-from shardwright_estimate.settings import ProfileSettings, block_types, formatted, misfit_of
-from shardwright_formats.io import BadInput
-from shardwright_formats.key import LayerKey
-from shardwright_formats.semantics.axes import axes_of, layout_of, strategy_on
-from shardwright_formats.semantics.expert_messages import shares_experts
-from shardwright_formats.types import (
+from shardwright.estimate.expert_profile import expert_keys, sparse_types
+from shardwright.estimate.settings import ProfileSettings, block_types, formatted, misfit_of
+from shardwright.io import BadInput
+from shardwright.key import LayerKey
+from shardwright.models.context import context_obstacle, gpu_format, ring_obstacle
+from shardwright.plan.axes import axes_of, layout_of, strategy_on
+from shardwright.plan.expert_messages import shares_experts
+from shardwright.types import (
     Cluster,
     ContextParallel,
     ContextProbe,
@@ -33,7 +34,6 @@ from shardwright_formats.types import (
     Strategy,
     misfit,
 )
-from shardwright_models.context import context_obstacle, ring_obstacle
 
 NUM_MICROBATCHES = 3
 """Minimum number of microbatches with a middle one, which gathers no parameters and only adds to existing gradients."""
@@ -58,13 +58,13 @@ class Probes(NamedTuple):
 
     @property
     def document(self) -> Plans:
-        """Return the document of the plans to measure."""
+        """The document of the plans to measure."""
         experts, context = self.experts or UNSET, self.context or UNSET
         return Plans(plans=self.plans, in_turns=self.in_turns, experts=experts, context=context)
 
 
 def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, settings: ProfileSettings) -> Probes:
-    """Return the probes of a model on one node of `node_type`, all of whose devices take part.
+    """The probes of a model on one node of `node_type`, all of whose devices take part.
 
     `models` are descriptions of one model at each length of the settings, its own first. For each strategy, length and
     micro-batch size: one plan with `settings.layers[0]` layers of every block type, and one for each block type with
@@ -110,10 +110,10 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
 
 
 def _node_of(cluster: Cluster, node_type: str) -> Cluster:
-    """Return a cluster of one node; BadInput where it is of no known type."""
+    """A cluster of one node; BadInput if it is of no known type."""
     if node_type not in cluster.node_types:
         known = ", ".join(sorted(cluster.node_types))
-        raise BadInput("--node-type", f"{node_type!r} is none of the cluster's node types", f"choose from {known}")
+        raise BadInput("--node-type", f"{node_type!r} is not one of the cluster's node types", f"choose from {known}")
     group, described = NodeGroup(node_type=node_type, count=1), cluster.node_types[node_type]
     return Cluster(name=node_type, nodes=(group,), node_types={node_type: described})
 
@@ -121,10 +121,10 @@ def _node_of(cluster: Cluster, node_type: str) -> Cluster:
 def _share_probes(
     models: Sequence[Model], node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> tuple[list[tuple[int, Plan]], list[str]]:
-    """Return the probes of one rank's share of positions, each with its cp_size, and why some sizes have none."""
+    """The probes of one rank's share of positions, each with its cp_size, and why some sizes have none."""
     length, shares, left_out = models[0].sequence_length, list[tuple[int, Plan]](), list[str]()
     for cp_size, share in settings.share_lengths(length).items():
-        if (problem := _context_obstacle(models[0], settings, fitting, cp_size)) is not None:
+        if (problem := _context_obstacle(models[0], node, settings, fitting, cp_size)) is not None:
             left_out.append(f"cp_size {cp_size}: {problem}")
             continue
         (described,) = (each for each in models if each.sequence_length == share)
@@ -132,12 +132,15 @@ def _share_probes(
     return shares, left_out
 
 
-def _context_obstacle(model: Model, settings: ProfileSettings, fitting: Sequence[Strategy], cp_size: int) -> str | None:
-    """Return why no probe checks what is derived for a cp_size, or None: it attends in blocks, as a ring does."""
+def _context_obstacle(
+    model: Model, node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy], cp_size: int
+) -> str | None:
+    """Why no probe checks what is derived for a cp_size, or None: it attends in blocks, as a ring does."""
     if all(strategy.tp_size > 1 for strategy in fitting):
         return "no strategy of tp_size 1 is measured"
     attention, ring = settings.attention, ContextParallel.RING
-    obstacle = context_obstacle(model, attention, settings.compile) or ring_obstacle(model, attention)
+    on_gpu = gpu_format(settings.precision, node)
+    obstacle = context_obstacle(model, attention, settings.compile, on_gpu) or ring_obstacle(model, attention)
     if obstacle is not None:
         return obstacle.problem
     shared = (
@@ -194,7 +197,7 @@ def _expert_probes(
 
 
 def probe_key(plan: Plan) -> LayerKey:
-    """Return the key that probes share whose difference is one layer: that of their layers without the type."""
+    """The key that probes share whose difference is one layer: that of their layers without the type."""
     strategy = plan.layers[0]
     size = axes_of(strategy).rank_samples(plan.microbatch_samples)
     key = LayerKey.from_fields(strategy, micro_batch_size=size, sequence_length=plan.model.sequence_length)
@@ -202,12 +205,12 @@ def probe_key(plan: Plan) -> LayerKey:
 
 
 def is_apart(plan: Plan) -> bool:
-    """Return whether a probe is of layers whose ranks have all experts each, for positions of their own."""
+    """Whether a probe is of layers whose ranks have all experts each, for positions of their own."""
     return any(map(shares_experts, plan.layers))
 
 
 def no_probe(plan: Plan) -> str | None:
-    """Return why a measured plan is no probe, or None where it is one."""
+    """Why a measured plan is no probe, or None if it is one."""
     if len(plan.stages) != 1:
         return f"it has {len(plan.stages)} pipeline stages"
     if len(plan.cluster.nodes) != 1:
@@ -221,7 +224,7 @@ def no_probe(plan: Plan) -> str | None:
     if len({(s.data_parallel, s.shard_size) for s in (*plan.layers, plan.embedding, plan.head)}) != 1:
         return "its layers are of several kinds of data parallelism"
     if plan.num_microbatches < NUM_MICROBATCHES:
-        return f"it has {plan.num_microbatches} microbatches, and so none that neither gathers nor reduces"
+        return f"it has {plan.num_microbatches} microbatches, so each of them gathers or reduces"
     if plan.gradient_reduction is not GradientReduction.DEFERRED:
         return "every microbatch reduces gradients"
     return None
@@ -232,12 +235,12 @@ def _sharding(layer: LayerStrategy) -> tuple[int, bool, SequenceParallel, Recomp
 
 
 def layer_counts(model: Model) -> dict[str, int]:
-    """Return the number of layers of each block type of a model."""
+    """The number of layers of each block type of a model."""
     return {name: model.layers.count(name) for name in block_types(model)}
 
 
 def with_layers(model: Model, counts: Mapping[str, int]) -> Model:
-    """Return the model with `counts` layers of each block type, which keep the order they have in the model.
+    """The model with `counts` layers of each block type, which keep the order they have in the model.
 
     Layers that the model does not have follow the last one of their type.
     """
@@ -262,7 +265,7 @@ def _in_turns(plans: Sequence[Plan], context: Sequence[ContextProbe]) -> Iterato
 def _zero_probes(
     model: Model, node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> tuple[Plan, ...]:
-    """Return the probes under ZeRO: widest data parallelism, the model's own length, the smallest micro-batch."""
+    """The probes under ZeRO: widest data parallelism, the model's own length, the smallest micro-batch."""
     widest = max(fitting, key=lambda strategy: layout_of(strategy).samples.size)
     if layout_of(widest).samples.size == 1:
         return ()
@@ -282,7 +285,7 @@ def _truncations(model: Model, layers: tuple[int, int]) -> Iterator[Model]:
 
 
 def _repeated(model: Model, number: int) -> dict[str, int]:
-    """Return so many layers of each block type, and one of those that cannot follow themselves."""
+    """So many layers of each block type, and one of those that cannot follow themselves."""
     return {name: 1 if name in model.reshaping else number for name in block_types(model)}
 
 

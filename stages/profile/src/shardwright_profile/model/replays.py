@@ -1,4 +1,4 @@
-"""What kinds of recomputation have in common: one forward time, and a backward pass that replays a part of it."""
+"""Times of recomputation: all kinds share one forward time, and their backward passes replay a part of it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import hypot
@@ -6,18 +6,18 @@ from statistics import mean
 
 import msgspec
 
-from shardwright_formats.io.table import Source
-from shardwright_formats.key import rows_by_key
-from shardwright_formats.semantics.differences import Duration
-from shardwright_formats.types import Recompute
-from shardwright_formats.types.model_profile import LayerRow
+from shardwright.io.table import Source
+from shardwright.key import rows_by_key
+from shardwright.plan.differences import Duration
+from shardwright.types import Recompute
+from shardwright.types.model_profile import LayerRow
 
 LIKELY = 3.0
 """Number of standard errors beyond which a difference is hardly chance."""
 
 
 def mean_of(durations: Sequence[Duration]) -> Duration:
-    """Return the mean of durations whose errors are independent, as those of probes measured apart are."""
+    """The mean of durations whose errors are independent, as those of probes measured apart are."""
     count = len(durations)
     return Duration(mean(d.median_s for d in durations), hypot(*(d.error_s for d in durations)) / count)
 
@@ -26,7 +26,7 @@ def with_replays(rows: Iterable[LayerRow]) -> Iterator[LayerRow]:
     """Yield the rows of blocks with one forward time for all kinds of recomputation, and no replay that takes no time.
 
     All kinds run the same forward pass: its time is the mean over them. Full recomputation repeats that pass, so its
-    time stands in, marked derived, where noise hides the repetition. Other kinds repeat a part of it: their backward
+    time stands in, marked derived, if noise hides the repetition. Other kinds repeat a part of it: their backward
     pass takes no less than the one without recomputation.
     """
     for alike in rows_by_key(rows, "recompute").values():
@@ -38,7 +38,7 @@ def with_replays(rows: Iterable[LayerRow]) -> Iterator[LayerRow]:
 
 
 def _with_replay(row: LayerRow, plain: LayerRow) -> LayerRow:
-    """Return a row whose backward pass takes what noise lets be told of its replay beyond that of the plain row."""
+    """A row whose backward pass takes what noise lets be told of its replay beyond that of the plain row."""
     replay = Duration(row.backward_s - plain.backward_s, hypot(row.backward_error_s, plain.backward_error_s))
     if row.recompute is Recompute.FULL and replay.median_s <= LIKELY * replay.error_s:
         replay = Duration(row.forward_s, row.forward_error_s)

@@ -1,4 +1,4 @@
-"""Layers that no probe has twice, such as what merges patches between the levels of a pyramid: what is left for them.
+"""Layers that no probe contains twice, such as patch merging between stages: the rest of a probe's time is theirs.
 
 They hand on another shape than they receive, so that none can follow itself. A key's shortest probe has one of each.
 """
@@ -6,10 +6,10 @@ They hand on another shape than they receive, so that none can follow itself. A 
 from collections.abc import Callable, Iterator, Sequence
 from math import hypot
 
-from shardwright_formats.io.table import Source, Sourced
-from shardwright_formats.key import LayerKey
-from shardwright_formats.semantics.differences import Duration
-from shardwright_formats.types.model_profile import LayerFigures, LayerRow
+from shardwright.io.table import Source, Sourced
+from shardwright.key import LayerKey
+from shardwright.plan.differences import Duration
+from shardwright.types.model_profile import LayerFigures, LayerRow
 from shardwright_profile.model.probe_results import (
     LAYERS,
     LayerPair,
@@ -86,7 +86,7 @@ def _times(alike: Sequence[LayerPair], name: str) -> Iterator[Duration]:
 
 
 def _rest(alike: Sequence[LayerPair], quantity: str) -> Duration:
-    """Return what a key's shortest probe takes beyond the layers that other probes have more of."""
+    """What a key's shortest probe takes beyond the layers that other probes have more of."""
     few, repeats_of = alike[0].few, _TIMES[quantity]
     whole = repeats_of(few).slowest
     pairs = [p for p in alike if quantity != _BACKWARD or few.plan.model.types[p.type].has_backward]

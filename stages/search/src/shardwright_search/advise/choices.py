@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright_formats.io import BadInput, read_bytes
-from shardwright_formats.types import (
+from shardwright.io import BadInput, has_controls, read_bytes
+from shardwright.types import (
     MIB,
     ContextParallel,
     DataParallel,
@@ -21,13 +21,14 @@ from shardwright_formats.types import (
     SequenceParallel,
 )
 from shardwright_search.advise.question import Question
-from shardwright_search.interop.limits import Reading, Setting
-from shardwright_search.interop.megatron_reader import read_megatron
-from shardwright_search.interop.registry import TARGETS
 from shardwright_search.space.configurations import divisors
-from shardwright_search.space.uniform import UniformStrategy
+from shardwright_search.space.uniform import UniformStrategy, with_experts
+from shardwright_search.systems.entry import Reading, Setting
+from shardwright_search.systems.registry import SYSTEMS
 
 _MAX_BYTES = MIB
+_OF_WORDS, _READ_WORDS = next((each, each.read_words) for each in SYSTEMS.values() if each.read_words is not None)
+"""The system whose arguments are a choice as they are, and are in files of any name."""
 _ZERO = {
     "0": DataParallel.DDP,
     "1": DataParallel.ZERO2,
@@ -37,7 +38,7 @@ _ZERO = {
 _RECOMPUTE = {str(kind): kind for kind in Recompute}
 _CONTEXT = {str(kind): kind for kind in ContextParallel}
 _KEYS = {"tp", "cp", "context", "pp", "mbs", "zero", "sp", "recompute", "vpp", "ep", "etp"}
-_SUFFIXES = {Path(target.file_name).suffix for target in TARGETS.values()} - {".txt"}
+_SUFFIXES = {Path(target.file_name).suffix for target in SYSTEMS.values()} - {".txt"}
 """Endings of files that are no choice where there is no such file."""
 _EXAMPLE = "write tp=8,pp=4,mbs=1,zero=1 (also ep, etp, cp, context, sp, recompute, vpp)"
 _COUNT = re.compile(r"[1-9]\d{0,6}")
@@ -51,15 +52,26 @@ def reading_of(text: str, setting: Setting) -> Reading:
     """
     path = Path(text)
     if text.startswith("--"):
-        return read_megatron(text, f"--against {text}", setting)
+        return _READ_WORDS(text, f"--against {text}", setting)
     if not path.is_file() and path.suffix not in _SUFFIXES:
-        return Reading(setting.plan(_pairs(text, setting.model), f"--against {text}"))
-    content = read_bytes(path, _MAX_BYTES).decode(errors="replace")
-    reads = next((each.read for each in TARGETS.values() if each.is_its_file(path, content)), None)
+        return Reading(setting.plan(_pairs(text, setting), f"--against {text}"))
+    content = _text_of(path)
+    reads = next((each.read for each in SYSTEMS.values() if each.is_its_file(path, content)), None)
     if reads is None and path.suffix in _SUFFIXES:
-        systems = ", ".join(each.title for each in TARGETS.values() if path.suffix == Path(each.file_name).suffix)
+        systems = ", ".join(each.title for each in SYSTEMS.values() if path.suffix == Path(each.file_name).suffix)
         raise BadInput(text, f"is no file of {systems}", "give a file as --launch writes it")
-    return (reads or read_megatron)(content, text, setting)
+    return (reads or _OF_WORDS.read)(content, text, setting)
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a file; BadInput where it is none in UTF-8, or holds control characters."""
+    try:
+        content = read_bytes(path, _MAX_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        raise BadInput(path, "is no text in UTF-8", "save it as UTF-8") from None
+    if has_controls(content):
+        raise BadInput(path, "holds control characters", "give a file of text")
+    return content
 
 
 def _usual_split(model: Model) -> SequenceParallel:
@@ -71,7 +83,7 @@ def _usual_split(model: Model) -> SequenceParallel:
     return SequenceParallel.NONE if whole else SequenceParallel.MEGATRON
 
 
-def _pairs(text: str, model: Model) -> UniformStrategy:
+def _pairs(text: str, setting: Setting) -> UniformStrategy:
     """Return the choice of `tp=8,pp=4`; zero 3 reduces each microbatch's gradients, as FSDP keeps shards of them.
 
     Without etp ranks share the features of each expert as those of the rest, as in Megatron-LM.
@@ -81,21 +93,23 @@ def _pairs(text: str, model: Model) -> UniformStrategy:
         problem = f"{unknown[0]!r} is no file, no rule and no key of a choice"
         raise BadInput(f"--against {text}", problem, _EXAMPLE)
     data_parallel = _one_of(text, "zero", pairs.get("zero", "0"), _ZERO)
-    shards = data_parallel is DataParallel.ZERO3
-    choice = UniformStrategy(
-        tp_size=_count(text, pairs, "tp"),
+    shards, model = data_parallel is DataParallel.ZERO3, setting.model
+    tp_size, chunks, ep_size = (_count(text, pairs, key) for key in ("tp", "vpp", "ep"))
+    etp_size = _count(text, pairs, "etp") if "etp" in pairs else tp_size
+    name = f"--against {text}"
+    choice = setting.uniform(
+        name,
+        _count(text, pairs, "pp"),
+        _count(text, pairs, "mbs"),
+        GradientReduction.EVERY_MICROBATCH if shards else GradientReduction.DEFERRED,
+        tp_size=tp_size,
         cp_size=_count(text, pairs, "cp"),
         context=_context(text, pairs),
-        pp_size=_count(text, pairs, "pp"),
-        micro_batch_size=_count(text, pairs, "mbs"),
         data_parallel=data_parallel,
         sequence_parallel=_one_of(text, "sp", pairs["sp"], _SPLITS) if "sp" in pairs else _usual_split(model),
         recompute=_one_of(text, "recompute", pairs.get("recompute", "none"), _RECOMPUTE),
-        gradient_reduction=GradientReduction.EVERY_MICROBATCH if shards else GradientReduction.DEFERRED,
-        chunks=_count(text, pairs, "vpp"),
     )
-    etp_size = _count(text, pairs, "etp") if "etp" in pairs else choice.tp_size
-    return choice.with_experts(_count(text, pairs, "ep"), etp_size)
+    return with_experts(name, model, choice._replace(chunks=chunks), ep_size, etp_size)
 
 
 def _context(text: str, pairs: Mapping[str, str]) -> ContextParallel:
@@ -121,8 +135,8 @@ def _one_of(text: str, name: str, value: str, values: Mapping[str, Any]) -> Any:
 class Rule(NamedTuple):
     """A rule of thumb."""
 
-    choices: Callable[[Question], Iterator[UniformStrategy]]
-    """Choices that the rule tries, in order; the first that fits is taken."""
+    choices: Callable[[Question], Iterator[str]]
+    """Choices, as a user writes them, that the rule tries, in order; the first that fits is taken."""
     source: str
     """Statement of the rule, and who says so."""
 
@@ -148,27 +162,20 @@ def _tp_sizes(question: Question) -> list[int]:
     return [t for t in question.tp_sizes if t <= 8 and not any(h % t for h in heads)]
 
 
-def _shapes(question: Question, tp_sizes: Sequence[int]) -> Iterator[UniformStrategy]:
+def _shapes(question: Question, tp_sizes: Sequence[int]) -> Iterator[str]:
     """Yield ZeRO-1 with micro-batches of 1, the fewest model-parallel ranks first, then with full recomputation."""
     devices, layers = question.cluster.num_devices, len(question.model.layers)
     sizes = [(t * p, -t, t, p) for t in tp_sizes for p in divisors(devices // t) if p <= layers]
-    choice = UniformStrategy(data_parallel=DataParallel.ZERO2, sequence_parallel=_usual_split(question.model))
     for recompute in (Recompute.NONE, Recompute.FULL):
         for _, _, tp_size, pp_size in sorted(sizes):
-            yield choice._replace(tp_size=tp_size, pp_size=pp_size, recompute=recompute)
+            yield f"tp={tp_size},pp={pp_size},zero=1,recompute={recompute}"
 
 
-def _from_table(question: Question) -> Iterator[UniformStrategy]:
+def _from_table(question: Question) -> Iterator[str]:
     """Yield the row of the next larger model, with its micro-batch and then ever smaller ones."""
     parameters = question.model.parameter_count
     _, tp_size, pp_size, largest = next((row for row in _TABLE if row[0] >= parameters), _TABLE[-1])
-    choice = UniformStrategy(
-        tp_size=tp_size,
-        pp_size=pp_size,
-        sequence_parallel=_usual_split(question.model),
-        recompute=Recompute.FULL,
-    )
-    yield from (choice._replace(micro_batch_size=size) for size in (16, 8, 4, 2, 1) if size <= largest)
+    yield from (f"tp={tp_size},pp={pp_size},mbs={size},recompute=full" for size in (16, 8, 4, 2, 1) if size <= largest)
 
 
 RULES = {
@@ -202,7 +209,7 @@ def plan_of_rule(name: str, question: Question, fits: Callable[[Plan], bool]) ->
     plan = None
     for choice in RULES[name].choices(question):
         try:
-            plan = question.setting.plan(choice, f"rule:{name}")
+            plan = question.setting.plan(_pairs(choice, question.setting), f"rule:{name}")
         except BadInput:
             continue
         if fits(plan):

@@ -2,7 +2,7 @@
 
 from msgspec import UNSET
 
-from shardwright_formats.types import Model
+from shardwright.types import Model
 
 
 def searched_ep_sizes(model: Model, devices: int) -> tuple[int, ...]:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwright_formats.display.chart import Panel, bytes_axis, linear_axis
-from shardwright_formats.display.colours import MEASURED
-from shardwright_formats.display.svg import INK, PAPER, WIDTH, element, picture
-from shardwright_formats.display.units import bytes_text, seconds_text
+from shardwright.display.chart import Panel, bytes_axis, linear_axis
+from shardwright.display.colours import MEASURED
+from shardwright.display.svg import INK, PAPER, WIDTH, element, picture
+from shardwright.display.units import bytes_text, seconds_text
 
 _HEIGHT, _TOP, _BOTTOM, _LEFT, _RIGHT = 300.0, 30.0, 250.0, 80.0, 40.0
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shardwright_formats.io import read_bytes
-from shardwright_formats.types import MIB, Model
+from shardwright.io import read_bytes
+from shardwright.types import MIB, Model
 
 MIN_SHARE = 8192
 """Positions of a sample that each rank has at least in searched plans: below, samples themselves are shared out."""

@@ -5,18 +5,18 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
-from shardwright_estimate.accuracy import SEEN
-from shardwright_formats.display.html import html_drawing, html_list, html_page, html_table, html_tiles, with_contents
-from shardwright_formats.display.plan_picture import draw_memory, draw_plan
-from shardwright_formats.display.units import seconds_text
-from shardwright_formats.types import GIB
+from shardwright.devices.utilization import Utilization, model_flops_utilization
+from shardwright.display.html import html_drawing, html_list, html_page, html_table, html_tiles, with_contents
+from shardwright.display.plan_picture import draw_memory, draw_plan
+from shardwright.display.units import seconds_text
+from shardwright.estimate.accuracy import SEEN
+from shardwright.types import GIB
 from shardwright_search.advise.front_picture import Point, draw_front
 from shardwright_search.advise.question import Question
 from shardwright_search.advise.report import (
     PLAN_HEADINGS,
     Advice,
     memory_rows,
-    mfu,
     plan_rows,
     plan_words,
     usd_per_billion_tokens,
@@ -142,15 +142,19 @@ def _parts(column: Column, share: float, axes: Axes, outcomes: Outcomes) -> Iter
 
 def _answer(sized: Sized) -> str:
     question, plan, estimate = sized.question, sized.plan, sized.estimate
-    share, price = mfu(question, plan, estimate), usd_per_billion_tokens(plan, estimate)
+    share, price = model_flops_utilization(plan, estimate.simulated_step_time_s), usd_per_billion_tokens(plan, estimate)
     tiles = [
         (seconds_text(estimate.simulated_step_time_s), "a step"),
         (f"{estimate.samples_per_s * question.model.sequence_length:,.0f}", "tokens a second"),
-        *([] if share is None else [(f"{share:.1%}", "of the GPUs' peak (MFU)")]),
+        *([] if share is None else [(f"{share.causal:.1%}", f"of the GPUs' peak ({_counted(share)})")]),
         (f"{estimate.memory_bytes / GIB:.1f} GiB", f"of the fullest GPU, of {question.budget_words}"),
         *([] if price is None else [(f"${price:,.2f}", "a billion tokens")]),
     ]
     return f"{html_tiles(tiles)}<p>{escape(plan_words(plan))}</p><p>{_proof(sized)}</p>"
+
+
+def _counted(share: Utilization) -> str:
+    return "MFU" if share.causal == share.full_square else f"MFU; full-square {share.full_square:.1%}"
 
 
 def _proof(sized: Sized) -> str:

@@ -1,21 +1,27 @@
-"""The search that `shardwright-search advise` makes of its options, by shapes and published figures alone."""
+"""The search that `shardwright advise` makes of its options, by shapes and published figures alone."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright_estimate.accuracy import SPARE_SHARE
-from shardwright_estimate.devices import Device, DeviceTable, Efficiencies, device_named, rates_of, read_devices
-from shardwright_estimate.hardware import NodeRates, node_rates
-from shardwright_estimate.profile import hardware_profile, model_profile
-from shardwright_estimate.runtimes import Runtime, attention_of
-from shardwright_estimate.settings import ProfileSettings
-from shardwright_formats.io import BadInput, did_you_mean, read_object
-from shardwright_formats.types import (
+from shardwright.devices.table import Device, DeviceTable, device_named, read_devices
+from shardwright.estimate.accuracy import MEMORY_SEEN, SPARE_SHARE
+from shardwright.estimate.hardware import NodeRates, node_rates
+from shardwright.estimate.machines import Efficiencies, rates_of
+from shardwright.estimate.profile import hardware_profile, model_profile
+from shardwright.estimate.runtimes import SHARDWRIGHT, Runtime, attention_of
+from shardwright.estimate.settings import ProfileSettings
+from shardwright.io import BadInput, did_you_mean, read_object
+from shardwright.models.config_keys import without_notes
+from shardwright.models.description import model_of_config
+from shardwright.models.mtp import with_mtp
+from shardwright.models.registry import FAMILIES, read_presets
+from shardwright.types import (
     FP8,
     GIB,
     MAX_DEVICES,
@@ -30,35 +36,22 @@ from shardwright_formats.types import (
     Recompute,
     Schedule,
 )
-from shardwright_models.description import model_of_config
-from shardwright_models.presets import read_presets
 from shardwright_search.advise.experts import searched_ep_sizes
 from shardwright_search.advise.long_context import priced_lengths, searched_cp_sizes
+from shardwright_search.cost_model.expert_load import LoadFile, read_load
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
-from shardwright_search.interop.limits import Setting
 from shardwright_search.options import AdviseOptions
 from shardwright_search.space.budget import budgets_of_stages
 from shardwright_search.space.request import SearchRequest
+from shardwright_search.systems.entry import Setting
+from shardwright_search.systems.registry import SYSTEMS
 
-_PACKAGE = "shardwright-search"
 _MAX_INTERLEAVED = 2**16
 """The largest batch that interleaved schedules are searched for: of more microbatches bubbles are no share."""
 _CHUNKS = (2, 4)
 """Layer ranges of a stage of interleaved schedules that are searched."""
-_NETWORKS = {
-    "A100-40": (200, "DGX A100 datasheet, NVIDIA, 2020: 8 x 200 Gbit/s InfiniBand for 8 GPUs"),
-    "A100-80": (200, "DGX A100 datasheet, NVIDIA, 2020: 8 x 200 Gbit/s InfiniBand for 8 GPUs"),
-    "H100-SXM": (400, "DGX H100 datasheet, NVIDIA, 2022: 8 x 400 Gbit/s InfiniBand for 8 GPUs"),
-    "H200": (400, "DGX H200 datasheet, NVIDIA, 2024: 8 x 400 Gbit/s InfiniBand for 8 GPUs"),
-    "B200": (400, "DGX B200 datasheet, NVIDIA, 2024: 8 x 400 Gbit/s InfiniBand for 8 GPUs"),
-    "GB200": (400, "DGX GB200 datasheet, NVIDIA, 2024: 72 x 400 Gbit/s InfiniBand for 72 GPUs"),
-    "B300": (800, "DGX B300 datasheet, NVIDIA, 2025: 8 x 800 Gbit/s InfiniBand for 8 GPUs"),
-    "GB300": (800, "DGX GB300 datasheet, NVIDIA, 2025: 72 x 800 Gbit/s InfiniBand for 72 GPUs"),
-}
-"""Gbit/s that a node sends for each of its GPUs, and who says so, by key in the table of devices."""
 _FP8_ASSUMED = ("fp8: products with the weights of blocks alone, without their casts; estimated, not trained here",)
-_SHORT_NAMES = {"H100": "H100-SXM"}
-"""Names that people write for one of several devices of the table."""
+_FORMATS = ("bfloat16", "float16", "float32")
 _USUAL_TOKENS = 2**22
 """Tokens of a step: Touvron et al. 2023, Llama 2, table 1, and Grattafiori et al. 2024, section 3.4.1."""
 _GPUS = re.compile(r"(?:(\d{1,6})x)?(\d{1,6}):([^+]+)")
@@ -77,7 +70,7 @@ class Machines(NamedTuple):
     @property
     def tp_sizes(self) -> tuple[int, ...]:
         """Return the tensor-parallel sizes that fit in a node of each type."""
-        shared = gcd(*(node.devices_per_node for node in self.cluster.node_types.values()))
+        shared = gcd(*map(self.cluster.domain_size, self.cluster.node_types))
         return tuple(size for size in (1, 2, 4, 8) if shared % size == 0)
 
     def alone(self, node_type: str) -> Cluster:
@@ -95,13 +88,14 @@ class Question(NamedTuple):
     model: Model
     cluster: Cluster
     profiles: Profiles
-    devices: dict[str, Device]
-    """Published figures of the device of each node type."""
     budgets: dict[str, int]
     """Bytes of a GPU that a plan may use, by node type."""
     tp_sizes: tuple[int, ...]
     """Tensor-parallel sizes that fit in a node of each type."""
     assumed: tuple[str, ...]
+    other: Profiles | None = None
+    """The profiles under the other way in which the runtime runs experts, plain or tuned; None: there is one way."""
+    is_tuned: bool = False
 
     @property
     def setting(self) -> Setting:
@@ -121,6 +115,14 @@ class Question(NamedTuple):
         return min(self.left_bytes(plan, estimate)) >= 0
 
     @property
+    def whole(self) -> "Question":
+        """The same question about all memory of each GPU."""
+        types = self.cluster.node_types
+        budgets = {name: types[name].memory_bytes for name in self.budgets}
+        request = replace(self.request, memory_gib={name: size / GIB for name, size in budgets.items()})
+        return self._replace(request=request, budgets=budgets)
+
+    @property
     def budget_words(self) -> str:
         """Return the budget of a GPU in words."""
         if len(self.budgets) == 1:
@@ -136,8 +138,11 @@ def question_of(options: AdviseOptions) -> Question:
     model, source = model_of(options)
     table = read_devices()
     machines = machines_of(options, table)
-    runtime = options.assumed
+    runtime, other = _runtimes(options, model, machines)
     _, attention = attention_of(runtime, Attention.AUTO)
+    _check_precision(options.precision, machines)
+    if options.base is not None and model.trained_count == model.parameter_count:
+        raise BadInput("--base", f"{options.base} is of frozen parameters, and all are trained", "give --lora, too")
     if options.precision == FP8 and attention is Attention.EAGER:
         raise BadInput("--attention", "eager is not estimated beside fp8", "take flash2 or flash3")
     batch = options.batch or _usual_batch(model, machines.cluster)
@@ -156,19 +161,67 @@ def question_of(options: AdviseOptions) -> Question:
         schedules=(Schedule.ONE_F_ONE_B, *interleaved),
         chunks_per_stage=_CHUNKS,
         fine_grained=not options.uniform,
-        precision=Precision(compute=options.precision),
+        precision=options.formats,
         attention=attention,
         compile=options.compile,
     )
     lengths = priced_lengths(model.sequence_length, request.cp_sizes, options.against)
     models = (model, *(model_of(replace(options, seq=length))[0] for length in lengths))
-    profiles = together([_profiles(request, models, machines, key, table, runtime) for key in machines.devices])
+    load = None if options.imbalance is None else read_load(options.imbalance)
+
+    def profiles_under(assumed: Runtime) -> Profiles:
+        made = (_profiles(request, models, machines, key, table, assumed) for key in machines.devices)
+        return together([each._replace(load=load) for each in made])
+
     budgets = {key: int(gib * GIB) for key, gib in machines.budgets_gib.items()}
-    habits = f"{runtime.text}, of {'compiled' if options.compile else 'eager'} blocks (--runtime)"
+    named_by = "--runtime" if options.runtime is not None or options.target is None else f"--for {options.target}"
+    habits = f"{runtime.text}, of {'compiled' if options.compile else 'eager'} blocks ({named_by})"
     sources = (f"{runtime.name}: {source}" for source in runtime.sources)
-    in_fp8 = _FP8_ASSUMED if options.precision == FP8 else ()
-    assumed = (f"shapes: {source}", *unsaid, *machines.assumed, habits, *sources, *in_fp8)
-    return Question(request, model, machines.cluster, profiles, machines.devices, budgets, machines.tp_sizes, assumed)
+    formats = (*(_FP8_ASSUMED if options.precision == FP8 else ()), *_formats_assumed(options))
+    logged = (f"experts get positions as in {load.path} (--imbalance)",) if isinstance(load, LoadFile) else ()
+    assumed = (f"shapes: {source}", *unsaid, *machines.assumed, habits, *sources, *formats, *logged, MEMORY_SEEN)
+    return Question(
+        request,
+        model,
+        machines.cluster,
+        profiles_under(runtime),
+        budgets,
+        machines.tp_sizes,
+        assumed,
+        None if other is None else profiles_under(other),
+        options.tuned,
+    )
+
+
+def _runtimes(options: AdviseOptions, model: Model, machines: Machines) -> tuple[Runtime, Runtime | None]:
+    """Return the runtime that is assumed, and as it runs experts in its other way, plain or tuned, if it has one."""
+    plain = options.assumed_of(SHARDWRIGHT if options.target is None else SYSTEMS[options.target].runtime)
+    mxfp8 = options.precision == FP8 and all(device.mxfp8 for device in machines.devices.values())
+    tuned = plain.tuned(mxfp8) if any(kind.experts is not UNSET for kind in model.types.values()) else None
+    if tuned is None and options.tuned:
+        problem = f"the runtime {plain.name} has no tuned way to run {model.name}"
+        raise BadInput("--tuned", problem, "leave it out, or take a runtime that has one, for a model with experts")
+    return (tuned, plain) if options.tuned and tuned is not None else (plain, tuned)
+
+
+def _formats_assumed(options: AdviseOptions) -> Iterator[str]:
+    """Yield what is assumed of the number formats of states."""
+    if options.formats.parameters != "float32" and options.parameters is None:
+        yield "parameters, gradients and the optimizer's states in bfloat16, as runs of --lora have them (--parameters)"
+    if options.base is not None:
+        yield (
+            f"frozen matrices of blocks in {options.base}: each is brought into the compute format for its product, "
+            "whose time is not counted; not trained here (--base)"
+        )
+
+
+def _check_precision(asked: str, machines: Machines) -> None:
+    """Raise BadInput for a format without a published rate for some device, with one that has a rate for all."""
+    lacking = next((key for key, device in machines.devices.items() if device.peak(asked) is None), None)
+    if lacking is not None:
+        remedy = next((f"take {each}" for each in _FORMATS if all(d.peak(each) for d in machines.devices.values())), "")
+        problem = f"the table has no rate for {asked} products of {lacking}"
+        raise BadInput("--precision", problem, remedy or "choose another device")
 
 
 def _usual_batch(model: Model, cluster: Cluster) -> int:
@@ -198,19 +251,17 @@ def _profiles(
         compile=request.compile,
     )
     rates, efficiencies, revised = rates_of(table, node_type), Efficiencies(), table.revised
-    if settings.precision.compute == FP8 and FP8 not in map(str, machines.devices[node_type].peaks):
-        raise BadInput("--precision", f"the table has no rate for fp8 products of {node_type}", "take bfloat16")
     named = [(Path(f"{each.name}, {each.sequence_length} tokens"), each) for each in models]
-    made = model_profile(named, settings, rates, efficiencies, revised, _PACKAGE, runtime)
+    made = model_profile(named, settings, rates, efficiencies, revised, runtime)
     alone, across = machines.alone(node_type), machines.networks.get(node_type)
-    hardware = hardware_profile(alone, [rates], efficiencies, across, revised, _PACKAGE, runtime.overlap)
+    hardware = hardware_profile(alone, [rates], efficiencies, across, revised, runtime.overlap)
     return index_profiles(hardware, Path("--gpus"), made.profile, Path(models[0].name))
 
 
 def model_of(options: AdviseOptions) -> tuple[Model, str]:
     """Return the description of a preset, a config.json or its folder, and where its shapes come from."""
     model, source = _whole_model(options)
-    return options.trained(model), source
+    return with_mtp(options.trained(model), options.mtp), source
 
 
 def _whole_model(options: AdviseOptions) -> tuple[Model, str]:
@@ -219,7 +270,7 @@ def _whole_model(options: AdviseOptions) -> tuple[Model, str]:
         preset = presets[options.model]
         length = options.seq or preset.sequence_length
         return model_of_config(preset.config, options.model, length, f"preset {options.model}"), preset.source
-    file = path / "config.json" if path.is_dir() else path
+    file = _config_file(path)
     if not file.exists():
         known = did_you_mean(options.model, presets, f"give a config.json, or one of {', '.join(presets)}")
         raise BadInput(options.model, "is no file and no preset", known)
@@ -227,11 +278,26 @@ def _whole_model(options: AdviseOptions) -> tuple[Model, str]:
     return model_of_config(read_object(file), name, options.seq, file), str(file)
 
 
+def _config_file(path: Path) -> Path:
+    return path / "config.json" if path.is_dir() else path
+
+
+def ignored_keys(options: AdviseOptions) -> str | None:
+    """Return a line naming the keys of the model's config.json that change nothing; None: there are none."""
+    if options.model in read_presets():
+        return None
+    file = _config_file(Path(options.model))
+    config = read_object(file)
+    _, ignored = without_notes(FAMILIES[config["model_type"]], config)
+    return None if ignored is None else f"{file}: {ignored}"
+
+
 def machines_of(options: AdviseOptions, table: DeviceTable) -> Machines:
     """Read `--gpus`, and what is said of the GPUs besides; raises BadInput naming the option at fault."""
-    groups = tuple(map(group_of, options.gpus.split("+")))
-    short = {name for text in options.gpus.split("+") if (name := text.rpartition(":")[2]) in _SHORT_NAMES}
-    taken = (f"{name}: taken for {_SHORT_NAMES[name]} (--gpus)" for name in sorted(short))
+    texts = options.gpus.split("+")
+    groups = tuple(group_of(text, table) for text in texts)
+    written = sorted({text.rpartition(":")[2] for text in texts})
+    taken = (f"{name}: taken for {key} (--gpus)" for name in written if (key := table.key_of(name)) != name)
     sizes = dict[str, int]()
     for node_type, _, per_node in groups:
         if sizes.setdefault(node_type, per_node) != per_node:
@@ -242,8 +308,9 @@ def machines_of(options: AdviseOptions, table: DeviceTable) -> Machines:
     if options.price_per_gpu_hour is not None and len(sizes) > 1:
         raise BadInput("--price-per-gpu-hour", "the GPUs are of several types", "leave it out")
     types = {key: _node_type(options, table, key, per_node) for key, per_node in sizes.items()}
+    joined = [f"{key}: {types[key].device.domain_devices_source}" for key in types if types[key].device.domain_devices]
     several = sum(nodes for _, nodes, _ in groups) > 1
-    networks = {key: _network(options, key, per_node) for key, per_node in sizes.items()} if several else {}
+    networks = {key: _network(options, key, each) for key, each in types.items()} if several else {}
     sent = [f"between nodes{f' of {key}' if len(sizes) > 1 else ''}: {who}" for key, (_, who) in networks.items()]
     return Machines(
         Cluster(
@@ -254,11 +321,11 @@ def machines_of(options: AdviseOptions, table: DeviceTable) -> Machines:
         {key: figures.device for key, figures in types.items()},
         {key: figures.budget_gib for key, figures in types.items()},
         {key: rates for key, (rates, _) in networks.items()},
-        (*taken, *(line for figures in types.values() for line in figures.assumed), *sent),
+        (*taken, *(line for figures in types.values() for line in figures.assumed), *joined, *sent),
     )
 
 
-def group_of(text: str) -> tuple[str, int, int]:
+def group_of(text: str, table: DeviceTable) -> tuple[str, int, int]:
     """Return device, nodes, and GPUs of each node: `8x8:H100-SXM`, or `8:H100-SXM` for one node."""
     match = _GPUS.fullmatch(text)
     if match is None:
@@ -266,7 +333,7 @@ def group_of(text: str) -> tuple[str, int, int]:
     nodes, per_node = int(match[1] or 1), int(match[2])
     if nodes < 1 or per_node < 1 or nodes * per_node > MAX_DEVICES:
         raise BadInput("--gpus", f"{nodes} nodes of {per_node} GPUs", f"give 1 to {MAX_DEVICES} GPUs")
-    return _SHORT_NAMES.get(match[3], match[3]), nodes, per_node
+    return table.key_of(match[3]), nodes, per_node
 
 
 class _TypeFigures(NamedTuple):
@@ -285,7 +352,7 @@ def _node_type(options: AdviseOptions, table: DeviceTable, key: str, per_node: i
         raise BadInput("--gpus", f"the table has no memory of {key}", "choose another device")
     memory_gib = device.memory_bytes / GIB
     budget_gib = memory_gib * (1 - SPARE_SHARE)
-    spare = f"{SPARE_SHARE:.0%} of {memory_gib:g} GiB left free, as published runs left it (docs/accuracy.md)"
+    spare = f"{SPARE_SHARE:.0%} of {memory_gib:g} GiB left free: one in ten published runs so filled failed"
     if options.budget_gib is not None:
         budget_gib, spare = options.budget_gib, f"a budget of {options.budget_gib:g} GiB a GPU (given)"
     if budget_gib > memory_gib:
@@ -297,18 +364,19 @@ def _node_type(options: AdviseOptions, table: DeviceTable, key: str, per_node: i
         device=name,
         devices_per_node=per_node,
         memory_bytes=device.memory_bytes,
+        domain_devices=device.domain_devices or UNSET,
         usd_per_hour=None if price is None else price * per_node,
     )
     source = f"price: {priced}" if price is not None else f"no price of {key} is known (--price-per-gpu-hour)"
     return _TypeFigures(node_type, device, budget_gib, (f"{name}: {device.peaks_source}", spare, source))
 
 
-def _network(options: AdviseOptions, key: str, per_node: int) -> tuple[NodeRates, str]:
+def _network(options: AdviseOptions, key: str, figures: _TypeFigures) -> tuple[NodeRates, str]:
     """Return the rates at which a node sends, and who says so."""
     if options.inter_node_gbit_s is not None:
         return node_rates(options.inter_node_gbit_s), f"{options.inter_node_gbit_s} Gbit/s a node (given)"
-    if key in _NETWORKS:
-        per_gpu, source = _NETWORKS[key]
-        rate = per_gpu * per_node
+    device, per_node = figures.device, figures.node_type.devices_per_node
+    if device.network_bytes_per_s is not None:
+        rate, source = device.network_bytes_per_s * per_node * 8 / 1e9, device.network_bytes_per_s_source
         return node_rates(str(rate)), f"{rate:g} Gbit/s a node (--inter-node-gbit-s); {source}"
     raise BadInput("--inter-node-gbit-s", f"what nodes of {key} send is not known", "give it, in Gbit/s a node")

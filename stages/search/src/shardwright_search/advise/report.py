@@ -3,22 +3,28 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from msgspec import UNSET
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from shardwright_estimate.accuracy import SEEN
-from shardwright_formats.display.plan_words import layer_runs, strategy_words
-from shardwright_formats.types import EMBEDDING, GIB, HEAD, Estimate, Plan
-from shardwright_models.context import plan_obstacle
+from shardwright.devices.utilization import MFU_COUNTS, model_flops_utilization
+from shardwright.display.plan_words import layer_runs, strategy_words
+from shardwright.estimate.accuracy import EXPANDABLE, SEEN, SPARE_SHARE, memory_range
+from shardwright.models.context import plan_obstacle
+from shardwright.types import GIB, Estimate, Plan
+from shardwright.types.dispatcher import Dispatcher
+from shardwright.types.model_profile import ExchangeRow
 from shardwright_search.advise.question import Question
 from shardwright_search.advise.targeted import Within
 from shardwright_search.candidates import Candidate
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.printing import table
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, time_changes
-from shardwright_search.interop.limits import Target
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import headroom
 from shardwright_search.space.runnable import left_out
+from shardwright_search.systems.entry import Entry
 
 _LESS_BY = {
     "parameters": "zero3, a larger tp_size, or more pipeline stages",
@@ -31,13 +37,6 @@ _LESS_BY = {
     "communicators": "fewer kinds of parallelism in a stage, or fewer pipeline stages: NCCL's buffers, assumed",
 }
 """Remedies that make a category of memory smaller."""
-
-
-MFU_COUNTS = (
-    "MFU: 6 FLOPs a token for each weight of a matrix, the head's too, and 12 x length x width a layer for attention "
-    "to all positions, masked ones too; no recomputation; over the GPUs' published peak"
-)
-"""Convention of `mfu` (Chowdhery et al. 2022, appendix B) in words."""
 
 
 class PricedChoice(NamedTuple):
@@ -104,16 +103,6 @@ def report(advice: Advice) -> RenderableType:
     return Group(*parts, Text("\n".join(["assumed", *(f"  {line}" for line in advice.assumed), SEEN])))
 
 
-def mfu(question: Question, plan: Plan, estimate: Estimate) -> float | None:
-    """Return model FLOP/s over the devices' peak (Chowdhery et al. 2022): recomputation does not count."""
-    ranks = question.cluster.node_type_of_rank
-    known = [{str(dtype): rate for dtype, rate in question.devices[name].peaks.items()} for name in ranks]
-    peaks = [rates[plan.precision.compute] for rates in known if plan.precision.compute in rates]
-    types = question.model.types
-    operations = sum(types[name].step_flops_per_sample for name in (EMBEDDING, *question.model.layers, HEAD))
-    return operations * estimate.samples_per_s / sum(peaks) if len(peaks) == len(ranks) else None
-
-
 def usd_per_billion_tokens(plan: Plan, estimate: Estimate) -> float | None:
     """Return the price of training on a billion tokens; None where the GPUs have no price."""
     if estimate.usd_per_step is None:
@@ -135,11 +124,10 @@ def _answer(
 ) -> Iterator[str]:
     """Yield the lines of the answer: the plan, what it yields, what is proven, and batch sizes that yield much more."""
     model, plan, estimate = question.model, answer.chosen.plan, answer.chosen.evaluation.estimate
-    free_bytes, share_free = headroom(plan, estimate)
+    budgets = f", within {question.budget_words}" if len(question.budgets) > 1 else ""
     yield (
         f"{model.name} ({model.parameter_count / 1e9:.3g} B parameters, {model.sequence_length} tokens a sample) on "
-        f"{question.cluster.name}, batch {plan.global_batch_size}: fits in {question.budget_words}, "
-        f"headroom {free_bytes / GIB:.1f} GiB, {share_free:.0%} of the fullest GPU"
+        f"{question.cluster.name}, batch {plan.global_batch_size}: {verdict(plan, estimate)}{budgets}"
     )
     yield f"best plan: {plan_words(plan)}"
     yield f"  layers of each pipeline stage: {_layer_counts(plan)}"
@@ -148,6 +136,7 @@ def _answer(
     words = [f"{estimate.simulated_step_time_s:.4g} s a step", *_yields(question, plan, estimate)]
     words += [] if price is None else [f"{price:,.2f} USD per billion tokens"]
     yield f"  predicted {', '.join(words)}"
+    yield from ways_of_experts(question, plan)
     yield f"  {_proven(answer, within)}"
     if within is None:
         yield f"  not searched: {', '.join(_not_searched(question, answer))}"
@@ -161,9 +150,47 @@ def _answer(
         yield f"  --batch {other.global_batch_size} gives {gives} ({shape}): {divides}"
 
 
+def verdict(plan: Plan, estimate: Estimate) -> str:
+    """What the fullest GPU is going to hold, as a range, and what to set where that is near its memory."""
+    free_bytes, share_free = headroom(plan, estimate)
+    device_bytes = free_bytes / share_free if free_bytes else float(estimate.memory_bytes)
+    held_bytes = device_bytes - free_bytes
+    low, high = (size / GIB for size in memory_range(held_bytes))
+    device = device_bytes / GIB
+    words = f"{low:.0f} to {high:.0f} of {device:.0f} GiB a GPU, {held_bytes / GIB:.1f} expected"
+    if high <= device:
+        return f"fits: {words}"
+    usual = held_bytes <= (1 - SPARE_SHARE) * device_bytes
+    near = "near the limit" if usual else "near the limit, beyond the usual budget"
+    return f"{near}: {words}; set {EXPANDABLE}"
+
+
 def _yields(question: Question, plan: Plan, estimate: Estimate) -> list[str]:
-    share, tokens_per_s = mfu(question, plan, estimate), estimate.samples_per_s * question.model.sequence_length
-    return [f"{tokens_per_s:,.0f} tokens/s", *([] if share is None else [f"MFU {share:.1%}"])]
+    share = model_flops_utilization(plan, estimate.simulated_step_time_s)
+    tokens_per_s = estimate.samples_per_s * question.model.sequence_length
+    return [f"{tokens_per_s:,.0f} tokens/s", *([] if share is None else [share.words])]
+
+
+def ways_of_experts(question: Question, plan: Plan) -> Iterator[str]:
+    """Yield what a plan takes if its runtime runs experts in its other way, plain or tuned."""
+    if question.other is None or (plan.layers[0].experts is UNSET and plan.layers[-1].experts is UNSET):
+        return
+    plain, tuned = (question.other, question.profiles) if question.is_tuned else (question.profiles, question.other)
+    once = ExchangeRow(dispatcher=Dispatcher.PER_NODE, overlapped=False)
+    ways = _exchanging(plain, None), _exchanging(plain, once), tuned
+    all_s, once_s, tuned_s = (evaluate(plan, way, timeline=False).estimate.simulated_step_time_s for way in ways)
+    yield f"    plain, experts' rows all to all: {all_s:.4g} s; once to each node: {once_s:.4g} s"
+    yield f"    as tuned (--tuned), with {TUNED_FLAGS}: {tuned_s:.4g} s"
+
+
+def _exchanging(profiles: Profiles, row: ExchangeRow | None) -> Profiles:
+    return profiles.each(lambda each: each._replace(exchange=row))
+
+
+TUNED_FLAGS = (
+    "--moe-token-dispatcher-type flex, --overlap-moe-expert-parallel-comm where a plan allows it, CUDA graphs and, in "
+    "MXFP8, the operator fuser and FP8 attention"
+)
 
 
 def _cost_of_limits(answer: SearchAnswer, within: Within) -> str:
@@ -177,7 +204,7 @@ def _cost_of_limits(answer: SearchAnswer, within: Within) -> str:
     known = ", as far as is known" if within.unlimited.stopped else ""
     if other == answer.chosen.plan:
         return f"the limits of {name} cost nothing{known}: this is the best of all plans that Shardwright runs"
-    return f"the limits of {name} cost a factor of {ratio:.3f}{known}: Shardwright's own best plan takes {best}"
+    return f"the limits of {name} cost a factor of {ratio:.3f}{known}: without them, on the same kernels, {best}"
 
 
 def _starts(within: Within) -> Iterator[str]:
@@ -187,7 +214,7 @@ def _starts(within: Within) -> Iterator[str]:
     yield from (f"  {note}" for note in within.started.notes)
 
 
-def _limits_of(question: Question, target: Target) -> Iterator[str]:
+def _limits_of(question: Question, target: Entry) -> Iterator[str]:
     """Yield what is searched of a system, and where it is read."""
     ways = "; or ".join(way.words for way in target.limits(question.model, question.request.precision))
     yield f"{target.version} runs: {ways}"
@@ -223,7 +250,7 @@ def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
 
 def _context_not_searched(question: Question) -> Iterator[str]:
     """Yield the context parallelism that no plan of the space has: more of it, and what the runtime does not do."""
-    most, lacking = max(question.request.cp_sizes), tuple(left_out(question.request, question.model))
+    most, lacking = max(question.request.cp_sizes), tuple(left_out(question.request, question.model, question.cluster))
     if lacking:
         yield from lacking
         return
@@ -305,6 +332,8 @@ def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedC
         yield f"  it is not trained here: {obstacle.problem}"
     more = (there.memory_bytes - estimate.memory_bytes) / GIB
     ratio = sample_s(other, there) / sample_s(plan, estimate)
+    yield f"  predicted {', '.join([f'{there.simulated_step_time_s:.4g} s a step', *_yields(question, other, there)])}"
+    yield from ways_of_experts(question, other)
     yield f"  yours takes {ratio:.2f} times as long, {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
     if lacks > 0:
         yield f"  it does not fit: it lacks {lacks / GIB:.2f} GiB a rank of {question.budget_words}"

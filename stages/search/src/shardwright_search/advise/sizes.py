@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_estimate.devices import read_devices
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import GIB, Estimate, Model, Plan
+from shardwright.devices.table import read_devices
+from shardwright.io import BadInput
+from shardwright.types import GIB, Estimate, Model, Plan
 from shardwright_search.advise.question import Question, group_of, machines_of, model_of, question_of
 from shardwright_search.options import AdviseOptions
 from shardwright_search.search import SearchAnswer, StoppedEarly
@@ -100,18 +100,18 @@ def axes_of(options: AdviseOptions, question: Question) -> Axes:
 
 def _resized(options: AdviseOptions, factor: float) -> Iterator[str]:
     """Yield the nodes times a factor, or fewer GPUs of a single node; nothing where there are no figures of them."""
-    groups = options.gpus.split("+")
-    scaled = [text for group in groups if (text := _scaled(group, factor, may_split=len(groups) == 1))]
+    groups, table = options.gpus.split("+"), read_devices()
+    scaled = [text for each in groups if (text := _scaled(group_of(each, table), factor, may_split=len(groups) == 1))]
     if len(scaled) == len(groups):
         gpus = options.gpus if factor == 1 else "+".join(scaled)
         with suppress(BadInput):  # no network is known of several nodes, or there are too many
-            machines_of(replace(options, gpus=gpus), read_devices())
+            machines_of(replace(options, gpus=gpus), table)
             yield gpus
 
 
-def _scaled(group: str, factor: float, *, may_split: bool) -> str | None:
+def _scaled(group: tuple[str, int, int], factor: float, *, may_split: bool) -> str | None:
     """Return a group of nodes with a multiple of them, or with a part of one node's GPUs; None: there is neither."""
-    device, nodes, per_node = group_of(group)
+    device, nodes, per_node = group
     if (nodes * factor).is_integer():
         return f"{int(nodes * factor)}x{per_node}:{device}"
     split = nodes * per_node * factor

@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Plan
+from shardwright.io import BadInput
+from shardwright.types import Plan
 from shardwright_search.advise.question import Question
 from shardwright_search.candidates import Candidate
-from shardwright_search.interop.launch import in_pipeline_order
-from shardwright_search.interop.limits import Limits, Target
-from shardwright_search.interop.registry import LAUNCHERS, TARGETS
 from shardwright_search.options import System
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.solver.stopping import CpuSeconds, left, until
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.search_space import NothingListed
+from shardwright_search.systems.entry import Entry, Limits
+from shardwright_search.systems.launch import in_pipeline_order
+from shardwright_search.systems.registry import SYSTEMS
 
 _MAX_RUNNERS_UP = 5
 
@@ -36,7 +36,7 @@ class Started(NamedTuple):
 class Within(NamedTuple):
     """A system that an answer is for, what starts the answer's plan there, and the best plan without its limits."""
 
-    target: Target
+    target: Entry
     started: Started
     unlimited: SearchAnswer | None
     """None where it was not found in time."""
@@ -44,10 +44,10 @@ class Within(NamedTuple):
 
 def started(system: System, plan: Plan) -> Started:
     """Return what starts a plan; BadInput names the first thing of the plan that the system cannot express."""
-    target, name = TARGETS[system], f"--for {system}"
+    target, name = SYSTEMS[system], f"--for {system}"
     ordered = in_pipeline_order(plan, name)
-    if system in LAUNCHERS:
-        exported, launch = LAUNCHERS[system](plan, name, None)
+    if target.launch is not None:
+        exported, launch = target.launch(plan, name, None)
         files, notes = launch.files, (*exported.notes, *launch.notes)
     else:
         exported = target.export(ordered, name)
@@ -63,7 +63,7 @@ def best_for(
     Each way has an equal share of the time that is left. Raises StoppedEarly where no plan was found in time, and
     BadInput where the system runs no plan of the model on these devices.
     """
-    target, deadline = TARGETS[system], until(CpuSeconds(limit_s))
+    target, deadline = SYSTEMS[system], until(CpuSeconds(limit_s))
     ways = _ways(target, system, question)
     answers, lacking, late = list[SearchAnswer](), list[Infeasible](), list[StoppedEarly]()
     given = question.model, question.cluster, question.profiles, Path(f"--for {system}")
@@ -91,7 +91,7 @@ def best_for(
     return min(lacking, key=lambda each: each.missing_bytes)
 
 
-def _ways(target: Target, system: System, question: Question) -> Sequence[Limits]:
+def _ways(target: Entry, system: System, question: Question) -> Sequence[Limits]:
     """Return the ways in which a system runs a model; raises BadInput where none has layers of all its types."""
     model, ways = question.model, target.limits(question.model, question.request.precision)
     possible = [way for way in ways if way.runs(model)]

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from shardwright_formats.types import MemoryPrice, Prices
+from shardwright.types import MemoryPrice, Prices
 
 _LEAST_SHARE = 1 - 2.0**-50
 """A computed cost of a layer times this is no more than the exact one: at most seven roundings to float64 are in it."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright_formats.types import Band, ConfigurationProof, MemoryPrice
+from shardwright.types import Band, ConfigurationProof, MemoryPrice
 from shardwright_search.certificate import bounds
 from shardwright_search.certificate.bounds import Array, Chain, Duals, Problem, Run, StageOnGroup
 

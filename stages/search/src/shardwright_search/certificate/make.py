@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright_formats.types import Band, ConfigurationProof, MemoryPrice, Prices
+from shardwright.types import Band, ConfigurationProof, MemoryPrice, Prices
 from shardwright_search.certificate import bounds
 from shardwright_search.certificate.bounds import Array, Chain, Duals, Problem, duals_of, paths
 from shardwright_search.certificate.check import band_holds

@@ -1,9 +1,9 @@
-"""Options of `shardwright-search verify`."""
+"""Options of `shardwright verify`."""
 
 from pathlib import Path
 from typing import Annotated
 
-from shardwright_formats.command import POSITIONAL
+from shardwright.command import POSITIONAL
 from shardwright_search.profile_options import ProfileOptions
 
 

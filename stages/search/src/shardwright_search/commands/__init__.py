@@ -1,1 +1,1 @@
-"""The commands of shardwright-search."""
+"""The planner's commands."""

@@ -1,4 +1,4 @@
-"""`shardwright-search advise`: whether a model fits a cluster, the best plan and what it yields, from shapes alone."""
+"""`shardwright advise`: whether a model fits a cluster, the best plan and what it yields, from shapes alone."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -8,11 +8,11 @@ from time import process_time
 
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput, NothingFits, check_writable, write_bytes, write_document
-from shardwright_formats.types import GIB, Cluster, Estimate, Model, Plan
+from shardwright.io import BadInput, NothingFits, check_new, check_writable, write_bytes, write_document
+from shardwright.types import GIB, Cluster, Estimate, Model, Plan
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.page import advice_page
-from shardwright_search.advise.question import Question, question_of
+from shardwright_search.advise.question import Question, ignored_keys, question_of
 from shardwright_search.advise.report import Advice, PricedChoice, report
 from shardwright_search.advise.sizes import Sized, axes_of, column_of, outcomes_of
 from shardwright_search.advise.targeted import Within, best_for, started
@@ -22,13 +22,13 @@ from shardwright_search.commands.prediction import progress
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.printing import show_rich
-from shardwright_search.explain.what_if import WhatIf, better_batches
-from shardwright_search.interop.registry import TARGETS
+from shardwright_search.explain.what_if import WhatIf, better_batches, fits, remedies
 from shardwright_search.options import AdviseOptions, System
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.solver.stopping import CpuSeconds, latest, left, soon, until
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.request import SearchRequest
+from shardwright_search.systems.registry import SYSTEMS
 
 _RULE = "rule:"
 _RUNNER_UP = "runner-up:"
@@ -40,11 +40,18 @@ def advise(options: AdviseOptions) -> None:
     """Show the answer, and write the plan and what starts it where it is asked for."""
     _check(options)
     question = question_of(options)
+    if (ignored := ignored_keys(options)) is not None:
+        print(ignored, file=sys.stderr, flush=True)
     deadline = until(CpuSeconds(options.time_limit))
     with progress() as tell:
-        answer = _searched(options, question, tell if sys.stderr.isatty() else _seldom(tell), deadline)
+        line = tell if sys.stderr.isatty() else _seldom(tell)
+        answer = _searched(options, question, line, deadline)
+        if isinstance(answer, Infeasible) and options.budget_gib is None:
+            # Runs that filled a GPU further have run, too: the answer says that it is near the limit.
+            question = question.whole
+            answer = _searched(options, question, line, deadline)
         if isinstance(answer, Infeasible):
-            raise NothingFits(_nothing_fits(question, answer, options.target))
+            raise NothingFits(_nothing_fits(options, question, answer, deadline))
         rules, whole = latest(_rules_of_thumb(question), soon(0.0 if answer.stopped else deadline))
         rules = rules or ()
         choices = [_priced_choice(text, question) for text in options.against]
@@ -76,7 +83,8 @@ def _check(options: AdviseOptions) -> None:
     if options.launch is not None:
         if options.target is None:
             raise BadInput("--launch", "names a folder of what starts a plan in another system", "pass --for too")
-        check_writable(options.launch / TARGETS[options.target].file_name)
+        check_new(options.launch)
+        check_writable(options.launch / SYSTEMS[options.target].file_name)
 
 
 def _page(options: AdviseOptions, advice: Advice, tell: Callable[[str], None]) -> str:
@@ -128,9 +136,9 @@ def _within(
     try:
         unlimited = find_best(*_given(question), tell, CpuSeconds(limit_s))
     except StoppedEarly:
-        return Within(TARGETS[system], start, None)
+        return Within(SYSTEMS[system], start, None)
     slower = isinstance(unlimited, Infeasible) or unlimited.chosen.sample_s > answer.chosen.sample_s
-    return Within(TARGETS[system], start, answer if slower else unlimited)  # type: ignore[arg-type]
+    return Within(SYSTEMS[system], start, answer if slower else unlimited)  # type: ignore[arg-type]
 
 
 def _taken(name: str, answer: SearchAnswer, choices: Sequence[PricedChoice]) -> Plan:
@@ -139,7 +147,8 @@ def _taken(name: str, answer: SearchAnswer, choices: Sequence[PricedChoice]) -> 
     if name not in plans and name.startswith(_RUNNER_UP):
         plans |= {f"{_RUNNER_UP}{i}": other.plan for i, other in enumerate(answer.runners_up, 1)}
     if name not in plans:
-        raise BadInput("--take", f"{name} is none of the plans", f"choose {', '.join(plans)} or {_RUNNER_UP}N")
+        further = "" if name.startswith(_RUNNER_UP) else f" or {_RUNNER_UP}N"
+        raise BadInput("--take", f"{name} is not one of the plans", f"choose {', '.join(plans)}{further}")
     return plans[name]
 
 
@@ -205,12 +214,35 @@ def _priced(plan: Plan, question: Question) -> Estimate:
     return evaluate(plan, question.profiles, timeline=False).estimate
 
 
-def _nothing_fits(question: Question, answer: Infeasible, system: System | None) -> str:
-    """Return by how much each plan lacks memory, and what would do."""
-    kind = "plan" if system is None else f"plan that {TARGETS[system].title} runs"
+def _nothing_fits(options: AdviseOptions, question: Question, answer: Infeasible, deadline: float) -> str:
+    """Return by how much each plan lacks memory, and what would do, as far as that is found in time."""
+    system = options.target
+    kind = "plan" if system is None else f"plan that {SYSTEMS[system].title} runs"
     more = "" if answer.exact else "more than "
+    larger = f"GPUs that leave {more}{answer.min_bytes / GIB:.2f} GiB"
+    ways = ("more GPUs", larger, *_smaller(options, question, deadline))
     return (
         f"{question.model.name} on {question.cluster.name}: no {kind} fits in {question.budget_words}, "
-        f"even the leanest lacks {more}{answer.missing_bytes / GIB:.2f} GiB a rank: take more GPUs, GPUs that leave "
-        f"{more}{answer.min_bytes / GIB:.2f} GiB, a smaller --batch or --seq"
+        f"even the leanest lacks {more}{answer.missing_bytes / GIB:.2f} GiB a rank: take {', '.join(ways)}"
     )
+
+
+def _smaller(options: AdviseOptions, question: Question, deadline: float) -> Iterator[str]:
+    """Yield a smaller batch and a shorter sample for which some plan fits, the largest that were found in time."""
+    if options.target is not None:
+        return  # what another system runs is searched for one size alone
+    batch, _ = remedies(*_given(question), deadline)
+    if batch is not None:
+        yield f"--batch {batch}"
+    lengths, _ = latest(_shorter(options, question.model.sequence_length, deadline), soon(deadline))
+    yield from (f"--seq {length}" for length in lengths or ())
+
+
+def _shorter(options: AdviseOptions, asked: int, deadline: float) -> Iterator[tuple[int, ...]]:
+    """Yield the longest part of a sample's length for which some plan fits, of some halves of it; nothing without."""
+    for length in (asked // 2, asked // 4, asked // 8):
+        with suppress(BadInput):  # the model takes no such length
+            question = question_of(replace(options, seq=length))
+            if fits(*_given(question), deadline):
+                yield (length,)
+                return

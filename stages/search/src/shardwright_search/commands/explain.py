@@ -1,4 +1,4 @@
-"""Tables of a plan: `shardwright-search explain` and `simulate`."""
+"""Tables of a plan: `shardwright explain` and `simulate`."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,10 +10,10 @@ from typing import NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from shardwright_formats.display.svg import document
-from shardwright_formats.display.timeline import draw_timeline, idle_s
-from shardwright_formats.io import BadInput, atomic_path, read_document, sha256_of_file
-from shardwright_formats.types import Estimate, Plan, Prediction, RunnerUp
+from shardwright.display.svg import document
+from shardwright.display.timeline import draw_timeline, idle_s
+from shardwright.io import BadInput, atomic_path, read_document, sha256_of_file
+from shardwright.types import Estimate, Plan, Prediction, RunnerUp
 from shardwright_search.commands.prediction import (
     Inputs,
     prediction_path,
@@ -24,7 +24,7 @@ from shardwright_search.commands.prediction import (
 )
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
-from shardwright_search.cost_model.profiles import TimeModel
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.explain.binding import Change, LayerAlternatives, binding_lines, faster_changes
 from shardwright_search.explain.printing import show_rich, table
 from shardwright_search.explain.tables import answers_shown, difference, explanation, node_types_table
@@ -107,7 +107,7 @@ def _why(
         request = narrowed(search.request, plan.cluster)
         budgets_bytes = budgets_of_stages(plan, budgets_of(request, plan.cluster, search.file))
         choices = LayerAlternatives(request.data_parallel, request.recompute, not request.fine_grained)
-        unsearched = [f"not searched: {line}" for line in left_out(request, plan.model)]
+        unsearched = [f"not searched: {line}" for line in left_out(request, plan.model, plan.cluster)]
     changes: tuple[Change, ...] = ()
     if budgets_bytes is not None:
         changes = faster_changes(plan, evaluation, _costs(plan, inputs, search), budgets_bytes, choices)
@@ -167,10 +167,7 @@ def simulate_plan(options: SimulateOptions) -> None:
     """Show the simulated step, and write its picture and its trace where they are asked for."""
     plan, profiles = read_document(options.plan, Plan), read_inputs(options).profiles
     costs = cost_model_of(plan, profiles, options.time_model)
-    try:
-        estimate = evaluate(plan, profiles, costs, sends=options.sends).estimate
-    except ValueError as error:
-        raise BadInput(options.plan, str(error), "simulate asynchronous sends, or choose 1f1b or gpipe") from None
+    estimate = evaluate(plan, profiles, costs).estimate
     files = {}
     if options.svg is not None:
         files[options.svg] = document(draw_timeline(plan, estimate))

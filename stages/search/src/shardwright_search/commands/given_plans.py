@@ -1,13 +1,13 @@
-"""Plans that are not searched: `shardwright-search evaluate`, `uniform`, `import` and `export`."""
+"""Plans that are not searched: `shardwright evaluate`, `uniform` and `export`."""
 
 from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from os.path import realpath
 from pathlib import Path
 
-from shardwright_formats.command import show
-from shardwright_formats.io import BadInput, atomic_path, read_document, sync_path, write_document
-from shardwright_formats.types import Cluster, Model, Plan
+from shardwright.command import show
+from shardwright.io import BadInput, atomic_path, check_new, read_document, sync_path, write_document
+from shardwright.types import Cluster, Model, Plan
 from shardwright_search.advise.choices import reading_of
 from shardwright_search.commands.prediction import (
     plan_summary,
@@ -18,19 +18,16 @@ from shardwright_search.commands.prediction import (
     written,
 )
 from shardwright_search.cost_model.plan import cost_model_of, evaluate
-from shardwright_search.interop.galvatron import plan_of_galvatron
-from shardwright_search.interop.galvatron_file import read_galvatron
-from shardwright_search.interop.launch import Launch
-from shardwright_search.interop.limits import Setting
-from shardwright_search.interop.registry import LAUNCHERS, TARGETS
-from shardwright_search.interop.uniform import uniform_plan
 from shardwright_search.options import (
     EvaluateOptions,
     ExportOptions,
-    ImportGalvatronOptions,
     UniformOptions,
 )
 from shardwright_search.profile_options import ProfileOptions
+from shardwright_search.systems.entry import Reading, Setting
+from shardwright_search.systems.launch import Launch
+from shardwright_search.systems.registry import SYSTEMS
+from shardwright_search.uniform_plan import uniform_plan
 
 _EXECUTABLE = 0o755
 
@@ -50,41 +47,45 @@ def uniform(options: UniformOptions) -> None:
     cluster, model = read_document(options.cluster, Cluster), read_document(options.model, Model)
     plan = uniform_plan(options.name or options.out.stem, options, model, cluster)
     if options.hardware is None and options.profile is None:
+        if options.imbalance is not None:
+            raise BadInput("--imbalance", "changes the price of a plan", "give --hardware and --profile too")
         write_document(options.out, plan)
         return
     if options.hardware is None or options.profile is None:
         raise BadInput("--hardware and --profile", "one is given without the other", "give both or neither")
-    inputs = read_inputs(ProfileOptions(hardware=(options.hardware,), profile=(options.profile,)))
+    given = ProfileOptions(hardware=(options.hardware,), profile=(options.profile,), imbalance=options.imbalance)
+    inputs = read_inputs(given)
     files = {"cluster": options.cluster, "model": options.model} | inputs.files
     prediction = prediction_of_evaluated(plan, evaluate(plan, inputs.profiles), files)
     with written(options.out, plan, prediction):
         show(plan_summary(plan, prediction))
 
 
-def import_galvatron(options: ImportGalvatronOptions) -> None:
-    """Write the plan that Galvatron would run."""
-    given = read_galvatron(options.config)
-    model, cluster = read_document(options.model, Model), read_document(options.cluster, Cluster)
-    name = options.name or options.out.stem
-    write_document(options.out, plan_of_galvatron(name, given, model, cluster, options, options.config))
-
-
 def export_plan(options: ExportOptions) -> None:
-    """Write another system's file and, if asked, the scripts that start it; show what these cannot hold."""
-    plan = _plan_to_export(options)
+    """Write another system's file and, if asked, the scripts that start it; show what these cannot hold.
+
+    Raises BadInput for a folder of scripts that is not empty: hosts that were written in one are no output.
+    """
+    (plan, read), system = _plan_to_export(options), SYSTEMS[options.to]
     if options.launch is None:
         if options.hosts is not None:
             raise BadInput("--hosts", "names the hosts of scripts", "pass --launch too")
-        exported, launch = TARGETS[options.to].export(plan, options.plan), Launch({}, ())
-    elif options.to not in LAUNCHERS:
-        raise BadInput("--launch", f"there are no scripts for {options.to}", "leave it out, or pass --to megatron")
+        exported, launch = system.export(plan, options.plan), Launch({}, ())
+    elif system.launch is not None:
+        check_new(options.launch)
+        exported, launch = system.launch(plan, options.plan, options.hosts)
     else:
-        exported, launch = LAUNCHERS[options.to](plan, options.plan, options.hosts)
+        exported = system.export(plan, options.plan)
+        launch = Launch(dict(exported.beside), ())
+        if options.hosts is not None or not launch.files:
+            known = " or ".join(name for name, entry in SYSTEMS.items() if entry.launch is not None)
+            raise BadInput("--launch", f"there are no scripts for {options.to}", f"leave it out, or pass --to {known}")
+        check_new(options.launch)
     files = {options.launch / name: text for name, text in launch.files.items()} if options.launch else {}
     if realpath(options.out) in map(realpath, files):
         raise BadInput(options.out, "is a file of --launch too", "choose another name")
     with written_files({**files, options.out: exported.text}, executable=files):
-        show("\n".join((*exported.notes, *launch.notes)))
+        show("\n".join((*exported.notes, *launch.notes, *read)))
 
 
 @contextmanager
@@ -100,19 +101,19 @@ def written_files(files: Mapping[Path, str], executable: Container[Path]) -> Ite
         yield
 
 
-def _plan_to_export(options: ExportOptions) -> Plan:
-    """Return the plan of the file, a runner-up of its search, or a choice on the plan's devices."""
+def _plan_to_export(options: ExportOptions) -> Reading:
+    """Return the plan of the file, a runner-up of its search, or a choice on the plan's devices, and its notes."""
     plan = read_document(options.plan, Plan)
     if options.runner_up is None and options.against is None:
-        return plan
+        return Reading(plan)
     if options.runner_up is not None and options.against is not None:
         raise BadInput("--runner-up and --against", "each names a plan", "give one of them")
     if options.against is not None:
         settings = plan.global_batch_size, plan.precision, plan.attention, plan.compile
-        return reading_of(options.against, Setting(plan.model, plan.cluster, *settings)).plan
+        return reading_of(options.against, Setting(plan.model, plan.cluster, *settings))
     assert options.runner_up is not None
     runners_up = read_prediction(options.plan, plan).runners_up
     if options.runner_up > len(runners_up):
         problem = f"{options.runner_up}: {prediction_path(options.plan)} has {len(runners_up)} of them"
         raise BadInput("--runner-up", problem, "search with --runners-up, or give a lower number")
-    return runners_up[options.runner_up - 1].plan
+    return Reading(runners_up[options.runner_up - 1].plan)

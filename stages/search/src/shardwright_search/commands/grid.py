@@ -1,12 +1,11 @@
-"""`shardwright-search grid`: many searches of one model on one cluster, in one process."""
+"""`shardwright grid`: many searches of one model on one cluster, in one process."""
 
-from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from shardwright_formats.command import show
-from shardwright_formats.io import (
+from shardwright.command import show
+from shardwright.io import (
     BadInput,
     check_writable,
     read_bytes,
@@ -16,7 +15,8 @@ from shardwright_formats.io import (
     write_bytes,
     write_document,
 )
-from shardwright_formats.types import Cluster, Model
+from shardwright.io.versions import product_version
+from shardwright.types import Cluster, Model
 from shardwright_search.commands.prediction import (
     Inputs,
     prediction_of_searched,
@@ -123,7 +123,7 @@ def _cells(options: GridOptions) -> _Cells:
     inputs = read_inputs(options)
     files = {"cluster": options.cluster, "model": options.model} | inputs.files
     hashes = {role: sha256_of_file(path) for role, path in files.items()}
-    shared = sha256_of_value([version("shardwright-search"), options.time_limit, hashes, *_stated(inputs)])
+    shared = sha256_of_value([product_version(), options.time_limit, hashes, *_stated(inputs)])
     return _Cells(options, cluster, model, inputs._replace(files=files), shared)
 
 

@@ -1,4 +1,4 @@
-"""`shardwright-search plan`, the best plan within a budget with its proof, and the certificate of its bound."""
+"""`shardwright plan`, the best plan within a budget with its proof, and the certificate of its bound."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -6,10 +6,8 @@ from math import inf
 from pathlib import Path
 from time import monotonic
 
-import msgspec
-
-from shardwright_formats.command import show
-from shardwright_formats.io import (
+from shardwright.command import show
+from shardwright.io import (
     NothingFits,
     RunFailed,
     atomic_path,
@@ -18,7 +16,7 @@ from shardwright_formats.io import (
     sha256_of_file,
     write_document,
 )
-from shardwright_formats.types import Certificate, Cluster, Model
+from shardwright.types import Certificate, Cluster, Model
 from shardwright_search.certificate.make import certified
 from shardwright_search.commands.prediction import (
     plan_summary,
@@ -55,14 +53,7 @@ def plan(options: PlanOptions) -> None:
         check_writable(options.certificate)
     for path in (options.out, prediction_path(options.out)):
         check_writable(path)
-    second_opinion: str | None = None
     certificate: Certificate | str | None = None
-    if options.prove:
-        # Imported where it is asked for; HiGHS is missed before the search, not after it.
-        from shardwright_search.second_opinion import prove
-        from shardwright_search.solver.milp import highs_version
-
-        highs_version()
     files = {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
     deadline = inf if options.time_limit is None else monotonic() + options.time_limit
     with progress() as report:
@@ -71,9 +62,6 @@ def plan(options: PlanOptions) -> None:
             raise NothingFits(
                 f"{options.search}: {answer.reason}{further_remedies(*given, 0.0 if answer.stopped else deadline)}"
             )
-        if options.prove:
-            reserving = msgspec.structs.replace(request, reserve_gib=answer.reserve_gib)
-            second_opinion = prove(answer, reserving, *given[1:], options.prove_time_limit, report)
         if options.certificate is not None:
             certificate = _certificate_or_reason(answer, given, files, report, deadline)
         runners_up = answer.runners_up if options.runners_up else ()
@@ -83,7 +71,7 @@ def plan(options: PlanOptions) -> None:
     best_plan = answer.chosen.plan
     budgets_bytes = budgets_of_stages(best_plan, budgets_of(request, cluster, options.search))
     searched = answer, request, budgets_bytes, files, inputs.warnings
-    prediction = prediction_of_searched(*searched, second_opinion, runners_up)
+    prediction = prediction_of_searched(*searched, runners_up)
     with ExitStack() as all_or_none:
         if options.certificate is not None and isinstance(certificate, Certificate):
             write_document(all_or_none.enter_context(atomic_path(options.certificate)), certificate)

@@ -1,17 +1,18 @@
 """Files that commands share: the profiles that plans are priced with, and the prediction that stands beside a plan."""
 
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_formats.display.plan_words import headline, stage_lines
-from shardwright_formats.io import BadInput, atomic_path, read_document, sha256_of_file, write_document
-from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import MIB, Correction, Estimate, Plan, Prediction, Proof, RunnerUp
+from shardwright.display.plan_words import headline, stage_lines
+from shardwright.io import BadInput, atomic_path, read_document, sha256_of_file, write_document
+from shardwright.io.versions import PRODUCT, versions_text
+from shardwright.types import MIB, Correction, Estimate, Plan, Prediction, Proof, RunnerUp
 from shardwright_search.alternatives import NEAR
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.expert_load import LoadFile, read_load
@@ -67,14 +68,18 @@ def read_inputs(options: ProfileOptions) -> Inputs:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that reports a line: one live line on a terminal, plain lines on standard error otherwise."""
-    if sys.stderr.isatty():
-        from rich.console import Console
+    """Yield a function that reports a line: one live line on a terminal, plain lines on standard error otherwise.
 
-        with Console(stderr=True).status("reading") as status:
-            yield status.update
-    else:
-        yield lambda line: print(line, file=sys.stderr, flush=True)
+    Meanwhile SIGTERM, with which schedulers end a job, is as Ctrl-C: a search then ends with the best plan so far.
+    """
+    with ExitStack() as ends:
+        ends.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            yield ends.enter_context(Console(stderr=True).status("reading")).update
+        else:
+            yield lambda line: print(line, file=sys.stderr, flush=True)
 
 
 def prediction_path(plan_path: Path) -> Path:
@@ -114,7 +119,7 @@ def prediction_of_evaluated(
         warnings=(*warnings, *evaluation.warnings),
         inputs_sha256={role: sha256_of_file(path) for role, path in files.items()},
         reference_s=evaluation.reference_s,
-        versions=versions_text(["shardwright-search"], on_gpu=False),
+        versions=versions_text([PRODUCT], on_gpu=False),
     )
 
 
@@ -124,7 +129,6 @@ def prediction_of_searched(
     budgets_bytes: Sequence[int],
     files: Mapping[str, Path],
     warnings: tuple[str, ...] = (),
-    second_opinion: str | None = None,
     runners_up: Sequence[Candidate] = (),
 ) -> Prediction:
     """Return the prediction of a plan that was searched, with the proof and the runners-up that were asked for.
@@ -132,7 +136,7 @@ def prediction_of_searched(
     `budgets_bytes` is the budget of a rank of each pipeline stage.
     """
     plan, evaluation = answer.chosen
-    unsearched = [f"not searched: {line}" for line in left_out(request, plan.model)]
+    unsearched = [f"not searched: {line}" for line in left_out(request, plan.model, plan.cluster)]
     further = *_unlisted(answer), *_communicators(answer, request, budgets_bytes)
     fullest = max(range(len(plan.stages)), key=lambda stage: evaluation.estimate.stages[stage].memory_bytes)
     return replace(
@@ -146,10 +150,8 @@ def prediction_of_searched(
             scope=_scope(request, answer),
             examined=answer.examined,
             solved=answer.solved,
-            second_opinion=second_opinion,
         ),
         runners_up=runners_up_of(runners_up),
-        robust=answer.regrets,
     )
 
 
@@ -231,19 +233,17 @@ def _scope(request: SearchRequest, answer: SearchAnswer) -> str:
         f"space {request.space}: no plan of it that fits, with its communicators, has a smaller closed form than "
         f"objective_bound_s: any cut of the layers into pipeline stages {_widths(request)} with a layer or more each "
         f"(embedding and head are layers), {layers}, the embedding and the head, {types}"
-        f"{listed}{interleaved}; {_chosen_by(answer, request)}"
+        f"{listed}{interleaved}; {_chosen_by(answer)}"
     )
 
 
-def _chosen_by(answer: SearchAnswer, request: SearchRequest) -> str:
+def _chosen_by(answer: SearchAnswer) -> str:
     """Return how the plan was chosen among those near the optimum, in words."""
     if not answer.simulated:
         return "plans were compared by their closed form alone"
-    changes = ", or a changed one with still less" if request.robust is None else ""
-    aim = "the optimum" if request.robust is None else "the least largest regret over all scenarios"
     return (
-        f"of {answer.near} plans found within {NEAR:.0%} of {aim} {answer.simulated} were "
-        f"simulated, and the one with the least simulated time was taken{changes}"
+        f"of {answer.near} plans found within {NEAR:.0%} of the optimum {answer.simulated} were "
+        "simulated, and the one with the least simulated time was taken, or a changed one with still less"
     )
 
 
@@ -265,14 +265,6 @@ def plan_summary(plan: Plan, prediction: Prediction) -> str:
             f"proof: {proof.objective} {proof.objective_s * 1e3:.3f} ms, "
             f"{below if proof.objective_bound_s else 'no bound is known'}; "
             f"{proof.solved} of {proof.examined} cases were solved, {rest}"
-        )
-        lines += [] if proof.second_opinion is None else [f"second opinion: {proof.second_opinion}"]
-    if prediction.robust:
-        worst = max(prediction.robust, key=lambda scenario: scenario.regret)
-        nominal = max(prediction.robust, key=lambda scenario: scenario.nominal_regret)
-        lines.append(
-            f"robust: over {len(prediction.robust)} scenarios never more than {worst.regret:.2%} above the best plan "
-            f"({worst.scenario}); the plan for the profile as it is: {nominal.nominal_regret:.2%} ({nominal.scenario})"
         )
     return "\n".join([*lines, *(f"warning: {warning}" for warning in prediction.warnings)])
 

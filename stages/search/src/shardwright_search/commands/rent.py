@@ -1,16 +1,16 @@
-"""`shardwright-search rent`: which nodes to rent, and what a faster run costs."""
+"""`shardwright rent`: which nodes to rent, and what a faster run costs."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_formats.command import show
-from shardwright_formats.display.svg import document
-from shardwright_formats.io import BadInput, NothingFits, check_writable, read_document, write_bytes
-from shardwright_formats.io.hdf5 import write_profile
-from shardwright_formats.types import Cluster, Model, Plan
+from shardwright.command import show
+from shardwright.display.svg import document
+from shardwright.io import BadInput, NothingFits, check_new, check_writable, read_document, write_bytes
+from shardwright.io.hdf5 import write_profile
+from shardwright.types import Cluster, Model, Plan
 from shardwright_search.candidates import Candidate
 from shardwright_search.commands.prediction import (
     Inputs,
@@ -22,7 +22,6 @@ from shardwright_search.commands.prediction import (
 )
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.rent.front import Front, check_rentable, find_front
-from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.options import RentOptions
 from shardwright_search.rent.page import FrontWords, front_page
 from shardwright_search.rent.sub_clusters import sub_clusters
@@ -48,14 +47,12 @@ def rent(options: RentOptions) -> None:
     steps = _steps(options, request, model)
     offers = Offers() if options.offers is None else read_document(options.offers, Offers)
     offered = sub_clusters(cluster, offers, options.cluster, options.offers or options.cluster)
-    _check_new(options.out)
-    spot = [Interruptions(o.interruptions_per_hour, offers.checkpoint_s or 0, offers.restart_s or 0) for o in offered]
+    check_new(options.out)
+    check_writable(options.out / "front.csv")
     with progress() as report:
-        given = request, model, offered, inputs.profiles, spot
+        given = request, model, offered, inputs.profiles
         front = find_front(*given, options.search, report, options.time_limit)
     if not front.points:
-        with suppress(OSError):  # others may have put something there
-            options.out.rmdir()
         raise NothingFits(f"{options.search}: {_why_nothing(front)}")
     simulated_s = _write_plans(front, request, inputs, options)
     rows = rows_of(front, steps, simulated_s)
@@ -95,16 +92,9 @@ def _why_nothing(front: Front) -> str:
     return "no plan fits on any sub-cluster: allow more memory"
 
 
-def _check_new(folder: Path) -> None:
-    """Raise BadInput for a folder with files: plans of another front would be taken for points of this one."""
-    if folder.is_dir() and any(folder.iterdir()):
-        raise BadInput(folder, "is not empty", "choose a new folder, or remove what is in it")
-    check_writable(folder / "front.csv")
-
-
 def _steps(options: RentOptions, request: SearchRequest, model: Model) -> int | None:
     if options.steps is not None and options.tokens is not None:
-        raise BadInput("--tokens", "given beside --steps", "give one of them")
+        raise BadInput("--tokens", "cannot be combined with --steps", "give one of them")
     steps = options.steps
     if options.tokens is not None and isinstance(request.global_batch_size, int):
         steps = ceil(options.tokens / (request.global_batch_size * model.sequence_length))
@@ -150,7 +140,6 @@ def _answer(front: Front, number: int) -> SearchAnswer:
         stopped=front.stopped,
         best=Best(Target(configuration, target.offset_ps, target.scale), plan_found, score),
         instance=instance,
-        regrets=(),
         unlisted=front.unlisted.get(number),
     )
 
@@ -177,12 +166,10 @@ def _point_line(limit: str, row: SubClusterRow) -> str:
 
 
 def _table(points: Sequence[SubClusterRow], steps: int | None) -> list[str]:
-    """Return a line for each point, with checkpoints and the length of the training where these are known."""
+    """Return a line for each point, with the length and price of the training if they are known."""
     widest, lines = max(len(row.nodes) for row in points), []
     for row in points:
-        line = f"{row.nodes:{widest}}  {row.expected_step_s:11.6g} s  {row.usd_per_step:11.6g} USD a step"
-        if row.checkpoint_steps:
-            line += f"  checkpoint every {row.checkpoint_steps} steps"
+        line = f"{row.nodes:{widest}}  {row.step_s:11.6g} s  {row.usd_per_step:11.6g} USD a step"
         lines.append(line + (f"  {row.hours:.6g} h  {row.usd:.6g} USD" if steps else ""))
     return lines
 

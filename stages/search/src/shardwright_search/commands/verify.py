@@ -1,4 +1,4 @@
-"""`shardwright-search verify`: a plan and the certificate of its search's bound, checked without searching."""
+"""`shardwright verify`: a plan and the certificate of its search's bound, checked without searching."""
 
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
@@ -8,9 +8,9 @@ from time import monotonic
 
 import msgspec
 
-from shardwright_formats.command import show
-from shardwright_formats.io import BadInput, read_document, sha256_of_file
-from shardwright_formats.types import Certificate, Cluster, Model, Plan
+from shardwright.command import show
+from shardwright.io import BadInput, read_document, sha256_of_file
+from shardwright.types import Certificate, Cluster, Model, Plan
 from shardwright_search.certificate.check import confirms
 from shardwright_search.certificate.options import VerifyOptions
 from shardwright_search.commands.prediction import read_inputs
@@ -25,7 +25,7 @@ from shardwright_search.space.search_space import SearchSpace, space_of
 
 IN_PLAN = ("cluster", "model")
 """Roles of files that a plan contains: a certificate pins the hashes of all others."""
-_ANEW = "make it anew with plan --certificate"
+_ANEW = "make it again with plan --certificate"
 _SEARCHED = "give the plan that the search wrote"
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-from shardwright_formats.io import BadInput, sha256_of_file
-from shardwright_formats.semantics.schedules.passes import Pass, middle
-from shardwright_formats.types.correction import Correction, CorrectionFactor, Term
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_formats.types.measurement import PlanMeasurement, RankMeasurement
-from shardwright_formats.types.plan import GradientReduction, Plan
-from shardwright_formats.types.prediction import StagePrediction
+from shardwright.io import BadInput, sha256_of_file
+from shardwright.plan.schedules.passes import Pass, middle
+from shardwright.types.correction import Correction, CorrectionFactor, Term
+from shardwright.types.hardware_profile import Collective
+from shardwright.types.measurement import PlanMeasurement, RankMeasurement
+from shardwright.types.plan import GradientReduction, Plan
+from shardwright.types.prediction import StagePrediction
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 

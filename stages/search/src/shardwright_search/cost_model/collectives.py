@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import median
-from shardwright_formats.semantics.groups import nearest_measured, seconds_on
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, GroupKind, HardwareProfile
+from shardwright.io import BadInput
+from shardwright.io.table import median
+from shardwright.plan.groups import nearest_measured, seconds_on
+from shardwright.types.hardware_profile import Collective, CollectiveKey, GroupKind, HardwareProfile
 from shardwright_search.cost_model.profiles import Profiles
 
 

@@ -6,10 +6,10 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from shardwright_formats.semantics.axes import Layout, common_block, common_samples
-from shardwright_formats.semantics.layout import closed_groups, redistribution_plan, sent_numel
-from shardwright_formats.types import BoundaryTensor
-from shardwright_formats.types.hardware_profile import Collective, GroupKind
+from shardwright.plan.axes import Layout, common_block, common_samples
+from shardwright.plan.layout import closed_groups, redistribution_plan, sent_numel
+from shardwright.types import BoundaryTensor
+from shardwright.types.hardware_profile import Collective, GroupKind
 from shardwright_search.cost_model.collectives import Duration, collective_time, in_turn, longest, send_kind_time
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.cost_model.topology import StageTopology, kinds_of

@@ -5,13 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.key import ExpertKey, LayerKey
-from shardwright_formats.types.model_profile import FitMode, LayerFigures, Quantity, StateRow
-from shardwright_search.cost_model.profiles import LayerPoints, Profiles, TimeModel
-
-Passes = tuple[float, float]
-"""Seconds of a forward and of a backward pass."""
+from shardwright.io import BadInput
+from shardwright.key import ExpertKey, LayerKey
+from shardwright.types.model_profile import FitMode, LayerFigures, Quantity, StateRow
+from shardwright_search.cost_model.profiles import LayerPoints, Passes, Profiles
+from shardwright_search.cost_model.time_model import TimeModel
 
 
 class ComputeCost(NamedTuple):
@@ -70,9 +68,23 @@ def layer_cost(profiles: Profiles, key: LayerKey, micro_batch_size: int, time_mo
     if figures is None or (beyond is not None and not _is_possible(figures, points)):
         sizes = points.micro_batch_sizes.tolist()
         problem = f"{strategy}: micro_batch_size {micro_batch_size} cannot be extrapolated from {sizes}"
-        remedy = "add it to micro_batch_sizes of the profile settings and measure the probes again"
-        raise BadInput(profiles.model_file, problem, remedy)
+        raise BadInput(profiles.model_file, problem, _to_measure(profiles, key, micro_batch_size))
     return ComputeCost(figures, beyond)
+
+
+def _to_measure(profiles: Profiles, key: LayerKey, micro_batch_size: int) -> str:
+    """Return what to change in the profile settings, so that a micro-batch size is measured at a layer's length."""
+    strategy, here = key.without("sequence_length"), profiles.layers[key].micro_batch_sizes
+    alike = [
+        points.micro_batch_sizes
+        for other, points in profiles.layers.items()
+        if other.without("sequence_length") == strategy
+    ]
+    settings = [] if any(micro_batch_size in sizes for sizes in alike) else ["add it to micro_batch_sizes"]
+    # At further lengths `grid: fewest` measures the smallest size alone.
+    settings += ["set grid to full"] if any(len(sizes) > len(here) for sizes in alike) else []
+    changed = " and ".join(settings or ["set grid to full"])
+    return f"{changed} in the profile settings and measure the probes again"
 
 
 def expert_cost(profiles: Profiles, key: ExpertKey, rows: float) -> ComputeCost:

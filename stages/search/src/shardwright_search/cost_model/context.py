@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_estimate.curves import of_other_shares, on_joint_curve
-from shardwright_formats.io import BadInput
-from shardwright_formats.key import LayerKey
-from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.semantics.communication import Message, tensors_of
-from shardwright_formats.semantics.context_messages import KeysAndValues, context_messages, keys_and_values
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import (
+from shardwright.estimate.curves import of_other_shares, on_joint_curve
+from shardwright.io import BadInput
+from shardwright.key import LayerKey
+from shardwright.plan.axes import axes_of
+from shardwright.plan.communication import Message, tensors_of
+from shardwright.plan.context_messages import KeysAndValues, context_messages, keys_and_values
+from shardwright.plan.schedules.passes import Pass
+from shardwright.types import (
     EMBEDDING,
     HEAD,
     ITEMSIZE,
@@ -28,8 +28,8 @@ from shardwright_formats.types import (
     Recompute,
     Strategy,
 )
-from shardwright_formats.types.hardware_profile import Collective, GroupKind
-from shardwright_formats.types.model_profile import FitMode, FitRow, LayerFigures, Quantity
+from shardwright.types.hardware_profile import Collective, GroupKind
+from shardwright.types.model_profile import FitMode, FitRow, LayerFigures, Quantity
 from shardwright_search.cost_model.collectives import (
     Duration,
     collective_time,
@@ -38,8 +38,9 @@ from shardwright_search.cost_model.collectives import (
     overlapped_time,
     slowdowns_of,
 )
-from shardwright_search.cost_model.compute import ComputeCost, Passes, layer_cost
-from shardwright_search.cost_model.profiles import Profiles, TimeModel
+from shardwright_search.cost_model.compute import ComputeCost, layer_cost
+from shardwright_search.cost_model.profiles import Passes, Profiles
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 
 _ACCUMULATED_BYTES = 4
@@ -156,30 +157,27 @@ class SharedContext(NamedTuple):
 
 def context_times(
     profiles: Profiles, layer: SharedContext, topology: StageTopology, attention: Passes
-) -> tuple[Duration, Duration]:
-    """Return the time that the messages of context parallelism add to a microbatch, forward and backward.
+) -> tuple[Duration, ...]:
+    """Return the time that the messages of context parallelism add to each kind of pass of a microbatch.
 
     `attention`: the time that each pass attends for. A gather comes before it, a ring's sends are overlapped with it.
     """
     if not (attentions := layer.attentions):
-        return Duration(0.0), Duration(0.0)
+        return (Duration(0.0),) * len(Pass)
     kinds = axis_group_kinds(topology, axes_of(layer.strategy).context)
-    if layer.is_ring:
-        each = attention[0] / len(attentions), attention[1] / len(attentions)
-        passes = [_ring_times(profiles, layer, one, topology, kinds, each) for one in attentions]
-    else:
-        passes = [_gather_times(profiles, layer, kinds)]
-    forward, backward = map(in_turn, zip(*passes, strict=True))
-    return forward, backward
+    if not layer.is_ring:
+        return _gather_times(profiles, layer, kinds)
+    each = attention[0] / len(attentions), attention[1] / len(attentions)
+    passes = [_ring_times(profiles, layer, one, topology, kinds, each) for one in attentions]
+    return tuple(map(in_turn, zip(*passes, strict=True)))
 
 
-def _gather_times(profiles: Profiles, layer: SharedContext, kinds: Sequence[GroupKind]) -> tuple[Duration, Duration]:
+def _gather_times(profiles: Profiles, layer: SharedContext, kinds: Sequence[GroupKind]) -> tuple[Duration, ...]:
     def taken(message: Message) -> Duration:
         time_s, warning = collective_time(profiles, message.collective, kinds, message.bytes)
         return Duration(time_s * message.times, warning)
 
-    forward, backward = (in_turn(taken(m) for m in layer.messages if m.during is during) for during in Pass)
-    return forward, backward
+    return tuple(in_turn(taken(m) for m in layer.messages if m.during is during) for during in Pass)
 
 
 def _ring_times(

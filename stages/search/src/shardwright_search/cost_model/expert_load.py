@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_formats.io import BadInput, read_document
-from shardwright_formats.semantics.expert_load import imbalances, load_misfit
-from shardwright_formats.types import MAX_DEVICES, ExpertLoad, Model
+from shardwright.io import BadInput, read_document
+from shardwright.plan.expert_load import imbalances, load_misfit
+from shardwright.types import MAX_DEVICES, ExpertLoad, Model
 
 
 class LoadFile(NamedTuple):
@@ -49,5 +49,5 @@ def read_load(text: str) -> Load:
         return LoadFile(Path(text), read_document(Path(text), ExpertLoad))
     if not 1 <= ratio <= MAX_DEVICES:
         remedy = f"give a ratio from 1 to {MAX_DEVICES}, or the load.json of a run"
-        raise BadInput("--imbalance", f"{text} is no load of the fullest rank over the mean one's", remedy)
+        raise BadInput("--imbalance", f"{text} is not a ratio of the fullest rank's load to the mean", remedy)
     return StatedLoad(ratio)

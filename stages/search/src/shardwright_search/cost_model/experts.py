@@ -1,14 +1,28 @@
 """Experts that ranks share out: their load on one rank, and the time of the messages that bring rows to them."""
 
-from shardwright_formats.key import ExpertKey
-from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.semantics.communication import Cause, Message, region_messages, tensors_of
-from shardwright_formats.semantics.expert_messages import rank_positions
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import LayerStrategy, Model, Recompute
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_search.cost_model.collectives import Duration, collective_time, in_turn
-from shardwright_search.cost_model.profiles import Profiles
+from collections.abc import Sequence
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from shardwright.key import ExpertKey, HostKey
+from shardwright.plan.axes import axes_of
+from shardwright.plan.communication import Cause, Message, region_messages, tensors_of
+from shardwright.plan.expert_messages import rank_positions
+from shardwright.plan.schedules.passes import Pass
+from shardwright.types import LayerStrategy, Model, Recompute, Strategy
+from shardwright.types.dispatcher import Dispatcher
+from shardwright.types.hardware_profile import Collective, GroupKind
+from shardwright.types.model_profile import LayerFigures
+from shardwright_search.cost_model.collectives import (
+    Duration,
+    collective_time,
+    in_turn,
+    longest,
+    overlapped_time,
+    slowdowns_of,
+)
+from shardwright_search.cost_model.profiles import Passes, Profiles
 from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 
 
@@ -53,21 +67,75 @@ def exchange_times(
     topology: StageTopology,
     samples: int,
     itemsize: int,
-) -> tuple[Duration, Duration]:
-    """Return the time in which rows go to the ranks of their experts and back, forward and backward.
+) -> tuple[Duration, ...]:
+    """Return the time in which rows go to the ranks of their experts and back, in each kind of pass.
 
     The fullest rank gets more than others send, and they wait for it.
     """
     grid, fullest = strategy.expert_grid, imbalance_of(profiles, model, type_name, strategy)
-    assert grid is not None
+    experts = model.types[type_name].experts
+    assert grid is not None and experts is not UNSET
     axes = axes_of(grid).dense
     sent = [m for m in region_messages(model, type_name, strategy, samples, itemsize, 1) if is_exchange(m)]
+    rows_bytes = max((m.bytes for m in sent if m.collective is Collective.ALL_TO_ALL), default=0)
+    per_node = profiles.exchange is not None and profiles.exchange.dispatcher is Dispatcher.PER_NODE
 
     def taken(message: Message) -> Duration:
-        among = axes.experts if message.collective is Collective.ALL_TO_ALL else axes.tensor
-        groups = axis_group_kinds(topology, among)
-        time_s, warning = collective_time(profiles, message.collective, groups, fullest * message.bytes)
-        return Duration(time_s * message.times, warning)
+        to_experts = message.collective is Collective.ALL_TO_ALL
+        groups = axis_group_kinds(topology, axes.experts if to_experts else axes.tensor)
+        if to_experts and per_node and message.bytes == rows_bytes:
+            one = _once_a_node(profiles, groups, fullest * message.bytes, experts.top_k)
+        else:
+            one = collective_time(profiles, message.collective, groups, fullest * message.bytes)
+        return one._replace(time_s=one.time_s * message.times)
 
-    forward, backward = (in_turn(taken(m) for m in sent if m.during is during) for during in Pass)
-    return forward, backward
+    return tuple(in_turn(taken(m) for m in sent if m.during is during) for during in Pass)
+
+
+def _once_a_node(profiles: Profiles, groups: Sequence[GroupKind], num_bytes: float, top_k: int) -> Duration:
+    """Return the time of rows of which each position's go to a node once, and from there to each rank once.
+
+    Of k choices among n places, n (1 - (1 - 1/n)^k) differ in the mean. What goes to other nodes and what goes on
+    inside of them do so at once: the longer of both counts (DeepEP's and HybridEP's kernels).
+    """
+    position_bytes, worst = num_bytes / top_k, Duration(0.0)
+    for group in groups:
+        here = group.ranks_per_node
+        nodes, near = -(-group.size // here), position_bytes * _different(group.size, top_k)
+        durations = [collective_time(profiles, Collective.ALL_TO_ALL, [GroupKind(here, here, True)], near)]
+        if nodes > 1:
+            # An all-to-all of b bytes sends b (n - 1) / n out of its node.
+            far = position_bytes * _different(nodes, top_k)
+            durations.append(collective_time(profiles, Collective.ALL_TO_ALL, [group], far))
+        worst = longest([worst, *durations])
+    return worst
+
+
+def _different(places: int, choices: int) -> float:
+    """Return how many of some places are chosen at least once, in the mean."""
+    return places * (1 - (1 - 1 / places) ** choices)
+
+
+def beside_other_passes(
+    profiles: Profiles, exchanges: Sequence[Duration], figures: LayerFigures[float]
+) -> tuple[Duration, ...]:
+    """Return what exchanges add to both passes if they overlap with computation of another micro-batch.
+
+    Both passes together hide what their computation is long enough for, slowed down as by other collectives; without
+    known slowdowns nothing overlaps.
+    """
+    alone = in_turn(exchanges)
+    slowdowns = slowdowns_of(profiles, Collective.ALL_TO_ALL, (GroupKind(2, 2, True),), 0)
+    added_s = overlapped_time(figures.forward_s + figures.backward_s, alone, slowdowns)
+    share = added_s / alone.time_s if alone.time_s else 1.0
+    return tuple(each._replace(time_s=each.time_s * share) for each in exchanges)
+
+
+def host_floor(profiles: Profiles, type_name: str, strategy: Strategy, experts: int, pipelined: bool) -> Passes:
+    """Return the least time of both passes of a layer, which its host needs; `experts`: those of the rank."""
+    recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
+    plain, none = HostKey(type=type_name, recompute=recompute), (0.0, 0.0)
+    started = [profiles.host.get(key, none) for key in (plain, replace(plain, experts=experts)) if experts]
+    least = profiles.host.get(replace(plain, tp_size=strategy.tp_size, pipelined=True), none) if pipelined else none
+    forward_s, backward_s = (max(least[way], sum(each[way] for each in started)) for way in (0, 1))
+    return forward_s, backward_s

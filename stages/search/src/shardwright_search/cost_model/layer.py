@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.key import LayerKey
-from shardwright_formats.semantics.axes import Layout, axes_of, layout_of
-from shardwright_formats.semantics.communication import region_messages
-from shardwright_formats.semantics.expert_messages import shares_experts
-from shardwright_formats.semantics.parameter_groups import parameter_groups
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import (
+from shardwright.key import LayerKey
+from shardwright.optimizers.registry import ADAMW, Optimizer
+from shardwright.plan.axes import Layout, axes_of, layout_of
+from shardwright.plan.communication import region_messages
+from shardwright.plan.expert_messages import shares_experts
+from shardwright.plan.parameter_groups import parameter_groups
+from shardwright.plan.schedules.passes import Pass
+from shardwright.types import (
     ITEMSIZE,
     Cluster,
     GradientReduction,
@@ -28,12 +29,11 @@ from shardwright_formats.types import (
     Recompute,
     Strategy,
 )
-from shardwright_formats.types.hardware_profile import GroupKind
+from shardwright.types.hardware_profile import GroupKind
 from shardwright_search.cost_model.collectives import Duration, collective_time, in_turn, longest
 from shardwright_search.cost_model.communication import Nodes, handover_time, redistribution_time, send_time
 from shardwright_search.cost_model.compute import (
     ComputeCost,
-    Passes,
     expert_cost,
     probed_tp_size,
     slowest_compute,
@@ -42,8 +42,10 @@ from shardwright_search.cost_model.compute import (
 )
 from shardwright_search.cost_model.context import SharedContext, context_times, shared_layer_cost
 from shardwright_search.cost_model.experts import (
+    beside_other_passes,
     even_load,
     exchange_times,
+    host_floor,
     imbalance_of,
     is_exchange,
     replays_experts,
@@ -61,7 +63,8 @@ from shardwright_search.cost_model.parameters import (
     slowest_parameters,
 )
 from shardwright_search.cost_model.parts_of_strategies import of_parameters, of_passes
-from shardwright_search.cost_model.profiles import Profiles, TimeModel
+from shardwright_search.cost_model.profiles import Passes, Profiles
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.cost_model.topology import StageTopology, axis_group_kinds
 from shardwright_search.step.cached_method import cached_method
 
@@ -82,6 +85,19 @@ class Link(NamedTuple):
     """Node types of both; the slower end binds."""
 
 
+class Turns(NamedTuple):
+    """The shape of a plan, as far as it changes the time of a layer's passes."""
+
+    alternate: bool = False
+    """Whether a rank has passes of another micro-batch to compute while a layer's exchanges go on."""
+    pipelined: bool = False
+    """Whether the plan is a pipeline between nodes."""
+
+
+PLAIN_TURNS = Turns()
+"""The turns of a plan whose shape changes nothing."""
+
+
 class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     """The prices of a plan's layers and messages, with all that was priced so far."""
 
@@ -91,6 +107,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     precision: Precision
     gradient_reduction: GradientReduction = GradientReduction.DEFERRED
     time_model: TimeModel = TimeModel.INTERPOLATE
+    optimizer: Optimizer = ADAMW
+
+    def __post_init__(self) -> None:
+        self.optimizer.demand_shards("the cost model")
 
     def on(self, cluster: Cluster) -> "CostModel":
         """Return the cost model on some of the nodes; layers, which cost what their node types do, are priced once."""
@@ -119,7 +139,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         across nodes does so as neighbours do: no other shares its node's network. A stage that spans node types sends
         across nodes, all ranks of a node at once.
         """
-        nodes, types = self.cluster.node_of_rank, self.node_types_of(senders, receivers)
+        nodes, types = self.cluster.domain_of_rank, self.node_types_of(senders, receivers)
         if len(types) > 1 and any(len(self.node_types_of(ranks)) > 1 for ranks in (senders, receivers)):
             return Link(False, True, types)
         alike = len(senders) == len(receivers)
@@ -130,7 +150,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     def nodes_of(self, *stages: Sequence[int]) -> tuple[Nodes, ...]:
         """Return the nodes of several pipeline stages' ranks, counted from the first rank's."""
-        nodes = self.cluster.node_of_rank
+        nodes = self.cluster.domain_of_rank
         return tuple(tuple(nodes[rank] - nodes[stages[0][0]] for rank in ranks) for ranks in stages)
 
     def node_types_of(self, *stages: Sequence[int]) -> tuple[str, ...]:
@@ -146,6 +166,24 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _profiles_by_type(self) -> dict[str, Profiles]:
         names = dict.fromkeys(group.node_type for group in self.cluster.nodes)
         return {name: self.profiles.of_device(self.cluster.node_types[name].device) for name in names}
+
+    def turns(self, pp_size: int, num_microbatches: int, num_chunks: int) -> Turns:
+        """Return what of a plan's shape changes the times of passes, under these profiles.
+
+        An exchange overlaps with another micro-batch where there is one stage, or several chunks of each.
+        """
+        overlaps, floors = self._shape_counts
+        return Turns(
+            alternate=overlaps and num_microbatches > 1 and (pp_size == 1 or num_chunks > 1),
+            pipelined=floors and pp_size > 1 and self.cluster.num_nodes > 1,
+        )
+
+    @cached_property
+    def _shape_counts(self) -> tuple[bool, bool]:
+        """Whether exchanges overlap in some profile, and whether one has least times of pipelines."""
+        each = self._profiles_by_type.values()
+        overlaps = any(one.exchange is not None and one.exchange.overlapped for one in each)
+        return overlaps, any(key.pipelined for one in each for key in one.host)
 
     @property
     def step_overhead_s(self) -> float:
@@ -191,16 +229,23 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def layer(
-        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, single_microbatch: bool
+        self,
+        type_name: str,
+        strategy: Strategy,
+        topology: StageTopology,
+        samples: int,
+        single_microbatch: bool,
+        turns: Turns = PLAIN_TURNS,
     ) -> LayerCost:
         """Return all costs of a layer of that type on a pipeline stage; `samples` are those of a microbatch.
 
         Raises BadInput when a profile lacks a point.
         """
         reduces_every = self.gradient_reduction is GradientReduction.EVERY_MICROBATCH
-        compute, further = self._passes(type_name, of_passes(strategy), topology, samples)
+        compute, further, least = self._passes(type_name, of_passes(strategy), topology, samples, turns)
         figures = compute.figures
-        forward_s, backward_s = figures.forward_s + further[0].time_s, figures.backward_s + further[1].time_s
+        forward_s = max(figures.forward_s + further[0].time_s, least[0])
+        backward_s = max(figures.backward_s + further[1].time_s, least[1])
         costs = self._all_parameters(type_name, of_parameters(strategy), topology, single_microbatch)
         added = picoseconds(costs.reduction.added_s(backward_s))
         once, alone, overlapped = added, costs.reduction.alone.time_s, costs.reduction.overlapped_s(backward_s)
@@ -230,13 +275,21 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _passes(
-        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int
-    ) -> tuple[ComputeCost, list[Duration]]:
-        """Return the costs of a microbatch's passes: what is computed, and further messages forward and backward."""
+        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, turns: Turns
+    ) -> tuple[ComputeCost, list[Duration], Passes]:
+        """Return the costs of a microbatch's passes: what is computed, further messages, and the host's least time."""
         views, rank_samples = topology.each_type, axes_of(strategy).rank_samples(samples)
         compute = slowest_compute([self._compute(type_name, strategy, on, rank_samples) for on in views])
-        sent = [self._traffic(type_name, strategy, on, samples, compute.attention) for on in views]
-        return compute, [longest(during) for during in zip(*sent, strict=True)]
+        sent = [self._traffic(type_name, strategy, on, samples, compute, turns) for on in views]
+        floors = [self._host_floor(type_name, strategy, on, turns) for on in views]
+        forward_s, backward_s = map(max, zip(*floors, strict=True))
+        return compute, [longest(during) for during in zip(*sent, strict=True)], (forward_s, backward_s)
+
+    def _host_floor(self, type_name: str, strategy: Strategy, topology: StageTopology, turns: Turns) -> Passes:
+        profiles, experts = self.profiles_on(topology.node_type), 0
+        if isinstance(strategy, LayerStrategy) and shares_experts(strategy) and strategy.expert_grid is not None:
+            experts = even_load(self.model, type_name, strategy, 1)[0].experts
+        return host_floor(profiles, type_name, strategy, experts, turns.pipelined)
 
     @cached_method
     def _all_parameters(
@@ -259,7 +312,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         profiles = self.profiles_on(topology.node_type)
         tp_size = self._probed(type_name, axes_of(strategy).dense.tensor.size, topology)
         states = states_of(profiles, type_name, tp_size)
-        given = profiles, self.model, self.precision, reduces_every
+        given = profiles, self.model, self.precision, self.optimizer, reduces_every
         group = parameter_groups(self.model.types[type_name], strategy)[number]
         return parameter_costs(*given, type_name, group, topology, states, single_microbatch)
 
@@ -287,7 +340,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return probed_tp_size(profiled, tp_size, self._node_devices(topology))
 
     def _node_devices(self, topology: StageTopology) -> int:
-        return self.cluster.node_types[topology.node_type].devices_per_node
+        return self.cluster.domain_size(topology.node_type)
 
     @cached_method
     def _measured(self, node_type: str, key: LayerKey, micro_batch_size: int, parts: int) -> ComputeCost:
@@ -307,23 +360,32 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return with_experts(rest, replayed if replays_experts(strategy) else 0.0, experts)
 
     def _traffic(
-        self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int, attention: Passes
-    ) -> tuple[Duration, Duration]:
-        """Return the time of messages that is not inside the layer's own times, forward and backward."""
+        self,
+        type_name: str,
+        strategy: Strategy,
+        topology: StageTopology,
+        samples: int,
+        compute: ComputeCost,
+        turns: Turns,
+    ) -> tuple[Duration, ...]:
+        """Return the time of messages that is not inside the layer's measured times, in each kind of pass."""
         profiles, times = self.profiles_on(topology.node_type), []
         times.append(self._further_traffic(type_name, strategy, topology, samples))
         context = SharedContext(self.model, type_name, strategy, samples, self.precision)
-        times.append(context_times(profiles, context, topology, attention))
+        times.append(context_times(profiles, context, topology, compute.attention))
         if isinstance(strategy, LayerStrategy) and shares_experts(strategy):
             shared = strategy, topology, samples, self.compute_bytes
-            times.append(exchange_times(profiles, self.model, type_name, *shared))
-        forward, backward = map(in_turn, zip(*times, strict=True))
-        return forward, backward
+            exchanges = exchange_times(profiles, self.model, type_name, *shared)
+            overlapped = profiles.exchange is not None and profiles.exchange.overlapped
+            if overlapped and turns.alternate and strategy.recompute is not Recompute.FULL:
+                exchanges = beside_other_passes(profiles, exchanges, compute.figures)
+            times.append(exchanges)
+        return tuple(map(in_turn, zip(*times, strict=True)))
 
     def _further_traffic(
         self, type_name: str, strategy: Strategy, topology: StageTopology, samples: int
-    ) -> tuple[Duration, Duration]:
-        """Return the time that tensor and sequence parallelism take beyond the profiled one, forward and backward.
+    ) -> tuple[Duration, ...]:
+        """Return the time that tensor and sequence parallelism take beyond the profiled one, in each kind of pass.
 
         They were profiled, and are inside the layer's times, among neighbours inside one node: of more ranks than a
         node has, which an estimate alone can be of, as many as it has stand for them.
@@ -333,10 +395,10 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         inside = min(self._probed(type_name, sharers.size, topology), self._node_devices(topology))
         profiled = (GroupKind(inside, inside, True),)
         if sharers.size == 1 or groups == profiled:
-            return Duration(0.0), Duration(0.0)
+            return (Duration(0.0),) * len(Pass)
         if not self.model.types[type_name].regions:
             absent = f"absent: what {type_name} sends among ranks that lie apart: counted as among neighbours"
-            return Duration(0.0, absent), Duration(0.0)
+            return (Duration(0.0, absent),) * len(Pass)
         longer_s: dict[Pass | None, float] = dict.fromkeys(Pass, 0.0)
         profiles = self.profiles_on(topology.node_type)
         warning = None
@@ -347,4 +409,4 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             there = collective_time(profiles, message.collective, profiled, message.bytes)
             longer_s[message.during] += max(0.0, here.time_s - there.time_s) * message.times
             warning = warning or here.warning
-        return Duration(longer_s[Pass.FORWARD], warning), Duration(longer_s[Pass.BACKWARD], warning)
+        return tuple(Duration(longer_s[during], warning) for during in Pass)

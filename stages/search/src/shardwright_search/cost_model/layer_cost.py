@@ -70,8 +70,9 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that are held all step long; gradients come with the first backward pass."""
-        return self.memory.parameters + self.memory.gathered_parameters + self.memory.optimizer
+        """Bytes that are held all step long; other gradients come with the first backward pass."""
+        memory = self.memory
+        return memory.parameters + memory.gathered_parameters + memory.optimizer + memory.gradient_buffer
 
 
 def gather_of(overlapped: Overlapped) -> Gather:

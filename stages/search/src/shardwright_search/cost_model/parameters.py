@@ -1,28 +1,31 @@
 """Costs of the parameters of a layer, whatever the microbatch: their memory, and data parallelism's collectives.
 
-Memory is as this project's runtime holds it, which leaves most to FSDP2.
+Memory is as this project's runtime holds it, which leaves most to FSDP2, or as another one's habits are (`Held`).
 
-P: parameters of a rank's share of a layer before ZeRO (under Ulysses the whole layer), of which gradients, moments and
-reductions count the trained ones; w: the ranks that share them by
-data parallelism (of a shard group); s, c, r: bytes of a number as stored, computed with and reduced. P/w is rounded up
-to FSDP2's shards.
+P: parameters of a rank's share of a layer before ZeRO (under Ulysses the whole layer), of which gradients, the
+optimizer's states and reductions count the trained ones; w: the ranks that share them by data parallelism (of a shard
+group); s, c, r: bytes of a number as stored, computed with and reduced. P/w is rounded up to FSDP2's shards.
 """
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
-from shardwright_formats.io.table import Source
-from shardwright_formats.semantics.axes import ParameterAxes, axes_of
-from shardwright_formats.semantics.buckets import copied_bucket_bytes
-from shardwright_formats.semantics.communication import Cause, Message, parameter_messages, partial_gradient_bytes
-from shardwright_formats.semantics.parameter_groups import ParameterGroup
-from shardwright_formats.types.hardware_profile import Collective, GroupKind
-from shardwright_formats.types.model import EMBEDDING, LayerType, Model, Parameter
-from shardwright_formats.types.model_profile import StateRow
-from shardwright_formats.types.plan import ITEMSIZE, Precision
-from shardwright_formats.types.strategy import DataParallel, ExpertGrid, Strategy
+from shardwright.estimate.held import OURS, Held
+from shardwright.io.table import Source
+from shardwright.optimizers.registry import ADAMW, Optimizer
+from shardwright.plan.axes import ParameterAxes, axes_of
+from shardwright.plan.buckets import copied_bucket_bytes
+from shardwright.plan.communication import Cause, Message, parameter_messages, partial_gradient_bytes
+from shardwright.plan.parameter_groups import ParameterGroup
+from shardwright.types.hardware_profile import Collective, GroupKind
+from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter
+from shardwright.types.model_profile import StateRow
+from shardwright.types.plan import BASE_BITS, ITEMSIZE, Precision
+from shardwright.types.strategy import DataParallel, ExpertGrid, Strategy
 from shardwright_search.cost_model.collectives import (
     Duration,
     Slowdowns,
@@ -60,13 +63,18 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     Replicas of shards keep what they have summed, rP/w, until the backward pass is over, which is the gradient itself
     where both formats are one.
     """
+    gradient_buffer: int = 0
+    """Gradients of runtimes that hold all of them all step long, before they are sharded: rP, and cP beside a wider r.
+
+    Then there are no `gradients`, `gradient_sums`, buffers of reductions and `unreduced_gradients`.
+    """
     gradient_sums: int
     """Gradients of the microbatches before, of replicas that reduce every microbatch: sP.
 
     What that one makes is on its way until the next backward pass of the stage begins.
     """
     optimizer: int
-    """Adam's two moments in the parameters' type."""
+    """The optimizer's states of the shard."""
     buffers: int
     """Buffers of FSDP2 for a layer's collectives while the layer works: of gathers under ZeRO-3 2cP, of reductions rP.
 
@@ -87,10 +95,12 @@ def parameter_memory(
     kind: LayerType,
     strategy: Strategy,
     precision: Precision,
+    optimizer: Optimizer = ADAMW,
     *,
     deferred: bool,
     reduce_every_microbatch: bool = False,
     is_first_layer: bool = False,
+    held: Held = OURS,
 ) -> ParameterMemory:
     """Return the memory of one layer's parameters on one rank.
 
@@ -98,9 +108,10 @@ def parameter_memory(
     by one. With a single microbatch neither holds.
     """
     axes, ddp = axes_of(strategy).dense, strategy.data_parallel is DataParallel.DDP
-    computed = ITEMSIZE[precision.compute] * kind.parameter_count(axes.tensor.size)
-    full_bytes = ITEMSIZE[precision.reduce] * kind.trained_count(axes.tensor.size)
-    stored, trained = (_shard_numel(group, axes) for group in (kind.parameters, kind.trained_parameters))
+    computed = _computed_bytes(kind, precision, axes)
+    trained_count = kind.trained_count(axes.tensor.size)
+    full_bytes = ITEMSIZE[precision.reduce] * trained_count
+    trained = _shard_numel(kind.trained_parameters, axes)
     shard_bytes = ITEMSIZE[precision.parameters] * trained
     copies = 1 if isinstance(strategy, ExpertGrid) else 2
     one_format = precision.parameters == precision.compute == precision.reduce
@@ -113,17 +124,49 @@ def parameter_memory(
     gradients = shard_bytes + summed + full_bytes * (reduce_every_microbatch and is_first_layer)
     if replicated or deferred or without_fsdp:
         gradients = full_bytes
-    return ParameterMemory(
-        parameters=ITEMSIZE[precision.parameters] * stored,
+    memory = ParameterMemory(
+        parameters=_stored_bytes(kind, precision, axes),
         gathered_parameters=0 if without_fsdp or (zero3 and not is_first_layer) else computed,
         gradients=gradients,
+        gradient_buffer=0,
         gradient_sums=shard_bytes * (replicated and reduce_every_microbatch),
-        optimizer=2 * shard_bytes,
+        optimizer=optimizer.state_bytes(shard_bytes, precision.parameters),
         buffers=fsdp * (copies * computed * zero3 + (shard_bytes if deferred else full_bytes)),
         unreduced_gradients=_bucket_bytes(kind, axes.tensor.size, precision)
         if replicated
         else full_bytes * (fsdp and not deferred),
     )
+    if quantized := _quantized(kind, precision):
+        largest = max(p.numel(axes.tensor.size) for p in quantized)
+        memory = msgspec.structs.replace(memory, buffers=memory.buffers + ITEMSIZE[precision.compute] * largest)
+    if not held.whole_gradients or zero3:
+        return memory
+    copies = held.compute_gradients and axes.states.size > 1
+    copied = ITEMSIZE[precision.compute] * trained_count if copies and precision.reduce != precision.compute else 0
+    none = dict.fromkeys(("gradients", "gradient_sums", "buffers", "unreduced_gradients"), 0)
+    return msgspec.structs.replace(memory, gradient_buffer=full_bytes + copied, **none)
+
+
+def _quantized(kind: LayerType, precision: Precision) -> list[Parameter]:
+    """The frozen matrices of a layer, if the plan has them in few bits."""
+    frozen = (p for p in kind.parameters if not p.trained and len(p.shape) > 1)
+    return [] if precision.base is UNSET else list(frozen)
+
+
+def _stored_bytes(kind: LayerType, precision: Precision, axes: ParameterAxes) -> int:
+    few = _quantized(kind, precision)
+    numel = _shard_numel([p for p in kind.parameters if p not in few], axes)
+    return ITEMSIZE[precision.parameters] * numel + _few_bits(_shard_numel(few, axes), precision)
+
+
+def _computed_bytes(kind: LayerType, precision: Precision, axes: ParameterAxes) -> int:
+    """The bytes of a layer's parameters on the ranks that compute with them: those in few bits as they are stored."""
+    few = sum(p.numel(axes.tensor.size) for p in _quantized(kind, precision))
+    return ITEMSIZE[precision.compute] * (kind.parameter_count(axes.tensor.size) - few) + _few_bits(few, precision)
+
+
+def _few_bits(numel: int, precision: Precision) -> int:
+    return 0 if precision.base is UNSET else ceil(numel * BASE_BITS[precision.base] / 8)
 
 
 def _bucket_bytes(kind: LayerType, parts: int, precision: Precision) -> int:
@@ -169,6 +212,7 @@ def parameter_costs(
     profiles: Profiles,
     model: Model,
     precision: Precision,
+    optimizer: Optimizer,
     reduces_every: bool,
     type_name: str,
     group: ParameterGroup,
@@ -193,10 +237,13 @@ def parameter_costs(
         memory=parameter_memory(
             kind,
             strategy,
-            precision,
+            # No layer at the ends of a model is in few bits.
+            msgspec.structs.replace(precision, base=UNSET) if type_name in (EMBEDDING, HEAD) else precision,
+            optimizer,
             deferred=not (single_microbatch or reduces_every),
             reduce_every_microbatch=reduces_every and not single_microbatch,
             is_first_layer=type_name == EMBEDDING,
+            held=profiles.held,
         ),
         gather=gather,
         reduction=reduction,

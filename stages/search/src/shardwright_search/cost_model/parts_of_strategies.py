@@ -3,8 +3,8 @@
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright_formats.semantics.expert_messages import shares_experts
-from shardwright_formats.types import DataParallel, LayerStrategy, Recompute, Strategy
+from shardwright.plan.expert_messages import shares_experts
+from shardwright.types import DataParallel, LayerStrategy, Recompute, Strategy
 
 
 def of_parameters(strategy: Strategy) -> Strategy:

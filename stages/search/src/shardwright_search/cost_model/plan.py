@@ -4,17 +4,19 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from shardwright_formats.semantics.process_groups import communicator_bytes, communicators
-from shardwright_formats.semantics.schedules.closed_form import step_time
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import Estimate, Plan, StagePrediction, TimelineEvent
+from shardwright.optimizers.registry import OPTIMIZERS
+from shardwright.plan.process_groups import communicator_bytes, communicators
+from shardwright.plan.schedules.closed_form import step_time
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.plan.supported_fields import check_fields
+from shardwright.types import Estimate, Plan, StagePrediction, TimelineEvent
 from shardwright_search.cost_model.layer import CostModel, picoseconds
-from shardwright_search.cost_model.profiles import Profiles, TimeModel, check_profiles
+from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.provenance import provenance_warnings
 from shardwright_search.cost_model.stage_costs import StageCosts, range_costs, stage_costs
 from shardwright_search.cost_model.tied_weights import shared_cost_ps, tied_cost_ps
+from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.simulation.simulator import (
-    Sends,
     Simulation,
     lower_bound_ps,
     num_played,
@@ -37,7 +39,15 @@ class Evaluation(NamedTuple):
 
 def cost_model_of(plan: Plan, profiles: Profiles, time_model: TimeModel = TimeModel.INTERPOLATE) -> CostModel:
     """Return the cost model that prices a plan."""
-    return CostModel(plan.model, plan.cluster, profiles, plan.precision, plan.gradient_reduction, time_model)
+    return CostModel(
+        plan.model,
+        plan.cluster,
+        profiles,
+        plan.precision,
+        plan.gradient_reduction,
+        time_model,
+        OPTIMIZERS[plan.optimizer],
+    )
 
 
 def offset_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
@@ -58,20 +68,15 @@ def _always_ps(plan: Plan, costs: CostModel) -> int:
     return offset_ps(costs, ranks) + tied_cost_ps(costs, plan.embedding, plan.head, ranks[0], ranks[-1])
 
 
-def evaluate(
-    plan: Plan,
-    profiles: Profiles,
-    costs: CostModel | None = None,
-    timeline: bool = True,
-    sends: Sends = Sends.ASYNCHRONOUS,
-) -> Evaluation:
+def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, timeline: bool = True) -> Evaluation:
     """Return the price of a plan; `costs` is its cost model, if it is known already.
 
-    Without `timeline` there are no events, and very many microbatches are not all played. `sends` are those of the
-    timeline; it raises ValueError where they let stages wait for one another for ever.
+    Without `timeline` there are no events, and very many microbatches are not all played.
 
-    Raises BadInput when a profile is of another model, device or precision, or lacks a point.
+    Raises BadInput for a field that has no price, and when a profile is of another model, device or precision, or lacks
+    a point.
     """
+    check_fields(plan, f"plan {plan.name}", "the cost model", ("precision.base",))
     check_profiles(profiles, plan.model, plan.cluster, plan.precision, plan.attention, plan.compile)
     costs = cost_model_of(plan, profiles) if costs is None else costs
     ranges = range_costs(plan, costs)
@@ -81,7 +86,7 @@ def evaluate(
     times, num_chunks = [each.times for each in ranges], len(plan.stages[0].layers)
     shape = plan.schedule, plan.num_microbatches, num_chunks
     more = plan.num_microbatches - num_played(len(times), len(plan.stages), plan.num_microbatches)
-    simulation = simulate(times, *shape, sends) if timeline else Simulation((), step_time_ps(times, *shape))
+    simulation = simulate(times, *shape) if timeline else Simulation((), step_time_ps(times, *shape))
     objective_ps = always_ps + _closed_form_ps(plan, stages)
     step_s = (simulation.step_ps + always_ps) / _PER_SECOND
     bound_ps = lower_bound_ps(times, plan.num_microbatches, num_chunks) + always_ps
@@ -136,7 +141,7 @@ def _stage_prediction(stage: StageCosts, profiles: Sequence[Profiles], held: int
     gradients = min(sum(each.gradient_bytes for each in stage.ranges), stage.working_bytes - activations)
     workspace = stage.working_bytes - activations - gradients
     memory_terms = states | {
-        "gradients": gradients,
+        "gradients": gradients + stage.sum_of("memory.gradient_buffer"),
         "activations": activations,
         "workspace": workspace,
         "process": max(each.process_bytes for each in profiles),

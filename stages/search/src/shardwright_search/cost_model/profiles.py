@@ -1,11 +1,10 @@
 """The profiles that plans are priced with: indexed, checked to be of the model and machine, and scaled.
 
-Scaled ones are what corrections, robust scenarios and what-ifs are made of.
+Scaled ones are what corrections and what-ifs are made of.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,14 +13,17 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardwright_estimate.curves import fits_table
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import Row, columns_of
-from shardwright_formats.key import ExpertKey, LayerKey, rows_by_key
-from shardwright_formats.types import Attention, Cluster, Model, Precision, profiled_as
-from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
-from shardwright_formats.types.model_profile import (
+from shardwright.estimate.curves import fits_table
+from shardwright.estimate.held import OURS, Held
+from shardwright.estimate.runtimes import RUNTIMES, RuntimeName
+from shardwright.io import BadInput
+from shardwright.io.table import Row, columns_of
+from shardwright.key import ExpertKey, HostKey, LayerKey, rows_by_key
+from shardwright.types import Attention, Cluster, Model, Precision, profiled_as
+from shardwright.types.hardware_profile import HardwareProfile, read_hardware_profile
+from shardwright.types.model_profile import (
     ContextRow,
+    ExchangeRow,
     ExpertRow,
     FitRow,
     LayerFigures,
@@ -38,17 +40,8 @@ Sources = frozenset[tuple[str, str]]
 """Numbers of a profile by name, each with where it comes from: measured, derived, assumed, analytic or absent."""
 
 
-class TimeModel(StrEnum):
-    """How times and activations are read off a profile."""
-
-    INTERPOLATE = "interpolate"
-    """Between the points of the model's own length."""
-    STATIC = "static"
-    """Proportional to the micro-batch size."""
-    BATCH = "batch"
-    """A line in the micro-batch size."""
-    SEQUENCE = "sequence"
-    """A quadratic in the length, also for lengths that were never profiled."""
+Passes = tuple[float, float]
+"""Seconds of a forward and of a backward pass."""
 
 
 class LayerPoints(NamedTuple):
@@ -87,7 +80,9 @@ class Profiles(NamedTuple):
     notes: str
     """The notes of the model profile, one sentence a line."""
     memory_factor: float = 1.0
-    """The factor of a rank's memory that measured plans taught."""
+    """The factor of a rank's memory: what the runtime's allocator reserves, and what measured plans taught."""
+    held: Held = OURS
+    """What the runtime holds unlike this project's."""
     others: tuple["Profiles", ...] = ()
     """The profiles of the other devices of a mixed cluster."""
     rests: Mapping[LayerKey, LayerPoints] = MappingProxyType({})
@@ -98,6 +93,10 @@ class Profiles(NamedTuple):
     """The points of these experts, by keys without rows."""
     context: tuple[ContextRow, ...] = ()
     """Measured times of layers whose ranks share positions out, over the derived ones."""
+    exchange: ExchangeRow | None = None
+    """How experts' rows are exchanged; None: all to all, and nothing hides it."""
+    host: Mapping[HostKey, Passes] = MappingProxyType({})
+    """The least times of passes, by what their host starts."""
     load: Load | None = None
     """The load of experts; None: all experts of a layer get as many positions."""
 
@@ -177,6 +176,7 @@ def index_profiles(
 ) -> Profiles:
     """Return the profiles with their tables indexed by key."""
     (process,) = model_profile.process.rows
+    held = _held_by(model_profile.origin.runtime, model_file)
     counted = ("process_bytes", "step_overhead_s", *(("communicator_bytes",) if process.communicator_bytes else ()))
     return Profiles(
         hardware=hardware,
@@ -188,6 +188,8 @@ def index_profiles(
         rest_fits=rows_by_key(fits_table(model_profile.rests.rows).rows, "micro_batch_size", "sequence_length"),
         experts={key: _points(rows, [row.rows for row in rows]) for key, rows in model_profile.expert_curves.items()},
         context=model_profile.context.rows,
+        exchange=next(iter(model_profile.exchange.rows), None),
+        host={row.key: (row.forward_s, row.backward_s) for row in model_profile.host.rows},
         states={row.key: row for row in model_profile.states.rows},
         fits=rows_by_key(model_profile.fits.rows, "micro_batch_size", "sequence_length"),
         process_bytes=process.process_bytes,
@@ -196,7 +198,15 @@ def index_profiles(
         sources=sources_of(process, *counted),
         reference_s=process.reference_s,
         notes=model_profile.provenance.notes,
+        memory_factor=held.reserved,
+        held=held,
     )
+
+
+def _held_by(runtime: str, file: Path) -> Held:
+    if runtime not in RUNTIMES:
+        raise BadInput(file, f"is of runtime {runtime!r}, which is not known", f"make one of {', '.join(RUNTIMES)}")
+    return RUNTIMES[RuntimeName(runtime)].held
 
 
 def sources_of(row: Row, *names: str) -> Sources:
@@ -256,8 +266,6 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     forward: float = 1.0
     backward: float = 1.0
-    standard_errors: float = 0.0
-    """How many standard errors of its own every time of a layer is longer besides."""
     reduction: float = 1.0
     """The factor of what reducing gradients was measured to add."""
     optimizer: float = 1.0
@@ -269,13 +277,7 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def scaled(profiles: Profiles, by: Scaling) -> Profiles:
-    """Return the profiles with every number multiplied.
-
-    Curves through the points, which have no standard error of their own, take the median share of their points.
-    """
-    errors: dict[LayerKey, list[NDArray[Any]]] = {}
-    for key, points in profiles.layers.items():
-        errors.setdefault(key.without("sequence_length"), []).append(points.errors)
+    """Return the profiles with every number multiplied."""
     repeats = profiles.hardware.repeats
     by_point = np.broadcast_to(by.collectives, len(profiles.hardware.points))
     repeats = repeats.replace(time_s=repeats["time_s"] * by_point[repeats["point"]])
@@ -284,10 +286,8 @@ def scaled(profiles: Profiles, by: Scaling) -> Profiles:
         layers={key: _scaled_points(points, by) for key, points in profiles.layers.items()},
         rests={key: _scaled_points(points, by) for key, points in profiles.rests.items()},
         experts={key: _scaled_points(points, by) for key, points in profiles.experts.items()},
-        fits={
-            key: tuple(_scaled_curve(curve, errors.get(key, []), by) for curve in curves)
-            for key, curves in profiles.fits.items()
-        },
+        host={key: (there * by.forward, back * by.backward) for key, (there, back) in profiles.host.items()},
+        fits={key: tuple(_scaled_curve(curve, by) for curve in curves) for key, curves in profiles.fits.items()},
         states={key: _scaled_states(states, by) for key, states in profiles.states.items()},
         step_overhead_s=profiles.step_overhead_s * by.step_overhead,
         memory_factor=profiles.memory_factor * by.memory,
@@ -295,9 +295,9 @@ def scaled(profiles: Profiles, by: Scaling) -> Profiles:
 
 
 def _scaled_points(points: LayerPoints, by: Scaling) -> LayerPoints:
-    """Return the points with their times multiplied, and longer by their errors."""
+    """Return the points with their times multiplied."""
     values = points.values.copy()
-    values[:, :2] *= np.array([by.forward, by.backward]) * (1 + by.standard_errors * points.errors)
+    values[:, :2] *= by.forward, by.backward
     return points._replace(values=values)
 
 
@@ -307,14 +307,11 @@ def _scaled_states(states: StateRow, by: Scaling) -> StateRow:
     return msgspec.structs.replace(states, optimizer_s=states.optimizer_s * by.optimizer, **reductions)
 
 
-def _scaled_curve(curve: FitRow, errors: Sequence[NDArray[Any]], by: Scaling) -> FitRow:
-    """Return a curve of times multiplied, and longer by the median of its points' errors; a curve of bytes as it is."""
+def _scaled_curve(curve: FitRow, by: Scaling) -> FitRow:
+    """Return a curve of times multiplied, a curve of bytes as it is."""
     times = (Quantity.FORWARD_S, Quantity.BACKWARD_S)
     if curve.quantity not in times:
         return curve
-    column = times.index(curve.quantity)
-    factor = (by.forward, by.backward)[column]
-    if errors:
-        factor *= 1 + by.standard_errors * float(np.median(np.concatenate(errors)[:, column]))
+    factor = (by.forward, by.backward)[times.index(curve.quantity)]
     terms = {name: getattr(curve, name) * factor for name in ("constant", "linear", "quadratic")}
     return msgspec.structs.replace(curve, **terms)

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
-from shardwright_formats.key import LayerKey
-from shardwright_formats.semantics.axes import axes_of, layout_of
-from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR
-from shardwright_formats.semantics.expert_messages import shares_experts
-from shardwright_formats.types import EMBEDDING, HEAD, ContextParallel, Plan, Strategy
-from shardwright_formats.types.hardware_profile import Collective
-from shardwright_models.context import plan_obstacle
+from shardwright.key import LayerKey
+from shardwright.models.context import plan_obstacle
+from shardwright.plan.axes import axes_of, layout_of
+from shardwright.plan.differences import MAX_RELATIVE_ERROR
+from shardwright.plan.expert_messages import shares_experts
+from shardwright.types import EMBEDDING, HEAD, ContextParallel, Plan, Strategy
+from shardwright.types.hardware_profile import Collective
 from shardwright_search.cost_model.expert_load import StatedLoad
 from shardwright_search.cost_model.profiles import LayerPoints, Profiles, Sources, sources_of
 
@@ -38,7 +38,7 @@ def _document_lines(plan: Plan) -> Iterator[str]:
     if any(axes_of(layer).shares_context for layer in plan.layers):
         unlike = (
             "where documents keep to themselves, masks skip no pair of positions, and kernels that do leave ranks "
-            "unequal work (shardwright-train check --reset-attention-mask --data says how unequal)"
+            "unequal work (shardwright train check --reset-attention-mask --data says how unequal)"
         )
         yield f"assumed: samples of one document each: {unlike}"
 
@@ -78,7 +78,7 @@ def _overlap_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
         effect = "collectives of data parallelism are counted as if nothing were computed beside them"
         yield f"absent: overlap of {profiles.hardware_file.name}: {effect}"
     known = set((overlap["ranks_per_node"] < overlap["group_size"]).tolist())
-    if len(known) == 1 and len(set(plan.cluster.node_of_rank)) > 1:
+    if len(known) == 1 and len(set(plan.cluster.domain_of_rank)) > 1:
         there, here = ("across nodes", "inside a node") if known == {True} else ("inside a node", "across nodes")
         yield f"assumed: slowdowns of overlapped messages {here} of {profiles.hardware_file.name}: those {there}"
     if has_ring(plan) and not (overlap["collective"] == Collective.P2P.encode()).any():

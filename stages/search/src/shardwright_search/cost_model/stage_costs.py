@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright_formats.semantics.axes import effective, layout_of
-from shardwright_formats.semantics.chunks import gathers_spared
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import EMBEDDING, HEAD, Plan, Strategy
+from shardwright.plan.axes import effective, layout_of
+from shardwright.plan.chunks import gathers_spared
+from shardwright.plan.schedules.passes import Pass
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import EMBEDDING, HEAD, Plan, Strategy
 from shardwright_search.cost_model.collectives import largest_slowdowns
 from shardwright_search.cost_model.layer import Cost, CostModel, Gather, LayerCost
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
@@ -34,8 +34,6 @@ from shardwright_search.step.memory import (
 
 _NOTHING = Cost(0, None)
 Layer = tuple[str, Strategy]
-_Range = tuple[Sequence[Layer], Sequence[int]]
-"""Some layers and their pipeline stage's ranks."""
 
 
 class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +127,8 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
     def _reductions(self) -> tuple[Reduction, ...]:
         """Return the layers' backward passes and reductions; redistribution goes to the first, which runs last."""
         times = self._gathered("backward_ps", -1, self.gathered_first[1])[::-1]
-        times[0] += self.redistribution_backward_ps
+        if times:  # else the range has no layers, and redistributes nothing
+            times[0] += self.redistribution_backward_ps
         layers = zip(times, self.layers, strict=True)
         return tuple(Reduction(time + layer.sync_every_ps, layer.reduction_ps) for time, layer in layers)
 
@@ -157,16 +156,19 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
     """Return the costs of the layer ranges, in the order a microbatch goes through them."""
     ranks = [stage.ranks for _ in plan.stages[0].layers for stage in plan.stages]
     ranges, samples = _layers(plan), plan.microbatch_samples
-    transfers = [
-        _NO_TRANSFER,
-        *(_transfer(costs, *pair, samples) for pair in pairwise(zip(ranges, ranks, strict=True))),
-        _NO_TRANSFER,
-    ]
+    # What a range without layers hands on is what it receives.
+    ends = [next(layers[-1] for layers in reversed(ranges[: i + 1]) if layers) for i in range(len(ranges))]
+    entered = [layers[0] if layers else ends[i - 1] for i, layers in enumerate(ranges)]
+    transfers = [_NO_TRANSFER]
+    for i in range(1, len(ranges)):
+        transfers.append(_transfer(costs, ends[i - 1], entered[i], ranks[i - 1], ranks[i], samples))
+    transfers.append(_NO_TRANSFER)
+    turns = costs.turns(len(plan.stages), plan.num_microbatches, len(plan.stages[0].layers))
     priced_ranges = []
     for index, layers in enumerate(ranges):
         topology = stage_topology(plan.cluster, ranks[index])
-        priced = tuple(costs.layer(name, s, topology, samples, plan.num_microbatches == 1) for name, s in layers)
-        before = ranges[index - 1][-1:] if transfers[index].redistributed else []
+        priced = tuple(costs.layer(name, s, topology, samples, plan.num_microbatches == 1, turns) for name, s in layers)
+        before = [ends[index - 1]] if transfers[index].redistributed else []
         forward, backward = _moves(costs, [*before, *layers], topology, samples)
         sent, sends = transfers[index].send, transfers[index + 1].send
         traffic = chain(*zip(forward, backward, strict=True), (sent, sends))
@@ -201,8 +203,9 @@ def _gathered_first(plan: Plan, index: int, layers: Sequence[LayerCost]) -> tupl
         return 1.0, 1.0
     chunk, stage = divmod(index, len(plan.stages))
     spared = gathers_spared(plan, stage, chunk)
-    forward, backward = (sum(n for (_, kind), n in spared.items() if kind is during) for during in Pass)
-    return 1 - forward / plan.num_microbatches, 1 - backward / plan.num_microbatches
+    both = (sum(n for (_, kind), n in spared.items() if kind is during) for during in (Pass.FORWARD, Pass.BACKWARD))
+    forward, backward = (1 - count / plan.num_microbatches for count in both)
+    return forward, backward
 
 
 class _Transfer(NamedTuple):
@@ -219,9 +222,11 @@ class _Transfer(NamedTuple):
 _NO_TRANSFER = _Transfer(_NOTHING, 0, 0, False)
 
 
-def _transfer(costs: CostModel, here: _Range, there: _Range, samples: int) -> _Transfer:
-    """Return what passes between two ranges, each with its stage's ranks."""
-    (kind, last), (_, first), senders, receivers = here[0][-1], there[0][0], here[1], there[1]
+def _transfer(
+    costs: CostModel, handed: Layer, entered: Layer, senders: Sequence[int], receivers: Sequence[int], samples: int
+) -> _Transfer:
+    """Return what passes from the last layer of a range to the first of the next, between the ranks of their stages."""
+    (kind, last), (_, first) = handed, entered
     layout, wanted = layout_of(last), layout_of(first)
     given = costs.boundary_bytes(kind, layout, samples)
     if senders == receivers:  # one stage hands its chunks' outputs to itself

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from math import prod
 
-from shardwright_formats.semantics.axes import ParameterAxes, axes_of
-from shardwright_formats.semantics.layout import parameter_box
-from shardwright_formats.types import EMBEDDING, HEAD, ITEMSIZE, Model, Strategy
-from shardwright_formats.types.hardware_profile import Collective
+from shardwright.plan.axes import ParameterAxes, axes_of
+from shardwright.plan.layout import parameter_box
+from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, Model, Strategy
+from shardwright.types.hardware_profile import Collective
 from shardwright_search.cost_model.collectives import collective_time, longest, send_kind_time
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.topology import kinds_of, stage_topology

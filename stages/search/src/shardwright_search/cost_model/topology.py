@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.semantics.axes import Axis, ParameterAxes
-from shardwright_formats.semantics.groups import groups_by_kind
-from shardwright_formats.types import Cluster
-from shardwright_formats.types.hardware_profile import GroupKind
+from shardwright.plan.axes import Axis, ParameterAxes
+from shardwright.plan.groups import groups_by_kind
+from shardwright.types import Cluster
+from shardwright.types.hardware_profile import GroupKind
 
 
 class StageTopology(NamedTuple):
-    """How many neighbouring ranks of a stage share each node: stages that lie alike cost alike."""
+    """How many neighbouring ranks of a stage share each node or NVLink domain: stages that lie alike cost alike."""
 
     node_type: str
     """Node type of its ranks; where it spans several, of those whose costs are asked for."""
@@ -46,7 +46,7 @@ class StageTopology(NamedTuple):
 
 def stage_topology(cluster: Cluster, ranks: Sequence[int]) -> StageTopology:
     """Return the topology of a stage's ranks."""
-    nodes, types = cluster.node_of_rank, cluster.node_type_of_rank
+    nodes, types = cluster.domain_of_rank, cluster.node_type_of_rank
     runs = [tuple(run) for _, run in groupby(ranks, key=nodes.__getitem__)]
     names = tuple(types[run[0]] for run in runs)
     return StageTopology(names[0], tuple(map(len, runs)), names if len(set(names)) > 1 else ())

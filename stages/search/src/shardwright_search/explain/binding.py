@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_formats.display.plan_words import range_words, strategy_words
-from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.axes import effective
-from shardwright_formats.semantics.schedules.closed_form import step_time
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import MIB, DataParallel, Estimate, LayerStrategy, Plan, Recompute
+from shardwright.display.plan_words import range_words, strategy_words
+from shardwright.io import BadInput
+from shardwright.plan.axes import effective
+from shardwright.plan.schedules.closed_form import step_time
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import MIB, DataParallel, Estimate, LayerStrategy, Plan, Recompute
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.plan import Evaluation, evaluate
 from shardwright_search.explain.tables import STEP_TERMS

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 
-from shardwright_formats.command import show
-from shardwright_formats.display.columns import PIPED_WIDTH, PrintedColumn, split_columns, widths_of
+from shardwright.command import show
+from shardwright.display.columns import PIPED_WIDTH, PrintedColumn, split_columns, widths_of
 
 PLAN = "plan"
 """Heading of a column whose cells have lines of their own."""

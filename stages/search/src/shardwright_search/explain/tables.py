@@ -7,11 +7,11 @@ from typing import NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from shardwright_formats.display.node_types import binding, node_type_uses
-from shardwright_formats.display.plan_words import headline, range_words, shape_and_runs, stage_lines, strategy_words
-from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.axes import effective
-from shardwright_formats.types import MIB, Estimate, LayerStrategy, Plan, RunnerUp, Strategy
+from shardwright.display.node_types import binding, node_type_uses
+from shardwright.display.plan_words import headline, range_words, shape_and_runs, stage_lines, strategy_words
+from shardwright.io import BadInput
+from shardwright.plan.axes import effective
+from shardwright.types import MIB, Estimate, LayerStrategy, Plan, RunnerUp, Strategy
 from shardwright_search.explain.printing import PLAN, SplitTable, table
 from shardwright_search.explain.what_if import WhatIfAnswer
 from shardwright_search.search import SearchAnswer

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Cluster, Model, Plan, Recompute
+from shardwright.io import BadInput
+from shardwright.types import Cluster, Model, Plan, Recompute
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.profiles import Profiles, Scaling, scaled
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
@@ -71,7 +71,7 @@ def neighbours(plan: Plan, request: SearchRequest, profiles: Profiles, file: Pat
 
     Degrees and counts are those of the request's space but the plan's own; counts are of the plan's batch size.
     """
-    kinds = _kinds(plan, runnable(narrowed(request, plan.cluster), plan.model, file), file)
+    kinds = _kinds(plan, runnable(narrowed(request, plan.cluster), plan.model, plan.cluster, file), file)
     return tuple(WhatIf(kind, changed, plan.model, plan.cluster, profiles, file) for kind, changed in kinds)
 
 
@@ -171,7 +171,7 @@ def better_batches(question: WhatIf, searched: SearchAnswer, deadline: float) ->
     a search. None is looked at after `deadline` or Ctrl-C.
     """
     sizes, devices = batch_sizes(question.request), question.cluster.num_devices
-    if len(sizes) > 1 or sizes[0] % devices == 0 or searched.stopped or question.request.robust is not None:
+    if len(sizes) > 1 or sizes[0] % devices == 0 or searched.stopped:
         return
     (asked,) = sizes
     for size in (asked // devices * devices, -(-asked // devices) * devices):
@@ -207,7 +207,7 @@ def remedies(
     """Return the remedies found in time: smaller batches, the largest first, then more nodes, the fewest first."""
 
     def first_that_fits(tried: Iterable[tuple[int, SearchRequest, Cluster]]) -> int | None:
-        fitting = (n for n, changed, wide in tried if _fits(changed, model, wide, profiles, file, deadline))
+        fitting = (n for n, changed, wide in tried if fits(changed, model, wide, profiles, file, deadline))
         return next(fitting, None)
 
     def search() -> Iterator[Remedies]:
@@ -239,7 +239,7 @@ def _more_nodes(cluster: Cluster, profiles: Profiles) -> range:
     return range(0) if others else range(group.count + 1, most + 1)
 
 
-def _fits(
+def fits(
     request: SearchRequest, model: Model, cluster: Cluster, profiles: Profiles, file: Path, deadline: float
 ) -> bool:
     """Return whether some plan fits; a request that is refused, or not covered by the profiles, is no remedy."""

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_formats.display.time_left import TimeLeft
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Cluster, Model
+from shardwright.display.time_left import TimeLeft
+from shardwright.io import BadInput
+from shardwright.types import Cluster, Model
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.rent.interruptions import Interruptions
 from shardwright_search.rent.sub_clusters import SubCluster, node_types_of
 from shardwright_search.search import Report, listed
 from shardwright_search.solver.exhaust import exhaust
@@ -44,15 +43,14 @@ class Rented(NamedTuple):
 
 
 class RentalPrice(NamedTuple):
-    """The price of a step on a sub-cluster, interruptions counted."""
+    """The price of a step on a sub-cluster."""
 
     step_s: float
     usd: float
-    checkpoint_steps: int | None
 
     def dominates(self, other: "RentalPrice") -> bool:
         """Return whether it is no worse, and better in one."""
-        return self.step_s <= other.step_s and self.usd <= other.usd and self[:2] != other[:2]
+        return self.step_s <= other.step_s and self.usd <= other.usd and self != other
 
 
 class SubClusterAnswer(NamedTuple):
@@ -98,10 +96,8 @@ def check_rentable(request: SearchRequest, file: Path) -> None:
     """Raise BadInput, naming the search file, for what has no price per step or is said of one cluster."""
     if isinstance(request.global_batch_size, BatchRange):
         raise BadInput(file, "global_batch_size: a range has no price per step", "give one batch size")
-    if request.robust is not None:
-        raise BadInput(file, "robust: not known to rent", "leave it out, and plan the chosen sub-cluster with it")
     if isinstance(request.stage_widths, tuple):
-        raise BadInput(file, "stage_widths: listed widths are of one cluster", "take equal or any")
+        raise BadInput(file, "stage_widths: listed widths are of one cluster", "use equal or any")
 
 
 def find_front(
@@ -109,17 +105,16 @@ def find_front(
     model: Model,
     offered: Sequence[SubCluster],
     profiles: Profiles,
-    interruptions: Sequence[Interruptions],
     file: Path,
     report: Report,
     time_limit_s: float | None = None,
 ) -> Front:
-    """Return the fastest plan of each sub-cluster that may be on the front; `interruptions` are by sub-cluster."""
+    """Return the fastest plan of each sub-cluster that may be on the front."""
     deadline = inf if time_limit_s is None else monotonic() + time_limit_s
     asked = replace(request, objective=Objective.STEP_TIME)
     spaces = listed(lambda: _spaces(asked, model, offered, profiles, file), file, deadline)
     targets = [_rented(number, target) for number, space in spaces.items() for target in space.listed]
-    prices = Prices([sub_cluster.usd_per_hour for sub_cluster in offered], interruptions)
+    prices = Prices([sub_cluster.usd_per_hour for sub_cluster in offered])
     report(f"bounding {len(targets)} configurations of {len(spaces)} sub-clusters")
 
     time_left = TimeLeft()
@@ -154,19 +149,18 @@ def _rented(number: int, target: Target[Configuration]) -> Target[Rented]:
 
 
 class Prices:
-    """The points known so far, and what they leave to be found; prices and interruptions are by sub-cluster."""
+    """The points known so far, and what they leave to be found; prices are by sub-cluster."""
 
-    def __init__(self, usd_per_hour: Sequence[float], interruptions: Sequence[Interruptions]) -> None:
-        self._usd_per_hour, self._interruptions = usd_per_hour, interruptions
+    def __init__(self, usd_per_hour: Sequence[float]) -> None:
+        self._usd_per_hour = usd_per_hour
         self._best: dict[int, Best[Rented]] = {}
         self._limits: dict[int, float] = {}
         self.front: dict[int, RentalPrice] = {}
 
     def price(self, number: int, score_ps: float) -> RentalPrice:
-        """Return the price of a step on a sub-cluster that takes so long by itself."""
-        expected = self._interruptions[number].expected(score_ps * _PS)
-        usd = expected.step_s / _HOUR_S * self._usd_per_hour[number]
-        return RentalPrice(expected.step_s, usd, expected.checkpoint_steps)
+        """Return the price of a step on a sub-cluster that takes so long."""
+        step_s = score_ps * _PS
+        return RentalPrice(step_s, step_s / _HOUR_S * self._usd_per_hour[number])
 
     def limit(self, target: Target[Rented]) -> float:
         """Return the limit of a target's sub-cluster."""
@@ -179,7 +173,7 @@ class Prices:
             for price in self.front.values():
                 as_dear = price.usd / usd_per_s if usd_per_s else (0.0 if price.usd == 0 else inf)
                 within = min(within, max(price.step_s, as_dear))
-            limit = self._interruptions[number].longest_within(within) / _PS
+            limit = within / _PS
             self._limits[number] = min(limit, self._best[number].score) if number in self._best else limit
         return self._limits[number]
 
@@ -189,7 +183,7 @@ class Prices:
         self._best[number], self._limits = best, {}
         new = self.price(number, best.score)
         others = {other: price for other, price in self.front.items() if other != number}
-        if not any(price.dominates(new) or price[:2] == new[:2] for price in others.values()):
+        if not any(price.dominates(new) or price == new for price in others.values()):
             self.front = {other: price for other, price in others.items() if not new.dominates(price)} | {number: new}
 
     def answer(self, number: int, sub_cluster: SubCluster, bound_ps: float, is_open: bool) -> SubClusterAnswer:

@@ -1,8 +1,8 @@
-"""The options of `shardwright-search rent`."""
+"""The options of `shardwright rent`."""
 
 from pathlib import Path
 
-from shardwright_formats.types import Count, PositiveNumber, Seconds
+from shardwright.types import Count, PositiveNumber, Seconds
 from shardwright_search.profile_options import ProfileOptions
 
 
@@ -21,7 +21,7 @@ class RentOptions(ProfileOptions, frozen=True, kw_only=True):
     out: Path
     """New folder: front.html, front.csv, front.h5 and front.svg, and for each point its plan and prediction."""
     offers: Path | None = None
-    """Offers file (shardwright.offers, JSON): prices (USD per hour), numbers of nodes, interruptions of spot nodes."""
+    """Offers file (shardwright.offers, JSON): prices (USD per hour), numbers of nodes."""
     steps: Count | None = None
     """Steps of the training."""
     tokens: PositiveNumber | None = None

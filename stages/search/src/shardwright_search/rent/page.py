@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from shardwright_formats.display.html import html_drawing, html_list, html_page, html_table, with_contents
-from shardwright_formats.display.plan_words import layers_summary, shape_words
-from shardwright_formats.display.units import seconds_text, usd_text
-from shardwright_formats.types import Plan
+from shardwright.display.html import html_drawing, html_list, html_page, html_table, with_contents
+from shardwright.display.plan_words import layers_summary, shape_words
+from shardwright.display.units import seconds_text, usd_text
+from shardwright.types import Plan
 from shardwright_search.rent.table import Status, SubClusterRow
 
 _WORDS = ("nodes", "plan")
@@ -45,7 +45,7 @@ def front_page(rows: Sequence[SubClusterRow], plans: Mapping[str, Plan], drawing
 
 def _first_line(points: Sequence[SubClusterRow], words: FrontWords) -> str:
     """Return the two ends of the front in words that need no knowledge of plans."""
-    fastest = min(points, key=lambda row: row.expected_step_s)
+    fastest = min(points, key=lambda row: row.step_s)
     cheapest = min(points, key=lambda row: row.usd_per_step)
     if fastest is cheapest:
         return f"To train {words.model}, rent {fastest.nodes}: nothing else is faster or cheaper ({_costs(fastest)})."
@@ -56,11 +56,11 @@ def _first_line(points: Sequence[SubClusterRow], words: FrontWords) -> str:
 
 
 def _costs(row: SubClusterRow) -> str:
-    return f"{seconds_text(row.expected_step_s)} and {usd_text(row.usd_per_step)} for each step"
+    return f"{seconds_text(row.step_s)} and {usd_text(row.usd_per_step)} for each step"
 
 
 def _point(row: SubClusterRow, plan: Plan, trained: bool) -> tuple[Sequence[str], Sequence[str], bool]:
-    numbers = [seconds_text(row.expected_step_s), f"{row.usd_per_step:.4g}", f"{row.usd_per_hour:.4g}"]
+    numbers = [seconds_text(row.step_s), f"{row.usd_per_step:.4g}", f"{row.usd_per_hour:.4g}"]
     numbers += [f"{row.hours:,.1f}", f"{row.usd:,.0f}"] if trained else []
     return (row.nodes, f"{shape_words(plan)}; layers: {layers_summary(plan)}"), numbers, False
 
@@ -68,4 +68,4 @@ def _point(row: SubClusterRow, plan: Plan, trained: bool) -> tuple[Sequence[str]
 def _other(row: SubClusterRow) -> tuple[Sequence[str], Sequence[str], bool]:
     why = f"{row.dominated_by} is as fast and as cheap" if row.dominated_by else str(row.status)
     least = "at least " if row.is_bound else ""
-    return (row.nodes, why), (f"{least}{seconds_text(row.expected_step_s)}" if row.expected_step_s else "–",), False
+    return (row.nodes, why), (f"{least}{seconds_text(row.step_s)}" if row.step_s else "–",), False

@@ -1,4 +1,4 @@
-"""All sub-clusters that can be rented, with their prices and how often they are interrupted."""
+"""All sub-clusters that can be rented, with their prices."""
 
 from itertools import product
 from math import prod
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Cluster, NodeGroup
+from shardwright.io import BadInput
+from shardwright.types import Cluster, NodeGroup
 from shardwright_search.space.request import Offer, Offers
 
 MAX_SUB_CLUSTERS = 100_000
@@ -22,8 +22,6 @@ class SubCluster(NamedTuple):
     counts: tuple[int, ...]
     """Nodes of each type, in the order of `node_types_of` the whole cluster."""
     usd_per_hour: float
-    interruptions_per_hour: float
-    """How often all nodes together are interrupted: each that is taken away stops the run."""
 
     @property
     def name(self) -> str:
@@ -39,14 +37,14 @@ def node_types_of(cluster: Cluster) -> tuple[str, ...]:
 def sub_clusters(cluster: Cluster, offers: Offers, cluster_file: Path, offers_file: Path) -> tuple[SubCluster, ...]:
     """Return all that can be rented, the smallest first.
 
-    Raises BadInput for a node type without a price, and for offers that the cluster file does not have.
+    Raises BadInput for a node type without a price, for a name that leads out of the folder of plans, and for offers
+    that the cluster file does not have.
     """
     names = node_types_of(cluster)
     most = {name: sum(group.count for group in cluster.nodes if group.node_type == name) for name in names}
     _check(cluster, offers, most, cluster_file, offers_file)
     by_type = [offers.node_types.get(name, Offer()) for name in names]
     prices = [_usd_per_hour(cluster, name, offer) or 0.0 for name, offer in zip(names, by_type, strict=True)]
-    rates = [offer.interruptions_per_hour for offer in by_type]
     possible = [
         range(most[name] + 1) if offer.counts is None else sorted(set(offer.counts))
         for name, offer in zip(names, by_type, strict=True)
@@ -60,7 +58,6 @@ def sub_clusters(cluster: Cluster, offers: Offers, cluster_file: Path, offers_fi
             _of_counts(cluster, dict(zip(names, counts, strict=True))),
             counts,
             sum(map(mul, counts, prices)),
-            sum(map(mul, counts, rates)),
         )
         for counts in product(*possible)
         if any(counts)
@@ -92,6 +89,9 @@ def _check(cluster: Cluster, offers: Offers, most: dict[str, int], cluster_file:
             problem = f"counts of {name}: {max(offer.counts)} nodes, cluster {cluster.name} has {most[name]}"
             raise BadInput(offers_file, problem, "list at most that many, or add nodes to the cluster file")
     for name in most:
+        if "/" in name:
+            problem = f"node type {name!r} holds a '/', and files of plans are named after their nodes"
+            raise BadInput(cluster_file, problem, "choose another name")
         if _usd_per_hour(cluster, name, offers.node_types.get(name, Offer())) is None:
             problem = f"node type {name} has no usd_per_hour"
             raise BadInput(cluster_file, problem, "add it, there or in an offers file")

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
-from importlib.metadata import version
 from io import StringIO
 from itertools import pairwise
 from typing import Annotated, ClassVar
@@ -13,11 +12,12 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.display.chart import ChartAxis, linear_axis
-from shardwright_formats.display.svg import PALETTE, SOFT, element, legend, line, marker, picture, text
-from shardwright_formats.io.hdf5 import Profile, Provenance
-from shardwright_formats.io.table import Row, Table
-from shardwright_formats.types import NonNegativeCount, NonNegativeNumber
+from shardwright.display.chart import ChartAxis, linear_axis
+from shardwright.display.svg import PALETTE, SOFT, element, legend, line, marker, picture, text
+from shardwright.io.hdf5 import Profile, Provenance
+from shardwright.io.table import Row, Table
+from shardwright.io.versions import PRODUCT, versions_text
+from shardwright.types import NonNegativeNumber
 from shardwright_search.rent.front import Front, SubClusterAnswer
 
 _PLOT = 640.0, 396.0
@@ -53,14 +53,10 @@ class SubClusterRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Closed form of the fastest plan; where it was not looked for, what no plan is below; 0: there is no plan."""
     is_bound: bool
     """Whether the time and the prices are only a bound."""
-    expected_step_s: Annotated[NonNegativeNumber, _S]
-    """Mean time with checkpoints, lost work and restarts."""
     simulated_step_s: Annotated[NonNegativeNumber, _S]
-    """Simulated time of the plan of a point of the front, without interruptions; 0: not simulated."""
+    """Simulated time of the plan of a point of the front; 0: not simulated."""
     usd_per_step: Annotated[NonNegativeNumber, _USD]
     usd_per_hour: Annotated[NonNegativeNumber, _USD]
-    checkpoint_steps: NonNegativeCount
-    """Steps between checkpoints that are best; 0: nothing is interrupted."""
     hours: Annotated[NonNegativeNumber, Meta(extra={"unit": "h"})]
     """Duration of the whole training; 0: its length is not given."""
     usd: Annotated[NonNegativeNumber, _USD]
@@ -76,7 +72,7 @@ class FrontFile(Profile):
     """front.h5."""
 
     FORMAT: ClassVar[str] = "shardwright.front"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     provenance: Provenance
     sub_clusters: Table[SubClusterRow]
 
@@ -111,13 +107,11 @@ def _row(front: Front, number: int, steps: int | None, simulated_s: float) -> Su
     return SubClusterRow(
         nodes=sub_cluster.name,
         status=status_of(answer),
-        step_s=(answer.best.score * 1e-12 if answer.best else answer.bound_s) if known else 0.0,
+        step_s=price.step_s if known else 0.0,
         is_bound=answer.best is None and known,
-        expected_step_s=price.step_s if known else 0.0,
         simulated_step_s=simulated_s,
         usd_per_step=price.usd if known else 0.0,
         usd_per_hour=sub_cluster.usd_per_hour,
-        checkpoint_steps=price.checkpoint_steps or 0,
         hours=training * price.step_s / 3600 if known else 0.0,
         usd=training * price.usd if known else 0.0,
         dominated_by="" if by is None or not known else front.answers[by].sub_cluster.name,
@@ -137,7 +131,7 @@ def csv_of(rows: tuple[SubClusterRow, ...]) -> bytes:
 
 def front_file(rows: tuple[SubClusterRow, ...], notes: str) -> FrontFile:
     """Return the rows as an HDF5 file; `notes`: what is proven."""
-    versions = f"shardwright-search {version('shardwright-search')}"
+    versions = versions_text([PRODUCT], on_gpu=False)
     provenance = Provenance(date=datetime.now(UTC).date().isoformat(), versions=versions, notes=notes)
     return FrontFile(provenance=provenance, sub_clusters=Table.from_rows(SubClusterRow, rows))
 
@@ -145,10 +139,10 @@ def front_file(rows: tuple[SubClusterRow, ...], notes: str) -> FrontFile:
 def draw_front(rows: tuple[SubClusterRow, ...], chosen: frozenset[str], title: str) -> str:
     """Draw price against time of all sub-clusters that have a plan, the front joined, chosen points named in bold."""
     (width, height), front = _PLOT, [row for row in rows if row.status is Status.FRONT]
-    max_s = 1.5 * max(row.expected_step_s for row in front)
+    max_s = 1.5 * max(row.step_s for row in front)
     with_plan = (row for row in rows if row.status in (Status.FRONT, Status.DOMINATED))
-    drawn = [row for row in with_plan if row.expected_step_s <= max_s]
-    x = linear_axis(0, max(row.expected_step_s for row in drawn), 60, width - 150)
+    drawn = [row for row in with_plan if row.step_s <= max_s]
+    x = linear_axis(0, max(row.step_s for row in drawn), 60, width - 150)
     y = linear_axis(0, max(row.usd_per_step for row in drawn), height - 40, 56)
     drawing = element("g", "".join(_drawing(drawn, front, x, y, chosen)))
     marks = {4.0: (PALETTE[0], "front: no other is as fast and as cheap"), 2.0: (SOFT, "another is")}
@@ -165,14 +159,14 @@ def _drawing(
     yield from (text(x.at(v), y.start + 16, label, text_anchor="middle") for v, label in x.tick_labels)
     yield from (text(x.start - 6, y.at(v) + 4, label, text_anchor="end") for v, label in y.tick_labels)
     yield text(x.end, y.start + 32, "seconds a step", text_anchor="end") + text(8, 44, "USD a step")
-    places = {row.nodes: (x.at(row.expected_step_s), y.at(row.usd_per_step)) for row in front}
+    places = {row.nodes: (x.at(row.step_s), y.at(row.usd_per_step)) for row in front}
     for (x1, y1), (x2, y2) in pairwise(places.values()):
         yield line(x1, y1, x2, y1, PALETTE[0]) + line(x2, y1, x2, y2, PALETTE[0])
     for row in drawn:
         is_bound = " (a bound)" if row.is_bound else ""
-        title = f"{row.nodes}: {row.expected_step_s:.6g} s, {row.usd_per_step:.6g} USD a step{is_bound}"
+        title = f"{row.nodes}: {row.step_s:.6g} s, {row.usd_per_step:.6g} USD a step{is_bound}"
         size, colour = (4.0, PALETTE[0]) if row.status is Status.FRONT else (2.0, SOFT)
-        yield marker(0, x.at(row.expected_step_s), y.at(row.usd_per_step), size, title, colour)
+        yield marker(0, x.at(row.step_s), y.at(row.usd_per_step), size, title, colour)
     yield from _names(places, chosen)
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from shardwright_formats.display.timeline import BACK, FORTH, GRADIENTS, PASSES, Lane, by_lane, lane_name
-from shardwright_formats.types import Estimate, Plan, TimelineEvent
+from shardwright.display.timeline import BACK, FORTH, GRADIENTS, PASSES, Lane, by_lane, lane_name
+from shardwright.types import Estimate, Plan, TimelineEvent
 
 _THREADS = (PASSES, GRADIENTS, FORTH, BACK)
 

@@ -1,7 +1,6 @@
 """Event-driven simulation of one step: the very action lists that the runtime executes."""
 
-from collections.abc import Sequence
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
@@ -9,25 +8,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import Schedule
-from shardwright_search.simulation.blocking import BlockingPass, run_blocking_passes
+from shardwright.plan.schedules.passes import Pass
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import Schedule
 from shardwright_search.simulation.reduction import BackwardPass, Overlap, Reduction, backward_pass
 
 _MAX_PASSES = 2**16
 """The most passes of a step that are played, unless it has many stages."""
 _MIN_ROUNDS = 6
 """The least number of microbatches that are played, for each stage."""
-
-
-class Sends(StrEnum):
-    """Who waits for a message."""
-
-    ASYNCHRONOUS = "asynchronous"
-    """The way of this runtime: receives are posted ahead, and nobody waits for a send."""
-    BLOCKING = "blocking"
-    """The way of Megatron-LM and torch's stock 1F1B: a pass's send and the next one's receive wait together."""
 
 
 class StageTimes(NamedTuple):
@@ -47,6 +36,20 @@ class StageTimes(NamedTuple):
     """The layers of every other microbatch's backward pass; () where reduction is deferred."""
     overlap: Overlap | None = None
     """Slowdowns; None where nothing is reduced before the backward pass is over."""
+    further_ps: Mapping[Pass, int] = {}
+    """Passes of one microbatch other than forward and backward, by kind."""
+
+    def pass_times(self, kind: Pass, last: bool) -> BackwardPass:
+        """Return the times of a pass of the last microbatch, or of another one.
+
+        Raises ValueError for a kind that has no time here.
+        """
+        if kind is Pass.BACKWARD:
+            return self.backward_pass(last)
+        time_ps = self.forward_ps if kind is Pass.FORWARD else self.further_ps.get(kind)
+        if time_ps is None:
+            raise ValueError(f"the schedule has passes of kind {kind}, for which a stage has no time")
+        return BackwardPass(time_ps, time_ps)
 
     def backward_pass(self, last: bool) -> BackwardPass:
         """Return the backward pass of the last microbatch, or of another one.
@@ -86,29 +89,24 @@ def simulate(
     schedule: Schedule,
     num_microbatches: int,
     num_chunks: int = 1,
-    sends: Sends = Sends.ASYNCHRONOUS,
 ) -> Simulation:
     """Play the schedule: an action starts when its stage is free and its message has come.
 
     `ranges` are in the order a microbatch goes through them: chunk 0 of every stage, then chunk 1 of every stage.
 
-    Sends that are asynchronous delay the receiver, not the sender; a link carries one message of a direction at a time.
-    Those that block are exchanged (see `run_blocking_passes`). What a backward pass reduces overlaps with it (see
-    `backward_pass`): its message leaves when the backward pass is over, the stage's next pass begins when the
-    reductions are over too. The optimizer waits for all stages,
-    for clipping needs the norm of all gradients.
-
-    Raises ValueError where stages wait for one another for ever.
+    Sends are asynchronous: they delay the receiver, not the sender; a link carries one message of a direction at a
+    time. What a backward pass reduces overlaps with it (see `backward_pass`): its message leaves when the backward pass
+    is over, the stage's next pass begins when the reductions are over too. The optimizer waits for all stages, for
+    clipping needs the norm of all gradients.
     """
     num_stages = len(ranges) // num_chunks
     order = _order(schedule, num_stages, num_microbatches, num_chunks)
-    steps = _steps(ranges)
-    run_passes = _run_passes if sends is Sends.ASYNCHRONOUS else _run_blocking_passes
-    times = run_passes(order, steps, num_stages, num_microbatches)
+    steps = _steps(ranges, schedule)
+    times = _run_passes(order, steps, num_stages, num_microbatches)
     events = []
-    for slot, step, stage, _ in order:
+    for slot, then, step, stage, _ in order:
         here, microbatch = steps[step], slot % num_microbatches
-        start, there = times.starts[slot], times.arrivals[slot + num_microbatches]
+        start, there = times.starts[slot], times.arrivals[then]
         chunk = here.range_number // num_stages
         which = None if here.last else microbatch
         events += [
@@ -164,9 +162,9 @@ def _played(
     """Return when the last event ends, and when each pass starts, by its number on a microbatch's way."""
     num_stages = len(ranges) // num_chunks
     order = _order(schedule, num_stages, num_microbatches, num_chunks)
-    times = _run_passes(order, _steps(ranges), num_stages, num_microbatches)
+    times = _run_passes(order, _steps(ranges, schedule), num_stages, num_microbatches)
     step_ps = max(times.free) + max(last for _, last in _optimizers(ranges, num_chunks))
-    return step_ps, times.starts[: 2 * len(ranges) * num_microbatches]
+    return step_ps, times.starts[:-num_microbatches]
 
 
 def _period(starts: NDArray[np.int64], num_stages: int) -> tuple[int, int | None]:
@@ -189,7 +187,8 @@ def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chun
 
     Range j starts when the first microbatch has come through the ranges before it. Then its stage does all passes of it
     and of the later ranges that the stage holds, with their reductions. The last of these passes is a backward pass:
-    its message, which waits for no reduction, must still go back to each range k < j and be reduced there.
+    its message, which waits for no reduction, must still go back to each range k < j and be reduced there. What
+    sends nothing may come before or after that message, but the last such pass of range k comes after it.
     """
     bounds = []
     fill = 0
@@ -199,9 +198,10 @@ def lower_bound_ps(ranges: Sequence[StageTimes], num_microbatches: int, num_chun
         stage_ranges = range(j, len(ranges), num_stages)
         forward = sum(ranges[i].forward_ps for i in stage_ranges)
         reduced = sum((num_microbatches - 1) * early[i].busy_ps + last[i].busy_ps for i in stage_ranges)
-        drains, back = [0], -max(last[i].busy_ps - last[i].gradient_ps for i in stage_ranges)
+        further = sum(num_microbatches * sum(ranges[i].further_ps.values()) for i in stage_ranges)
+        drains, back = [further], -max(last[i].busy_ps - last[i].gradient_ps for i in stage_ranges)
         for k in reversed(range(j)):
-            drains.append(back + ranges[k].send_ps + last[k].busy_ps)
+            drains.append(back + ranges[k].send_ps + last[k].busy_ps + sum(ranges[k].further_ps.values()))
             back += ranges[k].send_ps + last[k].gradient_ps
         bounds.append(fill + num_microbatches * forward + reduced + max(drains))
         fill += first.forward_ps + first.send_ps
@@ -215,7 +215,7 @@ def _optimizers(ranges: Sequence[StageTimes], num_chunks: int) -> list[tuple[int
 
 
 class _Step(NamedTuple):
-    """Times of a microbatch's way through one range, forward or backward."""
+    """Times of one pass of a microbatch through one range."""
 
     kind: Pass
     range_number: int
@@ -225,17 +225,15 @@ class _Step(NamedTuple):
     send_ps: int
 
 
-def _steps(ranges: Sequence[StageTimes]) -> list[_Step]:
-    """Return a microbatch's steps in order, forward through all ranges and back, then again those of the last one."""
+def _steps(ranges: Sequence[StageTimes], schedule: Schedule) -> list[_Step]:
+    """Return a microbatch's steps: each kind of pass through all ranges, first to last or back; then the last one's."""
     sends = [here.send_ps for here in ranges[:-1]]
-    forward = list(enumerate(zip(ranges, [*sends, 0], strict=True)))
-    backward = list(enumerate(zip(ranges, [0, *sends], strict=True)))[::-1]
+    sends_by_way = {1: [*sends, 0], -1: [0, *sends], 0: [0] * len(ranges)}
     steps = []
     for last in (False, True):
-        for i, (here, send) in forward:
-            steps.append(_Step(Pass.FORWARD, i, last, BackwardPass(here.forward_ps, here.forward_ps), send))
-        for i, (here, send) in backward:
-            steps.append(_Step(Pass.BACKWARD, i, last, here.backward_pass(last), send))
+        for kind in schedule_of(schedule).kinds:
+            through = list(enumerate(zip(ranges, sends_by_way[kind.way], strict=True)))[:: kind.way or 1]
+            steps += [_Step(kind, i, last, here.pass_times(kind, last), send) for i, (here, send) in through]
     return steps
 
 
@@ -243,7 +241,9 @@ class _OrderedAction(NamedTuple):
     """An action in its place among all stages' actions."""
 
     slot: int
-    """Number of the step on a microbatch's way x microbatches + the microbatch; its message is for the next step."""
+    """Number of the step on a microbatch's way x microbatches + the microbatch."""
+    then: int
+    """The slot that its message is for: the next step's, or one that nothing begins in."""
     step: int
     """Number in `_steps`."""
     stage: int
@@ -254,29 +254,34 @@ class _OrderedAction(NamedTuple):
 @lru_cache(maxsize=16)
 def _order(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[_OrderedAction, ...]:
     """Return the actions of all stages, each behind those it waits for; kept, for a search simulates many plans."""
-    way = 2 * num_stages * num_chunks
+    pipeline_schedule, num_ranges = schedule_of(schedule), num_stages * num_chunks
+    kinds = pipeline_schedule.kinds
+    before, way = {kind: number * num_ranges for number, kind in enumerate(kinds)}, len(kinds) * num_ranges
 
     def ordered(kind: Pass, microbatch: int, chunk: int, stage: int) -> _OrderedAction:
-        through = chunk * num_stages + stage
-        forward = kind is Pass.FORWARD
-        step = through if forward else way - 1 - through
+        through, forward = chunk * num_stages + stage, kind.way > 0
+        step = before[kind] + (num_ranges - 1 - through if kind.way < 0 else through)
         link = 2 * stage + forward
-        if through == (way // 2 - 1 if forward else 0):
-            # The model's end is handed to the stage itself, and the way's end to nobody: no link carries that.
+        # No link carries what a stage hands to itself at the model's end, what the way ends with, or a silent pass.
+        if not kind.way:
+            link = 2 * num_stages + 2
+        elif through == (num_ranges - 1 if forward else 0):
             link = 2 * num_stages + forward
         last = microbatch == num_microbatches - 1
-        return _OrderedAction(step * num_microbatches + microbatch, step + last * way, stage, link)
+        slot, then = (at * num_microbatches + microbatch for at in (step, step + 1 if kind.way else way))
+        return _OrderedAction(slot, then, step + last * way, stage, link)
 
-    pipeline_schedule = schedule_of(schedule)
     lists = [pipeline_schedule.actions(num_stages, num_microbatches, stage, num_chunks) for stage in range(num_stages)]
     waiting = [[ordered(*action, stage) for action in reversed(actions)] for stage, actions in enumerate(lists)]
-    come = set(range(num_microbatches))
+    # What sends nothing gets nothing either: it follows the pass that it needs in its stage's list.
+    silent = {before[kind] + through for kind in kinds if not kind.way for through in range(num_ranges)}
+    come = {step * num_microbatches + i for step in {0, *silent} for i in range(num_microbatches)}
     order: list[_OrderedAction] = []
     while any(waiting):
         for actions in waiting:
             while actions and actions[-1].slot in come:
                 order.append(actions.pop())
-                come.add(order[-1].slot + num_microbatches)
+                come.add(order[-1].then)
     return tuple(order)
 
 
@@ -296,8 +301,8 @@ def _run_passes(
     busy = [step.times.busy_ps for step in steps]
     sends = [step.send_ps for step in steps]
     slots = (len(steps) // 2 + 1) * num_microbatches
-    starts, arrivals, free, sent = [0] * slots, [0] * slots, [0] * num_stages, [0] * (2 * num_stages + 2)
-    for slot, step, stage, link in order:
+    starts, arrivals, free, sent = [0] * slots, [0] * slots, [0] * num_stages, [0] * (2 * num_stages + 3)
+    for slot, then, step, stage, link in order:
         start = arrivals[slot]
         if free[stage] > start:
             start = free[stage]
@@ -306,30 +311,5 @@ def _run_passes(
         leaves = start + lengths[step]
         if sent[link] > leaves:
             leaves = sent[link]
-        sent[link] = arrivals[slot + num_microbatches] = leaves + sends[step]
+        sent[link] = arrivals[then] = leaves + sends[step]
     return _PassTimes(starts, arrivals, free)
-
-
-def _run_blocking_passes(
-    order: Sequence[_OrderedAction], steps: Sequence[_Step], num_stages: int, num_microbatches: int
-) -> _PassTimes:
-    """Play the actions with sends that block."""
-    stages: list[list[BlockingPass]] = [[] for _ in range(num_stages)]
-    slots: list[list[int]] = [[] for _ in range(num_stages)]
-    arrivals = [0] * ((len(steps) // 2 + 1) * num_microbatches)
-    come = set[int]()
-    for slot, step, stage, link in order:
-        here = steps[step]
-        message = slot + num_microbatches if link < 2 * num_stages else None
-        times = here.times.gradient_ps, here.times.busy_ps
-        stages[stage].append(BlockingPass(*times, slot if slot in come else None, message, here.send_ps))
-        slots[stage].append(slot)
-        come |= {message} if message is not None else set()
-    starts, there, free = run_blocking_passes(stages)
-    by_slot = [0] * len(arrivals)
-    for stage_slots, begun in zip(slots, starts, strict=True):
-        for slot, start in zip(stage_slots, begun, strict=True):
-            by_slot[slot] = start
-    for message, time in there.items():
-        arrivals[message] = time
-    return _PassTimes(by_slot, arrivals, free)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.semantics.schedules.closed_form import ClosedForm
+from shardwright.plan.schedules.closed_form import ClosedForm
 from shardwright_search.solver.interleaved_problem import InFlight, InterleavedProblem, Place
 from shardwright_search.solver.problem import Options
 from shardwright_search.solver.stage_bounds import Dual, rounded_down

@@ -6,12 +6,13 @@ from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright_estimate.accuracy import SPARE_SHARE
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import Source
-from shardwright_formats.types import GIB, ITEMSIZE, Cluster, Estimate, Plan
+from shardwright.estimate.accuracy import SPARE_SHARE
+from shardwright.io import BadInput
+from shardwright.io.table import Source
+from shardwright.types import BASE_BITS, GIB, ITEMSIZE, Cluster, Estimate, Plan
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.solver.stopping import ended
@@ -201,13 +202,15 @@ def _lacking(
 def states_beyond_budget(instance: Instance) -> int:
     """Return bytes that a rank lacks in the mean, however the states of all parameters are shared out; 0: none.
 
-    States are the parameters as stored, and of trained ones gradients in the smaller format and the optimizer's two
-    moments.
+    States are the parameters as stored, and of trained ones gradients in the smaller format and the optimizer's states.
     """
-    precision, counts = instance.costs.precision, Counter(instance.costs.cluster.node_type_of_rank)
-    stored, reduced = ITEMSIZE[precision.parameters], ITEMSIZE[precision.reduce]
-    model = instance.costs.model
-    states = model.parameter_count * stored + model.trained_count * (2 * stored + min(stored, reduced))
+    costs, counts = instance.costs, Counter(instance.costs.cluster.node_type_of_rank)
+    stored, reduced = ITEMSIZE[costs.precision.parameters], ITEMSIZE[costs.precision.reduce]
+    parameters, trained = costs.model.parameter_count, costs.model.trained_count
+    base = costs.precision.base
+    frozen = stored if base is UNSET else BASE_BITS[base] / 8
+    states = trained * (stored + min(stored, reduced)) + int((parameters - trained) * frozen)
+    states += costs.optimizer.state_bytes(trained * stored, costs.precision.parameters)
     budgets = sum(count * instance.budgets[name] for name, count in counts.items())
     return max(0, (states - budgets) // counts.total())
 

@@ -12,11 +12,11 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright_formats.semantics.axes import Layout, axes_of, expert_strategies_on, layout_of, strategy_on
-from shardwright_formats.semantics.expert_messages import shares_experts
-from shardwright_formats.types.model import EMBEDDING, HEAD, Model
-from shardwright_formats.types.plan import misfit
-from shardwright_formats.types.strategy import (
+from shardwright.plan.axes import Layout, axes_of, expert_strategies_on, layout_of, strategy_on
+from shardwright.plan.expert_messages import shares_experts
+from shardwright.types.model import EMBEDDING, HEAD, Model
+from shardwright.types.plan import misfit
+from shardwright.types.strategy import (
     ContextParallel,
     DataParallel,
     LayerStrategy,
@@ -25,7 +25,7 @@ from shardwright_formats.types.strategy import (
     Strategy,
 )
 from shardwright_search.cost_model.communication import Nodes
-from shardwright_search.cost_model.layer import CostModel, Link
+from shardwright_search.cost_model.layer import PLAIN_TURNS, CostModel, Link, Turns
 from shardwright_search.solver.problem import Cut
 from shardwright_search.space.configurations import Configuration, Widths, divisors
 from shardwright_search.space.placements import NodeTypes, Placements, StageWays, pools_of
@@ -47,6 +47,16 @@ class Choice(NamedTuple):
     """The asked tensor-parallel sizes that divide a width; None: all."""
     shard_sizes: tuple[int, ...] | None
     """The asked shard sizes that divide a width; None: none but whole groups."""
+    turns: Turns = PLAIN_TURNS
+
+    @property
+    def free(self) -> "Choice":
+        """The choice without the strategies that layers, or embedding and head, share."""
+        return self._replace(layers=None, outer=None)
+
+    def of_type(self, name: str) -> "Choice":
+        """Return the choice without what other types than this one share."""
+        return self._replace(layers=None) if name in (EMBEDDING, HEAD) else self._replace(outer=None)
 
 
 class Shardings(msgspec.Struct, frozen=True, eq=False):
@@ -55,7 +65,7 @@ class Shardings(msgspec.Struct, frozen=True, eq=False):
     strategies: dict[int, dict[str, tuple[Strategy, ...]]]
     """The strategies by width and type."""
     layouts: tuple[Layout, ...]
-    """The layouts of all widths."""
+    """The layouts of all widths, whatever layers share."""
 
     def of_type(self, type_name: str, width: int) -> tuple[Strategy, ...]:
         """Return the strategies of one type on stages of one width."""
@@ -74,10 +84,12 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _shardings(self, choice: Choice) -> Shardings:
+        if choice != choice.free:
+            return self._shared(choice)
         by_width, degrees = {}, (choice.tp_sizes, choice.shard_sizes)
         for width in choice.widths:
             by_type = {
-                name: tuple(s for s in self._listed(name, width, *degrees) if self._possible(s, choice, name))
+                name: tuple(s for s in self._listed(name, width, *degrees) if self._possible(s, choice))
                 for name in dict.fromkeys((EMBEDDING, *self.model.layers, HEAD))
             }
             if all(by_type[name] for name in self.model.layers):
@@ -94,16 +106,36 @@ class LayerChoices(msgspec.Struct, frozen=True, dict=True, eq=False):
         request = replace(self.request, tp_sizes=tp_sizes, shard_sizes=shard_sizes)
         return shardings(request, self.model, type_name, width)
 
-    def _possible(self, strategy: Strategy, choice: Choice, type_name: str) -> bool:
-        """Return whether it shares a microbatch's samples out evenly, and is what the configuration fixes."""
+    def _shared(self, choice: Choice) -> Shardings:
+        """Return the one strategy that layers, or embedding and head, share, on the widths that have it."""
+        free = self._shardings(choice.free)
+        shared = {name: self._shared_by(name, choice) for name in (EMBEDDING, *self.model.layers, HEAD)}
+        by_width = {
+            width: {
+                name: all_ if (one := shared[name]) is None else (one,) * (one in all_) for name, all_ in each.items()
+            }
+            for width, each in free.strategies.items()
+        }
+        able = {width: each for width, each in by_width.items() if all(each[name] for name in self.model.layers)}
+        return Shardings(strategies=able, layouts=free.layouts)
+
+    def _shared_by(self, name: str, choice: Choice) -> Strategy | None:
+        """Return the one strategy that layers of a type have in a choice; None: any."""
+        if name in (EMBEDDING, HEAD):
+            return choice.outer
+        return None if choice.layers is None else self.as_type(choice.layers, name)
+
+    def shared_row(self, name: str, choice: Choice, width: int) -> int:
+        """Return the number of what layers of a type share, among the strategies that they could have."""
+        assert choice.layers is not None
+        return self.shardings(choice.free).of_type(name, width).index(self.as_type(choice.layers, name))
+
+    def _possible(self, strategy: Strategy, choice: Choice) -> bool:
+        """Return whether it shares a microbatch's samples out evenly, and gathers no more than a buffer holds."""
         if choice.samples % layout_of(strategy).samples.size:
             return False
         tokens = self.gathered_tokens(strategy, choice.samples)
-        if choice.buffer_tokens is not None and tokens > choice.buffer_tokens:
-            return False
-        if not isinstance(strategy, LayerStrategy):
-            return choice.outer is None or strategy == choice.outer
-        return choice.layers is None or strategy == self.as_type(choice.layers, type_name)
+        return choice.buffer_tokens is None or tokens <= choice.buffer_tokens
 
     def as_type(self, strategy: LayerStrategy, type_name: str) -> LayerStrategy:
         """Return the strategy of a layer of another type that does as one does, but for experts, which it may lack."""
@@ -265,9 +297,17 @@ class Choices(msgspec.Struct, frozen=True, dict=True, eq=False):
                 sizes = tuple(range(1, devices + 1))
             case listed:
                 sizes = tuple(sorted(set(listed)))
-        degrees = (_dividing(asked, sizes) for asked in (self.request.tp_sizes, self.request.shard_sizes))
-        fixed = configuration.layers, configuration.outer, configuration.buffer_tokens
-        return Choice(sizes, configuration.microbatch_samples, *fixed, *degrees)
+        tp_sizes, shard_sizes = (_dividing(each, sizes) for each in (self.request.tp_sizes, self.request.shard_sizes))
+        return Choice(
+            sizes,
+            configuration.microbatch_samples,
+            configuration.layers,
+            configuration.outer,
+            configuration.buffer_tokens,
+            tp_sizes,
+            shard_sizes,
+            self.costs.turns(configuration.pp_size, configuration.num_microbatches, configuration.num_chunks),
+        )
 
     def placed(self, configuration: Configuration) -> Placements:
         """Return where the stages can be; has_plans says whether they can at all."""

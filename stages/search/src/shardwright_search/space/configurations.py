@@ -8,10 +8,10 @@ from typing import NamedTuple, assert_never
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.schedules.closed_form import ClosedForm
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import (
+from shardwright.io import BadInput
+from shardwright.plan.schedules.closed_form import ClosedForm
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import (
     Cluster,
     DataParallel,
     LayerStrategy,
@@ -98,8 +98,14 @@ class Configuration(NamedTuple):
 
     @property
     def closed_forms(self) -> tuple[ClosedForm, ...]:
-        """Coefficients of T, which is the largest of them; of one chunk there is one."""
-        return schedule_of(self.schedule).closed_forms(self.num_microbatches, self.num_chunks)
+        """Coefficients of T, which is the largest of them; of one chunk there is one.
+
+        Raises ValueError for passes that others hide: labels have no column for the largest A - C.
+        """
+        schedule = schedule_of(self.schedule)
+        if hidden := [kind for kind in schedule.kinds if kind.fill != 1]:
+            raise ValueError(f"the search has no bound for schedules with passes of kind {hidden[0]}")
+        return schedule.closed_forms(self.num_microbatches, self.num_chunks)
 
     def __str__(self) -> str:
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
@@ -284,7 +290,7 @@ def _expert_problems(request: SearchRequest, model: Model) -> Iterator[tuple[str
     """Yield each listed number of parts that no layer's experts can be shared out in, and what to do about it."""
     experts = [kind.experts for name in model.layers if (kind := model.types[name]).experts is not UNSET]
     if request.ep_sizes and not experts:
-        yield f"ep_sizes: {model.name} has no experts to share out", "leave it empty"
+        yield f"ep_sizes: {model.name} has no experts to shard", "leave it empty"
     for parts in request.ep_sizes:
         if all(each.number % parts for each in experts):
             yield f"ep_sizes: {parts} does not divide the experts of any layer", "list divisors of their number"

@@ -119,7 +119,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         equal = cluster.num_devices / pp_size
         ranks_of = {cluster.node_type_of_rank[ranks[0]]: ranks for ranks in pools_of(cluster)}
         for name, width in ((name, width) for name, able in widths for width in able):
-            per_node, ranks = cluster.node_types[name].devices_per_node, ranks_of[name]
+            per_node, ranks = cluster.domain_size(name), ranks_of[name]
             if width <= per_node:
                 topologies[StageTopology(name, (width,))] = None
             if width % per_node == 0:
@@ -148,7 +148,7 @@ class FirstBounds(msgspec.Struct, frozen=True, dict=True, eq=False):
         for pool, follow in zip(pools, unbroken, strict=True):
             stages = [pool[i : i + width] for i in range(0, len(pool), width)]
             # Stages lie on nodes as the first does from where their ends meet: from there on they lie as before.
-            per_node = cluster.node_types[cluster.node_type_of_rank[pool[0]]].devices_per_node
+            per_node = cluster.domain_size(cluster.node_type_of_rank[pool[0]])
             some = stages[: lcm(per_node, width) // width + 1] if follow else stages
             topologies = dict.fromkeys(stage_topology(cluster, ranks) for ranks in some)
             links = dict.fromkeys(costs.link(*pair) for pair in pairwise(some))

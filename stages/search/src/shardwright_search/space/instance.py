@@ -8,8 +8,8 @@ from itertools import combinations, pairwise
 import msgspec
 import numpy as np
 
-from shardwright_formats.semantics.schedules.registry import schedule_of
-from shardwright_formats.types import EMBEDDING, HEAD, Cluster, LayerStrategy, PipelineStage, Plan
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import EMBEDDING, HEAD, Cluster, LayerStrategy, PipelineStage, Plan
 from shardwright_search.cost_model.layer import CostModel, picoseconds
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.solver.interleaved_problem import InterleavedProblem, moments_in_flight
@@ -144,8 +144,10 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             in_flight=tuple(map(configuration.in_flight, range(p))),
             num_microbatches=m,
             closed_form=configuration.closed_forms[0],
-            boundary_bytes=self.prices.boundary(choice),
-            tied_ps=self._tied_parameters.costs_ps(self.choices.layers.shardings(choice), p, configuration.ends),
+            boundary_bytes=self.prices.boundary(choice.free),
+            tied_ps=self._tied_parameters.costs_ps(
+                self.choices.layers.shardings(choice._replace(layers=None)), p, configuration.ends
+            ),
             block_in_each_stage=configuration.block_in_each_stage,
         )
 
@@ -180,10 +182,10 @@ class Instance(msgspec.Struct, frozen=True, dict=True, eq=False):
             num_chunks=v,
             num_microbatches=m,
             closed_forms=configuration.closed_forms,
-            sends_ps=np.array([self.prices.sends(choice, self.costs.link(*pair)) for pair in around]),
+            sends_ps=np.array([self.prices.sends(choice.free, self.costs.link(*pair)) for pair in around]),
             moments_in_flight=moments_in_flight(schedule, p, m, v, frees),
-            boundary_bytes=self.prices.boundary(choice),
-            tied_ps=self._tied_parameters.costs_ps(self.choices.layers.shardings(choice), p),
+            boundary_bytes=self.prices.boundary(choice.free),
+            tied_ps=self._tied_parameters.costs_ps(self.choices.layers.shardings(choice._replace(layers=None)), p),
             frees_outputs=frees,
             lacking=configuration.lacking,
         )

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from shardwright_formats.display.plan_words import shape_words, strategy_words
-from shardwright_formats.types import EMBEDDING, HEAD, Plan
+from shardwright.display.plan_words import shape_words, strategy_words
+from shardwright.types import EMBEDDING, HEAD, Plan
 from shardwright_search.solver.problem import Solution
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.types import Cluster
+from shardwright.types import Cluster
 from shardwright_search.cost_model.topology import StageTopology, stage_topology
 from shardwright_search.solver.problem import Cut, Moves, Position
 

@@ -6,10 +6,10 @@ The first rank of a stage stands for all: along each axis of a strategy every ra
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwright_formats.semantics.axes import Layout
-from shardwright_formats.semantics.layout import closed_groups
-from shardwright_formats.semantics.process_groups import Purpose, strategy_axes
-from shardwright_formats.types import EMBEDDING, HEAD, Model, Strategy
+from shardwright.plan.axes import Layout
+from shardwright.plan.layout import closed_groups
+from shardwright.plan.process_groups import Purpose, strategy_axes
+from shardwright.types import EMBEDDING, HEAD, Model, Strategy
 
 
 class RankGroup(NamedTuple):

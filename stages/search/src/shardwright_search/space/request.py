@@ -1,18 +1,19 @@
 """The files of searches: what to search and what is best, a grid of searches, and what nodes there are to rent."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.io import Document, Value
-from shardwright_formats.types.limits import Count, Gib, Name, NonNegativeCount, NonNegativeNumber, Seconds, Sha256
-from shardwright_formats.types.plan import Attention, GradientReduction, Precision, Schedule
-from shardwright_formats.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
-from shardwright_search.cost_model.profiles import TimeModel
+from shardwright.io import Document, Removed, Value
+from shardwright.types.attention import Attention
+from shardwright.types.limits import Count, Gib, Name, NonNegativeCount, NonNegativeNumber, Sha256
+from shardwright.types.plan import GradientReduction, Precision, Schedule
+from shardwright.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
+from shardwright_search.cost_model.time_model import TimeModel
 
 _MAX_BATCH_SIZES = 10_000
 """The most batch sizes of a range; each is searched."""
@@ -39,7 +40,7 @@ class Space(StrEnum):
     THREE_D = "3d"
     """Plain data, tensor and pipeline parallelism, one strategy for all layers."""
     FASOP = "fasop"
-    """The space 3d with tensor parallelism up to 4, no sequence parallelism; the command `fasop` has its own table."""
+    """The space 3d with tensor parallelism up to 4, and no sequence parallelism."""
 
 
 class Dimension(StrEnum):
@@ -99,19 +100,13 @@ class OuterSpace(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Kinds of sequence parallelism."""
 
 
-class Robust(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Scenarios that the plan shall be good in beside the profile as it is."""
-
-    spreads: Annotated[float, Meta(ge=0, le=1e3)] = 2.0
-    """Standard errors by which the layers' times, and intervals by which messages, may be longer."""
-    slow_link: Annotated[float, Meta(ge=1, le=1e6)] = 2.0
-    """Factor by which sends between pipeline stages, or collectives across nodes, may be slower."""
-
-
 class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A search file: everything that bounds the space of plans besides the model and the cluster."""
 
     FORMAT = "shardwright.search"
+    REMOVED: ClassVar[Mapping[str, Removed]] = {
+        "robust": Removed("leave it out, and price plans with other profiles by `shardwright evaluate`")
+    }
 
     name: Name
     """Name of the search; the plan is named after it."""
@@ -121,7 +116,7 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Samples of one optimizer step, or a range of sizes to choose from."""
     memory_gib: Gib | Annotated[dict[str, Gib], Meta(min_length=1)] | None = None
     """Budget of one device in GiB, or one for each node type; null: all of the device's memory, or
-    86 % of it where its profile is estimated and there is no `reserve_gib`.
+    92 % of it where its profile is estimated and there is no `reserve_gib`.
     """
     reserve_gib: Annotated[float, Meta(ge=0, le=2**20)] = 0.0
     """The part of the budget that is left free, in GiB. The process's own memory, as profiled, is counted anyway."""
@@ -199,8 +194,6 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How times are read off the profile."""
     megatron_gather_buffer: bool = False
     """Whether a gathered input of Megatron's sequence parallelism is counted all step long, for exported plans."""
-    robust: Robust | None = None
-    """Scenarios that the plan shall be good in; null: the plan is the best one under the profile as it is."""
 
     def __post_init__(self) -> None:
         _check_degrees(self)
@@ -234,6 +227,7 @@ class Grid(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A grid file: searches that share a model, a cluster and profiles."""
 
     FORMAT = "shardwright.grid"
+    REMOVED = SearchRequest.REMOVED
 
     searches: Annotated[tuple[SearchRequest, ...], Meta(min_length=1, max_length=100_000)]
     """The cells, each with a name of its own."""
@@ -272,23 +266,17 @@ class Offer(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Price of one node; null: that of the cluster file."""
     counts: Annotated[tuple[NonNegativeCount, ...], Meta(min_length=1)] | None = None
     """How many can be had; null: any number up to the cluster file's, and none."""
-    interruptions_per_hour: NonNegativeNumber = 0.0
-    """How often one node is taken away, on average; 0: never, as on demand."""
 
 
 class Offers(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An offers file: what the cluster file does not say of the nodes that can be rented."""
 
     FORMAT = "shardwright.offers"
+    REMOVED: ClassVar[Mapping[str, Removed]] = {
+        "interruptions_per_hour": Removed("leave it out, and add what interruptions cost to usd_per_hour"),
+        "checkpoint_s": Removed("", ignored=None),
+        "restart_s": Removed("", ignored=None),
+    }
 
     node_types: dict[str, Offer] = msgspec.field(default_factory=dict)
     """Offers by name of the cluster's node types; one that is left out is as the cluster file has it."""
-    checkpoint_s: Seconds | None = None
-    """Time that saving a checkpoint adds to the run; needed where nodes are interrupted."""
-    restart_s: Seconds | None = None
-    """Time from an interruption to the first step after it: a new node, the start, the checkpoint's load."""
-
-    def __post_init__(self) -> None:
-        risky = any(offer.interruptions_per_hour > 0 for offer in self.node_types.values())
-        if risky and (self.checkpoint_s is None or self.restart_s is None):
-            raise ValueError("interruptions_per_hour above 0 needs checkpoint_s and restart_s")

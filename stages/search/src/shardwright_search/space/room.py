@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_formats.semantics.process_groups import Purpose, communicator_bytes
-from shardwright_formats.types import Model
+from shardwright.plan.process_groups import Purpose, communicator_bytes
+from shardwright.types import Model
 from shardwright_search.solver.problem import Cut, Moves, Options
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.rank_groups import TIED, RankGroups, StageLimit, tied_types

@@ -10,7 +10,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from shardwright_formats.semantics.axes import layout_of
+from shardwright.plan.axes import layout_of
 from shardwright_search.solver.problem import Solution, price
 from shardwright_search.solver.targets import Best
 from shardwright_search.space.configurations import Configuration

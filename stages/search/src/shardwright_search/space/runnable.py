@@ -5,20 +5,20 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import ContextParallel, Model
-from shardwright_models.context import Obstacle, context_obstacle, ring_obstacle
+from shardwright.io import BadInput
+from shardwright.models.context import Obstacle, context_obstacle, gpu_format, ring_obstacle
+from shardwright.types import Cluster, ContextParallel, Model
 from shardwright_search.space.request import SearchRequest
 
 _OUTER = "embedding", "head"
 
 
-def runnable(request: SearchRequest, model: Model, file: Path) -> SearchRequest:
+def runnable(request: SearchRequest, model: Model, cluster: Cluster, file: Path) -> SearchRequest:
     """Return a request without the cp_sizes and rings that the runtime does not have for a model.
 
     Raises BadInput, naming the search file, where that leaves nothing.
     """
-    obstacle = context_obstacle(model, request.attention, request.compile)
+    obstacle = _obstacle(request, model, cluster)
     ring = ring_obstacle(model, request.attention)
     if ring is not None and ContextParallel.GATHER in request.context:
         request = replace(request, context=(ContextParallel.GATHER,))
@@ -27,15 +27,19 @@ def runnable(request: SearchRequest, model: Model, file: Path) -> SearchRequest:
     return request if obstacle is None else _whole(request, file, obstacle)
 
 
-def left_out(request: SearchRequest, model: Model) -> Iterator[str]:
+def left_out(request: SearchRequest, model: Model, cluster: Cluster) -> Iterator[str]:
     """Yield what a request asks for and the runtime does not have for a model, a line each."""
     if max(_sizes(request)) == 1:
         return
-    obstacle = context_obstacle(model, request.attention, request.compile)
+    obstacle = _obstacle(request, model, cluster)
     if obstacle is not None:
         yield f"no cp_size above 1: {obstacle.problem}"
     elif ContextParallel.RING in request.context and (ring := ring_obstacle(model, request.attention)) is not None:
         yield f"no context ring: {ring.problem}"
+
+
+def _obstacle(request: SearchRequest, model: Model, cluster: Cluster) -> Obstacle | None:
+    return context_obstacle(model, request.attention, request.compile, gpu_format(request.precision, cluster))
 
 
 def _whole(request: SearchRequest, file: Path, obstacle: Obstacle) -> SearchRequest:

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from shardwright_formats.schema.generate import json_schema, write_or_check
+from shardwright.schema.generate import json_schema, write_or_check
 from shardwright_search.space.request import Grid, GridAnswers, Offers, SearchRequest
 
 

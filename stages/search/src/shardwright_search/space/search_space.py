@@ -9,8 +9,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import Cluster, LayerStrategy, Model, Strategy
+from shardwright.io import BadInput
+from shardwright.types import Cluster, LayerStrategy, Model, Strategy
 from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.profiles import Profiles, check_profiles
 from shardwright_search.cost_model.tied_weights import has_shared
@@ -28,6 +28,7 @@ from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest, StageWidths
 from shardwright_search.space.room import is_divisible
 from shardwright_search.space.runnable import runnable
+from shardwright_search.space.uniform_bounds import UniformBounds
 
 _ROUNDING_BYTES = 16
 """The most that rounding up each term of a corrected memory can add."""
@@ -151,7 +152,8 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
         """The function that makes a configuration ready to be bounded and solved; it keeps the last few."""
 
         def made(configuration: Configuration) -> Solvable:
-            return (self.deferred if configuration.widths is StageWidths.ANY else self.whole)(configuration)
+            is_soon_bounded = configuration.widths is StageWidths.ANY or configuration.layers is not None
+            return (self.deferred if is_soon_bounded else self.whole)(configuration)
 
         return lru_cache(_MAX_RECENT)(made)
 
@@ -159,9 +161,15 @@ class SearchSpace(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _first_bounds(self) -> FirstBounds:
         return FirstBounds(self.instance)
 
+    @cached_property
+    def uniform_bounds(self) -> UniformBounds:
+        """The bounds of configurations whose layers share a strategy."""
+        return UniformBounds(self.instance)
+
     def deferred(self, configuration: Configuration) -> Solvable:
         """Return a configuration with its first bound, where there is one."""
-        bound_ps, made = self._first_bounds.bound_ps(configuration), partial(self.whole, configuration)
+        bounds = self._first_bounds if configuration.layers is None else self.uniform_bounds
+        bound_ps, made = bounds.bound_ps(configuration), partial(self.whole, configuration)
         return made() if bound_ps is None else _Deferred(bound_ps, made)
 
     def whole(self, configuration: Configuration) -> Solvable:
@@ -290,7 +298,7 @@ def space_of(
     profiled = set.intersection(*({key.tp_size for key in each.layers} for each in profiles.used(cluster)))
     request = narrowed(request, cluster, profiled)
     if not demands.elsewhere:
-        request = runnable(request, model, file)
+        request = runnable(request, model, cluster, file)
     budgets = {
         name: _without_process(size, profiles.of_device(cluster.node_types[name].device), cluster.num_devices > 1)
         for name, size in sizes.items()

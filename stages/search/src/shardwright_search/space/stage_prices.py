@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from shardwright_formats.semantics.axes import layout_of
-from shardwright_formats.types import EMBEDDING, HEAD, Strategy
+from shardwright.plan.axes import layout_of
+from shardwright.types import EMBEDDING, HEAD, Strategy
 from shardwright_search.cost_model.communication import Nodes
 from shardwright_search.cost_model.layer import CostModel, Link
 from shardwright_search.cost_model.tied_weights import has_shared, shared_cost_ps, tied_class, tied_cost_ps
@@ -175,7 +175,7 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
             options = (with_groups(*each, room, size) for each in zip(options, groups, strict=True))
         return DeviceGroup(
             options=tuple(options),
-            redistribution_ps=np.array([self._moves(name, choice, topology, room.excluded) for name in self.types]),
+            redistribution_ps=self._moves(choice.free, topology, room.excluded),
             budget_bytes=self.budget_bytes(topology) - buffer_bytes - room.held_bytes(size),
             width=topology.size,
         )
@@ -217,10 +217,16 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def _options(self, name: str, choice: Choice, topology: StageTopology, single_microbatch: bool) -> Options:
+        if (own := choice.of_type(name)) != choice:
+            return self._options(name, own, topology, single_microbatch)
+        if choice.layers is not None:
+            row = self.layers.shared_row(name, choice, topology.size)
+            return self._options(name, choice.free, topology, single_microbatch).take(np.array([row]))
         shardings = self.layers.shardings(choice)
         if not (strategies := shardings.of_type(name, topology.size)):
             return Options.none(_of_width(shardings, topology.size)[0])
-        priced = (self.costs.layer(name, s, topology, choice.samples, single_microbatch) for s in strategies)
+        given = topology, choice.samples, single_microbatch, choice.turns
+        priced = (self.costs.layer(name, s, *given) for s in strategies)
         rows = [
             (
                 *(o.microbatch_ps, o.exposed_ps, o.state_bytes, o.memory.gradients, o.memory.gradient_sums),
@@ -233,6 +239,8 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
     @cached_method
     def _groups(self, name: str, choice: Choice, topology: StageTopology) -> tuple[RankGroups, ...]:
         """Return the groups that each strategy takes; of a type that is in no stage there are none."""
+        if (own := choice.of_type(name)) != choice:
+            return self._groups(name, own, topology)
         tied: RankGroups = frozenset({TIED} if name in self._tied_types else ())
         strategies = self.layers.shardings(choice).of_type(name, topology.size)
         return tuple(strategy_groups(strategy) | tied for strategy in strategies) or (frozenset(),)
@@ -255,11 +263,12 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
         return (classes, numbers) if name == EMBEDDING else (numbers, classes)
 
     @cached_method
-    def _moves(self, name: str, choice: Choice, topology: StageTopology, excluded: RankGroups = frozenset()) -> Numbers:
-        """Return times [layouts, layouts], forward and back together, between layouts of the stage's width.
+    def _moves(self, choice: Choice, topology: StageTopology, excluded: RankGroups) -> Numbers:
+        """Return times [types, layouts, layouts], forward and back together, between layouts of the stage's width."""
+        return np.array([self._moves_of(name, choice, topology, excluded) for name in self.types])
 
-        A change in an excluded group takes longer than any step.
-        """
+    def _moves_of(self, name: str, choice: Choice, topology: StageTopology, excluded: RankGroups) -> Numbers:
+        """Return times [layouts, layouts]: a change in an excluded group takes longer than any step."""
         shardings = self.layers.shardings(choice)
         layouts, lengths = shardings.layouts, self.lengths(name)
         one_way = np.zeros((len(layouts), len(layouts)))
@@ -277,8 +286,8 @@ class StagePrices(msgspec.Struct, frozen=True, dict=True, eq=False):
     def handed_over(self, choice: Choice, handover: Handover) -> Numbers:
         """Return times [types, layouts given, layouts received]; infinity: it cannot be."""
         if handover.link is not None:
-            return self._rank_to_rank(choice, handover.widths[0], handover.link)
-        return self._to_other_width(choice, handover.nodes, handover.node_types)
+            return self._rank_to_rank(choice.free, handover.widths[0], handover.link)
+        return self._to_other_width(choice.free, handover.nodes, handover.node_types)
 
     @cached_method
     def _rank_to_rank(self, choice: Choice, width: int, link: Link) -> Numbers:

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.semantics.schedules.schedule import PipelineSchedule
-from shardwright_formats.types import Model
+from shardwright.plan.schedules.passes import Action, Pass
+from shardwright.plan.schedules.schedule import PipelineSchedule
+from shardwright.types import Model
 from shardwright_search.step.pareto import Ints, Numbers
 
 
@@ -131,12 +131,14 @@ def frees_outputs(model: Model) -> bool:
 
 
 class PassCounts(NamedTuple):
-    """A pass of a stage with several chunks, and what the stage holds meanwhile."""
+    """A pass of a stage, and what the stage holds meanwhile."""
 
     chunk: int
     """The chunk that is worked on."""
     in_flight: tuple[int, ...]
     """Microbatches by chunk whose activations are held, without the one on its way."""
+    deferred: tuple[int, ...]
+    """Microbatches by chunk of which a pass after the backward pass still needs something."""
     freed: tuple[int, ...]
     """Microbatches among these by chunk whose outputs the next stage is known to have received."""
     made: tuple[bool, ...]
@@ -158,23 +160,26 @@ def pass_counts(
         chunk, at = divmod(action.chunk * num_stages + stage + step, num_stages)
         return order.get(action._replace(chunk=chunk)) if at == receiver else None
 
-    in_flight, made, pending = [0] * num_chunks, [False] * num_chunks, list[tuple[int, int]]()
-    held = [0] * num_chunks
+    made, pending, held = [False] * num_chunks, list[tuple[int, int]](), [0] * num_chunks
+    kept = {kind.needs: [0] * num_chunks for kind in schedule.kinds if kind.needs is not None}
+    in_flight, later = kept[Pass.FORWARD], [counts for needs, counts in kept.items() if needs != Pass.FORWARD]
     sends = [number_there(Action(Pass.FORWARD, 0, chunk), 1) is not None for chunk in range(num_chunks)]
     for action in here:
         kind, _, chunk = action
-        backward = kind is Pass.BACKWARD
-        in_flight[chunk] -= backward
-        done = number_there(action, 1 if backward else -1)
+        if kind.needs is not None:
+            kept[kind.needs][chunk] -= 1
+        done = number_there(action, -kind.way)
         if done is not None:
             for _, at in (each for each in pending if each[0] <= done):
                 held[at] -= 1
             pending = [each for each in pending if each[0] > done]
         freed = tuple((count - held[at]) * sends[at] for at, count in enumerate(in_flight))
-        yield PassCounts(chunk, tuple(in_flight), freed, tuple(made), backward and not made[chunk])
-        in_flight[chunk] += not backward
-        made[chunk] |= backward
-        if not backward and (received := number_there(action, 1)) is not None:
+        deferred, makes = tuple(map(sum, zip(*later, strict=True))), kind.makes_gradients and not made[chunk]
+        yield PassCounts(chunk, tuple(in_flight), deferred, freed, tuple(made), makes)
+        if kind in kept:
+            kept[kind][chunk] += 1
+        made[chunk] |= kind.makes_gradients
+        if kind.way > 0 and (received := number_there(action, 1)) is not None:
             pending.append((received, chunk))
             held[chunk] += 1
 

@@ -1,1 +1,1 @@
-"""Saved state: what a checkpoint is, where it lies, which one to go on from, and how it is written and read."""
+"""Checkpoints: their format and folders, writing and reading them, and choosing the one to resume from."""

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from shardwright_formats.io import BadInput, check_regular, read_document, sha256_of_file, sha256_of_value
+from shardwright.io import BadInput, check_regular, read_document, sha256_of_file, sha256_of_value
 from shardwright_train.checkpoints import folders
 from shardwright_train.checkpoints.folders import RECORD, Beginning, Checkpoint, Identity, Progress
+from shardwright_train.engine.learning_rate import Hyperparameters
 from shardwright_train.options import RunOptions
 from shardwright_train.parallel.world import World
 
@@ -20,19 +21,19 @@ _VISIBLE_S = 20.0
 _MAX_FILE = 2**60
 _OTHER = "take another checkpoint"
 _NOT_SHARED = "name a --checkpoints folder that all nodes share"
-_NONE_WHOLE = "put back what is missing, or start anew in another --checkpoints folder"
+_NONE_WHOLE = "restore what is missing, or start again in another --checkpoints folder"
 _DIFFERENCES = {
     "plan_sha256": "another plan",
     "model_sha256": "another model",
     "tensors_sha256": "a model of other parameters or settings",
     "data_sha256": "other data",
     "seed": "another seed",
-    "weights_sha256": "other weights to begin with",
+    "weights_sha256": "other initial weights",
     "global_batch_size": "another global batch size",
 }
 _REMEDY = {
     "global_batch_size": "plan for the same, or allow it with --allow-batch-change",
-    "model_sha256": "start anew in another --checkpoints folder, or allow longer samples with --allow-length-change",
+    "model_sha256": "start again in another --checkpoints folder, or allow longer samples with --allow-length-change",
 }
 
 
@@ -43,12 +44,12 @@ class Resumed(NamedTuple):
     record: Checkpoint
 
     def progress(self, sequence_length: int) -> Progress:
-        """Return the progress, in samples of a length: those of another one count as many tokens, rounded up."""
+        """The progress, in samples of a length: those of another one count as many tokens, rounded up."""
         progress, saved = self.record.progress, self.record.identity.sequence_length or sequence_length
         return msgspec.structs.replace(progress, samples=-(-progress.samples * saved // sequence_length))
 
     def beginning(self, goes_on: bool, sequence_length: int) -> Beginning:
-        """Return where the batches of a continued run or, if `goes_on` is false, of a branch begin."""
+        """Where the batches of a continued run or, if `goes_on` is false, of a branch begin."""
         progress = self.progress(sequence_length)
         return self.record.began if goes_on else Beginning(step=progress.step, samples=progress.samples)
 
@@ -75,9 +76,9 @@ def _appears(file: Path) -> bool:
 
 
 def checkpoint_to_resume(job: RunOptions, identity: Identity, run: Path, world: World) -> Resumed | None:
-    """Return the checkpoint to continue from: the run's newest, else the one that it branches from, else None.
+    """The checkpoint to continue from: the run's newest, else the one that it branches from, else None.
 
-    Raises BadInput on all ranks where a run of this identity cannot continue from it.
+    Raises BadInput on all ranks if a run of this identity cannot continue from it.
     """
     resumed = newest_whole(run, world)
     if resumed is not None:
@@ -88,13 +89,19 @@ def checkpoint_to_resume(job: RunOptions, identity: Identity, run: Path, world: 
     if resumed is not None and resumed.record.progress.step > job.steps:
         problem = f"is at step {resumed.record.progress.step}, past --steps {job.steps}"
         raise BadInput(resumed.folder, problem, "ask for more steps")
+    if resumed is not None and (change := changed_rate(resumed.record, identity)) is not None:
+        if resumed.folder.parent == run and job.learning_rate_schedule is None:
+            branch = f"or begin a branch with --resume-from {resumed.folder}"
+            raise BadInput(resumed.folder, change, f"name --learning-rate-schedule {job.schedule} to take it, {branch}")
+        if world.rank == 0:
+            print(f"{resumed.folder}: {change}", file=sys.stderr, flush=True)
     return resumed
 
 
 def newest_whole(run: Path, world: World) -> Resumed | None:
-    """Return a run's newest checkpoint whose files are undamaged, or None where there is no checkpoint.
+    """A run's newest checkpoint whose files are undamaged, or None if there is no checkpoint.
 
-    Newer damaged checkpoints are set aside, with a warning. Raises BadInput on all ranks where all are damaged; then
+    Newer damaged checkpoints are set aside, with a warning. Raises BadInput on all ranks if all are damaged; then
     none is changed.
     """
     damaged: dict[str, BadInput] = {}
@@ -113,9 +120,9 @@ def newest_whole(run: Path, world: World) -> Resumed | None:
 
 
 def _candidates(run: Path) -> tuple[str, ...]:
-    """Return the names of a run's checkpoints, newest first, after removing unfinished ones.
+    """The names of a run's checkpoints, newest first, after removing unfinished ones.
 
-    Raises BadInput where only checkpoints that were set aside remain: such a run must not restart silently.
+    Raises BadInput if only checkpoints that were set aside remain: such a run must not restart silently.
     """
     folders.remove_leftovers(run)
     names = tuple(path.name for path in folders.named_checkpoints(run))
@@ -127,11 +134,11 @@ def _candidates(run: Path) -> tuple[str, ...]:
 def _set_all_aside(run: Path, damaged: Mapping[str, BadInput]) -> None:
     for name, error in damaged.items():
         aside = folders.set_aside(run / name).name
-        print(f"{error}: set aside as {aside}, going on from the one before", file=sys.stderr, flush=True)
+        print(f"{error}: set aside as {aside}, resuming from the one before", file=sys.stderr, flush=True)
 
 
 def read_whole(checkpoint: Path, world: World) -> Resumed:
-    """Return a checkpoint's record after all ranks agree on it and each of its files matches it.
+    """A checkpoint's record after all ranks agree on it and each of its files matches it.
 
     Raises BadInput on all ranks, naming the file.
     """
@@ -141,7 +148,9 @@ def read_whole(checkpoint: Path, world: World) -> Resumed:
 
     def check() -> None:
         if digest != first:
-            raise BadInput(checkpoint / RECORD, f"rank {world.rank} finds another record than rank 0 does", _NOT_SHARED)
+            raise BadInput(
+                checkpoint / RECORD, f"rank {world.rank} reads a different record from rank 0's", _NOT_SHARED
+            )
 
     world.together(check)
     share = range(world.rank, len(record.files), world.size)
@@ -150,9 +159,11 @@ def read_whole(checkpoint: Path, world: World) -> Resumed:
 
 
 def read_record(checkpoint: Path) -> Checkpoint:
-    """Return a checkpoint's record; raise BadInput where there is none, or it is of another step than its folder."""
+    """A checkpoint's record; raises BadInput if there is none, or it is of another step than its folder."""
     if not os.path.lexists(checkpoint / RECORD):
-        raise BadInput(checkpoint, f"is no whole checkpoint: it has no {RECORD}", "name the folder of a step, step-…")
+        raise BadInput(
+            checkpoint, f"is not a complete checkpoint: it has no {RECORD}", "pass the folder of a step, step-…"
+        )
     record = read_document(checkpoint / RECORD, Checkpoint)
     if folders.step_of(checkpoint) not in (None, record.progress.step):
         raise BadInput(checkpoint / RECORD, f"is of step {record.progress.step}", _OTHER)
@@ -160,7 +171,7 @@ def read_record(checkpoint: Path) -> Checkpoint:
 
 
 def check_files(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> None:
-    """Raise BadInput where some checkpoint files, given by their numbers, are damaged, or others stand next to them."""
+    """Raise BadInput if some checkpoint files, given by their numbers, are damaged, or others stand next to them."""
     strange = sorted({path.name for path in checkpoint.glob("*.safetensors")} - {file.name for file in record.files})
     if strange:
         raise BadInput(checkpoint / strange[0], "is not one of the files that were saved", _OTHER)
@@ -171,11 +182,11 @@ def check_files(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> N
         if size != saved.bytes:
             raise BadInput(file, f"has {size} bytes, {saved.bytes} were saved", _OTHER)
         if sha256_of_file(file) != saved.sha256:
-            raise BadInput(file, "its SHA-256 is not what was saved", _OTHER)
+            raise BadInput(file, "its SHA-256 differs from the one that was saved", _OTHER)
 
 
 def check_same_run(resumed: Resumed, asked: Identity) -> None:
-    """Raise BadInput where a run's checkpoint was saved with another identity than the requested one."""
+    """Raise BadInput if a run's checkpoint was saved with another identity than the requested one."""
     is_older = folders.names_plan(resumed.folder.parent, resumed.record.identity.plan_sha256)
     unlike = {"tensors_sha256", *(["plan_sha256"] if is_older else [])}  # the model's own hash is stricter
     _check(resumed, asked, tuple(name for name in _DIFFERENCES if name not in unlike))
@@ -184,13 +195,13 @@ def check_same_run(resumed: Resumed, asked: Identity) -> None:
         if saved[name] != wanted:
             raise BadInput(
                 resumed.folder,
-                f"was saved with {name} {saved[name]}, {wanted} is asked for",
-                f"ask for what it was, or begin a branch with --resume-from {resumed.folder}",
+                f"was saved with {name} {saved[name]}, now {wanted} is requested",
+                f"request the saved one, or begin a branch with --resume-from {resumed.folder}",
             )
 
 
 def check_branch(resumed: Resumed, asked: Identity, batch_may_change: bool, length_may_change: bool = False) -> None:
-    """Raise BadInput where a branch cannot begin from a checkpoint; it may have another plan and other settings."""
+    """Raise BadInput if a branch cannot begin from a checkpoint; it may have another plan and other settings."""
     same = ("tensors_sha256" if length_may_change else "model_sha256", "data_sha256", "seed")
     _check(resumed, asked, same if batch_may_change else (*same, "global_batch_size"))
 
@@ -199,5 +210,32 @@ def _check(resumed: Resumed, asked: Identity, names: Sequence[str]) -> None:
     for name in names:
         saved, wanted = (getattr(identity, name) for identity in (resumed.record.identity, asked))
         if saved != wanted:
-            remedy = _REMEDY.get(name, "start anew in another --checkpoints folder")
+            remedy = _REMEDY.get(name, "start again in another --checkpoints folder")
             raise BadInput(resumed.folder, f"was saved under {_DIFFERENCES[name]} ({saved}, now {wanted})", remedy)
+
+
+# The learning rate of a run that resumes from a checkpoint.
+
+
+_OF_SCHEDULE = ("learning_rate", "learning_rate_schedule", "warmup_steps", "final_fraction", "decay_fraction")
+
+
+def changed_rate(record: Checkpoint, asked: Identity) -> str | None:
+    """How the learning rate of the next step changes with the schedule that is asked for; None: it does not.
+
+    Records of earlier versions do not have the steps of their schedule, and nothing is known of their rate.
+    """
+    saved, step = record.identity, record.progress.step + 1
+    if saved.schedule_steps is None or asked.schedule_steps is None or step > asked.schedule_steps:
+        return None
+    before, after = _rate(saved, saved.schedule_steps, step), _rate(asked, asked.schedule_steps, step)
+    if before == after:
+        return None
+    was = f"{saved.settings.learning_rate_schedule} over {saved.schedule_steps} steps"
+    now = f"{asked.settings.learning_rate_schedule} over {asked.schedule_steps} steps"
+    return f"the learning rate of step {step} is {after:.3g} with {now}; it would have been {before:.3g} with {was}"
+
+
+def _rate(identity: Identity, steps: int, step: int) -> float:
+    schedule = {name: getattr(identity.settings, name) for name in _OF_SCHEDULE}
+    return Hyperparameters(steps=steps, weight_decay=0, clip_norm=0, **schedule).learning_rate_at(step)

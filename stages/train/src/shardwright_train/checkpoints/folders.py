@@ -19,8 +19,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shardwright_formats.io import BadInput, Document, Value, sha256_of_value
-from shardwright_formats.types import (
+from shardwright.io import BadInput, Document, Value, sha256_of_value
+from shardwright.types import (
     EMBEDDING,
     HEAD,
     Bytes,
@@ -55,7 +55,7 @@ _Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
 def folder_of_run(checkpoints: Path, plan: Plan, parent: Path | None = None) -> Path:
-    """Return the checkpoint folder of a plan, or of its branch from a checkpoint; what plans execute tells them apart.
+    """The checkpoint folder of a plan, or of its branch from a checkpoint; what plans execute tells them apart.
 
     Plans that differ in names, prices or memory share a folder.
     """
@@ -65,19 +65,19 @@ def folder_of_run(checkpoints: Path, plan: Plan, parent: Path | None = None) -> 
 def adopt_older(checkpoints: Path, plan: Plan, parent: Path | None = None) -> None:
     """Link a run's folder to the one that earlier versions named for the whole plan, if that alone exists.
 
-    Raises BadInput where such a link leads nowhere.
+    Raises BadInput if such a link leads nowhere.
     """
     run, older = folder_of_run(checkpoints, plan, parent), checkpoints / _name_of_run(plan.sha256, parent)
     if older.is_dir() and not os.path.lexists(run):
         with suppress(FileExistsError):  # another node may be at it
             run.symlink_to(older.name)
     if run.is_symlink() and not run.exists():
-        problem = f"is a link to {run.readlink()}, which is not there"
-        raise BadInput(run, problem, "bring it back, or remove the link to begin anew")
+        problem = f"is a link to {run.readlink()}, which does not exist"
+        raise BadInput(run, problem, "restore it, or remove the link to start again")
 
 
 def names_plan(run: Path, plan_sha256: str) -> bool:
-    """Return whether a run's folder, or the one that it is a link to, is named for a plan."""
+    """Whether a run's folder, or the one that it is a link to, is named for a plan."""
     return run.resolve().name.startswith(plan_sha256[:_DIGITS])
 
 
@@ -87,33 +87,33 @@ def _name_of_run(plan_sha256: str, parent: Path | None) -> str:
 
 
 def folder_of_step(run: Path, step: int) -> Path:
-    """Return the folder of a run's checkpoint at a step."""
+    """The folder of a run's checkpoint at a step."""
     return run / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Return the step in the name of a checkpoint's folder, or None if it has none."""
+    """The step in the name of a checkpoint's folder, or None if it has none."""
     named = _STEP.fullmatch(checkpoint.name)
     return None if named is None else int(named[1])
 
 
 def named_checkpoints(run: Path) -> tuple[Path, ...]:
-    """Return every path named like a checkpoint of a run, newest first, whatever it contains."""
+    """Every path named like a checkpoint of a run, newest first, whatever it contains."""
     return tuple(sorted((path for path in run.glob("step-*") if step_of(path) is not None), reverse=True))
 
 
 def complete_checkpoints(run: Path) -> tuple[Path, ...]:
-    """Return the complete checkpoints of a run, newest first, without checking their files for damage."""
+    """The complete checkpoints of a run, newest first, without checking their files for damage."""
     return tuple(path for path in named_checkpoints(run) if (path / RECORD).is_file())
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step, or None."""
+    """The complete checkpoint of the highest step, or None."""
     return next(iter(complete_checkpoints(run)), None)
 
 
 def damaged_checkpoints(run: Path) -> tuple[Path, ...]:
-    """Return the checkpoints of a run that were set aside."""
+    """The checkpoints of a run that were set aside."""
     return tuple(sorted(run.glob(f"step-*{_DAMAGED}*")))
 
 
@@ -126,7 +126,7 @@ def write_sign(run: Path) -> Path:
 
 
 def unfinished_folder(checkpoint: Path) -> Path:
-    """Return the folder in which a checkpoint is written until it is complete."""
+    """The folder in which a checkpoint is written until it is complete."""
     return checkpoint.with_suffix(_UNFINISHED)
 
 
@@ -177,11 +177,11 @@ def _clear(path: Path) -> None:
     if _is_saved(path):
         shutil.rmtree(path)
         return
-    print(f"{path}: holds more than a save writes: set aside as {set_aside(path).name}", file=sys.stderr, flush=True)
+    print(f"{path}: contains more than a save writes: set aside as {set_aside(path).name}", file=sys.stderr, flush=True)
 
 
 def _is_saved(path: Path) -> bool:
-    """Return whether a path is a folder that holds nothing but files of the names that a save writes."""
+    """Whether a path is a folder that holds nothing but files of the names that a save writes."""
     if path.is_symlink() or not path.is_dir():
         return False
     with os.scandir(path) as entries:
@@ -217,17 +217,19 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Samples of a step."""
     settings: Settings
     weights_sha256: Sha256 | None = None
-    """SHA-256 of the files of the initial weights; None where all were drawn."""
+    """SHA-256 of the files of the initial weights; None if all were drawn."""
     sequence_length: Tokens | None = None
     """Tokens of a sample; None in records of earlier versions."""
     tensors_sha256: Sha256 | None = None
     """SHA-256 of the model's description without its sequence length and the settings of its rotations; None in records
     of earlier versions."""
+    schedule_steps: Count | None = None
+    """Steps of the learning rate's schedule; None in records of earlier versions."""
 
     @classmethod
     def of_run(cls, job: RunOptions, plan: Plan, data_sha256: str, weights_sha256: str | None = None) -> "Identity":
-        """Return the identity of the requested run."""
-        asked = msgspec.structs.asdict(job)
+        """The identity of the requested run."""
+        asked = msgspec.structs.asdict(job) | {"learning_rate_schedule": job.schedule}
         return cls(
             plan_sha256=plan.executed_sha256,
             model_sha256=identity_of(plan.model),
@@ -236,6 +238,7 @@ class Identity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             tensors_sha256=identity_of_tensors(plan.model),
             data_sha256=data_sha256,
             seed=job.seed,
+            schedule_steps=job.steps,
             global_batch_size=plan.global_batch_size,
             settings=Settings(**{name: asked[name] for name in Settings.__struct_fields__}),
         )
@@ -269,11 +272,11 @@ class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Factor of the loss before float16's backward pass."""
     steps_without_overflow: NonNegativeCount
     best: Best | None = None
-    """Best evaluation so far, whose checkpoint is kept where requested."""
+    """Best evaluation so far, whose checkpoint is kept if requested."""
 
     @classmethod
     def begin(cls, loss_scale: float) -> "Progress":
-        """Return the progress of a run before its first step."""
+        """The progress of a run before its first step."""
         return cls(
             step=0,
             samples=0,
@@ -324,22 +327,22 @@ class Checkpoint(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
         if steps < 0 or self.progress.samples != samples:
             raise ValueError(f"{self.progress.samples} samples after step {self.progress.step} should be {samples}")
         if len({file.name for file in self.files}) < len(self.files):
-            raise ValueError("a file is named twice")
+            raise ValueError("a file is listed twice")
 
 
 def identity_of(model: Model) -> str:
-    """Return the SHA-256 of the parts of a model's description that are the same under all plans."""
+    """The SHA-256 of the parts of a model's description that are the same under all plans."""
     return sha256_of_value([model.architecture_sha256, model.sequence_length])
 
 
 _OF_POSITIONS = frozenset(
     ("max_position_embeddings", "original_max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
 )
-"""Keys of a configuration that another sequence length may change, where no parameter takes its shape from them."""
+"""Keys of a configuration that another sequence length may change, if no parameter takes its shape from them."""
 
 
 def identity_of_tensors(model: Model) -> str:
-    """Return the SHA-256 of what models share whose samples are of other lengths: family, configuration, parameters."""
+    """The SHA-256 of what models share whose samples are of other lengths: family, configuration, parameters."""
     config = {key: value for key, value in model.config.items() if key not in _OF_POSITIONS}
     kinds = (model.types[name] for name in (EMBEDDING, *model.layers, HEAD))
     return sha256_of_value([model.family, config, [[[p.name, p.shape] for p in kind.parameters] for kind in kinds]])

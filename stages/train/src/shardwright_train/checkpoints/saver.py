@@ -1,4 +1,4 @@
-"""Writing checkpoints atomically and, where requested, while the following steps run."""
+"""Writing checkpoints atomically and, if requested, while the following steps run."""
 
 import shutil
 import time
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.io import BadInput, sha256_of_file, sync_path, write_document
-from shardwright_formats.types import GIB
-from shardwright_launch.lock import HeldLock
+from shardwright.display.units import bytes_text
+from shardwright.io import BadInput, sha256_of_file, sync_path, write_document
+from shardwright.launch.lock import HeldLock
 from shardwright_train.checkpoints import folders
 from shardwright_train.checkpoints.folders import RECORD, Beginning, Checkpoint, Identity, Progress, SavedFile
 from shardwright_train.checkpoints.tensors import HostBuffer, TensorShard, files_of_rank, parts_to_save, write_tensors
@@ -56,7 +56,7 @@ class Saver:
     def save(self, tensors: dict[str, Tensor], progress: Progress, *, wait: bool = False) -> None:
         """Save the state of all ranks, after waiting for the previous checkpoint to be written.
 
-        Raises BadInput, here or at the next call, where it cannot be written; earlier checkpoints are unchanged.
+        Raises BadInput, here or at the next call, if it cannot be written; earlier checkpoints are unchanged.
         """
         self.finish()
         self._first(lambda: check_room(self.folder, self.bytes_in_all))
@@ -104,7 +104,7 @@ class Saver:
         return target
 
     def _files(self, folder: Path) -> tuple[SavedFile, ...]:
-        """Return the records of all ranks' files, each read back from disk by the rank that wrote it."""
+        """The records of all ranks' files, each read back from disk by the rank that wrote it."""
         mine = self._channel.together(lambda: tuple(map(_synced, files_of_rank(folder, self.group.rank()))), folder)
         return tuple(chain.from_iterable(self._channel.all_say(mine, tuple[SavedFile, ...])))
 
@@ -127,10 +127,11 @@ def check_room(folder: Path, tensor_bytes: int) -> None:
     """Raise BadInput unless the file system has room for one more checkpoint of this size."""
     free, wanted = shutil.disk_usage(folder).free, int(tensor_bytes * _ROOM)
     if free < wanted:
+        whole = "; earlier checkpoints are intact" if folders.latest_checkpoint(folder) is not None else ""
         raise BadInput(
             folder,
-            f"{free / GIB:.2f} GiB are free, a checkpoint takes {wanted / GIB:.2f} GiB",
-            "make room, keep fewer, or choose another --checkpoints folder; what was saved before is whole",
+            f"{bytes_text(free)} are free, a checkpoint takes {bytes_text(wanted)}",
+            f"make room, keep fewer, or choose another --checkpoints folder{whole}",
         )
 
 

@@ -8,7 +8,8 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +26,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwright_formats.io import BadInput, system_fault
+from shardwright.io import BadInput, system_fault
+from shardwright.launch.backend import on_accelerator
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.world import GroupChannel
 
 _ALIGNMENT = 16
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _HEADER_ALIGNMENT = 8
+_STAGES = 2
+_STAGE_BYTES = 2**25
+"""Bytes of a stage: 32 MiB, of which a GPU copies 25 GB/s or more as it does of larger ones; an assumption."""
 
 
 class TensorShard(NamedTuple):
@@ -43,7 +48,7 @@ class TensorShard(NamedTuple):
 
 
 def parts_to_save(tensors: Mapping[str, Tensor]) -> tuple[TensorShard, ...]:
-    """Return the parts of its tensors that this rank saves: each element once over all ranks, balanced by bytes.
+    """The parts of its tensors that this rank saves: each element once over all ranks, balanced by bytes.
 
     No communication is needed: the ranks that hold replicas hold the same tensors in the same order, those of their
     pipeline stage. A tensor that is no DTensor belongs to this process alone.
@@ -61,7 +66,7 @@ def parts_to_save(tensors: Mapping[str, Tensor]) -> tuple[TensorShard, ...]:
 
 
 def _chosen(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of the tensors that this rank saves: largest first, each by the rank with the least bytes."""
+    """The names of the tensors that this rank saves: largest first, each by the rank with the least bytes."""
     chosen = {name for name, x in tensors.items() if not isinstance(x, DTensor)}
     sharded = [(name, x) for name, x in tensors.items() if isinstance(x, DTensor)]
     if not sharded:
@@ -77,7 +82,7 @@ def _chosen(tensors: Mapping[str, Tensor]) -> set[str]:
 
 
 def _replicas(x: DTensor) -> NDArray[np.int64]:
-    """Return the ranks [replicas, parts] that hold a tensor."""
+    """The ranks [replicas, parts] that hold a tensor."""
     mesh: NDArray[np.int64] = x.device_mesh.mesh.numpy()
     axes = [axis for axis, placement in enumerate(x.placements) if isinstance(placement, Replicate)]
     count = math.prod(mesh.shape[axis] for axis in axes)
@@ -85,43 +90,74 @@ def _replicas(x: DTensor) -> NDArray[np.int64]:
 
 
 class HostBuffer:
-    """A host buffer for one rank's parts of a checkpoint, allocated once; pinned where they come from a GPU."""
+    """A host buffer for one rank's parts of a checkpoint, allocated once.
 
-    def __init__(self, parts: Sequence[TensorShard]) -> None:
+    What comes from a GPU passes through two stages of pinned memory, one of which is filled while the other is emptied:
+    so little is pinned, whatever the size of the state. `stage_bytes` of each; None: as many as GPUs need, on CPU none.
+    """
+
+    def __init__(self, parts: Sequence[TensorShard], stage_bytes: int | None = None) -> None:
         ends = np.cumsum([0, *(-(-part.local.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts)]).tolist()
         self.memory = torch.empty(ends[-1], dtype=torch.uint8)
         self._places = [
             self.memory[start : start + part.local.nbytes].view(part.local.dtype).view(part.local.shape)
             for start, part in zip(ends, parts, strict=False)
         ]
-        self._pinned = any(part.local.is_cuda for part in parts)
-        if self._pinned:
-            runtime = torch.cuda.cudart()
-            torch.cuda.check_error(runtime.cudaHostRegister(self.memory.data_ptr(), self.memory.nbytes, 0))
+        from_gpu = any(on_accelerator(part.local.device) for part in parts)
+        stage_bytes = (_STAGE_BYTES if from_gpu else 0) if stage_bytes is None else stage_bytes
+        count = _STAGES if stage_bytes else 0
+        self.stages = [torch.empty(stage_bytes, dtype=torch.uint8, pin_memory=from_gpu) for _ in range(count)]
 
     def copied(self, parts: Sequence[TensorShard]) -> tuple[TensorShard, ...]:
-        """Return copies of the parts in this buffer, overwriting its previous contents."""
-        for place, part in zip(self._places, parts, strict=True):
-            place.copy_(part.local, non_blocking=True)
-        if self._pinned:
-            torch.cuda.current_stream().synchronize()
+        """Copies of the parts in this buffer, overwriting its previous contents."""
+        if self.stages:
+            self._copy_through_stages([part.local for part in parts])
+        else:
+            for place, part in zip(self._places, parts, strict=True):
+                place.copy_(part.local)
         return tuple(part._replace(local=place) for place, part in zip(self._places, parts, strict=True))
+
+    def _copy_through_stages(self, tensors: Sequence[Tensor]) -> None:
+        """Copy tensors to their places piece by piece: the host empties a stage while the device fills the other."""
+        step, on_its_way = len(self.stages[0]), deque[tuple[Tensor, Tensor, Any]]()
+        source = next((x.device for x in tensors if on_accelerator(x.device)), tensors[0].device)
+        events = torch.get_device_module(source)
+        for number, (place, piece) in enumerate(_pieces(self._places, tensors, step)):
+            if len(on_its_way) == _STAGES:
+                _empty(*on_its_way.popleft())
+            stage, event = self.stages[number % _STAGES][: len(piece)], events.Event()
+            stage.copy_(piece, non_blocking=True)
+            event.record()
+            on_its_way.append((place, stage, event))
+        while on_its_way:
+            _empty(*on_its_way.popleft())
 
     def close(self) -> None:
         """Free the buffer."""
-        if self._pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))
-        self._pinned, self._places, self.memory = False, [], torch.empty(0, dtype=torch.uint8)
+        self.stages, self._places, self.memory = [], [], torch.empty(0, dtype=torch.uint8)
+
+
+def _pieces(places: Sequence[Tensor], tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the bytes of tensors in pieces of at most so many, each with its place."""
+    for place, tensor in zip(places, tensors, strict=True):
+        there, here = (x.reshape(-1).view(torch.uint8) for x in (place, tensor))
+        yield from zip(there.split(most), here.split(most), strict=True)
+
+
+def _empty(place: Tensor, stage: Tensor, filled: Any) -> None:
+    """Copy what is in a stage to its place, once the device has filled it."""
+    filled.synchronize()
+    place.copy_(stage)
 
 
 def write_tensors(folder: Path, parts: Sequence[TensorShard], rank: int) -> None:
-    """Write a rank's parts into its file in a folder; raise OSError where the system refuses it."""
+    """Write a rank's parts into its file in a folder; raise OSError if the system refuses it."""
     if parts:
         write_parts(folder / f"{_prefix(rank)}model-00001-of-00001.safetensors", parts)
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill the tensors of all ranks in place; raise BadInput on all ranks where the parts that they need are missing.
+    """Fill the tensors of all ranks in place; raise BadInput on all ranks if the parts that they need are missing.
 
     Outside a world, only this process's are filled. Each rank reads by itself, as all see the same file headers.
     """
@@ -142,13 +178,13 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor in a checkpoint."""
+    """The dtype of each tensor in a checkpoint."""
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: one.properties.dtype for name, one in metadata.items() if isinstance(one, TensorStorageMetadata)}
 
 
 def files_of_rank(folder: Path, rank: int) -> tuple[Path, ...]:
-    """Return the files that a rank has written into a checkpoint's folder."""
+    """The files that a rank has written into a checkpoint's folder."""
     return tuple(sorted(folder.glob(f"{_prefix(rank)}*.safetensors")))
 
 
@@ -157,7 +193,7 @@ def _prefix(rank: int) -> str:
 
 
 def total_bytes(tensors: dict[str, Tensor]) -> int:
-    """Return the bytes of all ranks' tensors, each element counted once; collective over the world."""
+    """The bytes of all ranks' tensors, each element counted once; collective over the world."""
     shares = [x.nbytes / (x.device_mesh.size() if isinstance(x, DTensor) else 1) for x in tensors.values()]
     total = torch.tensor(sum(shares), dtype=torch.float64, device=local_tensor(next(iter(tensors.values()))).device)
     dist.all_reduce(total)
@@ -186,7 +222,7 @@ class _AnyPadding(DefaultLoadPlanner):
 
 
 def _cause(error: CheckpointException, folder: Path) -> BadInput:
-    """Return a one-line error for tensors that this rank could not read; raise any other error unchanged."""
+    """A one-line error for tensors that this rank could not read; raise any other error unchanged."""
     cause, _ = next(iter(error.failures.values()))
     if isinstance(cause, OSError):
         return system_fault(cause, folder)

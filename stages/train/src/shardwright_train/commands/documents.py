@@ -1,17 +1,20 @@
-"""Commands that need no ranks: describe, prepare, convert and check. Each imports what only it needs when it runs."""
+"""The commands that need no ranks: describe, prepare, convert and check; each imports its dependencies when it runs."""
 
+import logging
 import sys
 from io import StringIO
 from pathlib import Path
 
-from shardwright_formats.command import show
-from shardwright_formats.display.columns import PIPED_WIDTH
-from shardwright_formats.io import BadInput, read_document, write_document
-from shardwright_formats.types import Plan
-from shardwright_models.frozen import FrozenPart, freeze
+from shardwright.command import show
+from shardwright.display.columns import PIPED_WIDTH
+from shardwright.io import BadInput, read_document, read_object, write_document
+from shardwright.models.adapter_config import read_adapter
+from shardwright.models.config_keys import without_notes
+from shardwright.models.frozen import FrozenPart, freeze
+from shardwright.models.low_rank import adapt
+from shardwright.types import Model, Plan
 from shardwright_train.data.corpora import Source
 from shardwright_train.imports import without_collection
-from shardwright_train.models.describe import describe_folder
 from shardwright_train.models.support import check_supported, without_devices
 from shardwright_train.options import CheckOptions, ConvertOptions, DescribeOptions, PrepareOptions
 
@@ -29,9 +32,9 @@ def prepare_text(options: PrepareOptions) -> None:
         prepare_others(options)
         return
     if options.image_size is not None:
-        raise BadInput("--image-size", "a text has none", "leave it out, or say --source images")
+        raise BadInput("--image-size", "applies only to images", "leave it out, or pass --source images")
     if options.mel_bins is not None:
-        raise BadInput("--mel-bins", "a text has none", "leave it out, or say --source speech")
+        raise BadInput("--mel-bins", "applies only to speech", "leave it out, or pass --source speech")
     from shardwright_train.data.prepare import How, prepare
 
     how = How(options.source, options.field, options.dataset_split, options.tokenizer_mib, options.workers)
@@ -39,31 +42,31 @@ def prepare_text(options: PrepareOptions) -> None:
 
 
 def _prepare_images(options: PrepareOptions) -> None:
-    from shardwright_train.data.image_folder import prepare_images
+    from shardwright_train.data.media import prepare_images
 
     of_text = {"--vocab-size": options.vocab_size, "--tokenizer": options.tokenizer, "--max-mib": options.max_mib}
     for option in (option for option, value in of_text.items() if value is not None):
         raise BadInput(option, "images have no tokens", "leave it out")
     if options.image_size is None:
-        raise BadInput("--image-size", "is missing", "say the model's image_size, in pixels")
+        raise BadInput("--image-size", "is missing", "pass the model's image_size, in pixels")
     prepare_images(Path(options.text), options.image_size, options.out, options.workers)
 
 
 def _prepare_captions(options: PrepareOptions) -> None:
-    from shardwright_train.data.pair_folder import Tokens, prepare_captions
+    from shardwright_train.data.media import Tokens, prepare_captions
 
     if options.image_size is None:
-        raise BadInput("--image-size", "is missing", "say the model's image_size, in pixels")
+        raise BadInput("--image-size", "is missing", "pass the model's image_size, in pixels")
     tokens = Tokens(options.tokenizer, options.vocab_size)
     prepare_captions(Path(options.text), options.image_size, options.out, tokens, options.workers)
 
 
 def _prepare_speech(options: PrepareOptions) -> None:
     with without_collection():
-        from shardwright_train.data.pair_folder import Tokens, prepare_speech
+        from shardwright_train.data.media import Tokens, prepare_speech
 
     if options.mel_bins is None:
-        raise BadInput("--mel-bins", "is missing", "say the model's num_mel_bins")
+        raise BadInput("--mel-bins", "is missing", "pass the model's num_mel_bins")
     tokens = Tokens(options.tokenizer, options.vocab_size)
     prepare_speech(Path(options.text), options.mel_bins, options.seconds, options.out, tokens, options.workers)
 
@@ -80,11 +83,11 @@ def convert(options: ConvertOptions) -> None:
 
 
 def check(options: CheckOptions) -> None:
-    """Print what a plan would do on every role; NothingFits where a rank lacks memory."""
+    """Print what a plan would do on every role; NothingFits if a rank lacks memory."""
     from rich.console import Console
 
-    from shardwright_train.dry_run.check import check_roles, print_checks, raise_if_too_large
-    from shardwright_train.models.registry import family_named
+    from shardwright_train.dry_run import check_roles, print_checks, raise_if_too_large
+    from shardwright_train.models.base import family_named
 
     plan = read_document(options.plan, Plan)
     check_supported(plan, options.plan)
@@ -108,12 +111,43 @@ def check(options: CheckOptions) -> None:
 
 
 def _document_shares(plan: Plan, data: Path, separates: bool) -> tuple[str, ...]:
-    """Return a line for each cp_size of a plan of how unequal documents leave the attention of its ranks."""
+    """A line for each cp_size of a plan of how unequal documents leave the attention of its ranks."""
     from shardwright_train.data.document_pairs import document_warnings
     from shardwright_train.data.split import Boundaries
-    from shardwright_train.models.registry import family_named
+    from shardwright_train.models.base import family_named
 
     if not separates:
-        raise BadInput("--data", "documents meet in a sample without --reset-attention-mask", "pass both")
+        raise BadInput("--data", "a sample's documents see one another without --reset-attention-mask", "pass both")
     objective = family_named(plan.model.family, plan.name).trained_on(plan.model, None)
     return document_warnings(plan, objective.open(data, 0, boundaries=Boundaries(reset_attention_mask=True)))
+
+
+# The description of a model, from its config.json.
+
+
+def describe_folder(folder: Path, name: str, sequence_length: int, adapter: Path | None = None) -> Model:
+    """Describe the model of a folder's config.json for samples of a length in tokens, positions of images included.
+
+    `adapter`: an adapter_config.json of peft, or its folder: low-rank matrices are trained in place of the model.
+    Raises BadInput naming the key that cannot be trained, and why.
+    """
+    file = folder / "config.json"
+    config = read_object(file)
+    family = config.get("model_type")
+    if not isinstance(family, str):
+        raise BadInput(file, "has no model_type", "pass a folder with the config.json of a model")
+    # One line says what is wrong.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with without_collection():
+        from shardwright_train.models.base import family_named
+        from shardwright_train.models.description import describe
+
+        known = family_named(family, file)
+    try:
+        config, ignored = without_notes(known.facts, config)
+        model = describe(known, config, name, sequence_length)
+    except ValueError as error:
+        raise BadInput(file, str(error), "correct the configuration") from None
+    if ignored is not None:
+        print(f"{file}: {ignored}", file=sys.stderr, flush=True)
+    return model if adapter is None else adapt(model, *read_adapter(adapter))

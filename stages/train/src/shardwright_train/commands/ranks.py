@@ -1,4 +1,4 @@
-"""The commands that start ranks, `run` and `measure`: checks of their options before it, and the starts."""
+"""The commands that start ranks, `run` and `measure`: their options are checked first."""
 
 import os
 import sys
@@ -11,9 +11,15 @@ from typing import NamedTuple
 import msgspec
 from msgspec import UNSET
 
-from shardwright_formats.io import BadInput, OutOfMemory, RunFailed, read_any_document, read_document, write_document
-from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import (
+from shardwright.io import BadInput, OutOfMemory, RunFailed, read_any_document, read_document, write_document
+from shardwright.io.versions import versions_text
+from shardwright.launch.accelerator import COLLECTIVES, CPU, check_accelerator, device_type_of
+from shardwright.launch.journal import journal_path
+from shardwright.launch.lock import only_run, scratch_folder
+from shardwright.launch.meeting import meeting_of
+from shardwright.launch.nodes import Nodes, check_all_nodes
+from shardwright.launch.ranks import EXPANDABLE, allocator_setting, launch
+from shardwright.types import (
     Attention,
     ContextProbe,
     ExpertProbe,
@@ -23,14 +29,8 @@ from shardwright_formats.types import (
     Plans,
     Prediction,
 )
-from shardwright_launch.accelerator import CPU, check_accelerator, device_type_of
-from shardwright_launch.journal import journal_path
-from shardwright_launch.lock import only_run
-from shardwright_launch.meeting import meeting_of
-from shardwright_launch.nodes import Nodes, check_all_nodes
-from shardwright_launch.ranks import EXPANDABLE, allocator_setting, launch
-from shardwright_launch.scratch import scratch_folder
 from shardwright_train.checkpoints.folders import OUT_LOCK, adopt_older
+from shardwright_train.determinism import check_deterministic
 from shardwright_train.engine.learning_rate import LearningRateFactor, check_patterns
 from shardwright_train.imports import without_collection
 from shardwright_train.models.support import check_installed, check_supported
@@ -38,7 +38,7 @@ from shardwright_train.options import MeasureJob, MeasureOptions, OnNodeLoss, Ru
 from shardwright_train.supervision import Attempt, check_replan, run_with_restarts
 from shardwright_train.training.loggers import check_loggers
 
-_DATA = "name one that `prepare` wrote, or one of images.npy and labels.npy"
+_DATA = "pass one that `prepare` wrote, or one with images.npy and labels.npy"
 _Turns = tuple[str, ...]
 """Hashes of plans that are measured in turns."""
 
@@ -48,9 +48,12 @@ def start_run(options: RunOptions) -> None:
     nodes = options.nodes(os.environ)
     plan = read_document(options.plan, Plan)
     check_plan(plan, options.plan, nodes)
+    _check_adapter(options, plan)
     if options.data != Path("random"):
         _check_data(options.data)
     _check_evaluation(options)
+    if options.deterministic:
+        check_deterministic(plan, options.plan)
     check_loggers(options.log_to)
     _check_folders(options.out, options.checkpoints, options.log_dir)
     if options.weights is not None:
@@ -59,6 +62,7 @@ def start_run(options: RunOptions) -> None:
         _check_learning_rates(options, plan)
     adopt_older(options.checkpoints, plan, options.resume_from)
     attempt = Attempt(options, plan, nodes)
+    _check_apart(options, attempt.folder)
     if options.on_node_loss is OnNodeLoss.REPLAN:
         check_replan(options, plan, attempt.folder, nodes)
     with only_run(options.out / OUT_LOCK, nodes) as held:
@@ -71,31 +75,43 @@ def _start_attempt(attempt: Attempt) -> None:
 
 
 def _check_data(folder: Path) -> None:
-    """Raise BadInput where a data folder has no valid description, before ranks are started."""
+    """Raise BadInput if a data folder has no valid description, before ranks are started."""
     if not folder.is_dir():
-        raise BadInput(folder, "is no folder", _DATA)
+        raise BadInput(folder, "is not a folder", _DATA)
     from shardwright_train.data.sampling import check_described
 
     check_described(folder)
 
 
 def _check_weights(options: RunOptions, weights: Path, plan: Plan) -> None:
-    """Raise BadInput where a run cannot begin with a folder's weights, before ranks are started; print warnings."""
+    """Raise BadInput if a run cannot begin with a folder's weights, before ranks are started; print warnings."""
     if options.resume_from is not None:
-        raise BadInput(weights, "a branch has the weights of its checkpoint", "leave out --weights or --resume-from")
+        raise BadInput(
+            weights, "a branch starts from the weights of its checkpoint", "leave out --weights or --resume-from"
+        )
     with without_collection():
-        from shardwright_train.models.registry import family_named
+        from shardwright_train.models.base import family_named
         from shardwright_train.weights.reading import open_weights
-    opened = open_weights(weights, plan.model, family_named(plan.model.family, options.plan), options.new_weights)
+    family = family_named(plan.model.family, options.plan)
+    opened = open_weights(weights, plan.model, family, options.new_weights, options.adapter)
     for note in opened.notes(plan.precision.parameters):
         print(f"{weights}: {note}", file=sys.stderr, flush=True)
 
 
+def _check_adapter(options: RunOptions, plan: Plan) -> None:
+    """Raise BadInput if a run would not begin with the trained adapter that its model was described with."""
+    if options.adapter is not None and options.weights is None:
+        raise BadInput(options.adapter, "an adapter needs the weights of its base model", "add --weights BASE")
+    low_rank, begins = plan.model.low_rank, options.resume_from is None and options.data != Path("random")
+    if low_rank is not UNSET and low_rank.weights_sha256 is not UNSET and options.adapter is None and begins:
+        problem = "its model was described with a trained adapter, from which a run must start"
+        raise BadInput(options.plan, problem, "add --adapter FOLDER, or describe it only from the adapter_config.json")
+
+
 def _check_evaluation(job: RunOptions) -> None:
-    """Raise BadInput where the options of an evaluation contradict each other."""
+    """Raise BadInput if the options of an evaluation contradict each other."""
     if job.valid_data is not None and job.valid_fraction:
-        problem = "a folder to evaluate on, and a share of the data"
-        raise BadInput("--valid-data, --valid-fraction", problem, "give one of them")
+        raise BadInput("--valid-data, --valid-fraction", "exclude each other", "pass only one")
     if job.valid_data is not None:
         _check_data(job.valid_data)
     asked = {"--eval-every": job.eval_every, "--eval-samples": job.eval_samples, "--keep-best": job.keep_best}
@@ -105,10 +121,10 @@ def _check_evaluation(job: RunOptions) -> None:
 
 
 def _check_learning_rates(options: RunOptions, plan: Plan) -> None:
-    """Raise BadInput where a learning rate factor is malformed or matches no parameter, before ranks are started."""
+    """Raise BadInput if a learning rate factor is malformed or matches no parameter, before ranks are started."""
     factors = tuple(map(LearningRateFactor.parse, options.learning_rate_factor))
     with without_collection():
-        from shardwright_train.models.registry import family_named
+        from shardwright_train.models.base import family_named
     check_patterns(factors, family_named(plan.model.family, options.plan).stock_names(plan.model))
 
 
@@ -150,7 +166,7 @@ class _Beside(NamedTuple):
 
     @classmethod
     def read(cls, asked: Sequence[Plans]) -> "_Beside":
-        """Return what several files ask for."""
+        """What several files ask for."""
         return cls(
             tuple(tuple(some.plans[place].sha256 for place in group) for some in asked for group in some.in_turns),
             {some.plans[probe.plan].sha256: probe.cp_size for some in asked for probe in some.context or ()},
@@ -158,7 +174,7 @@ class _Beside(NamedTuple):
         )
 
     def for_plans(self, plans: tuple[Plan, ...]) -> Plans:
-        """Return the part of it that is of some plans, with them."""
+        """The part of it that is of some plans, with them."""
         places = {plan.sha256: place for place, plan in enumerate(plans)}
         groups = (tuple(places[one] for one in group if one in places) for group in self.in_turns)
         shares = (ContextProbe(plan=places[one], cp_size=size) for one, size in self.shares.items() if one in places)
@@ -197,14 +213,14 @@ def _measure(
         write_document(together, beside.for_plans(plans))
         job = MeasureJob(**fields, journal=journal_path(options.out).absolute())
         try:
-            start_ranks(job, plans[0], nodes, f"after {launches} that lacked memory")
+            start_ranks(job, plans[0], nodes, f"after {launches} that ran out of memory")
         except OutOfMemory as error:
             lacking = next((plan for plan in plans if plan.sha256 == error.subject), None)
             if lacking is None:
                 raise
             launches += 1
             if any(error.subject in group for group in beside.in_turns):
-                consequence = "it and those that it is measured in turns with are measured one by one"
+                consequence = "it and the plans that it takes turns with are measured one by one"
                 print(f"{lacking.name}: {error}: {consequence}", file=sys.stderr)
                 apart = tuple(group for group in beside.in_turns if error.subject not in group)
                 beside = beside._replace(in_turns=apart)
@@ -232,7 +248,9 @@ def _in_order(plans: Sequence[Plan], results: _Results) -> Measurement:
         return _of_failures(failed)
     taken = {measured.attention for plan, measured in done if plan.attention is Attention.AUTO}
     if len(taken) > 1:
-        raise RunFailed(f"auto took {' and '.join(sorted(taken))}: measure in two commands, or name one in the plans")
+        raise RunFailed(
+            f"auto took {' and '.join(sorted(taken))}: measure them in two commands, or set one in the plans"
+        )
     return msgspec.structs.replace(
         done[0][1],
         date=max(measured.date for _, measured in done),
@@ -243,12 +261,13 @@ def _in_order(plans: Sequence[Plan], results: _Results) -> Measurement:
 
 
 def _of_failures(failed: tuple[PlanFailure, ...]) -> Measurement:
-    """Return a measurement that consists of failures alone, which are known without the ranks."""
+    """A measurement that consists of failures alone, which are known without the ranks."""
     plan = failed[0].plan
-    on_gpu = device_type_of(plan.cluster, plan.name) != CPU
+    device_type = device_type_of(plan.cluster, plan.name)
+    on_gpu = device_type != CPU
     return Measurement(
         device=plan.cluster.of_rank(0).device,
-        backend="nccl" if on_gpu else "gloo",
+        backend=COLLECTIVES[device_type],
         date=datetime.now(UTC).date().isoformat(),
         versions=versions_text(("torch", "transformers"), on_gpu=on_gpu),
         attention=plan.attention.value,
@@ -269,7 +288,7 @@ def _plans_of(file: Path) -> Plans:
 
 
 def check_plan(plan: Plan, file: object, nodes: Nodes) -> None:
-    """Raise BadInput where these nodes cannot run a plan, before anything is started."""
+    """Raise BadInput if these nodes cannot run a plan, before anything is started."""
     check_supported(plan, file)
     check_all_nodes(plan.cluster, nodes, file)
     device_type_of(plan.cluster, file)
@@ -278,10 +297,16 @@ def check_plan(plan: Plan, file: object, nodes: Nodes) -> None:
 
 
 def _check_folders(*folders: Path | None) -> None:
-    """Raise BadInput where a folder's name is that of a file."""
+    """Raise BadInput if a folder's name is that of a file."""
     for folder in filter(None, folders):
         if folder.exists() and not folder.is_dir():
-            raise BadInput(folder, "is no folder", "name another")
+            raise BadInput(folder, "is not a folder", "name another")
+
+
+def _check_apart(options: RunOptions, run: Path) -> None:
+    """Raise BadInput if --out lies in the folder of the run's own checkpoints, whose files have the same names."""
+    if options.out.resolve().is_relative_to(run.resolve()):
+        raise BadInput(options.out, "is the folder of this run's checkpoints", "choose another --out")
 
 
 def start_ranks(job: RunJob | MeasureJob, plan: Plan, nodes: Nodes, name: str = "", start: int = 0) -> None:

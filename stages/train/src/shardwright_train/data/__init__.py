@@ -1,1 +1,1 @@
-"""Text into tokens, and tokens or images into the samples of each step."""
+"""Data: text tokenized, and tokens, images or sounds turned into the samples of each step."""

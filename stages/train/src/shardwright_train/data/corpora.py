@@ -1,4 +1,8 @@
-"""The corpora that `prepare` reads: plain text, JSON lines, dumps of Wikipedia and folders of `datasets`."""
+"""The corpora that `prepare` reads: plain text, JSON lines, dumps of Wikipedia and folders of `datasets`.
+
+`datasets` itself reads JSON lines too, but infers one schema for all fields of all lines, which mixed corpora break,
+reports no line number, and first copies the corpus to Arrow files.
+"""
 
 import bz2
 import gzip
@@ -8,14 +12,13 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
-from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
-from xml.etree.ElementTree import Element, ParseError, iterparse
+from xml.etree.ElementTree import Element, ParseError, XMLPullParser
 
 import msgspec
 
-from shardwright_formats.io import BadInput
+from shardwright.io import BadInput
 
 _PYTHON_STDLIB = "python-stdlib"
 _NOT_STDLIB = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests"})
@@ -28,6 +31,7 @@ _ARTICLES = "0"
 """The namespace of articles; the others are talk, templates, users and the like."""
 _MAX_PAGE_BYTES = 1 << 25
 """Largest size of a page with its head, in bytes; Wikipedia allows texts of 2 MiB."""
+_READ_BYTES = 1 << 16
 _ROWS = 1000
 _SAVED_FILES = ("state.json", "dataset_dict.json")
 """Files that `save_to_disk` writes into the folder of one data set, and of several splits."""
@@ -75,64 +79,72 @@ class TextPiece(NamedTuple):
     """Whether the document ends with this piece."""
     at: int
     """Position in the corpus after this piece, in the unit of `Corpus.size`."""
+    begins: bool = True
+    """Whether the document begins with this piece."""
 
 
 class Corpus(NamedTuple):
     """A sequence of documents in an order that never changes."""
 
+    name: str
+    source: Source
+    glob: str
+    max_bytes: int | None
     size: int
     """Position after the last piece, in the corpus' unit: bytes of files as stored, or rows."""
     identity: list[object]
     """Properties that identify the corpus: how it is read, its files, their sizes and modification times."""
     pieces: Callable[[], Iterator[TextPiece]]
     """Function that yields the text from the beginning; it raises BadInput with the place where it is damaged."""
-    strips_markup: bool = False
-    """Whether the text has MediaWiki markup that is removed."""
+
+    @property
+    def strips_markup(self) -> bool:
+        """Whether the text has MediaWiki markup that is removed."""
+        return self.source is Source.WIKIPEDIA
 
 
 def source_of(text: str, glob: str | None) -> Source:
-    """Return the format that `auto` stands for: by the ending of the file or pattern, else plain text."""
-    if Path(text).is_dir() and is_saved(Path(text)):
+    """The format that `auto` stands for: by the ending of the file or pattern, else plain text."""
+    if _is_saved(Path(text)):
         return Source.DATASETS
     name = text if glob is None or Path(text).is_file() else glob
     return next((source for source, ends in _ENDINGS.items() if name.endswith(ends)), Source.TEXT)
 
 
-def glob_of(text: str, source: Source) -> str:
-    """Return the default pattern for the files of a folder, unless one is given."""
-    return "*.py" if text == _PYTHON_STDLIB else _GLOBS.get(source, "")
+def open_corpus(
+    text: str, source: Source, glob: str | None, field: str, split: str, max_bytes: int | None = None
+) -> Corpus:
+    """Open a corpus, or its first `max_bytes` of text; raise BadInput if there is none.
 
-
-def open_corpus(text: str, source: Source, glob: str, field: str, split: str, max_bytes: int | None) -> Corpus:
-    """Open a corpus; raise BadInput where there is none."""
+    The plain file that exceeds `max_bytes` is cut at the end of a line; other documents are kept whole or left out.
+    """
+    if glob is None:
+        glob = "*.py" if text == _PYTHON_STDLIB else _GLOBS.get(source, "")
     if source is Source.DATASETS:
-        rows = open_saved(Path(text), field, split)
-        identity = [split, field, *_stamps(_find_files(text, "*"))]
-        return Corpus(len(rows), identity, partial(row_pieces, Path(text), rows, field))
-    files = _find_files(text, glob)
-    size, stamps = sum(path.stat().st_size for path in files), _stamps(files)
-    match source:
-        case Source.JSONL:
-            return Corpus(size, [field, *stamps], partial(line_pieces, files, field))
-        case Source.WIKIPEDIA | Source.WIKITEXT:
-            strips_markup = source is Source.WIKIPEDIA
-            return Corpus(size, [strips_markup, *stamps], partial(article_pieces, files), strips_markup)
-        case Source.TEXT:
-            size = size if max_bytes is None else min(size, max_bytes)
-            return Corpus(size, [max_bytes, *stamps], partial(text_pieces, files, max_bytes))
-    raise BadInput(text, f"is no text ({source})", "name its files")
+        rows = _open_saved(Path(text), field, split)
+        files, read = _find_files(text, "*"), partial(row_pieces, Path(text), rows, field)
+    else:
+        files = _find_files(text, glob)
+        read = partial(line_pieces, files, field) if source is Source.JSONL else partial(article_pieces, files)
+        read = partial(text_pieces, files) if source is Source.TEXT else read
+    stats = [(str(path.resolve()), path.stat()) for path in files]
+    size = sum(stat.st_size for _, stat in stats) if source is not Source.DATASETS else len(rows)
+    if source is Source.TEXT and max_bytes is not None:
+        size = min(size, max_bytes)
+    stamps = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    limited = partial(_limited, read, max_bytes, cuts=source is Source.TEXT)
+    return Corpus(text, source, glob, max_bytes, size, [source, field, split, max_bytes, *stamps], limited)
 
 
 def _find_files(text: str, glob: str) -> tuple[Path, ...]:
-    """Return a single file, the matching files of a folder, or Python's own sources without their tests, by name.
-
-    Raises BadInput where there are none.
-    """
+    """A file, the matching files of a folder, or Python's sources without tests; raises BadInput without any."""
     source = Path(sysconfig.get_path("stdlib") if text == _PYTHON_STDLIB else text)
     if source.is_file():
         return (source,)
     if not source.is_dir():
-        raise BadInput(source, "is no file and no folder", f"pass a text file, a folder of them, or {_PYTHON_STDLIB}")
+        raise BadInput(
+            source, "is neither a file nor a folder", f"pass a text file, a folder of them, or {_PYTHON_STDLIB}"
+        )
     try:
         matches = {path.relative_to(source).parts: path for path in source.rglob(glob) if path.is_file()}
     except (NotImplementedError, ValueError) as error:
@@ -145,47 +157,41 @@ def _find_files(text: str, glob: str) -> tuple[Path, ...]:
     return paths
 
 
-def _stamps(files: tuple[Path, ...]) -> list[object]:
-    """Return the names, sizes and modification times of files."""
-    stats = [(str(path.resolve()), path.stat()) for path in files]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+def _limited(read: Callable[[], Iterator[TextPiece]], max_bytes: int | None, cuts: bool) -> Iterator[TextPiece]:
+    room = max_bytes
+    for piece in read():
+        if room is not None:
+            content = piece.text.encode()
+            if len(content) > room:
+                end = content.rfind(b"\n", 0, room) + 1
+                if cuts and (end or not piece.begins):
+                    yield piece._replace(text=content[:end].decode(), ends=True)
+                return
+            room -= len(content)
+        yield piece
 
 
-def text_pieces(files: Sequence[Path], max_bytes: int | None) -> Iterator[TextPiece]:
-    """Yield the text of plain files, a document each; raise BadInput where it is not UTF-8.
-
-    The file that exceeds `max_bytes` is cut at the end of a line, and those after it are left out.
-    """
+def text_pieces(files: Sequence[Path]) -> Iterator[TextPiece]:
+    """Yield the text of plain files, a document each; raise BadInput if it is not UTF-8."""
     at = 0
     for path in files:
-        size = path.stat().st_size
-        room = size if max_bytes is None else max_bytes - at
-        taken = size if size <= room else _last_line_end(path, room)
-        yield from _pieces_of_file(path, taken, at)
-        at += taken
-        if taken < size:
-            return
-
-
-def _pieces_of_file(path: Path, size: int, at: int) -> Iterator[TextPiece]:
-    with path.open("rb") as file:
-        done, rest = 0, b""
-        while done < size:
-            content = rest + file.read(min(_PIECE_BYTES, size - done - len(rest)))
-            if len(content) < _PIECE_BYTES and done + len(content) < size:
-                raise BadInput(path, "became shorter while it was read", "leave it alone, and prepare again")
-            cut = len(content) if done + len(content) == size else _cut(content)
-            try:
-                text = content[:cut].decode()
-            except UnicodeDecodeError as error:
-                problem = f"not UTF-8 ({error.reason} at byte {done + error.start})"
-                raise BadInput(path, problem, "convert it, or narrow --glob") from None
-            yield TextPiece(text, done + cut == size, at + done + cut)
-            done, rest = done + cut, content[cut:]
+        with path.open("rb") as file:
+            content, done = file.read(_PIECE_BYTES), 0
+            while content:
+                more = file.read(_PIECE_BYTES)
+                cut = _cut(content) if more else len(content)
+                try:
+                    text = content[:cut].decode()
+                except UnicodeDecodeError as error:
+                    problem = f"not UTF-8 ({error.reason} at byte {done + error.start})"
+                    raise BadInput(path, problem, "convert it, or narrow --glob") from None
+                yield TextPiece(text, not more, at + done + cut, begins=done == 0)
+                content, done = content[cut:] + more, done + cut
+            at += done
 
 
 def _cut(content: bytes) -> int:
-    """Return where a piece of a longer text may end: after a line, a word, or else a character."""
+    """Where a piece of a longer text may end: after a line, a word, or else a character."""
     lines = [match.end() for match in _LINE_END.finditer(content, len(content) // 2)]
     if lines:
         return lines[-1]
@@ -195,51 +201,33 @@ def _cut(content: bytes) -> int:
     return next(starts, len(content))
 
 
-def _last_line_end(path: Path, max_bytes: int) -> int:
-    """Return the length of the file's whole lines within a number of bytes."""
-    with path.open("rb") as file:
-        end = max_bytes
-        while end > 0:
-            begin = max(0, end - _PIECE_BYTES)
-            file.seek(begin)
-            if length := file.read(end - begin).rfind(b"\n") + 1:
-                return begin + length
-            end = begin
-    return 0
-
-
 def line_pieces(files: Sequence[Path], field: str) -> Iterator[TextPiece]:
     """Yield a field of each JSON line of files, compressed ones (.gz, .bz2) too; a line without text is left out.
 
-    Raises BadInput with the line's number where the field is missing.
+    Raises BadInput with the line's number if the field is missing.
     """
     at = 0
     for path in files:
         with path.open("rb") as raw:
-            for number, line in enumerate(_lines(path, raw), start=1):
-                if line.strip() and (text := _field_text(path, number, line, field)):
-                    yield TextPiece(text, True, at + raw.tell())
-        at += path.stat().st_size
+            number = 0
+            try:
+                for number, line in enumerate(iter(partial(_unpacked(path, raw).readline, _MAX_LINE), b""), start=1):
+                    if line.strip() and (text := _field_text(path, number, line, field)):
+                        yield TextPiece(text, True, at + raw.tell())
+            except (EOFError, zlib.error, OSError) as error:
+                raise BadInput(path, f"is damaged after line {number} ({error})", "fetch it again") from None
+            at += raw.tell()
 
 
-def _lines(path: Path, raw: BufferedReader) -> Iterator[bytes]:
-    file: IO[bytes] = raw
+def _unpacked(path: Path, raw: IO[bytes]) -> IO[bytes]:
     if path.suffix == ".gz":
-        file = cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
-    elif path.suffix == ".bz2":
-        file = bz2.BZ2File(raw)
-    number = 0
-    try:
-        while line := file.readline(_MAX_LINE):
-            number += 1
-            if len(line) == _MAX_LINE:
-                raise BadInput(path, f"line {number} is longer than {_MAX_LINE >> 20} MiB", "break it up")
-            yield line
-    except (EOFError, zlib.error, OSError) as error:
-        raise BadInput(path, f"is damaged behind line {number} ({error})", "fetch it again") from None
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
+    return bz2.BZ2File(raw) if path.suffix == ".bz2" else raw
 
 
 def _field_text(path: Path, number: int, line: bytes, field: str) -> str:
+    if len(line) == _MAX_LINE:
+        raise BadInput(path, f"line {number} is longer than {_MAX_LINE >> 20} MiB", "split it")
     try:
         fields = _DECODER.decode(line)
         if field in fields:
@@ -248,83 +236,84 @@ def _field_text(path: Path, number: int, line: bytes, field: str) -> str:
         raise BadInput(path, f"line {number}: {error}", "correct it, or name another --field") from None
     except RecursionError:
         raise BadInput(path, f"line {number} is nested too deeply", "leave it out") from None
-    raise BadInput(path, f"line {number} has no field {field!r}", f"name one with --field: {', '.join(fields)}")
+    raise BadInput(path, f"line {number} has no field {field!r}", f"choose one with --field: {', '.join(fields)}")
 
 
 def article_pieces(files: Sequence[Path]) -> Iterator[TextPiece]:
     """Yield the wikitext of each article of dumps, `.xml.bz2` or `.xml`, without redirects.
 
-    Raises BadInput where a dump is damaged.
+    Raises BadInput if a dump is damaged.
     """
     at = 0
     for path in files:
         with path.open("rb") as raw:
-            for text in _articles(path, raw):
-                yield TextPiece(text, True, at + raw.tell())
+            for page in _pages(path, _unpacked(path, raw)):
+                parts = {_name(element): element for element in page.iter()}
+                is_article = "redirect" not in parts and "ns" in parts and parts["ns"].text == _ARTICLES
+                if is_article and "text" in parts and (text := parts["text"].text):
+                    yield TextPiece(text, True, at + raw.tell())
         at += path.stat().st_size
 
 
-class _PageReader:
-    """A reader of a dump that limits the size of a page: a few compressed KB can unpack to a GiB."""
-
-    def __init__(self, path: Path, raw: IO[bytes]) -> None:
-        self._path, self._file = path, bz2.BZ2File(raw) if path.suffix == ".bz2" else raw
-        self.pages, self.page_bytes = 0, 0
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Read the next bytes; raise BadInput where their page is too long."""
-        content = self._file.read(size)
-        self.page_bytes += len(content)
-        if self.page_bytes > _MAX_PAGE_BYTES:
-            problem = f"page {self.pages + 1} is longer than {_MAX_PAGE_BYTES >> 20} MiB"
-            raise BadInput(self._path, problem, "leave it out")
-        return content
-
-
-def _articles(path: Path, raw: IO[bytes]) -> Iterator[str]:
-    file = _PageReader(path, raw)
+def _pages(path: Path, file: IO[bytes]) -> Iterator[Element]:
+    """Yield the pages of a dump, of limited size: a few compressed KB can unpack to a GiB."""
+    parser: XMLPullParser[Any] = XMLPullParser(("start", "end"))
+    root: Element | None = None
+    pages = page_bytes = 0
     try:
-        root: Element | None = None
-        for event, element in iterparse(file, events=("start", "end")):
-            if root is None:
-                root = element
-            if event == "end" and _name(element) == "page":
-                file.pages, file.page_bytes = file.pages + 1, 0
-                if text := _article(element):
-                    yield text
-                root.clear()  # what has been read is let go
+        while block := file.read(_READ_BYTES):
+            parser.feed(block)
+            page_bytes += len(block)
+            for event, element in cast("Iterator[tuple[str, Element]]", parser.read_events()):
+                root = element if root is None else root
+                if event == "end" and _name(element) == "page":
+                    pages, page_bytes = pages + 1, 0
+                    yield element
+                    root.clear()  # drops the pages that have been read
+            if page_bytes > _MAX_PAGE_BYTES:
+                problem = f"page {pages + 1} is longer than {_MAX_PAGE_BYTES >> 20} MiB"
+                raise BadInput(path, problem, "leave it out")
+        parser.close()
     except (ParseError, EOFError, OSError, ValueError) as error:
-        raise BadInput(path, f"is damaged behind page {file.pages} ({error})", "fetch it again") from None
-
-
-def _article(page: Element) -> str:
-    parts = {_name(element): element for element in page.iter()}
-    if "redirect" in parts or "ns" not in parts or parts["ns"].text != _ARTICLES or "text" not in parts:
-        return ""
-    return parts["text"].text or ""
+        raise BadInput(path, f"is damaged after page {pages} ({error})", "fetch it again") from None
 
 
 def _name(element: Element) -> str:
-    """Return a tag without its namespace, which is the version of the dump's format."""
+    """A tag without its namespace, which is the version of the dump's format."""
     return element.tag.rpartition("}")[2]
 
 
-def is_saved(folder: Path) -> bool:
-    """Return whether a folder was written by `save_to_disk`."""
+def plain(wikitext: str) -> str:
+    """An article without links, tables, templates and other markup, by mwparserfromhell."""
+    import mwparserfromhell
+
+    return str(mwparserfromhell.parse(wikitext).strip_code())
+
+
+def check_plain(corpus: object) -> None:
+    """Raise BadInput if the package that removes markup is not installed."""
+    try:
+        plain("")
+    except ImportError:
+        remedy = "pip install 'shardwright[wikipedia]', or use --source wikitext, which keeps markup"
+        raise BadInput(corpus, "removing markup needs the package `mwparserfromhell`", remedy) from None
+
+
+def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _SAVED_FILES)
 
 
-def open_saved(folder: Path, field: str, split: str) -> Any:
-    """Return the `datasets.Dataset` of a folder, mapped from its files.
+def _open_saved(folder: Path, field: str, split: str) -> Any:
+    """The `datasets.Dataset` of a folder, mapped from its files.
 
-    Raises BadInput where the folder is no data set, lacks the split or column, or `datasets` is missing.
+    Raises BadInput if the folder is not a data set, has no such split or column, or `datasets` is missing.
     """
     try:
         import datasets
     except ImportError:
-        remedy = "pip install 'shardwright-train[datasets]'"
-        raise BadInput(folder, "reading it takes the package `datasets`", remedy) from None
-    if not is_saved(folder):
+        remedy = "pip install 'shardwright[datasets]'"
+        raise BadInput(folder, "reading it needs the package `datasets`", remedy) from None
+    if not _is_saved(folder):
         raise BadInput(folder, f"has none of {' and '.join(_SAVED_FILES)}", "pass a folder that save_to_disk wrote")
     try:
         rows: Any = datasets.load_from_disk(str(folder))
@@ -332,10 +321,10 @@ def open_saved(folder: Path, field: str, split: str) -> Any:
         raise BadInput(folder, f"cannot be opened ({error})", "save it again with save_to_disk") from None
     if isinstance(rows, datasets.DatasetDict):
         if split not in rows:
-            raise BadInput(folder, f"has no split {split!r}", f"name one with --dataset-split: {', '.join(rows)}")
+            raise BadInput(folder, f"has no split {split!r}", f"choose one with --dataset-split: {', '.join(rows)}")
         rows = rows[split]
     if field not in rows.column_names:
-        raise BadInput(folder, f"has no column {field!r}", f"name one with --field: {', '.join(rows.column_names)}")
+        raise BadInput(folder, f"has no column {field!r}", f"choose one with --field: {', '.join(rows.column_names)}")
     return rows
 
 
@@ -344,6 +333,6 @@ def row_pieces(folder: Path, rows: Any, field: str) -> Iterator[TextPiece]:
     for first in range(0, len(rows), _ROWS):
         for number, text in enumerate(rows[first : first + _ROWS][field], start=first):
             if not isinstance(text, str | None):
-                raise BadInput(folder, f"row {number} of {field!r} is no text", "name another --field")
+                raise BadInput(folder, f"row {number} of {field!r} is not a text", "choose another --field")
             if text:
                 yield TextPiece(text, True, number + 1)

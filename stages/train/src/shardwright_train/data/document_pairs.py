@@ -1,4 +1,4 @@
-"""The pairs of positions that see one another where documents keep to themselves, on each rank that shares samples out.
+"""Visible pairs of positions if attention stays within documents, for each rank of a context-parallel group.
 
 Zig-zag order makes causal attention to whole samples as much work on each rank, but not attention inside documents. The
 masks of this runtime skip no pair, so that its ranks take equal time all the same; kernels that skip pairs do not.
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright_formats.semantics.zigzag import position_order
-from shardwright_formats.types import Plan
-from shardwright_models.facts import Mask
-from shardwright_models.registry import facts_of
+from shardwright.models.registry import facts_of
+from shardwright.models.traits import Mask
+from shardwright.plan.zigzag import position_order
+from shardwright.types import Plan
 from shardwright_train.data.objectives import TextBatches
 
 _SAMPLES = 256
@@ -40,8 +40,8 @@ class DocumentShares(NamedTuple):
 
 
 def document_shares(plan: Plan, batches: TextBatches) -> tuple[DocumentShares, ...]:
-    """Return the visible pairs of some samples for each cp_size above 1 of a plan's layers, ascending."""
-    causal = facts_of(plan.model).mask is Mask.CAUSAL
+    """The visible pairs of some samples for each cp_size above 1 of a plan's layers, ascending."""
+    causal = facts_of(plan.model).attention.mask is Mask.CAUSAL
     sizes = sorted({layer.cp_size for layer in plan.layers} - {1})
     if not sizes:
         return ()
@@ -57,14 +57,14 @@ def document_shares(plan: Plan, batches: TextBatches) -> tuple[DocumentShares, .
 
 
 def document_warnings(plan: Plan, batches: object) -> tuple[str, ...]:
-    """Return a line for each cp_size of a plan; none where its samples are no packed text."""
+    """A line for each cp_size of a plan; none if its samples are no packed text."""
     if not isinstance(batches, TextBatches):
         return ()
     return tuple(f"--reset-attention-mask: {shares}" for shares in document_shares(plan, batches))
 
 
 def visible_pairs(documents: NDArray[np.int64], causal: bool) -> NDArray[np.int64]:
-    """Return the number of positions [n, s] that each position sees of its own document.
+    """The number of positions [n, s] that each position sees of its own document.
 
     `documents` [n, s] number the documents of each sample, ascending.
     """
@@ -80,13 +80,13 @@ def visible_pairs(documents: NDArray[np.int64], causal: bool) -> NDArray[np.int6
 
 
 def of_ranks(pairs: NDArray[np.int64], order: Sequence[int] | None, ranks: int) -> NDArray[np.int64]:
-    """Return the pairs [n, ranks] of each rank's positions; `order` is that in which ranks hold positions [s]."""
+    """The pairs [n, ranks] of each rank's positions; `order` is that in which ranks hold positions [s]."""
     held = pairs if order is None else pairs[:, np.array(order)]
     return np.asarray(held.reshape(len(held), ranks, -1).sum(axis=2))
 
 
 def imbalance(pairs: NDArray[Any]) -> float:
-    """Return the pairs [n, ranks] of each sample's fullest rank over those of its mean rank, both summed over samples.
+    """The pairs [n, ranks] of each sample's fullest rank over those of its mean rank, both summed over samples.
 
     Ranks that attend to one sample at a time wait for the fullest: their attention takes so many times as long.
     """

@@ -1,25 +1,28 @@
-"""Objectives of an encoder and a decoder: a text after its prefix, or the spans cut out of it.
+"""Objectives of encoder-decoders: a text after its prefix, spans cut out of it, or the transcription of speech.
 
 Source: Raffel et al. 2020, sections 3.1.4 and 3.2.3.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwright_formats.io import BadInput
-from shardwright_train.data.objectives import RandomBatches, Text, TextBatches
-from shardwright_train.data.pairs import Pairs
+from shardwright.io import BadInput
+from shardwright.types import EMBEDDING, HEAD
+from shardwright_train.data.arrays import PLACE, Pairs, TextTokens, open_pairs, padded
+from shardwright_train.data.objectives import RANDOM, RandomBatches, Text, TextBatches
 from shardwright_train.data.sampling import Blend, Samples
 from shardwright_train.data.share import Batch
 from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, SplitPart
-from shardwright_train.data.tokenizing import read_tokenizer
+from shardwright_train.data.tokenizer import read_tokenizer
 from shardwright_train.data.tokens import DataFolder
 from shardwright_train.parallel.vocab import IGNORED
 
@@ -38,32 +41,34 @@ class Lengths(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Return the length of the inputs: the kept tokens, a sentinel for each span, and the end of sequence."""
+        """The length of the inputs: the kept tokens, a sentinel for each span, and the end of sequence."""
         return self.kept + self.spans + 1
 
     @property
     def targets(self) -> int:
-        """Return the length of the targets: the cut tokens, a sentinel before each span, and the end of sequence."""
+        """The length of the targets: the cut tokens, a sentinel before each span, and the end of sequence."""
         return self.noise + self.spans + 1
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of the text."""
+        """The number of tokens of the text."""
         return self.noise + self.kept
 
     @classmethod
     def of_text(cls, tokens: int) -> Self:
-        """Return the lengths for a text of `tokens` tokens, rounded as in T5's random_spans_noise_mask."""
+        """The lengths for a text of `tokens` tokens, rounded as in T5's random_spans_noise_mask."""
         noise = min(max(round(tokens * _NOISE_DENSITY), 1), tokens - 1)
         return cls(noise, max(round(noise / _MEAN_SPAN), 1), tokens - noise)
 
 
 @cache
 def lengths_filling(inputs: int) -> Lengths:
-    """Return the lengths of the longest text whose inputs fit `inputs`; raise ValueError where there is none."""
+    """The lengths of the longest text whose inputs fit `inputs`; raises ValueError if there is none."""
     longest = Lengths.of_text(2)
     if longest.inputs > inputs:
-        raise ValueError(f"sequence length {inputs} is too short for span corruption: {longest.inputs} at least")
+        raise ValueError(
+            f"sequence length {inputs} is too short for span corruption, which needs at least {longest.inputs}"
+        )
     while (longer := Lengths.of_text(longest.tokens + 1)).inputs <= inputs:
         longest = longer
     return longest
@@ -79,7 +84,7 @@ class Prefix(Text):
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """Return the objective, whose decoder starts with the token given for it, else with padding."""
+        """The objective, whose decoder starts with the token given for it, else with padding."""
         given = getattr(config, "decoder_start_token_id", None)
         first = config.pad_token_id if given is None else given
         if first is None:
@@ -88,11 +93,11 @@ class Prefix(Text):
 
     @property
     def stream_tokens(self) -> int:
-        """Return the number of tokens that the encoder reads and the decoder predicts."""
+        """The number of tokens that the encoder reads and the decoder predicts."""
         return 2 * self.sequence_length
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """Return `tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each."""
+        """`tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each."""
         tokens, labels, _ = samples.split([self.sequence_length, self.sequence_length, 1], 1)
         start = torch.full_like(labels[:, :1], self.first_token)
         return {"tokens": tokens, "decoder_tokens": torch.cat((start, labels[:, :-1]), 1), "labels": labels}
@@ -117,7 +122,7 @@ class SpanCorruption(Text):
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """Return the objective, its decoder start as for a prefix; raise ValueError where there is no eos_token_id."""
+        """The objective, its decoder start as for a prefix; raises ValueError if there is no eos_token_id."""
         lengths_filling(sequence_length)
         if config.eos_token_id is None:
             raise ValueError("there is no eos_token_id to close inputs and targets with")
@@ -126,22 +131,22 @@ class SpanCorruption(Text):
 
     @property
     def lengths(self) -> Lengths:
-        """Return the lengths of a sample, which are the same for all."""
+        """The lengths of a sample, which are the same for all."""
         return lengths_filling(self.sequence_length)
 
     @property
     def stream_tokens(self) -> int:
-        """Return the number of tokens that a sample is made from, which is more than its inputs."""
+        """The number of tokens that a sample is made from, which is more than its inputs."""
         return self.lengths.tokens
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
-        """Return the number of target tokens of the samples."""
+        """The number of target tokens of the samples."""
         return samples * self.lengths.targets
 
     def open(
         self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
     ) -> TextBatches | RandomBatches | Pairs:
-        """Open a split as any objective does; raise BadInput where there are too few sentinels for a sample's spans."""
+        """Open a split as any objective does; raise BadInput if there are too few sentinels for a sample's spans."""
         opened = super().open(folder, seed, part, boundaries)
         if not isinstance(opened, TextBatches):
             return opened
@@ -154,11 +159,11 @@ class SpanCorruption(Text):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Return what distinguishes its samples from those of a prefix."""
+        """What distinguishes its samples from those of a prefix."""
         return ("span corruption", _NOISE_DENSITY, _MEAN_SPAN, self.end, self.sentinels)
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """Return `tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each; the last text token is unused."""
+        """`tokens`, `decoder_tokens` and `labels`, [n, sequence_length] each; the last text token is unused."""
         made = [self._corrupted(text[: self.stream_tokens], generator) for text in samples]
         tokens, labels = (torch.stack(each) for each in zip(*made, strict=True))
         start = torch.full_like(labels[:, :1], self.first_token)
@@ -166,12 +171,12 @@ class SpanCorruption(Text):
         return {"tokens": tokens, "decoder_tokens": before.where(before != IGNORED, self.first_token), "labels": labels}
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """Return a batch of random tokens, sentinels among them."""
+        """A batch of random tokens, sentinels among them."""
         ends = tuple(range(self.vocab_size - 1, max(self.vocab_size - 1 - self.lengths.spans, -1), -1))
         return Text.random_batch(replace(self, sentinels=ends), samples, generator)
 
     def _corrupted(self, text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return the inputs and labels of one sample."""
+        """The inputs and labels of one sample."""
         lengths = self.lengths
         kept = _segments(lengths.kept, lengths.spans, generator)
         noise = _segments(lengths.noise, lengths.spans, generator)
@@ -184,7 +189,7 @@ class SpanCorruption(Text):
 
 
 def sentinels_of(samples: Samples | Blend, vocab_size: int) -> tuple[int, ...]:
-    """Return the sentinel tokens in order: <extra_id_0> and on of the data's tokenizer, as in T5's.
+    """The sentinel tokens in order: <extra_id_0> and on of the data's tokenizer, as in T5's.
 
     A tokenizer without them leaves the model's rows after its own, from the end of the vocabulary downwards.
     """
@@ -197,7 +202,91 @@ def sentinels_of(samples: Samples | Blend, vocab_size: int) -> tuple[int, ...]:
 
 
 def _segments(items: int, segments: int, generator: torch.Generator) -> list[int]:
-    """Return lengths of this many segments, at least 1 each, drawn uniformly among all ways to divide the items."""
+    """Lengths of this many segments, at least 1 each, drawn uniformly among all ways to divide the items."""
     starts = torch.randperm(items - 1, generator=generator)[: segments - 1].sort().values + 1
     edges = [0, *starts.tolist(), items]
     return [end - begin for begin, end in pairwise(edges)]
+
+
+# Speech and its transcription.
+
+
+@dataclass(frozen=True)
+class Transcription(Prefix):
+    """The objective of transcription: the tokens of the words in a spectrogram, in order."""
+
+    read_by: ClassVar[Mapping[str, str]] = {"input_features": EMBEDDING, "labels": HEAD}
+    beside_positions: ClassVar[frozenset[str]] = frozenset({"input_features"})
+    bins: int = 0
+    """Frequencies of a spectrogram."""
+    frames: int = 0
+    """Frames of each sample's spectrogram."""
+
+    @classmethod
+    def from_config(cls, config: Any, sequence_length: int) -> Self:
+        """The objective; the encoder's second convolution takes every other frame."""
+        first = config.decoder_start_token_id
+        if not 0 <= first < config.vocab_size:
+            raise ValueError(f"decoder_start_token_id {first} is not below vocab_size {config.vocab_size}")
+        return cls(config.vocab_size, sequence_length, first, config.num_mel_bins, 2 * config.max_source_positions)
+
+    @property
+    def stream_tokens(self) -> int:
+        """The number of tokens that the decoder predicts."""
+        return self.sequence_length
+
+    def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
+        """`input_features` [n, bins, frames] in [-1, 1), `decoder_tokens` and `labels` [n, sequence_length]."""
+        labels = samples[:, :-1]
+        features = torch.rand(len(samples), self.bins, self.frames, dtype=torch.float32, generator=generator)
+        start = torch.full_like(labels[:, :1], self.first_token)
+        before = torch.cat((start, labels[:, :-1]), 1)
+        return {"input_features": 2 * features - 1, "decoder_tokens": before, "labels": labels}
+
+    def open(
+        self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
+    ) -> TextBatches | RandomBatches | Pairs:
+        """Open a split of a folder of spectrograms and what is said in them; RANDOM gives random ones."""
+        if folder == RANDOM or any(boundaries):
+            return super().open(folder, seed, part, boundaries)
+        return open_pairs(folder, self, seed, part)
+
+    @property
+    def inputs_file(self) -> str:
+        """The name of the file that holds the spectrograms."""
+        return "features.npy"
+
+    @property
+    def inputs_form(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """The format of a spectrogram, and its shape."""
+        return np.dtype(np.float32), (self.bins, self.frames)
+
+    @property
+    def max_inputs(self) -> int:
+        """The spectrograms of a sample."""
+        return 1
+
+    def inputs_of(self, text: TextTokens) -> int:
+        """The number of spectrograms of a text."""
+        return 1
+
+    def of_texts(self, texts: Sequence[TextTokens]) -> Batch:
+        """`decoder_tokens` and `labels` [n, sequence_length]; what fills a text up is no label.
+
+        The first token, which the decoder begins with, is not predicted: tokenizers put it before a text, too.
+        """
+        words = [text[1:] if text[0] == self.first_token else text for text in texts]
+        labels = padded([text.astype(np.int64) for text in words], self.sequence_length, IGNORED)
+        start = torch.full_like(labels[:, :1], self.first_token)
+        before = torch.cat((start, labels[:, :-1]), 1)
+        return {"decoder_tokens": before.masked_fill(before == IGNORED, self.first_token), "labels": labels}
+
+    def of_inputs(self, inputs: NDArray[Any]) -> Batch:
+        """`input_features` [n, bins, frames] of spectrograms [n, 1, bins, frames]."""
+        return {"input_features": torch.from_numpy(inputs[:, 0])}
+
+    def unfit(self, text: TextTokens, has_input: bool) -> str | None:
+        """Why a text cannot be a sample, or None."""
+        if not has_input:
+            return "has no spectrogram"
+        return "has no words" if not len(text) or (text == PLACE).any() else None

@@ -1,19 +1,20 @@
 """Objectives of training: how text or images become the inputs and labels of each step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwright_formats.io import BadInput, RunFailed, sha256_of_value
-from shardwright_formats.types import EMBEDDING, HEAD
-from shardwright_train.data.images import ImageForm, Images, open_images
-from shardwright_train.data.pairs import Pairs
+from shardwright.io import BadInput, RunFailed, sha256_of_value
+from shardwright.models.families.llava import IMAGES
+from shardwright.types import EMBEDDING, HEAD
+from shardwright_train.data.arrays import PLACE, ImageForm, Images, Pairs, TextTokens, open_images, open_pairs, padded
 from shardwright_train.data.sampling import Blend, Samples, open_data
 from shardwright_train.data.share import Batch, BatchShare, with_boundaries
 from shardwright_train.data.split import ACROSS, WHOLE, Boundaries, Split, SplitPart
@@ -49,34 +50,34 @@ class Text(ABC):
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """Return the objective of a configuration; raise ValueError where something is missing or wrong in it."""
+        """The objective of a configuration; raises ValueError if something is missing or wrong in it."""
         return cls(config.vocab_size, sequence_length)
 
     @property
     def labels(self) -> int:
-        """Return the number of positions of a sample that the head computes a loss for."""
+        """The number of positions of a sample that the head computes a loss for."""
         return self.sequence_length
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Return what distinguishes its samples from those of the model's default objective; empty for the default."""
+        """What distinguishes its samples from those of the model's default objective; empty for the default."""
         return ()
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
-        """Return the number of labels that count in `samples` samples; `text` reads them where that depends on it."""
+        """The number of labels that count in `samples` samples; `text` reads them if that depends on it."""
         return samples * self.labels
 
     @property
     def stream_tokens(self) -> int:
-        """Return the number of tokens that a sample takes; one more is read, as the last label."""
+        """The number of tokens that a sample takes; one more is read, as the last label."""
         return self.sequence_length
 
     @abstractmethod
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """Return the inputs and labels of samples [n, stream_tokens + 1]."""
+        """The inputs and labels of samples [n, stream_tokens + 1]."""
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """Return the inputs and labels of samples of random tokens."""
+        """The inputs and labels of samples of random tokens."""
         shape = (samples, self.stream_tokens + 1)
         return self.batch(torch.randint(0, self.vocab_size, shape, generator=generator), generator)
 
@@ -88,7 +89,7 @@ class Text(ABC):
         Raises BadInput when a file is damaged, the split holds less than one sample, or it does not fit the model.
         """
         if any(boundaries) and not self.keeps_boundaries:
-            problem = "the samples of this family are not told where documents meet"
+            problem = "the samples of this family do not mark where documents meet"
             raise BadInput("--reset-attention-mask, --reset-position-ids", problem, "leave them out")
         if folder == RANDOM:
             return random_batches(self, seed, part)
@@ -107,17 +108,17 @@ class TextBatches:
 
     @property
     def sha256(self) -> str:
-        """Return the identity of the token stream, the split, and the treatment of boundaries and samples."""
+        """The identity of the token stream, the split, and the treatment of boundaries and samples."""
         made = [*(self.boundaries if any(self.boundaries) else ()), *self.objective.identity]
         return sha256_of_value([self.samples.sha256, *made]) if made else self.samples.sha256
 
     @property
     def per_epoch(self) -> int:
-        """Return the number of samples of the split; in evaluation, those from 0 to it are all of it once, in order."""
+        """The number of samples of the split; in evaluation, those from 0 to it are all of it once, in order."""
         return self.samples.per_epoch
 
     def read(self, first: int, share: BatchShare) -> Batch:
-        """Return a rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
+        """A rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
         indices = first + share.rows
         text = torch.from_numpy(self.samples.read(indices))
         if self.objective.is_random:
@@ -132,7 +133,7 @@ class TextBatches:
         return {name: x for name, x in batch.items() if name not in share.left_out}
 
     def counted(self, first: int, samples: int) -> int:
-        """Return the number of labels of a batch that count on all ranks together; raise RunFailed where none does."""
+        """The number of labels of a batch that count on all ranks together; raises RunFailed if none does."""
         indices = np.arange(first, first + samples)
         labels = self.objective.counted(samples, lambda: torch.from_numpy(self.samples.read(indices)))
         if self.boundaries.reset_attention_mask and self.objective.predicts_next:
@@ -156,7 +157,7 @@ class Causal(Text):
     predicts_next: ClassVar[bool] = True
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """Return the inputs and labels of samples; draws no random numbers."""
+        """The inputs and labels of samples; draws no random numbers."""
         return {"tokens": samples[:, :-1], "labels": samples[:, 1:]}
 
 
@@ -166,13 +167,13 @@ class Masked(Text):
 
     is_random: ClassVar[bool] = True
     mask: int | None
-    """Token that hides others; None where the configuration has none: then no text can be trained on."""
+    """Token that hides others; None if the configuration has none: then no text can be trained on."""
     padding: int | None
-    """Token of padding; None where nothing is padded."""
+    """Token of padding; None if nothing is padded."""
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """Return the objective; published files leave `mask_token_id`, no key of transformers, to the tokenizer."""
+        """The objective; published files leave `mask_token_id`, no key of transformers, to the tokenizer."""
         mask, padding = getattr(config, "mask_token_id", None), config.pad_token_id
         for name, token in (("mask_token_id", mask), ("pad_token_id", padding)):
             if token is not None and not 0 <= token < config.vocab_size:
@@ -184,18 +185,18 @@ class Masked(Text):
     def open(
         self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
     ) -> "TextBatches | RandomBatches | Pairs":
-        """Open a split of prepared text as any objective does; raise BadInput where the mask token is unknown."""
+        """Open a split of prepared text as any objective does; raise BadInput if the mask token is unknown."""
         if self.mask is None and folder != RANDOM:
-            remedy = "add the number of a token that no text holds ([MASK]'s), and describe the model again"
+            remedy = "add the number of a token that no text contains ([MASK]'s), and describe the model again"
             raise BadInput("config.json", "mask_token_id is missing", remedy)
         return super().open(folder, seed, part, boundaries)
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """Return `tokens` [n, sequence_length] with some hidden, `labels`, and `attention_mask`, false on padding."""
+        """`tokens` [n, sequence_length] with some hidden, `labels`, and `attention_mask`, false on padding."""
         return self.hide(samples[:, :-1], generator)
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """Return a batch of random tokens, with up to a quarter of padding at the end."""
+        """A batch of random tokens, with up to a quarter of padding at the end."""
         length = self.sequence_length
         text = self.random_text((samples, length), generator)
         if self.padding is not None:
@@ -204,13 +205,13 @@ class Masked(Text):
         return self.hide(text, generator)
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
-        """Return the number of chosen positions, which is known where nothing is padding."""
+        """The number of chosen positions, which is known if nothing is padding."""
         if self.padding is None:
             return samples * int(_chosen_of(torch.tensor(self.sequence_length)).item())
         return int(_chosen_of(self.real(text()[:, :-1]).sum(1)).sum().item())
 
     def real(self, text: Tensor) -> Tensor:
-        """Return a mask that is true on every token of a text that is not padding."""
+        """A mask that is true on every token of a text that is not padding."""
         return torch.ones_like(text, dtype=torch.bool) if self.padding is None else text != self.padding
 
     def hide(self, text: Tensor, generator: torch.Generator) -> Batch:
@@ -232,7 +233,7 @@ class Masked(Text):
         return {"tokens": shown.where(chosen, text), "attention_mask": real, "labels": labels}
 
     def random_text(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return random tokens that are not padding."""
+        """Random tokens that are not padding."""
         if self.padding is None:
             return torch.randint(0, self.vocab_size, shape, generator=generator)
         tokens = torch.randint(0, self.vocab_size - 1, shape, generator=generator)
@@ -252,7 +253,7 @@ class Classification:
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """Return the objective for a configuration's images and classes; the patches determine the sequence length."""
+        """The objective for a configuration's images and classes; the patches determine the sequence length."""
         if config.num_labels < 1:
             raise ValueError("there are no classes: give num_labels or id2label")
         height, width = _pair(config.image_size)
@@ -260,16 +261,16 @@ class Classification:
         positions = (height // patch_height) * (width // patch_width) + cls.no_inputs
         if sequence_length != positions:
             counted = "the patches and the class" if cls.no_inputs else "the patches"
-            raise ValueError(f"sequence length {sequence_length} is not that of {counted}: {positions}")
+            raise ValueError(f"sequence length {sequence_length} differs from the number of {counted}: {positions}")
         return cls(ImageForm(config.num_channels, height, width, config.num_labels))
 
     @property
     def labels(self) -> int:
-        """Return the number of labels of a sample: one class."""
+        """The number of labels of a sample: one class."""
         return 1
 
     def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
-        """Return random pixels in [-1, 1) and random classes."""
+        """Random pixels in [-1, 1) and random classes."""
         form = self.form
         pixels = torch.rand(samples, form.channels, form.height, form.width, dtype=torch.float32, generator=generator)
         labels = torch.randint(0, form.classes, (samples, 1), generator=generator)
@@ -302,21 +303,21 @@ class RandomBatches:
 
     @property
     def sha256(self) -> str:
-        """Return the identity of the kind of samples."""
+        """The identity of the kind of samples."""
         return sha256_of_value([str(RANDOM), repr(self.objective)])
 
     @property
     def per_epoch(self) -> int:
-        """Return the nominal length of an epoch; the samples are endless."""
+        """The nominal length of an epoch; the samples are endless."""
         return _RANDOM_EPOCH
 
     def read(self, first: int, share: BatchShare) -> Batch:
-        """Return a rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
+        """A rank's share of the batch that begins with a sample's number; every rank makes the same samples."""
         made = [self._sample(first + int(row)) for row in share.rows]
         return {name: torch.cat([one[name] for one in made]) for name in made[0] if name not in share.left_out}
 
     def counted(self, first: int, samples: int) -> int:
-        """Return the number of labels of a batch that count."""
+        """The number of labels of a batch that count."""
         made = (self._sample(first + number)["labels"] for number in range(samples))
         return sum(int((labels != IGNORED).sum().item()) for labels in made)
 
@@ -329,22 +330,151 @@ class RandomBatches:
 
 
 def random_batches(objective: Text | Classification, seed: int, part: SplitPart) -> RandomBatches:
-    """Return random samples to train on; raise BadInput for any other split."""
+    """Random samples to train on; raises BadInput for any other split."""
     if part.split is not Split.TRAIN:
         raise BadInput(RANDOM, f"random samples have no {part.split} split", "evaluate on data")
     return RandomBatches(objective, seed)
 
 
 def _chosen_of(real: Tensor) -> Tensor:
-    """Return the number of labels in samples with this many positions that are not padding."""
+    """The number of labels in samples with this many positions that are not padding."""
     return (_CHOSEN * real.float()).round().clamp(min=1).minimum(real)
 
 
 def _pair(size: int | Iterable[int]) -> tuple[int, int]:
-    """Return height and width; a single number gives both."""
+    """Height and width; a single number gives both."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
 
 
 Batches = TextBatches | RandomBatches | Images | Pairs
 """Any source of the global batches of a run."""
+
+
+# Texts with images in them (Liu et al. 2023).
+
+
+_WITHOUT_IMAGE = 0.25
+"""The share of random samples that have no image, as texts among captions."""
+_BRIGHTEST = 255
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Mean and standard deviation of the pixels that CLIP was trained with (Radford et al. 2021, their code)."""
+
+
+@dataclass(frozen=True)
+class ImageText(Causal):
+    """The next token of a text, in which an image takes as many positions as it has states; these are no labels."""
+
+    read_by: ClassVar[Mapping[str, str]] = {"pixel_values": EMBEDDING, "labels": HEAD}
+    beside_positions: ClassVar[frozenset[str]] = frozenset({"pixel_values"})
+    keeps_boundaries: ClassVar[bool] = False
+    image_token: int
+    """Token that stands at each position of an image."""
+    image_tokens: int
+    """Positions of an image."""
+    form: tuple[int, int, int]
+    """Channels, height and width of an image."""
+    mean: tuple[float, ...]
+    """Mean of pixels in [0, 1] that a vision tower was trained with, by channel."""
+    deviation: tuple[float, ...]
+    """Their standard deviation, by channel."""
+    images: int = 1
+    """The most images of a sample; pixels have a dim of so many if it is above 1."""
+
+    @classmethod
+    def from_config(cls, config: Any, sequence_length: int) -> Self:
+        """The objective of a configuration, which says how many positions an image takes."""
+        vision = config.vision_config
+        form = vision.num_channels, vision.image_size, vision.image_size
+        mean, deviation = (
+            _CLIP if vision.model_type == "clip_vision_model" and len(_CLIP[0]) == form[0] else ((0.5,), (0.5,))
+        )
+        tokens = config.vocab_size, sequence_length, config.image_token_index, config.image_seq_length
+        return cls(*tokens, form, mean, deviation, getattr(config, IMAGES, 1))
+
+    def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
+        """`tokens` and `labels` [n, sequence_length] of samples that hold an image's tokens or none."""
+        labels = samples[:, 1:]
+        return {"tokens": samples[:, :-1], "labels": labels.masked_fill(labels == self.image_token, IGNORED)}
+
+    def random_batch(self, samples: int, generator: torch.Generator) -> Batch:
+        """Random texts, most with images somewhere inside, and random pixels in [-1, 1)."""
+        shape = samples, self.sequence_length + 1
+        text = torch.randint(0, self.vocab_size - 1, shape, generator=generator)
+        text = text + (text >= self.image_token)
+        free = self.sequence_length - self.images * self.image_tokens + 1
+        first = torch.randint(0, free, (samples, self.images), generator=generator).sort(1).values
+        first = first + torch.arange(self.images) * self.image_tokens
+        absent = torch.rand(samples, self.images, dtype=torch.float32, generator=generator) < _WITHOUT_IMAGE
+        behind = torch.arange(shape[1])[:, None] - first[:, None]
+        inside = ((behind >= 0) & (behind < self.image_tokens) & ~absent[:, None]).any(-1)
+        pixels = torch.rand(samples, *self._stacked, *self.form, dtype=torch.float32, generator=generator)
+        return {**self.batch(text.masked_fill(inside, self.image_token), generator), "pixel_values": 2 * pixels - 1}
+
+    def open(
+        self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
+    ) -> TextBatches | RandomBatches | Pairs:
+        """Open a split of a folder of images and texts; RANDOM gives random ones."""
+        if folder == RANDOM or any(boundaries):
+            return super().open(folder, seed, part, boundaries)
+        return open_pairs(folder, self, seed, part)
+
+    @property
+    def inputs_file(self) -> str:
+        """The name of the file that holds the images."""
+        return "images.npy"
+
+    @property
+    def inputs_form(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """The format of an image, and its shape."""
+        return np.dtype(np.uint8), self.form
+
+    def of_texts(self, texts: Sequence[TextTokens]) -> Batch:
+        """`tokens` and `labels` [n, sequence_length]; what fills a text up is behind it, and no label."""
+        whole = padded([self._with_image(text) for text in texts], self.sequence_length + 1, IGNORED)
+        labels = whole[:, 1:]
+        tokens = whole[:, :-1].masked_fill(whole[:, :-1] == IGNORED, 0)
+        return {"tokens": tokens, "labels": labels.masked_fill(labels == self.image_token, IGNORED)}
+
+    @property
+    def max_inputs(self) -> int:
+        """The most images of a sample."""
+        return self.images
+
+    @property
+    def _stacked(self) -> tuple[int, ...]:
+        return (self.images,) if self.images > 1 else ()
+
+    def inputs_of(self, text: TextTokens) -> int:
+        """The number of images in a text."""
+        return int((text == PLACE).sum())
+
+    def of_inputs(self, inputs: NDArray[Any]) -> Batch:
+        """`pixel_values` [n, images, channels, height, width], scaled as the vision tower was trained with.
+
+        `inputs` are of that shape; if a sample has one image, the result lacks its dim.
+        """
+        mean, deviation = (
+            torch.tensor(each, dtype=torch.float32)[:, None, None] for each in (self.mean, self.deviation)
+        )
+        pixels = torch.from_numpy(inputs).to(torch.float32)
+        scaled = pixels.div_(_BRIGHTEST).sub_(mean).div_(deviation)
+        return {"pixel_values": scaled if self.images > 1 else scaled[:, 0]}
+
+    def unfit(self, text: TextTokens, has_input: bool) -> str | None:
+        """Why a text cannot be a sample, or None: its images must have places in it, and leave some text."""
+        places = np.flatnonzero(text == PLACE)
+        if bool(len(places)) != has_input:
+            return f"has {len(places)} places for {int(has_input)} images"
+        if len(places) > self.images:
+            return f"has {len(places)} images, over the {self.images} of {IMAGES}"
+        if (text == self.image_token).any():
+            return f"contains the token {self.image_token} of an image, which only images may have"
+        begins = places + np.arange(len(places)) * (self.image_tokens - 1)
+        if has_input and begins[-1] + self.image_tokens > self.sequence_length:
+            return f"has an image of {self.image_tokens} positions from {begins[-1]} on, over {self.sequence_length}"
+        return None if len(text) > 1 else "has fewer than two tokens"
+
+    def _with_image(self, text: TextTokens) -> NDArray[np.int64]:
+        repeats = np.where(text == PLACE, self.image_tokens, 1)
+        return np.repeat(np.where(text == PLACE, self.image_token, text).astype(np.int64), repeats)

@@ -1,43 +1,66 @@
-"""Preparation of data: a corpus is tokenized into a token file, or Megatron's own token files are copied."""
+"""Preparation of data: a corpus becomes shards of tokens, and these a token file; Megatron's own files are copied.
+
+The text is cut into the same shards each time, and a process writes the tokens of a shard to a file, whole or not at
+all. After a kill, the shards that are there are not tokenized again.
+"""
 
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from itertools import islice
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from itertools import chain, islice, starmap
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
-from shardwright_formats.io import (
+from shardwright.io import (
     BadInput,
+    RunFailed,
     atomic_path,
     check_writable,
     sha256_of_file,
     sha256_of_value,
+    write_bytes,
     write_document,
 )
-from shardwright_formats.types import MIB
-from shardwright_launch.lock import only_run
-from shardwright_launch.nodes import Nodes
-from shardwright_train.data.corpora import Corpus, Source, TextPiece, glob_of, open_corpus, source_of
-from shardwright_train.data.tokenizing import (
-    SETTINGS,
-    Encoder,
+from shardwright.types import MIB
+from shardwright_train.data.corpora import Corpus, Source, TextPiece, check_plain, open_corpus, plain, source_of
+from shardwright_train.data.tokenizer import (
+    CONSULTED,
+    TOKENIZER,
+    DocumentEnds,
     Tokenizing,
-    check_plain,
-    encoding,
     given,
-    plain,
+    library_faults,
     trained,
 )
-from shardwright_train.data.tokens import DataFolder, PreparedData, read_tokens, token_dtype, write_index
-from shardwright_train.data.unfinished import Done, Unfinished
+from shardwright_train.data.tokens import DataFolder, PreparedData, only_writer, read_tokens, token_dtype, write_index
 
 _SAY_EVERY_S = 10.0
 _BLOCK = 1 << 20
+_BEGUN = "begun.json"
+_SHARD_CHARACTERS, _SHARD_PIECES = 1 << 21, 1 << 16
+"""The size of a shard: about a second of a process' work, which is what a kill loses, and a bound of its memory."""
+_BATCH_CHARACTERS = 1 << 19
+_AHEAD = 2
+"""Number of shards in progress per process, which bounds memory independently of the corpus' size."""
 
 
 class How(NamedTuple):
@@ -56,6 +79,15 @@ class How(NamedTuple):
 _USUAL = How()
 
 
+class _Begun(msgspec.Struct, frozen=True):
+    """The beginning of a preparation, which a later start resumes if it is of the same request."""
+
+    request: str
+    """Identity of source and options, equal if the resulting tokens are."""
+    ends: DocumentEnds
+    vocab_size: int
+
+
 def prepare(
     text: str,
     glob: str | None,
@@ -67,12 +99,13 @@ def prepare(
 ) -> None:
     """Write OUT/{tokenizer.json,tokens.bin,tokens.idx,data.json}: the same files and options give the same bytes.
 
-    Each document is closed by an end-of-text token; where `max_mib` (MiB) ends the text, the file that goes beyond is
-    cut at the end of a line, and other documents are left out. Killed and started again, it goes on with what has
-    reached the disk. A text too short for `vocab_size` gives a smaller vocabulary, which data.json says. With
-    `tokenizer_folder` that model's tokenizer is taken, and none is trained.
+    Each document has the tokens around it that its tokenizer adds, and is closed by an end-of-text token. Where
+    `max_mib` (MiB) ends the text, the file that goes beyond is cut at the end of a line, and other documents are left
+    out. Killed and started again, it resumes from the shards on the disk. A text too short for `vocab_size` gives a
+    smaller vocabulary, which data.json records. With `tokenizer_folder` that model's tokenizer is taken, and none is
+    trained.
 
-    Raises BadInput when there is no text, it is damaged, or not one of vocabulary and tokenizer is given: then nothing
+    Raises BadInput if there is no text, it is damaged, or not one of vocabulary and tokenizer is given: then nothing
     is left of what was written.
     """
     source = source_of(text, glob) if how.source is Source.AUTO else how.source
@@ -80,126 +113,237 @@ def prepare(
         _import_megatron(Path(text), tokenizer_folder, DataFolder(out))
         return
     if (vocab_size is None) == (tokenizer_folder is None):
-        raise BadInput("prepare", "it takes either --vocab-size or --tokenizer", "train a tokenizer, or name a model's")
-    glob = glob_of(text, source) if glob is None else glob
+        raise BadInput("prepare", "it needs either --vocab-size or --tokenizer", "train a tokenizer, or pass a model's")
     max_bytes = None if max_mib is None else int(max_mib * MIB)
     corpus = open_corpus(text, source, glob, how.field, how.dataset_split, max_bytes)
     if corpus.strips_markup:
         check_plain(text)
-    request = _Request(text, source, glob, corpus, max_bytes, vocab_size, tokenizer_folder, how)
-    is_new, targets = not out.exists(), DataFolder(out)
+    targets = DataFolder(out)
     check_writable(targets.description)
-    with only_run(out.with_name(f"{out.name}.lock"), Nodes()):
-        try:
-            _prepare(request, targets, Unfinished(targets.unfinished))
-        except BadInput:
-            Unfinished(targets.unfinished).remove()
-            if is_new:
-                out.rmdir()
-            raise
+    with only_writer(out):
+        _write(corpus, _begun(corpus, vocab_size, tokenizer_folder, how, targets), how.workers, targets)
 
 
-class _Request(NamedTuple):
-    text: str
-    source: Source
-    glob: str
-    corpus: Corpus
-    max_bytes: int | None
-    vocab_size: int | None
-    tokenizer_folder: Path | None
-    how: How
+def _begun(
+    corpus: Corpus, vocab_size: int | None, tokenizer_folder: Path | None, how: How, targets: DataFolder
+) -> _Begun:
+    """What a killed start of the same request has begun, or begin with a tokenizer."""
+    tokenizer: object = [vocab_size, how.tokenizer_mib]
+    if tokenizer_folder is not None:
+        files = [tokenizer_folder / name for name in CONSULTED]
+        tokenizer = [version("transformers"), *(sha256_of_file(file) if file.is_file() else "" for file in files)]
+    folder = targets.unfinished
+    request = sha256_of_value([corpus.identity, tokenizer, _SHARD_CHARACTERS, _SHARD_PIECES])
+    try:
+        begun = msgspec.json.decode((folder / _BEGUN).read_bytes(), type=_Begun)
+    except (OSError, msgspec.DecodeError):
+        begun = None
+    if begun is not None and begun.request == request and (folder / TOKENIZER).is_file():
+        _say(f"resuming after {len(list(folder.glob('*.npz')))} finished shards")
+        return begun
+    shutil.rmtree(folder, ignore_errors=True)
+    tokenizing = given(tokenizer_folder) if tokenizer_folder else _trained(corpus, vocab_size or 0, how.tokenizer_mib)
+    tokenizing.write(folder)
+    begun = _Begun(request, tokenizing.ends, tokenizing.vocab_size)
+    write_bytes(folder / _BEGUN, msgspec.json.encode(begun))
+    return begun
 
-    @property
-    def identity(self) -> str:
-        """Return the identity of the request, which is equal where the resulting tokens are."""
-        tokenizer: object = [self.vocab_size, self.how.tokenizer_mib]
-        if self.tokenizer_folder is not None:
-            files = [self.tokenizer_folder / name for name in SETTINGS]
-            tokenizer = [sha256_of_file(file) if file.is_file() else "" for file in files]
-        return sha256_of_value([self.corpus.identity, self.max_bytes, tokenizer])
 
-    def tokenizing(self) -> Tokenizing:
-        """Return the given tokenizer, or train one."""
-        if self.tokenizer_folder is not None:
-            return given(self.tokenizer_folder)
-        assert self.vocab_size is not None
-        max_bytes = int(self.how.tokenizer_mib * MIB)
-        _say(f"training a tokenizer on the first {max_bytes / MIB:g} MiB at most")
-        return trained(self._texts(max_bytes), self.vocab_size, self.text)
-
-    def pieces(self) -> Iterator[TextPiece]:
-        """Yield the pieces to tokenize, up to the limit of text."""
-        room = self.max_bytes
-        for piece in self.corpus.pieces():
-            if room is not None:
-                room -= len(piece.text.encode())
-                if room < 0:
-                    return
-            yield piece
-
-    def _texts(self, room: int) -> Iterator[str]:
-        for piece in self.pieces():
-            text = plain(piece.text) if self.corpus.strips_markup else piece.text
+def _trained(corpus: Corpus, vocab_size: int, mib: float) -> Tokenizing:
+    def texts() -> Iterator[str]:
+        room = int(mib * MIB)
+        for piece in corpus.pieces():
+            text = plain(piece.text) if corpus.strips_markup else piece.text
             yield text
             room -= len(text.encode())
             if room <= 0:
                 return
 
+    _say(f"training a tokenizer on at most the first {mib:g} MiB")
+    return trained(texts(), vocab_size, corpus.name)
 
-def _prepare(request: _Request, targets: DataFolder, unfinished: Unfinished) -> None:
-    done = unfinished.read(request.identity)
-    if done is None:
-        tokenizing = request.tokenizing()
-        done = unfinished.begin(request.identity, tokenizing)
-    else:
-        _say(f"going on behind document {done.documents}")
-    done = _encoded(request, unfinished, done)
-    if not done.documents:
-        within = "" if request.max_bytes is None else f" within {request.max_bytes} bytes"
-        problem = f"no text in files {request.glob!r}{within}" if request.glob else f"no text{within}"
-        raise BadInput(request.text, problem, "check --text, --glob and --max-mib")
+
+def _write(corpus: Corpus, begun: _Begun, workers: int | None, targets: DataFolder) -> None:
+    """Tokenize the shards that are missing, and join all of them."""
+    folder = targets.unfinished
+    tokenizer_sha256 = sha256_of_file(folder / TOKENIZER)
+    encoder = Encoder(folder / TOKENIZER, tokenizer_sha256, begun.ends, begun.vocab_size, corpus.strips_markup)
+    shards: list[Path] = []
+
+    def missing() -> Iterator[tuple[Path, list[TextPiece]]]:
+        for pieces in _batches(corpus.pieces(), _SHARD_CHARACTERS, _SHARD_PIECES):
+            shards.append(folder / f"{len(shards):09}.npz")
+            if not shards[-1].exists():
+                yield shards[-1], pieces
+
+    _follow(_made(encoder, missing(), workers), corpus.size)
+    if not shards:
+        within = f" within {corpus.max_bytes} bytes" if corpus.max_bytes is not None else ""
+        problem = f"no text in files {corpus.glob!r}{within}" if corpus.glob else f"no text{within}"
+        raise BadInput(corpus.name, problem, "check --text, --glob and --max-mib")
     targets.description.unlink(missing_ok=True)
-    write_index(targets.index, unfinished.all_lengths(done.documents), token_dtype(done.vocab_size))
-    os.replace(unfinished.tokenizer, targets.tokenizer)
-    os.replace(unfinished.tokens, targets.tokens)
+    documents, tokens, text_bytes = _join(shards, targets, begun.vocab_size)
+    targets.settings.unlink(missing_ok=True)
+    for file in (targets.tokenizer, targets.settings):
+        if (folder / file.name).exists():
+            os.replace(folder / file.name, file)
     description = PreparedData(
-        text=request.text,
-        source=request.source.value,
-        glob=request.glob,
-        vocab_size=done.vocab_size,
-        documents=done.documents,
-        text_bytes=done.text_bytes,
-        tokens=done.tokens,
-        tokenizer_sha256=done.tokenizer_sha256,
+        text=corpus.name,
+        source=corpus.source.value,
+        glob=corpus.glob,
+        vocab_size=begun.vocab_size,
+        documents=documents,
+        text_bytes=text_bytes,
+        tokens=tokens,
+        tokens_before=begun.ends.before,
+        tokens_after=begun.ends.after,
+        tokenizer_sha256=tokenizer_sha256,
         tokens_sha256=sha256_of_file(targets.tokens),
     )
     write_document(targets.description, description)
-    unfinished.remove()
-    _say(f"{done.tokens} tokens of {done.documents} documents, vocabulary {done.vocab_size}")
+    shutil.rmtree(folder, ignore_errors=True)
+    _say(f"{tokens} tokens of {documents} documents, vocabulary {begun.vocab_size}")
 
 
-def _encoded(request: _Request, unfinished: Unfinished, done: Done) -> Done:
-    """Tokenize the rest of the corpus."""
-    strips_markup = request.corpus.strips_markup
-    encoder = Encoder(unfinished.tokenizer, done.tokenizer_sha256, done.end, done.vocab_size, strips_markup)
-    pieces = islice(request.pieces(), done.pieces, None)
-    size, first, began = max(request.corpus.size, 1), done, time.monotonic()
-    reported_s = began
-    with unfinished.appended(done) as appender, encoding(encoder, pieces, request.how.workers) as batches:
-        for encoded in batches:
-            appender.write(encoded)
-            if (now := time.monotonic()) - reported_s >= _SAY_EVERY_S:
-                reported_s = now
-                _say(_progress(first, appender.done, size, now - began))
-    return appender.done
+def _batches(pieces: Iterable[TextPiece], most_characters: int, most_pieces: int) -> Iterator[list[TextPiece]]:
+    batch: list[TextPiece] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= most_characters or len(batch) == most_pieces:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
-def _progress(first: Done, done: Done, size: int, time_s: float) -> str:
-    """Return a line of the progress since preparing began or went on, `time_s` seconds ago, and the remaining time."""
-    rate = (done.tokens - first.tokens) / time_s
-    left_s = (size - done.at) * time_s / max(done.at - first.at, 1)
-    share = f"{100 * done.at / size:.1f} % of the text, {done.tokens / 1e6:.1f} million tokens"
-    return f"{share}, {rate / 1e6:.2f} million tokens/s, {left_s / 60:.0f} min left"
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer as processes hand it to one another."""
+
+    tokenizer: Path
+    sha256: str
+    """SHA-256 of the tokenizer's file."""
+    document: DocumentEnds
+    vocab_size: int
+    strips_markup: bool
+
+    def __call__(self, shard: Path, pieces: list[TextPiece]) -> tuple[int, int]:
+        """Write a shard, and return its tokens and the position in the corpus after it.
+
+        Raises BadInput if the tokenizer cannot encode a piece.
+        """
+        ids, ends, text_bytes = array("i"), [], 0
+        for batch in _batches(pieces, _BATCH_CHARACTERS, _SHARD_PIECES):
+            texts = [plain(piece.text) if self.strips_markup else piece.text for piece in batch]
+            text_bytes += sum(len(text.encode()) for text in texts)
+            for piece, encoding in zip(batch, self._encodings(texts), strict=True):
+                if piece.begins:
+                    ids.extend(self.document.before)
+                ids.extend(encoding.ids)
+                if piece.ends:
+                    ids.extend(self.document.after)
+                    ends.append(len(ids))
+        tokens = np.frombuffer(ids, np.int32)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            raise BadInput(TOKENIZER, f"produces tokens that are not below {self.vocab_size}", "take another")
+        tokens = tokens.astype(token_dtype(self.vocab_size))
+        with atomic_path(shard) as temporary, temporary.open("wb") as file:
+            np.savez(file, tokens=tokens, ends=np.array(ends, np.int64), text_bytes=np.int64(text_bytes))
+        return len(tokens), pieces[-1].at
+
+    def _encodings(self, texts: list[str]) -> list[Any]:
+        remedy = "use a tokenizer with a token for unknown text"
+        with library_faults(TOKENIZER, "cannot encode a text", remedy):
+            return list(_tokenizer(self.tokenizer, self.sha256).encode_batch_fast(texts, add_special_tokens=False))
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(file: Path, _sha256: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(file))
+    # A text that spells a special token is text.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _made(
+    encoder: Encoder, work: Iterator[tuple[Path, list[TextPiece]]], workers: int | None
+) -> Iterator[tuple[int, int]]:
+    """Make shards, in this process or in workers, and yield what the encoder returns of each, in order.
+
+    Workers, one per core by default, end with this process however it ends.
+    """
+    few = list(islice(work, 2))
+    workers = workers or len(os.sched_getaffinity(0))
+    if len(few) < 2 or workers == 1:  # one is made before worker processes would have started
+        yield from starmap(encoder, chain(few, work))
+        return
+    pool, ahead = ProcessPoolExecutor(workers, get_context("spawn"), _start), deque[Future[tuple[int, int]]]()
+    try:
+        for shard, pieces in chain(few, work):
+            ahead.append(pool.submit(encoder, shard, pieces))
+            if len(ahead) == _AHEAD * workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    except BrokenProcessPool:
+        raise RunFailed("a worker process was killed: run the same command again to resume") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as were asked for
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _follow(made: Iterator[tuple[int, int]], size: int) -> None:
+    """Print the progress and the remaining time while shards are made of a corpus of a size."""
+    began_s = said_s = time.monotonic()
+    tokens, first_at = 0, None
+    for more, at in made:
+        tokens, now_s = tokens + more, time.monotonic()
+        first_at = at if first_at is None else first_at
+        if now_s - said_s >= _SAY_EVERY_S and at > first_at:
+            said_s, left_s = now_s, (size - at) * (now_s - began_s) / (at - first_at)
+            rate = tokens / (now_s - began_s) / 1e6
+            _say(f"{100 * at / size:.1f} % of the text, {rate:.2f} million tokens/s, {left_s / 60:.0f} min left")
+
+
+def _join(shards: Sequence[Path], targets: DataFolder, vocab_size: int) -> tuple[int, int, int]:
+    """Write the tokens and the index of all shards; return the numbers of documents, tokens and bytes of text."""
+    begin = total = text_bytes = 0  # `begin`: the first token of the document that a shard may leave open
+    dtype, spool = token_dtype(vocab_size), targets.unfinished / "lengths"
+    with atomic_path(targets.tokens) as temporary, temporary.open("wb") as file, spool.open("wb") as lengths:
+        for shard in shards:
+            tokens, ends, shard_text_bytes = _read_shard(shard)
+            file.write(tokens.tobytes())
+            ends = total + ends
+            lengths.write(np.diff(ends, prepend=begin).astype("<i8").tobytes())
+            begin, total = int(ends[-1]) if len(ends) else begin, total + len(tokens)
+            text_bytes += shard_text_bytes
+    documents = spool.stat().st_size // 8
+    write_index(targets.index, np.memmap(spool, "<i8", mode="r", shape=(documents,)), dtype)
+    return documents, total, text_bytes
+
+
+def _read_shard(shard: Path) -> tuple[NDArray[Any], NDArray[Any], int]:
+    """The tokens of a shard, where its documents end, and the bytes of its text; RunFailed if it is damaged."""
+    try:
+        with np.load(shard) as held:
+            return held["tokens"], held["ends"], int(held["text_bytes"])
+    except (BadZipFile, EOFError, KeyError, ValueError, zlib.error):
+        shard.unlink()
+        raise RunFailed(f"{shard} was damaged and has been removed: run the same command again") from None
 
 
 def _say(line: str) -> None:
@@ -209,12 +353,14 @@ def _say(line: str) -> None:
 def _import_megatron(index: Path, tokenizer_folder: Path | None, targets: DataFolder) -> None:
     """Copy Megatron's token file into a folder of prepared data, checked against the vocabulary of its tokenizer.
 
-    Raises BadInput where a file is damaged, a token is not in the vocabulary, or no tokenizer is given.
+    Raises BadInput if a file is damaged, a token is not in the vocabulary, or no tokenizer is given.
     """
     if tokenizer_folder is None:
-        raise BadInput(index, "its tokens are of some tokenizer", "name the folder of that model with --tokenizer")
+        raise BadInput(
+            index, "its tokens need the tokenizer that made them", "pass the folder of its model with --tokenizer"
+        )
     if index.suffix != ".idx":
-        raise BadInput(index, "is no .idx", "name the .idx of Megatron's token file")
+        raise BadInput(index, "is not an .idx file", "pass the .idx of Megatron's token file")
     tokenizing, token_file = given(tokenizer_folder), index.with_suffix(".bin")
     read = read_tokens(token_file, index)
     tokens, opened = read.tokens, read.index
@@ -226,12 +372,12 @@ def _import_megatron(index: Path, tokenizer_folder: Path | None, targets: DataFo
         if len(strange):
             number, token = first + strange[0], block[strange[0]]
             problem = f"token number {number} is {token}, the tokenizer has {tokenizing.vocab_size}"
-            raise BadInput(token_file, problem, "name the tokenizer that these tokens are of")
+            raise BadInput(token_file, problem, "pass the tokenizer that made these tokens")
     targets.description.unlink(missing_ok=True)
     with atomic_path(targets.tokens) as temporary:
         shutil.copyfile(token_file, temporary)
     write_index(targets.index, opened.lengths, opened.dtype, opened.documents)
-    tokenizing.write(targets.tokenizer)
+    tokenizing.write(targets.tokenizer.parent)
     description = PreparedData(
         text=str(index),
         source=Source.MEGATRON.value,

@@ -1,4 +1,4 @@
-"""The tokens of each step: a function of data, seed and step alone, whatever the plan.
+"""The tokens of each step: a function only of data, seed and step, whatever the plan.
 
 The shuffled order of an epoch's samples is computed per place, without storing a permutation. Several data sets may
 be blended: the samples of a run are shared out in rounds of 65,536. In each round a data set has its weight's share of
@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from shardwright_formats.io import BadInput, Document, Value, read_document, sha256_of_file, sha256_of_value
+from shardwright.io import BadInput, Document, Value, read_document, sha256_of_file, sha256_of_value
+from shardwright_train.data.corpora import Source
 from shardwright_train.data.split import WHOLE, Split, SplitPart
 from shardwright_train.data.tokens import AGAIN, DataFolder, TokenFile, TokenIndex, read_tokens
 
@@ -26,10 +27,12 @@ _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 _FOLD = np.uint64(32)
 BLEND = "blend.json"
 _ROUND = 1 << 16
+_ORDER_OF_SPLITS = 2**40
+"""Seed that no run has, which assigns samples to splits independently of the run."""
 
 
 def samples_at(indices: NDArray[np.int64], per_epoch: int, seed: int) -> NDArray[np.int64]:
-    """Return the samples with these numbers, counted over all epochs, each epoch in its own order."""
+    """The samples with these numbers, counted over all epochs, each epoch in its own order."""
     epochs, places = np.divmod(indices, per_epoch)
     samples = np.empty_like(places)
     for epoch in np.unique(epochs):
@@ -44,7 +47,7 @@ def _keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
 
 
 def _permuted(places: NDArray[np.uint64], size: int, keys: tuple[np.uint64, ...]) -> NDArray[np.int64]:
-    """Return the images of some places under a permutation of `range(size)`.
+    """The images of some places under a permutation of `range(size)`.
 
     A Feistel network permutes the next power of four; what falls outside is permuted again until it is inside (cycle
     walking: Black & Rogaway 2002, section 3), four times on average at most.
@@ -67,6 +70,36 @@ def _feistel(x: NDArray[np.uint64], half: int, keys: tuple[np.uint64, ...]) -> N
     return (left << width) | right
 
 
+class Shuffled(NamedTuple):
+    """The order of a split of so many samples.
+
+    Files often have samples of one kind one after the other: the splits are those of one shuffled order of all.
+    """
+
+    samples: int
+    seed: int
+    part: SplitPart = WHOLE
+
+    @property
+    def per_epoch(self) -> int:
+        """The number of samples of the split."""
+        first, end = self._bounds
+        return end - first
+
+    def chosen(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The places in the files of the samples with these numbers, counted over all epochs."""
+        if self.part.split is Split.TRAIN:
+            indices = samples_at(indices, self.per_epoch, self.seed)
+        if self.part == WHOLE:
+            return indices
+        return samples_at(self._bounds[0] + indices % self.per_epoch, self.samples, _ORDER_OF_SPLITS)
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        begin, end = (round(share * self.samples) for share in self.part.bounds)
+        return begin, end
+
+
 @dataclass(frozen=True)
 class Samples:
     """A split of a token stream cut into samples: to train on, in another order each epoch; to evaluate, in their own.
@@ -84,17 +117,19 @@ class Samples:
     """SHA-256 of the token stream and of the split."""
     index: TokenIndex
     tokenizer_sha256: str
+    tokens_before: tuple[int, ...] | None
+    """Tokens before each document; None: unknown."""
     first: int = 0
     """Index of the split's first token in the file."""
     shuffled: bool = True
 
     @property
     def per_epoch(self) -> int:
-        """Return the number of samples of one epoch; the remainder of the stream is not used."""
+        """The number of samples of one epoch; the remainder of the stream is not used."""
         return (len(self.tokens) - 1) // self.sequence_length
 
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return tokens [n, S + 1] of the samples with these numbers over all epochs: inputs [:-1], labels [1:].
+        """Tokens [n, S + 1] of the samples with these numbers over all epochs: inputs [:-1], labels [1:].
 
         Raises BadInput when the stream holds a token that is not in the vocabulary.
         """
@@ -108,7 +143,7 @@ class Samples:
         return tokens
 
     def documents(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the document [n, S + 1] of each token of these samples, numbered from 0 in each sample."""
+        """The document [n, S + 1] of each token of these samples, numbered from 0 in each sample."""
         firsts = self.first + self.numbers(indices) * self.sequence_length
         return np.stack([self._documents_from(int(first)) for first in firsts])
 
@@ -124,7 +159,7 @@ class Samples:
         return np.cumsum(begun)
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples of the split, from 0, that have these numbers counted over all epochs."""
+        """The samples of the split, from 0, that have these numbers counted over all epochs."""
         return samples_at(indices, self.per_epoch, self.seed) if self.shuffled else indices % self.per_epoch
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -143,7 +178,7 @@ class Samples:
         digests = {files.tokens: described.tokens_sha256, files.tokenizer: described.tokenizer_sha256}
         for file, digest in digests.items():
             if sha256_of_file(file) != digest:
-                raise BadInput(file, f"its SHA-256 is not what {files.description.name} says", AGAIN)
+                raise BadInput(file, f"its SHA-256 differs from the one in {files.description.name}", AGAIN)
 
 
 def open_samples(folder: Path, sequence_length: int, seed: int, part: SplitPart = WHOLE) -> Samples:
@@ -155,13 +190,13 @@ def open_samples(folder: Path, sequence_length: int, seed: int, part: SplitPart 
     described = files.read_description()
     opened = read_tokens(files.tokens, files.index)
     if len(opened.tokens) != described.tokens:
-        problem = f"has {len(opened.tokens)} tokens, data.json says {described.tokens}"
+        problem = f"has {len(opened.tokens)} tokens, data.json reports {described.tokens}"
         raise BadInput(files.tokens, problem, AGAIN)
     first, end = _tokens_of(opened.index, part)
     _check_splits(files, opened, part)
     if end - first <= sequence_length:
         of_split = "" if part == WHOLE else f" of the {part.split} split"
-        problem = f"{end - first} tokens{of_split} are less than one sample of {sequence_length} + 1"
+        problem = f"{end - first} tokens{of_split} are fewer than one sample of {sequence_length} + 1"
         raise BadInput(files.tokens, problem, "prepare more text or shorten the sequence")
     return Samples(
         folder=folder,
@@ -172,13 +207,14 @@ def open_samples(folder: Path, sequence_length: int, seed: int, part: SplitPart 
         sha256=sha256_of_value([described.sha256, *part.identity]) if part.identity else described.sha256,
         index=opened.index,
         tokenizer_sha256=described.tokenizer_sha256,
+        tokens_before=None if described.source == Source.MEGATRON else described.tokens_before or (),
         first=first,
         shuffled=part.split is Split.TRAIN,
     )
 
 
 def _check_splits(files: DataFolder, opened: TokenFile, part: SplitPart) -> None:
-    """Raise BadInput where document boundaries leave the requested split empty."""
+    """Raise BadInput if document boundaries leave the requested split empty."""
     for split in Split:
         each = SplitPart(split, part.fractions)
         begin, end = each.bounds
@@ -191,7 +227,7 @@ def _check_splits(files: DataFolder, opened: TokenFile, part: SplitPart) -> None
 
 
 def _tokens_of(index: TokenIndex, part: SplitPart) -> tuple[int, int]:
-    """Return the range of a split's tokens: whole documents, from the first that begins inside the split."""
+    """The range of a split's tokens: whole documents, from the first that begins inside the split."""
     documents = (index.first_document_from(round(share * index.total)) for share in part.bounds)
     begin, end = map(index.document_start, documents)
     return begin, end
@@ -224,25 +260,25 @@ class Blend:
 
     @property
     def seed(self) -> int:
-        """Return the seed of the sample order."""
+        """The seed of the sample order."""
         return self.parts[0].seed
 
     @property
     def per_epoch(self) -> int:
-        """Return the number of samples of all data sets together."""
+        """The number of samples of all data sets together."""
         return sum(samples.per_epoch for samples in self.parts)
 
     @property
     def sha256(self) -> str:
-        """Return the identity of the data sets and of their weights."""
+        """The identity of the data sets and of their weights."""
         return sha256_of_value([[samples.sha256 for samples in self.parts], self.weights])
 
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens [n, S + 1] of the samples with these numbers."""
+        """The tokens [n, S + 1] of the samples with these numbers."""
         return self._gathered(indices, Samples.read)
 
     def documents(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the document numbers [n, S + 1] of each token of these samples."""
+        """The document numbers [n, S + 1] of each token of these samples."""
         return self._gathered(indices, Samples.documents)
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -256,7 +292,7 @@ class Blend:
             samples.check_contents()
 
     def places(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return each sample's data set and its number in that, counted over all epochs."""
+        """Each sample's data set and its number in that, counted over all epochs."""
         if self.part.split is not Split.TRAIN:
             starts = np.cumsum([0, *(samples.per_epoch for samples in self.parts)])
             within = indices % self.per_epoch
@@ -268,12 +304,12 @@ class Blend:
 
     @property
     def leaves_out(self) -> bool:
-        """Return whether some data set's weight is too small for one sample of a round."""
+        """Whether some data set's weight is too small for one sample of a round."""
         return bool((self._quotas == 0).any())
 
     @cached_property
     def _quotas(self) -> NDArray[np.int64]:
-        """Return each data set's number of samples in a round: its share, the largest remainders rounded up."""
+        """Each data set's number of samples in a round: its share, the largest remainders rounded up."""
         exact = _ROUND * np.array(self.weights) / sum(self.weights)
         quotas = exact.astype(np.int64)
         quotas[np.argsort(quotas - exact, kind="stable")[: _ROUND - quotas.sum()]] += 1
@@ -298,7 +334,7 @@ class Blend:
 
 
 def check_described(folder: Path) -> None:
-    """Raise BadInput where blend.json, or a folder's data.json, cannot be read; folders of arrays need neither."""
+    """Raise BadInput if blend.json, or a folder's data.json, cannot be read; folders of arrays need neither."""
     file, files = folder / BLEND, DataFolder(folder)
     if file.is_file():
         for part in read_document(file, BlendedData).datasets:
@@ -310,7 +346,7 @@ def check_described(folder: Path) -> None:
 def open_data(folder: Path, sequence_length: int, seed: int, part: SplitPart = WHOLE) -> Samples | Blend:
     """Open a folder of prepared data, or one whose blend.json names several.
 
-    Raises BadInput where one cannot be opened, they have not the same tokenizer, or a weight is too small to count.
+    Raises BadInput if one cannot be opened, they have not the same tokenizer, or a weight is too small to count.
     """
     file = folder / BLEND
     if not file.is_file():
@@ -321,7 +357,12 @@ def open_data(folder: Path, sequence_length: int, seed: int, part: SplitPart = W
         if samples.tokenizer_sha256 != parts[0].tokenizer_sha256:
             problem = f"{samples.folder} has another tokenizer than {parts[0].folder}"
             raise BadInput(file, problem, "prepare both with one")
+    known = [samples for samples in parts if samples.tokens_before is not None]
+    for samples in known:
+        if samples.tokens_before != known[0].tokens_before:
+            problem = f"documents of {samples.folder} begin with different tokens from documents of {known[0].folder}"
+            raise BadInput(file, problem, "prepare again what an earlier version prepared")
     blend = Blend(parts, tuple(each.weight for each in blended.datasets), part)
     if blend.leaves_out:
-        raise BadInput(file, f"a weight is less than 1/{_ROUND} of all", "leave that data set out")
+        raise BadInput(file, f"a weight is less than 1/{_ROUND} of all", "leave out that data set")
     return blend

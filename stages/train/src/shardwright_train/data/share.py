@@ -1,4 +1,4 @@
-"""The part of a global batch that one rank works on, read ahead of its step."""
+"""A rank's share of a global batch, and its reading ahead of the step that needs it."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwright.launch.backend import on_accelerator
 from shardwright_train.data.split import Boundaries
 from shardwright_train.parallel.vocab import IGNORED
 
 DOCUMENTS, POSITIONS = "documents", "positions"
 """Keys of the tensors [samples, positions] of a batch that hold each position's document and its number in it."""
 Batch = dict[str, Tensor]
-"""Inputs and `labels` of some samples, which are the first dim of each; labels that are IGNORED do not count."""
+"""Inputs and `labels`, samples first; labels equal to IGNORED do not count towards the loss."""
 T = TypeVar("T")
 _AHEAD = 2
 """Number of steps read ahead: one is ready while another is read."""
@@ -38,39 +39,38 @@ class BatchShare(NamedTuple):
 
     @property
     def global_samples(self) -> int:
-        """Return the number of samples of the whole batch."""
+        """The number of samples of the whole batch."""
         return self.microbatches * self.microbatch_samples
 
     @property
     def local_samples(self) -> int:
-        """Return the number of samples of each microbatch."""
+        """The number of samples of each microbatch."""
         return self.microbatch_samples if self.samples is None else self.samples
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """Return the numbers of the rank's samples in the global batch, one microbatch after the other."""
+        """The numbers of the rank's samples in the global batch, one microbatch after the other."""
         starts = np.arange(self.microbatches)[:, None] * self.microbatch_samples + self.first
         return (starts + np.arange(self.local_samples)).ravel()
 
     def part_of(self, batch: Batch) -> Batch:
-        """Return the rank's part of a global batch."""
+        """The rank's part of a global batch."""
         return {name: x[self.rows] for name, x in batch.items() if name not in self.left_out}
 
 
 def on_host(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch in host memory that a GPU can copy from asynchronously."""
-    if device.type != "cuda":
+    """A batch in host memory that a GPU can copy from asynchronously."""
+    if not on_accelerator(device):
         return batch
-    with torch.cuda.device(device):  # in a new thread it is another
+    with torch.accelerator.device_index(device.index):  # a new thread starts on device 0
         return {name: x.pin_memory() for name, x in batch.items()}
 
 
 def with_boundaries(batch: Batch, documents: Tensor, boundaries: Boundaries, *, predicts_next: bool) -> Batch:
-    """Return a batch with the tensors that tell its documents apart.
+    """A batch with the tensors that mark its documents.
 
-    `documents` [n, positions + 1] number the documents of each sample, ascending.
-    Where each label is the token after its position, and attention stays within documents, labels that begin another
-    document do not count.
+    `documents` [n, positions + 1] number the documents of each sample, ascending. If labels are the next tokens
+    (`predicts_next`) and attention stays within documents, a label that begins the next document does not count.
     """
     inputs = documents[:, :-1].contiguous()
     batch = dict(batch)
@@ -87,9 +87,9 @@ def with_boundaries(batch: Batch, documents: Tensor, boundaries: Boundaries, *, 
 
 @contextmanager
 def read_ahead(read: Callable[[int], T], steps: Iterable[int]) -> Iterator[Iterator[T]]:
-    """Yield an iterator over `read` of each step, in order, which a thread reads ahead until the block ends.
+    """Yield an iterator over `read(step)` for each step, which one thread reads ahead of its consumer.
 
-    An error of `read` is raised where that step's data is taken.
+    An error of `read` is raised when that step's data is taken, not when it was read.
     """
     with ThreadPoolExecutor(1, "reader") as thread:
         try:

@@ -1,9 +1,9 @@
-"""Settings of the data of a run: its splits into training, validation and test, and the boundaries of documents."""
+"""Settings of a run's data: the split into training, validation and test, and the treatment of document boundaries."""
 
 from enum import StrEnum
 from typing import NamedTuple
 
-from shardwright_formats.io import BadInput
+from shardwright.io import BadInput
 
 
 class Split(StrEnum):
@@ -21,9 +21,9 @@ class Fractions(NamedTuple):
     test: float = 0.0
 
     def bounds(self, split: Split) -> tuple[float, float]:
-        """Return where a split begins and ends, as fractions of the data: training comes first, the test split last.
+        """Where a split begins and ends, as fractions of the data: training comes first, the test split last.
 
-        Raises BadInput where nothing is left to train on.
+        Raises BadInput if nothing is left to train on.
         """
         if self.valid + self.test >= 1:
             problem = f"{self.valid} of the data to validate and {self.test} to test leave none to train on"
@@ -41,12 +41,12 @@ class SplitPart(NamedTuple):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Return where the part begins and ends, as fractions of the data."""
+        """Where the part begins and ends, as fractions of the data."""
         return self.fractions.bounds(self.split)
 
     @property
     def identity(self) -> list[float | str]:
-        """Return what distinguishes it from other parts of the same data; empty where it is all of it."""
+        """What distinguishes it from other parts of the same data; empty if it is all of it."""
         return [] if self == WHOLE else [self.split.value, *self.fractions]
 
 

@@ -13,9 +13,11 @@ token in the .bin, closed by the number of tokens, the lengths of the dims, and 
 Source: megatron/data/indexed_dataset.py of Megatron-LM 2 and 3. It is read, not written.
 """
 
+import shutil
 import struct
 from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -24,7 +26,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from shardwright_formats.io import (
+from shardwright.io import (
     BadInput,
     Document,
     atomic_path,
@@ -33,6 +35,8 @@ from shardwright_formats.io import (
     sha256_of_value,
     system_fault,
 )
+from shardwright.launch.lock import only_run
+from shardwright.launch.nodes import Nodes
 
 _MAGIC, _OLD_MAGIC = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
 _VERSION = 1
@@ -55,7 +59,7 @@ class TokenIndex(NamedTuple):
     starts: NDArray[np.int64]
     """Start of each sequence [sequences], in units of `start_unit`."""
     start_unit: int
-    """Unit of `starts`: bytes of a token, or 1 where they count tokens."""
+    """Unit of `starts`: bytes of a token, or 1 if they count tokens."""
     documents: NDArray[np.int64]
     """First sequence of each document, and the number of sequences [documents + 1]."""
     total: int
@@ -63,21 +67,21 @@ class TokenIndex(NamedTuple):
 
     @property
     def num_documents(self) -> int:
-        """Return the number of documents."""
+        """The number of documents."""
         return len(self.documents) - 1
 
     def document_start(self, document: int) -> int:
-        """Return the first token of a document; for the number of documents, the number of tokens."""
+        """The first token of a document; for the number of documents, the number of tokens."""
         sequence = int(self.documents[document])
         return self.total if sequence == len(self.starts) else int(self.starts[sequence]) // self.start_unit
 
     def first_document_from(self, token: int) -> int:
-        """Return the first document that begins at or after a token; the number of documents where none does."""
+        """The first document that begins at or after a token; the number of documents if none does."""
         return bisect_left(range(self.num_documents), token, key=self.document_start)
 
 
 def open_index(path: Path) -> TokenIndex:
-    """Map an index of either layout and check it; raise BadInput where it is damaged.
+    """Map an index of either layout and check it; raise BadInput if it is damaged.
 
     The check reads the file once, some sequences at a time.
     """
@@ -159,17 +163,17 @@ def _dtype(path: Path, version: int, code: int) -> np.dtype[Any]:
     if version != _VERSION:
         raise BadInput(path, f"version {version} is unknown here, only {_VERSION} is read", AGAIN)
     if code not in _DTYPE_OF_CODE:
-        raise BadInput(path, f"dtype code {code} is none of integers", AGAIN)
+        raise BadInput(path, f"dtype code {code} is not an integer type", AGAIN)
     return np.dtype(_DTYPE_OF_CODE[code])
 
 
 def _check_size(path: Path, raw: NDArray[np.uint8], expected: int) -> None:
     if len(raw) != expected:
-        raise BadInput(path, f"has {len(raw)} bytes, {expected} were announced", AGAIN)
+        raise BadInput(path, f"has {len(raw)} bytes, but its header announces {expected}", AGAIN)
 
 
 def _checked_total(path: Path, index: TokenIndex) -> int:
-    """Return the number of tokens of all sequences; raise BadInput unless each begins where the one before ends."""
+    """The number of tokens of all sequences; raises BadInput unless each begins where the one before ends."""
     total = 0
     for block in _blocks(len(index.lengths)):
         lengths = index.lengths[block]
@@ -199,7 +203,7 @@ class TokenFile:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the dtype that tokens are written in: uint16 where every token fits, else int32."""
+    """The dtype that tokens are written in: uint16 if every token fits, else int32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<i4")
 
 
@@ -216,7 +220,7 @@ def _mapped(path: Path, index_path: Path, dtype: np.dtype[Any], total: int) -> N
     try:
         size = path.stat().st_size
         if size != total * dtype.itemsize:
-            raise BadInput(path, f"has {size} bytes, {index_path.name} announces {total * dtype.itemsize}", AGAIN)
+            raise BadInput(path, f"has {size} bytes, but {index_path.name} announces {total * dtype.itemsize}", AGAIN)
         # An empty file cannot be mapped.
         return np.memmap(path, dtype, mode="r") if total else np.empty(0, dtype)
     except OSError as error:
@@ -240,17 +244,21 @@ class PreparedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     documents: Annotated[int, Meta(ge=1)]
     """Number of documents."""
     text_bytes: Annotated[int, Meta(ge=0)] | None
-    """Bytes of the text before tokenization; None where the source holds tokens."""
+    """Bytes of the text before tokenization; None if the source holds tokens."""
     tokens: Annotated[int, Meta(ge=1)]
     """Number of tokens, the one that ends each document included."""
     tokenizer_sha256: str
     """SHA-256 of tokenizer.json."""
     tokens_sha256: str
     """SHA-256 of tokens.bin."""
+    tokens_before: tuple[int, ...] | None = None
+    """Tokens put before each document; None: unknown, or, of a text that an earlier version prepared, none."""
+    tokens_after: tuple[int, ...] | None = None
+    """Tokens put behind each document, the one that closes it included; None: unknown, or that one."""
 
     @property
     def sha256(self) -> str:
-        """Return the identity of the token stream, wherever its text was stored."""
+        """The identity of the token stream, wherever its text was stored."""
         return sha256_of_value([self.tokenizer_sha256, self.tokens_sha256, self.vocab_size])
 
 
@@ -259,6 +267,7 @@ class DataFolder:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = folder / "tokenizer.json"
+        self.settings = folder / "tokenizer_config.json"
         self.tokens = folder / "tokens.bin"
         self.index = folder / "tokens.idx"
         self.description = folder / "data.json"
@@ -268,3 +277,18 @@ class DataFolder:
     def read_description(self) -> PreparedData:
         """Read data.json; raises BadInput."""
         return read_document(self.description, PreparedData)
+
+
+@contextmanager
+def only_writer(out: Path) -> Iterator[None]:
+    """Hold the lock of a folder while it is prepared; bad input leaves nothing unfinished, and no new folder."""
+    is_new = not out.exists()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with only_run(out.with_name(f"{out.name}.lock"), Nodes()):
+        try:
+            yield
+        except BadInput:
+            shutil.rmtree(DataFolder(out).unfinished, ignore_errors=True)
+            if is_new and out.is_dir():
+                out.rmdir()
+            raise

@@ -1,4 +1,8 @@
-"""A plan on one rank, ready to train: what `run`, `measure` and `check` build, each with its own use of a step."""
+"""A plan on one rank, ready to train.
+
+`run`, `measure` and `check` build the same engine and differ in the hook that they pass to a step: so what is timed and
+what is checked is the code that trains.
+"""
 
 import sys
 import time
@@ -8,9 +12,9 @@ from functools import cached_property
 
 from torch import Tensor
 
-from shardwright_formats.semantics.chunks import chunk_layers
-from shardwright_formats.semantics.process_groups import PlannedGroup, strategy_groups
-from shardwright_formats.types import Plan
+from shardwright.plan.chunks import chunk_layers
+from shardwright.plan.process_groups import PlannedGroup, strategy_groups
+from shardwright.types import Plan
 from shardwright_train.engine.learning_rate import ANY, Hyperparameters
 from shardwright_train.engine.optimizer import ShardedAdamW, StepOutcome
 from shardwright_train.models.attention_kernels import use_kernels
@@ -32,7 +36,7 @@ class Engine:
 
     @cached_property
     def optimizer(self) -> ShardedAdamW:
-        """Return the optimizer, made at the first use, once the parameters have memory."""
+        """The optimizer, made at the first use, once the parameters have memory."""
         parameters, replicas = self.stage.parameters_by_name(), self.stage.replicas()
         names, biases = self.stage.stock_names(), self.stage.router_biases()
         return ShardedAdamW(parameters, self.settings, replicas, self.updates, names, biases)
@@ -60,13 +64,14 @@ class Engine:
         Takes memory as a step does, gradients and optimizer included, and changes nothing: what it computes has no
         meaning and is forgotten. Returns on how many microbatches; collective over the ranks of the stage.
         """
+        # Without neighbours no rank waits for another: an out-of-memory error of one stage cannot hang the others.
         alone = StageAlone.of_pipeline(self.pipeline)
         run_step(replace(self.stage, tied=self.stage.tied.alone()), alone, step)
         self.optimizer.forget_gradients()
         return len({action.microbatch for action in alone.actions()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint: parameters and the moments of those that are trained, by name."""
+        """The tensors of a checkpoint: parameters and the moments of those that are trained, by name."""
         return {**self.optimizer.parameters, **self.optimizer.state()}
 
 
@@ -78,12 +83,13 @@ def say_compiled(plan: Plan, first_step_s: float) -> None:
 def build_engine(context: RankContext, settings: Hyperparameters = ANY, updates: int = 0) -> Engine:
     """Make the plan's process groups and build this rank's part of it; collective over the world."""
     use_kernels(context.plan.precision, context.attention, context.device)
+    # All groups before the first layer: creating one is collective over the world, but a rank builds only its layers.
     context.groups.prepare(context.plan, _groups_of_units(context))
     return Engine(build_stage(context), Pipeline.of_rank(context), settings, updates)
 
 
 def _groups_of_units(context: RankContext) -> Iterator[PlannedGroup]:
-    """Yield the groups of units that ranks share otherwise than the rest of their layer, in one order on all ranks."""
+    """Yield the groups of units sharded differently from the rest of their layer, in the same order on all ranks."""
     plan = context.plan
     for index, stage in enumerate(plan.stages):
         for chunk in range(len(stage.layers)):
@@ -93,7 +99,7 @@ def _groups_of_units(context: RankContext) -> Iterator[PlannedGroup]:
 
 
 def slowed(hook: StepHook, times: int) -> StepHook:
-    """Return a step hook that makes this rank's computation take `times` as long; waits are not slowed."""
+    """A step hook that makes this rank's computation take `times` as long; waits are not slowed."""
     return hook if times == 1 else _Slowed(hook, times)
 
 
@@ -105,7 +111,7 @@ class _Slowed:
         self._computed_s = time.thread_time()
 
     def __call__(self, name: str, at: MicrobatchChunk | None = None) -> None:
-        # Of this thread alone: without an accelerator it does what autograd does, and gloo has threads of its own.
+        # Only this thread's CPU time: autograd runs on it if there is no accelerator, and gloo has separate threads.
         time.sleep((self._times - 1) * (time.thread_time() - self._computed_s))
         self._hook(name, at)
         self._computed_s = time.thread_time()

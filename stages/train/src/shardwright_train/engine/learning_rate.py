@@ -7,7 +7,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from shardwright_formats.io import BadInput
+from shardwright.io import BadInput
 
 OPTION = "--learning-rate-factor"
 _MAX = 1e6
@@ -23,15 +23,15 @@ class LearningRateFactor(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "LearningRateFactor":
-        """Parse `PATTERN=FACTOR`; raise BadInput where a text is malformed."""
+        """Parse `PATTERN=FACTOR`; raise BadInput if a text is malformed."""
         pattern, _, number = text.rpartition("=")
         try:
             factor = float(number)
         except ValueError:
             factor = -1.0
         if not pattern or not 0 <= factor <= _MAX:
-            problem = f"{text!r} is no PATTERN=FACTOR with a factor from 0 to {_MAX:,.0f}"
-            raise BadInput(OPTION, problem, "name parameters as in 'model.layers.*.weight=0.1'")
+            problem = f"{text!r} is not a PATTERN=FACTOR with a factor from 0 to {_MAX:,.0f}"
+            raise BadInput(OPTION, problem, "write parameters as in 'model.layers.*.weight=0.1'")
         return cls(pattern, factor)
 
 
@@ -69,7 +69,7 @@ class Hyperparameters:
     """Fraction of all steps in which wsd decays."""
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of a step; steps count from 1, and past the last it stays constant.
+        """The learning rate of a step; steps count from 1, and past the last it stays constant.
 
         All schedules rise in a line to the peak at step `warmup_steps` (Goyal et al. 2017). Then, with p the share of
         the steps after it that are done and f the `final_fraction`, the peak is multiplied by
@@ -103,12 +103,12 @@ class Hyperparameters:
         return 1 - (1 - self.final_fraction) * self._progress(step, begin)
 
     def _progress(self, step: int, begin: float) -> float:
-        """Return the fraction of the steps after `begin` that is done, from 0 to 1."""
+        """The fraction of the steps after `begin` that is done, from 0 to 1."""
         return (step - begin) / (self.steps - begin) if step > begin else 0.0
 
 
 ANY = Hyperparameters(learning_rate=1e-4, warmup_steps=0, steps=1, weight_decay=0.1, clip_norm=1.0)
-"""Hyperparameters for measurements of time and memory, where only finiteness of the weights matters."""
+"""Hyperparameters for measurements of time and memory, for which only finiteness of the weights matters."""
 
 
 class ParameterGroup(NamedTuple):
@@ -121,7 +121,7 @@ class ParameterGroup(NamedTuple):
 def group_of(
     name: str, dims: int, factors: Sequence[LearningRateFactor], decay_norms_and_biases: bool
 ) -> ParameterGroup:
-    """Return the group of a parameter, by its name and number of dims in the stock model.
+    """The group of a parameter, by its name and number of dims in the stock model.
 
     Norms and biases are the vectors, and what is called a bias. Of several patterns that match the first decides.
     """
@@ -131,8 +131,8 @@ def group_of(
 
 
 def check_patterns(factors: Iterable[LearningRateFactor], names: Sequence[str]) -> None:
-    """Raise BadInput where a pattern matches none of a model's parameters."""
+    """Raise BadInput if a pattern matches none of a model's parameters."""
     for pattern, _ in factors:
         if not any(fnmatchcase(name, pattern) for name in names):
             problem = f"{pattern!r} matches none of the model's {len(names)} parameters"
-            raise BadInput(OPTION, problem, f"they are called {names[0]} and the like")
+            raise BadInput(OPTION, problem, f"their names look like {names[0]}")

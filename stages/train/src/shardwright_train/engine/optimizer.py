@@ -1,4 +1,13 @@
-"""AdamW and gradient clipping over parameters that lie on different meshes."""
+"""AdamW and gradient clipping over parameters on different device meshes.
+
+For a gradient g, clipped by c = min(1, limit / (|g| + 1e-6)) (Loshchilov & Hutter 2019):
+
+    m = b1 m + (1 - b1) c g,   v = b2 v + (1 - b2) (c g)^2,
+    w = w - rate (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w).
+
+The norm |g| is over all parameters of the model: each rank adds up the squares of its shards, divided by the number of
+ranks that hold the same shard, and one all-reduce sums them.
+"""
 
 import math
 from collections import defaultdict
@@ -10,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwright.optimizers.registry import ADAMW
 from shardwright_train.engine.learning_rate import Hyperparameters, ParameterGroup, group_of
 from shardwright_train.parallel.data import local_tensor, placed_as
-from shardwright_train.parallel.router_bias import RouterBiases
+from shardwright_train.parallel.experts import RouterBiases
 from shardwright_train.parallel.world import peak_memory_bytes
 from shardwright_train.torch_private import foreach_mul_, foreach_norm, step_unless
 
@@ -20,13 +30,12 @@ from shardwright_train.torch_private import foreach_mul_, foreach_norm, step_unl
 class ShardedAdamW:
     """AdamW (Loshchilov & Hutter 2019) on each rank's shards.
 
-    The update is element by element, so it needs no mesh: it runs fused over plain local tensors, which share their
-    memory with the DTensors. Weight decay spares norms and biases unless an option says otherwise; a parameter's
-    learning rate is that of the step times its factor. Both go by its name in the stock model, which `stock_names`
-    says of tied ones, so that all replicas are in one group. `replicas` names the parameters that count in the norm
-    elsewhere: their gradients are those of the parameter they are replicas of. Frozen parameters, which require no
-    gradient, are left as they are and have no moments; `router_biases` are corrected by counts instead. The moments
-    begin as zeros, and their bias correction continues after `updates` steps.
+    The update is elementwise and needs no mesh: it runs fused over plain local tensors, which share memory with the
+    DTensors. Norms and biases are not decayed unless an option asks for it; a parameter's learning rate is the step's
+    times its factor. Both depend on its name in the stock model (`stock_names` for tied parameters), so that all
+    replicas are in the same group. `replicas` are tied copies whose gradients another parameter already counts in the
+    norm. Frozen parameters have no moments; `router_biases` are corrected by counts instead. The moments start at zero,
+    and bias correction continues after `updates` steps.
     """
 
     def __init__(
@@ -64,8 +73,7 @@ class ShardedAdamW:
         for local in self._local.values():
             self._adamw.state[local] = {
                 "step": torch.tensor(float(updates), dtype=torch.float32, device=local.device),
-                "exp_avg": torch.zeros_like(local),
-                "exp_avg_sq": torch.zeros_like(local),
+                **{state.name: torch.zeros_like(local) for state in ADAMW.states},
             }
 
     def step(self, step: int, loss: Tensor, stop: bool, loss_scale: float = 1.0, save: bool = False) -> "StepOutcome":
@@ -76,7 +84,7 @@ class ShardedAdamW:
         memory so far. When loss or norm is not finite nothing is updated.
         """
         squares, losses = self._squared_norm(), loss.reshape(-1)
-        # `full` hands its number over with the kernel; a tensor made of it on the host would be waited for.
+        # `full_like` passes its value with the kernel launch; copying a tensor from the host would wait for the device.
         asked = (torch.full_like(squares, float(wish)) for wish in (stop, save))
         shared = torch.cat([torch.stack([losses[0], squares, *asked]), losses[1:], self._peaks()])
         dist.all_reduce(shared)
@@ -86,7 +94,7 @@ class ShardedAdamW:
             rate = self.settings.router_bias_update_rate * shared[:2].isfinite().all()
             self._router_biases.correct(shared[5 : 3 + len(losses)], rate)
         self.forget_gradients()
-        # The one time in a step that the host waits for the device.
+        # The only time in a step that the host waits for the device: whatever it needs to know is in this one tensor.
         mean_loss, squared, stops, saves, *rest = shared.tolist()
         of_blocks, peaks = rest[: len(losses) - 1], tuple(map(int, rest[len(losses) - 1 :]))
         auxiliary, assignments = (of_blocks[0] if of_blocks else None), tuple(of_blocks[1:])
@@ -99,27 +107,28 @@ class ShardedAdamW:
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Return the moments as DTensors with their parameters' layout, under `optim.<parameter>.<moment>`."""
+        """The states as DTensors with their parameters' layout, under `optim.<parameter>.<state>`."""
         return {
-            f"optim.{name}.{moment}": placed_as(parameter, self._adamw.state[self._local[name]][moment])
+            f"optim.{name}.{state.name}": placed_as(parameter, self._adamw.state[self._local[name]][state.name])
             for name, parameter in self._trained.items()
-            for moment in ("exp_avg", "exp_avg_sq")
+            for state in ADAMW.states
         }
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of the moments on this rank."""
-        return sum(2 * p.numel() * p.element_size() for p in self._local.values())
+        """The bytes of the states on this rank."""
+        states = (self._adamw.state[local][state.name] for local in self._local.values() for state in ADAMW.states)
+        return sum(state.nbytes for state in states)
 
     def _peaks(self) -> Tensor:
-        """Return the peak memory of this rank at its index, 0 at the others: bytes that 64 bits hold exactly."""
+        """The peak memory of this rank at its index, 0 at the others: bytes that 64 bits hold exactly."""
         device = self._replicas.device
         peaks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
         peaks[dist.get_rank()].fill_(float(peak_memory_bytes(device)))
         return peaks
 
     def _squared_norm(self) -> Tensor:
-        """Return this rank's part of the squared norm of all gradients; the parts of all ranks sum to it."""
+        """This rank's part of the squared norm of all gradients; the parts of all ranks sum to it."""
         gradients = [local_tensor(p.grad) for p in self._counted if p.grad is not None]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self._replicas.device)
@@ -140,7 +149,8 @@ class ShardedAdamW:
         if limit > 0 or loss_scale != 1.0:
             norm = shared[1].sqrt() / loss_scale
             scale = (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else torch.ones_like(norm)
-            if gradients[0].dtype is torch.float64:  # which the update's own divisor is not
+            # The fused update divides gradients by a float32 tensor, which would round float64 ones.
+            if gradients[0].dtype is torch.float64:
                 foreach_mul_(gradients, scale / loss_scale)
             else:
                 divisor = (loss_scale / scale).float()
@@ -172,12 +182,12 @@ class StepOutcome:
 
     @property
     def finite(self) -> bool:
-        """Return whether loss and gradient norm are finite."""
+        """Whether loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def _replicas(parameter: Tensor) -> int:
-    """Return the number of ranks that hold each element of a parameter."""
+    """The number of ranks that hold each element of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh

@@ -1,4 +1,4 @@
-"""Time and memory of a layer's experts by themselves, on one rank, for rows of which each expert gets as many."""
+"""Time and memory of a layer's experts alone, on one rank, with the same number of rows for each expert."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,18 +8,17 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from shardwright_formats.key import ExpertKey
-from shardwright_formats.semantics.axes import Axis, ParameterAxes
-from shardwright_formats.types import ExpertMeasurement, ExpertProbe, Model, Plan, Recompute
+from shardwright.key import ExpertKey
+from shardwright.plan.axes import Axis, ParameterAxes
+from shardwright.types import ExpertMeasurement, ExpertProbe, Model, Plan, Recompute
 from shardwright_train.measurement.profiles import record_memory
 from shardwright_train.measurement.timing import clock_for, reference_time_s
-from shardwright_train.models.base import Family
+from shardwright_train.models.base import Family, family_named
 from shardwright_train.models.experts import Sparse, Unseen
-from shardwright_train.models.registry import family_named
 from shardwright_train.options import MeasureJob
-from shardwright_train.parallel.checkpointing import Recomputation, recomputed
+from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.data import torch_dtype
-from shardwright_train.parallel.experts import Exchange
+from shardwright_train.parallel.experts import Counts, Exchange
 from shardwright_train.parallel.sharding_rules import cuts
 from shardwright_train.parallel.world import World, out_of_memory_said
 from shardwright_train.pipeline.runner import StepHook, no_hook
@@ -81,7 +80,8 @@ class _Run:
         axes = ParameterAxes(tensor=Axis(probe.etp_size), states=Axis(1), shards=1, experts=parts)
         experts = _experts(family, model, probe.type, axes, dtype, device)
         share, more = divmod(probe.rows, probe.experts)
-        counts = torch.tensor([share + (i < more) for i in range(probe.experts)], dtype=torch.int32, device=device)
+        each = [share + (i < more) for i in range(probe.experts)]
+        counts = Counts(torch.tensor(each, dtype=torch.int32, device=device), lambda _: each)
         order = torch.arange(probe.rows, device=device).flip(0)
         away = Exchange(None, None, (), (), (), order, order, counts)
         is_exchanged = axes.experts.size > 1 or axes.tensor.size > 1
@@ -117,7 +117,7 @@ class _Run:
         return results.nbytes
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes of what is kept between the passes, and the most beyond that."""
+        """The bytes of what is kept between the passes, and the most beyond that."""
         with record_memory(self.rows.device) as record:
             results_bytes = self.step(record.hook)
         passes = {interval.name: interval for interval in record.intervals}
@@ -133,7 +133,7 @@ def _recomputed(compute: Callable[..., Tensor], recompute: Recompute) -> Callabl
     plain = partial(compute, recomputation=recomputation)
     match recompute:
         case Recompute.FULL | Recompute.MLP:
-            return partial(recomputed, plain)
+            return partial(recomputation.full, plain)
         case Recompute.SELECTIVE:
             return partial(recomputation.selective, plain)
         case _:
@@ -143,7 +143,7 @@ def _recomputed(compute: Callable[..., Tensor], recompute: Recompute) -> Callabl
 def _experts(
     family: Family, model: Model, type_name: str, axes: ParameterAxes, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Return the module of the experts of a type of layer, with the part of one rank."""
+    """The module of the experts of a type of layer, with the part of one rank."""
     with torch.device("meta"):
         block = family.build(model, f"layers[{model.layers.index(type_name)}]")
     for cut in cuts(block, family.rules):

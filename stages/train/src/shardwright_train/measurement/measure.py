@@ -1,4 +1,4 @@
-"""Running plans for some steps and reporting the time and memory they took; finished plans are kept in a journal."""
+"""Measurement of plans: each runs for some steps, and its times and memory are kept in a journal at once."""
 
 import gc
 import os
@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 from msgspec import UNSET, UnsetType
 
-from shardwright_formats.io import Value, read_document, write_document
-from shardwright_formats.io.versions import versions_text
-from shardwright_formats.types import (
+from shardwright.io import Value, read_document, write_document
+from shardwright.io.versions import versions_text
+from shardwright.launch.backend import on_accelerator
+from shardwright.launch.journal import Journal, JournalKind, Kept
+from shardwright.launch.ranks import allocator_setting
+from shardwright.types import (
     Attention,
     ExpertMeasurement,
     Measurement,
@@ -26,15 +29,13 @@ from shardwright_formats.types import (
     Plans,
     RankMemory,
 )
-from shardwright_launch.journal import Journal, JournalKind, Kept
-from shardwright_launch.ranks import allocator_setting
 from shardwright_train.data.share import on_host
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.measurement import timing
 from shardwright_train.measurement.experts import measure_experts
 from shardwright_train.measurement.profiles import record_memory, segments_of_memory, trace_file, traced
-from shardwright_train.models.attention_kernels import check_kernels, settle_attention
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.attention_kernels import check_kernels, kernels_run, settle_attention
+from shardwright_train.models.base import family_named
 from shardwright_train.options import MeasureJob
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.process_groups import Groups
@@ -52,12 +53,12 @@ def measure_plans(job: MeasureJob, world: World) -> None:
     stands_for = {probe.plan: probe.cp_size for probe in asked.context or ()}
     kernels = _agreed_kernels(plans, world)
     taken = (kernel for plan, kernel in zip(plans, kernels, strict=True) if plan.attention is Attention.AUTO)
-    versions = versions_text(("torch", "transformers"), on_gpu=world.device.type == "cuda")
+    versions = versions_text(("torch", "transformers"), on_gpu=on_accelerator(world.device))
     device = plans[0].cluster.of_rank(0).device
     journal = open_journal(job, world, device, versions)
     measured = [journal.find(plan.sha256) for plan in plans]
     if (known := sum(measurement is not None for measurement in measured)) and world.rank == 0:
-        print(f"{known} of {len(plans)} plans were measured before", file=sys.stderr)
+        print(f"{known} of {len(plans)} plans were already measured", file=sys.stderr)
     for places in _in_turns(asked):
         if all(measured[place] is not None for place in places):
             continue
@@ -78,11 +79,18 @@ def measure_plans(job: MeasureJob, world: World) -> None:
             date=datetime.now(UTC).date().isoformat(),
             versions=versions,
             attention=next(taken, kernels[0]),
-            allocator=allocator_setting(os.environ) if world.device.type == "cuda" else "",
+            attention_by=_attention_by(plans, kernels, world),
+            allocator=allocator_setting(os.environ) if on_accelerator(world.device) else "",
             plans=tuple(measurement for measurement in measured if measurement is not None),
             experts=experts,
         )
         write_document(job.out, complete)
+
+
+def _attention_by(plans: Sequence[Plan], kernels: Sequence[str], world: World) -> str:
+    """The kernels that computed attention, each once; a share of longer samples attends as across ranks."""
+    ran = (kernels_run(plan, Attention(kernel), world.device) for plan, kernel in zip(plans, kernels, strict=True))
+    return "; ".join(dict.fromkeys(filter(None, ran)))
 
 
 def _in_turns(asked: Plans) -> Iterator[_Places]:
@@ -130,8 +138,8 @@ class _Runner:
     def build(cls, plan: Plan, kernel: str, stands_for: int, world: World, warmup_steps: int) -> "_Runner":
         world.heartbeat.begin(f"before the first step of {plan.name}")
         groups = Groups(world.device.type)
-        if world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(world.device)
+        if on_accelerator(world.device):
+            torch.accelerator.reset_peak_memory_stats(world.device)
         family = family_named(plan.model.family, plan.name)
         generator = torch.Generator().manual_seed(0)
         context = RankContext(
@@ -189,8 +197,8 @@ class _Runner:
         del self.engine, self.work
         gc.collect()
         self.groups.close()
-        if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if on_accelerator(self.world.device):
+            torch.accelerator.empty_cache()
 
 
 def _measure(
@@ -235,14 +243,14 @@ def _measure(
 
 
 def _forward_only(asked: Sequence[tuple[Plan, str, int]]) -> list[int]:
-    """Return the places of plans that differ from the first by layers that have no backward pass."""
+    """The places of plans that differ from the first by layers that have no backward pass."""
     further = [Counter(plan.model.layers) - Counter(asked[0][0].model.layers) for plan, *_ in asked]
     types = asked[0][0].model.types
     return [place for place, more in enumerate(further) if more and not any(types[kind].has_backward for kind in more)]
 
 
 def _of_all_ranks(value: float, world: World) -> float:
-    """Return the largest value of all ranks."""
+    """The largest value of all ranks."""
     largest = torch.tensor(value, dtype=torch.float64, device=world.device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
@@ -263,10 +271,10 @@ def _memory(runner: _Runner, resident: int) -> RankMemory:
 
         runner.step(hook)
     used = reserved = peak_reserved = 0
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        used, reserved = total - free, torch.cuda.memory_reserved(device)
-        peak_reserved = max(record.peak_reserved_bytes, torch.cuda.max_memory_reserved(device))
+    if on_accelerator(device):
+        free, total = torch.get_device_module(device).mem_get_info(device)
+        used, reserved = total - free, torch.accelerator.memory_reserved(device)
+        peak_reserved = max(record.peak_reserved_bytes, torch.accelerator.max_memory_reserved(device))
     return RankMemory(
         parameters_bytes=sum(local_tensor(p).nbytes for p in optimizer.parameters.values()),
         gradients_bytes=gradients,

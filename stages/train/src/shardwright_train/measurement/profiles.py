@@ -16,9 +16,10 @@ import torch
 from torch.distributed import Work
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shardwright_formats.io import write_bytes
-from shardwright_formats.types import Plan, SegmentMemory
-from shardwright_launch.scratch import scratch_folder
+from shardwright.io import write_bytes
+from shardwright.launch.backend import on_accelerator, profiled_activities, synchronize
+from shardwright.launch.lock import scratch_folder
+from shardwright.types import Plan, SegmentMemory
 from shardwright_train.pipeline.runner import MicrobatchChunk, StepHook
 from shardwright_train.torch_private import AllocationFields, EventType, ProfilerEvent, TorchDispatchMode
 
@@ -60,27 +61,27 @@ class MemoryRecord:
     device: torch.device
     intervals: list[MemoryInterval] = field(default_factory=list)
     peak_reserved_bytes: int = 0
-    """Peak bytes reserved by CUDA's allocator; 0 on CPU."""
+    """Peak bytes reserved by an accelerator's allocator; 0 on CPU."""
     _events: list[Event] = field(default_factory=list)
     _counted: list[tuple[int, int]] = field(default_factory=list)
 
     def hook(self, name: str, at: MicrobatchChunk | None = None) -> None:
         """Record an event."""
-        if self.device.type == "cuda":
-            counted = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-            self._counted.append(counted)
-            self.peak_reserved_bytes = max(self.peak_reserved_bytes, torch.cuda.max_memory_reserved(self.device))
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if on_accelerator(self.device):
+            counts = torch.accelerator
+            self._counted.append((counts.memory_allocated(self.device), counts.max_memory_allocated(self.device)))
+            self.peak_reserved_bytes = max(self.peak_reserved_bytes, counts.max_memory_reserved(self.device))
+            counts.reset_peak_memory_stats(self.device)
         with record_function(f"{_EVENT}{len(self._events)}"):
             self._events.append(Event(name, at))
 
     def of_counters(self) -> list[MemoryInterval]:
-        """Return the intervals by CUDA's allocator, which counts allocated bytes and their peak."""
+        """The intervals by the accelerator's allocator, which counts allocated bytes and their peak."""
         pairs = zip(self._events[1:], pairwise(self._counted), strict=True)
         return [MemoryInterval(*event, before, after, peak) for event, ((before, _), (after, peak)) in pairs]
 
     def of_profile(self, roots: Iterable[ProfilerEvent], standing_bytes: int) -> list[MemoryInterval]:
-        """Return the intervals by this thread's allocations in PyTorch's profile."""
+        """The intervals by this thread's allocations in PyTorch's profile."""
         record: list[Event | Allocation] = []
         for event in sorted(_all_events(roots), key=lambda event: event.start_time_ns):
             kind, details = event.typed
@@ -99,7 +100,7 @@ def record_memory(device: torch.device, standing_bytes: int = 0) -> Iterator[Mem
     PyTorch's profiler sees every single allocation. That is the only way on CPU, whose allocator counts nothing.
     """
     record = MemoryRecord(device)
-    if device.type == "cuda":
+    if on_accelerator(device):
         yield record
         record.intervals = record.of_counters()
         return
@@ -131,7 +132,7 @@ def intervals_of(record: Sequence[Event | Allocation], standing_bytes: int) -> I
 
 
 def segments_of_memory(intervals: Sequence[MemoryInterval]) -> tuple[SegmentMemory, ...]:
-    """Return the memory that the second microbatch (or the only one) kept, and its workspace, in each segment.
+    """The memory that the second microbatch (or the only one) kept, and its workspace, in each segment.
 
     The first microbatch also gathers parameters and makes gradients, which are counted as states. Kept memory is
     summed over the chunks of a pipeline stage; the largest workspace counts.
@@ -182,7 +183,7 @@ class _CollectivesSettled(TorchDispatchMode):
 
 
 def trace_file(folder: Path, plan: Plan, rank: int) -> Path:
-    """Return the file of a rank's trace of a plan; plans of one name are told apart by their hash."""
+    """The file of a rank's trace of a plan; plans of one name are told apart by their hash."""
     name = re.sub(r"[^\w.-]+", "-", plan.name, flags=re.ASCII)[:80]
     return folder / f"{name}-{plan.sha256[:8]}.rank{rank}.json.gz"
 
@@ -194,12 +195,10 @@ def traced(device: torch.device, rank: int, file: Path) -> Iterator[StepHook]:
     Each pass and the wait before it is a span of its own, `forward microbatch 0 chunk 0` and so on. The processes of
     the trace are named by the rank, and nothing in it means something else in another rank's.
     """
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     spans = _Spans()
-    with profile(activities=activities) as profiler:
+    with profile(activities=profiled_activities(device)) as profiler:
         yield spans.hook
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
     with scratch_folder() as scratch:
         raw = scratch / "trace.json"
         profiler.export_chrome_trace(str(raw))
@@ -240,7 +239,7 @@ class _Spans:
 
 
 def _of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the trace with processes and flows numbered apart from all other ranks', and processes named by the rank.
+    """The trace with processes and flows numbered apart from all other ranks', and processes named by the rank.
 
     The rank's process on the host gets the number of the rank. The profiler's own spans, whose process is no number,
     are left out.

@@ -1,4 +1,4 @@
-"""Times of steps by segment and pass, of a reference workload before each, and of several plans measured in turns."""
+"""Timing of steps by segment and pass, with a reference workload before each step, and of plans that take turns."""
 
 import statistics
 import time
@@ -10,9 +10,11 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.semantics.differences import MAX_RELATIVE_ERROR, paired_difference
-from shardwright_formats.semantics.schedules.passes import Pass, middle
-from shardwright_formats.types import PassTime, RankMeasurement, RankMemory, Segment
+from shardwright.launch.accelerator import CPU, GPU
+from shardwright.launch.backend import on_accelerator
+from shardwright.plan.differences import MAX_RELATIVE_ERROR, paired_difference
+from shardwright.plan.schedules.passes import Pass, middle
+from shardwright.types import PassTime, RankMeasurement, RankMemory, Segment
 from shardwright_train.parallel.world import World
 from shardwright_train.pipeline.runner import MicrobatchChunk
 
@@ -21,7 +23,7 @@ _REPEATS = 4
 """Number of repeats, as long as a step of a small model: an interruption of 10 ms doubles 15 ms, but hardly a step."""
 _SCATTER = 0.1
 _MAX_SCATTERED = 3
-"""Limit of the steps of a plan measured alone, as a multiple of the requested ones, where they scatter."""
+"""Limit of the steps of a plan measured alone, as a multiple of the requested ones, if they scatter."""
 MAX_AGAIN = 2
 """Limit of the repetitions of the first rounds for plans measured in turns."""
 _LAYERS = "layers"
@@ -44,7 +46,7 @@ class Clock(Protocol):
         """Record an event."""
 
     def intervals(self) -> list[Interval]:
-        """Return the seconds between the events so far; waits for the device."""
+        """The seconds between the events so far; waits for the device."""
 
 
 class _HostClock:
@@ -61,19 +63,19 @@ class _HostClock:
         return [Interval(name, at, before - first, after - before) for (*_, before), (name, at, after) in pairs]
 
 
-class _CudaClock:
-    """A clock for CUDA: events on the current stream, read after it is done."""
+class _DeviceClock:
+    """A clock for accelerators: events on the current stream, read after it is done."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[str, MicrobatchChunk | None, torch.cuda.Event]] = []
+        self._events: list[tuple[str, MicrobatchChunk | None, torch.Event]] = []
 
     def hook(self, name: str, at: MicrobatchChunk | None = None) -> None:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(enable_timing=True)
         event.record()
         self._events.append((name, at, event))
 
     def intervals(self) -> list[Interval]:
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         first = self._events[0][-1]
         return [
             Interval(name, at, first.elapsed_time(before) / 1000, before.elapsed_time(after) / 1000)
@@ -82,8 +84,8 @@ class _CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return a clock for a device."""
-    return _CudaClock() if device.type == "cuda" else _HostClock()
+    """A clock for a device."""
+    return _DeviceClock() if on_accelerator(device) else _HostClock()
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def timing_of_step(intervals: Sequence[Interval], reference_s: float) -> StepTim
 
 
 def _by_segment(intervals: Sequence[Interval], suffix: str) -> dict[str, list[float]]:
-    """Return the times of each segment, one per microbatch in the order of the microbatches."""
+    """The times of each segment, one per microbatch in the order of the microbatches."""
     by_segment: dict[str, dict[int, float]] = {}
     for interval in intervals:
         if interval.name.endswith(suffix) and interval.at is not None:
@@ -160,14 +162,14 @@ class _Workload(NamedTuple):
 
 
 _WORKLOADS = {
-    "cpu": _Workload(torch.float32, side=256, products=40, numel=1 << 20, sums=20),
-    "cuda": _Workload(torch.float16, side=4096, products=40, numel=1 << 24, sums=100),
+    CPU: _Workload(torch.float32, side=256, products=40, numel=1 << 20, sums=20),
+    GPU: _Workload(torch.float16, side=4096, products=40, numel=1 << 24, sums=100),
 }
 """Workload by device type, about 15 ms on a processor core and on an H100; profiles compare with the same one only."""
 
 
 def reference_time_s(device: torch.device) -> float:
-    """Return the seconds of the workload on this rank's device, mean of several, while all ranks run it; collective.
+    """The seconds of the workload on this rank's device, mean of several, while all ranks run it; collective.
 
     Between training steps its tensors use memory that activations have freed.
     """
@@ -214,8 +216,8 @@ def measure_in_turns(
 ) -> Measured:
     """Measure one step of each plan in turn, until all are measured for long enough.
 
-    A plan alone is measured for longer where its steps scatter. Several plans are compared with the first:
-    where the difference in layer time has too large an error, all are measured again. `forward_only` are the places of
+    A plan alone is measured for longer if its steps scatter. Several plans are compared with the first:
+    if the difference in layer time has too large an error, all are measured again. `forward_only` are the places of
     plans whose further layers have no backward pass.
     """
     taken: Taken = tuple([] for _ in step)
@@ -234,7 +236,7 @@ def measure_in_turns(
 
 
 def largest_error(taken: Taken, forward_only: Collection[int] = ()) -> float:
-    """Return the largest relative error, in either pass, of a plan's difference in layer time from the first plan."""
+    """The largest relative error, in either pass, of a plan's difference in layer time from the first plan."""
     forward = [[step.forward_s[_LAYERS] for step in steps] for steps in taken]
     compared = (steps for place, steps in enumerate(taken) if place not in forward_only)
     backward = [[step.backward_s[_LAYERS] for step in steps] for steps in compared]
@@ -252,7 +254,7 @@ def _spent_s(taken: Taken) -> float:
 
 
 def _scatter(steps: Sequence[StepTiming]) -> float:
-    """Return the spread of the middle half of the step times, as a fraction of the median."""
+    """The spread of the middle half of the step times, as a fraction of the median."""
     times = sorted(step.step_s for step in steps)
     return (times[(3 * len(times)) // 4] - times[len(times) // 4]) / statistics.median(times)
 
@@ -260,7 +262,7 @@ def _scatter(steps: Sequence[StepTiming]) -> float:
 def rank_measurements(
     steps: Sequence[StepTiming], stage: int, memory: RankMemory, world: World
 ) -> tuple[RankMeasurement, ...]:
-    """Return the times and memory of all ranks in the steps of a plan, from those of this rank; collective."""
+    """The times and memory of all ranks in the steps of a plan, from those of this rank; collective."""
     names = steps[0].forward_s
     mine = RankMeasurement(
         rank=world.rank,
@@ -284,7 +286,7 @@ def rank_measurements(
 
 
 def _median_repeat(steps: Sequence[StepTiming], world: World) -> int:
-    """Return the repeat that `PlanMeasurement.median_repeat` will name, before all ranks' measurements are combined."""
+    """The repeat that `PlanMeasurement.median_repeat` will name, before all ranks' measurements are combined."""
     slowest = torch.tensor([step.step_s for step in steps], dtype=torch.float64, device=world.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     times: list[float] = slowest.tolist()

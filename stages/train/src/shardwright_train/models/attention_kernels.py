@@ -1,30 +1,40 @@
-"""The attention and fused kernels: checked on every rank, and agreed among all before anything is built."""
+"""Attention and fused kernels: checked on every rank, and agreed on by all ranks before anything is built."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.axes import layout_of
-from shardwright_formats.types import EMBEDDING, HEAD, Attention, Heads, Model, Plan, Precision, base_type
-from shardwright_models.facts import ATTENDED, Mask
-from shardwright_models.stacks import SINK_FEATURES
-from shardwright_train.models.base import Family
-from shardwright_train.models.registry import family_named
+from shardwright.io import BadInput
+from shardwright.launch.backend import on_accelerator
+from shardwright.models.traits import ATTENDED, SINK_FEATURES, Mask
+from shardwright.plan.axes import axes_of, layout_of
+from shardwright.types import EMBEDDING, FUSED_SDPA, HEAD, Attention, Heads, Model, Plan, Precision, base_type
+from shardwright_train.models.base import Family, family_named
 from shardwright_train.models.support import flash_attn_is_installed, flash_obstacle
 from shardwright_train.parallel.fused import fusible
 from shardwright_train.parallel.world import World
+from shardwright_train.torch_private import sdpa_choice
 
 _FLASH, _MATH = Attention.FLASH_ATTENTION_2, Attention.SDPA_MATH
 _FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+_ONLY = {
+    _MATH: SDPBackend.MATH,
+    Attention.SDPA_FLASH: SDPBackend.FLASH_ATTENTION,
+    Attention.SDPA_EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    Attention.SDPA_CUDNN: SDPBackend.CUDNN_ATTENTION,
+}
+"""Kernels of scaled_dot_product_attention by what a plan calls them."""
 _FASTEST_LAST = (Attention.EAGER, Attention.SDPA, _FLASH)
 _OTHERS = "use auto, sdpa or eager"
+_SHORT = ("bfloat16", "float16")
 _TRIED, _ALIGNMENT = 1024, 8
 """The positions that kernels are tried with, if samples have more: as far from a multiple of 8 as the samples'."""
 _CAPABILITY = (8, 0)
@@ -44,25 +54,26 @@ def _problems(plan: Plan, family: Family, device: torch.device, by_document: boo
     """Yield the kernels that cannot be used, and what to do."""
     asked = plan.attention
     if by_document and any(kind.alibi_heads for kind in plan.model.types.values()):
-        problem = f"{plan.model.family} models with ALiBi have masks of heads, not those of --reset-attention-mask"
-        yield problem, "leave that out"
+        problem = f"{plan.model.family} models with ALiBi need a mask for each head, unlike --reset-attention-mask"
+        yield problem, "leave it out"
     if asked is _FLASH and by_document:
-        yield f"attention {asked} knows no documents, which --reset-attention-mask asks for", _OTHERS
+        yield f"attention {asked} does not separate documents, as --reset-attention-mask requires", _OTHERS
     if asked is _FLASH and (lack := _lack(device)) is not None:
         yield f"attention {asked} {lack}", _OTHERS
-    if asked is Attention.SDPA and (lack := _fused_lack(plan, family, device, by_document)) is not None:
-        yield f"attention {asked} {lack}", "use sdpa_math or eager, which keep all scores"
+    if asked in FUSED_SDPA and (lack := _fused_lack(plan, family, device, by_document)) is not None:
+        others = "use sdpa_math or eager, which keep all scores"
+        yield f"attention {asked} {lack}", others if asked is Attention.SDPA else "use auto or sdpa"
     if plan.compile and (drops := _drops_alike(plan, family)) is not None:
-        problem = f"compile: {drops} splits heads over ranks that would drop the same of theirs"
-        yield problem, "use sequence_parallel megatron or ulysses there, no dropout, or do not compile"
+        problem = f"compile: {drops} splits heads over ranks, which would all drop the same positions"
+        yield problem, "use sequence_parallel megatron or ulysses for them, no dropout, or no compilation"
     for name in _nowhere(plan, family):
-        yield f"fused {name}: {plan.model.family} models have none that flash-attn computes", "leave it out"
+        yield f"fused {name}: {plan.model.family} models have no module that flash-attn computes", "leave it out"
 
 
 def settle_attention(plans: Sequence[Plan], world: World, *, by_document: bool = False) -> tuple[str, ...]:
-    """Return the attention kernel of each plan, the same on all ranks; rank 0 prints it in one line.
+    """The attention kernel of each plan, the same on all ranks; rank 0 prints it in one line.
 
-    `auto` is one kernel for all plans: the fastest that every rank can run for each of them, where positions attend to
+    `auto` is one kernel for all plans: the fastest that every rank can run for each of them, if positions attend to
     their own document alone if it is to be `by_document`.
     """
     undecided = [plan for plan in plans if plan.attention is Attention.AUTO]
@@ -73,9 +84,43 @@ def settle_attention(plans: Sequence[Plan], world: World, *, by_document: bool =
     chosen = _FASTEST_LAST[int(best.item())]
     settled = tuple(chosen if plan.attention is Attention.AUTO else plan.attention for plan in plans)
     if world.rank == 0:
-        said = (f"{k} (auto)" if p.attention is Attention.AUTO else k for p, k in zip(plans, settled, strict=True))
+        said = (
+            f"{kernel}{' (auto)' if plan.attention is Attention.AUTO else ''}{_by(plan, kernel, world, by_document)}"
+            for plan, kernel in zip(plans, settled, strict=True)
+        )
         print(f"attention: {', '.join(dict.fromkeys(said))}", file=sys.stderr, flush=True)
     return tuple(kernel.value for kernel in settled)
+
+
+def _by(plan: Plan, kernel: Attention, world: World, by_document: bool) -> str:
+    """The kernel behind scaled_dot_product_attention on a GPU, for people; on CPU there is one."""
+    ran = kernels_run(plan, kernel, world.device, by_document=by_document) if on_accelerator(world.device) else ""
+    return f" by {ran}" if ran else ""
+
+
+def kernels_run(plan: Plan, kernel: Attention, device: torch.device, *, by_document: bool = False) -> str:
+    """The names of the kernels that scaled_dot_product_attention takes for a plan; empty for other attention.
+
+    Attention across ranks has its own name after them.
+    """
+    if kernel is not _MATH and kernel not in FUSED_SDPA:
+        return ""
+    family = family_named(plan.model.family, plan.name)
+    trials = list(_trials(plan, family, device, by_document))
+    with sdpa_kernel(list(_backends(kernel.value, device))):
+        names = " and ".join(dict.fromkeys(sdpa_choice(*trial.tensors, **trial.settings) for trial in trials))
+    if not on_accelerator(device) or not any(axes_of(layer).shares_context for layer in plan.layers):
+        return names
+    short = plan.precision.compute in _SHORT and not by_document and kernel is not Attention.SDPA_EFFICIENT
+    return f"{names}, across ranks by {'flash' if short else 'efficient'}"
+
+
+def _backends(kernel: str, device: torch.device) -> tuple[SDPBackend, ...]:
+    """The kernels that scaled_dot_product_attention may take: on a GPU none that keeps scores unless asked."""
+    only = {name.value: backend for name, backend in _ONLY.items()}.get(kernel)
+    if only is not None:
+        return (only,)
+    return _FUSED if on_accelerator(device) else (*_FUSED, SDPBackend.MATH)
 
 
 def use_kernels(precision: Precision, attention: str, device: torch.device) -> None:
@@ -85,14 +130,15 @@ def use_kernels(precision: Precision, attention: str, device: torch.device) -> N
     """
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = precision.tf32
-    math = attention == _MATH.value
-    torch.backends.cuda.enable_math_sdp(math or device.type != "cuda")
-    torch.backends.cuda.enable_flash_sdp(not math)
-    torch.backends.cuda.enable_mem_efficient_sdp(not math)
-    torch.backends.cuda.enable_cudnn_sdp(not math)
+    backends = _backends(attention, device)
+    torch.backends.cuda.enable_math_sdp(SDPBackend.MATH in backends)
+    torch.backends.cuda.enable_flash_sdp(SDPBackend.FLASH_ATTENTION in backends)
+    torch.backends.cuda.enable_mem_efficient_sdp(SDPBackend.EFFICIENT_ATTENTION in backends)
+    torch.backends.cuda.enable_cudnn_sdp(SDPBackend.CUDNN_ATTENTION in backends)
 
 
-ALL_ATTENTION_FUNCTIONS.register(_MATH.value, ALL_ATTENTION_FUNCTIONS[Attention.SDPA.value])
+for _kernel in _ONLY:
+    ALL_ATTENTION_FUNCTIONS.register(_kernel.value, ALL_ATTENTION_FUNCTIONS[Attention.SDPA.value])
 
 
 def _can(plan: Plan, kernel: Attention, device: torch.device, by_document: bool) -> bool:
@@ -105,8 +151,8 @@ def _can(plan: Plan, kernel: Attention, device: torch.device, by_document: bool)
 
 
 def _lack(device: torch.device) -> str | None:
-    """Return what a device lacks for flash-attn 2, or None."""
-    if device.type != "cuda":
+    """What a device lacks for flash-attn 2, or None."""
+    if not on_accelerator(device):
         return f"needs CUDA, this is {device.type}"
     if (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
         present, least = (".".join(map(str, version)) for version in (capability, _CAPABILITY))
@@ -115,37 +161,58 @@ def _lack(device: torch.device) -> str | None:
 
 
 def _fused_lack(plan: Plan, family: Family, device: torch.device, by_document: bool = False) -> str | None:
-    """Return what a GPU's fused kernels of scaled_dot_product_attention lack for a plan, or None."""
-    return _refusal(plan, family, device, by_document) if device.type == "cuda" else None
+    """What a GPU's fused kernels of scaled_dot_product_attention lack for a plan, or None."""
+    tried = on_accelerator(device) or plan.attention is Attention.SDPA_FLASH
+    return _refusal(plan, family, device, by_document) if tried else None
 
 
 def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool = False) -> str | None:
-    """Return why no fused kernel supports one group of heads of each attention of a plan, or None.
+    """Why no fused kernel supports one group of heads of each attention of a plan, or None."""
+    only = _ONLY.get(plan.attention)
+    backends = list(_FUSED) if only is None else [only]
+    for trial in _trials(plan, family, device, by_document):
+        try:
+            with sdpa_kernel(backends):
+                scaled_dot_product_attention(*trial.tensors, **trial.settings)
+        except RuntimeError as error:
+            return f"has no fused kernel here ({' '.join(str(error).split())})"
+    return None
+
+
+class _Trial(NamedTuple):
+    tensors: tuple[Tensor, Tensor, Tensor]
+    """Query, key and value of one group of heads."""
+    settings: dict[str, Any]
+
+
+def _trials(plan: Plan, family: Family, device: torch.device, by_document: bool) -> Iterator[_Trial]:
+    """Yield what each attention of a plan gives a kernel: one group of heads, of as many positions as are tried.
 
     Without a mask transformers hands the heads of a group that share their keys over as they are (`enable_gqa`).
     """
     dtype, config = getattr(torch, plan.precision.compute), family.configuration(plan.model)
-    make, sinks = partial(torch.zeros, dtype=dtype, device=device), family.facts.sinks
+    make, sinks = partial(torch.zeros, dtype=dtype, device=device), family.facts.attention.sinks
     for heads, length, leaves_out in dict.fromkeys(_attentions(plan.model, family)):
         by_mask, learned = by_document or leaves_out in (Mask.PADDING, Mask.BIAS), leaves_out is Mask.BIAS
         masked = by_mask or heads.window is not None or heads.alibi
-        causal = leaves_out is Mask.CAUSAL and not masked
         group = 1 if masked else heads.heads // heads.kv_heads
         # A mask of all pairs of long samples would not fit: 32 GiB for 131,072 positions.
         tried = min(length, _TRIED + length % _ALIGNMENT)
         places, more = tried + sinks, SINK_FEATURES * sinks
-        query = make(1, group, places, heads.head_features + more, requires_grad=True)
-        key = make(1, 1, places, heads.head_features + more, requires_grad=True)
-        value = make(1, 1, places, heads.features_of_values + more, requires_grad=True)
-        mask = make(places, places, requires_grad=learned) if masked else None
-        try:
-            with sdpa_kernel(list(_FUSED)):
-                scaled_dot_product_attention(
-                    query, key, value, mask, family.dropout(config), causal, enable_gqa=group > 1
-                )
-        except RuntimeError as error:
-            return f"has no fused kernel here ({' '.join(str(error).split())})"
-    return None
+        settings = {
+            "attn_mask": make(places, places, requires_grad=learned) if masked else None,
+            "dropout_p": family.dropout(config),
+            "is_causal": leaves_out is Mask.CAUSAL and not masked,
+            "enable_gqa": group > 1,
+        }
+        yield _Trial(
+            (
+                make(1, group, places, heads.head_features + more, requires_grad=True),
+                make(1, 1, places, heads.head_features + more, requires_grad=True),
+                make(1, 1, places, heads.features_of_values + more, requires_grad=True),
+            ),
+            settings,
+        )
 
 
 def _attentions(model: Model, family: Family) -> Iterator[tuple[Heads, int, Mask]]:
@@ -156,13 +223,16 @@ def _attentions(model: Model, family: Family) -> Iterator[tuple[Heads, int, Mask
     config = family.facts.configured(model.config)
     for name, kind in model.types.items():
         layer, lengths = base_type(name), {tensor.name: tensor.sequence_length for tensor in kind.outputs}
-        of_window, mask = family.facts.shapes(layer, config).get(ATTENDED), family.facts.of_type(layer, config).mask
+        of_window, mask = (
+            family.facts.shapes(layer, config).get(ATTENDED),
+            family.facts.of_type(layer, config).attention.mask,
+        )
         for heads in (region.attention for region in kind.regions if region.attention is not None):
             yield heads, of_window or lengths[heads.queries], mask
 
 
 def _drops_alike(plan: Plan, family: Family) -> str | None:
-    """Return the first layer whose replicas must draw apart inside attention, which a compiled graph cannot do."""
+    """The first layer whose replicas must draw apart inside attention, which a compiled graph cannot do."""
     if family.dropout(family.configuration(plan.model)) == 0:
         return None
     alike = (i for i, strategy in enumerate(plan.layers) if layout_of(strategy).replicas > 1)

@@ -2,33 +2,34 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from pkgutil import resolve_name
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.types import EMBEDDING, HEAD, Attention, Model, Strategy, base_type
-from shardwright_models.facts import Family as Facts
+from shardwright.io import BadInput
+from shardwright.models.facts import Family as Facts
+from shardwright.models.registry import FAMILIES, refusal
+from shardwright.types import EMBEDDING, HEAD, Attention, Model, Strategy, base_type
 from shardwright_train.data.objectives import Causal, Classification, Text
 from shardwright_train.data.share import POSITIONS, Batch
-from shardwright_train.models.auxiliary_loss import States, WithLoss
 from shardwright_train.models.configuration import parse
-from shardwright_train.models.initial_weights import Filling
-from shardwright_train.models.low_rank import low_rank_fillings, with_low_rank
+from shardwright_train.models.initial_weights import Filling, low_rank_fillings, with_low_rank
 from shardwright_train.models.masks import Places, alibi_mask, alibi_slopes, mask_for, window_mask
-from shardwright_train.models.stock import Pieces, skeleton, stock_fillings, unstack
+from shardwright_train.models.stock import Pieces, States, WithLoss, skeleton, stock_fillings, unstack
 from shardwright_train.parallel.sharding_rules import OF_OUTPUTS, WORDS, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.parallel.vocab import loss_of_logits, token_embedding
 
 
 class Family:
-    """The sharding and calling of a family's stock modules: one subclass in one file, next to the family's facts.
+    """How a family's stock modules are sharded and called; one subclass per family, next to the family's facts.
 
-    Subclasses must set the attributes without a value. Modules and parameters are named by stock model paths.
+    Subclasses must set the attributes without a value. Modules and parameters are named by their paths in the stock
+    model.
     """
 
     embedding: tuple[str, ...]
@@ -36,69 +37,67 @@ class Family:
     head: tuple[str, ...]
     """Modules of the head, the matrix that gives logits last."""
     plan: Mapping[str, str | Rule] = {}
-    """Sharding rules by the ends of paths, in the words of transformers' plans, where it has no plan."""
+    """Sharding rules by the ends of paths, in the words of transformers' plans; for models without such a plan."""
     parts: Mapping[str, Parts]
     """Parts of each type of block."""
     counted_per_rank: tuple[str, ...] = ()
-    """Attributes of stock modules that count heads or features, of which each rank has its share."""
-    stacked: Mapping[str, tuple[str, ...]] = {}
-    """Matrices of files, by their paths in a block, that hold the rows of several matrices of the runtime, in order."""
+    """Attributes of stock modules that count heads or features; after sharding, each rank has its part of the count."""
     shared: Mapping[str, str] = {}
-    """Parameters that all blocks of a type hold replicas of, with their paths in the stock model."""
+    """Parameters replicated in all blocks of a type, with their paths in the stock model."""
     normed_behind: tuple[str, ...] = ()
     """Types of block whose last one is followed by a norm of the stack."""
     kernel_names: Mapping[str, str] = {}
-    """Names under which the stock model finds the functions of attention kernels, where they are not the kernels'."""
+    """Names under which the stock model finds the functions of attention kernels, if they are not the kernels'."""
     rotary: str | None = None
     """Path of the module that makes rotary cosines and sines."""
     objective: type[Text | Classification] = Causal
-    """Objective where a run cannot choose, which also counts its inputs and labels."""
+    """The objective if a run cannot choose one; it also defines the inputs and labels."""
     objectives: Mapping[str, type[Text]] = {}
-    """Objectives that a run may choose, of the same inputs and labels; the first is the default."""
+    """Objectives that a run may choose, with the same inputs and labels; the first is the default."""
     tokens: tuple[str, ...] = ("tokens",)
-    """Tensors of a batch that each state begins with."""
+    """Tensors of a batch from which the embedding computes the states, in order."""
     auxiliary_loss: bool = False
     """Whether calls of blocks return auxiliary losses."""
 
     def __init__(self, facts: Facts, stock: Any) -> None:
         self.facts, self.stock = facts, stock
 
-    # What families say in addition.
+    # What a family may override.
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """Return the embedding of a batch at this rank's positions: the table's rows, through the other modules."""
+        """The embedding of a batch at this rank's positions: the table's rows, through the other modules."""
         table: Any = pieces.get_submodule(self.embedding[0])
         rows = (token_embedding(table, batch[name], pieces.tensor_parallel) for name in self.tokens)
         return tuple(pieces.through(self.embedding[1:], each) for each in rows)
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
-        """Return the input of the head's matrix at this rank's positions."""
+        """The input of the head's matrix at this rank's positions."""
         return pieces.through(self.head[:-1], states[-1])
 
     def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
-        """Return the logits of this rank's share of the classes."""
+        """The logits of this rank's share of the classes."""
         logits: Tensor = pieces.get_submodule(self.head[-1])(inputs)
         return logits
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """Return the block of a type with number `index` in its list of blocks."""
+        """The block of a type with number `index` in its list of blocks."""
         block: nn.Module = copy.deepcopy(stock.get_submodule(self.parts[kind].place(index)))
         return block
 
     def parts_of(self, kind: str, strategy: Strategy) -> Parts | None:
-        """Return the parts of a type of block under a strategy; None for embedding and head."""
+        """The parts of a type of block under a strategy; None for embedding and head."""
         return self.parts.get(kind)
 
     def units(self, kind: str, strategy: Strategy) -> Mapping[str, Strategy]:
-        """Return the strategies of modules inside a type of layer whose parameters are not shared by the layer's.
+        """The strategies of modules inside a layer that are sharded differently from the layer.
 
-        The modules are named by their paths in the layer, each before those that it contains.
+        Modules are named by their paths in the layer, each before the modules inside it.
         """
         return {}
 
     def call(self, block: nn.Module, states: States, batch: Batch, constants: dict[str, Any]) -> States | WithLoss:
-        """Run a block; what it computes with its parameters stands in the block's forward."""
-        mask = mask_for(self.facts.mask, states[0], batch, constants)
+        """Run a block on states; the mask and angles that it needs are made here, not in the block."""
+        mask = mask_for(self.facts.attention.mask, states[0], batch, constants)
         arguments = constants["arguments"]
         if POSITIONS in batch and "every_angle" in constants:
             positions = batch[POSITIONS][:, constants["places"].computed]
@@ -107,67 +106,69 @@ class Family:
         return (block(states[0], attention_mask=mask, **arguments),)
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return cosines and sines [1, s, features], or complex numbers, of a type of block at positions [1, s]."""
+        """Cosines and sines [1, s, features], or complex numbers, of a type of block at positions [1, s]."""
         angles: Any = rotary(example, positions)
         return angles if isinstance(angles, tuple) else (angles,)
 
     def rotation(self, angles: tuple[Tensor, ...]) -> Any:
-        """Return what blocks take for these: a pair, or the complex numbers alone."""
+        """The angles as blocks take them: a pair of cosines and sines, or only complex numbers."""
         return angles if len(angles) > 1 else angles[0]
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """Correct the attributes in which a stock block stores its unsharded size."""
+        """Divide the sizes that a stock block stores as attributes, after its matrices were sharded."""
         for module in block.modules():
             for name in self.counted_per_rank:
                 if hasattr(module, name):
                     setattr(module, name, getattr(module, name) // tensor_parallel.size)
 
-    def keeps_last_sum(self, kind: str, config: Any) -> bool:
-        """Return whether a value after the last sum of a type of block is kept for the backward pass."""
+    def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
+        """Whether a value after the last sum of a type of block is kept for backward, computed in a format."""
         facts = self.facts.of_type(kind, vars(config))
         return kind in self.normed_behind or "full" in facts.replays_sum(vars(config))
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """Return the transformers configuration of a config.json."""
+        """The transformers configuration of a config.json."""
         return parse(self.stock.config_class, config, self.facts)
 
     def may_lack(self, model: Model, name: str) -> bool:
-        """Return whether files may hold a tensor of a block that a model leaves out, since nothing asks for it."""
+        """Whether files may hold a tensor of a block that a model leaves out, since nothing asks for it."""
         return False
 
-    # What is the same for all.
+    # What is the same for all families.
 
     def dropout(self, config: Any) -> float:
-        """Return the highest dropout rate of a configuration."""
+        """The highest dropout rate of a configuration."""
         return max((getattr(config, key) or 0.0 for key in self.facts.dropouts.keys), default=0.0)
 
     @property
     def plain_kernel(self) -> str:
-        """Return the fastest kernel that needs no further package."""
+        """The fastest kernel that needs no further package."""
         return (Attention.SDPA if Attention.SDPA in self.facts.kernels else Attention.EAGER).value
 
     def kernel_name(self, kernel: str) -> str:
-        """Return the name under which the stock model finds the function of an attention kernel."""
+        """The name under which the stock model finds the function of an attention kernel."""
         return self.kernel_names.get(kernel, kernel)
 
     def learns(self, model: Model) -> Text | Classification:
-        """Return the default objective of a described model."""
+        """The default objective of a described model."""
         return self.objective.from_config(self.configuration(model), model.sequence_length)
 
     def trained_on(self, model: Model, asked: str | None) -> Text | Classification:
-        """Return the objective of a run that requests `asked`; raise BadInput where the model has none such."""
+        """The objective of a run that requests `asked`; raises BadInput if the model has none such."""
         if asked is not None and asked not in self.objectives:
-            raise BadInput(f"--objective {asked}", f"a {model.family} model is not trained so", "leave it out")
+            raise BadInput(f"--objective {asked}", f"a {model.family} model does not support it", "leave it out")
         if not self.objectives:
             return self.learns(model)
         name = asked or next(iter(self.objectives))
         try:
             return self.objectives[name].from_config(self.configuration(model), model.sequence_length)
         except ValueError as error:
-            raise BadInput(f"--objective {name}", str(error), "describe another model, or train otherwise") from None
+            raise BadInput(
+                f"--objective {name}", str(error), "describe another model, or choose another objective"
+            ) from None
 
     def configuration(self, model: Model) -> Any:
-        """Return the transformers configuration of a described model, number of layers included."""
+        """The transformers configuration of a described model, number of layers included."""
         return self.configured(model.config | self.facts.counted(model.layers, model.config))
 
     def constants(
@@ -179,14 +180,14 @@ class Family:
         kernel: str,
         heads: Callable[[int], slice] = slice,
     ) -> dict[str, Any]:
-        """Return the constants of every pass through a described type of block: kernel, window, mask, angles.
+        """The constants of every pass through a described type of block: kernel, window, mask, angles.
 
         Cosines and sines are for the positions that this rank computes, in the dtype and on the device of `example`.
         `heads` tells this rank's of so many heads: by default all.
         """
         window, mask = model.types[kind].window, None
         if window is not None and kernel != Attention.FLASH_ATTENTION_2.value:
-            mask = window_mask(places, window, example, self.facts.mask)
+            mask = window_mask(places, window, example, self.facts.attention.mask)
         if sloped := model.types[kind].alibi_heads:
             mask = alibi_mask(places, alibi_slopes(sloped)[heads(sloped)], example)
         angles = self._angles(model, kind, places, example)
@@ -194,7 +195,7 @@ class Family:
 
     def _angles(self, model: Model, kind: str, places: Places, example: Tensor) -> dict[str, Any]:
         of_kind = self.facts.of_type(base_type(kind), self.facts.configured(model.config))
-        if self.rotary is None or of_kind.positions != "rope" or base_type(kind) in self.facts.merging:
+        if self.rotary is None or of_kind.attention.positions != "rope" or base_type(kind) in self.facts.merging:
             return {"arguments": {}}
         rotary = type(self.stock_model(model).get_submodule(self.rotary))(self.configuration(model))
         # Some kinds look at the length of the whole sequence, of which this rank may have a part.
@@ -207,31 +208,31 @@ class Family:
         }
 
     def skeleton(self, config: Any) -> Any:
-        """Return the stock model of a transformers configuration on the meta device.
+        """The stock model of a transformers configuration on the meta device.
 
-        In place of each matrix of `stacked` that the stock model has stand those whose rows it holds, as the facts list
-        them. Raises ValueError where transformers cannot build it.
+        In place of each matrix of the facts' `stacked` that the stock model has stand those whose rows it holds, as the
+        facts list them. Raises ValueError if transformers cannot build it.
         """
         stock = skeleton(self.stock, config)
-        if self.stacked:
+        if self.facts.stock.stacked:
             read = self.facts.completed(self.facts.configured(vars(config)))
             layers = self.facts.layers(read)
             for number, kind in enumerate(layers):
                 block = stock.get_submodule(f"{self.parts[kind].path}.{self.index(layers, number)}")
-                unstack(block, self.stacked, {p.name: p.shape for p in self.facts.parameters(kind, read)})
+                unstack(block, self.facts.stock.stacked, {p.name: p.shape for p in self.facts.parameters(kind, read)})
         return stock
 
     def file_name(self, name: str) -> tuple[str, int]:
-        """Return the name in files of a parameter with a Hugging Face name, and its place among those stacked there."""
+        """The name in files of a parameter with a Hugging Face name, and its place among those stacked there."""
         module, _, kind = name.rpartition(".")
-        for path, parts in self.stacked.items():
+        for path, parts in self.facts.stock.stacked.items():
             for place, part in enumerate(parts):
                 if module.endswith(f".{part}"):
                     return f"{module.removesuffix(part)}{path}.{kind}", place
         return name, 0
 
     def build(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
-        """Return the stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, unweighted.
+        """The stock modules of a layer (`embedding`, `layers[i]`, `head`), on the default device, unweighted.
 
         Their attention is that of a kernel, if they are to compute it.
         """
@@ -245,19 +246,18 @@ class Family:
             module.apply(self.stock_model(model)._init_weights)
 
     def fillings(self, model: Model, layer: str) -> Mapping[str, tuple[Filling, ...]]:
-        """Return how transformers fills the parameters of a layer, by their names in its module."""
-        with torch.device("meta"):
-            module = self.build(model, layer)
+        """How transformers fills the parameters of a layer, by their names in its module."""
+        module = self.module(self.stock_model(model), *self._place(model, layer))
         drawn = stock_fillings(module, lambda: self.initialize(model, module))
-        return {**drawn, **low_rank_fillings(module, model)}
+        return {**drawn, **low_rank_fillings(with_low_rank(module, model, layer), model)}
 
     def stock_model(self, model: Model, attention: str | None = None) -> Any:
-        """Return the whole stock model of a description, without weights."""
+        """The whole stock model of a description, without weights."""
         config, kernel = msgspec.json.encode(model.config), attention or self.plain_kernel
         return _cached_skeleton(self, config, model.layers, kernel, torch.get_default_dtype())
 
     def parameter_names(self, model: Model, layer: str) -> tuple[str, ...]:
-        """Return the names of a layer's parameters in its module."""
+        """The names of a layer's parameters in its module."""
         return tuple(name for name, _ in self._layer(model, layer).named_parameters())
 
     def _layer(self, model: Model, layer: str, attention: str | None = None) -> nn.Module:
@@ -266,66 +266,66 @@ class Family:
 
     @cached_property
     def rules(self) -> dict[str, Rule]:
-        """Return the sharding rules by the ends of paths; parameters without a rule are replicated."""
+        """The sharding rules by the ends of paths; parameters without a rule are replicated."""
         stock = {**(self.stock.config_class.base_model_tp_plan or {}), **(self.stock._tp_plan or {})}
         words = {path.rpartition("*.")[2]: word for path, word in {**stock, **self.plan}.items()}
         words = {path: word for path, word in words.items() if word not in OF_OUTPUTS}
         return {path: word if isinstance(word, Rule) else WORDS[word] for path, word in words.items()}
 
     def full_name(self, model: Model, layer: str, parameter: str) -> str:
-        """Return a parameter's full name, such as `model.layers.3.mlp.up_proj.weight`."""
+        """A parameter's full name, such as `model.layers.3.mlp.up_proj.weight`."""
         kind, index = self._place(model, layer)
         described = self.described_name(kind, parameter)
         return f"{self.parts[kind].place(index)}.{described}" if kind in self.parts else described
 
     def hugging_face_name(self, model: Model, layer: str, parameter: str) -> str:
-        """Return the stock model's name of a parameter, or of the one that it is a replica of."""
+        """The stock model's name of a parameter, or of the one that it is a replica of."""
         kind, _ = self._place(model, layer)
         shared = self.shared.get(parameter) if kind in self.parts else None
         return self.full_name(model, layer, parameter) if shared is None else shared.format(kind=kind)
 
     def index(self, layers: Sequence[str], number: int) -> int:
-        """Return the number of a block in its list of the stock model, which may have several types."""
+        """The number of a block in its list of the stock model, which may have several types."""
         path, *before = (self.parts[base_type(kind)].path for kind in (layers[number], *layers[:number]))
         return before.count(path)
 
     def owner_name(self, model: Model, layer: str, parameter: str) -> str:
-        """Return the Hugging Face name, in which tied matrices of the head have the names of the embedding's."""
+        """The Hugging Face name, in which tied matrices of the head have the names of the embedding's."""
         name = self.hugging_face_name(model, layer, parameter)
         return {tied: owner for owner, tied in model.tied}.get(name, name)
 
     def stock_names(self, model: Model) -> tuple[str, ...]:
-        """Return the names of all parameters of the stock model, without buffers."""
+        """The names of all parameters of the stock model, without buffers."""
         blocks = ((f"layers[{i}]", kind) for i, kind in enumerate(model.layers))
         layers = ((EMBEDDING, EMBEDDING), *blocks, (HEAD, HEAD))
         parameters = ((name, p) for name, kind in layers for p in model.types[kind].parameters if not p.is_buffer)
         return tuple(dict.fromkeys(self.owner_name(model, name, p.name) for name, p in parameters))
 
     def described_name(self, kind: str, parameter: str) -> str:
-        """Return the model description's name of a layer's parameter, the one that transformers stores it under."""
+        """The model description's name of a layer's parameter, the one that transformers stores it under."""
         return self._stored.get(parameter, parameter)
 
     @cached_property
     def _stored(self) -> dict[str, str]:
-        """Return the parameters of the head that alias another name of the head."""
+        """The parameters of the head that alias another name of the head."""
         pairs = (self.stock._tied_weights_keys or {}).items()
         return {tied: name for tied, name in pairs if not _within(name, self.embedding) and _within(tied, self.head)}
 
     def _place(self, model: Model, layer: str) -> tuple[str, int]:
-        """Return the family's type of a layer, and its number in its list of blocks."""
+        """The family's type of a layer, and its number in its list of blocks."""
         if layer in (EMBEDDING, HEAD):
             return layer, 0
         number = int(layer[len("layers[") : -1])
         return base_type(model.layers[number]), self.index(model.layers, number)
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """Return the modules of a layer of a type, taken out of a stock model."""
+        """The modules of a layer of a type, taken out of a stock model."""
         if kind == EMBEDDING:
             return Pieces(stock, self.embedding, self.embed)
         return Pieces(stock, self.head, self._loss) if kind == HEAD else self.block(stock, kind, index)
 
     def _loss(self, pieces: Pieces, states: States, batch: Batch) -> Tensor:
-        """Return the sum of cross entropy over the group's samples; under Ulysses, of this rank's own positions."""
+        """The sum of cross entropy over the group's samples; under Ulysses, of this rank's own positions."""
         matrix: Any = pieces.get_submodule(self.head[-1])
         normed, labels = self.normed(pieces, states), batch["labels"].shape[1]
         # A class is told from the first position, which ranks that share out the sequence have only once it is whole.
@@ -348,3 +348,22 @@ def _cached_skeleton(
 
 def _within(parameter: str, paths: tuple[str, ...]) -> bool:
     return any(parameter.startswith(f"{path}.") for path in paths)
+
+
+# Families by name: only the one asked for is imported, here and from transformers.
+
+
+def family_named(name: str, file: object) -> Family:
+    """The family of a name that stands in `file`; raises BadInput when there is none."""
+    if name not in FAMILIES:
+        problem = refusal(name, f"model family {name!r} cannot be trained")
+        raise BadInput(file, problem, f"use one of: {', '.join(sorted(FAMILIES))}")
+    return _family(name)
+
+
+@cache
+def _family(name: str) -> Family:
+    facts = FAMILIES[name]
+    runtime: type[Family] = resolve_name(f"{__package__}.{facts.runtime}")
+    module = facts.stock.module or name.replace("-", "_")
+    return runtime(facts, resolve_name(f"transformers.models.{module}.modeling_{module}:{facts.stock.name}"))

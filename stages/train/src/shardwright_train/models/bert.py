@@ -1,17 +1,20 @@
-"""BERT (Devlin et al. 2019), trained as a masked language model."""
+"""Masked language models: BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019) and ModernBERT (Warner et al. 2024)."""
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import gelu
 
-from shardwright_models.facts import BLOCK
+from shardwright.models.families.bert import FIRST
+from shardwright.models.traits import BLOCK, FULL, SLIDING
 from shardwright_train.data.objectives import Masked
 from shardwright_train.data.share import POSITIONS, Batch
-from shardwright_train.models.auxiliary_loss import States
 from shardwright_train.models.base import Family
-from shardwright_train.models.stock import Pieces
-from shardwright_train.parallel.sharding_rules import Parts
+from shardwright_train.models.stock import Pieces, States
+from shardwright_train.parallel.sharding_rules import Parts, Rule
 from shardwright_train.parallel.vocab import positions_of, token_embedding
 
 _EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm", "dropout")
@@ -39,14 +42,83 @@ class Bert(Family):
     objective = Masked
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """Return the sum of the vectors of token, position and type (always 0), normed."""
+        """The sum of the vectors of token, type (always 0) and position, normed."""
         stock: Any = pieces.get_submodule(self.embedding[0].rpartition(".")[0])
         positions = self.numbers(pieces, batch)
         summed = token_embedding(stock.word_embeddings, batch["tokens"], pieces.tensor_parallel)
-        summed = summed + stock.position_embeddings(positions)
+        # In stock's order, which shows in 16 bits.
         summed = summed + stock.token_type_embeddings(torch.zeros_like(positions))
+        summed = summed + stock.position_embeddings(positions)
         return (stock.dropout(stock.LayerNorm(summed)),)
 
     def numbers(self, pieces: Pieces, batch: Batch) -> Tensor:
-        """Return the rows of the table of positions of this rank's tokens."""
+        """The rows of the table of positions of this rank's tokens."""
         return positions_of(batch["tokens"], pieces.tensor_parallel, batch.get(POSITIONS))
+
+
+class Roberta(Bert):
+    """The BERT family, whose positions count the tokens that are not padding, from the row behind padding's."""
+
+    embedding = tuple(path.replace("bert.", "roberta.", 1) for path in Bert.embedding)
+    head = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder")
+    parts = {kind: parts._replace(path=f"roberta.{parts.path.partition('.')[2]}") for kind, parts in Bert.parts.items()}
+
+    def configured(self, config: Mapping[str, Any]) -> Any:
+        """The configuration; raises ValueError if there is no padding, whose token positions begin behind."""
+        configured = super().configured(config)
+        if configured.pad_token_id is None:
+            raise ValueError("pad_token_id null cannot be trained: positions begin after it")
+        return configured
+
+    def numbers(self, pieces: Pieces, batch: Batch) -> Tensor:
+        """The rows of the table of positions of this rank's tokens; each document of a sample begins anew."""
+        padding, held = pieces.config.pad_token_id, pieces.tensor_parallel.positions(batch["tokens"].shape[1])
+        real = (batch["tokens"] != padding).long()
+        counted = real.cumsum(1)
+        if POSITIONS in batch:
+            begins = torch.arange(real.shape[1], device=real.device) - batch[POSITIONS]
+            counted = counted - (counted - real).gather(1, begins)
+        rows: Tensor = counted * real + padding
+        return rows[:, held]
+
+    def normed(self, pieces: Pieces, states: States) -> Tensor:
+        """The last states, transformed and normed."""
+        dense, norm = (pieces.get_submodule(path) for path in self.head[:-1])
+        normed: Tensor = norm(gelu(dense(states[-1])))
+        return normed
+
+
+class ModernBert(Family):
+    """The ModernBERT family: queries, keys and values in one column-parallel matrix, gate and input in another."""
+
+    embedding = ("model.embeddings",)
+    head = ("model.final_norm", "head", "decoder")
+    parts = dict.fromkeys((FULL, SLIDING, FIRST), Parts("model.layers", attention=("attn",), mlp=("mlp",)))
+    plan = {
+        "tok_embeddings": "embedding_rowwise",
+        "attn.Wqkv": Rule("column", fused=3),
+        "mlp.Wi": Rule("column", fused=2),
+        **dict.fromkeys(("attn.Wo", "mlp.Wo"), "rowwise"),
+        "decoder": "colwise_gather_output",
+    }
+    rotary = "model.rotary_emb"
+    objective = Masked
+
+    def embed(self, pieces: Pieces, batch: Batch) -> States:
+        """The tokens' rows, normed."""
+        stock: Any = pieces.get_submodule("model.embeddings")
+        return (stock(inputs_embeds=token_embedding(stock.tok_embeddings, batch["tokens"], pieces.tensor_parallel)),)
+
+    def block(self, stock: Any, kind: str, index: int) -> nn.Module:
+        """The block of a type, wherever in a model it stands: the first type alone norms no input."""
+        block: Any = super().block(stock, kind, index)
+        if kind == FIRST:
+            block.attn_norm = nn.Identity()
+        elif isinstance(block.attn_norm, nn.Identity):
+            block.attn_norm = copy.deepcopy(block.mlp_norm)
+        return block  # type: ignore[no-any-return]
+
+    def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """The angles of a type of block: those with a window have a base of their own."""
+        angles: tuple[Tensor, ...] = rotary(example, positions, SLIDING if kind == SLIDING else FULL)
+        return angles

@@ -1,4 +1,4 @@
-"""A published config.json, read by the stock class of transformers; no key that changes the model is ignored."""
+"""A published config.json as a configuration of transformers; no key that changes the model is ignored."""
 
 import json
 from collections.abc import Mapping
@@ -6,8 +6,9 @@ from copy import deepcopy
 from functools import cache
 from typing import Any
 
-from shardwright_models.description import wrong_length, wrong_types, wrong_window
-from shardwright_models.facts import Family, Only
+from shardwright.models.description import wrong_length, wrong_types, wrong_window
+from shardwright.models.facts import Family
+from shardwright.models.traits import Only
 from shardwright_train.models.stock import refusals
 
 _NO_MEANING = frozenset(
@@ -38,19 +39,19 @@ _MAX_LAYERS = 4096
 _EVERYWHERE = {
     "chunk_size_feed_forward": Only(0, "recomputation is the plan's to choose"),
     "cross_attention_hidden_size": Only(None, "there is one stack"),
-    "per_layer_config": Only(None, "layers of a type are alike"),
+    "per_layer_config": Only(None, "all layers of a type are identical"),
     "problem_type": Only("single_label_classification", "the loss is cross entropy over classes"),
-    "pruned_heads": Only({}, "layers of a type are alike"),
+    "pruned_heads": Only({}, "all layers of a type are identical"),
     "quantization_config": Only(None, "weights are trained in the plan's precision"),
-    "tie_encoder_decoder": Only(False, "the stacks have weights of their own"),
+    "tie_encoder_decoder": Only(False, "the two stacks have separate weights"),
     "use_mrope": Only(False, "positions count tokens"),
 }
 """Keys of any family's files whose value is restricted."""
 
 
 def parse(config_class: Any, config: Mapping[str, Any], family: Family) -> Any:
-    """Return the transformers configuration of a config.json; raise ValueError for an unknown key."""
-    if unknown := sorted(set(config) - _keys_of(config_class) - set(family.ignored)):
+    """The transformers configuration of a config.json; raises ValueError for an unknown key."""
+    if unknown := sorted(set(config) - keys_of(config_class) - set(family.keys.ignored)):
         raise ValueError(f"unknown key {unknown[0]!r} for models of the family {family.model_type}")
     for key, value in config.items():
         if isinstance(value, int) and abs(value) > _MAX_LENGTH:
@@ -61,8 +62,8 @@ def parse(config_class: Any, config: Mapping[str, Any], family: Family) -> Any:
 
 
 @cache
-def _keys_of(config_class: Any) -> frozenset[str]:
-    """Return the keys of a config.json that a class reads, or that have no meaning here."""
+def keys_of(config_class: Any) -> frozenset[str]:
+    """The keys of a config.json that a class reads, or that have no meaning here."""
     default = config_class()
     rotary = ("rope_theta", "rope_scaling") if hasattr(default, "rope_parameters") else ()
     partly = (_PARTIAL,) if _rotates_partly(config_class) else ()
@@ -70,13 +71,15 @@ def _keys_of(config_class: Any) -> frozenset[str]:
 
 
 def _rotates_partly(config_class: Any) -> bool:
-    """Return whether the models of a configuration class rotate a share of the features that the configuration says."""
+    """Whether the models of a configuration class rotate a share of the features that the configuration says."""
     return _PARTIAL in (getattr(config_class(), "rope_parameters", None) or {})
 
 
 def check_only(config: Mapping[str, Any], family: Family) -> None:
     """Raise ValueError naming the first key of a config.json whose value cannot be trained, and why."""
-    for key, (value, reason) in {**_EVERYWHERE, **family.only}.items():
+    for key, (value, reason) in {**_EVERYWHERE, **family.keys.only}.items():
+        if key == "problem_type" and family.labels is None:
+            continue  # says how a head of classes was trained, which this model does not have
         if (given := config.get(key)) not in (value, None):
             raise ValueError(f"{key} {json.dumps(given)} cannot be trained: {reason}")
 
@@ -84,7 +87,7 @@ def check_only(config: Mapping[str, Any], family: Family) -> None:
 def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
     """Raise ValueError naming a value of a transformers configuration that is too small, too large or unknown."""
     configured, keys = family.configured(vars(config)), " and ".join(family.counts)
-    if (wrong := family.wrong(configured)) is not None:
+    if (wrong := family.keys.wrong(configured)) is not None:
         raise ValueError(wrong)
     numbers = [number for stack in family.stacks for number in stack.numbers(configured)]
     if min(numbers) < 1:
@@ -93,7 +96,7 @@ def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
         raise ValueError(f"{keys} must be {_MAX_LAYERS} or less")
     if (padding := getattr(config, "pad_token_id", None)) is not None and padding >= config.vocab_size:
         raise ValueError(f"pad_token_id {padding} is not below vocab_size {config.vocab_size}")
-    for key in family.above_zero:
+    for key in family.keys.above_zero:
         if (value := getattr(config, key)) is not None and not value > 0:
             raise ValueError(f"{key} {value} must be above 0, or null")
     if (wrong := wrong_length(family, configured, sequence_length)) is not None:
@@ -104,7 +107,7 @@ def check_sizes(config: Any, family: Family, sequence_length: int) -> None:
     for kind in () if listed else getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer_types {kind!r} cannot be trained: layers attend to the whole sequence")
-    further = {*family.rotary_keys, *((_PARTIAL,) if _rotates_partly(type(config)) else ())}
+    further = {*family.keys.rotary, *((_PARTIAL,) if _rotates_partly(type(config)) else ())}
     _check_rotary(getattr(config, "rope_parameters", None), further)
 
 
@@ -117,6 +120,8 @@ def _check_rotary(parameters: Mapping[str, Any] | None, further: set[str]) -> No
             _check_rotary(each, further)
         return
     if unknown := sorted(set(parameters) - _ROPE_KEYS - further):
-        raise ValueError(f"rope_parameters: {unknown[0]!r} cannot be trained: it is no key of a rotary embedding here")
+        raise ValueError(
+            f"rope_parameters: {unknown[0]!r} cannot be trained: it is not a known key of a rotary embedding"
+        )
     if (kind := parameters.get("rope_type")) not in _ROPE_TYPES:
         raise ValueError(f"rope_type {kind!r} cannot be trained: use one of {', '.join(_ROPE_TYPES)}")

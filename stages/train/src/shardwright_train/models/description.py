@@ -1,4 +1,4 @@
-"""The model as the planner sees it: its family's facts, and parameters read off its modules on the meta device."""
+"""The planner's description of a model: its family's facts, and the parameters of its modules on the meta device."""
 
 from typing import Any
 
@@ -6,9 +6,10 @@ from msgspec.structs import replace
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwright_formats.types import EMBEDDING, HEAD, Model, Parameter
-from shardwright_models.description import Contents, described_model
-from shardwright_models.facts import Family as Facts
+from shardwright.models.config_keys import wrong_values
+from shardwright.models.description import Contents, described_model
+from shardwright.models.facts import Family as Facts
+from shardwright.types import EMBEDDING, HEAD, Model, Parameter
 from shardwright_train.models.base import Family
 from shardwright_train.models.configuration import check_only, check_sizes
 from shardwright_train.parallel.sharding_rules import cuts
@@ -19,7 +20,10 @@ def describe(family: Family, config: dict[str, Any], name: str, sequence_length:
 
     Raises ValueError saying what in the configuration cannot be trained.
     """
-    facts, parsed = family.facts, family.configured(config)
+    facts = family.facts
+    if (wrong := wrong_values(facts, config)) is not None:
+        raise ValueError(wrong)
+    parsed = family.configured(config)
     check_only(config, facts)
     check_sizes(parsed, facts, sequence_length)
     stock = family.skeleton(parsed)
@@ -47,8 +51,8 @@ def _parameters(family: Family, layer: str, module: nn.Module) -> tuple[Paramete
 
 
 def _products(module: nn.Module, facts: Facts) -> int:
-    """Return the number of elements of the matrices, but not of a router's, which is counted with its experts."""
+    """The number of elements of the matrices, but not of a router's, which is counted with its experts."""
     router = None if facts.experts is None else facts.experts.router
-    bare = sum(p.numel() for name, p in module.named_parameters() if name in facts.matrices)
+    bare = sum(p.numel() for name, p in module.named_parameters() if name in facts.stock.matrices)
     parts = (part for name, part in module.named_modules() if name != router)
     return bare + sum(p.weight.numel() for p in parts if isinstance(p, nn.Linear | nn.Conv1d | nn.Conv2d | Conv1D))

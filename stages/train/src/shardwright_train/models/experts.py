@@ -1,26 +1,106 @@
-"""Mixtral (Jiang et al. 2024) and Qwen3-MoE (Qwen team 2025): Llama with experts in some blocks or in all."""
+"""Families with experts: Mixtral (Jiang et al. 2024), Qwen3-MoE (2025), DeepSeek-V2 and V3 (2024), Llama 4 (2025).
+
+A router chooses k of E experts for each position; the block's result is the sum of theirs, weighted by the router's
+probabilities. The balance loss, E sum_e f_e P_e (Fedus et al. 2021), is least if all experts are chosen equally often.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from shardwright_formats.semantics.expert_messages import shares_experts
-from shardwright_formats.types import LayerStrategy, Strategy
-from shardwright_models.experts import DENSE, SPARSE
-from shardwright_models.facts import BLOCK
+from shardwright.io import BadInput
+from shardwright.models.families.llama4 import ROTATED_DENSE, ROTATED_SPARSE, TYPES
+from shardwright.models.traits import BLOCK, DENSE, SPARSE
+from shardwright.plan.expert_messages import shares_experts
+from shardwright.types import LayerStrategy, Model, Strategy, base_type
 from shardwright_train.data.share import Batch
-from shardwright_train.models.auxiliary_loss import States, WithLoss
 from shardwright_train.models.llama import Llama
-from shardwright_train.models.routers import Choice, chosen
+from shardwright_train.models.masks import Places
+from shardwright_train.models.stock import States, WithLoss
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import with_transpose
-from shardwright_train.parallel.experts import dispatch, exchange, expert_products
-from shardwright_train.parallel.sharding_rules import INSIDE, Parts, Rule
+from shardwright_train.parallel.experts import Counts, dispatch, exchange, expert_products
+from shardwright_train.parallel.low_rank import routing_matrix, with_rows_of_pair
+from shardwright_train.parallel.sharding_rules import BUFFER, INSIDE, Parts, Rule
 from shardwright_train.parallel.tensor import TensorParallel
+
+# Routers: they choose as the stock ones do, bit for bit in float32 and narrower formats.
+
+
+class Choice(NamedTuple):
+    """The choice of a router."""
+
+    probabilities: Tensor
+    """Probabilities of all experts [positions, experts], in float32 or wider."""
+    experts: Tensor
+    """Experts of each position [positions, top_k]."""
+    weights: Tensor
+    """Weights of their results [positions, top_k], in the format of the probabilities."""
+
+
+def chosen(x: Tensor, matrix: Tensor, top_k: int, normed: bool) -> Choice:
+    """The experts of the highest probabilities for positions x [positions, hidden].
+
+    By a matrix [experts, hidden]. `normed`: whether weights are divided by their sum.
+    """
+    logits = linear(x, matrix)
+    probabilities = logits.softmax(-1, dtype=_wide_format(logits))
+    weights, index = probabilities.topk(top_k, -1)
+    return Choice(probabilities, index, weights / weights.sum(-1, keepdim=True) if normed else weights)
+
+
+def scored(x: Tensor, router: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities by a router with weight, bias and `top_k`, and scores and numbers of the best experts.
+
+    Probabilities [positions, experts] and scores [positions, top_k] are in float32 or wider.
+    """
+    logits = linear(x, router.weight, getattr(router, "bias", None))
+    scores, index = logits.topk(router.top_k, -1)
+    return logits.softmax(-1, dtype=_wide_format(logits)), scores.to(_wide_format(logits)), index
+
+
+def wide_logits(x: Tensor, matrix: Tensor) -> Tensor:
+    """The scores [positions, experts] of a matrix, computed in float32 or wider."""
+    logits: Tensor = _Widened.apply(x, matrix)  # type: ignore[no-untyped-call]
+    return logits
+
+
+def wide(x: Tensor) -> Tensor:
+    """A tensor in float32, or as it is if its format is wider."""
+    return x.to(_wide_format(x))
+
+
+def in_best_groups(best: Tensor, number: int, scores: Tensor) -> Tensor:
+    """Which experts [positions, experts] are in the `number` groups with the best scores [positions, groups]."""
+    index = best.topk(number, -1, sorted=False).indices
+    chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, index, True)
+    return chosen.repeat_interleave(scores.shape[-1] // best.shape[-1], -1)
+
+
+def _wide_format(x: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.float32, x.dtype)
+
+
+class _Widened(torch.autograd.Function):
+    """A product in float32 or wider, which keeps its inputs as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor) -> Tensor:
+        ctx.save_for_backward(x, matrix)
+        return linear(wide(x), wide(matrix))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, matrix = ctx.saved_tensors
+        return (gradient @ wide(matrix)).to(x.dtype), (gradient.T @ wide(x)).to(matrix.dtype)
+
+
+# Mixtral and Qwen3-MoE: Llama with experts in some or all blocks.
 
 
 class Sparse(Llama):
@@ -44,7 +124,7 @@ class Sparse(Llama):
     """Whether the stock feed-forward part also returns the router's scores, which blocks leave alone."""
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """Return a stock block; one with experts also returns the balance loss."""
+        """A stock block; one with experts also returns the balance loss."""
         block = super().block(stock, kind, index)
         if self.facts.experts is not None and kind in self.facts.experts.types:
             part: Any = getattr(block, self.part)
@@ -59,14 +139,14 @@ class Sparse(Llama):
         return block
 
     def parts_of(self, kind: str, strategy: Strategy) -> Parts | None:
-        """Return the parts of a type of block; where ranks share experts out, these do not need all positions."""
+        """The parts of a type of block; if ranks share experts out, these do not need all positions."""
         parts = super().parts_of(kind, strategy)
         if parts is None or not shares_experts(strategy):
             return parts
         return parts._replace(products=(*parts.attention, *self.always))
 
     def units(self, kind: str, strategy: Strategy) -> Mapping[str, Strategy]:
-        """Return the strategy of the experts where it is another than the layer's."""
+        """The strategy of the experts if it is another than the layer's."""
         grid = strategy.expert_grid if isinstance(strategy, LayerStrategy) else None
         return {} if grid is None else {f"{self.part}.experts": grid}
 
@@ -92,26 +172,29 @@ class Sparse(Llama):
         block.get_submodule(self.part).tensor_parallel = tensor_parallel  # type: ignore[assignment]
 
     def choose(self, part: Any, x: Tensor) -> Choice:
-        """Return the choice of the router of a block's feed-forward part for positions x [positions, hidden]."""
-        return chosen(x, part.gate.weight, part.gate.top_k, getattr(part.gate, "norm_topk_prob", True))
+        """The choice of the router of a block's feed-forward part for positions x [positions, hidden]."""
+        return chosen(x, routing_matrix(part.gate), part.gate.top_k, getattr(part.gate, "norm_topk_prob", True))
 
     def compute(self, part: Any, hidden: Tensor) -> Any:
-        """Return what the stock feed-forward part does for states [samples, positions, hidden]."""
+        """What the stock feed-forward part does for states [samples, positions, hidden]."""
         return (_forward(part, hidden), None) if self.returns_scores else _forward(part, hidden)
 
     def compute_experts(
-        self, experts: Any, rows: Tensor, weights: "Unseen", counts: Tensor, recomputation: Recomputation
+        self, experts: Any, rows: Tensor, weights: "Unseen", counts: Counts, recomputation: Recomputation
     ) -> Tensor:
-        """Return the weighted results of experts for rows that are sorted by expert; of this rank's features alone.
+        """The weighted results of experts for rows that are sorted by expert; of this rank's features alone.
 
         Rows are weighted before the last product, which is linear: so its results need not be kept.
         """
-        gate, up = expert_products(rows, experts.gate_up_proj.flatten(1, -2), counts).chunk(2, -1)
-        inner = experts.act_fn(gate) * up * weights.tensor[:, None]
-        return recomputation.product(expert_products, inner.to(rows.dtype), experts.down_proj, counts)
+        gate_up = expert_products(rows, experts.gate_up_proj.flatten(1, -2), counts)
+        gate_up = with_rows_of_pair(gate_up, experts, "gate_up_proj", rows, counts, recomputation)
+        gate, up = gate_up.chunk(2, -1)
+        inner = (experts.act_fn(gate) * up * weights.tensor[:, None]).to(rows.dtype)
+        results = recomputation.product(expert_products, inner, experts.down_proj, counts)
+        return with_rows_of_pair(results, experts, "down_proj", inner, counts, recomputation)
 
     def strength(self, config: Any) -> float:
-        """Return the factor of the balance loss of one layer and one sample."""
+        """The factor of the balance loss of one layer and one sample."""
         keys = self.facts.experts
         assert keys is not None
         read = self.facts.configured(vars(config))
@@ -124,7 +207,7 @@ class Unseen:
     """A tensor that goes into or out of a module, of which FSDP2 knows nothing.
 
     Weights of experts' results stay in float32, whatever format experts compute in. The gradient of a block's loss
-    follows that of its output, whose nodes autograd works on first since they are younger: where FSDP2 hears of both it
+    follows that of its output, whose nodes autograd works on first since they are younger: if FSDP2 hears of both it
     gathers the experts, which are next, once more.
     """
 
@@ -141,7 +224,7 @@ class _Noted(Unseen):
 
 
 def balance(probabilities: Tensor, counts: Tensor, length: int) -> Tensor:
-    """Return the sum over samples of E sum_e f_e P_e (Fedus et al. 2021), for E experts and samples of a `length`.
+    """The sum over samples of E sum_e f_e P_e (Fedus et al. 2021), for E experts and samples of a `length`.
 
     f_e: how often expert e is chosen for a position, from `counts` [samples, E]; P_e: its mean probability, of which
     the `probabilities` [samples, positions, E] of some positions give a part. A batch of several samples has the same
@@ -152,7 +235,7 @@ def balance(probabilities: Tensor, counts: Tensor, length: int) -> Tensor:
 
 
 def _forward(part: Any, hidden: Tensor) -> Tensor:
-    """Return the sum of the chosen experts' results for states [samples, positions, hidden] of a stock sparse part.
+    """The sum of the chosen experts' results for states [samples, positions, hidden] of a stock sparse part.
 
     Experts that compute every position add theirs.
     """
@@ -169,14 +252,15 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
     if part.losses is not None:
         part.losses.append((part.strength * loss, rows.counts))
     weights, recomputation = rows.sort_copies(choice.weights), tensor_parallel.recomputation
+    here = Counts(rows.counts, recomputation.read)
     if grid is None:
-        results = rows.collect(part.experts(rows.sort(x), Unseen(weights), rows.counts, recomputation))
+        results = rows.collect(part.experts(rows.sort(x), Unseen(weights), here, recomputation))
         return tensor_parallel.leave(_with_shared(part, hidden, results.view_as(hidden)))
     if grid.size == 1 and grid.expert_group is None:
-        results = part.experts(rows.sort(x), Unseen(weights), rows.counts, recomputation)
+        results = part.experts(rows.sort(x), Unseen(weights), here, recomputation)
     else:
         features = grid.group if grid.size > 1 else None
-        away = exchange(rows.counts, len(weights), grid.expert_group, features)
+        away = exchange(rows.counts, len(weights), grid.expert_group, features, recomputation.read)
         # No name holds rows that were sent, while experts work.
         sent = away.there(rows.sort(x)), Unseen(away.there(weights))
         results = away.back(part.experts(*sent, away.counts, recomputation))
@@ -186,7 +270,7 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
 
 
 def _with_shared(part: Any, hidden: Tensor, results: Tensor, leave: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return results and those of shared experts, which `leave` sums over ranks; None: all are summed later."""
+    """Results and those of shared experts, which `leave` sums over ranks; None: all are summed later."""
     if (shared := getattr(part, "shared_experts", getattr(part, "shared_expert", None))) is None:
         return results
     always: Tensor = shared(hidden)
@@ -194,13 +278,13 @@ def _with_shared(part: Any, hidden: Tensor, results: Tensor, leave: Callable[[Te
 
 
 def _counts(index: Tensor, experts: int) -> Tensor:
-    """Return how often each expert is chosen in each sample [samples, experts]: whole numbers, in any order."""
+    """How often each expert is chosen in each sample [samples, experts]: whole numbers, in any order."""
     ones = index.new_ones((), dtype=torch.int32).expand_as(index)
     return index.new_zeros(len(index), experts, dtype=torch.int32).scatter_add_(1, index, ones)
 
 
 def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel, is_outside: bool) -> Tensor:
-    """Return this rank's part of the balance loss, or all of it where ranks hold replicas of the states.
+    """This rank's part of the balance loss, or all of it if ranks hold replicas of the states.
 
     `is_outside`: each rank has its positions between regions, not those of its tensor-parallel group.
     """
@@ -225,3 +309,115 @@ def _taken(part: Any) -> "_Noted":
     (noted,) = part.losses
     part.losses = None
     return _Noted(*noted)
+
+
+# DeepSeek-V2 and V3: attention from latents, shared experts, and experts chosen in groups.
+
+
+_LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+_LEAST = 1e-20
+"""Number that V3 adds to the sum that it divides weights by."""
+
+
+class DeepseekV2(Sparse):
+    """Blocks whose heads share a latent, which each rank has whole; routers choose the highest probabilities."""
+
+    plan = {
+        **Sparse.plan,
+        **dict.fromkeys((f"self_attn.{name}" for name in _LATENT), INSIDE),
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), "colwise"),
+        "self_attn.o_proj": "rowwise",
+        # Summed over ranks together with the other experts' results.
+        "mlp.shared_experts.down_proj": Rule("cut", dim=1),
+    }
+    always = ("mlp.shared_experts",)
+
+    def choose(self, part: Any, x: Tensor) -> Choice:
+        """The choice of a router by probabilities, in the best groups if there are groups."""
+        config, probabilities = part.config, wide_logits(x, routing_matrix(part.gate)).softmax(-1)
+        allowed = probabilities
+        if config.topk_method == "group_limited_greedy":
+            best = probabilities.unflatten(-1, (config.n_group, -1)).max(-1).values
+            allowed = probabilities.masked_fill(~in_best_groups(best, config.topk_group, probabilities), 0.0)
+        weights, index = allowed.topk(config.num_experts_per_tok, -1, sorted=False)
+        return Choice(probabilities, index, weights * config.routed_scaling_factor)
+
+
+class DeepseekV3(DeepseekV2):
+    """Blocks whose router scores by a sigmoid, and chooses by scores that biases correct."""
+
+    plan = {**DeepseekV2.plan, "mlp.gate.e_score_correction_bias": BUFFER}
+
+    def skeleton(self, config: Any) -> Any:
+        """The stock model whose biases of routers, which are buffers, are parameters without gradients."""
+        stock = super().skeleton(config)
+        for gate in (module for name, module in stock.named_modules() if name.endswith("mlp.gate")):
+            bias = gate.e_score_correction_bias
+            del gate.e_score_correction_bias
+            gate.e_score_correction_bias = nn.Parameter(wide(bias), requires_grad=False)
+        return stock
+
+    def may_lack(self, model: Model, name: str) -> bool:
+        """Whether a parameter of a file is of the layers behind the last, which predict further tokens."""
+        number = name.removeprefix("model.layers.").partition(".")[0]
+        return number.isdigit() and int(number) >= len(model.layers)
+
+    def choose(self, part: Any, x: Tensor) -> Choice:
+        """The choice of a router by corrected scores, in the best groups; scores alone weigh the results."""
+        config, scores = part.config, wide_logits(x, routing_matrix(part.gate)).sigmoid()
+        corrected = scores.detach() + part.gate.e_score_correction_bias
+        best = corrected.unflatten(-1, (config.n_group, -1)).topk(2, -1).values.sum(-1)
+        allowed = corrected.masked_fill(~in_best_groups(best, config.topk_group, corrected), float("-inf"))
+        index = allowed.topk(config.num_experts_per_tok, -1, sorted=False).indices
+        weights = scores.gather(1, index)
+        if config.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + _LEAST)
+        return Choice(scores / scores.sum(-1, keepdim=True), index, weights * config.routed_scaling_factor)
+
+
+# Llama 4: a shared expert, and inputs weighted before the experts.
+
+
+class Llama4(Sparse):
+    """Experts that take in weighted positions, beside one that computes them all; heads are rotated in pairs."""
+
+    parts = dict.fromkeys(TYPES, Parts("model.layers", attention=("self_attn",), mlp=("feed_forward",)))
+    plan = {
+        **Llama.plan,
+        "feed_forward.router": INSIDE,
+        "feed_forward.experts.gate_up_proj": Rule("cut", fused=2, dim=2, ep_dim=0),
+        "feed_forward.experts.down_proj": Rule("cut", dim=1, ep_dim=0),
+        # Summed over ranks together with the other experts' results.
+        "feed_forward.shared_expert.down_proj": Rule("cut", dim=1),
+    }
+    part = "feed_forward"
+    always = ("feed_forward.shared_expert",)
+    returns_scores = True
+
+    def choose(self, part: Any, x: Tensor) -> Choice:
+        """The choice of a router, whose weights are sigmoids of the chosen experts' scores."""
+        probabilities, scores, index = scored(x, part.router)
+        return Choice(probabilities, index, scores.sigmoid())
+
+    def compute_experts(
+        self, experts: Any, rows: Tensor, weights: Unseen, counts: Counts, recomputation: Recomputation
+    ) -> Tensor:
+        """The results of experts for rows that are weighted first."""
+        rows = (rows * weights.tensor[:, None]).to(rows.dtype)
+        first, last = experts.gate_up_proj.flatten(2).transpose(1, 2), experts.down_proj.transpose(1, 2)
+        gate, up = expert_products(rows, first, counts).chunk(2, -1)
+        return recomputation.product(expert_products, up * experts.act_fn(gate), last, counts)
+
+    def constants(self, model: Model, kind: str, places: Places, *others: Any) -> dict[str, Any]:
+        """Those of all families; raises BadInput for parts of a sequence whose queries are scaled by position.
+
+        Stock blocks that do not rotate count positions from the first that they are given.
+        """
+        config, rotates = self.configuration(model), base_type(kind) in (ROTATED_SPARSE, ROTATED_DENSE)
+        scales = config.attn_temperature_tuning and model.sequence_length >= config.floor_scale and not rotates
+        if scales and (places.computed != slice(0, model.sequence_length) or places.order is not None):
+            problem = (
+                f"ulysses and cp_size above 1: not supported when queries scale with their position ({kind} layers)"
+            )
+            raise BadInput(f"model {model.name}", problem, "use megatron, or set attn_temperature_tuning to false")
+        return super().constants(model, kind, places, *others)

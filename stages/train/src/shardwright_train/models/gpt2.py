@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright_models.facts import BLOCK
+from shardwright.models.traits import BLOCK
 from shardwright_train.data.share import POSITIONS, Batch
-from shardwright_train.models.auxiliary_loss import States
 from shardwright_train.models.base import Family
-from shardwright_train.models.stock import Pieces
+from shardwright_train.models.stock import Pieces, States
 from shardwright_train.parallel.sharding_rules import Parts, Rule
 from shardwright_train.parallel.vocab import positions_of, token_embedding
 
@@ -28,13 +27,13 @@ class GPT2(Family):
     counted_per_rank = ("split_size",)
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """Return the configuration; the default width of the feed-forward is four times that of the hidden states."""
+        """The configuration; the default width of the feed-forward is four times that of the hidden states."""
         configured = super().configured(config)
         configured.n_inner = configured.n_inner or 4 * configured.n_embd
         return configured
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """Return the sum of a vector of the token and a learned one of the position."""
+        """The sum of a vector of the token and a learned one of the position."""
         stock: Any = pieces.transformer
         tokens = token_embedding(stock.wte, batch["tokens"], pieces.tensor_parallel)
         positions = positions_of(batch["tokens"], pieces.tensor_parallel, batch.get(POSITIONS))

@@ -1,16 +1,22 @@
-"""Initial weights, each a function of seed, parameter and place alone: a rank computes those that it holds."""
+"""Initial weights: each is a function only of seed, parameter and position, so a rank computes just what it holds."""
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, product
 
 import numpy as np
 import torch
+from msgspec import UNSET
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+
+from shardwright.models.low_rank import SECOND, pairs_of
+from shardwright.models.low_rank_targets import paths_of
+from shardwright.types import EMBEDDING, HEAD, LOW_RANK, Model
+from shardwright_train.parallel.low_rank import add_low_rank
 
 _BLOCK = 1 << 16
 """Count of numbers drawn at once; with the memory for drawing them, 4 MiB a thread."""
@@ -40,7 +46,7 @@ class Normal:
     std: float
 
     def transform(self, uniform: Tensor) -> Tensor:
-        """Return this distribution's numbers for uniform ones [2, n] in (0, 1)."""
+        """This distribution's numbers for uniform ones [2, n] in (0, 1)."""
         radius, angle = uniform[0].log_().mul_(-2.0).sqrt_().mul_(self.std), uniform[1].mul_(2.0 * math.pi)
         return torch.stack((radius * angle.cos(), radius * angle.sin())).add_(self.mean)
 
@@ -55,7 +61,7 @@ class TruncatedNormal:
     high: float
 
     def transform(self, uniform: Tensor) -> Tensor:
-        """Return this distribution's numbers for uniform ones [2, n] in (0, 1)."""
+        """This distribution's numbers for uniform ones [2, n] in (0, 1)."""
         below, above = (math.erfc((self.mean - x) / self.std / math.sqrt(2)) / 2 for x in (self.low, self.high))
         share = uniform.mul_(above - below).add_(below)
         normal: Tensor = torch.special.ndtri(share)
@@ -70,7 +76,7 @@ class Uniform:
     high: float
 
     def transform(self, uniform: Tensor) -> Tensor:
-        """Return this distribution's numbers for uniform ones [2, n] in (0, 1)."""
+        """This distribution's numbers for uniform ones [2, n] in (0, 1)."""
         return uniform.mul_(self.high - self.low).add_(self.low)
 
 
@@ -136,7 +142,7 @@ def _fill(target: Tensor, distribution: Distribution, shape: Sequence[int], box:
 
 
 def _drawn(distribution: Normal | TruncatedNormal | Uniform, runs: Sequence[_Run], key: NDArray[np.uint64]) -> Tensor:
-    """Return the numbers of some runs; runs whose ends share a count are drawn together."""
+    """The numbers of some runs; runs whose ends share a count are drawn together."""
     counts = [range(start // _PER_COUNT, -(-(start + length) // _PER_COUNT)) for start, length in runs]
     drawn = distribution.transform(_uniform(counts, key)).T.reshape(-1)
     if len(drawn) == sum(length for _, length in runs):
@@ -147,7 +153,7 @@ def _drawn(distribution: Normal | TruncatedNormal | Uniform, runs: Sequence[_Run
 
 
 def _uniform(counts: Sequence[range], key: NDArray[np.uint64]) -> Tensor:
-    """Return uniform numbers [2, n] in (0, 1) for ascending counts: the high and the low half of each word."""
+    """Uniform numbers [2, n] in (0, 1) for ascending counts: the high and the low half of each word."""
     generator, at, words = np.random.Philox(counter=counts[0].start, key=key), counts[0].start, []
     for count in counts:
         generator.advance(count.start - at)
@@ -187,3 +193,40 @@ def _blocks(runs: Iterator[_Run]) -> Iterator[tuple[int, list[_Run]]]:
         block.append(run)
     if size:
         yield first, block
+
+
+# Low-rank matrices (LoRA): added to stock modules, and filled as peft fills them.
+
+
+def with_low_rank(module: nn.Module, model: Model, layer: str) -> nn.Module:
+    """A layer's stock module with the low-rank matrices that the model has there, on the meta device."""
+    if model.low_rank is UNSET:
+        return module
+    place = layer if layer in (EMBEDDING, HEAD) else int(layer.removeprefix("layers[").removesuffix("]"))
+    kind, path = model.layers[place] if isinstance(place, int) else place, paths_of(model)[place]
+    with torch.device("meta"):
+        for pair, first, second in pairs_of(model, kind):
+            scaling = model.low_rank.scaling_of(f"{path}{pair.target}", pair.rank)
+            add_low_rank(module, pair, first, second, scaling)
+    return module
+
+
+def low_rank_fillings(module: nn.Module, model: Model) -> Mapping[str, tuple[Filling, ...]]:
+    """How peft fills low-rank matrices, by their names in a layer's module.
+
+    A has what a Linear of torch has, uniform in +-1/sqrt(inputs) (He et al. 2015, with a = sqrt(5)). B is zeros.
+    """
+    return {
+        name: (Filling(_distribution(name, tuple(parameter.shape), model), None),)
+        for name, parameter in module.named_parameters()
+        if LOW_RANK in name
+    }
+
+
+def _distribution(name: str, shape: tuple[int, ...], model: Model) -> Distribution:
+    assert model.low_rank is not UNSET
+    if model.low_rank.starts_at_zero and name.endswith(SECOND):
+        return Constant(0.0)
+    # peft holds B of all experts side by side.
+    inputs = shape[-1] * (shape[0] if len(shape) == 3 and name.endswith(SECOND) else 1)
+    return Uniform(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs))

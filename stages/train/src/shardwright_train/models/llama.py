@@ -1,8 +1,27 @@
-"""Llama (Touvron et al. 2023); Mistral, Qwen2 and Qwen3 differ by their stock classes alone."""
+"""Llama (Touvron et al. 2023), and the families whose blocks are called as Llama's are.
 
-from shardwright_models.facts import BLOCK, FULL, SLIDING
+Mistral, Qwen2 and Qwen3 differ only by their stock classes.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.models.families.llama import ROTATED, UNROTATED
+from shardwright.models.families.stacked import PHI3
+from shardwright.models.traits import BLOCK, FULL, SLIDING
+from shardwright.types import EMBEDDING, Model
+from shardwright.types.model import base_type
+from shardwright_train.data.share import POSITIONS, Batch
 from shardwright_train.models.base import Family
-from shardwright_train.parallel.sharding_rules import Parts
+from shardwright_train.models.masks import Places
+from shardwright_train.models.stock import Pieces, States
+from shardwright_train.parallel.sharding_rules import Parts, Rule
+from shardwright_train.parallel.tensor import TensorParallel
 
 
 class Llama(Family):
@@ -13,3 +32,176 @@ class Llama(Family):
     parts = dict.fromkeys((BLOCK, SLIDING, FULL), Parts("model.layers", attention=("self_attn",), mlp=("mlp",)))
     plan = {"embed_tokens": "embedding_rowwise"}
     rotary = "model.rotary_emb"
+
+
+class Cohere(Llama):
+    """Llama with scaled logits, and norms of heads with weights of their own for each head."""
+
+    plan = Llama.plan | dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), Rule("cut", dim=0))
+
+    def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
+        """The logits, scaled as the configuration says."""
+        scale: float = pieces.config.logit_scale
+        return super().logits(pieces, inputs) * scale
+
+
+class Granite(Llama):
+    """Llama with scaled embeddings and logits; the stock blocks scale scores and sums."""
+
+    def embed(self, pieces: Pieces, batch: Batch) -> States:
+        """The embedding, multiplied as the configuration says."""
+        (rows,) = super().embed(pieces, batch)
+        return (rows * pieces.config.embedding_multiplier,)
+
+    def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
+        """The logits, divided as the configuration says."""
+        scaling: float = pieces.config.logits_scaling
+        return super().logits(pieces, inputs) / scaling
+
+
+class Ministral(Llama):
+    """Llama whose stock class needs to be told the features of a head."""
+
+    def configured(self, config: Mapping[str, Any]) -> Any:
+        """The configuration; heads have their share of the hidden states' features by default."""
+        configured = super().configured(config)
+        configured.head_dim = configured.head_dim or configured.hidden_size // configured.num_attention_heads
+        return configured
+
+
+class Ministral3(Llama):
+    """Llama whose stock blocks scale queries by their positions in a sample."""
+
+    def constants(self, model: Model, kind: str, places: Places, example: Tensor, *others: Any) -> dict[str, Any]:
+        """Those of all families, and the positions [1, s] that this rank computes."""
+        constants = super().constants(model, kind, places, example, *others)
+        constants["arguments"]["position_ids"] = places.positions(example.device)[places.computed][None]
+        return constants
+
+    def call(self, block: Any, states: States, batch: Batch, constants: dict[str, Any]) -> Any:
+        """Run a block with the positions in their documents, if a batch has them."""
+        if POSITIONS in batch:
+            block = partial(block, position_ids=batch[POSITIONS][:, constants["places"].computed])
+        return super().call(block, states, batch, constants)
+
+
+class SmolLM3(Llama):
+    """Llama with two types of block; the stock ones know whether they rotate."""
+
+    parts = dict.fromkeys((ROTATED, UNROTATED), Llama.parts[BLOCK])
+
+    def configured(self, config: Mapping[str, Any]) -> Any:
+        """The configuration; raises ValueError if a layer has a window, which it has by its type alone."""
+        if "sliding_attention" in (config.get("layer_types") or ()):
+            raise ValueError("layer_types 'sliding_attention' cannot be trained: attention is whole")
+        return super().configured(config)
+
+
+# The language models of Gemma 2 and 3 (Gemma team 2024, 2025).
+
+
+class Gemma2(Llama):
+    """Llama with scaled embeddings and bounded logits; the stock blocks have the rest."""
+
+    def module(self, stock: Any, kind: str, index: int) -> nn.Module:
+        """The modules of a layer, of which the table is a plain one: `embed` scales its rows."""
+        module = super().module(stock, kind, index)
+        if kind == EMBEDDING:
+            rows, features = stock.model.embed_tokens.weight.shape
+            padding, weight = stock.model.embed_tokens.padding_idx, stock.model.embed_tokens.weight
+            table = nn.Embedding(rows, features, padding, device=weight.device, dtype=weight.dtype)
+            module.set_submodule(self.embedding[0], table)
+        return module
+
+    def embed(self, pieces: Pieces, batch: Batch) -> States:
+        """The embedding, scaled in its format by the root of the number of features."""
+        (rows,) = super().embed(pieces, batch)
+        return (rows * torch.tensor(pieces.config.hidden_size**0.5).to(rows.dtype),)
+
+    def logits(self, pieces: Pieces, inputs: Tensor) -> Tensor:
+        """The logits, which a hyperbolic tangent bounds."""
+        logits, bound = super().logits(pieces, inputs), pieces.config.final_logit_softcapping
+        return logits if bound is None else torch.tanh(logits / bound) * bound
+
+
+class Gemma3(Gemma2):
+    """Gemma 2 whose types of block turn by angles of their own."""
+
+    def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """The cosines and sines of a type of block."""
+        angles: tuple[Tensor, ...] = rotary(example, positions, base_type(kind))
+        return angles
+
+
+# Families whose files hold several matrices as one: Baichuan, GLM 4, Phi 3.
+# Baichuan (Yang et al. 2023) is trained on the modules of Llama; none of the code published with it runs.
+
+
+class NormedHead(nn.Linear):
+    """A matrix whose rows are made unit vectors before they are multiplied."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        """The products with the rows."""
+        return nn.functional.linear(states, nn.functional.normalize(self.weight))
+
+
+class Baichuan(Llama):
+    """Llama whose files hold queries, keys and values as one; ALiBi in place of rotations in 13B."""
+
+    def configured(self, config: Mapping[str, Any]) -> Any:
+        """Llama's configuration, with the positions of 13B under the usual name."""
+        parsed, read = super().configured(config), self.facts.keys.implied(config)
+        parsed.alibi, parsed.max_position_embeddings = read["alibi"], read["max_position_embeddings"]
+        return parsed
+
+    def skeleton(self, config: Any) -> Any:
+        """Llama's stock model, with Baichuan 2's head if the configuration has it."""
+        stock = super().skeleton(config)
+        if self.facts.norm.of_head(vars(config)):
+            rows, features = stock.lm_head.weight.shape
+            stock.lm_head = NormedHead(features, rows, bias=False, device="meta", dtype=stock.lm_head.weight.dtype)
+        return stock
+
+    def constants(
+        self,
+        model: Model,
+        kind: str,
+        places: Places,
+        example: Tensor,
+        kernel: str,
+        heads: Callable[[int], slice] = slice,
+    ) -> dict[str, Any]:
+        """Those of Llama; under ALiBi by angles of 0, for positions show in the mask."""
+        constants = super().constants(model, kind, places, example, kernel, heads)
+        if model.types[kind].alibi_heads:
+            cos, sin = constants["arguments"]["position_embeddings"]
+            constants["arguments"] = {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+            del constants["every_angle"]
+        return constants
+
+
+class Glm4(Llama):
+    """Llama whose files hold the gate and the first matrix of the feed-forward as one, each sharded by itself."""
+
+    plan = {
+        **Llama.plan,
+        **dict.fromkeys(("mlp.gate_up_proj", "gate_proj", "up_proj"), "colwise"),
+        "mlp.down_proj": "rowwise",
+    }
+
+
+class Phi3(Llama):
+    """Llama whose files hold queries, keys and values as one matrix, and gate and first matrix of the feed-forward."""
+
+    plan = {
+        **Llama.plan,
+        **dict.fromkeys(chain(*PHI3.stock.stacked.values()), "colwise"),
+        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "rowwise"),
+    }
+    counted_per_rank = ("num_key_value_heads",)
+
+    def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
+        """Correct the numbers of heads: the stock block reads that of queries in its configuration, a copy."""
+        super().after_split(block, config, tensor_parallel)
+        attention: Any = block.get_submodule("self_attn")
+        attention.config.num_attention_heads //= tensor_parallel.size

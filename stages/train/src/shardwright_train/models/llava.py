@@ -1,35 +1,41 @@
-"""Llava (Liu et al. 2023): a vision tower, a projector that puts its states among a text's, and Llama's blocks."""
+"""Models of text and images: Llava (Liu et al. 2023), and Gemma 3 with images (Gemma team 2025)."""
 
 import copy
 from collections.abc import Mapping
 from itertools import product
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from shardwright_formats.types import EMBEDDING, Model, base_type
-from shardwright_models.facts import BLOCK
-from shardwright_models.facts import Family as Facts
-from shardwright_models.families.llama import LLAMA
-from shardwright_models.families.llava import (
+from shardwright.models.facts import Family as Facts
+from shardwright.models.families.gemma import GEMMA3
+from shardwright.models.families.images import VISION
+from shardwright.models.families.llama import LLAMA
+from shardwright.models.families.llava import (
+    CLIP,
+    IMAGES,
     LANGUAGE,
     PROJECTOR,
     TEXT,
     TOWER,
+    TOWERS,
     VISION_TOWER,
     image_tokens,
+    part_of,
+    vision_kind,
 )
-from shardwright_models.families.siglip import VISION
-from shardwright_models.families.towers import CLIP, IMAGES, TOWERS, part_of, vision_kind
-from shardwright_train.data.image_text import ImageText
+from shardwright.models.traits import BLOCK, FULL, SLIDING
+from shardwright.types import EMBEDDING, Model, base_type
+from shardwright_train.data.objectives import ImageText
 from shardwright_train.data.share import Batch
-from shardwright_train.models.auxiliary_loss import States
 from shardwright_train.models.base import Family
 from shardwright_train.models.configuration import check_only, parse
-from shardwright_train.models.stock import Pieces
+from shardwright_train.models.stock import Pieces, States
 from shardwright_train.parallel.sharding_rules import Parts
 from shardwright_train.parallel.vocab import token_embedding
 
@@ -48,6 +54,7 @@ class Llava(Family):
         PROJECTOR: Parts("model.multi_modal_projector", (), (), alone=True),
     }
     plan = {
+        "lm_head": "colwise_gather_output",  # transformers before 5.20 has no rule for it
         **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"), "colwise"),
         **dict.fromkeys(("o_proj", "down_proj", "out_proj", "fc2"), "rowwise"),
         "embed_tokens": "embedding_rowwise",
@@ -59,9 +66,9 @@ class Llava(Family):
     """Configuration class and facts of the language model."""
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """Return the configuration of the blocks that compute something; it has the attributes of the text's, too."""
+        """The configuration of the blocks that compute something; it has the attributes of the text's, too."""
         read = self.facts.configured(config)
-        if (wrong := self.facts.wrong(read)) is not None:
+        if (wrong := self.facts.keys.wrong(read)) is not None:
             raise ValueError(wrong)
         (text_class, text_facts), outer = self.text, dict(config)
         text, vision = part_of(config, TEXT), part_of(config, VISION)
@@ -76,7 +83,7 @@ class Llava(Family):
                 parse(kind, part, facts)  # names an unknown key
                 check_only(part, facts)
         for part, key in product((text, vision), ("dtype", "torch_dtype")):
-            part.pop(key, None)  # The plan says in which format, also where a part of the file does.
+            part.pop(key, None)  # The plan says in which format, also if a part of the file does.
         vision["num_hidden_layers"] = self.facts.stacks[0].numbers(read)[0]
         configured = super().configured(outer | {TEXT: text, VISION: vision, **self.normalized(read)})
         of_text = {
@@ -86,11 +93,11 @@ class Llava(Family):
         return configured
 
     def normalized(self, read: Mapping[str, Any]) -> dict[str, Any]:
-        """Return keys of a configuration whose tower ends with the block whose states are taken."""
+        """Keys of a configuration whose tower ends with the block whose states are taken."""
         return {"vision_feature_layer": -1, "image_seq_length": image_tokens(read)}
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """Return the modules of a layer; numbers of patches' positions are no buffer, which would lose its values."""
+        """The modules of a layer; numbers of patches' positions are no buffer, which would lose its values."""
         if kind != EMBEDDING:
             return super().module(stock, kind, index)
         paths = self.embedding if hasattr(stock.model.vision_tower, "pre_layrnorm") else self.embedding[:-1]
@@ -101,7 +108,7 @@ class Llava(Family):
         return pieces
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """Return a stock block, or the projector, which keeps the tower's last norm: nothing here asks for it."""
+        """A stock block, or the projector, which keeps the tower's last norm: nothing here asks for it."""
         block: Any = super().block(stock, kind, index)
         block.of_tower, block.images = kind == TOWER, getattr(stock.config, IMAGES, 1)
         if kind == PROJECTOR:
@@ -123,19 +130,19 @@ class Llava(Family):
         with torch.no_grad():
             module.apply(start)
 
-    def keeps_last_sum(self, kind: str, config: Any) -> bool:
-        """Return whether a value after the last product is kept: where the projector puts its states among a text's."""
-        return kind == PROJECTOR or super().keeps_last_sum(kind, config)
+    def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
+        """Whether a value after the last product is kept: where the projector puts its states among a text's."""
+        return kind == PROJECTOR or super().keeps_last_sum(kind, config, compute)
 
     def may_lack(self, model: Model, name: str) -> bool:
-        """Return whether a tensor is of a block of the tower behind the one whose states are taken."""
+        """Whether a tensor is of a block of the tower behind the one whose states are taken."""
         blocks = self.parts[TOWER].path
         number = name.removeprefix(f"{blocks}.").partition(".")[0]
         taken = sum(base_type(kind) == TOWER for kind in model.layers)
         return name.startswith(f"{blocks}.") and number.isdecimal() and int(number) >= taken
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """Return the states of an image's patches, of which every rank computes all, and those of the tokens."""
+        """The states of an image's patches, of which every rank computes all, and those of the tokens."""
         tower: Any = pieces.get_submodule(VISION_TOWER)
         table: Any = pieces.get_submodule(self.embedding[0])
         embeddings, split = tower.embeddings, pieces.tensor_parallel
@@ -166,7 +173,62 @@ class Llava(Family):
 
 
 def placed(features: Tensor, text: Tensor, inside: Tensor) -> Tensor:
-    """Return states of a text [n, s, h] with images' features [n, t, h], in order, at the true positions [n, s]."""
+    """States of a text [n, s, h] with images' features [n, t, h], in order, at the true positions [n, s]."""
     index = (inside.cumsum(1) - 1).clamp(0, features.shape[1] - 1)
     rows = features.gather(1, index[..., None].expand(-1, -1, features.shape[-1]))
     return rows.where(inside[..., None], text)
+
+
+class Gemma3Images(Llava):
+    """Llava with Gemma's blocks, scaled embeddings of tokens, and a projector that norms and pools."""
+
+    parts = {
+        **dict.fromkeys((SLIDING, FULL), Parts(f"{LANGUAGE}.layers", ("self_attn",), ("mlp",))),
+        **{kind: Llava.parts[kind] for kind in (TOWER, PROJECTOR)},
+    }
+    plan = {**Llava.plan, **dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")}
+    text = Gemma3TextConfig, GEMMA3
+
+    def configured(self, config: Mapping[str, Any]) -> Any:
+        """The configuration, which says how many positions an image takes as Llava's does."""
+        configured = super().configured({key: x for key, x in config.items() if key != "image_seq_length"})
+        configured.image_seq_length = configured.mm_tokens_per_image
+        return configured
+
+    def normalized(self, read: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing: all blocks of the tower compute something."""
+        return {}
+
+    def module(self, stock: Any, kind: str, index: int) -> nn.Module:
+        """The modules of a layer, of which the table is a plain one: `embed` scales its rows."""
+        module = super().module(stock, kind, index)
+        if kind == EMBEDDING:
+            scaled = stock.model.language_model.embed_tokens
+            (rows, features), weight = scaled.weight.shape, scaled.weight
+            table = nn.Embedding(rows, features, scaled.padding_idx, device=weight.device, dtype=weight.dtype)
+            module.set_submodule(self.embedding[0], table)
+        return module
+
+    def block(self, stock: Any, kind: str, index: int) -> nn.Module:
+        """A stock block, or the projector, which norms what the tower's last block gives."""
+        block = super().block(stock, kind, index)
+        if kind == PROJECTOR:
+            block.post_layernorm.requires_grad_(True)
+            block.forward = MethodType(_projected, block)
+        return block
+
+    def embed(self, pieces: Pieces, batch: Batch) -> States:
+        """The states of patches and of tokens, these scaled by the root of the number of features."""
+        image, text = super().embed(pieces, batch)
+        return image, text * torch.tensor(pieces.config.text_config.hidden_size**0.5).to(text.dtype)
+
+    def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """The cosines and sines of a type of block."""
+        angles: tuple[Tensor, ...] = rotary(example, positions, base_type(kind))
+        return angles
+
+
+def _projected(projector: Any, image: Tensor) -> Tensor:
+    """An image's features, of the normed states."""
+    features: Tensor = type(projector).forward(projector, projector.post_layernorm(image))
+    return features

@@ -8,8 +8,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from shardwright_formats.types import Attention
-from shardwright_models.facts import Mask
+from shardwright.models.traits import Mask
+from shardwright.types import Attention
 from shardwright_train.data.share import DOCUMENTS, Batch
 
 _SHARED = "mask"
@@ -26,31 +26,31 @@ class Places(NamedTuple):
     attending: slice
     """Places that attend on this rank."""
     order: Tensor | None = None
-    """Positions [s] at all places; None where they keep their order."""
+    """Positions [s] at all places; None if they keep their order."""
 
     @classmethod
     def whole(cls, length: int) -> "Places":
-        """Return the places of a rank that has whole samples."""
+        """The places of a rank that has whole samples."""
         return cls(length, slice(0, length), slice(0, length))
 
     def positions(self, device: torch.device) -> Tensor:
-        """Return the positions [s] at all places."""
+        """The positions [s] at all places."""
         return torch.arange(self.length, device=device) if self.order is None else self.order
 
     def pairs(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the positions [q, 1] that attend on this rank, and all [s]."""
+        """The positions [q, 1] that attend on this rank, and all [s]."""
         positions = self.positions(device)
         return positions[self.attending, None], positions
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return what a mask for these places is known by."""
+        """What a mask for these places is known by."""
         rows, order = self.attending, self.order
         return self.length, rows.start, rows.stop, None if order is None else tuple(order.tolist())
 
 
 def shared_mask(window: int | None, attending: slice) -> str:
-    """Return the key in a microbatch of the mask that its layers with a window share, of the form of `document_mask`.
+    """The key in a microbatch of the mask that its layers with a window share, of the form of `document_mask`.
 
     The window may be None: layers without one. `attending`: places of its rows.
     """
@@ -59,7 +59,7 @@ def shared_mask(window: int | None, attending: slice) -> str:
 
 
 def mask_for(mask: Mask, states: Tensor, batch: Batch, constants: Mapping[str, Any]) -> Tensor | None:
-    """Return the mask of a block for states [b, s, h]; a causal one covers all positions of the tokens.
+    """The mask of a block for states [b, s, h]; a causal one covers all positions of the tokens.
 
     `constants`: the block's kernel, its window and places, and the mask of the window or of slopes, or None. A kernel
     that attends to other ranks' positions makes a causal mask itself, and is told the documents alone.
@@ -78,7 +78,7 @@ def mask_for(mask: Mask, states: Tensor, batch: Batch, constants: Mapping[str, A
 
 
 def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
-    """Return the causal mask added to scores [b, heads, s, s] for the eager kernel; None for others, causal anyway."""
+    """The causal mask added to scores [b, heads, s, s] for the eager kernel; None for others, causal anyway."""
     if kernel != Attention.EAGER.value:
         return None
     length = tokens.shape[1]
@@ -87,7 +87,7 @@ def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
 
 
 def window_mask(places: Places, window: int, example: Tensor, mask: Mask) -> Tensor:
-    """Return the mask [1, 1, q, s] to add to scores so that positions attend to `window`, themselves the last.
+    """The mask [1, 1, q, s] to add to scores so that positions attend to `window`, themselves the last.
 
     Where the family's `mask` is not causal, they attend to as many behind them. It is in the dtype and on the device of
     `example`; as long as one exists, it is returned again.
@@ -104,7 +104,7 @@ def window_mask(places: Places, window: int, example: Tensor, mask: Mask) -> Ten
 
 
 def alibi_mask(places: Places, slopes: Sequence[float], example: Tensor) -> Tensor:
-    """Return the causal mask [1, heads, q, s] to add to scores so that they fall with the distance, by heads' slopes.
+    """The causal mask [1, heads, q, s] to add to scores so that they fall with the distance, by heads' slopes.
 
     It is in the dtype and on the device of `example`; as long as one exists, it is returned again.
     """
@@ -122,16 +122,16 @@ def alibi_mask(places: Places, slopes: Sequence[float], example: Tensor) -> Tens
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return the slopes of so many heads (Press et al. 2022, and their code for numbers that are no power of two)."""
+    """The slopes of so many heads (Press et al. 2022, and their code for numbers that are no power of two)."""
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes if power == heads else slopes + alibi_slopes(2 * power)[0::2][: heads - power]
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None, places: Places) -> Tensor:
-    """Return the mask to add to scores [b, heads, q, s] so that each position attends to its own document alone.
+    """The mask to add to scores [b, heads, q, s] so that each position attends to its own document alone.
 
-    documents [b, s] number them; causal where there is no `padding` [b, s], which is false on what stands for nothing.
+    documents [b, s] number them; causal if there is no `padding` [b, s], which is false on what stands for nothing.
     """
     queries, keys = places.pairs(documents.device)
     hidden = documents[:, None, places.attending, None] != documents[:, None, None, :]
@@ -146,13 +146,13 @@ def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None,
 def image_masks(
     batch: Batch, config: Mapping[str, Any], wanted: Sequence[tuple[int | None, Places]], dtype: torch.dtype
 ) -> Batch:
-    """Return the shared masks of a microbatch for some windows, in which positions of an image see all of it."""
+    """The shared masks of a microbatch for some windows, in which positions of an image see all of it."""
     inside = batch["tokens"] == config["image_token_index"]
     return {shared_mask(window, places.attending): image_mask(inside, window, dtype) for window, places in wanted}
 
 
 def image_mask(inside: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the causal mask [b, 1, s, s] to add to scores, in which positions of an image see all of it.
+    """The causal mask [b, 1, s, s] to add to scores, in which positions of an image see all of it.
 
     `inside` [b, s] is true on these; images that touch are one, as in transformers. A window hides what lies further
     before a position.
@@ -169,7 +169,7 @@ def image_mask(inside: Tensor, window: int | None, dtype: torch.dtype) -> Tensor
 
 
 def padding_mask(mask: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
-    """Return a kernel's form of a mask [b, s] that is false on padding.
+    """A kernel's form of a mask [b, s] that is false on padding.
 
     flash_attention_2 takes it as it is; the others add [b, 1, 1, s] to their scores.
     """

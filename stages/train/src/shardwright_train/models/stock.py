@@ -1,9 +1,9 @@
-"""The stock models of transformers, without weights: the modules taken out of them, and how they are initialized."""
+"""Stock models of transformers without weights: the modules taken from them, and their initial distributions."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -14,6 +14,24 @@ from shardwright_train.models.initial_weights import Constant, Distribution, Fil
 from shardwright_train.parallel.tensor import TensorParallel
 from shardwright_train.torch_private import TorchDispatchMode
 
+States = tuple[Tensor, ...]
+"""The output of a layer: tensors [samples, positions, features], in the order of the description's `outputs`."""
+
+
+class WithLoss(NamedTuple):
+    """The output of a block that has an auxiliary loss.
+
+    The auxiliary loss is this rank's part of a sum over samples; the runtime adds its mean over a step to the loss.
+    Ranks with replicas of the block's states compute the same value, ranks with other positions compute other parts of
+    it.
+    """
+
+    states: States
+    loss: Tensor
+    counts: Tensor | None = None
+    """How often each expert was chosen for this rank's positions [experts]; None without experts."""
+
+
 _REFUSALS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
     StrictDataclassError,
@@ -21,10 +39,10 @@ _REFUSALS = (
 
 
 class Pieces(nn.Module):
-    """Modules of a stock model under their paths in it, and the computation with them."""
+    """Some modules of a stock model, under their original paths, with the family's function that calls them."""
 
     tensor_parallel: TensorParallel
-    """Tensor parallelism of the pieces; set where they are sharded."""
+    """Tensor parallelism of the pieces; set if they are sharded."""
 
     def __init__(self, stock: Any, paths: tuple[str, ...], compute: Callable[..., Any]) -> None:
         super().__init__()
@@ -39,7 +57,7 @@ class Pieces(nn.Module):
             owner.add_module(last, copy.deepcopy(stock.get_submodule(path)))
 
     def through(self, paths: tuple[str, ...], states: Tensor) -> Tensor:
-        """Return the states after some of the pieces, one after the other."""
+        """The states after some of the pieces, one after the other."""
         for path in paths:
             states = self.get_submodule(path)(states)
         return states
@@ -50,7 +68,7 @@ class Pieces(nn.Module):
 
 
 class Stacked(nn.Module):
-    """Matrices in place of one that holds the rows of all, so that tensor parallelism shards each by itself."""
+    """Separate matrices instead of one stacked matrix, so that tensor parallelism can shard each of them."""
 
     def __init__(self, matrix: nn.Linear, rows: Mapping[str, int]) -> None:
         super().__init__()
@@ -61,14 +79,14 @@ class Stacked(nn.Module):
             self.add_module(name, nn.Linear(matrix.in_features, count, matrix.bias is not None, **like))
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the outputs of all, side by side."""
+        """The outputs of all, side by side."""
         return torch.cat([matrix(states) for matrix in self.children()], -1)
 
 
 def unstack(block: nn.Module, stacked: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Put matrices in place of each stock one that a block has under a path of `stacked`, which names them by paths.
+    """Replace stacked matrices of a block by separate ones: `stacked` maps a path to the paths of its parts.
 
-    `shapes` are those of the block's parameters, matrices [outputs, inputs].
+    `shapes` has the shape of each of the block's parameters; matrices are [outputs, inputs].
     """
     for path, parts in stacked.items():
         matrix = dict(block.named_modules()).get(path)
@@ -78,7 +96,7 @@ def unstack(block: nn.Module, stacked: Mapping[str, Sequence[str]], shapes: Mapp
 
 
 def skeleton(stock: Any, config: Any) -> Any:
-    """Return a stock model with parameters on the meta device; raise ValueError where transformers cannot build it."""
+    """A stock model with parameters on the meta device; raises ValueError if transformers cannot build it."""
     with refusals(), torch.device("meta"):
         return stock(config)
 
@@ -102,9 +120,9 @@ _DRAWS: dict[str, Callable[..., Distribution]] = {
 
 
 def stock_fillings(module: nn.Module, initialize: Callable[[], object]) -> dict[str, tuple[Filling, ...]]:
-    """Return how `initialize` fills each parameter of a module on the meta device, in order.
+    """How `initialize` fills each parameter of a module on the meta device, in order.
 
-    Raises RuntimeError, naming the parameter, for what it leaves as it was or changes otherwise.
+    Raises RuntimeError naming a parameter that it leaves uninitialized or changes in an unknown way.
     """
     fillings = _Noted(module)
     with fillings, _truncated_normal_noted(fillings):

@@ -1,4 +1,4 @@
-"""Features of a plan that no device or installation supports, checked before ranks start."""
+"""Checks, before ranks start, of plan features that no device or this installation does not support."""
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -6,11 +6,13 @@ from importlib.metadata import PackageNotFoundError, version
 import msgspec
 from msgspec import UNSET
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import FP8, HEAD, Attention, Plan
-from shardwright_models.context import WITHOUT_FLASH, plan_obstacle
-from shardwright_models.registry import FAMILIES, facts_of
+from shardwright.io import BadInput
+from shardwright.models.context import WITHOUT_FLASH, plan_obstacle
+from shardwright.models.mtp import mtp_layers
+from shardwright.models.registry import FAMILIES, facts_of
+from shardwright.plan.axes import axes_of
+from shardwright.plan.supported_fields import check_fields
+from shardwright.types import FP8, HEAD, Attention, Plan
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _MIXED_FLOAT16 = ("float32", "float16", "float32")
@@ -20,21 +22,25 @@ _WIDEST_HEAD = 256
 
 def check_supported(plan: Plan, file: object) -> None:
     """Raise BadInput naming the first thing in a plan that cannot be run anywhere."""
+    check_fields(plan, file, "the runtime")
+    if mtp_layers(plan.model.layers):
+        problem = "layers that predict further tokens (mtp) are estimated, not trained"
+        raise BadInput(file, problem, "plan without --mtp, or export the plan to megatron")
     for problem, remedy in _beyond(plan):
         raise BadInput(file, problem, remedy)
 
 
 def check_installed(plan: Plan, file: object) -> None:
-    """Raise BadInput where a plan asks for flash-attn and this machine does not have it."""
+    """Raise BadInput if a plan asks for flash-attn and this machine does not have it."""
     wants = [f"attention {plan.attention}"] if plan.attention is Attention.FLASH_ATTENTION_2 else []
     wants += [f"fused {name}" for name in plan.fused]
     if wants and not flash_attn_is_installed():
         problem = f"flash-attn is not installed, and {' and '.join(wants)} needs it"
-        raise BadInput(file, problem, "pip install 'shardwright-train[flash-attn]', or use sdpa and nothing fused")
+        raise BadInput(file, problem, "pip install 'shardwright[flash-attn]', or use sdpa and nothing fused")
 
 
 def flash_attn_is_installed() -> bool:
-    """Return whether flash-attn 2 is installed; other packages have a module of the same name."""
+    """Whether flash-attn 2 is installed; other packages have a module of the same name."""
     try:
         version("flash-attn")
     except PackageNotFoundError:
@@ -43,25 +49,27 @@ def flash_attn_is_installed() -> bool:
 
 
 def flash_obstacle(plan: Plan) -> str | None:
-    """Return why flash_attention_2 can never run a plan, or None, disregarding installation, device and family."""
+    """Why flash_attention_2 can never run a plan, or None, disregarding installation, device and family."""
     if _on_cpu(plan):
-        return "needs CUDA, the plan is for cpu"
+        return "needs CUDA, but the plan is for cpu"
     if (compute := plan.precision.compute) not in _SIXTEEN_BITS:
-        return f"computes in bfloat16 or float16, the plan in {compute}"
+        return f"computes in bfloat16 or float16, but the plan in {compute}"
     regions = (region for kind in plan.model.types.values() for region in kind.regions)
     attentions = [region.attention for region in regions if region.attention is not None]
     widest = max((h.head_features for h in attentions), default=0)
     if any(h.features_of_values != h.head_features for h in attentions):
-        return "computes no value heads of other features than query heads"
+        return "does not support value heads of another width than query heads"
     if any(axes_of(layer).shares_context for layer in plan.layers):
         return WITHOUT_FLASH
     if any(h.alibi for h in attentions):
         return "cannot add the slopes of ALiBi to scores"
-    return f"has heads of up to {_WIDEST_HEAD} features, the model of {widest}" if widest > _WIDEST_HEAD else None
+    if widest > _WIDEST_HEAD:
+        return f"supports heads of up to {_WIDEST_HEAD} features, but the model has {widest}"
+    return None
 
 
 def without_devices(plan: Plan) -> tuple[Plan, str]:
-    """Return the plan that a dry run runs instead, uncompiled and without flash-attn, and its attention."""
+    """The plan that a dry run runs instead, uncompiled and without flash-attn, and its attention."""
     plain = Attention.SDPA if Attention.SDPA in facts_of(plan.model).kernels else Attention.EAGER
     here = plan.attention if plan.attention in (Attention.EAGER, Attention.SDPA_MATH) else plain
     return msgspec.structs.replace(plan, fused=(), compile=False), here.value
@@ -71,18 +79,26 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
     precision, family = plan.precision, plan.model.family
     kernels = (Attention.AUTO, *(FAMILIES[family].kernels if family in FAMILIES else Attention))
     if plan.attention not in kernels:
-        yield f"attention {plan.attention} is not for {family} models", f"use one of: {', '.join(kernels)}"
+        yield f"attention {plan.attention} is not supported for {family} models", f"use one of: {', '.join(kernels)}"
+    if plan.attention in (Attention.SDPA_EFFICIENT, Attention.SDPA_CUDNN) and _on_cpu(plan):
+        yield f"attention {plan.attention} needs CUDA, but the plan is for cpu", "use auto, sdpa or sdpa_flash"
     if precision.tf32 and _on_cpu(plan):
-        yield "precision tf32 needs CUDA, the plan is for cpu", "leave it out"
+        yield "precision tf32 needs CUDA, but the plan is for cpu", "leave it out"
     formats = (precision.parameters, precision.compute, precision.reduce)
     if precision.compute == FP8:
-        yield f"precision {FP8} is for estimates alone", "compute in bfloat16"
+        yield f"precision {FP8} is only for estimates", "compute in bfloat16"
     if "float16" in formats and formats != _MIXED_FLOAT16:
-        yield f"precision {'/'.join(formats)} is not run", "keep float16 to compute, parameters and reduce in float32"
+        yield (
+            f"precision {'/'.join(formats)} is not supported",
+            "keep float16 to compute, parameters and reduce in float32",
+        )
     if plan.attention is Attention.FLASH_ATTENTION_2 and (obstacle := flash_obstacle(plan)) is not None:
         yield f"attention {plan.attention} {obstacle}", "use auto, sdpa or eager"
     if plan.compile and any(kind.experts is not UNSET for kind in plan.model.types.values()):
-        yield "compile: blocks with experts are not compiled, for the host tells their rows apart", "leave it out"
+        yield (
+            "compile: blocks with experts cannot be compiled, because the host reads how many rows each expert has",
+            "leave it out",
+        )
     if (shared := plan_obstacle(plan)) is not None:
         yield shared
     if plan.fused and (obstacle := _fused_obstacle(plan)) is not None:
@@ -92,14 +108,14 @@ def _beyond(plan: Plan) -> Iterator[tuple[str, str]]:
 def _fused_obstacle(plan: Plan) -> str | None:
     names = ", ".join(plan.fused)
     if _on_cpu(plan):
-        return f"{names} needs CUDA, the plan is for cpu"
+        return f"{names} needs CUDA, but the plan is for cpu"
     if plan.precision.compute == "float64":
-        return f"{names} computes in float32 at most, the plan in float64"
+        return f"{names} computes in at most float32, but the plan in float64"
     parts = axes_of(plan.head).dense.tensor.size
     lengths = [p.shape[p.tp_dim] for p in plan.model.types[HEAD].parameters if p.tp_dim is not None]
     odd = [length for length in lengths if length % parts]
     if "cross_entropy" in plan.fused and odd:
-        return f"cross_entropy needs equal shares, the head's tp_size {parts} does not divide {odd[0]} classes"
+        return f"cross_entropy needs equal shards, but the head's tp_size {parts} does not divide {odd[0]} classes"
     return None
 
 

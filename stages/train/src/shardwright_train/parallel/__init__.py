@@ -1,1 +1,1 @@
-"""The sharing of a layer by the ranks of a pipeline stage: groups, collectives, shards and vocabularies."""
+"""Parallelism inside a pipeline stage: process groups, collectives, and sharding along every axis."""

@@ -36,16 +36,16 @@ class Attended(NamedTuple):
     """The attention of queries to some keys."""
 
     output: Tensor
-    """[b, heads, q, features of values]; 0 where a query sees nothing."""
+    """[b, heads, q, features of values]; 0 if a query sees nothing."""
     logsumexp: Tensor
-    """Logarithms of the sums of exponentials [b, heads, q], in float32 at least; -inf where a query sees nothing."""
+    """Logarithms of the sums of exponentials [b, heads, q], in float32 at least; -inf if a query sees nothing."""
 
     def rows(self, queries: slice) -> "Attended":
-        """Return the part of some queries, as views."""
+        """The part of some queries, as views."""
         return Attended(self.output[:, :, queries], self.logsumexp[:, :, queries])
 
     def rounded(self, dtype: torch.dtype) -> "Attended":
-        """Return the attention with its output in a format."""
+        """The attention with its output in a format."""
         return Attended(self.output.to(dtype), self.logsumexp)
 
     def add(self, other: "Attended") -> None:
@@ -58,7 +58,7 @@ class Attended(NamedTuple):
 
 
 def nothing_attended(query: Tensor, features: int) -> Attended:
-    """Return the attention of queries [b, heads, q, d] to no keys, of values of some features, in float32 at least.
+    """The attention of queries [b, heads, q, d] to no keys, of values of some features, in float32 at least.
 
     Its output lies in memory as [b, q, heads, d], which is what the product behind attention reads.
     """
@@ -80,10 +80,10 @@ class Block:
     is_causal: bool = False
     """Whether queries and keys are the same positions in rising order, none of which sees a later one."""
     seen: Tensor | None = None
-    """The keys that each query sees [b or 1, 1, q, k], where `is_causal` does not say it."""
+    """The keys that each query sees [b or 1, 1, q, k], if `is_causal` does not say it."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
-        """Return the attention of the queries."""
+        """The attention of the queries."""
         output, logsumexp = self._forward(*_equally_wide(query, key, value))
         output = output[..., : value.shape[_FEATURES]]
         if self.seen is None:
@@ -92,7 +92,7 @@ class Block:
         return Attended(output.masked_fill(blind[..., None], 0), logsumexp.masked_fill(blind, -inf))
 
     def backward(self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
-        """Return the gradients of queries, keys and values, where `attended` is the merged attention of the queries."""
+        """The gradients of queries, keys and values, given `attended`, the merged attention of the queries."""
         # A query that sees nothing has probabilities 0, not exp(-inf + inf).
         logsumexp = attended.logsumexp.masked_fill(attended.logsumexp == -inf, inf)
         *inputs, output = _equally_wide(gradient, query, key, value, attended.output)
@@ -108,7 +108,7 @@ class Block:
         return self._efficient_backward(gradient, query, key, value, last)
 
     def _forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output and logarithms; those of a query that sees nothing are any finite numbers."""
+        """The output and logarithms; those of a query that sees nothing are any finite numbers."""
         causal, scale = self.is_causal, self.scale
         if query.device.type == "cpu":
             on_cpu = cpu_attention(query, key, value, 0.0, causal, attn_mask=self._bias(query), scale=scale)
@@ -151,14 +151,14 @@ class Block:
         return dq, _folded(dk, heads), _folded(dv, heads)
 
     def _is_flash(self, query: Tensor) -> bool:
-        if query.dtype not in _SHORT or self.seen is not None:
+        if query.dtype not in _SHORT or self.seen is not None or _only_efficient():
             return False
         features = query.shape[-1]
         takes_heads = features % _ALIGNMENT == 0 and features <= _WIDEST_FLASH
         return takes_heads and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
 
     def _bias(self, query: Tensor) -> Tensor | None:
-        """Return a mask to add to scores; it is finite, so that kernels compute numbers where nothing is seen.
+        """A mask to add to scores; it is finite, so that kernels compute numbers if nothing is seen.
 
         Its rows lie as far apart as the memory-efficient kernel asks, whatever the number of keys.
         """
@@ -196,9 +196,9 @@ class Piece(NamedTuple):
 
 
 def joined(key: Tensor, value: Tensor) -> Tensor:
-    """Return keys and values [b, kv_heads, k, features] together, to be sent at once.
+    """Keys and values [b, kv_heads, k, features] together, to be sent at once.
 
-    [2, b, kv_heads, k, d] where both have the same features; [1, b, kv_heads, k, those of both] otherwise.
+    [2, b, kv_heads, k, d] if both have the same features; [1, b, kv_heads, k, those of both] otherwise.
     """
     if key.shape == value.shape:
         return torch.stack([key, value])
@@ -206,23 +206,28 @@ def joined(key: Tensor, value: Tensor) -> Tensor:
 
 
 def parted(both: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    """Return keys, of some features, and values that are together, as views."""
+    """Keys, of some features, and values that are together, as views."""
     key, value = both if len(both) > 1 else both[0].tensor_split([features], _FEATURES)
     return key, value
 
 
+def _only_efficient() -> bool:
+    """Whether the plan asks for the memory-efficient kernel: PyTorch's settings say so."""
+    return torch.backends.cuda.mem_efficient_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
+
+
 def _equally_wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors [..., features], the narrower ones with zeros behind."""
+    """Tensors [..., features], the narrower ones with zeros behind."""
     widest = max(x.shape[_FEATURES] for x in tensors)
     return tuple(pad(x, (0, widest - x.shape[_FEATURES])) if x.shape[_FEATURES] < widest else x for x in tensors)
 
 
 def _repeated(x: Tensor, query: Tensor) -> Tensor:
-    """Return keys or values with a head for each of the queries'."""
+    """Keys or values with a head for each of the queries'."""
     return x.repeat_interleave(query.shape[_HEADS] // x.shape[_HEADS], _HEADS)
 
 
 def _folded(x: Tensor, heads: int) -> Tensor:
-    """Return gradients of repeated heads, summed over those that repeat one."""
+    """Gradients of repeated heads, summed over those that repeat one."""
     groups: Tensor = x.unflatten(_HEADS, (heads, -1))
     return groups.sum(_HEADS + 1)

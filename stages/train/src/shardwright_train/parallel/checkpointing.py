@@ -10,7 +10,7 @@ again is part of the graph, in which PyTorch restores the random state: parts ne
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from shardwright_formats.types import Recompute
+from shardwright.types import Recompute
 from shardwright_train.parallel.attention_blocks import Attended
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.parallel.rng import Randomness
@@ -62,21 +62,21 @@ class KeptResults(TorchDispatchMode):
         self._replays = True
 
     def product(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Return a matrix product whose result is summed over ranks."""
+        """A matrix product whose result is summed over ranks."""
         self._is_summed = True
         result = function(*args, **kwargs)
         self._is_summed = False
         return result
 
     def again(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Return a function's result, none of whose products are kept."""
+        """A function's result, none of whose products are kept."""
         self._repeats = True
         result = function(*args)
         self._repeats = False
         return result
 
     def whole(self, function: Callable[[], Attended]) -> Attended:
-        """Return the attention that a function computes, kept in place of its parts."""
+        """The attention that a function computes, kept in place of its parts."""
         if self._replays:
             kept: Attended = self._results.pop(0)
             return kept
@@ -87,7 +87,7 @@ class KeptResults(TorchDispatchMode):
         return attended
 
     def sum(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return the sum over ranks of a matrix product's partial results."""
+        """The sum over ranks of a matrix product's partial results."""
         if self._replays:
             kept = self._results.pop(0)
             return with_transpose(x, lambda _: kept, lambda gradient: gradient)
@@ -111,71 +111,99 @@ class KeptResults(TorchDispatchMode):
         return result
 
 
-class Recomputation:
-    """The selective recomputation of a layer.
+class _KeptNumbers:
+    """Numbers that the host read in one pass through a layer, in order: a replay does not wait for them again."""
 
-    `keeps_last`: whether something is kept behind the layer's last sum over ranks, so that a replay needs that.
+    def __init__(self) -> None:
+        self._numbers: list[list[int]] = []
+        self.replays = False
+
+    def read(self, x: Tensor) -> list[int]:
+        if self.replays:
+            return self._numbers.pop(0)
+        self._numbers.append(x.tolist())
+        return self._numbers[-1]
+
+
+class Recomputation:
+    """What a layer computes again in its backward pass.
+
+    `keeps_last`: whether something is kept behind the layer's last sum over ranks, so that a selective replay needs it.
     """
 
     def __init__(self, keeps_last: bool) -> None:
         self._keeps_last = keeps_last
         self._kept: KeptResults | None = None
+        self._numbers: _KeptNumbers | None = None
 
-    def selective(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return a function's result, keeping its inputs, products, attention and sums over ranks for backward."""
+    def full(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A function's result, keeping only its inputs; it seeds its own random numbers."""
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            kept = KeptResults(self._keeps_last)
-            return self._with(kept, kept.forward()), self._with(kept, kept)
+            numbers = _KeptNumbers()
+            return self._with(numbers, None, nullcontext()), self._with(numbers, None, nullcontext())
+
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+
+    def selective(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A function's result, keeping its inputs, products, attention and sums over ranks for backward."""
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            kept, numbers = KeptResults(self._keeps_last), _KeptNumbers()
+            return self._with(numbers, kept, kept.forward()), self._with(numbers, kept, kept)
 
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
     def product(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Return a matrix product that is summed over ranks and needed by nothing but that sum."""
+        """A matrix product that is summed over ranks and needed by nothing but that sum."""
         return function(*args, **kwargs) if self._kept is None else self._kept.product(function, *args, **kwargs)
 
     def again(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Return a function's result, whose products are repeated: low-rank ones cost little, and are needed."""
+        """A function's result, whose products are repeated: low-rank ones cost little, and are needed."""
         return function(*args) if self._kept is None else self._kept.again(function, *args)
 
     def whole(self, function: Callable[[], Attended]) -> Attended:
-        """Return the attention that a function computes in parts, without gradients: that over a ring."""
+        """The attention that a function computes in parts, without gradients: that over a ring."""
         return function() if self._kept is None else self._kept.whole(function)
 
     def sum(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return the sum over ranks of a matrix product's partial results."""
+        """The sum over ranks of a matrix product's partial results."""
         return function(x) if self._kept is None else self._kept.sum(function, x)
 
+    def read(self, x: Tensor) -> list[int]:
+        """Whole numbers of the device to the host, which waits for them, though not in a replay."""
+        numbers: list[int] = x.tolist() if self._numbers is None else self._numbers.read(x)
+        return numbers
+
     @contextmanager
-    def _with(self, kept: KeptResults, keeping: AbstractContextManager[Any]) -> Iterator[None]:
-        self._kept = kept
+    def _with(
+        self, numbers: _KeptNumbers, kept: KeptResults | None, keeping: AbstractContextManager[Any]
+    ) -> Iterator[None]:
+        self._kept, self._numbers = kept, numbers
         try:
             with keeping:
                 yield
         finally:
-            self._kept = None
-
-
-def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return a function's result, keeping only its inputs; it seeds its own random numbers."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            self._kept = self._numbers = None
+            numbers.replays = True
 
 
 def part_of(name: str, parts: Parts) -> Recompute:
-    """Return the kind of recomputation that repeats a module of a block: attention's or the rest's."""
+    """The kind of recomputation that repeats a module of a block: attention's or the rest's."""
     inside = any(f"{name}.".startswith(f"{part}.") for part in parts.attention)
     return Recompute.ATTENTION if inside else Recompute.MLP
 
 
 def apply_activation_checkpointing(
-    block: nn.Module, parts: Parts, recompute: Recompute, randomness: Randomness
+    block: nn.Module, parts: Parts, recompute: Recompute, randomness: Randomness, recomputation: Recomputation
 ) -> None:
-    """Recompute a block's attention or MLP where its strategy says so; the caller handles recomputing whole blocks.
+    """Recompute a block's attention or MLP if its strategy says so; the caller handles recomputing whole blocks.
 
     Each part draws from a seed of its own, so that it draws the same whether it is recomputed or not.
     """
     for name in (*parts.attention, *parts.mlp):
-        _replace(block, name, partial(_seeded, name, randomness, part_of(name, parts) is recompute))
+        repeats = recomputation if part_of(name, parts) is recompute else None
+        _replace(block, name, partial(_seeded, name, randomness, repeats))
 
 
 def compile_block(block: nn.Module, parts: Parts, recompute: Recompute, gathers: bool) -> None:
@@ -203,7 +231,9 @@ def _replace(block: nn.Module, name: str, change: Callable[[Callable[..., Any]],
     setattr(holder, last, change(getattr(holder, last)))
 
 
-def _seeded(name: str, randomness: Randomness, recompute: bool, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _seeded(
+    name: str, randomness: Randomness, recomputation: Recomputation | None, stock: Callable[..., Any]
+) -> Callable[..., Any]:
     @wraps(stock)  # some stock blocks read a part's signature
     def call(*args: Any, **kwargs: Any) -> Any:
         # That of the forward pass: the backward pass, which computes again, has none.
@@ -215,13 +245,13 @@ def _seeded(name: str, randomness: Randomness, recompute: bool, stock: Callable[
             with randomness.seeded(*rng_key, name):
                 return stock(*args, **kwargs)
 
-        return recomputed(run, *args, **kwargs) if recompute else run(*args, **kwargs)
+        return run(*args, **kwargs) if recomputation is None else recomputation.full(run, *args, **kwargs)
 
     return call
 
 
 def _recomputed(policy: _Policy | None, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the recomputing function, not a partial object, which would give each layer a graph of its own."""
+    """The recomputing function, not a partial object, which would give each layer a graph of its own."""
     kept: dict[str, Any] = {}
     if policy is not None:
         kept = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
@@ -240,13 +270,13 @@ def _all_but_gathers(_: SelectiveCheckpointContext, operator: Any, *_args: Any, 
 
 
 def _selective(_: SelectiveCheckpointContext, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Return whether to keep an operator's result: products, attention and sums, but no product whose sum is kept."""
+    """Whether to keep an operator's result: products, attention and sums, but no product whose sum is kept."""
     keeps = operator in (*_SUMS, *_PRODUCTS) or _is_attention(operator)
     return CheckpointPolicy.PREFER_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_attention(operator: Any) -> bool:
-    """Return whether an operator computes attention as a whole."""
+    """Whether an operator computes attention as a whole."""
     name: str = operator.name()
     return name.startswith(_ATTENTION)
 

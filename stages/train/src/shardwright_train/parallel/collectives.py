@@ -1,6 +1,9 @@
-"""Collectives that move activations, each with its gradient: inside tensor-parallel groups, and between layouts.
+"""Collectives on activations, each with its gradient: inside tensor-parallel groups, and between layouts.
 
-Sources: Shoeybi et al. 2019; Korthikanti et al. 2022, who gather inputs of products again for the backward pass.
+A collective is linear, so its gradient is its transpose: all-gather and reduce-scatter are transposes of each other, as
+are the identity (on replicated input) and all-reduce; all-to-all is its own, with split and gather dims swapped. These
+are the operators f, g of Shoeybi et al. (2019) and g, g-bar of Korthikanti et al. (2022), who also gather the inputs of
+products again in the backward pass instead of keeping them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwright_formats.semantics.axes import ActivationShard, Layout
-from shardwright_formats.semantics.layout import closed_groups, redistribution_plan
-from shardwright_formats.semantics.process_groups import Purpose
+from shardwright.plan.axes import ActivationShard, Layout
+from shardwright.plan.layout import closed_groups, redistribution_plan
+from shardwright.plan.process_groups import Purpose
 from shardwright_train.parallel.process_groups import Groups
 
 Move = Callable[[Tensor], Tensor]
@@ -38,7 +41,7 @@ class _WithTranspose(torch.autograd.Function):
 
 
 def with_transpose(x: Tensor, there: Move, back: Move) -> Tensor:
-    """Return a linear collective `there` of a tensor, whose gradient goes through its transpose `back`."""
+    """Apply a linear collective `there`; the gradient goes through its transpose `back`."""
     moved: Tensor = _WithTranspose.apply(x, there, back)  # type: ignore[no-untyped-call]
     return moved
 
@@ -54,12 +57,12 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensor unchanged, for different use on each rank; the gradient is summed over the ranks."""
+    """The tensor unchanged, to be used differently on each rank; its gradient is summed over the ranks."""
     return _differentiable(x, group, _same, _sum)
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the ranks, the same on all; the gradient passes unchanged."""
+    """The sum over the ranks, equal on all of them; the gradient passes unchanged."""
     return _differentiable(x, group, _sum, _same)
 
 
@@ -92,14 +95,14 @@ def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_dim(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks, one behind the other along a dim; without a gradient."""
+    """The tensors of all ranks, concatenated along a dim; without a gradient."""
     stacked = x.new_empty((group.size(), *x.shape))
     dist.all_gather_into_tensor(stacked.view(-1), x.contiguous().view(-1), group=group)
     return torch.cat(stacked.unbind(0), dim)
 
 
 def scatter_dim(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part along a dim of the sum of a tensor over the ranks; without a gradient."""
+    """This rank's part along a dim of the sum of a tensor over the ranks; without a gradient."""
     stacked = torch.stack(x.chunk(group.size(), dim))
     mine = torch.empty_like(stacked[0])
     dist.reduce_scatter_tensor(mine.view(-1), stacked.view(-1), group=group)
@@ -111,8 +114,8 @@ def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum in place: products, and gradients that only products produce, which nothing else reads."""
-    # A compiled graph copies where it must. Of x itself autograd would make a view.
+    """The sum over ranks, in place: nothing else reads these products, or gradients made by products."""
+    # A compiled graph copies only if it must. `detach`, because autograd would make a view of x itself.
     total = x.clone() if torch.compiler.is_compiling() else x.detach().contiguous()
     dist.all_reduce(total, group=group)
     return total
@@ -163,7 +166,7 @@ class _GatheredShard:
         self._regathered: Tensor | None = None
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Return the tensor itself, gathered; differentiable."""
+        """The tensor itself, gathered; differentiable."""
         return with_transpose(self._gather(x), lambda x: x, self._used)
 
     def regathered(self) -> Tensor:
@@ -212,7 +215,7 @@ class Redistribution:
         self.forward_move, self.backward_move = _Move(source, target, site), _Move(target, source, site)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return a tensor moved to the target layout; differentiable."""
+        """A tensor moved to the target layout; differentiable."""
         return with_transpose(x, self.forward_move, self.backward_move)
 
 
@@ -256,12 +259,12 @@ class _Move:
 
 
 def _counts(tensors: Sequence[Sequence[Tensor]]) -> list[int]:
-    """Return the counts of elements to exchange with each rank of the group."""
+    """The counts of elements to exchange with each rank of the group."""
     return [sum(x.numel() for x in with_peer) for with_peer in tensors]
 
 
 def window(piece: ActivationShard, full: ActivationShard) -> Window:
-    """Return the place of a piece in a tensor that is a larger part of the microbatch."""
+    """The place of a piece in a tensor that is a larger part of the microbatch."""
     return (
         slice(piece.batch_start - full.batch_start, piece.batch_end - full.batch_start),
         slice(piece.sequence_start - full.sequence_start, piece.sequence_end - full.sequence_start),

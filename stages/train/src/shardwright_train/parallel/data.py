@@ -1,4 +1,9 @@
-"""Data parallelism of a layer's units: states sharded by FSDP2 and gathered ahead, or gradients of replicas summed."""
+"""Data parallelism of a layer's units: FSDP2 shards their states, or replicas sum their gradients.
+
+With n ranks, ZeRO-2 shards gradients and optimizer states (1/n each), ZeRO-3 parameters too (Rajbhandari et al. 2020):
+these are gathered one unit ahead of the pass that computes with them. DDP replicates everything and all-reduces
+gradients.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright_formats.semantics.buckets import gradient_buckets
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import DataParallel, Precision
+from shardwright.plan.buckets import gradient_buckets
+from shardwright.plan.schedules.passes import Pass
+from shardwright.types import DataParallel, Precision
 from shardwright_train.torch_private import (
     StridedShard,
     fsdp_parameters,
@@ -25,22 +30,22 @@ from shardwright_train.torch_private import (
 )
 
 Sharded = tuple[nn.Module, DataParallel]
-"""A unit of a layer: the module that FSDP2 may have wrapped, and its kind of data parallelism."""
+"""A unit: a module that FSDP2 may have wrapped, and its kind of data parallelism."""
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 _CUTTING = ("ep", "tp")
-"""Axes of a mesh along which parameters are cut before data parallelism does: experts, then features."""
+"""Axes of a mesh that cut parameters before data parallelism does: first experts, then features."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a name in a plan's precision."""
+    """The torch dtype of a name in a plan's precision."""
     return _DTYPES[name]
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make a dtype that of tensors that are made inside without one."""
+    """Make a dtype the default of tensors created inside."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -50,7 +55,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a layer's mesh that data parallelism works on: all but those that cut parameters first."""
+    """The axes of a layer's mesh that data parallelism works on: all but those that cut parameters first."""
     return mesh[tuple(name for name in _axis_names(mesh) if name not in _CUTTING)]
 
 
@@ -67,17 +72,21 @@ def apply_fsdp(
     inner: set[nn.Parameter],
     dim_of: Mapping[nn.Parameter, int],
 ) -> None:
-    """Make the ranks of `axes` share the states of a module, except those of `inner` units; gradients are plain sums.
+    """Shard or replicate the states of a module over `axes`, except parameters of `inner` units; gradients are summed.
 
-    `dim_of` parameters says which dim is cut.
-    With two axes (HSDP), the first replicates the shards of the second.
-    FSDP2 wraps every unit but those that are replicated and computed with in the format they are kept in.
+    `dim_of` gives the dim along which each parameter is sharded. With two axes (HSDP), the first replicates the shards
+    of the second. FSDP2 wraps every unit, except a replicated one that is kept, computed and reduced in a single
+    format.
     """
     replicated = kind is DataParallel.DDP or axes.size() == 1
     if replicated and precision.parameters == precision.compute == precision.reduce:
         return
+    # Inputs are not cast: the stock model has some in float32 too, and a recomputed forward pass would get them without
+    # FSDP2's cast (up to torch 2.11).
     policy = MixedPrecisionPolicy(
-        param_dtype=torch_dtype(precision.compute), reduce_dtype=torch_dtype(precision.reduce)
+        param_dtype=torch_dtype(precision.compute),
+        reduce_dtype=torch_dtype(precision.reduce),
+        cast_forward_inputs=False,
     )
     if kind is DataParallel.DDP and axes.size() > 1:
         replicate(module, mesh=axes, mp_policy=policy, ignored_params=inner)
@@ -95,7 +104,7 @@ def apply_fsdp(
 
 
 def apply_fsdp_to_stage(module: nn.Module, plain: set[nn.Parameter], axes: DeviceMesh) -> None:
-    """Wrap a pipeline stage, so that FSDP2's units share streams; `plain` parameters are in units without FSDP2."""
+    """Make a pipeline stage the FSDP2 root, so that its units share streams; `plain` parameters are not wrapped."""
     fully_shard(module, mesh=axes, reshard_after_forward=False, ignored_params=plain)
     _sum_gradients(module)
     assert isinstance(module, FSDPModule)
@@ -110,23 +119,24 @@ def _sum_gradients(module: nn.Module) -> None:
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter, sharing its memory."""
+    """This rank's shard of a parameter, sharing its memory."""
     if not isinstance(parameter, DTensor):
         return parameter
-    local: Tensor = parameter.to_local()
+    with torch.no_grad():  # nobody computes gradients through it, so it needs no node of autograd
+        local: Tensor = parameter.to_local()
     return local
 
 
 def placed_as(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a DTensor like a parameter with another local tensor, such as a gradient, as its shard."""
+    """A DTensor placed like a parameter, around another local tensor such as its gradient."""
     if not isinstance(parameter, DTensor):
         return local
-    # `from_local` checks and computes anew what the parameter knows: some 0.1 ms for every gradient of every step.
+    # `from_local` recomputes and checks what the parameter already holds: about 0.1 ms for each gradient of each step.
     return with_spec_of(parameter, local)
 
 
 def as_dtensor(parameter: nn.Parameter, dims: Mapping[str, int], mesh: DeviceMesh) -> nn.Parameter:
-    """Return a parameter of a parallelized module as a DTensor over all axes of a mesh; `dims` are cut by ep and tp.
+    """A parameter of a parallelized module as a DTensor over all axes of a mesh; `dims` are cut by ep and tp.
 
     It shares its memory with what is computed with. Autograd does not know it: computing with DTensors costs some 4 %
     of a small layer's time.
@@ -147,6 +157,16 @@ def as_dtensor(parameter: nn.Parameter, dims: Mapping[str, int], mesh: DeviceMes
         local, mesh, (*outer, dp, *cutting), run_check=False, shape=torch.Size(shape), stride=stride
     )
     return nn.Parameter(placed, parameter.requires_grad)
+
+
+_RESHARD_AFTER = {
+    Pass.FORWARD: FSDPModule.set_reshard_after_forward,
+    Pass.BACKWARD: FSDPModule.set_reshard_after_backward,
+}
+_PREFETCH = {
+    Pass.FORWARD: FSDPModule.set_modules_to_forward_prefetch,
+    Pass.BACKWARD: FSDPModule.set_modules_to_backward_prefetch,
+}
 
 
 class Gathers:
@@ -187,20 +207,14 @@ class Gathers:
         self._started = True
         stays = then is not None and then[0] is self and then[1] is not during and self._meets[during]
         following = [] if then is None or stays else then[0].ahead(then[1])
-        last = self._last[during]
-        for module in last:
-            if during is Pass.FORWARD:
-                module.set_reshard_after_forward(not stays, recurse=False)
-            else:
-                module.set_reshard_after_backward(not stays, recurse=False)
+        for module in self._last[during]:
+            _RESHARD_AFTER[during](module, not stays, recurse=False)
         for module in self._outermost[during]:
-            if during is Pass.FORWARD:
-                module.set_modules_to_forward_prefetch(following)
-            else:
-                module.set_modules_to_backward_prefetch(following or [module])
+            # An empty list would make FSDP2 choose the units that it prefetches in a backward pass.
+            _PREFETCH[during](module, following or [module] * during.makes_gradients)
 
     def ahead(self, during: Pass) -> list[FSDPModule]:
-        """Return the unit that a pass begins with, where ZeRO-3 gathers it and the pass before can."""
+        """The unit that a pass begins with, if ZeRO-3 gathers it and the pass before can."""
         return self._first[during] if self._started else []
 
 
@@ -249,7 +263,7 @@ class GradientAllReduce:
     def collect(self) -> None:
         """Wait for the last backward pass's reduction, and add its result to those of earlier passes.
 
-        Raises RuntimeError where a gradient came after its layer's backward pass was taken to be over.
+        Raises RuntimeError if a gradient came after its layer's backward pass was taken to be over.
         """
         if self._buckets is None:
             return

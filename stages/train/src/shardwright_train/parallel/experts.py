@@ -1,10 +1,12 @@
-"""Experts that each rank has: positions sorted by expert and back, and matrix products in groups of rows.
+"""Expert parallelism: rows sorted by expert, sent to the ranks of their experts, multiplied in groups, and returned.
 
-Both ways are permutations, and so are their gradients: nothing is added by atomics, so that a step repeats to the bit.
+Each position is copied k times, once for each expert chosen for it, and the copies are sorted by expert; an all-to-all
+moves them to the experts' ranks (Lepikhin et al. 2021) and back. Sorting is a permutation and so is its gradient, so
+nothing is added by atomics, and a step repeats bit for bit.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear
 
+from shardwright.types import LayerType, Parameter
 from shardwright_train.parallel.collectives import with_transpose
 from shardwright_train.torch_private import FakeTensor
 
@@ -21,8 +24,28 @@ _BLACKWELL = (10, 0)
 """Compute capability from which gradients of matrices without rows are not written (PyTorch issue 172439)."""
 
 
+class Counts:
+    """The number of rows of each expert: on the device, and on the host, which waits for the device to read it.
+
+    A class, not a tuple, so that FSDP2 does not look for tensors in it.
+    """
+
+    def __init__(self, tensor: Tensor, read: Callable[[Tensor], list[int]] = Tensor.tolist) -> None:
+        self.tensor = tensor
+        """Rows of each expert [experts], on the device."""
+        self._read = read
+
+    def for_host(self, rows: int) -> list[int]:
+        """The counts on the host; in a dry run without data, `rows` divided evenly."""
+        return _even(rows, len(self.tensor)) if isinstance(self.tensor, FakeTensor) else self._numbers
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return self._read(self.tensor)
+
+
 class Dispatch(NamedTuple):
-    """The rows that positions are for their experts: `copies` of each position, sorted by expert."""
+    """The order of positions for their experts: `copies` of each position, sorted by expert."""
 
     order: Tensor
     """For each sorted row [rows], its number among the copies of all positions."""
@@ -33,23 +56,23 @@ class Dispatch(NamedTuple):
     """Rows of each expert [experts]."""
 
     def sort(self, x: Tensor) -> Tensor:
-        """Return the sorted rows of positions x [positions, features]."""
+        """The sorted rows of positions x [positions, features]."""
         rows: Tensor = _Sorted.apply(x, self.order, self.inverse, self.copies)  # type: ignore[no-untyped-call]
         return rows
 
     def sort_copies(self, x: Tensor) -> Tensor:
-        """Return the sorted numbers [rows] of what each copy has of its own, x [positions, copies]."""
+        """The sorted values [rows] of x [positions, copies], which has one value for each copy."""
         rows: Tensor = _Sorted.apply(x.reshape(-1), self.order, self.inverse, 1)  # type: ignore[no-untyped-call]
         return rows
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Return the sums of the rows of each position [positions, features]."""
+        """The sums of the rows of each position [positions, features]."""
         collected: Tensor = _Collected.apply(rows, self.order, self.inverse, self.copies)  # type: ignore[no-untyped-call]
         return collected
 
 
 def dispatch(index: Tensor, counts: Tensor) -> Dispatch:
-    """Return the order of positions that go to the experts `index` [positions, copies]: each expert's by position.
+    """The order of positions that go to the experts `index` [positions, copies]: each expert's by position.
 
     `counts` [experts] is how often each is named.
     """
@@ -59,28 +82,28 @@ def dispatch(index: Tensor, counts: Tensor) -> Dispatch:
 
 
 class Exchange(NamedTuple):
-    """The way of rows to the ranks of their experts and back; there, they are sorted by expert.
+    """The exchange of rows with the ranks of their experts, where they are sorted by expert.
 
     Ranks that share the features of the same experts gather the rows that any of them receives, and sum the results.
     """
 
     experts: dist.ProcessGroup | None
-    """Ranks that share experts out; None where each has all."""
+    """Ranks over which experts are sharded; None if each has all."""
     features: dist.ProcessGroup | None
-    """Ranks that share each expert's features; None where each has all."""
+    """Ranks that share each expert's features; None if each has all."""
     sent: Sequence[int]
-    """Rows for each rank that shares experts out."""
+    """Rows sent to each of these ranks."""
     received: Sequence[int]
     gathered: Sequence[int]
     """Rows that each rank that shares features receives."""
     order: Tensor
     """For each row here that is sorted by expert, its number among those received."""
     inverse: Tensor
-    counts: Tensor
+    counts: Counts
     """Rows of each expert of this rank."""
 
     def there(self, rows: Tensor) -> Tensor:
-        """Return the rows of this rank's experts, sorted, for sorted rows of all experts."""
+        """The rows of this rank's experts, sorted, for sorted rows of all experts."""
         arrived = self._moved(rows, self.sent, self.received)
         if self.features is not None:
             arrived = with_transpose(arrived, self._gather, self._scatter)
@@ -88,7 +111,7 @@ class Exchange(NamedTuple):
         return sorted_rows
 
     def back(self, rows: Tensor) -> Tensor:
-        """Return the results of sorted rows of all experts, for those of this rank's experts."""
+        """The results of sorted rows of all experts, for those of this rank's experts."""
         arrived: Tensor = _Sorted.apply(rows, self.inverse, self.order, 1)  # type: ignore[no-untyped-call]
         if self.features is not None:
             arrived = with_transpose(arrived, self._scatter, self._gather)
@@ -102,7 +125,7 @@ class Exchange(NamedTuple):
         return with_transpose(rows, there, back)
 
     def _gather(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks that share features; they are padded to those of the fullest on their way."""
+        """The rows of all ranks that share features; they are padded to those of the fullest on their way."""
         ranks, most = len(self.gathered), max(self.gathered)
         if most == 0:
             return rows
@@ -113,7 +136,7 @@ class Exchange(NamedTuple):
         return torch.cat([part[:length] for part, length in zip(stacked, self.gathered, strict=True)])
 
     def _scatter(self, rows: Tensor) -> Tensor:
-        """Return the sums over the ranks that share features of the rows that this rank received."""
+        """The sums over the ranks that share features of the rows that this rank received."""
         assert self.features is not None
         ranks, most = len(self.gathered), max(self.gathered)
         if most == 0:
@@ -127,11 +150,16 @@ class Exchange(NamedTuple):
 
 
 def exchange(
-    counts: Tensor, rows: int, experts: dist.ProcessGroup | None, features: dist.ProcessGroup | None
+    counts: Tensor,
+    rows: int,
+    experts: dist.ProcessGroup | None,
+    features: dist.ProcessGroup | None,
+    read: Callable[[Tensor], list[int]],
 ) -> Exchange:
-    """Return the exchange of rows [rows, ...], sorted by expert, among ranks that share experts and their features.
+    """The exchange of rows [rows, ...], sorted by expert, among ranks that share experts and their features.
 
-    `counts` [experts] are this rank's rows of each. The host waits for how many rows go where.
+    `counts` [experts] are this rank's rows of each. `read` returns numbers of the device to the host, which waits for
+    them once: how many rows go where, and how many each expert here has.
     """
     here = counts.to(torch.int32).view(1 if experts is None else experts.size(), -1).contiguous()
     arriving = torch.empty_like(here)
@@ -143,24 +171,31 @@ def exchange(
     if features is not None:
         together = arriving.new_empty(features.size(), *arriving.shape)
         dist.all_gather_into_tensor(together.view(-1), arriving.view(-1), group=features)
-    sent, received, gathered = _rows_of_ranks(here, arriving, together, rows)
+    sent, received, gathered, computed = _rows_of_ranks(here, together, rows, features, read)
     expert = torch.arange(here.shape[1], device=counts.device).repeat(together.shape[0] * len(here))
     order = expert.repeat_interleave(together.view(-1), output_size=sum(gathered)).argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return Exchange(experts, features, sent, received, gathered, order, inverse, together.sum((0, 1)))
+    on_device = together.sum((0, 1))
+    return Exchange(experts, features, sent, received, gathered, order, inverse, Counts(on_device, lambda _: computed))
 
 
-def _rows_of_ranks(here: Tensor, arriving: Tensor, together: Tensor, rows: int) -> Sequence[Sequence[int]]:
-    """Return the rows that each rank gets and sends along experts, and those that each has along features.
+def _rows_of_ranks(
+    here: Tensor, together: Tensor, rows: int, features: dist.ProcessGroup | None, read: Callable[[Tensor], list[int]]
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """The rows for each rank and from each along experts, of each rank along features, and of each expert here.
 
-    The counts are [ranks along experts, experts of a rank] here and arriving, and those of all ranks along features.
-    Without data, as many are for each as for another.
+    The counts are [ranks along experts, experts of a rank] of what leaves this rank, and of what arrives [ranks along
+    features, ranks along experts, experts of a rank]. Without data, as many are for each as for another.
     """
-    ranks, along = len(here), len(together)
+    along, ranks, experts = together.shape
     if isinstance(here, FakeTensor):
-        return _even(rows, ranks), _even(rows, ranks), [rows] * along
-    numbers: list[int] = torch.cat([here.sum(1), arriving.sum(1), together.sum((1, 2))]).tolist()
-    return numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
+        return _even(rows, ranks), _even(rows, ranks), [rows] * along, _even(rows * along, experts)
+    numbers = read(torch.cat([here.view(-1), together.view(-1)]))
+    rank_sums = [sum(numbers[i : i + experts]) for i in range(0, len(numbers), experts)]
+    sent, arriving = rank_sums[:ranks], [rank_sums[i : i + ranks] for i in range(ranks, len(rank_sums), ranks)]
+    mine = 0 if features is None else features.rank()
+    computed = [sum(numbers[ranks * experts + expert :: experts]) for expert in range(experts)]
+    return sent, arriving[mine], list(map(sum, arriving)), computed
 
 
 def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -169,48 +204,40 @@ def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], grou
     return arrived
 
 
-def expert_products(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Return sorted rows [rows, inputs] times the matrices [experts, outputs, inputs] of their experts.
+def expert_products(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
+    """Sorted rows [rows, inputs] times the matrices [experts, outputs, inputs] of their experts.
 
-    An expert without rows takes part: its gradient is zero. The host waits for the counts where the device has no
-    grouped products.
+    An expert without rows takes part: its gradient is zero. The host needs the counts if the device has no grouped
+    products.
     """
     if _has_grouped_products(rows, weights):
         if torch.cuda.is_available() and torch.cuda.get_device_capability(rows.device) >= _BLACKWELL:
-            weights = _with_gradients_of_rows(weights, counts)
-        return grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    parts = rows.split(_rows_of_experts(counts, len(rows)))
+            weights = _with_gradients_of_rows(weights, counts.tensor)
+        return grouped_mm(rows, weights.transpose(1, 2), offs=counts.tensor.cumsum(0, dtype=torch.int32))
+    parts = rows.split(counts.for_host(len(rows)))
     return torch.cat([linear(part, matrix) for part, matrix in zip(parts, weights.unbind(), strict=True)])
 
 
-def with_biases(rows: Tensor, biases: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return sorted rows [rows, features] plus the biases [experts, features] of their experts, times weights [rows].
+def with_biases(rows: Tensor, biases: Tensor, counts: Counts, weights: Tensor | None = None) -> Tensor:
+    """Sorted rows [rows, features] plus the biases [experts, features] of their experts, times weights [rows].
 
     The gradient of the biases is a matrix product: nothing is added by atomics.
     """
-    added: Tensor = _WithBiases.apply(rows, biases, counts, weights)  # type: ignore[no-untyped-call]
+    added: Tensor = _WithBiases.apply(rows, biases, counts.tensor, weights)  # type: ignore[no-untyped-call]
     return added
 
 
 def _has_grouped_products(rows: Tensor, weights: Tensor) -> bool:
-    """Return whether PyTorch computes products in groups; their gradients refuse matrices of no rows at all."""
+    """Whether PyTorch computes products in groups; their gradients refuse matrices of no rows at all."""
     aligned = all(length % _ALIGNMENT == 0 for length in weights.shape[1:])
     return rows.is_cuda and rows.dtype is torch.bfloat16 and aligned and len(rows) > 0
 
 
 def _with_gradients_of_rows(weights: Tensor, counts: Tensor) -> Tensor:
-    """Return matrices [experts, outputs, inputs] whose gradients are 0 where experts have no rows, whatever arrives."""
+    """Matrices [experts, outputs, inputs] whose gradients are 0 if experts have no rows, whatever arrives."""
     return with_transpose(
         weights, lambda x: x.view_as(x), lambda gradient: gradient.masked_fill((counts == 0)[:, None, None], 0)
     )
-
-
-def _rows_of_experts(counts: Tensor, rows: int) -> Sequence[int]:
-    """Return the rows of each expert; without data, as many for each as for another."""
-    if isinstance(counts, FakeTensor):
-        return _even(rows, len(counts))
-    numbers: list[int] = counts.tolist()
-    return numbers
 
 
 def _even(rows: int, parts: int) -> list[int]:
@@ -266,3 +293,36 @@ class _WithBiases(torch.autograd.Function):
 def _summed(rows: Tensor, inverse: Tensor, copies: int) -> Tensor:
     back = rows.index_select(0, inverse)
     return back if copies == 1 else back.unflatten(0, (-1, copies)).sum(1)
+
+
+# Biases of routers, which a step corrects by how often each expert was chosen (Wang et al. 2024).
+
+
+def corrected_bias(kind: LayerType) -> Parameter | None:
+    """The bias that steps correct in a type of layer; None if there is none, or a frozen one."""
+    return next((p for p in kind.parameters if p.is_buffer and p.frozen is not True), None)
+
+
+class RouterBias(NamedTuple):
+    """The bias of a layer's router: what is added to scores where experts are chosen [experts]."""
+
+    bias: Tensor
+    """The same on all ranks of the layer."""
+    experts: slice
+    """Numbers of the layer's experts among those of all layers."""
+
+
+class RouterBiases(NamedTuple):
+    """The biases of routers that this rank holds."""
+
+    of_layer: Mapping[str, RouterBias]
+
+    def correct(self, assignments: Tensor, rate: Tensor) -> None:
+        """Add rate x sign(mean - count) to the biases, by the counts of all layers' experts, summed over all ranks.
+
+        Counts are whole numbers in float64, so that the sum is exact under any plan. Ranks that hold replicas of
+        positions count these several times, but those of all experts as often, which no sign tells apart.
+        """
+        for bias, experts in self.of_layer.values():
+            counts = assignments[experts]
+            bias.add_(rate * (counts.sum() - len(counts) * counts).sign())

@@ -1,4 +1,4 @@
-"""Kernels of the flash-attn package (Dao 2023) in place of the arithmetic of stock modules.
+"""Fused kernels of the flash-attn package (Dao 2023) instead of the operations of stock modules.
 
 Only this file calls them. The code around them is tested with stand-ins written in PyTorch: the kernels themselves
 need a GPU, and have not been run.
@@ -31,14 +31,14 @@ def fuse(module: nn.Module, names: Collection[str]) -> None:
 
 
 def fusible(module: nn.Module, name: str) -> bool:
-    """Return whether a layer has modules for a named fused kernel; each head has its cross entropy."""
+    """Whether a layer has modules for a named fused kernel; each head has its cross entropy."""
     if name == "rotary":
         return any(map(_turns_halves, module.modules()))
     return name != "norm" or any(_norm_of(part) is not None for part in module.modules())
 
 
 def fused_cross_entropy(logits: Tensor, labels: Tensor, ignored: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the cross entropy [n], in float32, of logits [..., v/ranks] sharded equally by class over a group.
+    """The cross entropy [n], in float32, of logits [..., v/ranks] sharded equally by class over a group.
 
     The result is equal on each rank; labels [...] that are `ignored` have 0.
     """
@@ -65,7 +65,7 @@ def _forward_of(module: nn.Module) -> FunctionType | None:
 
 
 def _with_global(function: FunctionType | None, name: str, value: Callable[..., Any]) -> FunctionType:
-    """Return a copy of a function with another value for a global name; the function itself is unchanged."""
+    """A copy of a function with another value for a global name; the function itself is unchanged."""
     assert function is not None
     changed = FunctionType(
         function.__code__,
@@ -79,7 +79,7 @@ def _with_global(function: FunctionType | None, name: str, value: Callable[..., 
 
 
 def _turns_halves(module: nn.Module) -> bool:
-    """Return whether a module is an attention that rotates one half of features against the other, like the kernel.
+    """Whether a module is an attention that rotates one half of features against the other, like the kernel.
 
     Some models have a function of the same name, or another one beside it, that turns even features against odd ones.
     """
@@ -95,7 +95,7 @@ def _turns_halves(module: nn.Module) -> bool:
 
 
 def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return the fused forward of a layer norm or of an RMS norm; None for other modules."""
+    """The fused forward of a layer norm or of an RMS norm; None for other modules."""
     if isinstance(module, nn.LayerNorm) and module.weight is not None and len(module.normalized_shape) == 1:
         return lambda x: _layer_norm(module, x)
     return (lambda x: _rms_norm(module, x)) if _is_rms_norm(module) else None
@@ -116,7 +116,7 @@ def _rms_norm(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Return whether a module divides by the root mean square and multiplies by its weight alone, without gate."""
+    """Whether a module divides by the root mean square and multiplies by its weight alone, without gate."""
     held = dict(module.named_parameters())
     if list(held) != ["weight"] or held["weight"].dim() != 1 or not hasattr(module, "variance_epsilon"):
         return False
@@ -131,6 +131,6 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _numbers(*shape: int) -> Tensor:
-    """Return numbers for a trial, without using the random generators."""
+    """Numbers for a trial, without using the random generators."""
     count = torch.Size(shape).numel()
     return torch.arange(1, count + 1, dtype=torch.float32).sin().view(shape)

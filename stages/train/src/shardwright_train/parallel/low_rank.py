@@ -1,13 +1,21 @@
-"""Stock matrices with trained low-rank matrices beside them (LoRA, Hu et al. 2021), sharded or whole."""
+"""LoRA (Hu et al. 2021): y = W x + s B (A x) with trained low-rank A and B, sharded or replicated."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
 
+import torch
 import torch.nn.functional as F
+from msgspec import UNSET
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from shardwright_formats.types import LOW_RANK, Parameter
+from shardwright.models.low_rank import SECOND, Pair
+from shardwright.types import LOW_RANK, Parameter
 from shardwright_train.parallel.checkpointing import Recomputation
-from shardwright_train.parallel.sharding_rules import INSIDE, Rule
+from shardwright_train.parallel.experts import Counts, expert_products
+from shardwright_train.parallel.sharding_rules import INSIDE, VOCABULARY, Rule
 
 
 class LowRankLinear(nn.Linear):
@@ -20,47 +28,119 @@ class LowRankLinear(nn.Linear):
     lora_B: nn.Linear
     scaling: float
     recomputation: Recomputation | None = None
-    """The selective recomputation of its layer, where it has one."""
+    """The selective recomputation of its layer, if it has one."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the sum of both products."""
-        product = F.linear(input, self.weight, self.bias)
-        added = self._added(input) if self.recomputation is None else self.recomputation.again(self._added, input)
-        return product + added
-
-    def _added(self, input: Tensor) -> Tensor:
-        product: Tensor = self.lora_B(self.lora_A(input))
-        return product * self.scaling
+        """The sum of both products."""
+        # In this order: a replay ends with the last tensor that it needs, which is A x, before the product with W.
+        return added(self, input) + F.linear(input, self.weight, self.bias)
 
 
-def add_low_rank(layer: nn.Module, parameters: Mapping[str, Parameter], scaling: float) -> None:
-    """Give the matrices of a layer, on the default device, the low-rank matrices that are among its parameters.
+class LowRankConv1D(Conv1D):
+    """The same beside a matrix [inputs, outputs]."""
 
-    Raises ValueError, naming the module, where one is no Linear of torch.
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    scaling: float
+    recomputation: Recomputation | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The sum of both products."""
+        more = added(self, input)
+        product: Tensor = super().forward(input)  # type: ignore[no-untyped-call]
+        return more + product
+
+
+def added(matrix: LowRankLinear | LowRankConv1D, x: Tensor) -> Tensor:
+    """What the low-rank matrices beside a matrix add to its product."""
+
+    def product(x: Tensor) -> Tensor:
+        low_rank: Tensor = matrix.lora_B(matrix.lora_A(x))
+        return low_rank * matrix.scaling
+
+    return product(x) if matrix.recomputation is None else matrix.recomputation.again(product, x)
+
+
+class ExpertMatrices(nn.Module):
+    """A of all experts, or B."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
+
+
+def with_rows_of_pair(
+    products: Tensor, experts: Any, name: str, rows: Tensor, counts: Counts, recomputation: Recomputation
+) -> Tensor:
+    """Products of sorted rows with a named parameter of experts, and what its low-rank matrices add to them."""
+    if (pair := getattr(experts, "low_rank", {}).get(name)) is None:
+        return products
+
+    def product(rows: Tensor) -> Tensor:
+        inner = expert_products(rows, pair.lora_A.weight, counts)
+        low_rank = expert_products(inner, pair.lora_B.weight.flatten(1, -2), counts)
+        return low_rank * float(pair.scaling)
+
+    return products + recomputation.again(product, rows)
+
+
+def routing_matrix(router: Any) -> Tensor:
+    """The matrix of a router, with what its low-rank matrices add to it."""
+    matrix: Tensor = router.weight
+    if not hasattr(router, "lora_A"):
+        return matrix
+    low_rank: Tensor = router.lora_B.weight @ router.lora_A.weight
+    return matrix + low_rank * float(router.scaling)
+
+
+def add_low_rank(layer: nn.Module, pair: Pair, first: Parameter, second: Parameter, scaling: float) -> None:
+    """Give a matrix of a layer its low-rank matrices, A and B as they are described, on the default device.
+
+    Raises ValueError, naming the module, if its form is another than the family's facts say.
     """
-    for module_name, rank in _modules(parameters):
-        linear = layer.get_submodule(module_name)
-        if type(linear) is not nn.Linear:
-            raise ValueError(
-                f"{module_name} is a {type(linear).__name__}, low-rank matrices stand beside a Linear alone"
-            )
-        linear.__class__ = LowRankLinear
-        assert isinstance(linear, LowRankLinear)
-        dtype = linear.weight.dtype
-        linear.lora_A = nn.Linear(linear.in_features, rank, bias=False, dtype=dtype)
-        linear.lora_B = nn.Linear(rank, linear.out_features, bias=False, dtype=dtype)
-        linear.scaling = scaling
+    dtype = layer.get_parameter(pair.matrix).dtype
+    if first.ep_dim is not UNSET:
+        *path, name = pair.matrix.split(".")
+        experts: Any = layer.get_submodule(".".join(path))
+        if pair.module != ".".join(path):
+            experts.base_layer = nn.Module()
+        owner: Any = layer.get_submodule(pair.module)
+        owner.lora_A = ExpertMatrices(first.shape, dtype)
+        owner.lora_B = ExpertMatrices((second.shape[0], prod(second.shape[1:-1]), second.shape[-1]), dtype)
+        experts.low_rank = {**getattr(experts, "low_rank", {}), name: owner}
+    else:
+        owner = layer.get_submodule(pair.module)
+        if not pair.is_parameter:
+            _change_class(owner, pair.module)
+        outputs, (rank, inputs) = prod(second.shape[:-1]), first.shape
+        owner.lora_A = nn.Linear(inputs, rank, bias=False, dtype=dtype)
+        owner.lora_B = nn.Linear(rank, outputs, bias=False, dtype=dtype)
+    owner.scaling = scaling
 
 
-def low_rank_rules(parameters: Mapping[str, Parameter]) -> dict[str, Rule]:
-    """Return the sharding rules of low-rank matrices by their names in a layer."""
-    cut = {name: p for name, p in parameters.items() if LOW_RANK in name and (p.inside or p.tp_dim is not None)}
-    return {name: INSIDE if p.inside else Rule("cut", dim=p.tp_dim) for name, p in cut.items()}
+def _change_class(matrix: nn.Module, name: str) -> None:
+    adapted = {nn.Linear: LowRankLinear, Conv1D: LowRankConv1D}.get(type(matrix))
+    if adapted is None:
+        raise ValueError(f"{name} is a {type(matrix).__name__}, but low-rank matrices need a Linear or a Conv1D")
+    matrix.__class__ = adapted
 
 
-def _modules(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, int]]:
-    """Yield the names of modules with low-rank matrices, with the rank."""
-    for name, parameter in parameters.items():
-        module, _, behind = name.partition(f"{LOW_RANK}A.")
-        if behind == "weight":
-            yield module, parameter.shape[0]
+def low_rank_rules(parameters: Mapping[str, Parameter], of_head: bool) -> dict[str, Rule]:
+    """The sharding rules of low-rank matrices by their names in a layer, or in the head."""
+    of_low_rank = {name: p for name, p in parameters.items() if LOW_RANK in name}
+    return {name: _rule(name, p, of_head) for name, p in of_low_rank.items() if p.inside or p.tp_dim is not None}
+
+
+def _rule(name: str, parameter: Parameter, of_head: bool) -> Rule:
+    of_experts = None if parameter.ep_dim is UNSET else parameter.ep_dim
+    if parameter.tp_dim is None:
+        return replace(INSIDE, ep_dim=of_experts)
+    if not name.endswith(SECOND):
+        return Rule("cut", dim=parameter.tp_dim, ep_dim=of_experts)
+    if of_head:
+        return VOCABULARY
+    # Matrices side by side have a dim of their own before the one that is cut.
+    fused, dim = parameter.shape[parameter.tp_dim - 1], parameter.tp_dim - 1
+    if of_experts is not None:
+        return Rule("cut", fused=fused, dim=dim, ep_dim=of_experts)
+    return Rule("column", fused=fused if dim == 0 else 1)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.types import ContextParallel, DataParallel, Precision, Recompute, Strategy
+from shardwright.plan.axes import axes_of
+from shardwright.types import ContextParallel, DataParallel, Precision, Recompute, Strategy
 from shardwright_train.parallel.checkpointing import apply_activation_checkpointing, compile_block, part_of
 from shardwright_train.parallel.data import (
     Gathers,
@@ -27,7 +27,7 @@ from shardwright_train.parallel.tensor import TensorParallel, apply_tensor_paral
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleStyle:
-    """The facts about a stock module that parallelizing it needs."""
+    """What parallelizing a stock module needs to know about it."""
 
     rules: Mapping[str, Rule]
     """Sharding rules of tensor parallelism, by the ends of parameters' names; the rest is replicated."""
@@ -47,20 +47,20 @@ class ModuleStyle:
 
 @dataclass(frozen=True)
 class Sharing:
-    """The way in which ranks share a unit's parameters."""
+    """How ranks share a unit's parameters."""
 
     strategy: Strategy
     mesh: DeviceMesh
     """Mesh with the axes (dp, tp): tp shards the parameters, dp replicates them or, under ZeRO, shards them again.
 
-    Where dp does both, (replicate, shard, tp). Where ranks share experts out, ep before tp.
+    If dp does both, (replicate, shard, tp). If experts are sharded over ranks, ep comes before tp.
     """
     tensor_parallel: TensorParallel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A parameter group of a layer: the parameters that ranks share in one way, and whose gradients they reduce so."""
+    """The parameters of a layer that are sharded, and whose gradients are reduced, in the same way."""
 
     modules: Mapping[str, nn.Module]
     """Modules whose direct parameters are the unit's, by their names in the layer; the outermost is the first."""
@@ -68,25 +68,25 @@ class Unit:
     partial: frozenset[str]
     """Replicated parameters whose gradients must be summed over the tp axis after the backward pass."""
     gradient_all_reduce: GradientAllReduce | None
-    """All-reduce of a replicated unit's gradients; None where FSDP2 or nothing reduces them."""
+    """All-reduce of a replicated unit's gradients; None if FSDP2 or nothing reduces them."""
 
     @property
     def module(self) -> nn.Module:
-        """Return the outermost module, which FSDP2 may have wrapped."""
+        """The outermost module, which FSDP2 may have wrapped."""
         return next(iter(self.modules.values()))
 
     @property
     def strategy(self) -> Strategy:
-        """Return the strategy by which the unit is sharded."""
+        """The strategy by which the unit is sharded."""
         return self.sharing.strategy
 
     def states_dim(self, cut: Cut) -> int:
-        """Return the dim of a parameter of the unit that ZeRO cuts."""
+        """The dim of a parameter of the unit that ZeRO cuts."""
         dense = axes_of(self.strategy).dense
         return cut.parameter.of_experts(dense.experts.size).states_dim(dense.tensor.size, dense.shards)
 
     def buffers(self, cut_of: Mapping[str, Cut]) -> set[nn.Parameter]:
-        """Return those of its parameters that steps set, which each rank has whole."""
+        """The unit's buffers, which are replicated on every rank."""
         return {parameter for name, parameter in self.named_parameters() if cut_of[name].is_buffer}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -98,7 +98,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelModule:
-    """A parallelized module of a layer, with its units: its parameters, and inside it those that others share."""
+    """A parallelized module of a layer, with its units: its own parameters, and parts sharded differently."""
 
     module: nn.Module
     units: tuple[Unit, ...]
@@ -109,12 +109,12 @@ class ParallelModule:
 
     @cached_property
     def unit_of(self) -> dict[str, Unit]:
-        """Return the unit of each parameter, by its name in the module."""
+        """The unit of each parameter, by its name in the module."""
         return {name: unit for unit in self.units for name, _ in unit.named_parameters()}
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's shards as DTensors, by their names in the module; they take the gradients."""
+        """This rank's shards as DTensors, by their names in the module; they take the gradients."""
         return {
             name: as_dtensor(parameter, self.cut_of[name].dims, self.unit_of[name].sharing.mesh)
             for name, parameter in self.module.named_parameters()
@@ -124,10 +124,9 @@ class ParallelModule:
 def parallelize(
     module: nn.Module, style: ModuleStyle, sharings: Mapping[str, Sharing], precision: Precision
 ) -> ParallelModule:
-    """Apply a layer's strategy to its stock module, in place; it is on the meta device: only shards are allocated.
+    """Apply a layer's strategy to its stock module, in place, on the meta device: only shards are ever allocated.
 
-    `sharings` are that of the layer, under the empty name, and those of modules inside it whose parameters are units of
-    their own.
+    `sharings` has the layer's sharing under the empty name, and one for each module inside it that is a separate unit.
     """
     # Tensor parallelism: parameters are sharded, the products joined by collectives; with Megatron's sequence
     # parallelism these scatter and gather the sequence.
@@ -150,12 +149,14 @@ def parallelize(
             keeps = recompute in (Recompute.FULL, Recompute.SELECTIVE, Recompute.ATTENTION)
             context = getattr(strategy, "context", ContextParallel.GATHER)
             share_attention(module, tensor_parallel, style.attention, torch_dtype(precision.reduce), keeps, context)
-        # Activation recomputation of attention or MLP; that of a full block is around its call.
+        # Activation recomputation of attention or MLP. Recomputing a full block is done around its call, in `Layer`.
         if style.compile:
             compile_block(module, parts, recompute, tensor_parallel.sums_outside)
         else:
-            apply_activation_checkpointing(module, parts, recompute, tensor_parallel.randomness)
-    # Data parallelism, from the inside out: FSDP2 shards, or replicas sum their gradients in place.
+            apply_activation_checkpointing(
+                module, parts, recompute, tensor_parallel.randomness, tensor_parallel.recomputation
+            )
+    # Data parallelism, inner units first, because FSDP2 takes all parameters that no inner unit has taken.
     inner = {buffer for unit in units.values() for buffer in unit.buffers(cut_of)}
     for unit in reversed(units.values()):
         dim_of = {p: unit.states_dim(cut_of[name]) for name, p in unit.named_parameters()}
@@ -165,7 +166,7 @@ def parallelize(
 
 
 def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gathers:
-    """Join the layers of a pipeline stage's range of layers, the children of `stage`, under one FSDP2 root."""
+    """Join a chunk's layers, the children of `stage`, under one FSDP2 root."""
     if layers:
         plain = set[nn.Parameter]().union(*(_unwrapped(unit, layer.cut_of) for layer in layers for unit in layer.units))
         apply_fsdp_to_stage(stage, plain, data_axes(layers[0].units[0].sharing.mesh))
@@ -174,7 +175,7 @@ def parallelize_stage(stage: nn.Module, layers: Sequence[ParallelModule]) -> Gat
 
 
 def _root_of(name: str, roots: Iterable[str]) -> str:
-    """Return the innermost root that a module is or lies in; the empty one holds all."""
+    """The innermost root that a module is or lies in; the empty one holds all."""
     return max((root for root in roots if not root or f"{name}.".startswith(f"{root}.")), key=len)
 
 
@@ -193,6 +194,6 @@ def _unit(layer: nn.Module, root: str, root_of: Mapping[str, str], cut_of: Mappi
 
 
 def _unwrapped(unit: Unit, cut_of: Mapping[str, Cut]) -> set[nn.Parameter]:
-    """Return the parameters of a unit that FSDP2 does not wrap: none but the buffers, or all."""
+    """The parameters of a unit that FSDP2 does not wrap: none but the buffers, or all."""
     wrapped = isinstance(unit.module, FSDPModule)
     return unit.buffers(cut_of) if wrapped else {parameter for _, parameter in unit.named_parameters()}

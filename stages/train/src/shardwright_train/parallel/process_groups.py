@@ -1,23 +1,24 @@
 """Process groups and device meshes, made once each and by every rank in the same order."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright_formats.semantics.axes import Axis, ParameterAxes, axes_of
-from shardwright_formats.semantics.process_groups import (
+from shardwright.launch.backend import edge_options, synchronize
+from shardwright.plan.axes import Axis, ParameterAxes, axes_of
+from shardwright.plan.process_groups import (
     EDGE_CHANNELS,
     PlannedGroup,
     Purpose,
     planned_group,
     process_groups,
 )
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import Plan, Strategy
-from shardwright_train.parallel.ring_sends import pass_on
+from shardwright.plan.schedules.passes import Pass
+from shardwright.types import Plan, Strategy
 
 _MeshKey = tuple[tuple[int, ...], ParameterAxes]
 _ALL_TO_ALL = (Purpose.EXCHANGE, Purpose.TIED_PARAMETERS)
@@ -31,7 +32,7 @@ class Groups:
     """
 
     def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+        self._device = torch.device(device_type)
         self._made: dict[PlannedGroup, dist.ProcessGroup | None] = {}
         self._meshes: dict[_MeshKey, DeviceMesh] = {}
 
@@ -42,7 +43,7 @@ class Groups:
             self._made[group] = dist.new_group(
                 list(group.ranks),
                 group_desc=group.description,
-                pg_options=_few_channels(self._device_type) if group.purpose is Purpose.EDGE else None,
+                pg_options=edge_options(self._device, EDGE_CHANNELS) if group.purpose is Purpose.EDGE else None,
             )
         self._warm_up(new)
 
@@ -57,7 +58,7 @@ class Groups:
         self._made, self._meshes = {}, {}
 
     def mesh(self, plan: Plan, strategy: Strategy) -> DeviceMesh:
-        """Return the mesh (dp, tp): tp shards a layer's parameters, dp replicates or shards them.
+        """The mesh (dp, tp): tp shards a layer's parameters, dp replicates or shards them.
 
         Where groups of ranks hold replicas of each other's shards, two axes take the place of dp: replicate, shard.
         Where ranks share experts out, these lie along ep, between dp and tp.
@@ -76,31 +77,31 @@ class Groups:
             purpose_of |= {"tp": Purpose.TENSOR_PARALLEL}
             groups = [self._along(grid, axis, each) for axis, each in enumerate(purpose_of.values())]
             names = tuple(purpose_of)
-            self._meshes[key] = DeviceMesh.from_group(groups, self._device_type, grid, mesh_dim_names=names)
+            self._meshes[key] = DeviceMesh.from_group(groups, self._device.type, grid, mesh_dim_names=names)
         return self._meshes[key]
 
     def sequence_group(self, plan: Plan, strategy: Strategy) -> dist.ProcessGroup:
-        """Return the group of the ranks that share heads or features of a layer, or exchange positions for heads."""
+        """The group of the ranks that share heads or features of a layer, or exchange positions for heads."""
         axes = axes_of(strategy)
         if axes.exchanges_heads:
             return self._in_stage(plan, Purpose.EXCHANGE, axes.heads)
         return self._in_stage(plan, Purpose.TENSOR_PARALLEL, axes.dense.tensor)
 
     def context_group(self, plan: Plan, strategy: Strategy) -> dist.ProcessGroup:
-        """Return the group of the ranks whose positions attend to one another."""
+        """The group of the ranks whose positions attend to one another."""
         return self._in_stage(plan, Purpose.CONTEXT, axes_of(strategy).context)
 
     def _in_stage(self, plan: Plan, purpose: Purpose, axis: Axis) -> dist.ProcessGroup:
-        """Return this rank's group along an axis of its pipeline stage."""
+        """This rank's group along an axis of its pipeline stage."""
         groups = axis.groups(_stage_ranks(plan))
         return self.among(purpose, next(group for group in groups if dist.get_rank() in group))
 
     def among(self, purpose: Purpose, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """Return the group of some ranks, this one among them, for a purpose."""
+        """The group of some ranks, this one among them, for a purpose."""
         return self._of_this_rank(planned_group(purpose, tuple(ranks)))
 
     def edge(self, kind: Pass, around: bool, ranks: tuple[int, int]) -> dist.ProcessGroup:
-        """Return the group of a sender and a receiver of neighbouring pipeline stages, in one direction.
+        """The group of a sender and a receiver of neighbouring pipeline stages, in one direction.
 
         `around`: from the last pipeline stage to the first (forward; backward the reverse), when it is interleaved.
         """
@@ -112,7 +113,7 @@ class Groups:
         return made
 
     def _along(self, grid: torch.Tensor, axis: int, purpose: Purpose) -> dist.ProcessGroup:
-        """Return the group of this rank along an axis of a grid of ranks."""
+        """The group of this rank along an axis of a grid of ranks."""
         place: list[Any] = (grid == dist.get_rank()).nonzero()[0].tolist()
         place[axis] = slice(None)
         return self.among(purpose, grid[tuple(place)].tolist())
@@ -128,11 +129,10 @@ class Groups:
         rank = dist.get_rank()
         for group in groups:
             if rank in group.ranks and len(group.ranks) > 1:
-                _send_a_number(group, self._of_this_rank(group), torch.zeros(1, device=self._device_type))
+                _send_a_number(group, self._of_this_rank(group), torch.zeros(1, device=self._device))
         if dist.get_world_size() > 1:
-            dist.all_reduce(torch.zeros(1, device=self._device_type))
-        if self._device_type == "cuda":
-            torch.cuda.synchronize()
+            dist.all_reduce(torch.zeros(1, device=self._device))
+        synchronize(self._device)
 
 
 def _send_a_number(planned: PlannedGroup, group: dist.ProcessGroup, number: torch.Tensor) -> None:
@@ -156,14 +156,31 @@ def _send_a_number(planned: PlannedGroup, group: dist.ProcessGroup, number: torc
         dist.all_reduce(number, group=group)
 
 
-def _few_channels(device_type: str) -> "dist.ProcessGroupNCCL.Options | None":
-    """Return NCCL's options of an edge, None for gloo: a waiting receive occupies a multiprocessor per channel."""
-    if device_type != "cuda":
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.min_ctas = options.config.max_ctas = EDGE_CHANNELS
-    return options
-
-
 def _stage_ranks(plan: Plan) -> tuple[int, ...]:
     return plan.stages[plan.stage_of_rank(dist.get_rank())].ranks
+
+
+# Sends around a ring.
+
+
+class Travelling(NamedTuple):
+    """A tensor on its way to the next rank of the ring, and that of the rank before."""
+
+    works: Sequence[dist.Work]
+    sent: Tensor
+    arriving: Tensor
+
+    def wait(self) -> Tensor:
+        """The tensor of the rank before, once it is here."""
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+def pass_on(x: Tensor, group: dist.ProcessGroup) -> Travelling:
+    """Send a tensor to the next rank of a group, and return it on its way."""
+    rank, size = group.rank(), group.size()
+    sent, arriving = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    there, here = (dist.get_global_rank(group, (rank + i) % size) for i in (1, -1))
+    ways = [dist.P2POp(dist.isend, sent, there, group), dist.P2POp(dist.irecv, arriving, here, group)]
+    return Travelling(dist.batch_isend_irecv(ways), sent, arriving)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwright.launch.backend import on_accelerator, random_state, restore_random_state
+
 RNGKey = tuple[int, int, int]
 """Key of a pass's random numbers: the run's seed, the step and the microbatch."""
 
 
 def seed_of(*parts: object) -> int:
-    """Return a generator seed derived from the given parts."""
+    """A generator seed derived from the given parts."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:7])
 
 
@@ -40,14 +42,14 @@ class Randomness:
 
     @property
     def current(self) -> tuple[object, ...] | None:
-        """Return the key of the current draws, with which `seeded` draws the same again."""
+        """The key of the current draws, with which `seeded` draws the same again."""
         return None if self._now is None else self._now.seed
 
     @contextmanager
     def seeded(self, *seed: object) -> Iterator[None]:
         """Draw from a seed inside, and leave the process's own random state as it was."""
         before = self._now
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[self._device] if on_accelerator(self._device) else []):
             self._now = _Pass(seed)
             torch.manual_seed(seed_of(*seed, *self._who))
             try:
@@ -59,7 +61,7 @@ class Randomness:
         """Begin the part in which this rank computes its own shard."""
         now = self._now
         if now is not None and now.outer is None:
-            now.outer = self._state()
+            now.outer = random_state(self._device)
             torch.manual_seed(seed_of(*now.seed, *self._who, "part", now.parts, self._part))
             now.parts += 1
 
@@ -67,14 +69,5 @@ class Randomness:
         """End the part in which this rank computes its own shard."""
         now = self._now
         if now is not None and now.outer is not None:
-            self._restore(now.outer)
+            restore_random_state(now.outer, self._device)
             now.outer = None
-
-    def _state(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
-
-    def _restore(self, state: torch.Tensor) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(state, self._device)
-        else:
-            torch.set_rng_state(state)

@@ -1,6 +1,7 @@
-"""Attention where ranks share a sequence: it exchanges positions for heads, or attends to positions of other ranks.
+"""Attention over a sequence that is split over ranks.
 
-Ulysses (Jacobs et al. 2023) exchanges first, and context parallelism attends with what a rank has then.
+Ulysses (Jacobs et al. 2023) exchanges positions for heads with two all-to-alls, so each rank attends with fewer heads
+to all positions. Context parallelism then attends to the positions of other ranks.
 """
 
 import sys
@@ -16,13 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shardwright_formats.types import Attention, ContextParallel
+from shardwright.types import FUSED_SDPA, Attention, ContextParallel
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import exchange_dims
-from shardwright_train.parallel.context_gather import GatherAttention
-from shardwright_train.parallel.context_ring import RingAttention
-from shardwright_train.parallel.context_shares import ContextShares
-from shardwright_train.parallel.context_stand_in import StandInAttention
+from shardwright_train.parallel.context import ContextShares, GatherAttention, RingAttention, StandInAttention
 from shardwright_train.parallel.tensor import TensorParallel
 
 SHARED_ATTENTION = "shardwright_sequence"
@@ -31,7 +29,7 @@ _HEADS, _POSITIONS = 1, 2
 """Dims of queries, keys and values [b, heads, s, d]; attention's output is [b, s, heads, d]."""
 _SINKS = "s_aux"
 """Argument of transformers' attention functions: a further score [heads] in the softmax, which weighs nothing."""
-_MASKLESS = (Attention.SDPA.value, Attention.SDPA_MATH.value)
+_MASKLESS = tuple(kernel.value for kernel in (*FUSED_SDPA, Attention.SDPA_MATH))
 """Kernels in whose place blocks of queries and keys are attended without a mask."""
 
 
@@ -41,14 +39,14 @@ class AcrossRanks:
 
     group: dist.ProcessGroup
     order: Tensor | None
-    """Positions of a sample in that order; None where they keep theirs."""
+    """Positions of a sample in that order; None if they keep theirs."""
     kernel: str
     reduce: torch.dtype
     """Format in which gradients of keys and values are summed over the ranks."""
     recomputation: Recomputation
     """Selective recomputation of the layer."""
     keeps: bool
-    """Whether gathered keys and values are kept for the backward pass, as where a replay has gathered them again."""
+    """Whether gathered keys and values are kept for the backward pass, as if a replay has gathered them again."""
     context: ContextParallel
     is_stand_in: bool = False
     """Whether this rank's keys and values stand for those of the group."""
@@ -65,7 +63,7 @@ class AcrossRanks:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the attention [b, s/n, heads, d] of this rank's positions to those of all.
+        """The attention [b, s/n, heads, d] of this rank's positions to those of all.
 
         `compute` is the stock kernel, which `module` belongs to. The mask is one to add to the scores of this rank's
         positions [b or 1, heads or 1, s/n or 1, s], or the numbers [b, s] of all positions' documents, or None: then
@@ -77,7 +75,9 @@ class AcrossRanks:
         added = mask if mask is not None and mask.is_floating_point() else None
         documents = mask if added is None else None
         is_plain = added is None and all(kwargs.get(name) is None for name in ("position_bias", _SINKS))
-        if self.kernel in _MASKLESS and is_plain and query.shape[_POSITIONS] == key.shape[_POSITIONS]:
+        # Beside any kernel, such as one that `auto` falls back to, a ring attends in blocks: nothing else can.
+        in_blocks = self.kernel in _MASKLESS or self.context is ContextParallel.RING
+        if in_blocks and is_plain and query.shape[_POSITIONS] == key.shape[_POSITIONS]:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             return attention(query, key, value, scale, documents).transpose(1, 2).contiguous()
         assert isinstance(attention, GatherAttention), "plans whose masks a ring does not know are refused"
@@ -91,7 +91,7 @@ class AcrossRanks:
         return output
 
     def _attention(self, key: Tensor, causal: bool) -> GatherAttention | RingAttention:
-        """Return the attention to all keys, of which this rank has some."""
+        """The attention to all keys, of which this rank has some."""
         length = key.shape[_POSITIONS] * self.group.size()
         if (made := self._of_length.get((length, causal))) is None:
             order = self._positions if self.order is not None else range(length)
@@ -112,7 +112,7 @@ class AcrossRanks:
 
 class _Shared(NamedTuple):
     heads: dist.ProcessGroup | None
-    """Group whose ranks exchange positions for heads; None where they keep theirs."""
+    """Group whose ranks exchange positions for heads; None if they keep theirs."""
     repeat: int
     """Number of copies of each key and value head, so that the degree divides their number."""
     kernel: Callable[..., Any]
@@ -171,7 +171,7 @@ def _attention(
 
 
 def _seen(module: nn.Module, kernel: str, degree: int, repeats: bool) -> tuple[int, nn.Module]:
-    """Return how often key and value heads are repeated for so many ranks, and the module that a kernel reads.
+    """How often key and value heads are repeated for so many ranks, and the module that a kernel reads.
 
     `repeats`: whether heads are repeated before the kernel for each query head.
     """

@@ -8,8 +8,8 @@ from msgspec import UNSET
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwright_formats.semantics.axes import ParameterAxes
-from shardwright_formats.types import Parameter
+from shardwright.plan.axes import ParameterAxes
+from shardwright.types import Parameter
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Parts(NamedTuple):
     """Whether the path is that of the only one of its type, and of no list."""
 
     def place(self, index: int) -> str:
-        """Return the path of the block with a number in the list."""
+        """The path of the block with a number in the list."""
         return self.path if self.alone else f"{self.path}.{index}"
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """Return the callables before which all positions are needed."""
+        """The callables before which all positions are needed."""
         return self.products or (*self.attention, *self.mlp)
 
 
@@ -84,27 +84,27 @@ class Cut(NamedTuple):
 
     @property
     def inside(self) -> bool:
-        """Return whether the parameter is replicated and applied to each rank's own heads or features."""
+        """Whether the parameter is replicated and applied to each rank's own heads or features."""
         return self.rule is not None and self.tp_dim is None
 
     @property
     def is_buffer(self) -> bool:
-        """Return whether steps set it, and no gradient."""
+        """Whether steps set it, and no gradient."""
         return self.rule is BUFFER
 
     @property
     def owner(self) -> str:
-        """Return the name of the module whose parameter it is."""
+        """The name of the module whose parameter it is."""
         return self.name.rpartition(".")[0]
 
     @property
     def dims(self) -> Mapping[str, int]:
-        """Return the dims that the axes of a mesh cut, by the axes' names."""
+        """The dims that the axes of a mesh cut, by the axes' names."""
         dims = {"ep": None if self.rule is None else self.rule.ep_dim, "tp": self.tp_dim}
         return {axis: dim for axis, dim in dims.items() if dim is not None}
 
     def part_shape(self, axes: ParameterAxes) -> list[int]:
-        """Return the shape of the part of each rank; a length that the ranks do not divide is padded."""
+        """The shape of the part of each rank; a length that the ranks do not divide is padded."""
         shape, sizes = list(self.shape), {"ep": axes.experts.size, "tp": axes.tensor.size}
         for axis, dim in self.dims.items():
             shape[dim] = -(-shape[dim] // sizes[axis])
@@ -112,7 +112,7 @@ class Cut(NamedTuple):
 
     @property
     def parameter(self) -> Parameter:
-        """Return the parameter in the description's words."""
+        """The parameter in the description's words."""
         return Parameter(
             name=self.name,
             shape=self.shape,
@@ -134,7 +134,7 @@ def cuts(module: nn.Module, rules: Rules) -> Iterator[Cut]:
 
 
 def _rule_for(path: str, rules: Rules) -> Rule | None:
-    """Return the rule of the longest key that is the end of a parameter's path or of its module's."""
+    """The rule of the longest key that is the end of a parameter's path or of its module's."""
     paths = f".{path}", f".{path}".rpartition(".")[0]
     keys = [key for key in rules if any(each.endswith(f".{key}") for each in paths)]
     return rules[max(keys, key=len)] if keys else None

@@ -1,4 +1,10 @@
-"""Tensor parallelism: modules that compute with their shards, and the sums that join them."""
+"""Tensor parallelism: modules that compute with shards of their matrices, and the sums that join them.
+
+A block is Y = f(X A) B with A sharded by columns and B by rows (Shoeybi et al. 2019): rank r computes f(X A_r) B_r
+without communication, and Y = sum_r f(X A_r) B_r is one all-reduce; its transpose sums the gradient of X. With
+Megatron's sequence parallelism (Korthikanti et al. 2022) the all-reduce becomes a reduce-scatter, and X is gathered
+before A.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
-from shardwright_formats.semantics.axes import Axes, Axis
+from shardwright.plan.axes import Axes, Axis
 from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import (
     copy_to_group,
@@ -20,8 +26,8 @@ from shardwright_train.parallel.collectives import (
     scatter_sequence,
     sum_over_group,
 )
-from shardwright_train.parallel.context_stand_in import StandIn
-from shardwright_train.parallel.low_rank import LowRankLinear
+from shardwright_train.parallel.context import StandIn
+from shardwright_train.parallel.low_rank import LowRankConv1D, LowRankLinear
 from shardwright_train.parallel.rng import Randomness
 from shardwright_train.parallel.sharding_rules import Cut, Rule
 from shardwright_train.torch_private import direct_parameters
@@ -31,11 +37,11 @@ _ENTERING = ("hidden_states", "key_value_states")
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The sharing of a layer by the ranks that one sample is sharded over.
+    """The groups of ranks over which a layer, and each sample in it, is sharded.
 
-    `axis` is the mesh axis that shards parameters (of one rank under Ulysses), `sequence_group` has all ranks that
-    share a sample, or its part under context parallelism, and `context_group` those whose parts attend to one another.
-    Of experts `axis` is that of the ranks that share each expert's features.
+    `axis` is the mesh axis that shards parameters (of size 1 under Ulysses). `sequence_group` has all ranks that share
+    a sample, or one part of it under context parallelism; `context_group` has the ranks whose parts attend to one
+    another. For experts, `axis` has the ranks that share each expert's features.
     """
 
     axis: DeviceMesh
@@ -50,42 +56,42 @@ class TensorParallel:
     fused_loss: bool = False
     """Whether a fused kernel computes the head's cross entropy."""
     expert_group: dist.ProcessGroup | None = None
-    """Group of ranks that share experts out, of which this layer part is; None where each has all."""
+    """Group of ranks over which the experts are sharded; None if each rank has all of them."""
     order: Tensor | None = None
-    """Positions of a sample [s] in the order in which ranks hold them; None where they keep theirs."""
+    """Positions of a sample [s] in the order in which ranks hold them; None if they keep theirs."""
     stand_in: StandIn | None = None
-    """Ranks of which this one stands for one in a measurement; None: it does not."""
+    """In a measurement, the group of which this rank plays a member; None outside of measurements."""
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Return the group of ranks that share the layer's matrices."""
+        """The group of ranks that share the layer's matrices."""
         return self.axis.get_group()
 
     @property
     def size(self) -> int:
-        """Return the number of ranks that share the layer's matrices."""
+        """The number of ranks that share the layer's matrices."""
         return self.axis.size()
 
     @property
     def rank(self) -> int:
-        """Return this rank's index among the ranks that share the layer's matrices."""
+        """This rank's index among the ranks that share the layer's matrices."""
         return self.axis.get_local_rank()
 
     @property
     def splits_sequence(self) -> bool:
-        """Return whether each rank has its own part of the sequence between the matrix products (Megatron)."""
+        """Whether each rank has a part of the sequence between the matrix products (Megatron)."""
         return self.axes.gathers_sequence
 
     @property
     def splits_everything(self) -> bool:
-        """Return whether each rank has its own part of the sequence in the matrix products too (Ulysses)."""
+        """Whether each rank has a part of the sequence in the matrix products, too (Ulysses)."""
         return self.axes.exchanges_heads
 
     @contextmanager
     def entered(self, *inputs: Tensor, keeps: bool = False) -> Iterator[Sequence[Tensor]]:
         """Yield the inputs of column-parallel products with all positions, on every rank.
 
-        The products gather their inputs again for backward unless they `keeps` them, being recomputed themselves.
+        In the backward pass the products gather their inputs again, unless `keeps`: they are recomputed anyway.
         """
         self.randomness.inside()
         if not self.splits_sequence:
@@ -97,7 +103,7 @@ class TensorParallel:
                 yield gathered
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum of a row-parallel product over the ranks, scattered where the sequence is split."""
+        """The sum of a row-parallel product over the ranks, scattered if the sequence is split."""
         total = partial(scatter_sequence if self.splits_sequence else sum_over_group, group=self.group)
         x = self.recomputation.sum(total, x)
         self.randomness.outside()
@@ -105,40 +111,40 @@ class TensorParallel:
 
     @property
     def attends_apart(self) -> bool:
-        """Return whether attention is another than a stock kernel's of positions in their order, all on this rank."""
+        """Whether attention differs from a stock kernel over all positions, in order, on this rank."""
         return self.splits_everything or self.attends_across
 
     @property
     def attends_across(self) -> bool:
-        """Return whether positions lie in another order, or attend to those of other ranks."""
+        """Whether positions lie in another order, or attend to those of other ranks."""
         return self.axes.shares_context or self.order is not None or self.stand_in is not None
 
     def positions(self, length: int) -> slice:
-        """Return the places, of `length` in all, that this rank has between the matrix products."""
+        """The places, of `length` in all, that this rank has between the matrix products."""
         return share_of(self.axes.layout.sequence, self.place, length)
 
     def positions_inside(self, length: int) -> slice:
-        """Return the places that this rank works on in the matrix products: all that attend, except under Ulysses."""
+        """The places that this rank works on in the matrix products: all that attend, except under Ulysses."""
         return self.positions(length) if self.splits_everything else self.attending(length)
 
     def attending(self, length: int) -> slice:
-        """Return the places, of `length` in all, that attend on this rank: all, except under context parallelism."""
+        """The places, of `length` in all, that attend on this rank: all, except under context parallelism."""
         return share_of(self.axes.context, self.place, length)
 
     def heads(self, count: int) -> slice:
-        """Return the heads, of `count` in all, that this rank attends with."""
+        """The heads, of `count` in all, that this rank attends with."""
         group = self.sequence_group if self.splits_everything else self.group
         share = count // group.size()
         return slice(group.rank() * share, (group.rank() + 1) * share)
 
     @property
     def sums_outside(self) -> bool:
-        """Return whether the gradient of a replicated parameter used outside the products is a sum over the ranks."""
+        """Whether the gradient of a replicated parameter used outside the products is a sum over the ranks."""
         return self.splits_sequence and self.size > 1
 
 
 def share_of(axis: Axis, place: int, length: int) -> slice:
-    """Return the share of a length that the rank with number `place` inside its pipeline stage has along an axis."""
+    """The share of a length that the rank with number `place` inside its pipeline stage has along an axis."""
     share = length // axis.size
     first = axis.part_of(place) * share
     return slice(first, first + share)
@@ -163,7 +169,7 @@ def apply_tensor_parallel(
             rules[cut.rule] = None
             if tensor_parallel.size > 1 and cut.tp_dim is None and (cut.inside or tensor_parallel.sums_outside):
                 partial.add(cut.name)
-        if isinstance(module, LowRankLinear):
+        if isinstance(module, LowRankLinear | LowRankConv1D):
             module.recomputation = tensor_parallel.recomputation
         for rule in rules:
             _compute_with_shards(module, rule, lengths, tensor_parallel)
@@ -186,7 +192,7 @@ def enter_before(module: nn.Module, tensor_parallel: TensorParallel, keeps: bool
 def _compute_with_shards(
     module: nn.Module, rule: Rule | None, lengths: Mapping[str, int], tensor_parallel: TensorParallel
 ) -> None:
-    """Make a module compute with its shards of a rule's parameters, where `lengths` are all first dims in full."""
+    """Make a module compute with its shards of a rule's parameters, if `lengths` are all first dims in full."""
     match rule:
         case Rule("row"):
             _make_row_parallel(module, tensor_parallel)

@@ -1,4 +1,4 @@
-"""Parameters that several layers hold replicas of, on whatever ranks and in whatever layouts: one gradient for all."""
+"""Tied parameters: replicas of one parameter in several layers, on any ranks and in any layouts, with one gradient."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.semantics.layout import Box, parameter_box
-from shardwright_formats.semantics.process_groups import Purpose
-from shardwright_formats.semantics.tied_weights import (
+from shardwright.plan.layout import Box, parameter_box
+from shardwright.plan.process_groups import Purpose
+from shardwright.plan.tied_weights import (
     Piece,
     Replica,
     pieces_from_owners,
@@ -18,7 +18,7 @@ from shardwright_formats.semantics.tied_weights import (
     tied_parameters,
     trained_ones,
 )
-from shardwright_formats.types import Plan
+from shardwright.types import Plan
 from shardwright_train.parallel.process_groups import Groups
 
 
@@ -41,7 +41,7 @@ class TiedParameters:
         self._gradients = pieces_to_owners(trained), pieces_from_owners(trained)
 
     def alone(self) -> "TiedParameters":
-        """Return these replicas without any exchange."""
+        """These replicas without any exchange."""
         alone = copy(self)
         alone.group = None
         return alone

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright_formats.semantics.communication import LOSS_ELEMENTS
+from shardwright.plan.communication import LOSS_ELEMENTS
 from shardwright_train.parallel.fused import fused_cross_entropy
 from shardwright_train.parallel.tensor import TensorParallel
 
@@ -30,7 +30,7 @@ def token_embedding(embedding: nn.Embedding, tokens: Tensor, tensor_parallel: Te
 
 
 def positions_of(tokens: Tensor, tensor_parallel: TensorParallel, given: Tensor | None = None) -> Tensor:
-    """Return the position numbers of tokens [b, s] that this rank holds between the matrix products.
+    """The position numbers of tokens [b, s] that this rank holds between the matrix products.
 
     Positions count from 0 unless they are given [b, s] in the order in which ranks hold them.
     """
@@ -43,7 +43,7 @@ def positions_of(tokens: Tensor, tensor_parallel: TensorParallel, given: Tensor 
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, tensor_parallel: TensorParallel) -> Tensor:
-    """Return the summed cross entropy of this rank's share [b, s, v/n] of `classes` logits; labels [b, s] are whole."""
+    """The summed cross entropy of this rank's share [b, s, v/n] of `classes` logits; labels [b, s] are whole."""
     labels = labels[:, tensor_parallel.positions_inside(labels.shape[1])]
     if tensor_parallel.fused_loss:
         return fused_cross_entropy(logits, labels, IGNORED, tensor_parallel.group).sum()
@@ -52,7 +52,7 @@ def loss_of_logits(logits: Tensor, labels: Tensor, classes: int, tensor_parallel
 
 
 def sum_of_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over [b, s] of the cross entropy of logits [b, s, v/n] sharded over a group; equal on each rank.
+    """The sum over [b, s] of the cross entropy of logits [b, s, v/n] sharded over a group; equal on each rank.
 
     Computed in float32 at least. This rank has the classes from `first` on; labels that are IGNORED do not count. The
     backward pass overwrites the logits.
@@ -96,7 +96,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _index(labels: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Return each label's index among a rank's classes, or 0, and whether it is one of them."""
+    """Each label's index among a rank's classes, or 0, and whether it is one of them."""
     index = labels - first
     mine = (index >= 0) & (index < classes)
     return index.where(mine, torch.zeros_like(index)), mine
@@ -107,7 +107,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _parts(rows: Tensor) -> Iterator[slice]:
-    """Yield the positions whose logits [n, v] are widened together; none where a rank has no classes."""
+    """Yield the positions whose logits [n, v] are widened together; none if a rank has no classes."""
     count, classes = rows.shape
     size = max(1, LOSS_ELEMENTS // max(1, classes))
     return (slice(i, i + size) for i in range(0, count if classes else 0, size))

@@ -1,4 +1,7 @@
-"""This process as a rank among others, and the JSON values and errors that ranks exchange: nothing is unpickled."""
+"""A rank's process: joining the world, and exchanging JSON values and errors with the other ranks.
+
+Nothing is pickled: another process of the same network cannot make a rank run code.
+"""
 
 import os
 import re
@@ -14,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.io import BadInput, OutOfMemory, ShardwrightError, system_fault
-from shardwright_formats.types import Plan
-from shardwright_launch.accelerator import CPU
-from shardwright_launch.heartbeat import START_UP_S, Heartbeat
-from shardwright_launch.store import rank_store
+from shardwright.io import BadInput, OutOfMemory, ShardwrightError, system_fault
+from shardwright.launch.accelerator import COLLECTIVES, CPU
+from shardwright.launch.backend import device_name, on_accelerator, take_device
+from shardwright.launch.heartbeat import START_UP_S, Heartbeat
+from shardwright.launch.store import rank_store
+from shardwright.types import Plan
 from shardwright_train.torch_private import default_timeout
 
 T = TypeVar("T")
@@ -35,7 +39,7 @@ class _Raised(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Reply(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """The value that a call returned, or the error that it raised."""
+    """The result of a call on one rank: its value, or the error that it raised."""
 
     value: T | None = None
     error: _Raised | None = None
@@ -47,12 +51,12 @@ class Channel:
     device: torch.device
     """Device of the tensors that carry the values."""
     group: dist.ProcessGroup | None = None
-    """Process group of the exchange; None: the world's own."""
+    """Process group of the exchange; None: the world's."""
 
     def first_says(self, ask: Callable[[], T], kind: type[T], place: object = None) -> T:
-        """Return rank 0's value of type `kind` on all ranks; raise rank 0's orderly error on all ranks.
+        """The value of `ask()` on rank 0, on all ranks; an orderly error of rank 0 is raised on all ranks.
 
-        `place` is named where the system refuses something, else the file that it names itself.
+        `place` is named in an error of the operating system that names no file.
         """
         content = b""
         if dist.get_rank(self.group) == 0:
@@ -64,11 +68,11 @@ class Channel:
         return reply.value  # type: ignore[return-value]
 
     def first_does(self, do: Callable[[], None], place: object = None) -> None:
-        """Do something on rank 0 while the others wait; raise on all ranks what it raises in order."""
+        """Run `do` on rank 0 while the others wait; an orderly error is raised on all ranks."""
         self.first_says(do, type(None), place)
 
     def all_say(self, value: T, kind: type[T]) -> list[T]:
-        """Return the value of each rank, of the type `kind`, in the order of the ranks."""
+        """The values of all ranks, in the order of the ranks."""
         decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(kind)
         return [decoder.decode(content) for content in self._gather(msgspec.json.encode(value))]
 
@@ -80,7 +84,7 @@ class Channel:
                 raise _rebuilt(raised[0])
 
     def together(self, do: Callable[[], T], place: object = None) -> T:
-        """Return each rank's own value of `do`; raise on all ranks the orderly error of the lowest rank that fails."""
+        """The value of `do()` on each rank; an orderly error of the lowest failing rank is raised on all ranks."""
         value, problem = tried(do, place)
         self.agree(problem)
         return value  # type: ignore[return-value]
@@ -108,7 +112,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class GroupChannel(Channel):
-    """A channel of the world's ranks over another group than the world's own."""
+    """A channel of the world's ranks over a separate process group."""
 
     device: torch.device
     group: dist.ProcessGroup | None
@@ -127,36 +131,36 @@ class World(Channel):
 
 @contextmanager
 def joined_world(device_type: str, timeout_s: float = START_UP_S) -> Iterator[World]:
-    """Join the process group that the launcher's environment names: NCCL on `cuda`, gloo on `cpu`.
+    """Join the process group that the launcher's environment names, with the collectives of the device type.
 
     `timeout_s` bounds the joining and every collective, those of groups that are made later as well. An error that the
     world is left with is noted for the launcher.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
+    backend, timeout = COLLECTIVES[device_type], timedelta(seconds=timeout_s)
     heartbeat = Heartbeat.of_environment()
     with ExitStack() as stack:
         stack.push(heartbeat.note)
         device = _device(device_type, int(os.environ["LOCAL_RANK"]))
-        # Groups that are made without a timeout have the defaults, which are 10 minutes with NCCL.
+        # Groups that are made later without a timeout would have NCCL's default of 10 minutes.
         stack.enter_context(default_timeout(timeout))
         store = rank_store(dist.FileStore, dist.Store, size, timeout)  # type: ignore[attr-defined]
-        # NCCL then connects at once: what it makes later could wait for a device that waits for another rank.
+        # With a device, NCCL connects at once; a lazy connection could wait for a device that waits for another rank.
         bound = None if device.type == CPU else device
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
         stack.callback(dist.destroy_process_group)
-        stack.push(heartbeat.note)  # before the group is destroyed, from which the peers see that this rank is gone
+        # Pushed again, to run before the group is destroyed: its end shows the peers that this rank is gone.
+        stack.push(heartbeat.note)
         heartbeat.begin("before the first step")
         yield World(rank, size, device, backend, heartbeat)
 
 
 def check_device(plan: Plan, world: World, file: object) -> None:
-    """Raise BadInput where this rank's device is not the one that its plan is for."""
+    """Raise BadInput if this rank's device is not the one that its plan is for."""
     wanted, on_cpu = plan.cluster.of_rank(world.rank), world.device.type == CPU
-    here = CPU if on_cpu else torch.cuda.get_device_name(world.device)
+    here = device_name(world.device)
     if not (wanted.on_cpu if on_cpu else wanted.device == here):
-        problem = f"rank {world.rank} is planned for {wanted.device} and runs on {here}"
+        problem = f"rank {world.rank} is planned for {wanted.device} but runs on {here}"
         raise BadInput(file, problem, "start it on the plan's cluster")
 
 
@@ -174,26 +178,24 @@ def out_of_memory_said(subject: str = "") -> Iterator[None]:
 def _device(device_type: str, local_rank: int) -> torch.device:
     if device_type == CPU:
         return torch.device(CPU)
-    if (count := torch.cuda.device_count()) <= local_rank:
-        problem = f"it has a device {local_rank} on this node, PyTorch sees {count}"
-        raise BadInput("plan", problem, "plan for what is here")
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    if (count := torch.accelerator.device_count()) <= local_rank:
+        problem = f"uses device {local_rank} of this node, but PyTorch sees only {count}"
+        raise BadInput("plan", problem, "plan for the devices of this node")
+    return take_device(local_rank)
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak resident host memory of this process so far, in bytes."""
+    """The peak resident host memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak bytes of tensors on a GPU, or of this process on the host, without synchronizing the device."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+    """The peak bytes of tensors on a GPU, or of this process on the host, without synchronizing the device."""
+    return torch.accelerator.max_memory_allocated(device) if on_accelerator(device) else peak_resident_bytes()
 
 
 def tried(do: Callable[[], T], place: object = None) -> tuple[T | None, ShardwrightError | None]:
-    """Return what a call returns, or the error that it raises in order; what the system refuses is one, of `place`."""
+    """What a call returns, or the error that it raises in order; what the system refuses is one, of `place`."""
     try:
         return do(), None
     except ShardwrightError as error:

@@ -1,1 +1,1 @@
-"""The pipeline stage of a rank, and its step."""
+"""A rank's pipeline stage, and the passes of its training step."""

@@ -1,4 +1,4 @@
-"""The embedding, a block or the head on one rank: its stock module parallelized, given weights, and called."""
+"""A layer on one rank (embedding, block or head): its stock module, parallelized, initialized and called."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -9,20 +9,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwright_formats.semantics.axes import axes_of, layout_of
-from shardwright_formats.semantics.chunks import chunk_layers
-from shardwright_formats.semantics.layout import Box, parameter_box
-from shardwright_formats.semantics.zigzag import position_order, zigzag
-from shardwright_formats.types import EMBEDDING, HEAD, Parameter, Plan, Recompute, Strategy, base_type
-from shardwright_models.facts import Mask
+from shardwright.models.traits import Mask
+from shardwright.plan.axes import axes_of, layout_of
+from shardwright.plan.chunks import chunk_layers
+from shardwright.plan.layout import Box, parameter_box
+from shardwright.plan.zigzag import position_order, zigzag
+from shardwright.types import EMBEDDING, HEAD, Parameter, Plan, Recompute, Strategy, base_type
 from shardwright_train.data.share import Batch, BatchShare
-from shardwright_train.models.auxiliary_loss import States, WithLoss
 from shardwright_train.models.base import Family
 from shardwright_train.models.initial_weights import fill
 from shardwright_train.models.masks import Places
-from shardwright_train.parallel.checkpointing import Recomputation, recomputed
+from shardwright_train.models.stock import States, WithLoss
+from shardwright_train.parallel.checkpointing import Recomputation
 from shardwright_train.parallel.collectives import Redistribution
-from shardwright_train.parallel.context_stand_in import StandIn
+from shardwright_train.parallel.context import StandIn
 from shardwright_train.parallel.data import GradientAllReduce, default_dtype, local_tensor, torch_dtype
 from shardwright_train.parallel.fused import fuse
 from shardwright_train.parallel.low_rank import low_rank_rules
@@ -34,15 +34,15 @@ from shardwright_train.parallel.tensor import TensorParallel, share_of
 
 
 class GivenWeights(Protocol):
-    """Weights that a run begins with instead of drawn ones."""
+    """Initial weights from a folder, instead of drawn ones."""
 
     def read(self, window: Tensor, name: str, shape: Sequence[int], box: Box) -> bool:
-        """Fill a tensor with the part `box` of a parameter of the stock model; False where it must be drawn."""
+        """Fill a tensor with the part `box` of a stock parameter; False if the folder lacks it and it must be drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """A rank's place under a plan, with the settings of its run."""
+    """A rank's place in a plan, and the settings of its run: what building its stage needs."""
 
     plan: Plan
     family: Family
@@ -57,42 +57,42 @@ class RankContext:
     weights: GivenWeights | None = None
     """Given initial weights; None: all are drawn."""
     stands_for: int = 1
-    """Ranks of which each rank stands for one, in a measurement of a share of longer samples; 1: it does not."""
+    """In a measurement, the size of the context-parallel group of which each rank plays a member; otherwise 1."""
 
     @cached_property
     def order(self) -> Tensor | None:
-        """Return the positions of a sample [s] in the order in which ranks hold them; None where they keep theirs."""
-        order = position_order(self.plan, self.family.facts.mask is Mask.CAUSAL)
+        """The positions of a sample [s] in the order in which ranks hold them; None if they keep theirs."""
+        order = position_order(self.plan, self.family.facts.attention.mask is Mask.CAUSAL)
         return None if order is None else torch.tensor(order, device=self.device)
 
     @cached_property
     def stand_in(self) -> StandIn | None:
-        """Return the ranks of which this one stands for one; None where it does not."""
+        """The group of which this rank plays a member in a measurement, or None."""
         length, ranks = self.plan.model.sequence_length * self.stands_for, self.stands_for
-        order = zigzag(length, ranks) if self.family.facts.mask is Mask.CAUSAL else range(length)
+        order = zigzag(length, ranks) if self.family.facts.attention.mask is Mask.CAUSAL else range(length)
         return StandIn(ranks, torch.tensor(order, device=self.device)) if ranks > 1 else None
 
     @property
     def stage_index(self) -> int:
-        """Return the pipeline stage of this rank."""
+        """The pipeline stage of this rank."""
         return self.plan.stage_of_rank(self.rank)
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """Return the ranks of this rank's pipeline stage."""
+        """The ranks of this rank's pipeline stage."""
         return self.plan.stages[self.stage_index].ranks
 
     @property
     def me(self) -> int:
-        """Return this rank's number inside its pipeline stage."""
+        """This rank's index inside its pipeline stage."""
         return self.stage_ranks.index(self.rank)
 
     @property
     def masks(self) -> tuple[tuple[int | None, Places], ...]:
-        """Return the windows and places of this rank's blocks that read masks of a microbatch, each pair once.
+        """The distinct (window, places) of this rank's blocks that read masks of a microbatch.
 
-        The window is None for those without one; a tower reads no mask. Where ranks hold positions in an order, blocks
-        read documents alone.
+        The window is None for blocks without one; an image tower reads no mask. If ranks hold positions in another
+        order, blocks read only the documents.
         """
         facts, model, pairs = self.family.facts, self.plan.model, dict[tuple[int | None, int, int], Places]()
         for low, high in self.plan.stages[self.stage_index].layers:
@@ -108,7 +108,7 @@ class RankContext:
 
     @cached_property
     def share(self) -> BatchShare:
-        """Return this rank's share of a global batch: the samples that some layer of it works on."""
+        """This rank's share of a global batch: the samples that some layer of it works on."""
         plan, chunks = self.plan, range(len(self.plan.stages[self.stage_index].layers))
         layers = [layer for chunk in chunks for layer in chunk_layers(plan, self.stage_index, chunk)]
         shards = [layout_of(strategy).activation_shard(self.me, plan.microbatch_samples, 1) for *_, strategy in layers]
@@ -125,42 +125,42 @@ class RankContext:
 
 
 LossHook = Callable[["Layer", WithLoss], None]
-"""A function that is called with a block and its output, if that has an auxiliary loss."""
+"""A function called with a block and its output, if the output has an auxiliary loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer of a pipeline stage; `redistributions` move each of its inputs into its layout, where they must."""
+    """A layer of a pipeline stage; `redistributions` move its inputs into its layout, if they arrive in another one."""
 
     name: str
     kind: str
-    """The family's type of layer."""
+    """Its type in the family."""
     family: Family
     parallel: ParallelModule
     redistributions: tuple[Redistribution | None, ...]
     constants: dict[str, Any]
     samples: slice
-    """Samples that the layer works on, among those that this rank reads of a microbatch."""
+    """The layer's samples, among the samples that this rank reads of a microbatch."""
     compiled: bool
     """Whether the layer is a compiled block, whose selective recomputation is compiled with it."""
     randomness: Randomness | None
-    """Random numbers of dropout; None where nothing is dropped."""
+    """Random numbers of dropout; None if nothing is dropped."""
     replicas: int
-    """Number of ranks that hold the same part of the states."""
+    """Number of ranks with the same part of the states."""
 
     @property
     def module(self) -> nn.Module:
-        """Return the module that computes; its parameters are this rank's shards."""
+        """The module that computes; its parameters are this rank's shards."""
         return self.parallel.module
 
     @property
     def strategy(self) -> Strategy:
-        """Return the strategy by which the layer is sharded."""
+        """The strategy by which the layer is sharded."""
         return self.parallel.units[0].strategy
 
     @cached_property
     def reductions(self) -> tuple[GradientAllReduce, ...]:
-        """Return the reductions of those of its units that are replicated."""
+        """The gradient reductions of its replicated units."""
         return tuple(r for unit in self.parallel.units if (r := unit.gradient_all_reduce) is not None)
 
     def start_reductions(self) -> None:
@@ -169,7 +169,7 @@ class Layer:
             reduction.start()
 
     def described_name(self, name: str) -> str:
-        """Return the model description's name of a parameter of the module."""
+        """The model description's name of a parameter of the module."""
         return self.family.described_name(self.kind, name)
 
     def __call__(self, states: States, batch: Batch, rng_key: RNGKey, note_loss: LossHook) -> States | Tensor:
@@ -178,25 +178,26 @@ class Layer:
         batch = {name: x[self.samples] for name, x in batch.items()}
         differentiates = torch.is_grad_enabled() and self.parallel.has_backward
         if differentiates and not any(x.requires_grad for x in states):
-            # The first layer behind those without a backward pass works as all others do.
+            # FSDP2 and recomputation hook into the gradient of an input: the first trained layer needs one, too.
             states = tuple(x.detach().requires_grad_() for x in states)
         if self.reductions and states and states[0].requires_grad:
-            # Autograd works on what was computed last: this view is the first of the layer, so that its gradient comes
-            # after those of the layer's parameters. What was received has no such order: it is a leaf, as they are.
+            # Autograd runs the latest node first. This view is the layer's first node, so its gradient comes after the
+            # gradients of all of the layer's parameters; a received input is a leaf, which has no place in that order.
             states = (states[0].view_as(states[0]), *states[1:])
             states[0].register_hook(lambda _gradient: self.start_reductions())
         run: Callable[..., States | WithLoss | Tensor] = partial(self._run, batch=batch, rng_key=rng_key)
         recompute = getattr(self.strategy, "recompute", Recompute.NONE)
+        recomputation = self.parallel.units[0].sharing.tensor_parallel.recomputation
         if differentiates and recompute is Recompute.FULL:
-            run = partial(recomputed, run)
+            run = partial(recomputation.full, run)
         elif differentiates and recompute is Recompute.SELECTIVE and not self.compiled:
-            run = partial(self.parallel.units[0].sharing.tensor_parallel.recomputation.selective, run)
+            run = partial(recomputation.selective, run)
         output = run(*states)
         if not isinstance(output, WithLoss):
             return output
         if not self.family.auxiliary_loss:
             raise TypeError(f"{type(self.family).__name__} returns auxiliary losses, but its `auxiliary_loss` is False")
-        # A replayed forward pass does not come here: nothing is noted twice.
+        # Outside of what recomputation replays, so that no loss is noted twice.
         note_loss(self, output)
         return output.states
 
@@ -218,22 +219,22 @@ def build_layer(
     strategy: Strategy,
     redistributions: tuple[Redistribution | None, ...],
 ) -> Layer:
-    """Build one layer of a rank's pipeline stage, of a type of the model's description.
+    """Build one layer of a rank's pipeline stage.
 
-    Its initial weights depend on the seed and the layer alone, not on the plan; no more than this rank's shards of them
-    ever exists.
+    Its initial weights depend only on the seed and the layer, not on the plan; only this rank's shards are ever
+    allocated.
     """
     plan, family = context.plan, context.family
     config, described, kind = family.configuration(plan.model), plan.model.types[type_name], base_type(type_name)
     layout = layout_of(strategy)
     dp_index, part = layout.samples.part_of(context.me), layout.sharers.part_of(context.me)
-    # Ranks with replicas of the activations draw the same numbers.
+    # Ranks with replicas of activations must drop the same values, ranks with other samples or positions others.
     replica = (dp_index, layout.sequence.part_of(context.me)) if layout.sequence.size > 1 else (dp_index,)
     randomness = Randomness(name, replica, part, context.device)
     compiled = plan.compile and kind in family.parts
-    # A compiled graph draws from one state: `check_kernels` refuses what needs several.
+    # A compiled graph draws from a single generator; `check_kernels` refuses plans that would need several.
     inside = Randomness(name, replica, part, context.device) if compiled else randomness
-    recomputation = Recomputation(keeps_last=family.keeps_last_sum(kind, config))
+    recomputation = Recomputation(keeps_last=family.keeps_last_sum(kind, config, plan.precision.compute))
     sharings = {
         root: _sharing(context, each, inside, recomputation)
         for root, each in {"": strategy, **family.units(kind, strategy)}.items()
@@ -263,10 +264,10 @@ def build_layer(
 def _style(
     context: RankContext, type_name: str, strategy: Strategy, parameters: Mapping[str, Parameter], compiled: bool
 ) -> ModuleStyle:
-    """Return how a layer's module is made parallel; `parameters`: their descriptions by their names in the module."""
+    """How a layer's module is made parallel; `parameters`: their descriptions by their names in the module."""
     family, kind, config = context.family, base_type(type_name), context.family.configuration(context.plan.model)
     return ModuleStyle(
-        rules=family.rules | low_rank_rules(parameters),
+        rules=family.rules | low_rank_rules(parameters, kind == HEAD),
         parts=family.parts_of(kind, strategy),
         after_split=lambda module, tensor_parallel: family.after_split(module, config, tensor_parallel),
         attention=family.kernel_name(context.attention),
@@ -296,7 +297,7 @@ def _sharing(context: RankContext, strategy: Strategy, randomness: Randomness, r
 
 
 def _stock_module(context: RankContext, name: str, tensor_parallel: TensorParallel) -> nn.Module:
-    """Return the stock module of a layer on the meta device."""
+    """The stock module of a layer on the meta device."""
     plan = context.plan
     with torch.device("meta"), default_dtype(torch_dtype(plan.precision.parameters)):
         module = context.family.build(
@@ -320,7 +321,7 @@ def _begin(context: RankContext, parallel: ParallelModule, name: str, parameters
     """Give a layer's shards memory, and their initial weights unless a checkpoint has them."""
     parallel.module.to_empty(device=context.device)
     for parameter in parallel.module.parameters():
-        local_tensor(parameter.detach()).zero_()  # what pads it stays so
+        local_tensor(parameter.detach()).zero_()  # padding of uneven shards stays zero
     if not context.resumes:
         _fill(context, parallel, name, parameters)
 

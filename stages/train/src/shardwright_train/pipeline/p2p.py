@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.semantics.chunks import Cut, cuts, needs_gradient, stage_actions
-from shardwright_formats.semantics.schedules.passes import Action, Pass
+from shardwright.plan.chunks import Cut, cuts, needs_gradient, stage_actions
+from shardwright.plan.schedules.passes import Action, Pass
 from shardwright_train.parallel.collectives import Window, window
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.pipeline.layer import RankContext
@@ -23,7 +23,7 @@ class TensorPiece(NamedTuple):
 
     rank: int
     group: dist.ProcessGroup | None
-    """Group of the two ranks, for this direction alone; None where the other rank is absent, and nothing is sent."""
+    """Group of the two ranks, for this direction alone; None if the other rank is absent, and nothing is sent."""
     window: Window
 
 
@@ -45,9 +45,9 @@ class Port:
 class Pipeline:
     """A rank's place in the pipeline: where its chunks' messages, by pass and chunk, come from and go to.
 
-    Every pair of ranks has a group of its own for each direction, for interleaved stages also for each of the two ways
-    round, so that no message ever waits for one of another kind: with one NCCL communicator for both directions two
-    ranks that send to each other would wait for ever.
+    Every pair of ranks has a separate group for each direction, and with interleaved stages for each of the two ways
+    around, so that no message waits for one of another kind: NCCL runs the operations of one communicator in order, so
+    two ranks that send to each other over the same one would deadlock.
     """
 
     context: RankContext
@@ -56,11 +56,10 @@ class Pipeline:
 
     @classmethod
     def of_rank(cls, context: RankContext) -> "Pipeline":
-        """Return the place of a rank under a plan; where nothing before a cut is trained, no gradient goes over it."""
+        """The place of a rank under a plan; if nothing before a cut is trained, no gradient goes over it."""
         incoming, outgoing = {}, {}
         for cut in cuts(context.plan):
-            ways = ((Pass.FORWARD, cut[:2]), (Pass.BACKWARD, cut[1::-1]))
-            for kind, (source, target) in ways if needs_gradient(context.plan, *cut.target) else ways[:1]:
+            for kind, source, target in cut.ways(needs_gradient(context.plan, *cut.target)):
                 if source[0] == context.stage_index:
                     outgoing[kind, source[1]] = _port(context, cut, kind, target, sends=True)
                 if target[0] == context.stage_index:
@@ -68,7 +67,7 @@ class Pipeline:
         return cls(context, incoming, outgoing)
 
     def actions(self) -> tuple[Action, ...]:
-        """Return this rank's actions in a step, in order."""
+        """This rank's actions in a step, in order."""
         return stage_actions(self.context.plan, self.context.stage_index)
 
 
@@ -78,20 +77,20 @@ class StageAlone(Pipeline):
 
     @classmethod
     def of_pipeline(cls, pipeline: Pipeline) -> "StageAlone":
-        """Return the place of a rank in a pipeline, without sends and receives."""
+        """The place of a rank in a pipeline, without sends and receives."""
         incoming, outgoing = (
             {key: _cut_off(port) for key, port in ports.items()} for ports in (pipeline.incoming, pipeline.outgoing)
         )
         return cls(pipeline.context, incoming, outgoing)
 
     def actions(self) -> tuple[Action, ...]:
-        """Return the rank's actions in a step, for as many microbatches as reach its peak memory."""
+        """The rank's actions in a step, for as many microbatches as reach its peak memory."""
         return until_fullest(super().actions())
 
 
 def _port(context: RankContext, cut: Cut, kind: Pass, there: tuple[int, int], sends: bool) -> Port:
     plan, me = context.plan, context.me
-    layout = cut.before if sends is (kind is Pass.FORWARD) else cut.after
+    layout = cut.before if sends is (kind.way > 0) else cut.after
     ranks = plan.stages[there[0]].ranks
     shapes, pieces = [], []
     for tensor in cut.tensors:
@@ -126,7 +125,7 @@ class _Sent(NamedTuple):
 
 
 class _Expected(NamedTuple):
-    """A piece that is being received into a tensor of its own, or into its place where that is contiguous."""
+    """A piece that is being received into a tensor of its own, or into its place if that is contiguous."""
 
     target: Tensor
     buffer: Tensor
@@ -142,7 +141,7 @@ class Messages:
     sends: list[_Sent] = field(default_factory=list)
 
     def expect(self, action: Action) -> None:
-        """Start to receive an action's inputs when the action before it begins, so that both overlap."""
+        """Start to receive an action's inputs; called when the action before it begins, so that both overlap."""
         port = self.pipeline.incoming.get((action.kind, action.chunk))
         if port is not None:
             context = self.pipeline.context
@@ -165,6 +164,8 @@ class Messages:
             if buffer is not target:
                 target.copy_(buffer)
         stage, chunk = port.there
+        # The neighbour plays its list in order: its message proves that it has taken everything before this action, so
+        # waiting for these sends costs nothing and frees their memory.
         done = port.order[action._replace(chunk=chunk)]
         before, self.sends = self.sends, []
         for sent in before:
@@ -186,7 +187,7 @@ class Messages:
                 self.sends.append(_Sent(stage, taken_at, work, part))
 
     def send_after_the_last(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Send outputs where no later message shows that they were received, then wait for all earlier sends.
+        """Send outputs if no later message shows that they were received, then wait for all earlier sends.
 
         In forward passes alone the neighbours have begun to receive these: no rank is two actions ahead of the next.
         """
@@ -207,6 +208,7 @@ def _receives(tensors: Sequence[Tensor], port: Port) -> Iterator[_Expected]:
             if piece.group is None:
                 continue
             target = x[piece.window]
+            # Collectives and sends need contiguous memory; part of a sequence dimension is not.
             buffer = (
                 target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
             )
@@ -216,19 +218,20 @@ def _receives(tensors: Sequence[Tensor], port: Port) -> Iterator[_Expected]:
 
 
 def until_fullest(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """Return a stage's actions of the microbatches that begin before every chunk has added to existing gradients.
+    """A stage's actions of the microbatches that begin before every chunk has added to existing gradients.
 
-    From then on each forward pass reuses memory that a backward pass has freed: the peak does not grow further.
+    From then on each forward pass reuses memory that a backward pass has freed, so the peak no longer grows. One more
+    microbatch has begun than has been added, because the very last backward pass reduces gradients instead of adding.
     """
     chunks, gone, begun = {action.chunk for action in actions}, dict[int, int](), set[int]()
     for kind, microbatch, chunk in actions:
         begun.add(microbatch)
-        gone[chunk] = gone.get(chunk, 0) + (kind is Pass.BACKWARD)
-        if all(gone.get(each, 0) >= _ADDS for each in chunks):
+        gone[chunk] = gone.get(chunk, 0) + kind.makes_gradients
+        if len(begun) > _ADDS and all(gone.get(each, 0) >= _ADDS for each in chunks):
             break
     return tuple(action for action in actions if action.microbatch in begun)
 
 
 def _cut_off(port: Port) -> Port:
-    """Return the port with messages that stay here, and hold their memory as long as real ones."""
+    """The port with messages that stay here, and hold their memory as long as real ones."""
     return replace(port, pieces=tuple(tuple(piece._replace(group=None) for piece in pieces) for pieces in port.pieces))

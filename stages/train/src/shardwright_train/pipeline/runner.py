@@ -1,7 +1,15 @@
-"""A training step and an evaluation of a rank: passes in the order of its action list."""
+"""A training step and an evaluation of one rank: its passes, in the order of its action list.
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+A schedule is a list of actions (kind of pass, microbatch, chunk); the simulator of the search plays the same list. For
+M microbatches with N labels in all, the runner accumulates
+
+    gradient = scale * d/dw sum_m sum_i CE(m, i) / N,
+
+so that neither M, nor the schedule, nor the number of labels in a single microbatch changes the result.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,18 +20,110 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
-from shardwright_formats.semantics.axes import axes_of
-from shardwright_formats.semantics.expert_load import expert_slices
-from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.types import GradientReduction
-from shardwright_train.data.share import Batch, BatchShare
-from shardwright_train.models.auxiliary_loss import States, WithLoss
+from shardwright.models.traits import Mask
+from shardwright.plan.axes import axes_of
+from shardwright.plan.chunks import stage_actions
+from shardwright.plan.expert_load import expert_slices
+from shardwright.plan.schedules.passes import Action, Pass
+from shardwright.types import ITEMSIZE, Attention, GradientReduction
+from shardwright_train.data.share import DOCUMENTS, Batch, BatchShare
+from shardwright_train.models.masks import Places, document_mask, image_masks, padding_mask, shared_mask, window_mask
+from shardwright_train.models.stock import States, WithLoss
+from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.parallel.rng import RNGKey
 from shardwright_train.parallel.vocab import IGNORED
-from shardwright_train.pipeline.layer import Layer
-from shardwright_train.pipeline.microbatches import Microbatches, on_device
+from shardwright_train.pipeline.layer import Layer, RankContext
 from shardwright_train.pipeline.p2p import Messages, Pipeline
 from shardwright_train.pipeline.stage import Stage
+
+# The microbatches of a batch.
+
+
+@dataclass
+class Microbatches:
+    """The microbatches of a batch, each with the attention masks that its layers on this rank share, one per window.
+
+    A mask is made for a microbatch's first chunk and kept until its last chunk has read it; after that it lives only as
+    long as the layers' saved tensors need it.
+    """
+
+    stage: Stage
+    batch: Batch
+    """Batch on the device."""
+    _masks: dict[int, Batch] = field(default_factory=dict)
+
+    def taken_by(self, action: Action) -> Batch:
+        """The microbatch of a forward pass, without masks."""
+        samples = self.stage.context.share.local_samples
+        return {name: x[action.microbatch * samples :][:samples] for name, x in self.batch.items()}
+
+    def masked(self, batch: Batch, action: Action) -> Batch:
+        """A microbatch with the masks that its layers share, if these differ from another microbatch's."""
+        if not self.stage.has_blocks or not (wanted := self._wanted(batch)):
+            return batch
+        masks = self._masks.pop(action.microbatch, None)
+        if masks is None:
+            masks = self._made(batch, wanted)
+        if action.chunk < len(self.stage.chunks) - 1:
+            self._masks[action.microbatch] = masks
+        return {**batch, **masks}
+
+    def _wanted(self, batch: Batch) -> tuple[tuple[int | None, Places], ...]:
+        """The windows and places of this rank's blocks whose masks hold documents, images or padding."""
+        context = self.stage.context
+        facts = context.family.facts.attention
+        if DOCUMENTS in batch or facts.images_ahead:
+            return context.masks
+        padded = facts.mask is Mask.PADDING and context.attention != Attention.FLASH_ATTENTION_2.value
+        return tuple(pair for pair in context.masks if pair[0] is not None) if padded else ()
+
+    def _made(self, batch: Batch, wanted: Sequence[tuple[int | None, Places]]) -> Batch:
+        """The masks of a microbatch for each of some windows and places."""
+        context, mask = self.stage.context, self.stage.context.family.facts.attention.mask
+        dtype = torch_dtype(context.plan.precision.compute)
+        if (facts := context.family.facts).attention.images_ahead:
+            return image_masks(batch, facts.configured(context.plan.model.config), wanted, dtype)
+        padding = batch["attention_mask"] if mask is Mask.PADDING else None
+        masks = {}
+        for window, places in wanted:
+            if DOCUMENTS in batch:
+                made = document_mask(batch[DOCUMENTS], dtype, padding, places)
+            else:
+                made = padding_mask(batch["attention_mask"], dtype, context.attention)
+            within = None if window is None else window_mask(places, window, made, mask)
+            masks[shared_mask(window, places.attending)] = made if within is None else torch.minimum(made, within)
+        return masks
+
+
+def on_device(batch: Batch, context: RankContext) -> Batch:
+    """A batch on the device, its positions in the order in which ranks hold them; pixels keep theirs.
+
+    The host waits for none of the copies: its side is pinned.
+    """
+    there = {name: x.to(context.device, non_blocking=True) for name, x in batch.items()}
+    if context.order is None:
+        return there
+    beside = context.family.objective.beside_positions
+    return {name: x if name in beside else x[:, context.order] for name, x in there.items()}
+
+
+def mask_bytes(context: RankContext) -> int:
+    """The most bytes of masks that a rank holds at once if its samples tell their documents apart."""
+    plan, stage = context.plan, context.stage_index
+    ranges = plan.stages[stage].layers
+    passes, alive, largest = Counter[int](), 0, 0
+    for _, microbatch, _ in stage_actions(plan, stage):
+        alive += passes[microbatch] == 0
+        passes[microbatch] += 1
+        largest = max(largest, alive)
+        alive -= passes[microbatch] == 2 * len(ranges)
+    rows = sum(places.attending.stop - places.attending.start for _, places in context.masks)
+    elements: int = largest * context.share.local_samples * rows * plan.model.sequence_length
+    return elements * ITEMSIZE[plan.precision.compute]
+
+
+# The passes.
+
 
 MicrobatchChunk = tuple[int, int]
 """A microbatch and a model chunk: a range of layers of the pipeline stage."""
@@ -61,7 +161,7 @@ class Step:
 
     @classmethod
     def of_batch(cls, batch: Batch, share: BatchShare, seed: int = 0, number: int = 1) -> "Step":
-        """Return a step on a global batch that every rank has."""
+        """A step on a global batch that every rank has."""
         return cls(share.part_of(batch), int((batch["labels"] != IGNORED).sum().item()), seed, number)
 
 
@@ -76,21 +176,23 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
     plan, todo = pipeline.context.plan, pipeline.actions()
     passes = _Passes(stage, pipeline, step, hook, Messages(pipeline))
     reduces_each = plan.gradient_reduction is GradientReduction.EVERY_MICROBATCH
+    # Receives are posted one action ahead, so that a message arrives while the action before it computes.
     passes.messages.expect(todo[0])
     for number, (action, following) in enumerate(zip(todo, [*todo[1:], None], strict=True)):
         kind, _, chunk = action
-        last = not any(kind is Pass.BACKWARD and later == chunk for kind, _, later in todo[number + 1 :])
+        # FSDP2 must know the last backward pass of a chunk: it reshards and cleans up after that one.
+        last = not any(each.makes_gradients and later == chunk for each, _, later in todo[number + 1 :])
         if not stage.computes(action):
             passes.no_backward(action, following, last)
             continue
-        then = next(filter(stage.computes, todo[number + 1 :]), None)
-        if kind is Pass.FORWARD:
-            stage.prepare_gathers(action, then)
-            passes.forward(action, following)
-        else:
+        play = passes.of_kind(kind)
+        if kind.makes_gradients:
             stage.chunks[chunk].prepare_backward(last or reduces_each, last)
-            stage.prepare_gathers(action, then)
-            passes.backward(action, following)
+        # ZeRO-3 gathers the first layer of the next action during this one; actions without computation gather nothing.
+        stage.prepare_gathers(action, next(filter(stage.computes, todo[number + 1 :]), None))
+        play(action, following)
+        if kind.makes_gradients:
+            # A layer whose inputs need no gradient (the embedding) has no autograd hook that would start its reduction.
             stage.chunks[chunk].start_reductions()
     passes.messages.wait()
     stage.finish_gradients()
@@ -104,7 +206,7 @@ def run_step(stage: Stage, pipeline: Pipeline, step: Step, hook: StepHook = no_h
 
 @dataclass
 class _Passes:
-    """The passes of one step, and the activations of microbatches that have not yet gone backward."""
+    """The passes of one step, and the autograd graphs of the microbatches in flight."""
 
     stage: Stage
     pipeline: Pipeline
@@ -113,7 +215,7 @@ class _Passes:
     messages: Messages
     inputs: dict[MicrobatchChunk, States] = field(default_factory=dict)
     ends: dict[MicrobatchChunk, tuple[Tensor | GradientEdge | None, ...]] = field(default_factory=dict)
-    """Starts of the backward passes: the loss, or the edges of outputs, whose memory is freed once sent."""
+    """Roots of the backward passes: the loss, or the gradient edges of outputs, so that sent outputs can be freed."""
     microbatches: Microbatches = field(init=False)
     loss: Tensor = field(init=False)
     losses: defaultdict[MicrobatchChunk, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -130,11 +232,19 @@ class _Passes:
     def __post_init__(self) -> None:
         device = self.pipeline.context.device
         self.microbatches = Microbatches(self.stage, on_device(self.step.batch, self.pipeline.context))
+        # In float64, so that the order of microbatches does not show in a sum over many of them.
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.auxiliary = torch.zeros_like(self.loss)
         slices = expert_slices(self.pipeline.context.plan.model)
         self.experts = {f"layers[{number}]": part for number, part in slices.items()}
         self.assignments = self.loss.new_zeros(max((part.stop for part in self.experts.values()), default=0))
+
+    def of_kind(self, kind: Pass) -> Callable[[Action, Action | None], None]:
+        """The method that runs a kind of pass."""
+        methods = {Pass.FORWARD: self.forward, Pass.BACKWARD: self.backward}
+        if kind not in methods:
+            raise ValueError(f"the runtime does not run passes of kind {kind}")
+        return methods[kind]
 
     def forward(self, action: Action, following: Action | None) -> None:
         kind, microbatch, chunk = action
@@ -143,6 +253,7 @@ class _Passes:
         self.stage.chunks[chunk].gathers.start(Pass.FORWARD)
         here, states = self.stage.chunks[chunk], tuple(self._received(action, following))
         if here.needs_gradient:
+            # Received tensors are leaves: after the backward pass their .grad is what the stage before waits for.
             states = self.inputs[at] = tuple(x.requires_grad_() for x in states)
         batch = self.microbatches.taken_by(action)
         self.hook("forward.wait", at)
@@ -155,8 +266,10 @@ class _Passes:
             send = self.messages.send if self.stage.has_backward else self.messages.send_after_the_last
             send([x.detach() for x in output], action)
             if here.has_backward:
+                # An edge keeps the graph but not the output itself, which would otherwise live until the backward pass.
                 self.ends[at] = tuple(get_gradient_edge(x) if x.requires_grad else None for x in output)
         else:
+            # Divided by the labels of the whole batch: microbatches may hold different numbers of labels.
             mean = output / self.step.counted
             self.loss += mean.detach()
             self.ends[at] = (mean * self.step.loss_scale,)
@@ -170,18 +283,18 @@ class _Passes:
         gradients: list[Tensor | None] = [*self._received(action, following)] or [None] * len(ends)
         share = self.step.loss_scale / self.pipeline.context.plan.global_batch_size
         self.hook("backward.wait", at)
-        # An output of frozen parts alone goes back nowhere; the stage behind sends a gradient for it all the same.
+        # An output computed only by frozen parameters has no edge; the next stage sends a gradient for it all the same.
         given = [(end, gradient) for end, gradient in zip(ends, gradients, strict=True) if end is not None]
         roots: Sequence[Any] = [*(end for end, _ in given), *losses]
         torch.autograd.backward(roots, [*(each for _, each in given), *(torch.full_like(x, share) for x in losses)])
         self._end_segments(at)
         self.hook("backward.end", at)
         if leaves:
-            # What nothing here has used has no gradient, but the stage before waits for one.
+            # An unused input has no gradient, but the previous stage waits for a message.
             self.messages.send([torch.zeros_like(x) if x.grad is None else x.grad for x in states], action)
 
     def no_backward(self, action: Action, following: Action | None, last: bool) -> None:
-        """Go through the events of a backward pass that does not come to its chunk."""
+        """Go through the events of a backward pass whose chunk has nothing to train."""
         at = action.microbatch, action.chunk
         self.hook("backward.begin", at)
         self._received(action, following)
@@ -209,7 +322,7 @@ class _Passes:
             self.assignments[self.experts[layer.name]] += output.counts
 
     def _received(self, action: Action, following: Action | None) -> list[Tensor]:
-        """Return an action's inputs once received, and start to receive those of the next."""
+        """The inputs of an action; receiving the inputs of the next one begins first."""
         if following is not None:
             self.messages.expect(following)
         return self.messages.received(action)
@@ -262,7 +375,7 @@ def run_forward(stage: Stage, pipeline: Pipeline, batch: Batch) -> Tensor:
 
 
 def _parts(stage: Stage, action: Action, loss: Tensor, microbatch: Batch) -> Tensor:
-    """Return this rank's part of a microbatch's summed loss and of its number of labels.
+    """This rank's part of a microbatch's summed loss and of its number of labels.
 
     Each rank of the head's group has the same samples, and each that shares the vocabulary the same loss.
     """

@@ -1,4 +1,4 @@
-"""A rank's part of a pipeline stage: its ranges of layers, and the sums that its gradients still need."""
+"""A rank's pipeline stage: its chunks of layers, and the sums of gradients that no backward pass makes."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwright_formats.semantics.axes import layout_of
-from shardwright_formats.semantics.chunks import chunk_layers, has_backward, incoming_layout, needs_gradient
-from shardwright_formats.semantics.expert_load import expert_slices
-from shardwright_formats.semantics.schedules.passes import Action, Pass
-from shardwright_formats.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel
+from shardwright.plan.axes import layout_of
+from shardwright.plan.chunks import chunk_layers, has_backward, incoming_layout, needs_gradient
+from shardwright.plan.expert_load import expert_slices
+from shardwright.plan.schedules.passes import Action
+from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel
 from shardwright_train.data.share import Batch
-from shardwright_train.models.auxiliary_loss import States
+from shardwright_train.models.stock import States
 from shardwright_train.parallel.collectives import Redistribution, RedistributionSite, all_reduce_together
 from shardwright_train.parallel.data import local_tensor, placed_as
+from shardwright_train.parallel.experts import RouterBias, RouterBiases, corrected_bias
 from shardwright_train.parallel.parallelize import Unit, parallelize_stage
 from shardwright_train.parallel.rng import RNGKey
-from shardwright_train.parallel.router_bias import RouterBias, RouterBiases, corrected_bias
 from shardwright_train.parallel.tied_weights import TiedParameters
 from shardwright_train.pipeline.layer import Layer, LossHook, RankContext, build_layer
 from shardwright_train.torch_private import end_without_backward, gathered_bytes
@@ -58,7 +58,7 @@ class Chunk(nn.Module):
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """Return the parts of a pass that events are of, in the order of the forward pass."""
+        """The parts of a pass that events are of, in the order of the forward pass."""
         kinds = [layer.kind for layer in self.layers]
         return (*(["embedding"] if EMBEDDING in kinds else []), "layers", *(["head"] if HEAD in kinds else []))
 
@@ -70,6 +70,7 @@ class Chunk(nn.Module):
         if not self.layers or not self.has_backward:
             return
         assert isinstance(self, FSDPModule)
+        # Without this FSDP2 would reduce gradients after every microbatch, and reshard ZeRO-2 parameters each time.
         self.set_requires_gradient_sync(reduce_gradients)
         self.set_is_last_backward(last)
         for unit in (unit for layer in self.layers for unit in layer.parallel.units):
@@ -80,6 +81,7 @@ class Chunk(nn.Module):
                 zero3 = unit.strategy.data_parallel is DataParallel.ZERO3
                 unit.module.set_reshard_after_backward(last or zero3, recurse=False)
                 if reduction is not None:
+                    # The unit's gradients go through `reduction`; FSDP2 must not reduce them a second time.
                     unit.module.set_requires_gradient_sync(False, recurse=False)
 
     def end_step(self) -> None:
@@ -113,17 +115,17 @@ class Stage:
 
     @property
     def has_blocks(self) -> bool:
-        """Return whether some layer is neither the embedding nor the head."""
+        """Whether some layer is neither the embedding nor the head."""
         return any(layer.kind not in (EMBEDDING, HEAD) for layer in self.layers)
 
     @property
     def has_backward(self) -> bool:
-        """Return whether a backward pass goes through some chunk."""
+        """Whether a backward pass goes through some chunk."""
         return any(chunk.has_backward for chunk in self.chunks)
 
     def computes(self, action: Action) -> bool:
-        """Return whether an action computes something: no backward pass comes to what stands before all trained."""
-        return action.kind is Pass.FORWARD or self.chunks[action.chunk].has_backward
+        """Whether an action computes something: layers before the first trained one make no gradients."""
+        return self.chunks[action.chunk].has_backward or not action.kind.makes_gradients
 
     def parameters(self) -> Iterator[tuple[Layer, str, nn.Parameter]]:
         """Yield this rank's parameters, with their layer and their name in the model description."""
@@ -132,23 +134,23 @@ class Stage:
                 yield layer, layer.described_name(name), parameter
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters under their Hugging Face names."""
+        """This rank's parameters under their Hugging Face names."""
         full_name, model = self.context.family.full_name, self.context.plan.model
         return {full_name(model, layer.name, name): parameter for layer, name, parameter in self.parameters()}
 
     def stock_names(self) -> dict[str, str]:
-        """Return this rank's parameter names in the stock model by Hugging Face name, replicas named as their owner."""
+        """This rank's parameter names in the stock model by Hugging Face name, replicas named as their owner."""
         owner_name, model = self.context.family.owner_name, self.context.plan.model
         owners = (owner_name(model, layer.name, name) for layer, name, _ in self.parameters())
         return dict(zip(self.parameters_by_name(), owners, strict=True))
 
     def replicas(self) -> frozenset[str]:
-        """Return the names of the parameters that are replicas of another layer's."""
+        """The names of the parameters that are replicas of another layer's."""
         full = zip(self.parameters(), self.parameters_by_name(), strict=True)
         return frozenset(name for (e, described, _), name in full if (e.name, described) in self.tied.replicas)
 
     def router_biases(self) -> RouterBiases | None:
-        """Return the biases of routers that steps correct on this rank; None where the model has none."""
+        """The biases of routers that steps correct on this rank; None if the model has none."""
         model = self.context.plan.model
         corrected = {kind: bias.name for kind in model.types if (bias := corrected_bias(model.types[kind]))}
         if not corrected:
@@ -164,12 +166,12 @@ class Stage:
 
     @property
     def gathered_bytes(self) -> int:
-        """Return the bytes that ZeRO-3 holds gathered or is gathering; between passes, the next pass's first layer."""
+        """The bytes that ZeRO-3 holds gathered or is gathering; between passes, the next pass's first layer."""
         zero3 = (unit for _, unit in self.units if unit.strategy.data_parallel is DataParallel.ZERO3)
         return sum(gathered_bytes(unit.module) for unit in zero3)
 
     def prepare_gathers(self, action: Action, following: Action | None) -> None:
-        """Tell an action what the next one begins with: the layer that this one ends with, or one to gather."""
+        """Let an action gather the first layer of the next one, or keep the layer that both share."""
         then = None if following is None else (self.chunks[following.chunk].gathers, following.kind)
         self.chunks[action.chunk].gathers.prepare(action.kind, then)
 
@@ -202,6 +204,7 @@ def build_stage(context: RankContext) -> Stage:
     stage = Stage(context, tuple(_build_chunk(context, chunk) for chunk in chunks), tied)
     if context.seed is not None and not context.resumes:
         with torch.no_grad():
+            # Weights are drawn by name and position, so a replica in another layer has drawn other values.
             tied.broadcast_owners({(layer.name, name): local_tensor(p) for layer, name, p in stage.parameters()})
     return stage
 

@@ -1,4 +1,4 @@
-"""The loss on data that is not trained on, under the plan of the training."""
+"""Validation: the loss on held-out data, under the training plan."""
 
 import math
 import time
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io import RunFailed, sha256_of_value
-from shardwright_formats.types import Evaluation, Plan
+from shardwright.io import RunFailed, sha256_of_value
+from shardwright.types import Evaluation, Plan
 from shardwright_train.checkpoints.folders import Best
 from shardwright_train.data.objectives import Batches, TextBatches
 from shardwright_train.data.share import Batch, BatchShare, on_host, read_ahead
 from shardwright_train.data.split import Split, SplitPart
 from shardwright_train.engine.engine import Engine
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 from shardwright_train.options import RunOptions
 from shardwright_train.parallel.vocab import IGNORED
 from shardwright_train.parallel.world import World
@@ -36,11 +36,11 @@ class ValidationData:
 
     @property
     def sha256(self) -> str:
-        """Return the identity of the evaluation data: losses on other data are not comparable."""
+        """The identity of the evaluation data: losses on other data are not comparable."""
         return sha256_of_value([self.batches.sha256, self.samples])
 
     def read(self, number: int, share: BatchShare) -> Batch:
-        """Return a rank's share of a global batch, numbered from 0; labels past the last sample are IGNORED."""
+        """A rank's share of a global batch, numbered from 0; labels past the last sample are IGNORED."""
         first = number * share.global_samples
         batch = self.batches.read(first, share)
         if "labels" not in batch:
@@ -51,7 +51,7 @@ class ValidationData:
 
 
 def open_validation(job: RunOptions, plan: Plan) -> ValidationData | None:
-    """Return the validation data of a run, or None; raise BadInput where evaluation is impossible."""
+    """The validation data of a run, or None; raises BadInput if evaluation is impossible."""
     objective = family_named(plan.model.family, job.plan).trained_on(plan.model, job.objective)
     if job.valid_data is not None:
         batches: Batches = objective.open(job.valid_data, _SEED, boundaries=job.boundaries)
@@ -71,9 +71,9 @@ class Evaluator:
     world: World
 
     def evaluate(self, step: int, stops: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Return the mean loss over all labels that count, after a step; None as soon as some rank wants to stop.
+        """The mean loss over all labels that count, after a step; None as soon as some rank wants to stop.
 
-        Parameters, gradients, moments and random states are left as they are. Raises RunFailed on all ranks where the
+        Parameters, gradients, moments and random states are left as they are. Raises RunFailed on all ranks if the
         loss is no number or no label counts.
         """
         began, totals, stage = time.monotonic(), [0.0, 0.0], self.engine.stage
@@ -107,14 +107,14 @@ class Evaluator:
 
 
 def better(best: Best | None, evaluation: Evaluation | None, step: int, data: ValidationData) -> Best | None:
-    """Return the lowest loss so far, an evaluation after a step included."""
+    """The lowest loss so far, an evaluation after a step included."""
     if evaluation is None or (best is not None and best.loss <= evaluation.loss):
         return best
     return Best(step=step, loss=evaluation.loss, data_sha256=data.sha256)
 
 
 def best_so_far(job: RunOptions, saved: Best | None, data: ValidationData | None) -> Best | None:
-    """Return the lowest loss that a run continues with; None where not requested, or for other data."""
+    """The lowest loss that a run continues with; None if not requested, or for other data."""
     if saved is None or data is None or not job.keep_best:
         return None
     return saved if saved.data_sha256 == data.sha256 else None

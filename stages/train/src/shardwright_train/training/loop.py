@@ -15,8 +15,8 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright_formats.io import RunFailed, Stopped, read_document, remove_temporaries, write_document
-from shardwright_formats.types import BestCheckpoint, Plan, RunResult
+from shardwright.io import RunFailed, Stopped, read_document, remove_temporaries, write_document
+from shardwright.types import BestCheckpoint, Plan, RunResult
 from shardwright_train.checkpoints.choice import check_shared, checkpoint_to_resume
 from shardwright_train.checkpoints.folders import (
     METRICS,
@@ -33,21 +33,21 @@ from shardwright_train.data.document_pairs import document_warnings
 from shardwright_train.data.objectives import Batches
 from shardwright_train.data.share import on_host, read_ahead
 from shardwright_train.data.split import Split, SplitPart
+from shardwright_train.determinism import deterministic
 from shardwright_train.engine.engine import Engine, build_engine, say_compiled
 from shardwright_train.engine.learning_rate import Hyperparameters, LearningRateFactor
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.models.attention_kernels import check_kernels, settle_attention
-from shardwright_train.models.registry import family_named
+from shardwright_train.models.base import family_named
 from shardwright_train.options import RunJob, RunOptions
 from shardwright_train.parallel.process_groups import Groups
 from shardwright_train.parallel.world import World, check_device
 from shardwright_train.pipeline.layer import RankContext
 from shardwright_train.pipeline.runner import Step
 from shardwright_train.training.evaluation import Evaluator, ValidationData, best_so_far, better, open_validation
-from shardwright_train.training.expert_load import LOAD, LoadLog
 from shardwright_train.training.loggers import Loggers, RunNames, open_loggers
 from shardwright_train.training.memory import lack_of_memory_explained, prediction_of, say_mask_memory, try_stages
-from shardwright_train.training.metrics import Metrics, StepReports
+from shardwright_train.training.metrics import LOAD, LoadLog, Metrics, StepReports
 from shardwright_train.training.nonfinite import LossScale, first_nonfinite
 from shardwright_train.training.stopping import DONE, NOTE, Due, Grace, asked_to_stop, stop_note
 from shardwright_train.weights.reading import Weights, open_weights
@@ -72,16 +72,16 @@ class _Run:
 
     @property
     def tries(self) -> bool:
-        """Return whether pipeline stages are tried alone before the first step."""
+        """Whether pipeline stages are tried alone before the first step."""
         return self.job.trial and len(self.plan.stages) > 1
 
     def evaluates_after(self, step: int) -> bool:
-        """Return whether an evaluation follows a step."""
+        """Whether an evaluation follows a step."""
         interval = self.job.eval_every
         return step == self.job.steps or (interval > 0 and step % interval == 0)
 
     def read(self, step: int) -> Step:
-        """Return the inputs of a step, read ahead of it."""
+        """The inputs of a step, read ahead of it."""
         share = self.engine.stage.context.share
         first = self.resumed.samples + (step - self.resumed.step - 1) * share.global_samples
         batch = on_host(self.batches.read(first, share), self.world.device)
@@ -94,6 +94,11 @@ def train(job: RunJob, world: World) -> None:
     Raises BadInput together on all ranks when plan, data or checkpoint cannot be used, RunFailed when loss or gradient
     norm is no number, Stopped when a rank was asked to stop: then the state is saved first.
     """
+    with deterministic(job.plan, job.deterministic):
+        _train(job, world)
+
+
+def _train(job: RunJob, world: World) -> None:
     plan = read_document(job.plan, Plan)
     batches, validation = _agreed_inputs(job, plan, world)
     folder = folder_of_run(job.checkpoints, plan, job.resume_from)
@@ -155,7 +160,7 @@ def _agreed_inputs(job: RunOptions, plan: Plan, world: World) -> tuple[Batches, 
 
 
 def _loggers(job: RunOptions, plan: Plan, world: World, folder: Path, first: int) -> Loggers:
-    """Return the requested loggers on rank 0, none on the others."""
+    """The requested loggers on rank 0, none on the others."""
 
     def opened() -> Loggers:
         if world.rank:
@@ -167,11 +172,11 @@ def _loggers(job: RunOptions, plan: Plan, world: World, folder: Path, first: int
 
 
 def _weights(job: RunOptions, plan: Plan, world: World) -> Weights | None:
-    """Return the initial weights, where a folder is given."""
+    """The initial weights, if a folder is given."""
     if job.weights is None:
         return None
     folder, family = job.weights, family_named(plan.model.family, job.plan)
-    return world.together(lambda: open_weights(folder, plan.model, family, job.new_weights))
+    return world.together(lambda: open_weights(folder, plan.model, family, job.new_weights, job.adapter))
 
 
 def _engine(
@@ -196,7 +201,7 @@ def _engine(
         clip_norm=job.clip_norm,
         decay_norms_and_biases=job.decay_norms_and_biases,
         learning_rate_factors=tuple(map(LearningRateFactor.parse, job.learning_rate_factor)),
-        learning_rate_schedule=job.learning_rate_schedule,
+        learning_rate_schedule=job.schedule,
         router_bias_update_rate=job.router_bias_update_rate,
         final_fraction=job.final_fraction,
         decay_fraction=job.decay_fraction,
@@ -263,9 +268,9 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
 
 
 def _scale_after(run: _Run, work: Step, outcome: StepOutcome, scale: LossScale) -> LossScale:
-    """Return the scale of the next step's loss.
+    """The scale of the next step's loss.
 
-    Raises RunFailed, on all ranks, where loss or gradient norm is no number and no overflow that a lower scale mends.
+    Raises RunFailed, on all ranks, if loss or gradient norm is no number and no overflow that a lower scale mends.
     """
     overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
     if not outcome.finite and not overflowed:
@@ -278,7 +283,7 @@ def _scale_after(run: _Run, work: Step, outcome: StepOutcome, scale: LossScale) 
 def _progress_after(
     run: _Run, before: Progress, outcome: StepOutcome, scale: LossScale, best: Best | None, took_s: float
 ) -> Progress:
-    """Return the progress after one more step; this process has taken `took_s` for its steps."""
+    """The progress after one more step; this process has taken `took_s` for its steps."""
     return Progress(
         step=before.step + 1,
         samples=before.samples + run.plan.global_batch_size,

@@ -1,4 +1,4 @@
-"""Device memory of a run: a trial before the first step, masks that no plan counts, and the report of a lack of it."""
+"""Device memory of a run: a trial before the first step, masks that plans do not count, and out-of-memory reports."""
 
 import sys
 import time
@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwright_formats.io import OutOfMemory, read_document
-from shardwright_formats.types import GIB, MIB, Plan, Prediction, StagePrediction
+from shardwright.io import OutOfMemory, read_document
+from shardwright.launch.backend import on_accelerator
+from shardwright.types import GIB, MIB, Plan, Prediction, StagePrediction
 from shardwright_train.engine.engine import Engine
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.world import World, out_of_memory_said
 from shardwright_train.pipeline.layer import RankContext
-from shardwright_train.pipeline.microbatches import mask_bytes
-from shardwright_train.pipeline.runner import Step
+from shardwright_train.pipeline.runner import Step, mask_bytes
 
 _STATES = ("parameters", "gradients", "optimizer")
 
@@ -34,11 +34,11 @@ def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator
     except OutOfMemory as error:
         resident = _resident(engine)
         needed = sum(resident.values()) + (error.asked_bytes or 0)
-        report = f"{error.asked_bytes / GIB:.2f} GiB asked for" if error.asked_bytes else str(error).split(". ")[0]
+        report = f"{error.asked_bytes / GIB:.2f} GiB requested" if error.asked_bytes else str(error).split(". ")[0]
         report += f"; held {_sizes_text(resident)}"
         prediction = prediction_of(file, plan)
         if prediction is None:
-            report += "; no prediction stands beside the plan"
+            report += "; there is no prediction next to the plan"
         else:
             stage = prediction.estimate.stages[engine.stage.context.stage_index]
             alternative = _fitting_plan(prediction, stage, needed, plan, file)
@@ -47,13 +47,13 @@ def lack_of_memory_explained(file: Path, plan: Plan, engine: Engine) -> Iterator
 
 
 def _resident(engine: Engine) -> dict[str, int]:
-    """Return bytes on this rank's device by category, the rest of PyTorch's memory last."""
+    """Bytes on this rank's device by category, the rest of PyTorch's memory last."""
     parameters = list(engine.optimizer.parameters.values())
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     device = engine.stage.context.device
     sizes = (sum(local_tensor(p).nbytes for p in parameters), sum(g.nbytes for g in gradients))
     resident = dict(zip(_STATES, (*sizes, engine.optimizer.state_bytes), strict=True))
-    in_all = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    in_all = torch.accelerator.memory_allocated(device) if on_accelerator(device) else 0
     return resident | {"others": max(0, in_all - sum(resident.values()))}
 
 
@@ -68,14 +68,14 @@ def _sizes_text(sizes_bytes: Mapping[str, int]) -> str:
 
 
 def prediction_of(file: Path, plan: Plan) -> Prediction | None:
-    """Return the prediction next to a plan's file, if it exists and is of this plan."""
+    """The prediction next to a plan's file, if it exists and is of this plan."""
     prediction_file = file.with_suffix(".prediction.json")
     prediction = read_document(prediction_file, Prediction) if prediction_file.is_file() else None
     return prediction if prediction is not None and prediction.plan_sha256 == plan.sha256 else None
 
 
 def _fitting_plan(prediction: Prediction, stage: StagePrediction, needed: int, plan: Plan, file: Path) -> str:
-    """Return the best runner-up that fits even if it exceeds its prediction as much as this plan did."""
+    """The best runner-up that fits even if it exceeds its prediction as much as this plan did."""
     factor = max(1.0, needed / stage.memory_bytes)
     room = min(node.memory_bytes for node in plan.cluster.node_types.values())
     for number, runner_up in enumerate(prediction.runners_up, start=1):
@@ -95,7 +95,7 @@ def say_mask_memory(file: Path, context: RankContext) -> None:
 
 
 def mask_memory(context: RankContext, prediction: Prediction | None) -> str:
-    """Return a warning of how much memory masks take beyond the prediction, for the rank with the least left."""
+    """A warning of how much memory masks take beyond the prediction, for the rank with the least left."""
     sizes = []
     for rank in range(context.plan.world_size):
         there = replace(context, rank=rank)
@@ -114,7 +114,7 @@ def mask_memory(context: RankContext, prediction: Prediction | None) -> str:
 def try_stages(engine: Engine, step: Step, world: World, group: dist.ProcessGroup, file: Path) -> None:
     """Run each pipeline stage alone on a step's samples, all at once; leaves no gradients, and prints the result.
 
-    `group` is one of all ranks, `file` the plan's. Raises OutOfMemory where a device lacks memory.
+    `group` is one of all ranks, `file` the plan's. Raises OutOfMemory if a device lacks memory.
     """
     plan = engine.stage.context.plan
     world.heartbeat.begin("while each pipeline stage is tried alone")

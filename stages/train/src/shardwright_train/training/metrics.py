@@ -1,31 +1,128 @@
-"""metrics.jsonl: a line for each step of a run, written while the next step runs."""
+"""What a run writes about its steps: metrics.jsonl, a line for each, and load.json, the mean load of experts."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-from msgspec import UNSET
+import numpy as np
+from msgspec import UNSET, UnsetType
+from numpy.typing import NDArray
 
-from shardwright_formats.display.time_left import TimeLeft
-from shardwright_formats.io import write_bytes
-from shardwright_formats.types import EMBEDDING, HEAD, Evaluation, Plan, StepMetrics
+from shardwright.devices.utilization import model_flops_utilization
+from shardwright.display.time_left import TimeLeft
+from shardwright.io import BadInput, read_document, write_bytes, write_document
+from shardwright.plan.expert_load import expert_slices, load_misfit
+from shardwright.types import Evaluation, ExpertLoad, GroupLoad, LayerLoad, Model, Plan, StepMetrics
 from shardwright_train.checkpoints.folders import METRICS
 from shardwright_train.engine.optimizer import StepOutcome
 from shardwright_train.parallel.world import World
-from shardwright_train.training.expert_load import LoadLog, expert_imbalance
 from shardwright_train.training.loggers import Loggers
 
-# Published peaks in FLOP/s: dense matrix rates, from NVIDIA's data sheets of A100 (2021), H100 (2023) and H200 (2024).
-_BFLOAT16 = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA H200": 989.4e12,
-}
+# load.json, from which search and prediction take the imbalance of experts.
+
+
+LOAD = "load.json"
+
+
+@dataclass
+class LoadLog:
+    """The mean load of a model's experts over the steps that are counted; steps follow one another."""
+
+    model: Model
+    first_step: int = 0
+    last_step: int = 0
+    _sums: Mapping[int, "_LayerSums"] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._slices = expert_slices(self.model)
+        self._sums = {layer: _LayerSums.of_experts(part.stop - part.start) for layer, part in self._slices.items()}
+
+    def resume(self, folders: Sequence[Path], step: int) -> None:
+        """Go on from the first of some folders' load.json that ends with a step.
+
+        Raises BadInput for a damaged one, and for one that another model or program wrote.
+        """
+        for file in (folder / LOAD for folder in folders):
+            load = read_document(file, ExpertLoad) if self._sums and file.is_file() else None
+            if load is not None and load.last_step == step:
+                if (problem := self._misfit(load)) is not None:
+                    raise BadInput(file, problem, "move it away: the load is then counted from here on")
+                self.first_step, self.last_step = load.first_step, step
+                for one in load.layers:
+                    self._sums[one.layer].add_mean(one, step - load.first_step + 1)
+                return
+
+    def _misfit(self, load: ExpertLoad) -> str | None:
+        """Why sums cannot go on from a load, or None if they can."""
+        if (problem := load_misfit(load, self.model)) is not None:
+            return problem
+        groups = {one.layer: {group.ep_size for group in one.groups} for one in load.layers}
+        lacking = (layer for layer, sums in self._sums.items() if groups.get(layer) != set(sums.imbalance))
+        return next((f"it lacks groups of layer {layer}, which a run logs" for layer in lacking), None)
+
+    def add(self, step: int, assignments: Sequence[float]) -> None:
+        """Count a step, by how often each expert of each layer with experts was chosen, in order."""
+        if not assignments:
+            return
+        self.first_step, self.last_step = self.first_step or step, step
+        counts = np.asarray(assignments)
+        for layer, part in self._slices.items():
+            self._sums[layer].add(counts[part])
+
+    def write(self, folder: Path) -> None:
+        """Write load.json into a folder, if steps are counted."""
+        if self.last_step:
+            layers = tuple(sums.mean(layer, self.last_step - self.first_step + 1) for layer, sums in self._sums.items())
+            load = ExpertLoad(
+                model=self.model.name, first_step=self.first_step, last_step=self.last_step, layers=layers
+            )
+            write_document(folder / LOAD, load)
+
+
+@dataclass
+class _LayerSums:
+    """Sums over steps of the shares of a layer's experts, and of the imbalance of each number of groups."""
+
+    shares: NDArray[np.float64]
+    imbalance: dict[int, float]
+
+    @classmethod
+    def of_experts(cls, number: int) -> "_LayerSums":
+        return cls(np.zeros(number), {size: 0.0 for size in range(2, number + 1) if number % size == 0})
+
+    def add(self, counts: NDArray[np.float64]) -> None:
+        shares = counts / counts.sum()
+        self.shares += shares
+        for size in self.imbalance:
+            self.imbalance[size] += group_imbalance(shares, size)
+
+    def add_mean(self, load: LayerLoad, steps: int) -> None:
+        self.shares += np.asarray(load.shares) * steps
+        for group in load.groups:
+            self.imbalance[group.ep_size] += group.imbalance * steps
+
+    def mean(self, layer: int, steps: int) -> LayerLoad:
+        groups = (GroupLoad(ep_size=size, imbalance=total / steps) for size, total in self.imbalance.items())
+        return LayerLoad(layer=layer, shares=tuple((self.shares / steps).tolist()), groups=tuple(groups))
+
+
+def group_imbalance(shares: NDArray[np.float64], groups: int) -> float:
+    """The load of the fullest of equal groups of neighbours over the mean group's."""
+    return float(groups * shares.reshape(groups, -1).sum(1).max())
+
+
+def expert_imbalance(model: Model, assignments: Sequence[float]) -> float | UnsetType:
+    """The load of the fullest expert over the mean one's, the mean over layers; UNSET without experts."""
+    counts = np.asarray(assignments)
+    parts = [counts[part] for part in expert_slices(model).values()] if assignments else []
+    return float(np.mean([part.max() / part.mean() for part in parts])) if parts else UNSET
+
+
+# metrics.jsonl, written while the next step runs.
 
 
 @dataclass(frozen=True)
@@ -49,7 +146,7 @@ class Metrics:
         steps = [_step_of(line) for line in lines]
         kept = [line for line, number in zip(lines, steps, strict=True) if number is not None and number <= step]
         if None in steps[:-1]:
-            print(f"{file}: {steps.count(None)} lines are no metrics of a step: dropped", file=sys.stderr)
+            print(f"{file}: {steps.count(None)} lines are not metrics of a step: dropped", file=sys.stderr)
         write_bytes(self.file, b"".join(kept))
 
     def write(
@@ -63,12 +160,14 @@ class Metrics:
         if world.rank != 0:
             return None
         tokens_per_s = plan.global_batch_size * plan.model.sequence_length / step_time_s
+        share = model_flops_utilization(plan, step_time_s)
         metrics = StepMetrics(
             step=step,
             loss=outcome.loss,
             step_time_s=step_time_s,
             tokens_per_s=tokens_per_s,
-            mfu=model_flops_utilization(plan, step_time_s),
+            mfu=None if share is None else share.causal,
+            mfu_full_square=None if share is None else share.full_square,
             grad_norm=outcome.grad_norm if outcome.finite else None,
             learning_rate=outcome.learning_rate,
             peak_memory_bytes=outcome.peak_memory_bytes,
@@ -96,23 +195,11 @@ def _described(evaluation: Evaluation) -> str:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a line; None where it is damaged, such as when its writing was interrupted."""
+    """The step of a line; None if it is damaged, such as when its writing was interrupted."""
     try:
         return msgspec.json.decode(line, type=StepMetrics).step if line.endswith(b"\n") else None
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-
-
-def model_flops_utilization(plan: Plan, step_time_s: float) -> float | None:
-    """Return the fraction of peak that the model's own operations use (Chowdhery et al. 2022); None if unknown.
-
-    A backward pass counts twice a forward pass, less for what is frozen; what is recomputed does not count.
-    """
-    devices = [plan.cluster.of_rank(rank).device for rank in range(plan.world_size)]
-    if plan.precision.compute != "bfloat16" or not set(devices) <= _BFLOAT16.keys():
-        return None
-    operations = sum(plan.model.types[name].step_flops_per_sample for name in (EMBEDDING, *plan.model.layers, HEAD))
-    return operations * plan.global_batch_size / step_time_s / sum(_BFLOAT16[device] for device in devices)
 
 
 @dataclass

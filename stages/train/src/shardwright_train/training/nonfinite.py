@@ -1,4 +1,9 @@
-"""Numbers that are not finite: the loss scale that avoids them in float16, and the search for their origin."""
+"""Non-finite numbers: the dynamic loss scale that avoids them in float16, and the search for their origin.
+
+The loss is multiplied by a scale S before the backward pass and gradients are divided by S after it, so that small
+gradients do not underflow (Micikevicius et al. 2018). S is halved after an overflow, and doubled after 2000 steps
+without one.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +13,7 @@ from itertools import chain, count
 import torch
 from torch import Tensor, nn
 
-from shardwright_formats.types import EMBEDDING, HEAD
+from shardwright.types import EMBEDDING, HEAD
 from shardwright_train.engine.engine import Engine
 from shardwright_train.parallel.data import local_tensor
 from shardwright_train.parallel.world import World
@@ -33,16 +38,16 @@ class LossScale:
 
     @classmethod
     def for_compute(cls, dtype: str) -> "LossScale":
-        """Return the initial scale of a dtype: float16 starts at 2^16 and adapts; other formats need none."""
+        """The initial scale of a dtype: float16 starts at 2^16 and adapts; other formats need none."""
         return cls(_START, fixed=False) if dtype == "float16" else cls()
 
     @property
     def can_fall(self) -> bool:
-        """Return whether an overflow may come from the scale; at 1 it comes from the model."""
+        """Whether an overflow may come from the scale; at 1 it comes from the model."""
         return not self.fixed and self.value > _MIN_SCALE
 
     def after(self, overflowed: bool) -> "LossScale":
-        """Return the scale of the next step: halved after an overflow, doubled after 2000 steps without one."""
+        """The scale of the next step: halved after an overflow, doubled after 2000 steps without one."""
         if self.fixed:
             return self
         if overflowed:

@@ -1,4 +1,4 @@
-"""Orderly stops: the signals, the remaining time, the note that is written, and when saves and stops are due."""
+"""Orderly stops: signals, time limits, when saves and stops are due, and the note that a stop leaves."""
 
 import signal
 import sys
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from shardwright_formats.types import StopNote
+from shardwright.types import StopNote
 
 NOTE, DONE = "STOPPED.json", "DONE.json"
 """Names of the final notes of a stopped and of a finished run."""
 
 
 def stop_note(step: int, steps: int, in_time: bool, checkpoint: object) -> StopNote:
-    """Return the note of a run that stops now; `in_time` unless its own time is up."""
+    """The note of a run that stops now; `in_time` unless its own time is up."""
     return StopNote(
         step=step,
         steps=steps,
@@ -38,7 +38,7 @@ class Grace:
     warned: bool = False
 
     def after(self, step_s: float, saves_s: Sequence[float]) -> "Grace":
-        """Return the grace after one more step; warn once where it is too short for a step and the longest save."""
+        """The grace after one more step; warn once if it is too short for a step and the longest save."""
         step_s, save_s = max(step_s, self.step_s), max(saves_s, default=0.0)
         takes_s = step_s + self.saves * save_s
         if self.given_s is None or self.warned or takes_s <= self.given_s:
@@ -75,17 +75,17 @@ class Due:
     saved_s: float = field(default_factory=time.monotonic)
 
     def by_step(self, step: int) -> bool:
-        """Return whether a checkpoint is due after a step."""
+        """Whether a checkpoint is due after a step."""
         return step % self.every_steps == 0
 
     def by_time(self) -> bool:
-        """Return whether the last checkpoint is older than `every_minutes`."""
+        """Whether the last checkpoint is older than `every_minutes`."""
         return 0 < self.every_minutes * 60 < time.monotonic() - self.saved_s
 
     def to_stop(self) -> bool:
-        """Return whether the time of this process is up."""
+        """Whether the time of this process is up."""
         return self.max_time_s is not None and time.monotonic() - self.began_s > self.max_time_s
 
     def saved(self) -> "Due":
-        """Return the schedule after a checkpoint saved now."""
+        """The schedule after a checkpoint saved now."""
         return replace(self, saved_s=time.monotonic())

@@ -1,1 +1,1 @@
-"""Weights in and out: folders of Hugging Face into the shards of a plan, and checkpoints back into such folders."""
+"""Weights: Hugging Face folders read into a plan's shards, and checkpoints exported as such folders."""

@@ -1,4 +1,4 @@
-"""The model of a checkpoint as a folder that transformers opens: complete or none, one file in memory at a time."""
+"""Export of a checkpoint's model as a folder for transformers: all or nothing, with one file in memory at a time."""
 
 import json
 import shutil
@@ -14,18 +14,16 @@ from msgspec import UNSET
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwright_formats.io import BadInput, read_document, read_object, sync_path, system_fault
-from shardwright_formats.types import EMBEDDING, GIB, HEAD, Model, Plan, RunResult
+from shardwright.io import BadInput, read_document, read_object, sync_path, system_fault
+from shardwright.types import EMBEDDING, GIB, HEAD, Model, Plan, RunResult
 from shardwright_train.checkpoints.choice import check_files, read_record
 from shardwright_train.checkpoints.folders import identity_of
 from shardwright_train.checkpoints.tensors import read_tensors, saved_dtypes
-from shardwright_train.data.tokenizing import SETTINGS, TOKENIZER, end_of, read_tokenizer, rows_of
-from shardwright_train.models.base import Family
-from shardwright_train.models.registry import family_named
+from shardwright_train.data.tokenizer import SETTINGS, TOKENIZER, end_of, read_tokenizer, rows_of
+from shardwright_train.models.base import Family, family_named
 from shardwright_train.options import ConvertOptions
 from shardwright_train.parallel.data import torch_dtype
 from shardwright_train.weights.adapter import write_adapter
-from shardwright_train.weights.pieces import Source, key_of, piece_shape, places
 from shardwright_train.weights.reading import (
     CONFIG,
     INDEX,
@@ -35,7 +33,15 @@ from shardwright_train.weights.reading import (
     source_of_name,
     stored_names,
 )
-from shardwright_train.weights.stacks import row_ranges, stacked_shape, tensors_of_files
+from shardwright_train.weights.stored import (
+    Source,
+    key_of,
+    piece_shape,
+    places,
+    row_ranges,
+    stacked_shape,
+    tensors_of_files,
+)
 
 _COPIED = (
     *("generation_config.json", "preprocessor_config.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -59,15 +65,15 @@ class _Exported(NamedTuple):
     rows: Mapping[str, tuple[int, ...]]
     """Their shapes in the file, by the same names."""
     place: tuple[int, ...] = ()
-    """Indices, in the saved shape of its only parameter, where the tensor is a piece of that."""
+    """Indices, in the saved shape of its only parameter, if the tensor is a piece of that."""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the tensor's values."""
+        """The bytes of the tensor's values."""
         return prod(self.shape) * self.dtype.itemsize
 
     def windows(self, values: Tensor) -> dict[str, Tensor]:
-        """Return the parts of the tensor that its parameters fill, by their names in the checkpoint."""
+        """The parts of the tensor that its parameters fill, by their names in the checkpoint."""
         parts = {name: values[begin:end] for name, begin, end in row_ranges(self.rows)} if len(self.rows) > 1 else {}
         return {name: parts.get(name, values).view(shape) for name, shape in self.saved_shapes.items()}
 
@@ -75,7 +81,7 @@ class _Exported(NamedTuple):
 def export(options: ConvertOptions) -> None:
     """Write the requested folder.
 
-    Raises BadInput where the checkpoint is damaged or of another model, or the folder is there already.
+    Raises BadInput if the checkpoint is damaged or of another model, or the folder is there already.
     """
     plan = read_document(options.plan, Plan)
     family = family_named(plan.model.family, options.plan)
@@ -99,23 +105,23 @@ def export(options: ConvertOptions) -> None:
 
 
 def _folder(given: Path, *, best: bool) -> Path:
-    """Return the requested checkpoint: the given one, or a run's last or best."""
+    """The requested checkpoint: the given one, or a run's last or best."""
     if not given.is_file():
         if best:
-            raise BadInput(given, "--best is asked of a run, not of a checkpoint", "name the run's DONE.json")
+            raise BadInput(given, "--best needs a run, not a checkpoint", "pass the run's DONE.json")
         return given
     done = read_document(given, RunResult)
     if not best:
         return Path(done.checkpoint)
     if done.best is None:
-        raise BadInput(given, "names no best checkpoint", "train with --keep-best, or leave out --best")
+        raise BadInput(given, "records no best checkpoint", "train with --keep-best, or leave out --best")
     return Path(done.best.checkpoint)
 
 
 def _checkpoint(checkpoint: Path, model: Model) -> Path:
     record = read_record(checkpoint)
     if record.identity.model_sha256 != identity_of(model):
-        raise BadInput(checkpoint, "was saved under another model than the plan's", "name a plan for the same model")
+        raise BadInput(checkpoint, "was saved under another model than the plan's", "pass a plan for the same model")
     check_files(checkpoint, record, range(len(record.files)))
     return checkpoint
 
@@ -185,18 +191,18 @@ def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exporte
 
 
 def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the configuration for from_pretrained: the description's, and the entries that it lacks."""
+    """The configuration for from_pretrained: the description's, and the entries that it lacks."""
     labels: dict[str, Any] = {}
     if copy_from is not None and (copy_from / CONFIG).is_file():
         labels = {key: value for key, value in read_config(copy_from).items() if key in _LABELS}
     kept = {key: value for key, value in model.config.items() if key not in _FORMATS}
-    named = {"architectures": [family.facts.architecture or family.stock.__name__], "model_type": model.family}
+    named = {"architectures": [family.facts.stock.architecture or family.stock.__name__], "model_type": model.family}
     counted = family.facts.counted(model.layers, model.config)
     return {**kept, **counted, **labels, **named, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def _ends(model: Model, end: tuple[str, int] | None) -> dict[str, int]:
-    """Return the entry of the token that ends a text, where the model's own entry does not have the tokenizer's."""
+    """The entry of the token that ends a text, if the model's own entry does not have the tokenizer's."""
     known = model.config.get("eos_token_id")
     if end is None or end[1] in (known if isinstance(known, list) else [known]):
         return {}
@@ -211,7 +217,9 @@ def _to_copy(folder: Path, model: Model, family: Family) -> Iterator[Path]:
             if name.endswith("_config.json"):
                 refuse_code(file, read_object(file, any_text=True))
             if name == TOKENIZER and (tokens := rows_of(read_tokenizer(file))) > rows:
-                raise BadInput(file, f"has {tokens} tokens, the model {rows}", "name the folder of its own tokenizer")
+                raise BadInput(
+                    file, f"has {tokens} tokens, but the model has {rows}", "pass the folder of the model's tokenizer"
+                )
             yield file
 
 
@@ -219,7 +227,7 @@ def _to_copy(folder: Path, model: Model, family: Family) -> Iterator[Path]:
 def _complete_or_none(out: Path) -> Iterator[Path]:
     """Yield a folder that gets its final name once it is complete."""
     if out.exists():
-        raise BadInput(out, "is there already", "name another --out, or remove it")
+        raise BadInput(out, "already exists", "choose another --out, or remove it")
     unfinished = out.with_name(f".{out.name}.unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)

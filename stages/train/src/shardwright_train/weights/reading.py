@@ -1,4 +1,4 @@
-"""A folder of config.json and safetensors as the initial weights of a run: read as data, and never beyond the folder.
+"""Initial weights from a folder of config.json and safetensors; it is read as data, and nothing outside it is read.
 
 Its tensors are matched with the parameters of a plan's model; of each, a rank reads the part that it holds and no more.
 """
@@ -17,15 +17,26 @@ from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
-from shardwright_formats.io import BadInput, check_regular, read_object, sha256_of_file, sha256_of_value, system_fault
-from shardwright_formats.semantics.layout import Box
-from shardwright_formats.types import HEAD, Model
+from shardwright.io import BadInput, check_regular, read_object, sha256_of_file, sha256_of_value
+from shardwright.models.config_keys import without_notes
+from shardwright.plan.layout import Box
+from shardwright.types import HEAD, Model
 from shardwright_train.models.base import Family
 from shardwright_train.models.configuration import check_only
 from shardwright_train.parallel.world import World
-from shardwright_train.weights.pieces import Pieces, Source, piece_shape, source_of
-from shardwright_train.weights.stacks import row_ranges, stacked_shape, tensors_of_files
-from shardwright_train.weights.stored import Stored
+from shardwright_train.weights.adapter import AdapterTensor, open_adapter
+from shardwright_train.weights.stored import (
+    FLOATS,
+    Pieces,
+    Source,
+    Stored,
+    header,
+    piece_shape,
+    row_ranges,
+    source_of,
+    stacked_shape,
+    tensors_of_files,
+)
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -34,7 +45,6 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_FILE = 2**60
 _SHOWN = 8
 _AGAIN = "fetch the folder again"
-_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FREE = re.compile(r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cache|pretraining_tp|.*dropout.*")
 """Keys of a configuration that say nothing about what its weights compute."""
 _QUANTIZED = ("_blocks", "_scales")
@@ -46,39 +56,39 @@ _Slices = tuple[slice | int, ...]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a folder; raise BadInput where it is missing. Code that it names is not run."""
+    """The config.json of a folder; raises BadInput if it is missing. Code that it names is not run."""
     if not folder.is_dir():
-        raise BadInput(folder, "is no folder", "name one with config.json and safetensors files")
+        raise BadInput(folder, "is not a folder", "pass one with config.json and safetensors files")
     return read_object(inside(folder, CONFIG))
 
 
 def refuse_code(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise BadInput where a tokenizer's configuration names code that comes with it."""
+    """Raise BadInput if a tokenizer's configuration names code that comes with it."""
     if "auto_map" in content:
         problem = "auto_map names code that comes with the folder, which is not run here"
-        raise BadInput(file, problem, "take a tokenizer that transformers knows itself")
+        raise BadInput(file, problem, "use a tokenizer built into transformers")
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a folder by key, from one file or those that its index names, reading none.
+    """Every tensor of a folder by key, from one file or those that its index names, reading none.
 
-    Raises BadInput naming the file that is missing, lies outside, is no whole safetensors file, or lacks a key.
+    Raises BadInput naming the file that is missing, lies outside, is not a valid safetensors file, or lacks a key.
     """
     if (folder / SINGLE).exists():
-        return _header(inside(folder, SINGLE))
+        return header(inside(folder, SINGLE))
     if not (folder / INDEX).exists():
         problem = f"has neither {SINGLE} nor {INDEX}"
         raise BadInput(folder, problem, "save the model with safetensors: pickled weights are not read")
     index = inside(folder, INDEX)
     named = _weight_map(index)
-    headers = {name: _header(inside(folder, name)) for name in sorted(set(named.values()))}
+    headers = {name: header(inside(folder, name)) for name in sorted(set(named.values()))}
     if absent := [key for key, name in named.items() if key not in headers[name]]:
-        raise BadInput(index, f"says that {absent[0]} is in {named[absent[0]]}, which lacks it", _AGAIN)
+        raise BadInput(index, f"says that {absent[0]} is in {named[absent[0]]}, which does not contain it", _AGAIN)
     return {key: headers[name][key] for key, name in named.items()}
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return a file of a folder; raise BadInput where it is a link that leads elsewhere, or no regular file.
+    """A file of a folder; raises BadInput if it is a link that leads elsewhere, or no regular file.
 
     The Hub's own cache may link to its blobs: `snapshots/REVISION/FILE` to `blobs/`, two folders up.
     """
@@ -88,15 +98,15 @@ def inside(folder: Path, name: str) -> Path:
     try:
         target = file.resolve(strict=True)
     except (OSError, RuntimeError):
-        raise BadInput(file, "is not there", _AGAIN) from None
+        raise BadInput(file, "does not exist", _AGAIN) from None
     if target.parent not in (home, blobs):
-        raise BadInput(file, "is a link that leads out of its folder", "put the file itself there")
+        raise BadInput(file, "is a link out of its folder", "put the file itself there")
     check_regular(target, _MAX_FILE)
     return file
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names in one line, only the first few of many."""
+    """Names in one line, only the first few of many."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
     return ", ".join(ordered[:_SHOWN]) + more
@@ -108,19 +118,8 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise BadInput(index, "has no weight_map from tensors to files", _AGAIN)
     for key, name in files.items():
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-            raise BadInput(index, f"puts {key} in {name!r}, which is no safetensors file of its folder", _AGAIN)
+            raise BadInput(index, f"puts {key} in {name!r}, which is not a safetensors file of its folder", _AGAIN)
     return files
-
-
-def _header(file: Path) -> dict[str, Stored]:
-    try:
-        with safe_open(file, "numpy") as opened:
-            slices = {key: opened.get_slice(key) for key in opened.keys()}
-            return {key: Stored(file, key, tuple(x.get_shape()), x.get_dtype()) for key, x in slices.items()}
-    except SafetensorError as error:
-        raise BadInput(file, f"is no whole safetensors file ({error})", _AGAIN) from None
-    except OSError as error:
-        raise system_fault(error, file) from None
 
 
 @dataclass(frozen=True)
@@ -137,30 +136,33 @@ class Weights:
     """Parameters of the head that the folder lacks."""
     surplus: tuple[str, ...]
     """Keys of the folder that the model does not use."""
+    adapter: Mapping[str, AdapterTensor]
+    """Low-rank matrices of a trained adapter, by their full names; none if they are drawn."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the files that parameters are read from, in the order of their names."""
+        """The files that parameters are read from, in the order of their names."""
         return tuple(sorted({stored.file for stored in self._all}))
 
     @property
     def _all(self) -> Iterator[Stored]:
-        return chain(*self.tensors.values(), *(pieces.tensors.values() for pieces in self.pieces.values()))
+        held = (pieces.tensors.values() for pieces in self.pieces.values())
+        return chain(*self.tensors.values(), *held, (each.stored for each in self.adapter.values()))
 
     def notes(self, kept_in: str) -> list[str]:
-        """Return messages for the user: parameters drawn anew, ignored keys, and a change of format."""
-        dtypes = {_FLOATS[stored.dtype] for stored in self._all}
-        notes = [f"drawn anew: {listed(self.new)}"] if self.new else []
+        """Messages for the user: parameters drawn anew, ignored keys, and a change of format."""
+        dtypes = {FLOATS[stored.dtype] for stored in self._all}
+        notes = [f"newly initialized: {listed(self.new)}"] if self.new else []
         notes += [f"not used: {listed(self.surplus)}"] if self.surplus else []
         return notes + ([f"stored in {listed(dtypes)}, kept in {kept_in}"] if dtypes - {kept_in} else [])
 
     def read(self, window: Tensor, name: str, shape: Sequence[int], box: Box) -> bool:
-        """Fill a tensor with the part `box` of a parameter of a `shape`; False where it must be drawn.
+        """Fill a tensor with the part `box` of a parameter of a `shape`; False if it must be drawn.
 
-        Raises BadInput where the file has changed since, or holds two different values of a tied parameter.
+        Raises BadInput if the file has changed since, or holds two different values of a tied parameter.
         """
-        if (pieces := self.pieces.get(name)) is not None:
-            pieces.read(window, box)
+        if (held := self.pieces.get(name) or self.adapter.get(name)) is not None:
+            held.read(window, box)
             return True
         first, *others = self.tensors.get(self.aliases.get(name, name), (None,))
         if first is None:
@@ -170,13 +172,13 @@ class Weights:
             other_window = torch.empty_like(window)
             _read(other, other_window, shape, box)
             if not torch.equal(other_window, window):
-                problem = f"{other.key} is not {first.key}, the model has one for both"
+                problem = f"{other.key} differs from {first.key}, but the model ties them"
                 remedy = "describe the model with tie_word_embeddings false, if it can be so"
                 raise BadInput(other.file, problem, remedy)
         return True
 
     def sha256(self, world: World) -> str:
-        """Return the identity of the files, which all ranks hash together."""
+        """The identity of the files, which all ranks hash together."""
         files = self.files
         share = files[world.rank :: world.size]
         hashes = world.together(lambda: {file.name: sha256_of_file(file) for file in share})
@@ -184,8 +186,8 @@ class Weights:
         return sha256_of_value({name: digest for part in parts for name, digest in part.items()})
 
 
-def open_weights(folder: Path, model: Model, family: Family, allow_new: bool) -> Weights:
-    """Match a folder with a plan's model; `allow_new` lets parameters of the head be missing.
+def open_weights(folder: Path, model: Model, family: Family, allow_new: bool, adapter: Path | None = None) -> Weights:
+    """Match a folder with a plan's model, and one of a trained `adapter`; `allow_new` lets some of the head be missing.
 
     Raises BadInput in one line for a configuration or a shape that is not the model's, for parameters that are missing,
     and for surplus ones inside its blocks.
@@ -218,17 +220,18 @@ def open_weights(folder: Path, model: Model, family: Family, allow_new: bool) ->
             surplus.append(name)
     blocks = tuple(f"{parts.path}." for parts in family.parts.values())
     if inner := [name for name in surplus if name.startswith(blocks) and not family.may_lack(model, name)]:
-        raise BadInput(folder, f"has what the model's blocks lack: {listed(inner)}", _REMEDY)
+        raise BadInput(folder, f"has tensors that the model's blocks do not: {listed(inner)}", _REMEDY)
     head = {family.hugging_face_name(model, HEAD, name) for name in family.parameter_names(model, HEAD)}
     for name, stored_name in stored_names(stock, tuple(pieces)).items():
         if (problem := pieces[name].wrong(name, stored_name, is_whole=name in matches)) is not None:
             raise BadInput(folder, problem, _REMEDY)
     new = _missing(folder, set(shapes) - set(aliases) - set(matches) - set(pieces), head, allow_new)
-    return Weights(matches, pieces, aliases, new, tuple(sorted(surplus)))
+    trained = {} if adapter is None else open_adapter(adapter, model, family)
+    return Weights(matches, pieces, aliases, new, tuple(sorted(surplus)), trained)
 
 
 def stored_names(stock: Any, names: Sequence[str]) -> dict[str, str]:
-    """Return the names under which transformers now stores parameters of a stock model."""
+    """The names under which transformers now stores parameters of a stock model."""
     mapping = get_model_conversion_mapping(stock, add_legacy=False)[::-1]
     # A prefix that some files have is no part of the names.
     transforms = [t.reverse_transform() for t in mapping if not isinstance(t, PrefixChange)]
@@ -237,7 +240,7 @@ def stored_names(stock: Any, names: Sequence[str]) -> dict[str, str]:
 
 
 def source_of_name(stock: Any, name: str) -> Source | None:
-    """Return the first matrix that files hold of each expert of a parameter; None where they hold it whole."""
+    """The first matrix that files hold of each expert of a parameter; None if they hold it whole."""
     _, converters = _by_kind(get_model_conversion_mapping(stock, add_legacy=False))
     patterns = (c.source_patterns[0] for c in converters if any(map(name.endswith, c.target_patterns)))
     return source_of(next(patterns, None), converters)
@@ -266,15 +269,15 @@ def _check_form(stored: Stored, shape: tuple[int, ...]) -> None:
     if stored.shape != shape:
         problem = f"{stored.key} has the shape {list(stored.shape)}, the model's is {list(shape)}"
         raise BadInput(stored.file, problem, _REMEDY)
-    if stored.dtype not in _FLOATS:
-        problem = f"{stored.key} is stored as {stored.dtype}, which is not trained"
-        raise BadInput(stored.file, problem, f"store it as one of {', '.join(_FLOATS)}")
+    if stored.dtype not in FLOATS:
+        problem = f"{stored.key} is stored as {stored.dtype}, which cannot be trained"
+        raise BadInput(stored.file, problem, f"store it as one of {', '.join(FLOATS)}")
 
 
 def _check_unquantized(folder: Path, keys: Iterable[str]) -> None:
-    """Raise BadInput where a folder holds matrices in MXFP4, such as the experts of gpt-oss as they are published."""
+    """Raise BadInput if a folder holds matrices in MXFP4, such as the experts of gpt-oss as they are published."""
     if quantized := [key for key in keys if key.endswith(_QUANTIZED)]:
-        problem = f"holds {quantized[0]} in MXFP4, which is not trained"
+        problem = f"holds {quantized[0]} in MXFP4, which cannot be trained"
         remedy = "have transformers load it with Mxfp4Config(dequantize=True) and save it in bfloat16"
         raise BadInput(folder, problem, remedy)
 
@@ -284,23 +287,24 @@ def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -
         raise BadInput(folder, f"lacks {listed(missing - head)}", "fetch the whole model, or its own configuration")
     if missing and not allow_new:
         problem = f"lacks {listed(missing)} of the model's head"
-        raise BadInput(folder, problem, "take a folder that has them, or let them be drawn anew with --new-weights")
+        raise BadInput(folder, problem, "use a folder that has them, or initialize them with --new-weights")
     return tuple(sorted(missing))
 
 
 def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, family: Family) -> None:
-    """Raise BadInput where a config.json is not that of the model, in anything that its weights are used for."""
+    """Raise BadInput if a config.json is not that of the model, in anything that its weights are used for."""
     if (kind := config.get("model_type")) != family.facts.model_type:
-        raise BadInput(file, f"model_type is {kind!r}, the plan's model is a {family.facts.model_type}", _REMEDY)
+        raise BadInput(file, f"model_type is {kind!r}, but the plan's model is a {family.facts.model_type}", _REMEDY)
     try:
+        config, _ = without_notes(family.facts, config)
         check_only(config, family.facts)
         given, wanted = family.configured(config).to_dict(), family.configuration(model).to_dict()
     except ValueError as error:
         raise BadInput(file, str(error), "correct the configuration") from None
-    free = set(PreTrainedConfig().to_dict()) | {*family.facts.ignored, *family.facts.dropouts.keys}
+    free = set(PreTrainedConfig().to_dict()) | {*family.facts.keys.ignored, *family.facts.dropouts.keys}
     for key in sorted(set(given) | set(wanted)):
         if given.get(key) != wanted.get(key) and key not in free and not _FREE.fullmatch(key):
-            raise BadInput(file, f"{key} is {given.get(key)}, of the plan's model {wanted.get(key)}", _REMEDY)
+            raise BadInput(file, f"{key} is {given.get(key)}, but {wanted.get(key)} in the plan's model", _REMEDY)
 
 
 def _read(stored: Stored, window: Tensor, shape: Sequence[int], box: Box) -> None:
@@ -316,7 +320,7 @@ def _read(stored: Stored, window: Tensor, shape: Sequence[int], box: Box) -> Non
 
 
 def _moved(part: tuple[slice, ...], rows: int) -> tuple[slice, ...]:
-    """Return slices of a tensor by those of its rows from a number on."""
+    """Slices of a tensor by those of its rows from a number on."""
     return (slice(part[0].start + rows, part[0].stop + rows), *part[1:]) if rows else part
 
 

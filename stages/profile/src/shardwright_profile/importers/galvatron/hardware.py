@@ -10,11 +10,12 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from shardwright_estimate.hardware import Slowdowns, unsized_overlap
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import Source
-from shardwright_formats.types import MIB
-from shardwright_formats.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
+from shardwright.estimate.hardware import unsized_overlap
+from shardwright.estimate.overlap import Slowdowns
+from shardwright.io import BadInput
+from shardwright.io.table import Source
+from shardwright.types import MIB
+from shardwright.types.hardware_profile import Collective, CollectiveKey, HardwareProfile
 from shardwright_profile.importers.documents import (
     HardwarePoint,
     halves,
@@ -43,17 +44,17 @@ class _Cluster(NamedTuple):
     gpus_per_node: int
 
     def key(self, collective: Collective, group_size: int, consecutive: bool) -> CollectiveKey:
-        """Return a collective's key: neighbours cross nodes when one is too small; others lie evenly over all ranks."""
+        """A collective's key: neighbours cross nodes when one is too small; others lie evenly over all ranks."""
         most = min(group_size, self.gpus_per_node)
         return CollectiveKey(collective, group_size, most if consecutive else -(-group_size // self.nodes), consecutive)
 
 
 def import_galvatron_hardware(options: GalvatronHardwareOptions) -> HardwareProfile:
-    """Return the profile that the tables determine; where two files say the same thing, the first counts.
+    """The profile that the tables determine; if two files say the same thing, the first counts.
 
     Times of whole collectives, as measured, are taken before bandwidths, and their disagreement is noted. A gather and
     a scatter are half of an all-reduce (ring, derived). Where no all-to-all was timed, the bus bandwidth of the
-    all-reduce is assumed for it. Raises BadInput where a table says something impossible, or nothing.
+    all-reduce is assumed for it. Raises BadInput if a table says something impossible, or nothing.
     """
     if not (options.allreduce or options.sp_time):
         raise BadInput("--allreduce", "no table of collectives", "pass --allreduce or --sp-time")
@@ -90,7 +91,7 @@ def write_galvatron_hardware(options: GalvatronHardwareOptions) -> None:
 
 
 def _first(items: Iterable[tuple[CollectiveKey, _Figure]]) -> dict[CollectiveKey, _Figure]:
-    """Return one figure for each kind of collective: that of the file that was named first."""
+    """One figure for each kind of collective: that of the file that was named first."""
     figures: dict[CollectiveKey, _Figure] = {}
     for key, figure in items:
         figures.setdefault(key, figure)
@@ -124,7 +125,7 @@ def _bandwidths(file: Path, notes: list[str]) -> Iterator[tuple[CollectiveKey, f
 
 
 def _sends(files: Iterable[Path], notes: list[str]) -> dict[CollectiveKey, float]:
-    """Return the bandwidth of sends by layout; among several strides the slowest is taken and noted."""
+    """The bandwidth of sends by layout; among several strides the slowest is taken and noted."""
     known: dict[CollectiveKey, list[float]] = {}
     for file in files:
         cluster = _cluster(file)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright_formats.io import BadInput, read_object
+from shardwright.io import BadInput, read_object
 
 Lengths = tuple[int, ...]
 
@@ -59,7 +59,7 @@ class Sharding(NamedTuple):
 
     @property
     def world(self) -> int:
-        """Return the number of GPUs."""
+        """The number of GPUs."""
         return self.pp_size * self.tp_size * self.dp_size
 
 
@@ -101,12 +101,12 @@ class Memory(NamedTuple):
 
 
 def read_numbers(file: Path) -> dict[str, float]:
-    """Return the numbers of a JSON object; raise BadInput for anything else."""
+    """The numbers of a JSON object; raises BadInput for anything else."""
     return {key: _number(file, key, value) for key, value in read_object(file, _MAX_BYTES).items()}
 
 
 def read_computation(file: Path) -> Computation:
-    """Return the content of a `computation_profiling_*.json`; BadInput names a key with an impossible number."""
+    """The content of a `computation_profiling_*.json`; BadInput names a key with an impossible number."""
     forwards: dict[Forward, float] = {}
     layers: dict[tuple[int, int, Lengths], float] = {}
     others: dict[tuple[int, Lengths], float] = {}
@@ -126,7 +126,7 @@ def read_computation(file: Path) -> Computation:
 
 
 def read_memory(file: Path) -> Memory:
-    """Return the content of a `memory_profiling_*.json`; BadInput names a key with an impossible number."""
+    """The content of a `memory_profiling_*.json`; BadInput names a key with an impossible number."""
     ranks: dict[Sharding, Mapping[RankMemory, float]] = {}
     layers: dict[tuple[int, bool, Lengths], Figures] = {}
     ends: dict[tuple[bool, Lengths], Figures] = {}
@@ -149,7 +149,7 @@ def read_memory(file: Path) -> Memory:
 
 
 def _number(file: Path, key: str, value: object) -> float:
-    """Return a JSON number as float; raise BadInput where it is none, or beyond anything that was ever measured."""
+    """A JSON number as float; raises BadInput if it is none, or beyond anything that was ever measured."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadInput(file, f"{key!r} is {_shown(value)}, not a number", "measure that point again")
     if abs(value) > _MAX_NUMBER:
@@ -210,7 +210,7 @@ def _rank_memories(file: Path, key: str, value: object) -> dict[RankMemory, floa
 
 
 def _tables(file: Path, key: str, value: object, names: Set[str]) -> list[tuple[Lengths, Figures]]:
-    """Return the tables of figures by length, or the one where the file has no lengths."""
+    """The tables of figures by length, or the one if the file has no lengths."""
     table = _object(file, key, value)
     if names & table.keys():
         return [((), _figures(file, key, table, names))]

@@ -1,11 +1,11 @@
-"""Memory of layers from Galvatron's tables, or from the raw rows where a table is missing."""
+"""Memory of layers from Galvatron's tables, or from the raw rows if a table is missing."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import Source, Sourced
-from shardwright_formats.types import EMBEDDING, HEAD, MIB, SequenceParallel
+from shardwright.io import BadInput
+from shardwright.io.table import Source, Sourced
+from shardwright.types import EMBEDDING, HEAD, MIB, SequenceParallel
 from shardwright_profile.importers.documents import ABSENT
 from shardwright_profile.importers.galvatron.keys import (
     ACTIVATION,
@@ -36,13 +36,13 @@ class ModelMemory(NamedTuple):
     notes: tuple[str, ...]
 
     def parameters(self, name: str, tp_size: int) -> Sourced:
-        """Return the bytes of a layer's float32 parameters on a rank; tensor parallelism divides the measured whole."""
+        """The bytes of a layer's float32 parameters on a rank; tensor parallelism divides the measured whole."""
         if name in (EMBEDDING, HEAD):
             return self._sourced(self.ends.get((MODEL_STATES, tp_size)), 8, tp_size)
         return self._sourced(self.layers.get(name, {}).get((PARAMETER_SIZE, 1)), tp_size)
 
     def activation(self, name: str, tp_size: int, *, recompute: bool) -> Sourced:
-        """Return the bytes that a layer holds from forward to backward on one GPU, for a sample of its group.
+        """The bytes that a layer holds from forward to backward on one GPU, for a sample of its group.
 
         A recomputed layer holds its input, which only sequence parallelism splits.
         """
@@ -61,10 +61,10 @@ class ModelMemory(NamedTuple):
 
 
 def tables_of(memory: Memory, asked: SequenceParallel | None) -> bool:
-    """Return whether to use the tables with sequence parallelism: as asked for, else where the file has them.
+    """Whether to use the tables with sequence parallelism: as asked for, else if the file has them.
 
     The two kinds were measured apart, and may differ at tp_size 1 too: one import never mixes them. Raises BadInput
-    where the file has none of the kind asked for.
+    if the file has none of the kind asked for.
     """
     tables = {sequence for _, sequence, _ in memory.layers}
     rows = {sharding.sequence for sharding in memory.ranks}
@@ -77,7 +77,7 @@ def tables_of(memory: Memory, asked: SequenceParallel | None) -> bool:
 
 
 def model_memory(memory: Memory, lengths: Lengths, types: Sequence[str], sequence: bool) -> ModelMemory:
-    """Return the memory of one kind of tables at one length: `lengths` by type, or one for all of them."""
+    """The memory of one kind of tables at one length: `lengths` by type, or one for all of them."""
     kind = _kind(sequence)
     notes = [f"Memory, at tp_size 1 too, is what was measured {kind}."]
     layers: dict[str, Figures] = {}
@@ -119,7 +119,7 @@ def _given_and_raw(memory: Memory, lengths: Lengths, index: int, sequence: bool)
 
 
 def _differing(subject: str, used: Figures, other: Figures) -> Iterator[str]:
-    """Yield the figures of a single rank in which two tables differ; nothing where one of them is empty."""
+    """Yield the figures of a single rank in which two tables differ; nothing if one of them is empty."""
     if not (used and other):
         return
     names = (PARAMETER_SIZE, MODEL_STATES, ACTIVATION, CHECKPOINT)
@@ -143,7 +143,7 @@ def _disagreements(index: int, given: Figures, raw: Figures) -> Iterator[str]:
 
 
 def figures_of_rows(memory: Memory, lengths: Lengths, index: int, sequence: bool) -> Figures:
-    """Return figures by Galvatron's arithmetic on raw rows without pipeline under ZeRO-3; empty if rows are missing."""
+    """Figures by Galvatron's arithmetic on raw rows without pipeline under ZeRO-3; empty if rows are missing."""
     figures: dict[tuple[str, int], float] = {}
     for sharding, rows in memory.ranks.items():
         if sharding.pp_size > 1 or sharding.vocabulary or sharding.sequence != sequence:
@@ -166,7 +166,7 @@ def figures_of_rows(memory: Memory, lengths: Lengths, index: int, sequence: bool
 def _per_layer(
     rows: Mapping[RankMemory, float], kind: str, lengths: Lengths, index: int
 ) -> tuple[Forward, float] | None:
-    """Return the MiB of one layer of a type on rank 0: the fewest layers against the fewest more of that type alone."""
+    """The MiB of one layer of a type on rank 0: the fewest layers against the fewest more of that type alone."""
     by_forward = {
         w.forward: mib for w, mib in rows.items() if w.rank == 0 and w.kind == kind and w.forward.lengths == lengths
     }

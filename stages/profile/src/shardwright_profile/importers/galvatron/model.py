@@ -4,16 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright_estimate.settings import block_types
-from shardwright_formats.io import BadInput, read_document, sha256_of_file, write_document
-from shardwright_formats.io.table import Source, Sourced
-from shardwright_formats.key import LayerKey
-from shardwright_formats.semantics.communication import Message, loss_messages, region_messages
-from shardwright_formats.semantics.groups import seconds_on
-from shardwright_formats.semantics.schedules.passes import Pass
-from shardwright_formats.types import EMBEDDING, HEAD, ITEMSIZE, LayerStrategy, Model, Recompute, SequenceParallel
-from shardwright_formats.types.hardware_profile import HardwareProfile, read_hardware_profile
-from shardwright_formats.types.model_profile import LayerFigures, LayerRow, ModelProfile, StateRow
+from shardwright.estimate.settings import block_types
+from shardwright.io import BadInput, read_document, sha256_of_file, write_document
+from shardwright.io.table import Source, Sourced
+from shardwright.key import LayerKey
+from shardwright.plan.communication import Message, loss_messages, region_messages
+from shardwright.plan.groups import seconds_on
+from shardwright.plan.schedules.passes import Pass
+from shardwright.types import EMBEDDING, HEAD, ITEMSIZE, LayerStrategy, Model, Recompute, SequenceParallel
+from shardwright.types.hardware_profile import HardwareProfile, read_hardware_profile
+from shardwright.types.model_profile import LayerFigures, LayerRow, ModelProfile, StateRow
 from shardwright_profile.importers import documents
 from shardwright_profile.importers.galvatron.keys import Computation, Memory, read_computation, read_memory
 from shardwright_profile.importers.galvatron.memory import ModelMemory, model_memory, tables_of
@@ -79,9 +79,9 @@ def write_galvatron(options: GalvatronOptions) -> None:
 
 
 def import_galvatron(request: GalvatronRequest) -> ModelProfile:
-    """Return the profile that the files determine, with every assumption and defect in its notes.
+    """The profile that the files determine, with every assumption and defect in its notes.
 
-    Raises BadInput where models and files do not belong together, where a point is missing or impossible, and where
+    Raises BadInput if models and files do not belong together, if a point is missing or impossible, and if
     tensor parallelism is asked for without hardware to price its traffic.
     """
     first = request.models[0]
@@ -117,13 +117,13 @@ def flat_galvatron_model(
     types: Sequence[documents.FlatType],
     sequence_parallel: SequenceParallel | None,
 ) -> Model:
-    """Return a minimal model from the files: flat parameters, and an identity made of the files."""
+    """A minimal model from the files: flat parameters, and an identity made of the files."""
     lengths = lengths_of(computation, types[0].positions)
     names = (*(kind.name for kind in types), EMBEDDING, HEAD)
     known = model_memory(memory, lengths, names[:-2], tables_of(memory, sequence_parallel))
     sizes = {name: known.parameters(name, 1) for name in names}
     if documents.ABSENT in sizes.values():
-        raise BadInput(memory.file, "lacks the sizes of some types", "pass --model in place of --type")
+        raise BadInput(memory.file, "does not give the sizes of some types", "pass --model instead of --type")
     config = {"computation_sha256": sha256_of_file(computation.file), "memory_sha256": sha256_of_file(memory.file)}
     return documents.flat_model(name, FLAT_FAMILY, types, {name: size.value for name, size in sizes.items()}, config)
 
@@ -133,7 +133,7 @@ def _length(request: GalvatronRequest, model: Model) -> _Length:
     times = layer_times(request.computation, lengths, request.options.repair)
     types = block_types(model)
     if len(times.layers) != len(types):
-        problem = f"times of {len(times.layers)} types of layers, where model {model.name!r} has {len(types)}"
+        problem = f"times of {len(times.layers)} types of layers, but model {model.name!r} has {len(types)}"
         raise BadInput(request.computation.file, problem, "pass the description of that file's model")
     if request.memory is None:
         memory = ModelMemory(False, {}, {}, frozenset(), ("No memory file: memory is absent.",))
@@ -192,7 +192,7 @@ def _rows(length: _Length, notes: list[str]) -> Iterator[LayerRow]:
 
 
 def _row(length: _Length, strategy: LayerStrategy, point: Point, activation: Sourced, workspace: Sourced) -> LayerRow:
-    """Return a row: computation divided by tp_size, and the traffic added; bytes are given for a sample."""
+    """A row: computation divided by tp_size, and the traffic added; bytes are given for a sample."""
     request, size = length.request, point.micro_batch_size
     traffic: Mapping[Pass | None, float] = dict.fromkeys(Pass, 0.0)
     if strategy.tp_size > 1 and request.hardware is not None:
@@ -253,7 +253,7 @@ def _states(length: _Length) -> Iterator[StateRow]:
 def _traffic_s(
     hardware: Hardware, model: Model, strategy: LayerStrategy, samples: int, itemsize: int
 ) -> dict[Pass | None, float]:
-    """Return the seconds that one layer spends on collectives for a microbatch of `samples` samples, by pass.
+    """The seconds that one layer spends on collectives for a microbatch of `samples` samples, by pass.
 
     The collectives, all inside the layer's tensor-parallel group, follow one another.
     """
@@ -267,7 +267,7 @@ def _traffic_s(
 
 
 def _time_s(hardware: Hardware, message: Message) -> float:
-    """Return the time of a message on neighbouring ranks, inside a node where one holds them all."""
+    """The time of a message on neighbouring ranks, inside a node if one holds them all."""
     neighbours = (message.collective, message.group_size, True)
     curves = hardware.profile.curves
     alike = (key for key in curves if (key.collective, key.group_size, key.consecutive) == neighbours)

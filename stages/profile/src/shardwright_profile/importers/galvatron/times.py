@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright_estimate.curves import design_of, fit_curve
-from shardwright_formats.io import BadInput
-from shardwright_formats.io.table import Source
-from shardwright_formats.types.model_profile import FitMode
+from shardwright.estimate.curves import design_of, fit_curve
+from shardwright.io import BadInput
+from shardwright.io.table import Source
+from shardwright.types.model_profile import FitMode
 from shardwright_profile.importers.galvatron.keys import Computation, Lengths
 
 _STALE = 1e-3
@@ -64,7 +64,7 @@ class _Difference(NamedTuple):
 
 
 def lengths_of(computation: Computation, sequence_length: int) -> Lengths:
-    """Return the file's key for a length: the list that starts with it, or none in a file without lengths."""
+    """The file's key for a length: the list that starts with it, or none in a file without lengths."""
     timed = sorted({forward.lengths for forward in computation.forwards})
     for lengths in timed:
         if lengths[:1] == (sequence_length,):
@@ -77,7 +77,7 @@ def lengths_of(computation: Computation, sequence_length: int) -> Lengths:
 
 
 def layer_times(computation: Computation, lengths: Lengths, repair: bool) -> LayerTimes:
-    """Return the times of each type of layer and of the rest at one length.
+    """The times of each type of layer and of the rest at one length.
 
     What cannot be (times that fall as the batch grows, layers that take no time, rows without another to compare with)
     raises BadInput; with `repair` it is left out or levelled, and a note says so.
@@ -87,7 +87,9 @@ def layer_times(computation: Computation, lengths: Lengths, repair: bool) -> Lay
     if not rows:
         raise BadInput(file, f"no raw times of whole models at lengths {list(lengths)}", "measure these again")
     if len({len(layers) for layers, _ in rows}) > 1:
-        raise BadInput(file, "layernum[…] lists numbers of differently many types", "pass one model's file")
+        raise BadInput(
+            file, "layernum[…] lists numbers of layers for different counts of types", "pass one model's file"
+        )
     rows = _without_falls(rows, defects)
     _check_lone_rows(rows, defects)
     types = range(len(next(iter(rows))[0]))
@@ -95,7 +97,7 @@ def layer_times(computation: Computation, lengths: Lengths, repair: bool) -> Lay
     layers = [tuple(_layer_points(rows, i, batches, defects)) for i in types]
     for i, points in enumerate(layers):
         if not points:
-            raise BadInput(file, f"no two usable rows differ in the layers of type {i} alone", "measure them")
+            raise BadInput(file, f"no two usable rows differ only in the layers of type {i}", "measure them")
     rest = tuple(_rest_points(rows, len(types), batches, defects.notes))
     defects.notes += _stale(computation, rows, lengths, len(types))
     levelled_layers = tuple(_without_dips(i, points, defects) for i, points in enumerate(layers))
@@ -138,7 +140,7 @@ def _layer_points(rows: Mapping[Row, float], index: int, batches: Sequence[int],
 
 
 def _rest_points(rows: Mapping[Row, float], types: int, batches: Sequence[int], notes: list[str]) -> Iterator[Point]:
-    """Yield the time of the fewest layers less that of these layers; where that is not positive it is absent."""
+    """Yield the time of the fewest layers less that of these layers; if that is not positive it is absent."""
     for batch in batches:
         smallest = [
             min(_differences(rows, i, batch), key=lambda difference: (difference.fewer, difference.more), default=None)
@@ -195,7 +197,7 @@ def _differences(rows: Mapping[Row, float], index: int, batch: int) -> Iterator[
 
 
 def _by_layers(difference: _Difference) -> tuple[tuple[int, ...], ...]:
-    """Return the sort key by which the pair of most layers counts: what is not a layer disturbs it least."""
+    """The sort key by which the pair of most layers counts: what is not a layer disturbs it least."""
     return difference.more, difference.fewer
 
 
@@ -209,12 +211,12 @@ def _name(layers: tuple[int, ...]) -> str:
 
 
 def first_fall(values: Sequence[float]) -> int | None:
-    """Return the place of the first value that is below the one before it; None where values never fall."""
+    """The place of the first value that is below the one before it; None if values never fall."""
     return next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
 
 
 def longest_rise(values: Sequence[float]) -> range:
-    """Return the places of the longest run without a fall; of equally long ones the last."""
+    """The places of the longest run without a fall; of equally long ones the last."""
     best, start = range(0), 0
     for i in range(1, len(values) + 1):
         if i == len(values) or values[i] < values[i - 1]:
@@ -224,7 +226,7 @@ def longest_rise(values: Sequence[float]) -> range:
 
 
 def levelled(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return the non-falling times nearest to those given: means of neighbours that fall, marked derived.
+    """The non-falling times nearest to those given: means of neighbours that fall, marked derived.
 
     Least squares under monotonicity, by pooling adjacent violators (Ayer et al. 1955).
     """
@@ -241,9 +243,9 @@ def levelled(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def completed(points: Sequence[Point], micro_batch_sizes: Iterable[int]) -> tuple[Point, ...]:
-    """Return the points, and those asked for that are not among them, off the line through all, marked derived.
+    """The points, and those asked for that are not among them, off the line through all, marked derived.
 
-    Galvatron's batch mode fits m b + c; from one point, or where that line is not positive, its static mode m b serves.
+    Galvatron's batch mode fits m b + c; from one point, or if that line is not positive, its static mode m b serves.
     """
     wanted = sorted(set(micro_batch_sizes) - {point.micro_batch_size for point in points})
     if not points or not wanted:

@@ -1,0 +1,229 @@
+"""S1: 13 families in bfloat16 and float32, under each recomputation, beside stock transformers: loss and gradients.
+
+The tolerance is not chosen: stock transformers is itself so far from the same step in the next wider format, by the
+rounding of its own operations. Two computations that each are so far from the exact one are at most twice as far from
+each other (the triangle inequality), and that is what is held.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from gpu_kit import right_bits, right_experts, right_rings
+from gpu_kit.configurations import FAMILIES, configuration
+from gpu_kit.page import table
+from gpu_kit.rows import Row, Values
+from gpu_kit.setting import Setting
+from gpu_kit.workbench import (
+    MIXED,
+    any_kernel,
+    batch_of,
+    by_stock_names,
+    described,
+    engine_of,
+    logits_of,
+    one_device_plan,
+    step_of,
+    stock_of,
+)
+from gpu_kit.worlds import lone_world
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from shardwright.types import Model, Plan, Precision, Recompute
+from shardwright_train.data.objectives import Batch
+from shardwright_train.models.attention_kernels import settle_attention
+from shardwright_train.parallel.process_groups import Groups
+from shardwright_train.parallel.vocab import IGNORED
+from shardwright_train.parallel.world import World
+
+FORMATS = {
+    "bfloat16": (MIXED, torch.bfloat16, torch.float32),
+    "float32": (Precision(), torch.float32, torch.float64),
+}
+RECOMPUTED = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+_TRIANGLE = 2.0
+
+
+class _Stock(NamedTuple):
+    """A step of stock transformers, in the format and in the next wider one."""
+
+    kernel: str
+    losses: Tensor
+    exact_losses: Tensor
+    gradients: dict[str, Tensor]
+    exact: dict[str, Tensor]
+
+
+def rows(setting: Setting, stack: ExitStack) -> list[Row]:
+    """The rows: every family in both formats under each recomputation, then experts, rings and repetition."""
+    world, groups = lone_world(setting, stack), cache(lambda: Groups(setting.device_type))
+    found = []
+    for dtype in FORMATS:
+        for family in FAMILIES:
+            # A family's stock step serves its three rows, and is forgotten when the next family begins.
+            stock = _last_one(partial(_stock, setting, world, groups, family, dtype), stack)
+            found += [
+                Row(f"{family} {dtype} {kind}", partial(_compared, setting, world, groups, family, dtype, kind, stock))
+                for kind in RECOMPUTED
+            ]
+    more = [
+        *right_experts.rows(setting),
+        *right_rings.rows(setting),
+        *right_bits.rows(setting, world, groups),
+    ]
+    return [*found[: len(found) // 2], *more, *found[len(found) // 2 :]]
+
+
+_HELD: dict[str, _Stock] = {}
+
+
+def _last_one(make: Callable[[], _Stock], stack: ExitStack) -> Callable[[], _Stock]:
+    """A function that makes its value once, and forgets those of others then."""
+    key = str(id(make))
+    stack.callback(_HELD.clear)
+
+    def get() -> _Stock:
+        if key not in _HELD:
+            _HELD.clear()
+            _HELD[key] = make()
+        return _HELD[key]
+
+    return get
+
+
+def _plan(setting: Setting, family: str, dtype: str) -> Plan:
+    width, layers, vocabulary, length, samples = setting.size((512, 4, 8192, 256, 8), (32, 2, 61, 16, 2))
+    config = configuration(family, width, layers, vocabulary, length)
+    model = described(config, f"right-{family}", length if family != "vit" else _patches(config))
+    return one_device_plan(setting, model, family, samples, precision=FORMATS[dtype][0])
+
+
+def _batch(model: Model, samples: int) -> Batch:
+    return batch_of(model, samples, seed=0)
+
+
+def _stock(
+    setting: Setting, world: Callable[[], World], groups: Callable[[], Groups], family: str, dtype: str
+) -> _Stock:
+    plan = _plan(setting, family, dtype)
+    (kernel,) = settle_attention([plan], world())
+    engine = engine_of(plan, world(), groups(), kernel)
+    batch = {name: x.to(world().device) for name, x in _batch(plan.model, plan.global_batch_size).items()}
+    # Stock has sinks in the eager kernel alone.
+    stocks = "eager" if kernel == "eager" or engine.stage.context.family.facts.attention.sinks else "sdpa"
+    steps = []
+    with any_kernel():
+        for form in FORMATS[dtype][1:]:
+            steps.append(_stock_step(stock_of(engine, stocks, form), batch))
+    (losses, gradients), (exact_losses, exact) = steps
+    return _Stock(kernel, losses, exact_losses, gradients, exact)
+
+
+def _compared(
+    setting: Setting,
+    world: Callable[[], World],
+    groups: Callable[[], Groups],
+    family: str,
+    dtype: str,
+    kind: Recompute,
+    stock: Callable[[], _Stock],
+) -> Values:
+    kernel, stock_losses, exact_losses, wanted, exact = stock()
+    plan = _plan(setting, family, dtype)
+    plan = replace(plan, layers=tuple(replace(layer, recompute=kind) for layer in plan.layers))
+    engine = engine_of(plan, world(), groups(), kernel)
+    step = step_of(engine, _batch(plan.model, plan.global_batch_size))
+    loss = float(engine.forward_backward(step).flatten()[0])
+    own = gradients_of(engine)
+    # The mean of the tokens' errors is at most their root mean square; the mean itself is rounded to float32 once.
+    rounding = float((stock_losses - exact_losses).square().mean().sqrt())
+    allowed = _TRIANGLE * rounding + torch.finfo(torch.float32).eps * abs(loss)
+    loss_distance = abs(loss - float(stock_losses.mean()))
+    gradient_rounding, gradient_distance = _relative(wanted, exact), _relative(own, wanted)
+    return {
+        "attention": kernel,
+        "loss": loss,
+        "stock_loss": float(stock_losses.mean()),
+        "loss_distance": loss_distance,
+        "loss_tolerance": allowed,
+        "gradient_distance": gradient_distance,
+        "gradient_tolerance": _TRIANGLE * gradient_rounding,
+        "own_gradient_rounding": _relative(own, exact),
+        "worst_parameter": _worst(own, wanted, exact),
+        "agrees": loss_distance <= allowed and gradient_distance <= _TRIANGLE * gradient_rounding,
+    }
+
+
+def _patches(config: dict[str, Any]) -> int:
+    return (config["image_size"] // config["patch_size"]) ** 2 + 1
+
+
+def gradients_of(engine: Any) -> dict[str, Tensor]:  # noqa: ANN401
+    """By the names of transformers; those of replicas are sums already."""
+    found = by_stock_names(engine, lambda parameter: parameter.grad)
+    return {name: gradient.double() for name, gradient in found.items()}
+
+
+def _stock_step(stock: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of every label that counts, and the gradients of their mean."""
+    logits, labels = logits_of(stock, batch).flatten(0, -2), batch["labels"].flatten()
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    losses = nn.functional.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORED)[labels != IGNORED]
+    losses.mean().backward()
+    gradients = {name: p.grad.double() for name, p in stock.named_parameters() if p.grad is not None}
+    return losses.detach().double(), gradients
+
+
+def _relative(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The 2-norm of all differences over that of all wanted values."""
+    if set(found) != set(wanted):
+        raise SystemExit(f"not the same parameters: {sorted(set(found) ^ set(wanted))[:3]}")
+    difference = sum(float((found[name].view(x.shape) - x).square().sum()) for name, x in wanted.items())
+    return float((difference / sum(float(x.square().sum()) for x in wanted.values())) ** 0.5)
+
+
+def _worst(own: dict[str, Tensor], stock: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
+    """The parameter that is farthest off, by its distance over what is allowed; those without rounding are left out."""
+    ratios = {
+        name: float((own[name].view(x.shape) - x).norm()) / (_TRIANGLE * rounding)
+        for name, x in stock.items()
+        if (rounding := float((x - exact[name]).norm())) > 0
+    }
+    name = max(ratios, key=lambda name: ratios[name])
+    return {"name": name, "distance_over_allowed": ratios[name]}
+
+
+def lines(rows: Mapping[str, Any]) -> list[str]:
+    """The tables."""
+    compared = {name: row for name, row in rows.items() if "gradient_distance" in row}
+    agree = sum(row["agrees"] for row in compared.values())
+    head = [
+        f"{agree} of {len(compared)} agree: they are no farther from stock transformers than twice stock's own "
+        "distance from the next wider format. The last column is of single parameters, where chance counts for more.",
+        "",
+    ]
+    told = [
+        [
+            *name.split(" "),
+            row["attention"],
+            f"{row['loss_distance'] / row['loss_tolerance']:.2f}",
+            f"{row['gradient_distance'] / row['gradient_tolerance']:.2f}",
+            "yes" if row["agrees"] else "**no**",
+            f"{row['worst_parameter']['distance_over_allowed']:.2f}",
+        ]
+        for name, row in compared.items()
+    ]
+    columns = "family|format|recomputed|attention|loss, of what is allowed|gradients|agrees|farthest parameter"
+    return [
+        *head,
+        *table(columns, told),
+        "",
+        *right_experts.lines(rows),
+        "",
+        *right_rings.lines(rows),
+        "",
+        *right_bits.lines(rows),
+    ]

@@ -1,0 +1,156 @@
+"""Rows of results: each is tried by itself, and written as soon as it is there."""
+
+import gc
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from gpu_kit.setting import Setting, today
+
+from shardwright.io import write_bytes
+
+Values = dict[str, Any]
+_STOPPED = (75, 130, 143)
+"""Exit codes of ends that were asked for."""
+
+
+class Row(NamedTuple):
+    """A piece of work with a result of its own."""
+
+    name: str
+    do: Callable[[], Values]
+
+
+class RowTimedOut(Exception):
+    """A row took longer than its step has left."""
+
+
+class Results:
+    """What was found so far, by step and row, in a file that is rewritten after every row."""
+
+    def __init__(self, path: Path, setting: Setting, keep_failed: bool) -> None:
+        """Take over rows of a file that the same device, versions and sources made; failed ones only if asked to."""
+        self._path, self._identity = path, setting.identity()
+        self.steps: dict[str, dict[str, Any]] = {}
+        before = json.loads(path.read_bytes()) if path.is_file() else {}
+        # A commit of other files changes no result: it is noted, not compared.
+        if before and all(before.get(key) == value for key, value in self._identity.items() if key != "commit"):
+            for name, step in before["steps"].items():
+                kept = {row: found for row, found in step["rows"].items() if keep_failed or "error" not in found}
+                self.steps[name] = step | {"rows": kept, "not_reached": []}
+
+    def has(self, step: str, row: str) -> bool:
+        """Whether a row is there."""
+        return row in self.steps.get(step, {}).get("rows", {})
+
+    def rows(self, step: str) -> dict[str, Values]:
+        """The rows of a step that succeeded."""
+        return {name: row for name, row in self.steps.get(step, {}).get("rows", {}).items() if "error" not in row}
+
+    def add(self, step: str, title: str, row: str, found: Values) -> None:
+        """Keep a row, and write the file."""
+        entry = self.steps.setdefault(step, {"title": title, "seconds": 0.0, "rows": {}, "not_reached": []})
+        entry["rows"][row] = found
+        entry["seconds"] = round(entry["seconds"] + found["row_s"], 2)
+        self.write()
+
+    def leave(self, step: str, title: str, rows: list[str]) -> None:
+        """Note rows of a step that there was no time for."""
+        entry = self.steps.setdefault(step, {"title": title, "seconds": 0.0, "rows": {}, "not_reached": []})
+        entry["not_reached"] = rows
+        self.write()
+
+    @property
+    def failed(self) -> list[str]:
+        """Step, row and error of each row that failed."""
+        return [
+            f"{step}: {row}: {found['error']}"
+            for step, entry in self.steps.items()
+            for row, found in entry["rows"].items()
+            if "error" in found
+        ]
+
+    @property
+    def not_reached(self) -> list[str]:
+        """Step and row of each row that there was no time for."""
+        return [f"{step}: {row}" for step, entry in self.steps.items() for row in entry["not_reached"]]
+
+    def whole(self) -> Values:
+        """Everything, as it is written."""
+        return {**self._identity, "date": today(), "steps": dict(sorted(self.steps.items()))}
+
+    def write(self) -> None:
+        """Write the file, whole or not at all."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(self._path, (json.dumps(in_json(self.whole()), indent=1, allow_nan=False) + "\n").encode())
+
+
+def tried(row: Row, setting: Setting, left_s: float) -> Values:
+    """The result of a row, or its error, and the seconds that it took."""
+    began = time.monotonic()
+    found = outcome(row.do, left_s)
+    gc.collect()
+    if setting.on_cuda:
+        setting.give_memory_back()
+    return {**found, "row_s": round(time.monotonic() - began, 3)}
+
+
+def outcome(do: Callable[[], Values], left_s: float = math.inf) -> Values:
+    """What a call returns, or its error and where it was raised."""
+    try:
+        with ended_after(left_s):
+            return do()
+    except SystemExit as ended:
+        if ended.code in _STOPPED:
+            raise
+        # Commands of this project that fail end so.
+        return {"error": f"it ended with {ended.code}"}
+    # The one place of the kit that catches everything: a device is there for minutes, and whatever goes wrong in one
+    # row (an operator that a version lacks, memory, a wrong assumption of the kit) must not cost the others.
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", "at": _place(error)}
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of this project's code that an error passed."""
+    places, trace = [], error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if "shardwright" in name or "gpu_kit" in name:
+            places.append(f"{Path(name).parent.name}/{Path(name).name}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    return " < ".join(reversed(places[-3:]))
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Raise RowTimedOut where what runs inside takes longer, as soon as Python's interpreter gets to it."""
+    if math.isinf(seconds):
+        yield
+        return
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise RowTimedOut(f"it took longer than the {seconds:.0f} s that its step had left")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, seconds))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def in_json(value: Any) -> Any:  # noqa: ANN401
+    """A value as JSON holds it: numbers that are not finite become text."""
+    if isinstance(value, Mapping):
+        return {str(key): in_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [in_json(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,116 @@
+"""S9: two plans measured in turns, built at once over the same ranks; a run that resumes; a hang that is made."""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from accuracy_parts.commands import run
+from gpu_kit import hang
+from gpu_kit.configurations import configuration
+from gpu_kit.prepare import TOKENS, VOCABULARY
+from gpu_kit.rows import Row, Values
+from gpu_kit.setting import Setting
+from gpu_kit.several import REFERENCE, plans_of, ranks_of
+from gpu_kit.workbench import MIXED, described
+
+from shardwright.io import RunFailed, read_document, write_document
+from shardwright.types import Measurement, Plan, Plans, Schedule
+
+STEPS = 6
+_BEFORE = 2
+"""Steps before the checkpoint that the second run resumes from."""
+_AT_MOST_S = 240
+
+
+def rows(setting: Setting, stack: ExitStack) -> list[Row]:
+    """The rows."""
+    return [
+        Row("in turns", partial(_in_turns, setting)),
+        Row("resumed", partial(_resumed, setting)),
+        Row("hang", partial(hang.made, setting)),
+    ]
+
+
+def _command(setting: Setting, *words: object) -> None:
+    run(*words, threads=None, timeout_s=setting.size(_AT_MOST_S, 3 * _AT_MOST_S))
+
+
+def _in_turns(setting: Setting) -> Values:
+    folder = setting.work / "turns"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_document(folder / "plans.json", Plans(plans=_plans(setting), in_turns=((0, 1),)))
+    _command(setting, "shardwright", "train", "measure", folder / "plans.json", "--steps", 3, "--min-time-s", 0,
+             "--out", folder / "measured.json")  # fmt: skip
+    found = read_document(folder / "measured.json", Measurement)
+    return {
+        "plans": {one.plan.name: median(one.step_times_s) for one in found.plans},
+        "in_turns": all(one.in_turns for one in found.plans),
+    }
+
+
+def _resumed(setting: Setting) -> Values:
+    """Train a plan, and once more from its first checkpoint."""
+    folder = setting.work / "resumed"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_document(folder / "plan.json", _plans(setting)[1])
+    whole, rest = folder / "whole", folder / "rest"
+    _command(setting, *_training(setting, folder, whole))
+    _keep_first(whole, rest)
+    _command(setting, *_training(setting, folder, rest))
+    unbroken, resumed = _losses(whole), _losses(rest)
+    if len(unbroken) != STEPS or not all(map(math.isfinite, unbroken)):
+        raise RunFailed(f"losses of {STEPS} steps: {unbroken}")
+    return {"difference": max(abs(a - b) for a, b in zip(unbroken, resumed, strict=True)), "losses": unbroken}
+
+
+def _plans(setting: Setting) -> tuple[Plan, Plan]:
+    """Data parallelism, and a pipeline of two stages with as many microbatches as its batch has samples a rank."""
+    width, layers, length = setting.size((512, 8, 256), (32, 4, 16))
+    model = described(configuration("llama", width, layers, VOCABULARY, length), "turns", length)
+    every = plans_of(setting, model, ranks_of(setting), precision=MIXED, attention="sdpa")
+    piped = next(p for p in every.values() if p.schedule is Schedule.ONE_F_ONE_B and len(p.stages) == 2)
+    return every[REFERENCE], piped
+
+
+def _training(setting: Setting, folder: Path, out: Path) -> list[object]:
+    return [
+        *("shardwright", "train", "run", folder / "plan.json", "--data", setting.carried / TOKENS, "--steps", STEPS),
+        *("--checkpoint-every", _BEFORE, "--keep-every", _BEFORE, "--checkpoints", out / "kept", "--out", out),
+    ]
+
+
+def _keep_first(whole: Path, rest: Path) -> None:
+    """Copy what a run has kept, but for the checkpoints after its first: as if it had been stopped there."""
+    shutil.rmtree(rest, ignore_errors=True)
+    shutil.copytree(whole / "kept", rest / "kept")
+    _first, *later = sorted(rest.glob("kept/*/step-*"))
+    for checkpoint in later:
+        shutil.rmtree(checkpoint)
+
+
+def _losses(out: Path) -> list[float]:
+    """Of every step."""
+    (metrics,) = out.glob("kept/*/metrics.jsonl")
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+
+
+def lines(rows: Mapping[str, Any]) -> list[str]:
+    """What was found."""
+    said = []
+    if (turns := rows.get("in turns")) is not None:
+        times = [f"{name}: {time_s * 1000:.1f} ms a step" for name, time_s in turns["plans"].items()]
+        said.append(f"Measured {'in turns' if turns['in_turns'] else '**one by one**'}: {'; '.join(times)}.")
+    if (resumed := rows.get("resumed")) is not None:
+        said.append(
+            f"A run that resumes from step {_BEFORE} of {STEPS}: its losses differ from those of the unbroken run by "
+            f"{resumed['difference']:.1e} at most."
+        )
+    if (made := rows.get("hang")) is not None:
+        said.append(f"A hang ended with: `{made['said']}`. Groups in the ranks' traces: {made['groups']}.")
+    return said

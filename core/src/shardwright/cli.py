@@ -1,0 +1,50 @@
+"""The command `shardwright`: the planner's commands, and those of each other stage after the stage's name."""
+
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import NoReturn
+
+from shardwright.command import Command, CommandLine, run
+from shardwright.io import BadInput
+
+_GROUP = "shardwright.commands"
+"""Entry points by which stages register their command lines, each under the name of the stage."""
+_PLANNER = "search"
+"""The stage whose commands need no name before them."""
+_OTHERS = ("profile", "train")
+
+
+class Program(CommandLine):
+    """A command line that imports a stage only if its first word asks for one of its commands."""
+
+    def call(self, arguments: Sequence[str]) -> int:
+        """Run what the arguments ask for and return its exit code; BadInput if its stage is not installed."""
+        word = next(iter(arguments), "")
+        stages = {entry.name: entry for entry in entry_points(group=_GROUP)}
+        if word in _OTHERS:
+            if word not in stages:
+                raise BadInput(f"{self.name} {word}", "is not installed", f"pip install shardwright-{word}")
+            app = stages[word].load()
+            return CommandLine(f"{self.name} {word}", app.purpose, app.commands).call(arguments[1:])
+        commands: dict[str, Command] = dict(stages[_PLANNER].load().commands) if _PLANNER in stages else {}
+        if word not in {"batch", *(name.split()[0] for name in commands)}:
+            for stage in filter(stages.__contains__, _OTHERS):
+                commands |= {f"{stage} {name}": command for name, command in stages[stage].load().commands.items()}
+        return CommandLine(self.name, self.purpose, commands).call(arguments)
+
+
+APP = Program(
+    name="shardwright",
+    purpose="Find the fastest way to distribute the training of a Transformer, prove it, and train with it.\n\n"
+    "Measuring hardware and training need torch: pip install 'shardwright[train]'.",
+    commands={},
+)
+
+
+def main() -> NoReturn:
+    """Run the command line."""
+    run(APP)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""A command line: names of commands, their options, the functions that run them, and the exit code they lead to."""
+
+import shlex
+import shutil
+import signal
+import sys
+import textwrap
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, NoReturn
+
+from shardwright.command.faults import check_streams, discard_output, flush, show
+from shardwright.command.options import POSITIONAL, Option, Options, options_of
+from shardwright.io import BadInput, ReaderGone, ShardwrightError, read_bytes, system_fault
+from shardwright.schema.field_docs import class_doc, field_docs
+
+_HELP = ("-h", "--help")
+
+
+class BatchOptions(Options, frozen=True, kw_only=True):
+    """Run many commands in one process; the first that fails ends it, and what others before it wrote stays."""
+
+    file: Annotated[Path, POSITIONAL]
+    """Text: on each line the words of one command, quoted as for a shell; # begins a comment."""
+
+
+class Command(NamedTuple):
+    """A command: the options that it takes, and the function that runs it."""
+
+    options: type[Options]
+    function: str
+    """`package.module:function`, which takes the options; it is imported when the command runs."""
+
+    def parse(self, prog: str, arguments: Sequence[str]) -> Options:
+        """The options that the arguments spell; BadInput if they spell none, SystemExit after `--help`."""
+        options = list(options_of(self.options))
+        places = " ".join(option.name + " ..." * option.repeats for option in options if option.is_positional)
+        usage = f"{prog} {places} [options]".replace("  ", " ")
+        parser = _Parser(prog, usage, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter)
+        wants_help = any(flag in arguments for flag in _HELP)
+        meanings = field_docs(self.options) if wants_help else {}
+        parser.description = _filled(class_doc(self.options)) if wants_help else None
+        for option in options:
+            _add(parser, option, meanings.get(option.field, option.description))
+        given = vars(parser.parse_intermixed_args(arguments))
+        values = {name: value for name, value in given.items() if value is not None}
+        return self.options(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+    def call(self, options: Options) -> None:
+        """Run the command; BadInput if a library that only some commands need is not installed."""
+        module, _, function = self.function.partition(":")
+        try:
+            getattr(import_module(module), function)(options)
+        except ModuleNotFoundError as error:  # commands import what only they need
+            if error.name is None or error.name.startswith("shardwright"):
+                raise
+            raise BadInput(error.name, "is not installed", "pip install 'shardwright[train]'") from None
+
+
+class CommandLine(NamedTuple):
+    """The commands of one program, by name; a name may be several words, as `import galvatron`."""
+
+    name: str
+    purpose: str
+    commands: Mapping[str, Command]
+
+    def call(self, arguments: Sequence[str]) -> int:
+        """Run what the arguments ask for; its exit code."""
+        for name, command in self._all.items():
+            words = name.split()
+            if list(arguments[: len(words)]) == words:
+                options = command.parse(f"{self.name} {name}", arguments[len(words) :])
+                if isinstance(options, BatchOptions):
+                    self._batch(options.file)
+                else:
+                    command.call(options)
+                return 0
+        given = " ".join(word for word in arguments if word not in _HELP)
+        if not given or any(name.startswith(f"{given} ") for name in self._all):
+            show(self._overview(given))
+            return 0 if set(_HELP) & set(arguments) else BadInput.exit_code
+        raise BadInput(self.name, f"there is no command {given!r}", f"see {self.name} --help")
+
+    @property
+    def _all(self) -> Mapping[str, Command]:
+        return {**self.commands, "batch": Command(BatchOptions, "")}
+
+    def _batch(self, file: Path) -> None:
+        for number, line in enumerate(read_bytes(file).decode(errors="replace").splitlines(), start=1):
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError as error:
+                raise BadInput(file, f"line {number}: {error}", "quote as for a shell") from None
+            if words[:1] == ["batch"]:
+                raise BadInput(file, f"line {number}: a batch within a batch", "list its commands here")
+            if words:
+                self.call(words)
+
+    def _overview(self, prefix: str) -> str:
+        rows = {name: each for name, each in self._all.items() if name.startswith(prefix)}
+        width = max(map(len, rows))
+        lines = [
+            textwrap.fill(
+                class_doc(command.options).split("\n\n")[0],
+                _columns(),
+                initial_indent=f"  {name:{width}}  ",
+                subsequent_indent=" " * (width + 4),
+            )
+            for name, command in rows.items()
+        ]
+        usage = f"usage: {self.name} COMMAND ...\n\n{_filled(self.purpose)}\n\ncommands (each has --help):\n"
+        return usage + "\n".join(lines)
+
+
+def run(app: CommandLine, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and end the process: 0, or one line `error: …` on standard error and the error's exit code.
+
+    2: an input or the world outside is at fault; 3: nothing fits; 4: a run failed; 75: stopped in order; 130:
+    interrupted; 141: nobody reads standard output any more, which is not said. An error of our own making passes
+    through with its traceback, as exit code 1.
+    """
+    raise SystemExit(_exit_code(app, sys.argv[1:] if arguments is None else arguments))
+
+
+def _exit_code(app: CommandLine, arguments: Sequence[str]) -> int:
+    try:
+        check_streams()
+        exit_code = app.call(arguments)
+        flush()
+        return exit_code
+    except ShardwrightError as error:
+        return _reported(error)
+    except (OSError, MemoryError) as error:
+        return _reported(_culprit(error))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _culprit(error: OSError | MemoryError) -> ShardwrightError:
+    """The fault of an error that nobody caught; if it names no file, standard output may have caused it."""
+    if isinstance(error, OSError) and error.filename is None:
+        try:
+            flush()
+        except ShardwrightError as fault:
+            return fault
+    return system_fault(error)
+
+
+def _reported(error: ShardwrightError) -> int:
+    if sys.stderr is not None and not isinstance(error, ReaderGone):
+        # Where nobody reads it, as in `2>&1 | head -1`, there is nobody to tell.
+        with suppress(BrokenPipeError):
+            print(f"error: {error}", file=sys.stderr)
+    if sys.stdout is not None:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            discard_output()
+    return error.exit_code
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(self.prog, message, f"see {self.prog} --help")
+
+    def print_help(self, file: object = None) -> None:
+        show(self.format_help().rstrip())
+
+
+def _add(parser: ArgumentParser, option: Option, meaning: str) -> None:
+    """Add one option to a parser; what is not given stays out of its result, so that the struct's default holds."""
+    settings: dict[str, Any] = {"help": _help(option, meaning), "default": SUPPRESS}
+    if option.is_switch:
+        settings["action"] = BooleanOptionalAction if option.off is None else "store_true"
+    else:
+        settings |= {"type": option.value, "metavar": option.placeholder}
+    if option.is_positional:
+        settings["metavar"] = option.name
+        if not option.is_required:
+            settings |= {"nargs": "?", "default": None}  # argparse would take SUPPRESS for a text to be converted
+        elif option.repeats:
+            settings["nargs"] = "+"
+        parser.add_argument(option.field, **settings)
+        return
+    if option.repeats:
+        settings["action"] = "append"
+    parser.add_argument(option.name, dest=option.field, required=option.is_required, **settings)
+    if option.off is not None:
+        parser.add_argument(option.off, dest=option.field, action="store_false", default=SUPPRESS, help="The opposite.")
+
+
+def _help(option: Option, meaning: str) -> str:
+    default = getattr(option.default, "value", option.default)
+    default = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    has_default = default is not None and default != ""
+    notes = [option.limits, f"default {default}" if has_default else "", "required" if option.is_required else ""]
+    remarks = "; ".join(note for note in notes if note)
+    return f"{meaning} ({remarks})".replace("%", "%%") if remarks else meaning.replace("%", "%%")
+
+
+def _filled(text: str) -> str:
+    return "\n\n".join(textwrap.fill(paragraph, _columns()) for paragraph in text.split("\n\n"))
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns - 2

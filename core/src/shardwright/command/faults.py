@@ -1,0 +1,49 @@
+"""Faults of the outside world, each reported in one line."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+
+from shardwright.io import BadInput, ReaderGone, system_fault
+
+_STANDARD_OUTPUT = "standard output"
+
+
+def show(text: str) -> None:
+    """Print a result on standard output; BadInput if that cannot take it, ReaderGone if nobody reads it."""
+    with _faults_of_output():
+        print(text, flush=True)
+
+
+def flush() -> None:
+    """Print what is still waiting; BadInput if standard output cannot take it, ReaderGone if nobody reads it."""
+    with _faults_of_output():
+        sys.stdout.flush()
+
+
+@contextmanager
+def _faults_of_output() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise ReaderGone from None
+    except OSError as error:
+        raise system_fault(error, _STANDARD_OUTPUT) from None
+
+
+def check_streams() -> None:
+    """Make both streams take any text; BadInput if one is closed, as the next opened file would take its place."""
+    for name, stream in {_STANDARD_OUTPUT: sys.stdout, "standard error": sys.stderr}.items():
+        if stream is None:
+            raise BadInput(name, "is closed", "open it, or send it to /dev/null")
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_output() -> None:
+    """Let what standard output could not take go nowhere, so that Python does not try again at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)

@@ -1,0 +1,202 @@
+"""The table of devices: what makers and others published of each, with the source of every figure."""
+
+import tomllib
+from collections.abc import Iterator
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shardwright.devices.spellings import Known, devices_meant
+from shardwright.io import BadInput, Value, did_you_mean, first_odd, read_bytes
+from shardwright.types import (
+    GIB,
+    NonNegativeNumber,
+    PositiveBytes,
+    PositiveSeconds,
+    Ranks,
+    Rate,
+    whole,
+)
+
+_MAX_BYTES = 2**20
+_Text = Annotated[str, Meta(min_length=1)]
+_Share = Annotated[float, Meta(gt=0, le=1)]
+_LINK_STEP_S = {"nvlink": 3e-6, "xgmi": 3e-6, "pcie": 6e-6}
+"""Rounded from NCCL's own cost model (src/graph/tuning.cc, protocol Simple)."""
+
+
+class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kind of device. A figure that nobody confirmed is absent, and each that is there has a source."""
+
+    names: Annotated[tuple[_Text, ...], Meta(min_length=1)]
+    """Names of the device as its driver gives them."""
+    short_names: tuple[_Text, ...] = ()
+    """Names that people write for this one of several similar devices."""
+    peaks: dict[Literal["float32", "tf32", "float16", "bfloat16", "fp8"], Rate] = {}  # noqa: RUF012 (msgspec copies it)
+    """Dense matrix products by number format, in FLOP/s."""
+    peaks_source: _Text | None = None
+    best_product: _Share | None = None
+    """Share of the peak that the best matrix product in 16 bit was measured to reach."""
+    best_product_source: _Text | None = None
+    best_fp8_product: _Share | None = None
+    """Share of the peak that the best matrix product in FP8 was measured to reach."""
+    best_fp8_product_source: _Text | None = None
+    reached: dict[Literal["bfloat16", "fp8"], _Share] = {}  # noqa: RUF012 (msgspec copies it)
+    """Share of the peak that products of whole training steps reach, if it differs from what `best_product` implies."""
+    reached_source: _Text | None = None
+    mxfp8: bool = False
+    """Whether its matrix units scale blocks of 32 elements in FP8 (MXFP8), as Blackwell's do."""
+    flash_attention: _Share | None = None
+    """Share of the peak that FlashAttention-2 was measured to reach."""
+    flash_attention_source: _Text | None = None
+    flash_attention_3: _Share | None = None
+    """Share of the peak that FlashAttention-3, or cuDNN's kernel, was measured to reach."""
+    flash_attention_3_source: _Text | None = None
+    memory_bytes: PositiveBytes | None = None
+    memory_bytes_source: _Text | None = None
+    memory_bytes_per_s: Rate | None = None
+    memory_bytes_per_s_source: _Text | None = None
+    link: Literal["nvlink", "xgmi", "pcie"] = "pcie"
+    """Kind of link between the devices of a node."""
+    link_bytes_per_s: Rate | None = None
+    """Bandwidth of that link in one direction."""
+    domain_devices: Ranks | None = None
+    """The most devices that the link joins, also those of several nodes; None: those of a node."""
+    domain_devices_source: _Text | None = None
+    link_bytes_per_s_source: _Text | None = None
+    all_reduce_s: Annotated[tuple[tuple[PositiveBytes, PositiveSeconds], ...], Meta(min_length=1)] | None = None
+    """Bytes of messages, ascending, and the times that 8 devices of a node were measured to all_reduce them in."""
+    all_reduce_s_source: _Text | None = None
+    pcie_bytes_per_s: Rate | None = None
+    """Bandwidth of PCIe in one direction."""
+    pcie_bytes_per_s_source: _Text | None = None
+    network_bytes_per_s: Rate | None = None
+    """Bandwidth from a node to others for each of its devices, in one direction."""
+    network_bytes_per_s_source: _Text | None = None
+    usd_per_hour: NonNegativeNumber | None = None
+    """Price that one provider asks for one device; indicative."""
+    usd_per_hour_source: _Text | None = None
+
+    def __post_init__(self) -> None:
+        for source in (name for name in self.__struct_fields__ if name.endswith("_source")):
+            name = source.removesuffix("_source")
+            if (getattr(self, name) in (None, {})) != (getattr(self, source) is None):
+                raise ValueError(f"{name} and {source} need one another")
+
+    def peak(self, products: str) -> float | None:
+        """The published rate of dense matrix products in a number format, in FLOP/s; None where nobody published it."""
+        return next((rate for name, rate in self.peaks.items() if name == products), None)
+
+    @property
+    def link_step_s(self) -> float:
+        """The latency of one step of a collective between two devices of a node."""
+        return _LINK_STEP_S[self.link]
+
+
+class DeviceTable(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every known device by its short key."""
+
+    revised: Annotated[str, whole(r"\d{4}-\d{2}-\d{2}")]
+    """Day on which the table was last changed: the date of what is made from it."""
+    devices: Annotated[dict[_Text, Device], Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for key, device in self.devices.items():
+            for name in (key, *device.names, *device.short_names):
+                if name in seen:
+                    raise ValueError(f"two devices are called {name!r}")
+                seen.add(name)
+
+    def key_of(self, name: str) -> str:
+        """The key of the device that a name means; a driver's name, and one without a device, as they are."""
+        meant = self.meant_by(name)
+        return meant[0] if len(meant) == 1 else name
+
+    def meant_by(self, name: str) -> tuple[str, ...]:
+        """The keys or the driver's name of the devices that a name may mean; of a key or a driver's name, itself."""
+        if name in self.devices or any(name in device.names for device in self.devices.values()):
+            return (name,)
+        return devices_meant(
+            name,
+            {
+                key: Known((key, *device.names, *device.short_names), device.link, device.memory_bytes)
+                for key, device in self.devices.items()
+            },
+        )
+
+
+def read_devices(path: Path | None = None) -> DeviceTable:
+    """Read a table of devices, by default the one of this package; BadInput says what is wrong with it."""
+    if path is None:
+        with as_file(files("shardwright.devices") / "devices.toml") as shipped:
+            return read_devices(shipped)
+    content = read_bytes(path, _MAX_BYTES)
+    try:
+        raw = tomllib.loads(content.decode())
+        if (odd := first_odd(raw)) is not None:
+            raise BadInput(path, odd, "correct the file")
+        return msgspec.convert(raw, DeviceTable)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadInput(path, f"is no TOML ({error})", "correct the file") from None
+    except msgspec.ValidationError as error:
+        raise BadInput(path, f"is no table of devices ({error})", "see devices.toml of shardwright-estimate") from None
+
+
+def device_named(table: DeviceTable, name: str, option: str = "--device") -> tuple[str, Device]:
+    """Return the device that a name means, with the name that profiles of it carry: the driver's.
+
+    Raises BadInput naming the option that has the name when the table has no such device, or several.
+    """
+    meant = table.meant_by(name)
+    if len(meant) > 1:
+        raise BadInput(option, f"{name!r} may be {' or '.join(meant)}", "give one of them")
+    for key in meant:
+        if key in table.devices:
+            return table.devices[key].names[0], table.devices[key]
+        return key, next(device for device in table.devices.values() if key in device.names)
+    names = [*table.devices, *(driver_name for device in table.devices.values() for driver_name in device.names)]
+    remedy = did_you_mean(name, names, f"choose from {', '.join(table.devices)}")
+    raise BadInput(option, f"{name!r} is not in the table of devices", remedy)
+
+
+_FIGURES = (
+    ("matrix products, TFLOP/s", "peaks", 1e12),
+    ("best product, of the peak", "best_product", 1),
+    ("best FP8 product, of the peak", "best_fp8_product", 1),
+    ("products of whole steps, of the peak", "reached", 1),
+    ("FlashAttention-2, of the peak", "flash_attention", 1),
+    ("FlashAttention-3, of the peak", "flash_attention_3", 1),
+    ("memory, GiB", "memory_bytes", GIB),
+    ("memory, GB/s", "memory_bytes_per_s", 1e9),
+    ("{link} link one way, GB/s", "link_bytes_per_s", 1e9),
+    ("devices of one {link} domain", "domain_devices", 1),
+    ("all_reduce among 8, us by KiB", "all_reduce_s", 1e-6),
+    ("PCIe one way, GB/s", "pcie_bytes_per_s", 1e9),
+    ("network, GB/s", "network_bytes_per_s", 1e9),
+    ("USD an hour, indicative", "usd_per_hour", 1),
+)
+"""Figures as people read them, with the unit of each."""
+
+
+def device_lines(table: DeviceTable) -> Iterator[str]:
+    """Yield the lines of each device: its key and names, and each figure with its source."""
+    for key, device in table.devices.items():
+        yield f"{key} ({', '.join(device.names)})"
+        for label, name, unit in _FIGURES:
+            figure = _text(getattr(device, name), unit)
+            text = f"{figure} [{getattr(device, f'{name}_source')}]" if figure else "absent"
+            yield f"  {label.format(link=device.link)}: {text}"
+
+
+def _text(figure: float | dict[str, float] | tuple[tuple[int, float], ...] | None, unit: float) -> str | None:
+    match figure:
+        case dict():
+            return ", ".join(f"{name} {rate / unit:g}" for name, rate in figure.items())
+        case tuple():
+            return ", ".join(f"{size >> 10} {time_s / unit:g}" for size, time_s in figure)
+        case _:
+            return None if figure is None else f"{figure / unit:.4g}"

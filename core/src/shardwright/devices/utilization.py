@@ -1,0 +1,85 @@
+"""Model FLOPs utilization (MFU): the share of the devices' published peak that a model's operations use."""
+
+from functools import cache
+from typing import NamedTuple
+
+from shardwright.devices.table import Device, read_devices
+from shardwright.models.facts import Family
+from shardwright.models.registry import FAMILIES, facts_of_type
+from shardwright.models.traits import Mask
+from shardwright.types import EMBEDDING, HEAD, Heads, Model, Plan
+
+MFU_COUNTS = (
+    "MFU: 6 FLOPs a token for each weight of a matrix, the head's too, and 12 x width a layer for each position that "
+    "attention sees, in causal attention none after its own; full-square MFU counts masked positions too (Chowdhery et "
+    "al. 2022, Narayanan et al. 2021); no recomputation; over the GPUs' published peak"
+)
+"""The two conventions in words; full-square is that of PaLM's appendix B and of Megatron-LM's equation 2."""
+
+
+class Utilization(NamedTuple):
+    """Shares of the devices' peak, by what of attention counts."""
+
+    causal: float
+    """Pairs of positions that attention sees: about half of all where it is causal."""
+    full_square: float
+    """All pairs, as if nothing was masked, but for those that a window leaves out."""
+
+    @property
+    def words(self) -> str:
+        """`MFU 38.4% (full-square 57.1%)`; one figure where no attention is causal."""
+        other = "" if self.causal == self.full_square else f" (full-square {self.full_square:.1%})"
+        return f"MFU {self.causal:.1%}{other}"
+
+
+def model_flops_utilization(plan: Plan, step_time_s: float) -> Utilization | None:
+    """Return the shares of the published peak that the model's own operations use, or None.
+
+    The peak of each device is the one of the plan's number format in the table of devices; None where that has none.
+    A backward pass counts twice a forward pass, less for what is frozen; what is recomputed does not count.
+    """
+    products = "tf32" if plan.precision.tf32 else plan.precision.compute
+    devices = [_shipped_by_name().get(plan.cluster.of_rank(rank).device) for rank in range(plan.world_size)]
+    peaks = [None if device is None else device.peak(products) for device in devices]
+    if None in peaks:
+        return None
+    layers = (EMBEDDING, *plan.model.layers, HEAD)
+    possible = step_time_s / plan.global_batch_size * sum(filter(None, peaks))
+    full = sum(plan.model.types[name].step_flops_per_sample for name in layers)
+    masked = {name: _masked_flops(plan.model, name) for name in plan.model.types}
+    left_out = sum(masked[name] * plan.model.types[name].passes for name in layers)
+    return Utilization((full - left_out) / possible, full / possible)
+
+
+def _masked_flops(model: Model, type_name: str) -> float:
+    """Return the operations of a forward pass over a sample whose scores a causal mask leaves out.
+
+    A window of w of n positions counts w (2 n - w) pairs, as many after a position as before it; a causal mask leaves
+    (that + w) / 2 of them.
+    """
+    if model.family not in FAMILIES:
+        return 0.0
+    family, _ = facts_of_type(model, type_name)
+    kind, flops = model.types[type_name], 0.0
+    lengths = {tensor.name: tensor.sequence_length for tensor in kind.outputs}
+    for heads in (region.attention for region in kind.regions):
+        if heads is not None and _is_causal(family, heads):
+            length = lengths[heads.queries]
+            window = heads.window or length
+            pairs = (window * (2 * length - window) - window) / 2
+            flops += 2 * pairs * (heads.head_features + heads.features_of_values) * heads.heads
+    return flops
+
+
+def _is_causal(family: Family, heads: Heads) -> bool:
+    """Return whether positions attend to none after their own, as in a decoder, also one after an encoder.
+
+    That positions of an image see all of it, in some families, does not count: these are few of a sample's.
+    """
+    decodes = len(family.states) > 1 and heads.queries == family.states[-1]
+    return heads.queries == heads.keys and (decodes or family.attention.mask is Mask.CAUSAL)
+
+
+@cache
+def _shipped_by_name() -> dict[str, Device]:
+    return {name: device for device in read_devices().devices.values() for name in device.names}

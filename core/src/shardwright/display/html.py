@@ -1,0 +1,82 @@
+"""Pages that open offline: their head and style, contents, tables, tiles, and pictures that grow when clicked."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+
+from shardwright.display.svg import STYLE
+
+Row = tuple[Sequence[str], Sequence[str], bool]
+"""Words and numbers of a row, and whether it stands out."""
+
+
+def html_page(title: str, first_line: str, body: str, script: str = "") -> str:
+    """Return a page with a title and a first line (HTML) above its body; it loads nothing, from the net or elsewhere.
+
+    `script`: JavaScript that runs once all is there.
+    """
+    run = f"<script>{script}</script>" if script else ""
+    style = STYLE + files("shardwright.display").joinpath("page.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style}</style></head><body><main>"
+        f'<h1>{escape(title)}</h1><p class="first">{first_line}</p>{body}</main>'
+        f"{run}</body></html>\n"
+    )
+
+
+def with_contents(sections: Iterable[tuple[str, str]], note: str = "", before: str = "") -> str:
+    """Return a list of contents, what stands before all sections, and the sections: each a title and HTML.
+
+    `note` stands below the list, in words.
+    """
+    parts = listed = ""
+    for number, (title, content) in enumerate(sections, start=1):
+        parts += f'<section id="part-{number}"><h2>{escape(title)}</h2>{content}</section>'
+        listed += f'<li><a href="#part-{number}">{escape(title)}</a></li>'
+    words = f'<p class="soft">{escape(note)}</p>' if note else ""
+    return f'<nav aria-label="contents"><ol>{listed}</ol>{words}</nav>{before}{parts}'
+
+
+def html_figure(title: str, drawing: str) -> str:
+    """Return a picture below its title, which is HTML."""
+    return f"<h3>{title}</h3>{html_drawing(drawing)}"
+
+
+def html_drawing(drawing: str) -> str:
+    """Return a drawing as wide as the page, which a click shows at its own width, to be scrolled, without a script."""
+    return f'<label class="wide"><input type="checkbox" aria-label="larger"/>{drawing}</label>'
+
+
+def html_tiles(tiles: Iterable[tuple[str, str]]) -> str:
+    """Return numbers, each with words below it, as tiles in a row."""
+    drawn = (f'<div class="tile"><b>{escape(value)}</b><span>{escape(words)}</span></div>' for value, words in tiles)
+    return f'<div class="tiles">{"".join(drawn)}</div>'
+
+
+def html_list(sentences: Iterable[str]) -> str:
+    """Return sentences as an HTML list; empty where there are none."""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def html_table(words: Sequence[str], numbers: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return a table whose last columns are `numbers`; empty where it has no row.
+
+    Each cell carries its column's name, which a narrow page shows beside it, a row below another.
+    """
+    if not rows:
+        return ""
+    head = "".join(f"<th>{escape(name)}</th>" for name in words)
+    head += "".join(f'<th class="number">{escape(name)}</th>' for name in numbers)
+    body = "".join(_row((*words, *numbers), *row) for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _row(names: Sequence[str], words: Sequence[str], numbers: Sequence[str], stands_out: bool) -> str:
+    kinds = [""] * len(words) + [' class="number"'] * len(numbers)
+    named = zip(kinds, names, (*words, *numbers), strict=True)
+    cells = "".join(f'<td{kind} data-name="{escape(name)}">{escape(cell)}</td>' for kind, name, cell in named)
+    style = ' class="chosen"' if stands_out else ""
+    return f"<tr{style}>{cells}</tr>"

@@ -1,0 +1,155 @@
+"""Pictures of a plan and of the memory of its pipeline stages."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+from shardwright.display.chart import bytes_axis
+from shardwright.display.colours import BUDGET, strategy_colour, term_colour
+from shardwright.display.plan_words import strategy_words
+from shardwright.display.svg import FAINT, PAPER, WIDTH, bar, element, legend, line, picture, text
+from shardwright.display.units import bytes_text
+from shardwright.types import EMBEDDING, HEAD, Estimate, LayerStrategy, Plan, Recompute, Strategy
+
+_LEFT, _ROW, _GAP = 150.0, 46.0, 8.0
+"""Measures of a plan's picture in px: left edge of the cells, height of a stage, and space below it."""
+_SIZE = 70.0
+"""Width in px of a size in words."""
+_WORD = 30.0
+"""Width in px that the words above a cell need."""
+# Recomputed layers are hatched, so that the colour is left for how they are sharded.
+_HATCH = (
+    '<pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="2.6" height="7" fill="#fff" fill-opacity="0.5"/></pattern>'
+)
+
+
+class _Cell(NamedTuple):
+    """A layer of a plan, or equal neighbours of one stage together."""
+
+    name: str
+    strategy: Strategy
+    stage: int
+    columns: int = 1
+
+
+def draw_plan(plan: Plan, *, together: bool = False) -> str:
+    """Draw a plan as inline SVG; equal neighbours of a stage are one bar where they are drawn `together`."""
+    layers = [_Cell(str(i), layer, plan.stage_of(f"layers[{i}]")) for i, layer in enumerate(plan.layers)]
+    head = _Cell(HEAD, plan.head, len(plan.stages) - 1)
+    cells = [_Cell(EMBEDDING, plan.embedding, 0), *(_runs(layers) if together else layers), head]
+    width = (WIDTH - _LEFT) / (len(layers) + 2)
+    drawn = [_row_frame(plan, stage) for stage in range(len(plan.stages))]
+    starts = accumulate((cell.columns for cell in cells), initial=0)
+    for column, cell in zip(starts, cells, strict=False):
+        drawn.append(_bar(_LEFT + column * width, 24 + cell.stage * (_ROW + _GAP), width * cell.columns, cell))
+    for column, name in enumerate((EMBEDDING, *map(str, range(len(layers))), HEAD)):
+        if _is_labelled(column, len(layers) + 2, width):
+            drawn.append(_label(_LEFT + column * width, width, name))
+    top = 24 + len(plan.stages) * (_ROW + _GAP) + 14
+    marks, height = legend(_legend_entries(cells), _LEFT, top, WIDTH - _LEFT)
+    return picture("".join(drawn) + marks, WIDTH, top + height, f"the plan {plan.name}", _HATCH)
+
+
+def _runs(layers: Sequence[_Cell]) -> Iterator[_Cell]:
+    for _, equal in groupby(layers, key=lambda cell: (cell.strategy, cell.stage)):
+        first, *rest = equal
+        name = f"{first.name}-{rest[-1].name}" if rest else first.name
+        yield first._replace(name=name, columns=len(rest) + 1)
+
+
+def _row_frame(plan: Plan, stage: int) -> str:
+    y = 24 + stage * (_ROW + _GAP)
+    ranks = plan.stages[stage].ranks
+    node_types = dict.fromkeys(plan.cluster.node_type_of_rank[rank] for rank in ranks)
+    several = f"ranks {ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+    frame = element("rect", x=_LEFT, y=y, width=WIDTH - _LEFT, height=_ROW, fill=FAINT, rx=4)
+    name = text(0, y + 19, f"stage {stage}", look="strong")
+    return frame + name + text(0, y + 36, f"{several} · {'/'.join(node_types)}"[:24], look="soft small")
+
+
+def _bar(x: float, y: float, width: float, cell: _Cell) -> str:
+    name, strategy, _, columns = cell
+    inset = 1.5 if width > 10 else 0.4
+    layers = "layers" if columns > 1 else "layer"
+    title = f"{name if name in (EMBEDDING, HEAD) else f'{layers} {name}'}: {strategy_words(strategy)}"
+    left, top, wide, high = x + inset, y + 3, width - 2 * inset, _ROW - 6
+    drawn = bar(left, top, wide, high, title, fill=strategy_colour(strategy), rx=3)
+    if _is_recomputed(strategy):
+        place = {"x": left, "y": top, "width": wide, "height": high}
+        drawn += element("rect", **place, fill="url(#hatch)", rx=3, pointer_events="none")
+    if name in (EMBEDDING, HEAD):
+        edge = x + width if name == EMBEDDING else x
+        drawn += line(edge, y + 3, edge, y + _ROW - 3, stroke=PAPER, stroke_width=4)
+    return drawn
+
+
+def _label(x: float, width: float, name: str) -> str:
+    """Draw the label above a cell; where cells are too narrow, labels at both ends stand left of their cell's end."""
+    is_end, words = name in (EMBEDDING, HEAD), {EMBEDDING: "emb", HEAD: "head"}.get(name, name)
+    if is_end and width < _WORD:
+        return text(x + width, 16, words, text_anchor="end", look="soft small")
+    return text(x + width / 2, 16, words, text_anchor="middle", look="soft small")
+
+
+def _legend_entries(cells: Sequence[_Cell]) -> list[tuple[str, str]]:
+    entries: dict[str, str] = {}
+    for _, strategy, _, _ in cells:
+        mark = element("rect", width=13, height=13, rx=3, fill=strategy_colour(strategy))
+        if _is_recomputed(strategy):
+            mark += element("rect", width=13, height=13, rx=3, fill="url(#hatch)")
+        entries.setdefault(strategy_words(strategy), mark)
+    return [(mark, word) for word, mark in entries.items()]
+
+
+def _is_labelled(column: int, columns: int, width: float) -> bool:
+    interval = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if step * width >= 26 or step == 128)
+    free = (columns - 1.5 - column) * width if width < _WORD else 2 * _WORD
+    return column in (0, columns - 1) or ((column - 1) % interval == 0 and free >= _WORD)
+
+
+def _is_recomputed(strategy: Strategy) -> bool:
+    return isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE
+
+
+def draw_memory(estimate: Estimate, budget_bytes: int | None) -> str:
+    """Draw each pipeline stage's peak memory, stacked by term, against the budget."""
+    left, right, top, height, gap = 76.0, 84.0, 22.0, 28.0, 10.0
+    terms = [term for stage in estimate.stages for term, size in stage.memory_terms_bytes.items() if size]
+    drawn_terms = list(dict.fromkeys(terms))
+    peak = max(*(sum(stage.memory_terms_bytes.values()) for stage in estimate.stages), estimate.memory_bytes)
+    # A budget far above what is needed is said in words: drawn to scale it would leave no picture.
+    budget_shown = budget_bytes if budget_bytes is not None and budget_bytes <= 2.5 * peak else 0
+    axis = bytes_axis(max(peak, budget_shown) * 1.02, left, WIDTH - right)
+    bottom = top + len(estimate.stages) * (height + gap)
+    drawn = []
+    for value, words in axis.tick_labels:
+        drawn.append(line(axis.at(value), 16, axis.at(value), bottom))
+        drawn.append(text(axis.at(value), bottom + 15, words, text_anchor="middle", look="soft small"))
+    for row, stage in enumerate(estimate.stages):
+        held, y = 0, top + row * (height + gap)
+        drawn.append(text(0, y + 19, f"stage {row}", look="strong"))
+        for term in (term for term in drawn_terms if stage.memory_terms_bytes.get(term)):
+            size = stage.memory_terms_bytes[term]
+            x, title = axis.at(held), f"{_words(term)}: {bytes_text(size)}"
+            drawn.append(bar(x, y, axis.at(held + size) - x, height, title, fill=term_colour(term)))
+            held += size
+        end, line_at = axis.at(max(held, stage.memory_bytes)), axis.at(budget_shown)
+        beside = line_at if budget_shown and end <= line_at < end + _SIZE else end
+        drawn.append(text(beside + 8, y + 19, bytes_text(stage.memory_bytes)))
+    if budget_shown:
+        x = axis.at(budget_shown)
+        drawn.append(line(x, 14, x, bottom, stroke=BUDGET, stroke_width=2, stroke_dasharray="5 3"))
+        drawn.append(text(x, 10, f"budget {bytes_text(budget_shown)}", text_anchor="end", look="small"))
+    elif budget_bytes:
+        words = f"budget {bytes_text(budget_bytes)}, off the scale"
+        drawn.append(text(WIDTH - 2, 10, words, text_anchor="end", look="soft small"))
+    entries = [
+        (element("rect", width=13, height=13, rx=3, fill=term_colour(term)), _words(term)) for term in drawn_terms
+    ]
+    named, legend_height = legend(entries, left, bottom + 34, WIDTH - left)
+    return picture("".join(drawn) + named, WIDTH, bottom + 34 + legend_height, "memory by pipeline stage")
+
+
+def _words(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")

@@ -1,0 +1,101 @@
+"""Plans and strategies in words, for what commands print and for reports."""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from shardwright.plan.axes import axes_of
+from shardwright.types import LayerStrategy, Plan, Recompute, SequenceParallel, Strategy
+
+
+def strategy_words(strategy: Strategy) -> str:
+    """Return a strategy in a few words, such as `tp1 x dp2 zero3 recompute full`."""
+    return " ".join(_strategy_parts(strategy))
+
+
+def range_words(low: int, high: int) -> str:
+    """Return the name of layers `low` to `high`, exclusive."""
+    return f"layer {low}" if high - low == 1 else f"layers {low}-{high - 1}"
+
+
+def layer_runs(plan: Plan, low: int, high: int) -> tuple[str, ...]:
+    """Return the strategies of layers `low` to `high`, exclusive, with equal neighbours together.
+
+    Where types of block alternate, they are not shown apart.
+    """
+    types = [kind for kind, _ in groupby(plan.model.layers)]
+    shown = plan.layers if len(types) == len(set(types)) else [strategy_words(layer) for layer in plan.layers]
+    runs = (list(run) for _, run in groupby(range(low, high), key=lambda i: shown[i]))
+    return tuple(f"{range_words(run[0], run[-1] + 1)}: {strategy_words(plan.layers[run[0]])}" for run in runs)
+
+
+def shape_words(plan: Plan) -> str:
+    """Return pipeline degree, microbatches and schedule, such as `pp2, 4 microbatch(es), 1f1b`; ranks where unequal."""
+    widths = [len(stage.ranks) for stage in plan.stages]
+    ranks = f" of {' + '.join(map(str, widths))} ranks" if len(set(widths)) > 1 else ""
+    return f"pp{len(plan.stages)}{ranks}, {plan.num_microbatches} microbatch(es), {plan.schedule}"
+
+
+def headline(plan: Plan) -> str:
+    """Return the plan's name, model, cluster and shape."""
+    return (
+        f"plan {plan.name}: {plan.model.name} on {plan.cluster.name}, batch {plan.global_batch_size} in "
+        f"{plan.num_microbatches} microbatches of {plan.microbatch_samples}, "
+        f"{len(plan.stages)} pipeline stage(s), {plan.schedule}"
+    )
+
+
+def stage_lines(plan: Plan) -> list[str]:
+    """Return the ranks of each pipeline stage and the strategies of its layers, embedding and head, a line each."""
+    lines = []
+    for index, stage in enumerate(plan.stages):
+        parts = [f"embedding: {strategy_words(plan.embedding)}"] if index == 0 else []
+        for low, high in stage.layers:
+            parts += layer_runs(plan, low, high)
+        if index == len(plan.stages) - 1:
+            parts.append(f"head: {strategy_words(plan.head)}")
+        ranks = f"ranks {stage.ranks[0]}-{stage.ranks[-1]}" if len(stage.ranks) > 1 else f"rank {stage.ranks[0]}"
+        lines += [f"  stage {index} ({ranks})", *(f"    {part}" for part in parts)]
+    return lines
+
+
+def shape_and_runs(plan: Plan) -> list[str]:
+    """Return a plan's shape, and the strategies of its layers, a line each."""
+    return [
+        shape_words(plan),
+        *(run for stage in plan.stages for low, high in stage.layers for run in layer_runs(plan, low, high)),
+    ]
+
+
+def layers_summary(plan: Plan) -> str:
+    """Return how many layers have which strategy, in order and stages apart, after what all layers share."""
+    parts = [tuple(_strategy_parts(layer)) for layer in plan.layers]
+    shared = [part for part in parts[0] if len(set(parts)) > 1 and all(part in others for others in parts)]
+    stages = []
+    for stage in plan.stages:
+        layers = [parts[i] for low, high in stage.layers for i in range(low, high)]
+        texts = [" ".join(part for part in layer if part not in shared) or "as is" for layer in layers]
+        stages.append(" + ".join(f"{len(list(equal))} {text}" for text, equal in groupby(texts)))
+    counts = ((len(list(equal)), text) for text, equal in groupby(stages))
+    words = " | ".join(text if count == 1 else f"{count} stages of {text}" for count, text in counts)
+    return f"all {' '.join(shared)}; {words}" if shared else words
+
+
+def _strategy_parts(strategy: Strategy) -> Iterator[str]:
+    """Yield the parts of a strategy's words; what does not apply is left out."""
+    axes = axes_of(strategy)
+    context = f" x cp{strategy.cp_size}" if axes.shares_context else ""
+    yield f"tp{strategy.tp_size}{'' if strategy.tp_consecutive else ' strided'}{context} x dp{strategy.dp_size}"
+    if axes.dense.states.size > 1:
+        yield strategy.data_parallel + (f" in groups of {strategy.shard_size}" if strategy.shard_size else "")
+    if strategy.sequence_parallel is not SequenceParallel.NONE:
+        yield strategy.sequence_parallel
+    if isinstance(strategy, LayerStrategy) and axes.shares_context:
+        yield f"context {strategy.context}"
+    if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) is not None:
+        held = axes_of(grid).dense
+        kind = f" {grid.data_parallel}" if held.states.size > 1 else ""
+        features = f" etp{held.tensor.size}" if held.tensor.size > 1 else ""
+        groups = f" in groups of {grid.shard_size}" if grid.shard_size else ""
+        yield f"experts ep{held.experts.size}{features}{kind}{groups}"
+    if isinstance(strategy, LayerStrategy) and strategy.recompute is not Recompute.NONE:
+        yield f"recompute {strategy.recompute}"

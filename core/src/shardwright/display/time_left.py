@@ -1,0 +1,24 @@
+"""How long the rest of some work takes, for people who wait for it."""
+
+from collections.abc import Callable
+from time import monotonic
+
+from shardwright.display.units import duration_text
+
+
+class TimeLeft:
+    """The time that the rest of some work takes if it goes on as it went since it was first asked about."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._first: tuple[int, float] | None = None
+
+    def words(self, left: int) -> str:
+        """Return the time that `left` pieces of work take, as `, about 3 min left`; nothing where it is not known."""
+        now_s = self._clock()
+        if self._first is None:
+            self._first = left, now_s
+        first_left, first_s = self._first
+        if left == 0 or left >= first_left:
+            return ""
+        return f", about {duration_text((now_s - first_s) / (first_left - left) * left)} left"

@@ -1,0 +1,145 @@
+"""The simulated step as a picture: what each pipeline stage does when, what it reduces, what its links carry."""
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+from shardwright.display.colours import chunk_colour, term_colour
+from shardwright.display.svg import FAINT, PAPER, WIDTH, bar, element, legend, line, picture, text, ticks
+from shardwright.types import Estimate, Plan, TimelineEvent
+
+PASSES, GRADIENTS, FORTH, BACK = "passes", "gradients", "send_forward", "send_backward"
+"""Kinds of lanes."""
+_LEFT, _RIGHT, _TOP, _GAP = 92.0, 84.0, 56.0, 2.0
+_HEIGHTS = {PASSES: 26.0, GRADIENTS: 10.0, FORTH: 10.0, BACK: 10.0}
+_PER_MS = 1e3
+_KINDS = ("forward", "backward", "gradient_sync", "optimizer", "send_forward", "send_backward")
+"""Kinds of events in the order of the legend."""
+
+
+class Lane(NamedTuple):
+    """A pipeline stage's passes, its reductions, or its link to the next (`FORTH`) or the previous (`BACK`) stage."""
+
+    stage: int
+    kind: str
+
+
+def draw_timeline(plan: Plan, estimate: Estimate) -> str:
+    """Draw every event of the simulated step in the lane where it takes place, and by how much each stage idles."""
+    events = estimate.timeline
+    end_s = max((event.end_s for event in events), default=0.0) or 1.0
+    scale = (WIDTH - _LEFT - _RIGHT) / end_s
+    lanes, chunks = by_lane(events), len(plan.stages[0].layers)
+    rows, bottom = _rows(set(lanes), len(plan.stages))
+    drawn = [*_heading(plan, estimate), *_axis(end_s, scale, bottom)]
+    for lane, y in rows.items():
+        height, big = _HEIGHTS[lane.kind], lane.kind == PASSES
+        drawn.append(element("rect", x=_LEFT, y=y, width=end_s * scale, height=height, fill=FAINT))
+        label, look = lane_name(lane, len(plan.stages)), "strong" if big else "soft small"
+        drawn.append(text(0, y + height / 2 + (5 if big else 4), label, look=look))
+        if big:
+            share = idle_s(events, lane.stage, end_s) / end_s
+            drawn.append(text(WIDTH, y + height / 2 + 5, f"idle {share:.1%}", text_anchor="end"))
+        drawn.extend(_event(event, y, height, scale, chunks) for event in lanes[lane])
+    legend_marks, height = legend(
+        list(_legend_entries({event.kind for event in events}, chunks)), _LEFT, bottom + 32, WIDTH
+    )
+    label = f"timeline of a simulated step of {plan.name}"
+    return picture("".join(drawn) + legend_marks, WIDTH, bottom + 32 + height, label)
+
+
+def _rows(lanes: set[Lane], num_stages: int) -> tuple[dict[Lane, float], float]:
+    """Return the top of each lane with events, and the bottom of all: a stage, its reductions, the link to the next."""
+    tops, y = {}, _TOP
+    for stage in range(num_stages):
+        following = Lane((stage + 1) % num_stages, BACK)
+        for lane in (Lane(stage, PASSES), Lane(stage, GRADIENTS), Lane(stage, FORTH), following):
+            if lane in lanes:
+                tops[lane] = y
+                y += _HEIGHTS[lane.kind] + _GAP
+        y += 3 * _GAP
+    return tops, y
+
+
+def _heading(plan: Plan, estimate: Estimate) -> Iterator[str]:
+    times = [
+        f"{name} {time_s * _PER_MS:.3f} ms"
+        for name, time_s in (
+            ("simulated step", estimate.simulated_step_time_s),
+            ("lower bound", estimate.simulated_lower_bound_s),
+            ("closed form", estimate.objective_s),
+        )
+    ]
+    counts = f"{plan.schedule}, pipeline stages: {len(plan.stages)}, microbatches: {plan.num_microbatches}"
+    yield text(0, 20, plan.name, look="strong")
+    yield text(0, 38, ", ".join([counts, *times]), look="soft small")
+
+
+def _axis(end_s: float, scale: float, bottom: float) -> Iterator[str]:
+    for mark_ms in ticks(end_s * _PER_MS, 8):
+        x = _LEFT + mark_ms / _PER_MS * scale
+        yield line(x, _TOP - 6, x, bottom)
+        yield text(x, bottom + 15, f"{mark_ms:g}", look="soft small", text_anchor="middle")
+    yield text(WIDTH - _RIGHT + 20, bottom + 15, "ms", look="soft small")
+
+
+def _event(event: TimelineEvent, y: float, height: float, scale: float, chunks: int) -> str:
+    x, width = _LEFT + event.start_s * scale, (event.end_s - event.start_s) * scale
+    number = "" if event.microbatch is None else str(event.microbatch)
+    chunk = f", chunk {event.chunk}" if chunks > 1 and event.chunk is not None else ""
+    span_ms = f"{event.start_s * _PER_MS:.6g} to {event.end_s * _PER_MS:.6g} ms"
+    title = f"{f'{_words(event.kind)} {number}'.strip()}{chunk}: {span_ms}"
+    look = {"fill": _colour(event.kind, event.chunk or 0, chunks), "stroke": PAPER}
+    drawn = bar(x, y, width, height, title, stroke_width=min(0.8, width / 4), **look)
+    if number and height == _HEIGHTS[PASSES] and width > 7 * len(number) + 2:
+        drawn += text(x + width / 2, y + height / 2 + 4, number, look="on", text_anchor="middle")
+    return drawn
+
+
+def _legend_entries(kinds: set[str], chunks: int) -> Iterator[tuple[str, str]]:
+    for kind in sorted(kinds, key=[*_KINDS, *kinds].index):
+        chunked = chunks if kind in ("forward", "backward") else 1
+        for chunk in range(chunked):
+            words = _words(kind) + (f", chunk {chunk}" if chunked > 1 else "")
+            yield element("rect", width=13, height=13, fill=_colour(kind, chunk, chunks)), words
+
+
+def _colour(kind: str, chunk: int, chunks: int) -> str:
+    return term_colour(kind) if kind == "optimizer" else chunk_colour(term_colour(kind), chunk, chunks)
+
+
+def _words(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
+def lane_name(lane: Lane, num_stages: int) -> str:
+    """Return the name of a lane, such as `stage 0` or `0 → 1`."""
+    match lane.kind:
+        case "send_forward":
+            return f"{lane.stage} → {(lane.stage + 1) % num_stages}"
+        case "send_backward":
+            return f"{lane.stage} → {(lane.stage - 1) % num_stages}"
+        case "gradients":
+            return "gradient sync"
+        case _:
+            return f"stage {lane.stage}"
+
+
+def by_lane(events: Iterable[TimelineEvent]) -> dict[Lane, list[TimelineEvent]]:
+    """Return the events of each lane that has any, by start."""
+    kinds = {"gradient_sync": GRADIENTS, FORTH: FORTH, BACK: BACK}
+
+    def lane(event: TimelineEvent) -> Lane:
+        return Lane(event.stage, kinds.get(event.kind, PASSES))
+
+    return {key: list(group) for key, group in groupby(sorted(events, key=lambda e: (lane(e), e.start_s)), key=lane)}
+
+
+def idle_s(events: Iterable[TimelineEvent], stage: int, over_s: float) -> float:
+    """Return the time that a stage neither computes nor reduces until `over_s`; its links do not count."""
+    busy = [event for event in events if event.stage == stage and event.kind not in (FORTH, BACK)]
+    idle = reached = 0.0
+    for event in sorted(busy, key=lambda event: event.start_s):
+        idle += max(event.start_s - reached, 0.0)
+        reached = max(event.end_s, reached)
+    return idle + over_s - reached

@@ -1,0 +1,127 @@
+"""Operations and kept tensors of a layer's experts, and of the router that chooses among them."""
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from shardwright.estimate.part import Part
+from shardwright.models.registry import facts_of
+from shardwright.types import Experts, LayerType, Model
+
+ROUTER_KERNELS = 27
+"""Kernels of a forward pass that choose experts, sort rows by them and back, and sum up the balance loss."""
+PRODUCT_KERNELS = 8
+"""Kernels of experts: two grouped products with the ends of their groups, and what lies between them."""
+SHARED_KERNELS = 6
+"""Further kernels of experts that compute every position."""
+EXCHANGE_KERNELS = 20
+"""Further kernels where rows come from several ranks: they are sorted by expert, and back."""
+_FUSED_ROUTER_KERNELS, _FUSED_PRODUCT_KERNELS, _FUSED_EXCHANGE_KERNELS = 10, 3, 4
+"""The same where the choice, permutations and activations are a kernel each, as Megatron-LM's fusions have it."""
+_FLOAT32_BYTES = 4
+_INDEX_BYTES = 8
+_TILE_ROWS = 128
+"""Rows of a tile of grouped products: the last tile of each expert is half full, in the mean."""
+
+
+def router_part(model: Model, experts: Experts, stream: int, hidden: int) -> Part:
+    """Return what chooses the experts of each position, sorts a row for each of them, and sums up the results.
+
+    Each rank has whole matrices. A row keeps its expert, its places sorted and back, and its weight twice where weights
+    are divided by their sum. Experts that compute every position are a feed-forward part beside it.
+    """
+    family = facts_of(model)
+    config = family.configured(model.config)
+    positions = stream // hidden
+    rows = positions * experts.top_k
+    divided = 2 * rows + positions if config.get("norm_topk_prob", True) else 0
+    router = Part(
+        name="mlp",
+        flops=2.0 * hidden * positions * experts.number,
+        weights=hidden * experts.number,
+        undivided=True,
+        whole_bytes=_FLOAT32_BYTES * (positions * experts.number + divided) + rows * 3 * _INDEX_BYTES,
+        passing=2 * rows * hidden,
+        outside=2 * stream,
+        result=stream,
+        kernels=ROUTER_KERNELS,
+        fused_kernels=_FUSED_ROUTER_KERNELS,
+    )
+    if experts.shared_features is UNSET:
+        return router
+    matrices = 3 if (gated := family.feed_forward(config).gated) else 2
+    wide = positions * experts.shared_features
+    return replace(
+        router,
+        flops=2.0 * hidden * matrices * wide,
+        whole_flops=router.flops,
+        weights=router.weights + hidden * matrices * experts.shared_features,
+        undivided=False,
+        inside=(matrices + gated) * wide,
+        gate=gated * wide,
+        inputs=wide,
+        products=(matrices - 1) * wide,
+        second_products=gated * wide,
+        widest=wide,
+        kernels=ROUTER_KERNELS + SHARED_KERNELS,
+        fused_kernels=_FUSED_ROUTER_KERNELS + _FUSED_PRODUCT_KERNELS,
+    )
+
+
+def experts_part(model: Model, experts: Experts, rows: int, hidden: int, result: int, exchanged: bool = False) -> Part:
+    """Return the experts that compute so many rows, of even load; `result` elements of the stream leave them.
+
+    Rows are kept, and of their features what the family says. Those that are `exchanged` among ranks also keep their
+    places sorted and back.
+    """
+    family = facts_of(model)
+    assert family.experts is not None
+    _, gated = family.feed_forward(family.configured(model.config))
+    matrices = 3 if gated else 2
+    wide = rows * experts.features
+    return Part(
+        name="mlp",
+        flops=2.0 * hidden * matrices * wide,
+        tile_flops=2.0 * hidden * matrices * experts.features * experts.number * _TILE_ROWS / 2,
+        weights=hidden * experts.number * matrices * experts.features,
+        inside=family.experts.kept * wide,
+        # What a grouped kernel of activation, gate and weights of rows keeps is what enters it.
+        gate=(family.experts.kept - matrices) * wide,
+        inputs=wide,
+        products=(matrices - 1) * wide,
+        whole=family.experts.rows * rows * hidden,
+        whole_inputs=rows * hidden,
+        is_expert=True,
+        whole_bytes=rows * (_FLOAT32_BYTES + 2 * _INDEX_BYTES * exchanged),
+        passing=2 * rows * hidden * exchanged,
+        outside=0,
+        result=result,
+        # Three gradients of weighted products, in float32, in place of these.
+        widest=-wide // 2,
+        widest_bytes=3 * _FLOAT32_BYTES * wide // 2,
+        # Results, sorted back and as they are sent.
+        widest_whole=(3 * rows * hidden if exchanged else 2 * rows * hidden) // 2,
+        kernels=PRODUCT_KERNELS + EXCHANGE_KERNELS * exchanged,
+        fused_kernels=_FUSED_PRODUCT_KERNELS + _FUSED_EXCHANGE_KERNELS * exchanged,
+    )
+
+
+def experts_of(kind: LayerType) -> Experts:
+    """Return the experts of a layer type that has some."""
+    assert kind.experts is not UNSET
+    return kind.experts
+
+
+def exchange_kernels(fused: bool) -> int:
+    """Return the further kernels of experts whose rows come from several ranks."""
+    return _FUSED_EXCHANGE_KERNELS if fused else EXCHANGE_KERNELS
+
+
+def has_biases(kind: LayerType) -> bool:
+    """Return whether the experts of a layer type have biases."""
+    return any(p.ep_dim is not UNSET and p.name.endswith("bias") for p in kind.parameters)
+
+
+def expert_parameters(kind: LayerType) -> int:
+    """Return the number of trained elements of one expert."""
+    experts = experts_of(kind)
+    return sum(p.numel(1) for p in kind.trained_parameters if p.ep_dim is not UNSET) // experts.number

@@ -1,0 +1,161 @@
+"""Rows of an analytic profile for layers whose experts ranks share out: the experts, and the rest of the layer."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+from msgspec import UNSET
+from msgspec.structs import asdict
+
+from shardwright.estimate.layers import estimate_experts, estimate_layer, host_s
+from shardwright.estimate.machines import Machines
+from shardwright.estimate.settings import ProfileSettings, block_types
+from shardwright.io.table import Source, Sourced
+from shardwright.key import ExpertKey, LayerKey
+from shardwright.plan.axes import layout_of
+from shardwright.types import (
+    Experts,
+    ExpertStrategy,
+    LayerStrategy,
+    Model,
+    Recompute,
+    Strategy,
+    misfit,
+)
+from shardwright.types.limits import MAX_COUNT
+from shardwright.types.model_profile import ExpertRow, HostRow, LayerFigures, LayerRow
+
+_FULLEST = 2
+"""Rows of the fullest rank over those of even load up to which curves are written; beyond them lines go on."""
+
+
+def rest_rows(
+    model: Model, strategy: Strategy, settings: ProfileSettings, machines: Machines, fused: bool
+) -> Iterator[LayerRow]:
+    """Yield the rows of layers beside their experts, under a strategy whose ranks have positions of their own."""
+    if layout_of(strategy).replicas > 1:
+        return
+    for name, recompute, samples in product(sparse_types(model), settings.recompute, micro_batch_sizes(settings)):
+        sharded = LayerStrategy(**asdict(strategy), type=name, recompute=recompute, experts=ExpertStrategy(ep_size=1))
+        if misfit(model, name, sharded) is not None:
+            continue
+        machine = machines.reached_in(name)
+        figures = estimate_layer(model, name, sharded, samples, settings.precision, settings.attention, machine, fused)
+        key = LayerKey.from_fields(sharded, micro_batch_size=samples, sequence_length=model.sequence_length)
+        yield LayerRow.from_figures(key, _analytic(figures))
+
+
+def expert_rows(
+    models: Sequence[Model], strategies: Sequence[Strategy], settings: ProfileSettings, machines: Machines
+) -> Iterator[ExpertRow]:
+    """Yield the rows of experts: any number of them that can be a rank's, for all rows that it can have."""
+    for key in expert_keys(models, strategies, settings, settings.recompute):
+        figures = estimate_experts(models[0], key, settings.precision, machines.reached_in(key.type))
+        yield ExpertRow.from_figures(key, _analytic(figures))
+
+
+def host_rows(model: Model, settings: ProfileSettings, machines: Machines) -> Iterator[HostRow]:
+    """Yield what the host spends on layers whose experts ranks share, and on any number of these."""
+    for name, recompute in product(sparse_types(model), settings.recompute):
+        machine, whole = machines.reached_in(name), model.types[name].experts
+        assert whole is not UNSET
+        rest_s = host_s(model, name, recompute, machine)
+        for experts in (0, *divisors(whole.number)):
+            both_s = rest_s if not experts else host_s(model, name, recompute, machine, experts)
+            forward_s, backward_s = (both - rest * bool(experts) for both, rest in zip(both_s, rest_s, strict=True))
+            yield HostRow(
+                type=name,
+                tp_size=0,
+                recompute=recompute,
+                experts=experts,
+                pipelined=False,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                source=Source.ANALYTIC,
+            )
+
+
+def pipeline_rows(model: Model, settings: ProfileSettings, block_ms: Mapping[int, float]) -> Iterator[HostRow]:
+    """Yield the least time of a block in pipelines between nodes, by tensor parallelism."""
+    for name, recompute, (tp_size, both_ms) in product(block_types(model), settings.recompute, block_ms.items()):
+        yield HostRow(
+            type=name,
+            tp_size=tp_size,
+            recompute=recompute,
+            experts=0,
+            pipelined=True,
+            # As long as twice the forward pass's work takes.
+            forward_s=both_ms / 3e3,
+            backward_s=2 * both_ms / 3e3,
+            source=Source.ANALYTIC,
+        )
+
+
+def expert_keys(
+    models: Sequence[Model],
+    strategies: Sequence[Strategy],
+    settings: ProfileSettings,
+    recompute: Sequence[Recompute],
+    levels: int | None = None,
+) -> Iterator[ExpertKey]:
+    """Yield the keys of all experts that a rank can have, with all their numbers of rows, or `levels` of these.
+
+    `models` are descriptions of one model at each length, and `strategies` those of the rest of its layers.
+    """
+    for name in sparse_types(models[0]):
+        experts = models[0].types[name].experts
+        assert experts is not UNSET
+        etp_sizes = [size for size in sorted({1, *settings.tp_sizes}) if experts.features % size == 0]
+        for number, etp_size, kind in product(divisors(experts.number), etp_sizes, recompute):
+            for rows in _some(list(_rows(models, strategies, settings, experts, etp_size)), levels):
+                yield ExpertKey(type=name, experts=number, etp_size=etp_size, recompute=kind, rows=rows)
+
+
+def _some(values: Sequence[int], levels: int | None) -> Sequence[int]:
+    """Return values, or so many of them, their ends and evenly between."""
+    if levels is None or len(values) <= levels:
+        return values
+    return [values[round(i * (len(values) - 1) / (levels - 1))] for i in range(levels)]
+
+
+def sparse_types(model: Model) -> tuple[str, ...]:
+    """Return the types of block that have experts."""
+    return tuple(name for name in block_types(model) if model.types[name].experts is not UNSET)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, ascending."""
+    return tuple(size for size in range(1, number + 1) if number % size == 0)
+
+
+def micro_batch_sizes(settings: ProfileSettings) -> tuple[int, ...]:
+    """Return the samples of a tensor-parallel group that are asked for."""
+    asked = settings.micro_batch_sizes
+    return asked if isinstance(asked, tuple) else asked.values(None)
+
+
+def _rows(
+    models: Sequence[Model],
+    strategies: Sequence[Strategy],
+    settings: ProfileSettings,
+    experts: Experts,
+    parts: int,
+) -> Iterator[int]:
+    """Yield the rows of a rank from the fewest to twice the most at even load, each twice as many as before.
+
+    More than a profile can say lie on the line that its last two give.
+    """
+    sizes = micro_batch_sizes(settings)
+    positions = [
+        model.sequence_length * size // layout_of(strategy).sequence.size
+        for model, strategy, size in product(models, strategies, (min(sizes), max(sizes)))
+    ]
+    rows, most = (number * experts.top_k for number in (min(positions), _FULLEST * max(positions) * parts))
+    most = min(most, MAX_COUNT)
+    while rows < most:
+        yield rows
+        rows *= 2
+    yield most
+
+
+def _analytic(figures: LayerFigures[float]) -> LayerFigures[Sourced]:
+    return LayerFigures(*(Sourced(value, Source.ANALYTIC) for value in figures))

@@ -1,0 +1,220 @@
+"""A hardware profile from the table of devices, unmeasured: messages by the alpha-beta model, and given overlap."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.estimate.messages import NETWORK_STEP_S, START_S, Link, moved_bytes, published_times_s, steps
+from shardwright.estimate.overlap import Overlap, Slowdowns
+from shardwright.io import BadInput
+from shardwright.io.hdf5 import Provenance
+from shardwright.io.table import Source, Table
+from shardwright.plan.groups import ranks_on_nodes
+from shardwright.plan.sweep_plan import SizeRange, messages_alike, overlap_keys
+from shardwright.types import MAX_DEVICES, Cluster
+from shardwright.types.hardware_profile import (
+    Collective,
+    CollectiveKey,
+    HardwareProfile,
+    OverlapRow,
+    PointRow,
+    RateRow,
+    RepeatRow,
+)
+
+_OPTION = "--inter-node-gbit-s"
+_GIGABIT = 1e9 / 8
+_MAX_RATE = 1e9 * _GIGABIT
+_MIN_BYTES = 1024
+_MAX_BYTES = 1024**3
+
+
+_UpTo = tuple[tuple[int, float], ...]
+"""Numbers of nodes, ascending, and the rate of groups that span no more."""
+
+
+class NodeRates(NamedTuple):
+    """Rates at which a node sends to others, in one direction and bytes/s, by the number of nodes of a group.
+
+    `step_s` is the latency of one step from a node to the next.
+    """
+
+    up_to: _UpTo
+    by_collective: tuple[tuple[Collective, _UpTo], ...] = ()
+    """The rates of collectives that have their own, in place of `up_to`."""
+    step_s: float = NETWORK_STEP_S
+
+    def spanning(self, nodes: int, collective: Collective) -> float:
+        """Return a collective's rate over so many nodes: that of the next larger number that is given.
+
+        Raises BadInput where none is.
+        """
+        rates = dict(self.by_collective).get(collective, self.up_to)
+        for number, rate in rates:
+            if nodes <= number:
+                return rate
+        problem = f"says what up to {rates[-1][0]} nodes send, groups of the cluster span {nodes}"
+        raise BadInput(_OPTION, problem, "give the rate of so many nodes, too")
+
+    def scaled(self, factor: float) -> "NodeRates":
+        """Return all rates multiplied by a factor."""
+        by_collective = tuple((collective, _scaled(rates, factor)) for collective, rates in self.by_collective)
+        return self._replace(up_to=_scaled(self.up_to, factor), by_collective=by_collective)
+
+    @property
+    def text(self) -> str:
+        """Return the rates for the notes of a profile."""
+        others = (f"{collective} {_rates_text(up_to)}" for collective, up_to in self.by_collective)
+        return "; ".join((_rates_text(self.up_to), *others))
+
+
+def _scaled(up_to: _UpTo, factor: float) -> _UpTo:
+    return tuple((nodes, rate * factor) for nodes, rate in up_to)
+
+
+def _rates_text(up_to: _UpTo) -> str:
+    return ", ".join(
+        f"{rate:.4g}" + ("" if nodes == MAX_DEVICES else f" of up to {nodes} nodes") for nodes, rate in up_to
+    )
+
+
+def node_rates(text: str, step_s: float = NETWORK_STEP_S) -> NodeRates:
+    """Return the rates of `400`, in Gbit/s, or of `2:400,4:300,16:150`, for groups that span up to 2, 4 and 16 nodes.
+
+    Collectives with rates of their own follow, as in `2:400,4:300+all_gather=2:200,4:150`.
+    Raises BadInput, naming the option, where the text says something else.
+    """
+    first, *others = text.split("+")
+    named = [part.partition("=") for part in others]
+    names = [name for name, _, _ in named]
+    if unknown := [name for name in names if name not in set(Collective) or names.count(name) > 1]:
+        problem = f"{unknown[0]!r:.40} is no collective, or named twice"
+        raise BadInput(_OPTION, problem, f"write 400+all_gather=300, with {', '.join(Collective)}")
+    by_collective = tuple((Collective(name), _up_to(rates)) for name, _, rates in named)
+    return NodeRates(_up_to(first), by_collective, step_s)
+
+
+def _up_to(text: str) -> _UpTo:
+    pairs = [part.rpartition(":") for part in text.split(",")]
+    try:
+        rates = [(int(nodes or MAX_DEVICES), float(rate) * _GIGABIT) for nodes, _, rate in pairs]
+    except ValueError:
+        rates = []
+    if not rates or any(not 0 < rate < _MAX_RATE for _, rate in rates) or any(a[0] >= b[0] for a, b in pairwise(rates)):
+        raise BadInput(
+            _OPTION, f"{text!r:.40} is not a rate", "write 400, or 2:400,4:300 with growing numbers of nodes"
+        )
+    return tuple(rates)
+
+
+class Network(NamedTuple):
+    """The links of a cluster as reached, inside its nodes and between them."""
+
+    link: Link
+    """Link of each device inside a node; the slowest node's."""
+    between: NodeRates | None
+    """Rates between nodes; None where there is one node."""
+    overlap: Overlap | None
+    """Slowdowns of overlap; None: not known, nothing overlaps."""
+
+
+def analytic_hardware(
+    cluster: Cluster, network: Network, rates: Mapping[str, float], provenance: Provenance
+) -> HardwareProfile:
+    """Return the profile of every kind of message that a sweep would time, at growing sizes, each with one time.
+
+    `rates` are the device's by name, as a sweep has them. Raises BadInput where the cluster has several nodes and
+    nothing says how fast they are joined.
+    """
+    if network.between is None and len(set(cluster.domain_of_rank)) > 1:
+        raise BadInput(_OPTION, "the cluster has several nodes", "give what one node sends, in Gbit/s")
+    points = sorted(_points(cluster, network), key=lambda point: (point[0].key, point[0].message_bytes))
+    keys = dict.fromkeys(row.key for row, _ in points)
+    devices = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
+    return HardwareProfile(
+        cluster=cluster.name,
+        device=" + ".join(devices),
+        backend="analytic",
+        provenance=provenance,
+        points=Table.from_rows(PointRow, (row for row, _ in points)),
+        repeats=Table.from_rows(
+            RepeatRow, (RepeatRow(point=i, time_s=time_s, outlier=False) for i, (_, time_s) in enumerate(points))
+        ),
+        overlap=Table.from_rows(OverlapRow, () if network.overlap is None else overlap_rows(keys, network.overlap)),
+        rates=Table.from_rows(
+            RateRow, (RateRow(name=name, value=value, source=Source.ANALYTIC) for name, value in rates.items())
+        ),
+    )
+
+
+def message_times_s(key: CollectiveKey, leaving: float, network: Network, message_bytes: NDArray[Any]) -> NDArray[Any]:
+    """Return times of messages that all groups exchange at once: the slower of a device's link and a node's network.
+
+    A ring crosses the border of a node once each way, and an all_to_all sends from each rank to all ranks of other
+    nodes, to all of them at once; groups that leave one node share its network, `leaving` being what they send out of
+    it over a message. As NCCL counts them, as many steps cross a border as a ring of the nodes alone would have.
+    """
+    collective, size = key.collective, key.group_size
+    if collective is Collective.ALL_REDUCE and network.link.all_reduce and not key.group.across_nodes:
+        return published_times_s(moved_bytes(collective, size, 1) * message_bytes, network.link)
+    moved = moved_bytes(collective, size, 1) / network.link.bytes_per_s
+    inside, crossing, step_s = steps(collective, size), 0, 0.0
+    if key.group.across_nodes and network.between is not None:
+        nodes, step_s = key.group.nodes, network.between.step_s
+        moved = max(moved, leaving / network.between.spanning(nodes, collective))
+        crossing = steps(collective, nodes)
+    return START_S + (inside - crossing) * network.link.step_s + crossing * step_s + moved * message_bytes
+
+
+def _leaving_shares(collectives: Iterable[Collective], groups: NDArray[Any], nodes: NDArray[Any]) -> Iterator[float]:
+    """Yield the bytes that all groups send out of the node that sends most, over those of a message, by collective."""
+    size = groups.shape[1]
+    _, node, ranks = ranks_on_nodes(groups, nodes)
+    for collective in collectives:
+        if collective is Collective.P2P:
+            leaving, sending = np.ones(len(groups)), nodes[groups[:, 0]]
+        elif collective is Collective.ALL_TO_ALL:
+            leaving, sending = ranks * (size - ranks) / size, node
+        else:
+            leaving, sending = np.full(len(ranks), moved_bytes(collective, size, 1)), node
+        yield float(np.bincount(sending, leaving).max())
+
+
+def _points(cluster: Cluster, network: Network) -> Iterator[tuple[PointRow, float]]:
+    nodes = np.array(cluster.domain_of_rank)
+    # A domain of several nodes has the network of all of them.
+    joined = min(cluster.nodes_in_domain(group.node_type) for group in cluster.nodes)
+    network = network._replace(between=network.between and network.between.scaled(joined))
+    for keys, groups in messages_alike(cluster):
+        shares = _leaving_shares([key.collective for key in keys], groups, nodes)
+        for key, leaving in zip(keys, shares, strict=True):
+            sizes = SizeRange(_MIN_BYTES, _MAX_BYTES).all(key.group_size)
+            times_s = message_times_s(key, leaving, network, np.array(sizes)).tolist()
+            for message_bytes, time_s in zip(sizes, times_s, strict=True):
+                row = PointRow(**key.columns, message_bytes=message_bytes, interval=0.0, source=Source.ANALYTIC)
+                yield row, time_s
+
+
+def overlap_rows(keys: Iterable[CollectiveKey], overlap: Overlap) -> Iterator[OverlapRow]:
+    """Yield a row for each kind of collective that a sweep times overlapped with a computation, of no known size."""
+    for key in overlap_keys(keys):
+        slowdowns = overlap.across if key.group.across_nodes else overlap.inside
+        yield unsized_overlap(key, slowdowns, Source.ASSUMED)
+
+
+def unsized_overlap(key: CollectiveKey, slowdowns: Slowdowns, source: Source) -> OverlapRow:
+    """Return the row of a collective overlapped with a computation, both of unknown size."""
+    return OverlapRow(
+        collective=key.collective,
+        group_size=key.group_size,
+        ranks_per_node=key.ranks_per_node,
+        collective_bytes=0,
+        compute_s=0.0,
+        collective_s=0.0,
+        compute_slowdown=slowdowns.compute,
+        collective_slowdown=slowdowns.collective,
+        source=source,
+    )

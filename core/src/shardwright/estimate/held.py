@@ -1,0 +1,136 @@
+"""What runtimes hold in memory otherwise than this project's, each with its source: the cost model counts by it.
+
+Layers' figures and parameters' bytes are made with these habits on the way into the solver, so that a search, a
+prediction and the accuracy benchmark count the same.
+"""
+
+from enum import StrEnum
+
+from msgspec.structs import replace
+
+from shardwright.estimate.part import Part
+from shardwright.io import Value
+
+
+class Module(StrEnum):
+    """Modules that Megatron's `--recompute-modules` recomputes by themselves, beside a plan's own recomputation."""
+
+    MOE_ACT = "moe_act"
+    """The product of an expert's activation and gate."""
+    LAYERNORM = "layernorm"
+    """What norms give to the products behind them."""
+    MLA_UP_PROJ = "mla_up_proj"
+    """Queries, keys and values from their latents."""
+    CORE_ATTN = "core_attn"
+    """Scores of attention, which flash kernels do not keep anyway."""
+    MOE = "moe"
+    """A router and its experts as a whole."""
+
+
+class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The habits of a runtime in memory; the defaults are those of this project's, which FSDP2 and `check` show."""
+
+    loss_bytes: int = 2
+    """Bytes of each logit while the loss is computed, with what is kept of it; float32 ones a slice at a time if 2."""
+    sharded_loss_bytes: int | None = None
+    """The same where tensor-parallel ranks share the logits out; None: as many."""
+    whole_gradients: bool = False
+    """Whether the gradients of all layers of a rank are there all step long, before ZeRO scatters them."""
+    compute_gradients: bool = False
+    """Whether gradients in the compute format stay beside wider ones that data parallelism reduces."""
+    fused_gate: bool = False
+    """Whether a gate's activation and product are one kernel, which keeps what enters it and no activation."""
+    fp8_inputs: bool = False
+    """Whether inputs of products in FP8 are kept in it: a byte each."""
+    every_second_product: bool = False
+    """Whether selective recomputation keeps attention and every second product only."""
+    gathered_inputs: bool = False
+    """Whether the inputs of a block's two parts, gathered under tensor parallelism, stay until its backward pass."""
+    recomputed: tuple[Module, ...] = ()
+    """Modules that are computed again in the backward pass; the time of that is not counted."""
+    reserved: float = 1.0
+    """Memory that the allocator has taken of the device over what its tensors take at their peak."""
+
+    @property
+    def text(self) -> str:
+        """What is assumed in words."""
+        words = [f"{self.loss_bytes} bytes a logit in the loss"]
+        words += [text for name, text in _WORDS if getattr(self, name)]
+        if self.recomputed:
+            words.append(f"{', '.join(self.recomputed)} recomputed (--recompute-modules), whose time is not counted")
+        return ", ".join(words) + (f", {self.reserved:g} times its tensors reserved" if self.reserved != 1 else "")
+
+    def part(self, part: Part, itemsize: int, in_fp8: bool, is_sharded: bool) -> Part:
+        """A part of a layer as it is kept, with products in FP8 or not; `itemsize`: of the compute format.
+
+        `is_sharded`: tensor-parallel ranks share it out.
+        """
+        kept = self._without_recomputed(replace(part, inside=part.inside - self.fused_gate * part.gate))
+        of_logit = self.loss_bytes if self.sharded_loss_bytes is None or not is_sharded else self.sharded_loss_bytes
+        if of_logit > itemsize:
+            # Of the largest tensor there are two, itself and its gradient.
+            size = (of_logit - itemsize) * part.logits // 2
+            kept = replace(kept, widest_bytes=max(kept.widest_bytes, size))
+        if not (self.fp8_inputs and in_fp8):
+            return kept
+        # Attention keeps its result, too, which its backward pass needs as it was.
+        return replace(
+            kept,
+            inside_bytes=kept.inside_bytes - (itemsize - 1) * kept.inputs + part.attended,
+            whole_bytes=kept.whole_bytes - (itemsize - 1) * kept.whole_inputs,
+            outside_bytes=kept.outside_bytes - (itemsize - 1) * kept.outside_inputs,
+        )
+
+    def _without_recomputed(self, part: Part) -> Part:
+        """A part without what the modules that are recomputed would keep."""
+        if Module.LAYERNORM in self.recomputed:
+            part = replace(part, outside=part.outside - part.outside_inputs, outside_inputs=0)
+        if Module.MLA_UP_PROJ in self.recomputed:
+            part = replace(part, inside=part.inside - part.from_latents)
+        if Module.CORE_ATTN in self.recomputed:
+            part = replace(part, scores=0, score_bytes=0)
+        if Module.MOE_ACT in self.recomputed and part.is_expert:
+            part = replace(part, inside=part.inside - part.inputs, inputs=0)
+        if Module.MOE in self.recomputed and part.is_expert:
+            part = replace(part, inside=0, inputs=0, whole=0, whole_inputs=0, whole_bytes=0)
+        return part
+
+
+_WORDS = (
+    ("whole_gradients", "all gradients held all step long"),
+    ("compute_gradients", "gradients in the compute format beside reduced ones"),
+    ("fused_gate", "gates in one kernel"),
+    ("fp8_inputs", "inputs of FP8 products in a byte"),
+    ("every_second_product", "every second product recomputed"),
+    ("gathered_inputs", "gathered inputs of blocks kept"),
+)
+
+OURS = Held()
+_RESERVED = 1.03
+"""Peak of reserved over allocated memory: the median of the eight given cards of Megatron Bridge that have both
+(examples/model_verification_cards of NVIDIA-NeMo/Megatron-Bridge 067f987), 1.02 to 1.11."""
+BY_TRANSFORMERS = Held(loss_bytes=12, reserved=_RESERVED)
+"""transformers/loss/loss_utils.py: `logits.float()`, of which F.cross_entropy keeps log-probabilities, and whose
+gradient and its bf16 copy come beside them: 12.25 bytes a logit by torch's own count of a forward and backward pass."""
+BY_GALVATRON = Held(loss_bytes=10, reserved=_RESERVED)
+"""vocab_parallel_cross_entropy of its copy of Megatron: bf16 logits, their float32 copy, the softmax."""
+BY_MEGATRON_CORE = Held(whole_gradients=True, fused_gate=True, fp8_inputs=True, reserved=_RESERVED)
+"""megatron/core/distributed/param_and_grad_buffer.py: one contiguous buffer of gradients; fused cross entropy of
+Transformer Engine (scripts/performance/helpers.py of NeMo), whose gradient takes the place of bf16 logits;
+megatron/core/fusions/fused_bias_swiglu.py keeps its input; Transformer Engine's linear.py keeps inputs quantized."""
+BY_TORCHTITAN = Held(loss_bytes=12, sharded_loss_bytes=18, every_second_product=True, reserved=1.12)
+"""torchtitan/components/loss.py: cross entropy of float32 logits, as transformers'; under tensor parallelism
+torch/distributed/tensor/parallel/loss.py, whose backward pass holds the logits in bf16, and in float32 their
+log-probabilities, the gradient of the labels', exponentials and their sum. Its policy of selective recomputation by
+operator keeps every second matrix product (distributed/activation_checkpoint.py). `reserved` is fitted to the eight
+given runs whose peak of reserved memory it printed."""
+BY_NANOTRON = Held(
+    loss_bytes=10, whole_gradients=True, compute_gradients=True, gathered_inputs=True, reserved=_RESERVED
+)
+"""models/llama.py: bf16 logits, their float32 copy, and the shifted copy that becomes the softmax
+(parallel/tensor_parallel/functional.py). Buckets of DistributedDataParallel hold bf16 gradients beside the float32 ones
+of optim/gradient_accumulator.py. Column-parallel products keep what they gathered."""
+BY_MEGATRON_DEEPSPEED = Held(loss_bytes=10, whole_gradients=True, compute_gradients=True, reserved=1.253)
+"""Megatron-DeepSpeed of 2022. megatron/core/tensor_parallel/cross_entropy.py: bf16 logits, float32 ones and softmax.
+runtime/bf16_optimizer.py: bf16 gradients beside float32 ones. `reserved` is fitted to the 30 given readings of
+nvidia-smi of BLOOM's runs."""

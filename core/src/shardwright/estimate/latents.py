@@ -1,0 +1,49 @@
+"""Operations and kept tensors of attention whose keys and values come from one latent (DeepSeek-AI 2024)."""
+
+from shardwright.estimate.part import Part
+from shardwright.estimate.shapes import attention_shape
+from shardwright.models.registry import facts_of
+from shardwright.models.traits import Latents, Mask
+from shardwright.types import Model, Region
+
+_KERNELS = 20
+"""Kernels that latents, their norms and the features that are rotated apart add to those of attention."""
+
+
+def latent_attention_part(
+    model: Model, type_name: str, region: Region, stream: int, latents: Latents, keeps: tuple[int, int], kernels: int
+) -> Part:
+    """Return the part of latents, which each rank has whole, and of what its heads make of them.
+
+    `keeps`: elements and further bytes that a norm keeps of a feature. Values are kept with what keys are made of: both
+    are of one product.
+    """
+    a, family = attention_shape(model, type_name, region), facts_of(model)
+    tensor = next(t for t in model.types[type_name].outputs if t.name == region.leaves)
+    hidden, positions, heads = tensor.features, tensor.sequence_length, a.heads
+    width = a.key_width - heads * latents.rotated + a.result_width
+    from_latents = latents.keys * width + (latents.queries or hidden) * a.query_width
+    to_latents = hidden * (latents.keys + latents.rotated + (latents.queries or 0))
+    normed = latents.keys + (latents.queries or 0)
+    return Part(
+        name="attention",
+        flops=2.0 * positions * (from_latents + hidden * a.result_width),
+        whole_flops=2.0 * positions * to_latents,
+        attention_flops=2.0 * positions * a.keys * (a.query_width + a.result_width),
+        causal=family.attention.mask is Mask.CAUSAL,
+        weights=from_latents + to_latents + hidden * a.result_width,
+        inside=positions
+        * (a.query_width + a.key_width + width + (1 + family.attention.joins_features) * a.result_width),
+        from_latents=positions * (a.query_width + a.key_width + width),
+        products=positions * (a.query_width + width + a.result_width),
+        whole=positions * normed * (1 + keeps[0]),
+        whole_bytes=positions * normed * keeps[1],
+        whole_products=positions * (normed + latents.rotated),
+        scores=a.scores,
+        outside=2 * stream,
+        outside_inputs=stream,
+        result=stream,
+        attended=positions * a.result_width,
+        widest=positions * max(a.query_width, width),
+        kernels=kernels + _KERNELS,
+    )

@@ -1,0 +1,474 @@
+"""Time and memory of one layer by a roofline over its parts.
+
+A matrix product takes the longer of its operations over the reached rate and its bytes over the reached bandwidth
+(Williams, Waterman and Patterson 2009). What lies between products is bound by memory: everything that is kept for the
+backward pass is written once and read once. Kernels follow one another, so their times add up, and each adds what it
+takes to start; no layer is faster than the host can start its kernels. A backward pass does twice the work of its
+forward pass, a flash kernel two and a half times, repeats what was not kept, and adds its gradients to those of other
+microbatches. Frozen matrices cost the gradient of their inputs alone, and layers before all that is trained nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from shardwright.estimate.expert_parts import (
+    exchange_kernels,
+    expert_parameters,
+    experts_of,
+    experts_part,
+    has_biases,
+)
+from shardwright.estimate.held import OURS, Held
+from shardwright.estimate.messages import Link, messages_time_s
+from shardwright.estimate.part import Part
+from shardwright.estimate.parts import layer_parts
+from shardwright.estimate.runtimes import OPERATOR_S, Graphs
+from shardwright.key import ExpertKey
+from shardwright.models.registry import FAMILIES, facts_of
+from shardwright.optimizers.registry import ADAMW, Optimizer
+from shardwright.plan.axes import axes_of
+from shardwright.plan.communication import Message, loss_messages, region_messages
+from shardwright.plan.expert_messages import shares_experts
+from shardwright.plan.parameter_groups import parameter_groups
+from shardwright.plan.schedules.passes import Pass
+from shardwright.types import (
+    EMBEDDING,
+    FP8,
+    HEAD,
+    ITEMSIZE,
+    LayerType,
+    Model,
+    Precision,
+    Recompute,
+    SequenceParallel,
+    Strategy,
+)
+from shardwright.types.attention import FUSED_SDPA, Attention
+from shardwright.types.hardware_profile import Collective
+from shardwright.types.model_profile import LayerFigures
+
+KERNEL_START_S = 5e-6
+"""Time that every kernel adds on the device: filling and draining it."""
+ATTENTION_BACKWARD = 2.5
+"""Five products in a flash kernel's backward pass, for two in the forward one (Dao 2023)."""
+FLASH2_BACKWARD = 1.25 * ATTENTION_BACKWARD
+"""The same of FlashAttention-2, whose backward products are a quarter slower than its forward ones (Dao 2023)."""
+_NARROW_HEAD, _WIDE_HEAD = 64, 128
+"""Widths of heads that flash kernels are compiled for: those between run as the wide ones."""
+_NARROW_HEADS = 1.2
+"""Time of scores with heads of 64 over that with heads of 128, for each operation (Shah et al. 2024, figure 5)."""
+
+_ALONG_THE_SEQUENCE = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+"""Messages of sequence parallelism, whose dimension is not the first of a tensor."""
+SCORES_KEPT = (Attention.EAGER, Attention.SDPA_MATH)
+"""Attention kernels that keep all scores."""
+_MASKED = (*SCORES_KEPT, *FUSED_SDPA)
+"""Attention kernels that know no window: a mask is added to all scores."""
+
+
+class ExpertHabits(NamedTuple):
+    """How a runtime starts and computes the experts of a rank."""
+
+    graphs: Graphs = Graphs.NONE
+    kernels: int = 0
+    """Kernels of each local expert in a forward pass."""
+    fused: bool = False
+    """Whether experts are one operator, with the permutation, quantization and biases of their rows."""
+    bias_bytes: int = 0
+    """Bytes for each element of a row whose experts have biases."""
+
+
+class Machine(NamedTuple):
+    """The rates that a device and its links are taken to reach."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+    link: Link
+    attention_flops_per_s: float | None = None
+    """Rate of flash kernels; None: as other products."""
+    operator_s: float = OPERATOR_S
+    """Time of the host for each kernel; 0 where CUDA graphs replay them."""
+    compiled: bool = False
+    """Whether what lies between a block's products is fused into few kernels, as torch.compile does."""
+    message_pieces: int = 1
+    """Pieces of each tensor-parallel message of which all but one hide behind products; 1 hides nothing."""
+    attention_backward: float = ATTENTION_BACKWARD
+    """Time of a flash kernel's backward pass over its forward pass."""
+    whole_scores_from: int | None = None
+    """Tokens from which masked scores are computed, too; None: they never are."""
+    copies_gathers: bool = False
+    """Whether messages along the sequence are copied on the device before or after they are sent."""
+    experts: ExpertHabits = ExpertHabits()
+    held: Held = OURS
+    """What the runtime holds in memory."""
+
+
+class _Share(NamedTuple):
+    """The part of a layer that one rank has."""
+
+    samples: int
+    itemsize: int
+    inside: float
+    """Part of what tensor-parallel ranks share out."""
+    outside: float
+    """Part of what lies outside; gathered for a region, it is `entering` for a moment."""
+    entering: float
+    weights: float
+    scores_kept: bool
+    adds_masks: bool
+    exchanges_heads: bool = False
+
+    def kept_bytes(self, part: Part) -> float:
+        scores = part.scores * self.itemsize + part.scores // 2 + part.score_bytes if self.scores_kept else 0
+        repeated = part.repeated * self.itemsize if self.scores_kept or self.masks(part) else 0
+        # A kernel that keeps scores does not keep what it gives.
+        exchanged = part.attended * self.itemsize if self.exchanges_heads and not self.scores_kept else 0
+        inside = part.inside * self.itemsize + part.inside_bytes + scores + repeated + exchanged
+        whole = part.whole * self.itemsize + part.whole_bytes
+        return self.samples * (inside * self.inside + whole * self.entering) + self.outside_bytes(part)
+
+    def outside_bytes(self, part: Part) -> float:
+        """Return the bytes that are kept of what goes into a part and out of it, norms and dropout included."""
+        return self.samples * (part.outside * self.itemsize + part.outside_bytes) * self.outside
+
+    def between_bytes(self, part: Part) -> float:
+        """Return the bytes that are kept of a part which is recomputed alone: norms are before it, but for BERT's."""
+        if part.norm_inside:
+            return self.result_bytes(part)
+        return self.outside_bytes(part) - self.samples * part.redrawn_bytes * self.outside
+
+    def masks(self, part: Part) -> bool:
+        """Return whether a window's mask is added to all scores."""
+        return self.adds_masks and part.left_out > 0
+
+    def passing_bytes(self, part: Part) -> float:
+        whole = part.passing * self.itemsize
+        return self.samples * (part.passing_bytes * self.inside + whole * self.entering)
+
+    def once_bytes(self, part: Part) -> float:
+        """Return the bytes of what a part computes once for all samples."""
+        return (part.mask * self.inside + part.weight_copies * self.weights) * self.itemsize
+
+    def product_bytes(self, part: Part) -> float:
+        return self.samples * self.itemsize * (part.products * self.inside + part.whole_products * self.entering)
+
+    def selected_bytes(self, part: Part, ends: bool) -> float:
+        """Return what selective recomputation keeps: also the sum over ranks, unless it ends the layer unused."""
+        return self.product_bytes(part) + (0 if ends and not part.keeps_result else self.result_bytes(part))
+
+    def every_second_bytes(self, part: Part, _ends: bool) -> float:
+        """Return what selective recomputation keeps if every second product is recomputed: also the sums over ranks."""
+        return self.product_bytes(part) - self.samples * self.itemsize * part.second_products * self.inside
+
+    def result_bytes(self, part: Part) -> float:
+        return self.samples * part.result * self.itemsize * self.outside
+
+    def widest_bytes(self, part: Part) -> float:
+        """Return the bytes of the largest tensor of a part and its gradient."""
+        inside = (part.widest * self.itemsize + part.widest_bytes) * self.inside
+        whole = max(part.result, part.widest_whole) * self.itemsize * self.entering
+        return 2 * self.samples * max(inside, whole)
+
+
+def estimate_layer(
+    model: Model,
+    type_name: str,
+    strategy: Strategy,
+    micro_batch_size: int,
+    precision: Precision,
+    attention: Attention,
+    machine: Machine,
+    fused: bool = False,
+) -> LayerFigures[float]:
+    """Return the figures of a layer under a strategy of one tensor-parallel group, which may be a `LayerStrategy`.
+
+    Where that says how ranks share experts out, they are those of the rest of the layer, of which each rank routes its
+    positions; `estimate_experts` gives those of experts.
+    """
+    share = _share(strategy, micro_batch_size, precision, attention)
+    parts = layer_parts(model, type_name, fused, machine.compiled)
+    if shares_experts(strategy):
+        *before, router, experts = parts
+        stream = Part(name=experts.name, flops=0, outside=0, result=experts.result, kernels=0)
+        parts = (*before, _at_positions(router, share), stream)
+    recompute = getattr(strategy, "recompute", Recompute.NONE)
+    replayed = _replayed(parts, recompute)
+    both = Pass.FORWARD, Pass.BACKWARD
+    there, back = (_messages(model, type_name, strategy, micro_batch_size, share.itemsize, way) for way in both)
+    forward_s = sum(_part_time_s(part, share, machine) for part in parts)
+    pieces = goes_in_pieces(model, strategy)
+    table_bytes = sum(part.dense_gradient for part in parts) * share.itemsize * share.weights
+    kind, _ = parameter_groups(model.types[type_name], strategy)[0]
+    accumulated = _accumulated_bytes(kind, strategy, precision)
+    replay_time_s = _between_products_s if recompute is Recompute.SELECTIVE else _part_time_s
+    backward_s = (
+        sum(_part_backward_s(part, share, machine) for part in parts)
+        + sum(replay_time_s(part, share, machine) for part in replayed)
+        + (table_bytes + accumulated) / machine.memory_bytes_per_s
+    )
+    if not model.types[type_name].has_backward:
+        there_s = max(
+            forward_s + _exposed_s(there, forward_s, machine, pieces),
+            sum(p.kernels for p in parts) * machine.operator_s,
+        )
+        return LayerFigures(there_s, 0.0, 0, round(max(share.widest_bytes(part) for part in parts)))
+    forward_s, backward_s = (
+        pass_s + _exposed_s(messages, pass_s, machine, pieces)
+        for pass_s, messages in ((forward_s, there), (backward_s, back))
+    )
+    if not shares_experts(strategy):
+        # What is added to this layer's time, an exchange of experts, is beside the host's time, too: `host_s`.
+        least = host_s(model, type_name, recompute, machine, _local_experts(model, type_name))
+        forward_s, backward_s = max(forward_s, least[0]), max(backward_s, least[1])
+    kept = _kept(parts, type_name, precision, machine.held, share)
+    return LayerFigures(forward_s, backward_s, *_memory(kept, share, recompute, machine.held))
+
+
+def host_s(
+    model: Model, type_name: str, recompute: Recompute, machine: Machine, experts: int | None = None
+) -> tuple[float, float]:
+    """Return the least time of both passes of a layer that its host needs to start all kernels.
+
+    `experts`: those of the rank; None: the layer without them.
+    """
+    parts, habits = layer_parts(model, type_name, True, machine.compiled), machine.experts
+    sparse = model.types[type_name].experts is not UNSET
+    kernels = again = 0
+    for part in parts[: -1 if sparse else None] if habits.graphs is Graphs.NONE or not sparse else ():
+        kernels += part.kernels
+        again += part.kernels * (part in _replayed(parts, recompute))
+    if experts is not None and sparse and not habits.fused:
+        own = parts[-1].kernels + habits.kernels * experts
+        own += exchange_kernels(machine.compiled) * (experts < experts_of(model.types[type_name]).number)
+        kernels, again = kernels + own, again + own * bool(_replayed(parts[-1:], recompute))
+    if habits.graphs is Graphs.FULL:
+        kernels = again = 0
+    return kernels * machine.operator_s, (2 * kernels + again) * machine.operator_s
+
+
+def _local_experts(model: Model, type_name: str) -> int | None:
+    experts = model.types[type_name].experts
+    return None if experts is UNSET else experts.number
+
+
+def _kept(parts: Sequence[Part], type_name: str, precision: Precision, held: Held, share: _Share) -> list[Part]:
+    """Parts as a runtime keeps them: products of embedding and head are not in FP8."""
+    in_fp8 = precision.compute == FP8 and type_name not in (EMBEDDING, HEAD)
+    return [held.part(part, share.itemsize, in_fp8, share.inside < 1) for part in parts]
+
+
+def estimate_experts(model: Model, key: ExpertKey, precision: Precision, machine: Machine) -> LayerFigures[float]:
+    """Return the figures of experts on one rank for the rows of a key, without messages, at even load."""
+    kind = model.types[key.type]
+    experts, hidden, itemsize = experts_of(kind), model.boundary[0].features, ITEMSIZE[precision.compute]
+    parts = key.etp_size
+    here = replace(experts, number=key.experts, top_k=1, features=experts.features // parts)
+    exchanged = key.experts < experts.number or parts > 1
+    part = experts_part(model, here, key.rows, hidden, 0, exchanged)
+    if machine.experts.fused:
+        part = replace(part, passing=0)
+    elif has_biases(kind):
+        part = replace(part, passing_bytes=part.passing_bytes + machine.experts.bias_bytes * key.rows * hidden)
+    kernels = part.fused_kernels if machine.compiled and part.fused_kernels is not None else part.kernels
+    part = replace(part, trained=kind.trained_share, kernels=kernels)
+    share = _Share(1, itemsize, 1.0, 1.0, 1.0, 1.0, False, False)
+    replayed = _replayed([part], key.recompute)
+    forward_s = _part_time_s(part, share, machine)
+    replay_s = _between_products_s if key.recompute is Recompute.SELECTIVE else _part_time_s
+    parameters = expert_parameters(kind) * key.experts // parts
+    backward_s = (
+        _part_backward_s(part, share, machine)
+        + sum(replay_s(each, share, machine) for each in replayed)
+        + _accumulated(parameters, precision) / machine.memory_bytes_per_s
+    )
+    return LayerFigures(
+        forward_s,
+        backward_s,
+        *_memory(_kept([part], key.type, precision, machine.held, share), share, key.recompute, machine.held),
+    )
+
+
+def _at_positions(router: Part, share: _Share) -> Part:
+    """Return the part of a router that sees the positions of its rank between regions, not those inside."""
+    ratio = share.outside / share.entering
+    sizes = {name: round(getattr(router, name) * ratio) for name in ("whole_bytes", "passing")}
+    scaled = router.scaled(ratio) if router.undivided else replace(router, whole_flops=router.whole_flops * ratio)
+    return replace(scaled, **sizes)
+
+
+def _exposed_s(messages: Iterable[Message], pass_s: float, machine: Machine, in_pieces: bool) -> float:
+    """Return what messages add to a pass: one piece of each, and what is longer than the pass that hides the others."""
+    messages = list(messages)
+    alone_s = messages_time_s(messages, machine.link)
+    if machine.copies_gathers:
+        along = sum(m.times * m.bytes for m in messages if m.collective in _ALONG_THE_SEQUENCE)
+        alone_s += 2 * along / machine.memory_bytes_per_s
+    pieces = machine.message_pieces if in_pieces else 1
+    hidden_s = min(alone_s * (1 - 1 / pieces), pass_s)
+    return alone_s - hidden_s
+
+
+def goes_in_pieces(model: Model, strategy: Strategy) -> bool:
+    """Return whether tensor-parallel messages of a model's layers may go in pieces beside products.
+
+    Megatron-LM asks for sequence parallelism (`--tp-comm-overlap` in megatron/training/arguments.py), and Transformer
+    Engine has user buffers for queries, the projection and the feed-forward layers (`initialize_ub`), not for what
+    latents are projected to.
+    """
+    family = FAMILIES.get(model.family)
+    latents = None if family is None else family.attention.latents(family.configured(model.config))
+    return strategy.sequence_parallel is SequenceParallel.MEGATRON and latents is None
+
+
+def estimate_memory(
+    model: Model, type_name: str, strategy: Strategy, micro_batch_size: int, precision: Precision, attention: Attention
+) -> tuple[int, int]:
+    """Return the bytes of a layer's activations and of its workspace, with norms and activations of one kernel each."""
+    recompute = getattr(strategy, "recompute", Recompute.NONE)
+    return _memory(
+        layer_parts(model, type_name, True), _share(strategy, micro_batch_size, precision, attention), recompute
+    )
+
+
+def masks_bytes(model: Model, precision: Precision, attention: Attention) -> int:
+    """Return the bytes of the masks that a rank holds: one for each length of window, added to its layers' scores."""
+    windows = {kind.window for kind in model.types.values()} if attention in _MASKED else set()
+    # Where an image stands in its text, masks differ from sample to sample, and are of blocks without a window, too.
+    windows -= set() if facts_of(model).attention.images_ahead else {None}
+    return len(windows) * model.sequence_length**2 * ITEMSIZE[precision.compute]
+
+
+def _replayed(parts: Sequence[Part], recompute: Recompute) -> list[Part]:
+    return [part for part in parts if recompute in (Recompute.FULL, Recompute.SELECTIVE, part.name)]
+
+
+def _memory(parts: Sequence[Part], share: _Share, recompute: Recompute, habits: Held = OURS) -> tuple[int, int]:
+    """Return the bytes that are held for the backward pass, and those for a moment beside them."""
+    replayed = _replayed(parts, recompute)
+    kept = sum(share.kept_bytes(part) for part in parts if part not in replayed)
+    again = sum(share.kept_bytes(part) for part in replayed)
+    if recompute is Recompute.FULL:
+        held = share.result_bytes(parts[-1])
+    elif recompute is Recompute.SELECTIVE:
+        selected = share.every_second_bytes if habits.every_second_product else share.selected_bytes
+        held = share.result_bytes(parts[-1]) + sum(selected(part, part is parts[-1]) for part in parts)
+        again -= sum(share.product_bytes(part) for part in parts)
+    else:
+        between = sum(share.between_bytes(part) for part in replayed)
+        held, again = kept + between, again - between
+    once = sum(share.once_bytes(part) for part in parts)
+    return round(held), round(again + once + max(share.widest_bytes(part) for part in parts))
+
+
+def _accumulated_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
+    """Return the bytes that adding a microbatch's gradients to those of others reads and writes."""
+    return _accumulated(kind.trained_count(axes_of(strategy).dense.tensor.size), precision)
+
+
+def _accumulated(parameters: int, precision: Precision) -> int:
+    return parameters * (2 * ITEMSIZE[precision.reduce] + ITEMSIZE[precision.compute])
+
+
+def optimizer_time_s(
+    kind: LayerType, parts: int, precision: Precision, machine: Machine, optimizer: Optimizer = ADAMW
+) -> float:
+    """The seconds of an optimizer's step over one layer's parameters, bound by memory, clipping included."""
+    optimizer.demand_shards("the estimate of a step")
+    trained = kind.trained_count(parts)
+    moved = optimizer.moved_bytes(trained, precision) + _clipping_bytes(trained, precision)
+    return moved / machine.memory_bytes_per_s
+
+
+def _clipping_bytes(trained: int, precision: Precision) -> int:
+    """The bytes of reading the gradient twice, for its norm and to scale it, and of writing it once."""
+    return 3 * ITEMSIZE[precision.reduce] * trained
+
+
+def _share(strategy: Strategy, samples: int, precision: Precision, attention: Attention) -> _Share:
+    axes = axes_of(strategy)
+    return _Share(
+        samples=samples,
+        itemsize=ITEMSIZE[precision.compute],
+        inside=1 / axes.layout.sample_ranks,
+        outside=1 / axes.layout.sequence.size,
+        entering=1 / axes.heads.size,
+        weights=1 / axes.dense.tensor.size,
+        scores_kept=attention in SCORES_KEPT,
+        adds_masks=attention in _MASKED,
+        exchanges_heads=axes.exchanges_heads,
+    )
+
+
+def _part_time_s(part: Part, share: _Share, machine: Machine) -> float:
+    """Return the seconds of the forward pass, without messages."""
+    products_s = _products_s(part, share, machine)
+    return products_s + _attention_s(part, share, machine) + _between_products_s(part, share, machine)
+
+
+def _products_s(part: Part, share: _Share, machine: Machine) -> float:
+    """Return the seconds of the forward pass's products with matrices."""
+    kept = share.kept_bytes(part) + share.passing_bytes(part)
+    weights, inside = (1.0, share.entering) if part.undivided else (share.weights, share.inside)
+    product_bytes = part.weights * share.itemsize * weights + kept if part.weights else 0.0
+    operations = (part.flops * inside + part.whole_flops * share.entering) * share.samples + part.tile_flops * weights
+    return max(operations / machine.flops_per_s, product_bytes / machine.memory_bytes_per_s)
+
+
+def _part_backward_s(part: Part, share: _Share, machine: Machine) -> float:
+    """Return the seconds of the backward pass, without messages: two products for each, and flash scores again.
+
+    Of a frozen matrix there is the product for its input alone.
+    """
+    backward = ATTENTION_BACKWARD if _is_whole(part, machine) else machine.attention_backward
+    more = 0.0 if share.scores_kept else backward - 2
+    spared_s = (1 - part.trained) * _products_s(part, share, machine)
+    return 2 * _part_time_s(part, share, machine) + more * _attention_s(part, share, machine) - spared_s
+
+
+def _attention_s(part: Part, share: _Share, machine: Machine) -> float:
+    """Return the seconds of scores and what they weigh; a flash kernel leaves out what a causal mask does, or a window.
+
+    Where a window's mask is added to the scores, it leaves out nothing.
+    """
+    masked = share.masks(part)
+    operations = (part.attention_flops + masked * part.left_out) * share.samples * share.inside
+    if share.scores_kept:
+        return operations / machine.flops_per_s
+    whole = _is_whole(part, machine)
+    seen = 0.5 if part.causal and not masked and not whole else 1.0
+    operations *= seen * _slower_heads(part.head_features, narrow=not whole)
+    return operations / (machine.attention_flops_per_s or machine.flops_per_s)
+
+
+def _is_whole(part: Part, machine: Machine) -> bool:
+    """Return whether masked scores are computed, too: then a kernel neither skips blocks nor waits for those it has."""
+    return machine.whole_scores_from is not None and part.keys >= machine.whole_scores_from
+
+
+def _slower_heads(features: int, narrow: bool) -> float:
+    """Return the time of scores with heads of so many features over that with heads of 128, operation by operation.
+
+    `narrow`: whether kernels for heads of 64 are slower.
+    """
+    if features == _NARROW_HEAD:
+        return _NARROW_HEADS if narrow else 1.0
+    return _WIDE_HEAD / features if _NARROW_HEAD < features < _WIDE_HEAD else 1.0
+
+
+def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:
+    """Return the seconds of the forward pass between its products."""
+    moved = share.kept_bytes(part) + share.passing_bytes(part) + share.once_bytes(part)
+    return 2 * moved / machine.memory_bytes_per_s + part.kernels * KERNEL_START_S
+
+
+def _messages(
+    model: Model, type_name: str, strategy: Strategy, samples: int, itemsize: int, during: Pass
+) -> Iterator[Message]:
+    """Yield what tensor and sequence parallelism move in one pass, replays in the backward one."""
+    messages = list(region_messages(model, type_name, strategy, samples, itemsize, 1))
+    if type_name == HEAD:
+        messages += loss_messages(model.types[type_name], strategy, samples, itemsize, 1)
+    return (message for message in messages if message.during is during)

@@ -1,0 +1,164 @@
+"""What a device reaches: its published rates times efficiencies, under the habits of a runtime."""
+
+from typing import NamedTuple
+
+from shardwright.devices.table import Device, DeviceTable, device_named
+from shardwright.estimate.layers import ATTENTION_BACKWARD, FLASH2_BACKWARD, ExpertHabits, Machine
+from shardwright.estimate.messages import Link, moved_bytes
+from shardwright.estimate.runtimes import SHARDWRIGHT, AttentionKernel, Runtime
+from shardwright.io import BadInput
+from shardwright.types import EMBEDDING, FP8, HEAD
+from shardwright.types.hardware_profile import Collective
+
+FP8_ATTENTION = 1.5
+"""Rate of attention in FP8 over that in 16 bits: assumed."""
+_MEASURED_ON = 8
+"""Devices of `all_reduce_s`."""
+TYPICAL_PRODUCT = 0.85
+"""A large product over the best one: 0.8 to 0.9 (compute/accelerator/benchmarks beside the table of best products)."""
+UNKNOWN_PRODUCT = 0.6
+"""Whole steps of large models reach 0.44 to 0.52 (Narayanan et al. 2021), large matrix products alone 0.8."""
+
+
+class Efficiencies(NamedTuple):
+    """Reached over published rates: round numbers with a reason, not fitted to any measurement."""
+
+    matrix: float | None = None
+    """Ratio of matrix products; None: `TYPICAL_PRODUCT` of the device's best product, else `UNKNOWN_PRODUCT`."""
+    memory: float = 0.75
+    """A plain copy reaches 0.8 to 0.9; kernels with strided or reduced axes less."""
+    link: float = 0.75
+    """Ring collectives of NCCL reach 0.75 to 0.9 of NVLink's rate on large messages."""
+
+
+class Rates(NamedTuple):
+    """A device's published rates; one given by hand stands in for the table's."""
+
+    name: str
+    """Name that profiles of the device carry."""
+    device: Device
+    matrix_flops_per_s: float | None = None
+    memory_bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
+
+    def matrix(self, compute: str) -> float:
+        """Return the FLOP/s of matrix products in a number format; BadInput where neither table nor option has it."""
+        rate = self.matrix_flops_per_s or self.device.peak(compute)
+        return self._given(rate, f"no rate for {compute} matrix products", "--matrix-tflop-s")
+
+    @property
+    def memory(self) -> float:
+        """Return the memory bandwidth in bytes/s; BadInput where neither table nor option has it."""
+        rate = self.memory_bytes_per_s or self.device.memory_bytes_per_s
+        return self._given(rate, "no memory bandwidth", "--memory-gbyte-s")
+
+    @property
+    def link(self) -> float:
+        """Return the bandwidth of the link to the node's devices one way, bytes/s; BadInput where nothing has it."""
+        rate = self.link_bytes_per_s or self.device.link_bytes_per_s
+        return self._given(rate, "no link bandwidth", "--link-gbyte-s")
+
+    def _given(self, rate: float | None, problem: str, option: str) -> float:
+        if rate is None:
+            fix = f"give {option}, or choose another format"
+            raise BadInput(f"device {self.name}", f"the table has {problem}", fix)
+        return rate
+
+
+def rates_of(
+    table: DeviceTable,
+    name: str,
+    matrix_flops_per_s: float | None = None,
+    memory_bytes_per_s: float | None = None,
+    link_bytes_per_s: float | None = None,
+) -> Rates:
+    """Return the rates of a device by its key or its driver's name."""
+    driver_name, device = device_named(table, name)
+    return Rates(driver_name, device, matrix_flops_per_s, memory_bytes_per_s, link_bytes_per_s)
+
+
+def matrix_efficiency(rates: Rates, efficiencies: Efficiencies, compute: str = "bfloat16") -> float:
+    """Return the share of a device's published rate that large products reach; FP8 has that of 16 bits by default."""
+    if efficiencies.matrix is not None:
+        return efficiencies.matrix
+    if (reached := rates.device.reached.get("fp8" if compute == FP8 else "bfloat16")) is not None:
+        return reached
+    best = (rates.device.best_fp8_product if compute == FP8 else None) or rates.device.best_product
+    return UNKNOWN_PRODUCT if best is None else TYPICAL_PRODUCT * best
+
+
+def flash_share(device: Device, kernel: AttentionKernel) -> tuple[float | None, str | None]:
+    """Return the share of the peak that a kernel reaches on a device, and who says so; None where nobody does."""
+    if kernel is AttentionKernel.FLASH3 and device.flash_attention_3 is not None:
+        return device.flash_attention_3, device.flash_attention_3_source
+    return device.flash_attention, device.flash_attention_source
+
+
+def machine_of(
+    rates: Rates, compute: str, efficiencies: Efficiencies, runtime: Runtime = SHARDWRIGHT, compiled: bool = False
+) -> Machine:
+    """Return what a device reaches in a number format under a runtime.
+
+    Raises BadInput where neither table nor option has a figure.
+    """
+    memory, peak = rates.memory * efficiencies.memory, rates.matrix(compute)
+    flash, _ = flash_share(rates.device, runtime.attention)
+    return Machine(
+        peak * matrix_efficiency(rates, efficiencies),
+        memory,
+        link_of(rates, efficiencies),
+        None if flash is None or efficiencies.matrix is not None else peak * flash,
+        runtime.operator_s,
+        compiled or runtime.few_kernels,
+        runtime.message_pieces,
+        FLASH2_BACKWARD if runtime.attention is AttentionKernel.FLASH2 else ATTENTION_BACKWARD,
+        runtime.whole_scores_from,
+        runtime.copies_gathers,
+        ExpertHabits(
+            runtime.graphs, runtime.kernels_an_expert[compute == FP8], runtime.fused_experts, runtime.bias_bytes
+        ),
+        runtime.held,
+    )
+
+
+class Machines(NamedTuple):
+    """What a device reaches in blocks, and in embedding and head, of which no recipe computes products in FP8."""
+
+    blocks: Machine
+    ends: Machine
+
+    def reached_in(self, type_name: str) -> Machine:
+        """Return what the device reaches in a type of layer."""
+        return self.ends if type_name in (EMBEDDING, HEAD) else self.blocks
+
+
+def machines_of(
+    rates: Rates, compute: str, efficiencies: Efficiencies, runtime: Runtime = SHARDWRIGHT, compiled: bool = False
+) -> Machines:
+    """Return what a device reaches in a number format; raise BadInput where neither table nor option has a figure.
+
+    FP8 is of products with a block's weights: attention, embedding and head stay in bfloat16, at the table's rate.
+    """
+    if compute != FP8:
+        machine = machine_of(rates, compute, efficiencies, runtime, compiled)
+        return Machines(machine, machine)
+    ends = machine_of(rates._replace(matrix_flops_per_s=None), "bfloat16", efficiencies, runtime, compiled)
+    attention = ends.attention_flops_per_s or ends.flops_per_s
+    blocks = ends._replace(
+        flops_per_s=rates.matrix(FP8) * matrix_efficiency(rates, efficiencies, FP8),
+        attention_flops_per_s=attention * (FP8_ATTENTION if runtime.fp8_attention else 1),
+        experts=ends.experts._replace(kernels=runtime.kernels_an_expert[True]),
+    )
+    return Machines(blocks, ends)
+
+
+def link_of(rates: Rates, efficiencies: Efficiencies) -> Link:
+    """Return the link of a device to the others of its node; a rate or an efficiency that is given holds for all sizes.
+
+    Raises BadInput where neither table nor option has a figure.
+    """
+    published = rates.device.all_reduce_s or ()
+    if rates.link_bytes_per_s is not None or efficiencies.link != Efficiencies().link:
+        published = ()
+    moved = tuple((moved_bytes(Collective.ALL_REDUCE, _MEASURED_ON, size), time_s) for size, time_s in published)
+    return Link(rates.link * efficiencies.link, rates.device.link_step_s, moved)

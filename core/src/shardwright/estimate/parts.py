@@ -1,0 +1,359 @@
+"""Operations and kept tensors of the parts of a layer, from the shapes in the model's description and family facts.
+
+The parts are the description's regions: attention, feed-forward (mlp), lookup, logits. Each matrix but the lookup's
+multiplies the residual stream of `hidden` features: those of attention are as wide as its heads, those of a
+feed-forward part as the length that tensor parallelism divides.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from shardwright.estimate.expert_parts import PRODUCT_KERNELS, ROUTER_KERNELS, experts_part, router_part
+from shardwright.estimate.latents import latent_attention_part
+from shardwright.estimate.part import Part
+from shardwright.estimate.shapes import attended_positions, attention_shape, stream_elements, tensors_of
+from shardwright.io import BadInput
+from shardwright.models.facts import Family
+from shardwright.models.registry import facts_of, facts_of_type
+from shardwright.models.traits import MULTIPLIED, SINK_FEATURES, Mask
+from shardwright.plan.communication import LOSS_ELEMENTS
+from shardwright.plan.regathers import low_rank_pairs
+from shardwright.types import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Region, base_type
+
+_KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5, "join": 12}
+"""Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
+_COMPILED_KERNELS = _KERNELS | {"attention": 8, "mlp": 5}
+"""Kernels of a part of a compiled block: products and attention, and one kernel for what lies between two of them."""
+_FLOAT32_BYTES = 4
+_NORM_KEEPS = {
+    "LayerNorm": (1, 0),
+    "LayerNorm in float32": (0, 3 * _FLOAT32_BYTES),
+    "RMSNorm": (1, _FLOAT32_BYTES),
+    "RMSNorm in float32": (0, 2 * _FLOAT32_BYTES),
+}
+"""Elements and further bytes that a norm of single operators keeps of a feature.
+
+A LayerNorm keeps its input; an RMSNorm keeps its input in float32, and what it multiplies by its weights. A LayerNorm
+in float32 is not torch's: it keeps the distance from the mean, once for the variance and once to divide it by this.
+"""
+_SOFT_CAP_BYTES = 6
+"""Bytes kept of a 16-bit attention score that is bounded: its hyperbolic tangent, and a softmax in float32."""
+_GELU_COPIES = {"gelu_new": 3, "quick_gelu": 1}
+"""Tensors that forms of GELU (Hendrycks and Gimpel 2016) of single operators keep beside their input and output."""
+_ID_BYTES = 8
+_LOW_RANK_KERNELS = 4
+"""Kernels of a low-rank pair in a forward pass: two products, the scaling and the sum."""
+_QUERY_NORM = "q_norm.weight"
+"""End of the name of a parameter that layers have whose queries and keys are normed."""
+
+
+def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: bool = False) -> tuple[Part, ...]:
+    """Return the parts of one layer of a type, in order; together they have the type's floating-point operations.
+
+    `fused`: norms and activation functions are one kernel each, which keeps its input alone. `compiled`: torch.compile
+    has fused them, and all else between a block's products, too; it leaves embedding and head as they are.
+    Raises BadInput where the description does not say what flows between layers.
+    """
+    if not compiled or type_name in (EMBEDDING, HEAD):
+        return _parts(model, type_name, fused)
+    blocks = _parts(model, type_name, fused=True)
+    return tuple(
+        msgspec.structs.replace(part, kernels=_COMPILED_KERNELS[part.name] - _KERNELS[part.name] + part.kernels)
+        if part.fused_kernels is None
+        else msgspec.structs.replace(part, kernels=part.fused_kernels)
+        for part in blocks
+    )
+
+
+def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
+    if not model.boundary:
+        raise BadInput(f"model {model.name}", "its embedding hands on no tensor", "describe it again")
+    kind = model.types[type_name]
+    if type_name == EMBEDDING:
+        return tuple(_lookup(model, kind))
+    if type_name == HEAD:
+        facts = facts_of(model)
+        return (_as_trained(_with_norms(facts, _logits(model, kind), 1, fused), kind, model, facts, fused),)
+    if (base := base_type(type_name)) in (facts := facts_of(model)).merging:
+        part = _join(model, type_name) if base == facts.joined_by else _merge(kind)
+        return (_as_trained(part, kind, model, facts, fused),)
+    regions: Sequence[Region] = kind.regions or (Region(name="mlp", leaves=model.boundary[0].name),)
+    made = [_block_part(model, type_name, region, fused) for region in regions]
+    facts, _ = facts_of_type(model, type_name)
+    parts = [
+        _as_trained(_with_norms(facts, part, facts.norm.of_part, fused), kind, model, facts, fused, region)
+        for region, part in enumerate(made)
+    ]
+    if facts.norm.shared:
+        # The first part's norm is the others', too: they keep nothing outside the regions.
+        parts[1:] = [msgspec.structs.replace(part, outside=0, outside_bytes=0) for part in parts[1:]]
+    if kind.experts is not UNSET:
+        parts += _experts(model, kind, parts)
+    # The description's count of operations holds; the shapes only say how it is shared out.
+    counted = sum(part.flops + part.whole_flops + part.attention_flops for part in parts)
+    share = kind.forward_flops_per_sample / counted if counted else 0.0
+    return tuple(part.scaled(share) for part in parts)
+
+
+def _experts(model: Model, kind: LayerType, parts: list[Part]) -> list[Part]:
+    """Return the part of the experts, which comes last and gives the stream in place of the router's part."""
+    assert kind.experts is not UNSET
+    router, hidden = parts.pop(), model.boundary[0].features
+    rows = router.result // hidden * kind.experts.top_k
+    experts = experts_part(model, kind.experts, rows, hidden, router.result)
+    return [
+        msgspec.structs.replace(router, result=0),
+        msgspec.structs.replace(experts, trained=kind.trained_share),
+    ]
+
+
+def block_kernels(kind: LayerType) -> int:
+    """Return about how many kernels the forward pass of a block starts."""
+    names = ("mlp" if region.attention is None else "attention" for region in kind.regions)
+    more = ROUTER_KERNELS + PRODUCT_KERNELS if kind.experts is not UNSET else 0
+    return (sum(_KERNELS[name] for name in names) or _KERNELS["mlp"]) + more
+
+
+def _block_part(model: Model, type_name: str, region: Region, fused: bool) -> Part:
+    kind, tensors = model.types[type_name], tensors_of(model, type_name)
+    stream, hidden = stream_elements(tensors, region), tensors[0].features
+    if region.attention is not None:
+        family = facts_of(model)
+        if (latents := family.attention.latents(family.configured(model.config))) is not None:
+            keeps = _norm_keeps(family, fused)
+            return latent_attention_part(model, type_name, region, stream, latents, keeps, _KERNELS["attention"])
+        return _attention_part(model, type_name, region, stream, hidden, fused)
+    if kind.experts is not UNSET:
+        router = router_part(model, kind.experts, stream, hidden)
+        fewest = _COMPILED_KERNELS["mlp"] + (router.fused_kernels or 0)
+        return msgspec.structs.replace(router, kernels=router.kernels + _KERNELS["mlp"], fused_kernels=fewest)
+    return _mlp_part(model, type_name, region, stream, hidden, fused)
+
+
+def _with_norms(facts: Family, part: Part, norms: int, fused: bool) -> Part:
+    """Return a part, which keeps the input of a first norm, with what its norms keep more."""
+    elements, more = _norm_keeps(facts, fused)
+    return msgspec.structs.replace(
+        part,
+        outside=part.outside + (norms * elements - 1) * part.result,
+        outside_bytes=part.outside_bytes + norms * more * part.result,
+    )
+
+
+def _as_trained(part: Part, kind: LayerType, model: Model, facts: Family, fused: bool, region: int = 0) -> Part:
+    """Return a part of a layer, that of a region by its number, with some parameters frozen.
+
+    Where all of them are, nothing is kept for gradients of weights alone: what norms multiply by theirs, and what goes
+    into the matrices, but not what else an activation function keeps, or attention, of which a flash kernel keeps the
+    result. Low-rank matrices keep their input and the product of the first. Where others are trained, all counts as
+    kept.
+    """
+    trained = kind.trained_share
+    if any(LOW_RANK not in p.name for p in kind.trained_parameters):
+        return msgspec.structs.replace(part, trained=trained)
+    norms = 1 if part.name == "logits" else facts.norm.of_part
+    scaled, scaled_bytes = _norm_scales(facts, fused)
+    pairs = low_rank_pairs(kind)[region] if kind.regions else ()
+    # Norms of queries and keys are all that is kept further inside.
+    _, more = _norm_keeps(facts, fused)
+    normed = part.inside_bytes // more if more else 0
+    enters, leaves = (any(by_inputs is last for _, by_inputs in pairs) for last in (False, True))
+    features = (kind.outputs or model.received_by(HEAD))[0].features
+    ranks, positions = sum(rank for rank, _ in pairs), part.result // features
+    return msgspec.structs.replace(
+        part,
+        trained=trained,
+        inside=part.inside - scaled * normed - (part.widest if part.name == "mlp" and not leaves else 0),
+        inside_bytes=part.inside_bytes - scaled_bytes * normed,
+        outside=part.outside - (norms * scaled + (not enters)) * part.result + ranks * positions,
+        outside_bytes=part.outside_bytes - norms * scaled_bytes * part.result,
+        kernels=part.kernels + _LOW_RANK_KERNELS * len(pairs),
+    )
+
+
+def _norm_scales(facts: Family, fused: bool) -> tuple[int, int]:
+    """Return the elements and bytes of a feature that a norm keeps for the gradient of its weights alone."""
+    norm = facts.norm
+    if fused or (norm.kind == "LayerNorm" and not norm.in_float32):
+        return 0, 0
+    return (0, _FLOAT32_BYTES) if norm.in_float32 else (1, 0)
+
+
+def _norm_keeps(facts: Family, fused: bool) -> tuple[int, int]:
+    """Return the elements and further bytes that a norm keeps of a feature; a fused one keeps its input alone."""
+    norm = facts.norm
+    return _NORM_KEEPS["LayerNorm" if fused else f"{norm.kind}{' in float32' if norm.in_float32 else ''}"]
+
+
+def _attention_part(model: Model, type_name: str, region: Region, stream: int, hidden: int, fused: bool) -> Part:
+    """Return the part of queries, keys, values and what is projected back: 2 (q + k) features and their product.
+
+    Any kernel keeps what it adds to the scores of an image's windows: a bias, which is learned, and a mask.
+    """
+    a, (family, config) = attention_shape(model, type_name, region), facts_of_type(model, type_name)
+    facts = family.attention
+    biases = a.scores if attended_positions(model, type_name) is not None and facts.mask is Mask.BIAS else 0
+    width = 2 * a.query_width * a.queries + 2 * a.key_width * a.key_positions
+    norms_heads = any(p.name.endswith(_QUERY_NORM) for p in model.types[type_name].parameters)
+    elements, more = (width // 2 * n * norms_heads for n in _norm_keeps(family, fused))
+    copies = a.query_width * a.queries * facts.joins_features + width // 2 * facts.keeps_unrotated
+    # Heads are wider by the features of a sink, and so is all that is kept of them; the result is kept without, too.
+    copies += (width * a.heads // a.query_width * SINK_FEATURES + a.query_width * a.queries) * facts.sinks
+    # A norm without weights keeps its input in float32: twice an element of 16 bits of queries and keys.
+    copies += width * facts.normed_heads(base_type(type_name), config)
+    drops = _drops(model, type_name, region)
+    return Part(
+        name="attention",
+        flops=2.0 * hidden * width,
+        attention_flops=4.0 * (a.queries * a.keys - a.left_out) * a.query_width,
+        left_out=4.0 * a.left_out * a.query_width,
+        causal=facts.mask is Mask.CAUSAL and not a.alibi and not facts.images_ahead,
+        head_features=a.query_width // a.heads,
+        keys=a.keys,
+        mask=a.scores * a.alibi,
+        weights=2 * hidden * (a.query_width + a.key_width),
+        inside=width + elements + copies + biases,
+        inside_bytes=more,
+        products=width,
+        second_products=a.key_width * a.key_positions,
+        scores=(2 if drops else 1) * a.scores,
+        score_bytes=_SOFT_CAP_BYTES * facts.soft_caps * a.scores,
+        repeated=2 * (a.query_width - a.key_width) * a.key_positions,
+        outside=2 * stream,
+        outside_inputs=stream,
+        outside_bytes=stream if drops else 0,
+        result=stream,
+        **_end(model, type_name, region, stream),
+        attended=a.query_width * a.queries,
+        widest=max(a.query_width * a.queries, a.key_width * a.key_positions),
+        kernels=_KERNELS["attention"],
+    )
+
+
+def _mlp_part(model: Model, type_name: str, region: Region, stream: int, hidden: int, fused: bool) -> Part:
+    """Return a part whose two matrices keep input and output of the activation function; a gate keeps its product."""
+    (family, config), kind = facts_of_type(model, type_name), model.types[type_name]
+    activation, gated = family.feed_forward(config)
+    copies = 0 if fused else _GELU_COPIES.get(activation, 0)
+    matrices = 3 if gated else 2
+    if (inner := kind.tp_must_divide.get(family.divided.lengths[-1])) is None:
+        raise BadInput(f"model {model.name}", f"its blocks have no {family.divided.lengths[-1]}", "describe it again")
+    wide = inner * stream // hidden
+    drops = _drops(model, type_name, region)
+    return Part(
+        name="mlp",
+        flops=2.0 * matrices * hidden * wide,
+        weights=matrices * hidden * inner,
+        inside=(matrices + gated + copies) * wide,
+        gate=gated * wide,
+        inputs=wide,
+        products=(matrices - 1) * wide,
+        second_products=gated * wide,
+        outside=2 * stream,
+        outside_inputs=stream,
+        outside_bytes=stream if drops else 0,
+        result=stream,
+        **_end(model, type_name, region, stream),
+        widest=wide,
+        kernels=_KERNELS["mlp"],
+    )
+
+
+def _merge(kind: LayerType) -> Part:
+    """Return what joins four positions, which the norm keeps, as the product with half as many features keeps its."""
+    (tensor,) = kind.outputs
+    size = tensor.sequence_length * tensor.features
+    return Part(
+        name="merge",
+        flops=float(kind.forward_flops_per_sample),
+        weights=sum(p.numel(1) for p in kind.parameters if len(p.shape) > 1),
+        undivided=True,
+        outside=5 * size,
+        result=size,
+        widest_whole=2 * size,
+        kernels=_KERNELS["merge"],
+    )
+
+
+def _join(model: Model, type_name: str) -> Part:
+    """Return what projects an image's states, and puts them among a text's.
+
+    It keeps what enters its two matrices and the activation function between them, the features that it puts into the
+    text, and where it puts them.
+    """
+    kind, (_, config) = model.types[type_name], facts_of_type(model, type_name)
+    (tensor,) = kind.outputs
+    first, *_ = (p for p in kind.parameters if len(p.shape) > 1)
+    size, (wide, narrow) = tensor.sequence_length * tensor.features, first.shape
+    return Part(
+        name="merge",
+        flops=float(kind.forward_flops_per_sample),
+        weights=sum(p.numel(1) for p in kind.parameters if len(p.shape) > 1),
+        undivided=True,
+        outside=size + config[MULTIPLIED] * (narrow + 3 * wide),
+        outside_bytes=(_ID_BYTES + 1) * tensor.sequence_length,
+        result=size,
+        widest_whole=size,
+        kernels=_KERNELS["join"],
+    )
+
+
+def _lookup(model: Model, kind: LayerType) -> Iterator[Part]:
+    """Yield a table for every tensor that the embedding hands on; the first writes the gradient of them all."""
+    for number, tensor in enumerate(kind.outputs):
+        size = tensor.sequence_length * tensor.features
+        regions = [region for region in kind.regions if region.leaves == tensor.name]
+        drops = any(region.replays_sum for region in regions)
+        yield Part(
+            name="lookup",
+            flops=kind.forward_flops_per_sample / len(kind.outputs),
+            dense_gradient=kind.trained_count() if number == 0 else 0,
+            outside=size,
+            outside_bytes=(size if drops else 0) + _ID_BYTES * tensor.sequence_length,
+            result=size,
+            kernels=_KERNELS["lookup"],
+        )
+
+
+def _logits(model: Model, kind: LayerType) -> Part:
+    """Return the part of the norm's output and the logits, of which some are in float32 for a moment.
+
+    Their input was counted before, and their gradient takes their place.
+    """
+    received, family = tensors_of(model, HEAD), facts_of(model)
+    names = {name for region in kind.regions for name in region.enters}
+    tensor = next((t for t in received if t.name in names), received[-1])
+    weights = sum(p.numel(1) for p in kind.parameters if len(p.shape) > 1)
+    positions = kind.labels or tensor.sequence_length
+    logits = weights // tensor.features * positions
+    return Part(
+        name="logits",
+        flops=float(kind.forward_flops_per_sample),
+        weights=weights,
+        weight_copies=weights * family.norm.of_head(family.configured(model.config)),
+        inside=(1 + family.attention.soft_caps) * logits,
+        logits=logits,
+        passing_bytes=_FLOAT32_BYTES * logits,
+        outside=positions * tensor.features,
+        result=positions * tensor.features,
+        widest_bytes=_FLOAT32_BYTES * min(logits, LOSS_ELEMENTS),
+        kernels=_KERNELS["logits"],
+    )
+
+
+def _end(model: Model, type_name: str, region: Region, stream: int) -> dict[str, Any]:
+    """Return what stands behind the sum at the end of a part."""
+    family, _ = facts_of_type(model, type_name)
+    redrawn = _drops(model, type_name, region) and region.name in region.replays_sum
+    end = {"keeps_result": "full" in region.replays_sum, "norm_inside": region.name in family.norm.ends}
+    return {**end, "redrawn_bytes": stream * redrawn}
+
+
+def _drops(model: Model, type_name: str, region: Region) -> bool:
+    """Return whether a part drops some of what it adds to the stream, which keeps a mask."""
+    family, config = facts_of_type(model, type_name)
+    ends_in_norm = bool(family.norm.ends) and not family.drops(config)
+    return bool(region.replays_sum) and not ends_in_norm

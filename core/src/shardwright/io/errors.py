@@ -1,0 +1,126 @@
+"""The errors of Shardwright's commands, each with its exit code.
+
+ShardwrightError
+├── BadInput     2   a file or a value that cannot be used, or a locked run
+├── NothingFits  3   an answer: no plan in the asked space fits, by how much
+├── ReaderGone 141   nobody reads standard output any more, which is not said
+├── RunFailed    4   a run that failed: NaN loss, a dead rank, a hang
+│   ├── OutOfMemory  a device had less memory than was asked of it
+│   └── RanksLost    ranks were killed, hang, or are gone with their node
+└── Stopped     75   stopped in order; run the same command again to resume
+"""
+
+import errno
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+_MAX_CHARACTERS = 1000
+
+
+class ShardwrightError(Exception):
+    """The base of all errors that end a command with one line and an exit code."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class BadInput(ShardwrightError):
+    """An input that cannot be used: which file, what is wrong with it, and what to do."""
+
+    exit_code = 2
+
+    def __init__(self, file: object, problem: str, remedy: str) -> None:
+        super().__init__(str(file), problem, remedy)
+
+    def __str__(self) -> str:
+        """`FILE: what: what to do`, on one line."""
+        return ": ".join(_on_one_line(str(part)) for part in self.args)
+
+
+WRITE_AGAIN = "write it again; a result of the workflow is made again once you delete it"
+"""The remedy for a file that is damaged, or of another version."""
+
+
+class NothingFits(ShardwrightError):
+    """No plan of the asked space fits the budget."""
+
+    exit_code = 3
+
+
+class ReaderGone(ShardwrightError):
+    """A reader of standard output that ended before its writer, as `head` does: the command ends as Unix tools do."""
+
+    exit_code = 128 + signal.SIGPIPE
+
+
+class RunFailed(ShardwrightError):
+    """A run ended before its last step for a reason that resuming does not cure by itself."""
+
+    exit_code = 4
+
+
+class OutOfMemory(RunFailed):
+    """A device had less memory than was asked of it: on which rank, in what step, and for what."""
+
+    def __init__(
+        self, text: str, *, subject: str = "", asked_bytes: int | None = None, rank: int = 0, where: str = ""
+    ) -> None:
+        super().__init__(text)
+        self.subject, self.asked_bytes, self.rank, self.where = subject, asked_bytes, rank, where
+
+
+class RanksLost(RunFailed):
+    """Ranks are gone or hang; nothing says that they would be again."""
+
+    def __init__(self, text: str, *, nodes: tuple[int, ...] = (), start: int = 0) -> None:
+        super().__init__(text)
+        self.nodes, self.start = nodes, start
+        """The nodes whose launchers are gone, and how often the ranks had been started anew before."""
+
+
+class Stopped(ShardwrightError):
+    """A run was asked to stop, saved its state and can be resumed."""
+
+    exit_code = 75
+
+
+def system_fault(error: OSError | MemoryError, file: object = None) -> BadInput:
+    """One line on what the system refused: about a file if it is known, else about the machine."""
+    if isinstance(error, MemoryError):
+        return BadInput("memory", "there is too little of it here", "ask for less at once, or use a larger machine")
+    problem = error.strerror or " ".join(str(error).split())
+    return BadInput(file or error.filename or "this machine", problem, _REMEDIES.get(error.errno or 0, "check it"))
+
+
+_REMEDIES = {
+    errno.ENOSPC: "make room, or choose another place",
+    errno.EDQUOT: "make room, or choose another place",
+    errno.EFBIG: "raise the limit of file sizes, or choose another place",
+    errno.EROFS: "choose another place",
+    errno.EACCES: "change its permissions, or choose another place",
+    errno.EPERM: "change its permissions, or choose another place",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOTDIR: "choose a name below a folder",
+    errno.EISDIR: "choose the name of a file",
+    errno.EEXIST: "choose another name",
+    errno.ENOENT: "check the path",
+    errno.EMFILE: "raise the limit of open files",
+}
+
+
+def _on_one_line(text: str) -> str:
+    """The text without line breaks, control characters or endless values: it may quote a hostile file."""
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}…"
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Print a ShardwrightError as one `error: …` line on standard error and exit with its code."""
+    try:
+        yield
+    except ShardwrightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None

@@ -1,0 +1,251 @@
+"""Profiles in HDF5, generated from a profile's fields: written reproducibly and read with suspicion."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from io import BytesIO
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+
+import h5py
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.io.errors import WRITE_AGAIN, BadInput
+from shardwright.io.json import Value, check_regular, checked_header, write_bytes
+from shardwright.io.table import Column, Row, Table, columns_of
+from shardwright.io.text import has_controls
+
+_MAX_BYTES = 2**30
+OPTIONAL = MappingProxyType({"optional": True})
+"""Metadata of the field of a table that a file may lack."""
+_MAX_ROWS = 10_000_000
+_MAX_ATTRIBUTE_BYTES = 64 * 1024
+
+
+class Provenance(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Date, software and notes of a profile."""
+
+    date: str
+    """UTC day, as 2026-01-31; if several files were joined, the latest."""
+    versions: str
+    """Versions of the software and the device's driver that measured, as `torch 2.13.0, driver 550.54`."""
+    notes: str = ""
+    """Sources, assumptions and defects, one sentence a line."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Profile:
+    """A value that is an HDF5 file of its own: its fields are texts, structs of texts, and tables.
+
+    A table whose field is `OPTIONAL` may be missing in a file; without rows it is not written.
+    """
+
+    FORMAT: ClassVar[str]
+    VERSION: ClassVar[int]
+
+    @property
+    def problem(self) -> str | None:
+        """What contradicts itself in its tables, or None."""
+        return None
+
+
+ProfileType = TypeVar("ProfileType", bound=Profile)
+
+
+def tables_of(kind: type[Profile]) -> dict[str, type[Row]]:
+    """The row types of a profile's tables, by name."""
+    return {name: get_args(hint)[0] for name, hint in _fields(kind).items() if get_origin(hint) is Table}
+
+
+def texts_of(kind: type[Profile]) -> tuple[str, ...]:
+    """The names of the texts that are attributes of a profile's file."""
+    hints = [(name, hint) for name, hint in _fields(kind).items() if get_origin(hint) is not Table]
+    return tuple(text for name, hint in hints for text in ([name] if hint is str else hint.__struct_fields__))
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile; equal content gives equal bytes. BadInput if it contradicts itself."""
+    if (problem := profile.problem) is not None:
+        raise BadInput(path, problem, "measure these points again")
+    # Made in memory: HDF5 does not come back from a write that the system refuses.
+    content = BytesIO()
+    with h5py.File(content, "w", libver="v110", track_order=True) as file:
+        file.attrs["format"] = profile.FORMAT
+        file.attrs["version"] = np.int64(profile.VERSION)
+        for name, hint in _fields(type(profile)).items():
+            value = getattr(profile, name)
+            if isinstance(value, Table):
+                if len(value) or name not in _optional(type(profile)):
+                    _write_table(file, name, value)
+            else:
+                file.attrs.update({name: value} if hint is str else _not_by_default(value))
+    write_bytes(path, content.getvalue())
+
+
+def read_profile(path: Path, kind: type[ProfileType]) -> ProfileType:
+    """Read a profile; BadInput names whatever cannot be right in it."""
+    with _opened(path) as file:
+        _check_header(path, file, kind)
+        values: dict[str, Any] = {}
+        for name, hint in _fields(kind).items():
+            if get_origin(hint) is Table:
+                if name not in _optional(kind) or file.get(name, getlink=True) is not None:
+                    values[name] = _read_table(path, file, name, *get_args(hint))
+            elif hint is str:
+                values[name] = _text(path, file, name)
+            else:
+                absent = {text for text in _defaults(hint) if text not in file.attrs}
+                read = (text for text in hint.__struct_fields__ if text not in absent)
+                values[name] = hint(**{text: _text(path, file, text) for text in read})
+    profile = kind(**values)
+    if (problem := profile.problem) is not None:
+        raise BadInput(path, problem, "measure these points again")
+    return profile
+
+
+def format_of(path: Path) -> object:
+    """The format that an HDF5 file names; BadInput if it is none."""
+    with _opened(path) as file:
+        return _attribute(path, file, "format")
+
+
+def _fields(kind: type[Profile]) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
+
+
+def _defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the texts that a file may lack, with what is then meant."""
+    fields = msgspec.structs.fields(kind)
+    return {field.name: field.default for field in fields if field.default is not msgspec.NODEFAULT}
+
+
+def _not_by_default(texts: msgspec.Struct) -> dict[str, Any]:
+    defaults = _defaults(type(texts))
+    return {name: text for name, text in msgspec.structs.asdict(texts).items() if defaults.get(name) != text}
+
+
+def _optional(kind: type[Profile]) -> frozenset[str]:
+    """The names of the tables that a file may lack."""
+    return frozenset(field.name for field in fields(kind) if field.metadata == OPTIONAL)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[h5py.File]:
+    check_regular(path, _MAX_BYTES)
+    with _h5py_errors(path, "not a readable HDF5 file"):
+        file = h5py.File(path, "r")
+    with file:
+        yield file
+
+
+def _write_table(file: h5py.File, name: str, table: Table[Row]) -> None:
+    """Write a table as a group of equally long, checksummed datasets with their units."""
+    group = file.create_group(name, track_order=True)
+    for column, spec in columns_of(table.row_type).items():
+        values = table[column]
+        # An empty dataset has no chunks to put a checksum on.
+        stored = {"chunks": values.shape, "fletcher32": True} if len(values) else {}
+        dataset = group.create_dataset(column, data=values, track_times=False, **stored)
+        dataset.attrs["unit"] = spec.unit
+
+
+def _read_table(path: Path, file: h5py.File, name: str, row_type: type[Row]) -> Table[Row]:
+    """Read a table, refusing links, other columns, dtypes, units or lengths, and values that cannot be."""
+    columns = columns_of(row_type)
+    with _h5py_errors(path, f"table {name} is not readable"):
+        group = _hard_linked(path, file, name, h5py.Group)
+        if set(group) != set(columns):
+            odd = sorted(set(group) ^ set(columns))
+            raise BadInput(path, f"table {name} has missing or unknown columns {odd}", WRITE_AGAIN)
+    values = {column: _read_column(path, file, f"{name}/{column}", spec) for column, spec in columns.items()}
+    try:
+        return Table(row_type, values)
+    except ValueError as error:
+        raise BadInput(path, f"table {name}: {error}", "measure that point again") from None
+
+
+def _text(path: Path, file: h5py.File, name: str) -> str:
+    value = _attribute(path, file, name)
+    if not isinstance(value, str):
+        raise BadInput(path, f"attribute {name!r} is absent or not a text", WRITE_AGAIN)
+    if has_controls(value):
+        raise BadInput(path, f"attribute {name!r} contains a control character", WRITE_AGAIN)
+    return value
+
+
+@contextmanager
+def _h5py_errors(path: Path, problem: str) -> Iterator[None]:
+    """Turn what h5py raises over a damaged file into one line; only h5py calls belong inside."""
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise BadInput(path, f"{problem} ({error})", WRITE_AGAIN) from None
+
+
+def _check_header(path: Path, file: h5py.File, kind: type[Profile]) -> None:
+    version = _attribute(path, file, "version")
+    number = int(version) if isinstance(version, np.integer) else version
+    checked_header(path, _attribute(path, file, "format"), number, {kind.FORMAT: kind})
+
+
+def _attribute(path: Path, holder: h5py.File | h5py.Dataset, name: str) -> object:
+    """An attribute's value, or None; attributes are small, so a big one is refused unread."""
+    with _h5py_errors(path, f"attribute {name!r} is not readable"):
+        if name not in holder.attrs:
+            return None
+        if holder.attrs.get_id(name).get_storage_size() > _MAX_ATTRIBUTE_BYTES:
+            raise BadInput(path, f"attribute {name!r} is larger than 64 KiB", WRITE_AGAIN)
+        value: object = holder.attrs[name]
+        return value
+
+
+def _read_column(path: Path, file: h5py.File, where: str, spec: Column) -> NDArray[Any]:
+    with _h5py_errors(path, f"{where} is not readable"):
+        dataset = _hard_linked(path, file, where, h5py.Dataset)
+        dtype, shape = dataset.dtype, dataset.shape
+    if dtype != spec.dtype:
+        raise BadInput(path, f"{where} has dtype {dtype}, not {spec.dtype}", WRITE_AGAIN)
+    unit = _attribute(path, dataset, "unit")
+    if not isinstance(unit, str) or unit != spec.unit:
+        raise BadInput(path, f"{where} has unit {unit!r}, not {spec.unit!r}", "convert it")
+    if shape is None or len(shape) != 1 or shape[0] > _MAX_ROWS:
+        raise BadInput(path, f"{where} has shape {shape}, not that of a column", WRITE_AGAIN)
+    with _h5py_errors(path, f"{where} is not readable"):
+        if (problem := _stored_elsewhere(dataset)) is not None:
+            raise BadInput(path, f"{where} {problem}", WRITE_AGAIN)
+        values: NDArray[Any] = dataset[()]
+        return values
+
+
+def _stored_elsewhere(dataset: h5py.Dataset) -> str | None:
+    """Why a dataset's values are not simply there in the file, or None when they are.
+
+    A declared shape costs a hostile file nothing, so only values that take their full room in the file are read.
+    """
+    if dataset.external or dataset.is_virtual:
+        return "lies in another file"
+    creation = dataset.id.get_create_plist()
+    filters = {creation.get_filter(i)[0] for i in range(creation.get_nfilters())}
+    if filters - {h5py.h5z.FILTER_FLETCHER32}:
+        return "is compressed or filtered"
+    if dataset.id.get_storage_size() < dataset.nbytes:
+        return f"declares {dataset.nbytes} bytes and stores {dataset.id.get_storage_size()}"
+    return None
+
+
+def _hard_linked(path: Path, file: h5py.File, name: str, kind: type) -> h5py.Group | h5py.Dataset:
+    walked = file
+    for part in name.split("/"):
+        link = walked.get(part, getlink=True)
+        if link is None:
+            raise BadInput(path, f"{name} is missing", WRITE_AGAIN)
+        if not isinstance(link, h5py.HardLink):
+            raise BadInput(path, f"{name} is a link to elsewhere", WRITE_AGAIN)
+        walked = walked[part]
+    if not isinstance(walked, kind):
+        raise BadInput(path, f"{name} is no {kind.__name__.lower()}", WRITE_AGAIN)
+    return walked

@@ -1,0 +1,345 @@
+"""Reading files strictly and writing them atomically."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, NamedTuple, TypeVar
+from zlib import crc32
+
+import msgspec
+
+from shardwright.io.errors import WRITE_AGAIN, BadInput, system_fault
+from shardwright.io.owner import OWNER, is_gone, this_process
+from shardwright.io.text import has_controls
+
+_MAX_JSON_BYTES = 256 * 1024 * 1024
+_ENDING = ".tmp"
+_OWNED = re.compile(rf"(?:{OWNER}|[0-9]+){re.escape(_ENDING)}")
+"""The end of a temporary file's name; some versions wrote the number of the process alone."""
+_UNKNOWN_KEY = re.compile("Object contains unknown field `(.*?)`")
+_SEAL = "sha256"
+"""Key of a sealed document's own SHA-256, that of all its other keys and their values."""
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A frozen value of the contract; unknown keys are refused when it is read."""
+
+
+class Removed(NamedTuple):
+    """A key that files of earlier versions may hold, and that is not read any more."""
+
+    remedy: str
+    ignored: tuple[object, ...] | None = (None,)
+    """Values that are ignored, as they never changed anything; None: every value."""
+
+
+class Document(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A value that is a JSON file of its own, headed by the keys `format` and `version`."""
+
+    FORMAT: ClassVar[str]
+    VERSION: ClassVar[int] = 1
+    SEALED: ClassVar[bool] = False
+    """True if its file holds the SHA-256 of all that it says, so that no changed bit of it is read."""
+    REMOVED: ClassVar[Mapping[str, Removed]] = {}
+
+
+DocumentType = TypeVar("DocumentType", bound=Document)
+Headed = TypeVar("Headed")
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; on success it is synced and renamed, on failure removed.
+
+    So are folders that were made for it. What processes that are gone have left of the same file is removed. Raises
+    BadInput if no file of that name can be made, at once or while it is written.
+    """
+    temporary = _temporary(path)
+    with _removed_on_failure(path.parent):
+        with _faults_of(path):
+            _make_room(path)
+        with _unlinked(temporary), _faults_of(path):
+            _remove_leftovers(path)
+            yield temporary
+            sync_path(temporary)
+            os.replace(temporary, path)
+            sync_path(path.parent)
+
+
+@contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    """Remove a folder and those that it is in, as far as they are not there yet, if the block fails."""
+    new = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    try:
+        yield
+    except BaseException:
+        for each in new:
+            with suppress(OSError):
+                each.rmdir()
+        raise
+
+
+@contextmanager
+def _unlinked(temporary: Path) -> Iterator[None]:
+    """Remove a file in the end, if it is there."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Raise BadInput if no file of that name can be made; asked before long work, it leaves neither file nor folder.
+
+    Folders that are not there are made within another of a name that no other process takes.
+    """
+    there = next(each for each in (path.parent, *path.parents) if os.path.lexists(each))
+    try:
+        if there == path.parent:
+            _make_room(path)
+        else:
+            with TemporaryDirectory(prefix=".", suffix=_ENDING, dir=there) as folder:
+                _make_room(Path(folder) / path.relative_to(there))
+    except OSError as error:
+        raise system_fault(error, path) from None
+
+
+def check_new(folder: Path) -> None:
+    """Raise BadInput for a folder with files: what is written there would stand among them, or replace them."""
+    if folder.is_dir() and any(folder.iterdir()):
+        raise BadInput(folder, "is not empty", "choose a new folder, or remove what is in it")
+
+
+def _make_room(path: Path) -> None:
+    """Make the folder of a file; BadInput or OSError if no file of that name can be made there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        raise BadInput(path, "is a folder" if path.is_dir() else "is not a regular file", "choose another name")
+    _temporary(path).touch()
+    _temporary(path).unlink()
+
+
+def _temporary(path: Path) -> Path:
+    """A name short enough for any file system, and another one for each path and process."""
+    return path.parent / f"{_beginning(path)}{this_process()}{_ENDING}"
+
+
+def _beginning(path: Path) -> str:
+    return f".{path.name[:40]}.{crc32(os.fsencode(path.name)):08x}."
+
+
+def remove_temporaries(path: Path) -> None:
+    """Remove what was left of a file that was being written, by whichever process of this user, here or elsewhere.
+
+    For one who holds a lock under which alone the file is written.
+    """
+    for leftover, _ in _temporaries(path):
+        if leftover.lstat().st_uid == os.geteuid():
+            leftover.unlink()
+
+
+def _remove_leftovers(path: Path) -> None:
+    for leftover, process in _temporaries(path):
+        with suppress(FileNotFoundError):  # another process may be at it
+            if process["host"] and is_gone(leftover, **process.groupdict()):
+                leftover.unlink()
+
+
+def _temporaries(path: Path) -> list[tuple[Path, re.Match[str]]]:
+    """The temporary files of a path, each with the name of its process."""
+    beginning = _beginning(path)
+    names = (name for name in os.listdir(path.parent) if name.startswith(beginning))
+    pairs = ((path.parent / name, _OWNED.fullmatch(name.removeprefix(beginning))) for name in names)
+    return [(leftover, process) for leftover, process in pairs if process is not None]
+
+
+@contextmanager
+def _faults_of(path: Path) -> Iterator[None]:
+    """Turn what the system refuses about a file that is being written into one line; of other files it passes."""
+    try:
+        yield
+    except OSError as error:
+        involved = {path, _temporary(path), *path.parents}
+        if error.filename is not None and Path(os.fsdecode(error.filename)) not in involved:
+            raise
+        raise system_fault(error, path) from None
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a whole file or nothing."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def canonical_json(value: object) -> bytes:
+    """The one spelling of a value as JSON: sorted keys, no spaces, no NaN."""
+    return json.dumps(msgspec.to_builtins(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def sha256_of_value(value: object) -> str:
+    """The hexadecimal SHA-256 of the canonical JSON of a value."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def sha256_of_file(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_document(path: Path, document: Document) -> None:
+    """Write a document as indented JSON, atomically; the same document gives the same bytes."""
+    content = {"format": document.FORMAT, "version": document.VERSION} | msgspec.to_builtins(document)
+    if document.SEALED:
+        content[_SEAL] = sha256_of_value(content)
+    # Not indented by json itself, which leaves its compiled encoder for that: a fifth of the time.
+    text = json.dumps(content, allow_nan=False)
+    write_bytes(path, (msgspec.json.format(text, indent=1) + "\n").encode())
+
+
+def read_document(path: Path, kind: type[DocumentType]) -> DocumentType:
+    """Read one document of a known kind.
+
+    Raises BadInput naming the file, the path to the offending value and the remedy.
+    """
+    return read_any_document(path, kind)
+
+
+def read_any_document(path: Path, *kinds: type[DocumentType]) -> DocumentType:
+    """Read a document that may be of several kinds, told apart by its `format` key."""
+    raw = read_object(path)
+    kind = checked_header(path, raw.get("format"), raw.get("version"), {k.FORMAT: k for k in kinds})
+    if kind.SEALED and raw.pop(_SEAL, None) != sha256_of_value(raw):
+        raise BadInput(path, "its SHA-256 does not match its content: it was changed", "use another copy")
+    del raw["format"], raw["version"]
+    try:
+        return msgspec.convert(without_ignored(raw, kind.REMOVED), kind)
+    except msgspec.ValidationError as error:
+        usual = BadInput(path, str(error), f"correct the file or {WRITE_AGAIN}")
+        raise removed_key(error, kind.REMOVED, path) or usual from None
+
+
+def without_ignored(raw: Mapping[str, Any], removed: Mapping[str, Removed]) -> dict[str, Any]:
+    """The keys and values of a document without removed keys whose value never changed anything."""
+
+    def is_ignored(key: str) -> bool:
+        return key in removed and ((ignored := removed[key].ignored) is None or raw[key] in ignored)
+
+    return {key: value for key, value in raw.items() if not is_ignored(key)}
+
+
+def removed_key(
+    error: msgspec.ValidationError, removed: Mapping[str, Removed], file: object, place: str = ""
+) -> BadInput | None:
+    """What to raise for a key that was removed; None if the error is about something else."""
+    unknown = _UNKNOWN_KEY.match(str(error))
+    if unknown is None or unknown[1] not in removed:
+        return None
+    return BadInput(file, f"{place}{unknown[1]} was removed", removed[unknown[1]].remedy)
+
+
+def checked_header(path: Path, format_name: object, version: object, kinds: Mapping[str, type[Headed]]) -> type[Headed]:
+    """The kind that a file's format names; BadInput unless it is one of these, in the version read here."""
+    if not isinstance(format_name, str) or format_name not in kinds:
+        raise BadInput(path, f"format is {format_name!r}, not {' or '.join(kinds)}", "pass a file of that format")
+    known: int = kinds[format_name].VERSION  # type: ignore[attr-defined]
+    if type(version) is not int or version != known:
+        raise BadInput(
+            path,
+            f"version {version!r} of {format_name} is unknown here, only {known} is read",
+            WRITE_AGAIN,
+        )
+    return kinds[format_name]
+
+
+def check_regular(path: Path, max_bytes: int) -> None:
+    """Raise BadInput unless a path names a regular file of at most so many bytes: no folder, device or pipe."""
+    try:
+        entry = path.stat()
+    except OSError as error:
+        raise system_fault(error, path) from None
+    if not stat.S_ISREG(entry.st_mode):
+        problem = "is a folder" if stat.S_ISDIR(entry.st_mode) else "is not a regular file"
+        raise BadInput(path, problem, "pass a file")
+    if entry.st_size > max_bytes:
+        raise BadInput(path, f"larger than {max_bytes >> 20} MiB", "pass a file of the right kind")
+
+
+def read_bytes(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
+    """The whole of a regular file; BadInput if it is none, larger than allowed, or cannot be read."""
+    check_regular(path, max_bytes)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise system_fault(error, path) from None
+
+
+def read_object(path: Path, max_bytes: int = _MAX_JSON_BYTES, *, any_text: bool = False) -> dict[str, Any]:
+    """Read a JSON object of any keys; BadInput if it is larger than allowed, no JSON, repeats a key or holds NaN.
+
+    Texts may not hold control characters, as they are shown, unless it is said that they may: tokens are any text.
+    """
+    return object_of(read_bytes(path, max_bytes), path, any_text=any_text)
+
+
+def object_of(content: bytes | str, path: object, *, any_text: bool = False) -> dict[str, Any]:
+    """The JSON object of a file's content; BadInput as `read_object` does."""
+    try:
+        raw = json.loads(content, object_pairs_hook=_without_repeats)
+        odd = first_odd(raw, _is_no_text if any_text else has_controls)
+    except RecursionError:
+        raise BadInput(path, "nested too deeply", WRITE_AGAIN) from None
+    except ValueError as error:
+        raise BadInput(path, f"not valid JSON ({error})", WRITE_AGAIN) from None
+    if not isinstance(raw, dict):
+        raise BadInput(path, "the outermost value is not an object", WRITE_AGAIN)
+    if odd is not None:
+        raise BadInput(path, odd, "measure or enter that value again")
+    return raw
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {repeated!r} appears twice")
+    return unique
+
+
+def first_odd(value: object, is_odd: Callable[[str], bool] = has_controls, where: str = "$") -> str | None:
+    """What and where the first number is that is not finite, or the first text or key that is odd, if any."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else f"not a finite number at `{where}`"
+    if isinstance(value, str):
+        return f"a control character in the text at `{where}`" if is_odd(value) else None
+    children: Iterator[tuple[str, object]] = iter(())
+    if isinstance(value, dict):
+        if any(map(is_odd, value)):
+            return f"a control character in a key at `{where}`"
+        children = ((f"{where}.{key}", child) for key, child in value.items())
+    elif isinstance(value, list):
+        children = ((f"{where}[{i}]", child) for i, child in enumerate(value))
+    return next((odd for path, child in children if (odd := first_odd(child, is_odd, path)) is not None), None)
+
+
+def _is_no_text(text: str) -> bool:
+    """Whether a text holds half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    return not text.isascii() and any(0xD800 <= ord(character) < 0xE000 for character in text)
+
+
+def sync_path(path: Path) -> None:
+    """When a file, or what a folder lists, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

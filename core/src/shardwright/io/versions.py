@@ -1,0 +1,34 @@
+"""Versions of software and drivers, recorded with each measurement."""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+PRODUCT = "shardwright"
+
+
+def product_version() -> str:
+    """The version of Shardwright, installed as a whole or as its core with single stages."""
+    try:
+        return version(PRODUCT)
+    except PackageNotFoundError:
+        return version(f"{PRODUCT}-core")
+
+
+def versions_text(packages: Sequence[str], *, on_gpu: bool) -> str:
+    """Versions of installed packages, as `torch 2.13.0, driver 550.54`, with NVIDIA's driver on a GPU."""
+    texts = [f"{package} {product_version() if package == PRODUCT else version(package)}" for package in packages]
+    if on_gpu:
+        texts.append(f"driver {_driver_version()}")
+    return ", ".join(texts)
+
+
+def _driver_version() -> str:
+    """The version that nvidia-smi gives; `unknown` if that is not installed, as with AMD's devices."""
+    if shutil.which("nvidia-smi") is None:
+        return "unknown"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    lines = asked.stdout.splitlines()
+    return lines[0].strip() if asked.returncode == 0 and lines else "unknown"

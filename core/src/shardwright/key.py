@@ -1,0 +1,104 @@
+"""The key by which a measured or estimated figure is looked up."""
+
+from collections.abc import Iterable
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+
+from shardwright.types.strategy import LayerStrategy, Recompute, SequenceParallel, Strategy
+
+
+class Key(msgspec.Struct, frozen=True, order=True):
+    """The columns that tell one figure from the others of its table, in the order in which keys are sorted."""
+
+    @classmethod
+    def from_fields(cls, struct: msgspec.Struct, **columns: object) -> Self:
+        """Return the key made of these columns and of those that a row, a strategy or another key has."""
+        shared = {name: getattr(struct, name) for name in cls.__struct_fields__ if name in struct.__struct_fields__}
+        return cls(**shared | columns)
+
+    def without(self, *names: str) -> Self:
+        """Return the narrower key that leaves the named columns open; KeyError where the key has no such column."""
+        kept = self.columns
+        for name in names:
+            del kept[name]
+        return type(self)(**kept)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Return the columns by name, as a row takes them."""
+        return msgspec.structs.asdict(self)
+
+
+class LayerKey(Key, frozen=True, order=True, kw_only=True):
+    """The key of figures of layers; a column that is left open holds its default, which no figure has."""
+
+    type: str = ""
+    """The layer's type in the model description."""
+    tp_size: int = 0
+    sequence_parallel: SequenceParallel | None = None
+    recompute: Recompute | None = None
+    micro_batch_size: int = 0
+    sequence_length: int = 0
+
+    @classmethod
+    def from_strategy(cls, type_name: str, strategy: Strategy, **columns: object) -> Self:
+        """Return the key of a layer under a strategy, with further columns; embedding and head recompute nothing."""
+        recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
+        return cls.from_fields(strategy, type=type_name, recompute=recompute, **columns)
+
+    def __str__(self) -> str:
+        """Return the type and the other columns by name, without those that are left open."""
+        named = (f"{name} {value}" for name, value in self.columns.items() if name != "type" and value)
+        return " ".join((self.type, *named))
+
+
+class ExpertKey(Key, frozen=True, order=True, kw_only=True):
+    """The key of figures of a layer's experts on one rank, whatever the rest of the layer does."""
+
+    type: str
+    """The layer's type in the model description."""
+    experts: int
+    """Experts of the rank."""
+    etp_size: int
+    """Ranks that share each expert's features out."""
+    recompute: Recompute
+    rows: int = 0
+    """Rows of the rank, over all its experts; 0 where they vary."""
+
+    def __str__(self) -> str:
+        """Return the key in words."""
+        return f"{self.experts} experts of {self.type} etp_size {self.etp_size} recompute {self.recompute}"
+
+
+class HostKey(Key, frozen=True, order=True, kw_only=True):
+    """The key of the least times of a layer's passes, which its host needs."""
+
+    type: str
+    """The layer's type in the model description."""
+    recompute: Recompute
+    tp_size: int = 0
+    """Tensor-parallel ranks; 0 if they make no difference."""
+    experts: int = 0
+    """Experts of the rank, which the figure is about; 0 if it is about what else the layer does."""
+    pipelined: bool = False
+    """Whether the figure is about pipelines between nodes only."""
+
+
+class Keyed(Protocol):
+    """A row of a table of figures of layers, or whatever else has its key."""
+
+    @property
+    def key(self) -> LayerKey:
+        """Return the key."""
+
+
+KeyedRow = TypeVar("KeyedRow", bound=Keyed)
+
+
+def rows_by_key(rows: Iterable[KeyedRow], *open_columns: str) -> dict[LayerKey, list[KeyedRow]]:
+    """Group rows that differ in the named columns alone; the groups ascend by key, and rows keep their order."""
+    groups: dict[LayerKey, list[KeyedRow]] = {}
+    for row in rows:
+        groups.setdefault(row.key.without(*open_columns), []).append(row)
+    return dict(sorted(groups.items(), key=lambda group: group[0]))

@@ -1,0 +1,1 @@
+"""The launcher: starts the ranks of a run on one or several nodes, watches them, and reports which failed first."""

@@ -1,0 +1,36 @@
+"""Detection of accelerators on a node without importing torch."""
+
+import shutil
+from pathlib import Path
+
+from shardwright.io import BadInput
+from shardwright.types import Cluster
+
+CPU = "cpu"
+"""PyTorch's name of the device type of a node's processors."""
+GPU = "cuda"
+"""PyTorch's name of the device type of GPUs, AMD's included."""
+COLLECTIVES = {CPU: "gloo", GPU: "nccl"}
+"""Library of collectives by device type; on AMD's GPUs `nccl` is RCCL."""
+DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvgpu", "/dev/dxg", "/dev/kfd")
+"""Files that GPU drivers make: NVIDIA's on Linux, on Jetson and on WSL, and AMD's."""
+
+
+def device_type_of(cluster: Cluster, file: object) -> str:
+    """PyTorch's name of a cluster's device type.
+
+    Raises BadInput for a mixture, whose ranks exchange no collectives.
+    """
+    if cluster.obstacle is not None:
+        raise BadInput(file, cluster.obstacle, "describe each in a cluster file")
+    return CPU if cluster.of_rank(0).on_cpu else GPU
+
+
+def check_accelerator(cluster: Cluster, node_rank: int, file: object) -> None:
+    """Raise BadInput if a node of the cluster has accelerators and this machine has no driver of a GPU."""
+    node_type = cluster.of_rank(cluster.node_of_rank.index(node_rank))
+    if node_type.on_cpu or any(Path(driver).exists() for driver in DRIVERS) or shutil.which("nvidia-smi"):
+        return
+    raise BadInput(
+        file, f"is for {node_type.device}, but this machine has no GPU driver", "start it on the cluster's nodes"
+    )

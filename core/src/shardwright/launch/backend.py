@@ -1,0 +1,68 @@
+"""What an accelerator and a CPU differ in for a rank. All else about devices is asked of `torch.accelerator`.
+
+PyTorch names devices of NVIDIA and AMD (ROCm) `cuda`, and their collectives `nccl`. This file imports torch, so that
+ranks import it and the launcher does not.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+
+from shardwright.launch.accelerator import CPU, GPU
+
+
+def on_accelerator(device: torch.device) -> bool:
+    """Whether a device is an accelerator, which computes asynchronously and counts its memory."""
+    return device.type == GPU
+
+
+def take_device(local_rank: int) -> torch.device:
+    """Make an accelerator of this node the one that this process computes on by default, and return it."""
+    device = torch.device(GPU, local_rank)
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device as clusters spell it."""
+    return torch.cuda.get_device_name(device) if on_accelerator(device) else CPU
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a device; a CPU's is done when its call returns."""
+    if on_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of a device's default generator."""
+    if not on_accelerator(device):
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: Tensor, device: torch.device) -> None:
+    """Set the state of a device's default generator."""
+    if on_accelerator(device):
+        torch.get_device_module(device).set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def edge_options(device: torch.device, channels: int) -> "dist.ProcessGroupNCCL.Options | None":
+    """NCCL's options of a pipeline edge with so many channels; None for gloo.
+
+    A waiting receive occupies a multiprocessor for each channel.
+    """
+    if not on_accelerator(device):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = options.config.max_ctas = channels
+    return options
+
+
+def profiled_activities(device: torch.device) -> list[ProfilerActivity]:
+    """What PyTorch's profiler records of a device."""
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_accelerator(device) else [])]

@@ -1,0 +1,246 @@
+"""The nodes of a run, from options or Slurm's variables, and the addresses at which they reach one another."""
+
+import fcntl
+import itertools
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
+
+from shardwright.command import Options
+from shardwright.io import BadInput
+from shardwright.types import Cluster, Count
+
+LOOPBACK = "lo"
+_SIOCGIFADDR = 0x8915
+_NAME_BYTES, _REQUEST_BYTES, _ADDRESS_BYTES = 15, 256, slice(20, 24)
+_ELSEWHERE = ("198.51.100.1", 9)
+"""An address and port of no machine (RFC 5737)."""
+_MAX_PORT = 65535
+_USUAL_PORT = 29500
+"""Port that PyTorch uses by default."""
+_SCONTROL_S = 60
+_NODE_ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
+_ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):(?P<port>[0-9]{1,5})")
+
+
+class Address(NamedTuple):
+    """The address at which the first node listens for the other nodes' launchers and ranks."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The means by which the nodes of a run meet: a secret and node 0's socket."""
+
+    file: Path
+    """File where node 0 keeps the secret, unless it was given to all nodes."""
+    secret: bytes | None = field(default=None, repr=False)
+    """The secret, if it was given or this is node 0."""
+    server: socket.socket | None = None
+    """The socket on which node 0 listens."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The number of nodes, this node's number and the first node's address (`HOST:PORT`; None on a single node)."""
+
+    count: int = 1
+    rank: int = 0
+    rendezvous: str | None = None
+    all_here: bool = False
+    """Whether this machine stands for all nodes of the cluster."""
+    step: str = ""
+    """Job and step of Slurm, if these name the nodes: then `rendezvous` is a host, and its port is random."""
+    meeting: Meeting | None = field(default=None, compare=False)
+    """The meeting of the nodes; set within `meeting_of`."""
+
+    def __post_init__(self) -> None:
+        if self.all_here and self.count > 1:
+            raise BadInput("--all-nodes-here", f"--nnodes is {self.count}", "give one of the two")
+        if self.count > 1 and self.rendezvous is None:
+            raise BadInput("--rendezvous", f"{self.count} nodes need a place to meet", "give HOST:PORT of node 0")
+        if not 0 <= self.rank < self.count:
+            raise BadInput("--node-rank", f"{self.rank} is not below --nnodes {self.count}", "number nodes from 0")
+        _ = self.address
+
+    def ranks_here(self, cluster: Cluster) -> range:
+        """The ranks that are started on this machine."""
+        if self.all_here:
+            return range(cluster.num_devices)
+        first = cluster.node_of_rank.index(self.rank)
+        return range(first, first + cluster.of_rank(first).devices_per_node)
+
+    @property
+    def address(self) -> Address | None:
+        """The rendezvous by host and port, which is 0 until the secret determines it.
+
+        Raises BadInput if it is no `HOST:PORT`.
+        """
+        if self.rendezvous is None:
+            return None
+        if self.step:
+            return Address(self.rendezvous, 0)
+        match = _ADDRESS.fullmatch(self.rendezvous)
+        if match is None or not 1 <= int(match["port"]) <= _MAX_PORT:
+            raise BadInput("--rendezvous", f"{self.rendezvous!r} is not HOST:PORT", f"give a port of 1 to {_MAX_PORT}")
+        return Address(match["host"].strip("[]"), int(match["port"]))
+
+
+def nodes_of(count: int | None, rank: int | None, rendezvous: str | None, environment: Mapping[str, str]) -> Nodes:
+    """The nodes that options name; what they leave out is taken from the srun step that this process runs in.
+
+    Outside a step, there is one node. Raises BadInput if a step has several tasks on a node, or its first host
+    cannot be found.
+    """
+    if "SLURM_STEP_NODELIST" not in environment:
+        return Nodes(1 if count is None else count, rank or 0, rendezvous)
+    if count is None:
+        count = _number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    if rank is None:
+        rank = _number(environment, "SLURM_NODEID", "SLURM_PROCID")
+    if count > 1 and _number(environment, "SLURM_LOCALID", default=0):
+        raise BadInput("srun", "it started several tasks on one node", "pass --ntasks-per-node=1")
+    if count > 1 and rendezvous is None:
+        step = f"{_number(environment, 'SLURM_JOB_ID')}.{_number(environment, 'SLURM_STEP_ID', default=0)}"
+        return Nodes(count, rank, _host_of_step(environment), step=step)
+    return Nodes(count, rank, rendezvous)
+
+
+def check_all_nodes(cluster: Cluster, nodes: Nodes, file: object) -> None:
+    """Raise BadInput if a command for all nodes of a cluster is started on another number of them.
+
+    Where no option names nodes, first print the line to start on each, with this machine as node 0.
+    """
+    count = cluster.num_nodes
+    if nodes.all_here or nodes.count == count:
+        return
+    remedy = f"start it on every node with --nnodes {count}, --node-rank and --rendezvous"
+    if nodes == Nodes():
+        secret = "if they share no folder, set SHARDWRIGHT_SECRET on all to the same 32 or more random characters"
+        print(f"# once on each node, of which node 0 is {name_for_others()} with port {_USUAL_PORT}; {secret}:")
+        print("\n".join(lines_of_nodes(cluster, sys.argv)), flush=True)
+        remedy = "start it on every node: the lines are printed"
+    raise BadInput(file, f"is for {count} nodes, --nnodes is {nodes.count}", remedy)
+
+
+def lines_of_nodes(cluster: Cluster, command: Sequence[str]) -> list[str]:
+    """The command line for each node of a cluster, in the order of its nodes, with this machine as node 0."""
+    program = shlex.join([Path(command[0]).name, *command[1:]])
+    types = [group.node_type for group in cluster.nodes for _ in range(group.count)]
+    meeting = f"--nnodes {len(types)} --rendezvous {name_for_others()}:{_USUAL_PORT}"
+    return [f"{program} {meeting} --node-rank {node}  # a node of {name}" for node, name in enumerate(types)]
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has an IPv4 address, or an address of the loopback network (netdevice(7)).
+
+    Returns None if no interface has it, and for IPv6 addresses other than ::1.
+    """
+    if _is_loopback(address):
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no IPv4 address
+                request = name.encode()[:_NAME_BYTES].ljust(_REQUEST_BYTES, b"\0")
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[_ADDRESS_BYTES]) == address:
+                    return name
+    return None
+
+
+def means_loopback(host: str) -> bool:
+    """Whether a host name, not `localhost`, resolves to loopback here, as a machine's name does on Debian."""
+    with suppress(OSError):
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        return all(map(_is_loopback, addresses)) and host != "localhost" and host not in addresses
+    return False
+
+
+def name_for_others() -> str:
+    """This machine's name or, if that resolves to loopback here, the address by which it reaches others."""
+    name = socket.gethostname()
+    if means_loopback(name):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(_ELSEWHERE)  # which sends nothing
+            return str(probe.getsockname()[0])
+    return name
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+def _host_of_step(environment: Mapping[str, str]) -> str:
+    """The address of the step's first node as Slurm itself reaches it: its name may be known to Slurm alone."""
+    listed = environment["SLURM_STEP_NODELIST"]
+    hosts = _hosts(listed)
+    # Slurm's list of the step is sorted by name across a job's components: the first task is on the first component's.
+    components = (f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in itertools.count())
+    firsts = (_hosts(environment[name])[0] for name in itertools.takewhile(environment.__contains__, components))
+    first = next((host for host in firsts if host in hosts), hosts[0])
+    address = _NODE_ADDRESS.search(_scontrol(listed, "node", first))
+    if address is None:
+        raise _unresolved(listed, f"it reports no NodeAddr of {first}")
+    return address[1]
+
+
+def _hosts(listed: str) -> list[str]:
+    return _scontrol(listed, "hostnames", listed).split()
+
+
+def _scontrol(listed: str, *asked: str) -> str:
+    """The output of `scontrol show`; raises BadInput if there is none."""
+    command = ["scontrol", "--oneliner", "show", *asked]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _unresolved(listed, str(error)) from None
+    if done.returncode or not done.stdout.strip():
+        raise _unresolved(listed, done.stderr)
+    return done.stdout
+
+
+def _unresolved(listed: str, why: str) -> BadInput:
+    return BadInput("SLURM_STEP_NODELIST", f"scontrol does not resolve {listed!r} ({why.strip()})", "pass --rendezvous")
+
+
+def _number(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
+    """The value of the first of these variables that is set."""
+    name = next((name for name in names if name in environment), names[0])
+    value = environment.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None or not value.isdecimal():
+        problem = "is not set" if value is None else f"is {value!r}, not a number"
+        raise BadInput(name, problem, "pass --nnodes, --node-rank and --rendezvous")
+    return int(value)
+
+
+class NodeOptions(Options, frozen=True, kw_only=True):
+    """Options of a command that is started once on each node."""
+
+    nnodes: Count | None = None
+    """Number of nodes this command is started on; without it as srun says, else 1."""
+    node_rank: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    """This node's number in the cluster's order, from 0; without it as srun says, else 0."""
+    rendezvous: Annotated[str, Meta(max_length=300)] | None = None
+    """HOST:PORT of node 0 where several nodes meet. Not needed under srun."""
+
+    all_nodes_here: bool = False
+    """Start the ranks of all nodes on this machine, to try a cluster's plans if there is no such cluster."""
+
+    def nodes(self, environment: Mapping[str, str]) -> Nodes:
+        """The nodes that the options name."""
+        if self.all_nodes_here:
+            return Nodes(self.nnodes or 1, self.node_rank or 0, all_here=True)
+        return nodes_of(self.nnodes, self.node_rank, self.rendezvous, environment)

@@ -1,0 +1,142 @@
+"""Frozen parts of a model: which parameters are not trained, and through which layers no backward pass goes.
+
+Layers of one type are alike, so that a type is split where its layers are frozen differently. The family's own name
+stays that of layers that are trained whole; behind a dot stands what is frozen otherwise.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from shardwright.io import BadInput
+from shardwright.types.low_rank import LOW_RANK
+from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, base_type
+
+OPTION = "--frozen"
+Place = int | str
+"""`embedding`, `head`, or the number of a block."""
+NO_BACKWARD = "no_grad"
+"""The word behind the dot where neither a layer nor any before it has a trained parameter."""
+_FROZEN, _PARTLY, _ADAPTED = "frozen", "part", "lora"
+_PART = re.compile(r"(?:(embedding|head|layers)|layers\[(?:(\d+)|(\d*):(\d*))\])(?:\.(.+))?", re.ASCII)
+_REMEDY = "name embedding, head, layers, layers[2] or layers[0:8], and after a dot parameters, as in layers.mlp.*"
+
+
+class FrozenPart(NamedTuple):
+    """Parameters of some layers of a model."""
+
+    text: str
+    layer: str
+    """`embedding`, `head` or `layers`."""
+    first: int
+    end: int | None
+    """The first block behind them; None: up to the last one."""
+    pattern: str
+    """Pattern of names in the description: `*` matches any text, dots included, `?` one character."""
+
+    @classmethod
+    def parse(cls, text: str) -> "FrozenPart":
+        """Parse `LAYERS` or `LAYERS.PATTERN`; raise BadInput where a text is malformed."""
+        if (match := _PART.fullmatch(text)) is None:
+            raise BadInput(OPTION, f"{text!r} names no part of a model", _REMEDY)
+        layer, number, low, high, pattern = match.groups()
+        first = int(number or low or 0)
+        end = first + 1 if number else int(high) if high else None
+        return cls(text, layer or "layers", first, end, pattern or "*")
+
+    def matches(self, place: Place, parameter: str) -> bool:
+        """Return whether a parameter of the embedding, the head or the block with a number is one of them."""
+        if isinstance(place, str):
+            return place == self.layer and fnmatchcase(parameter, self.pattern)
+        inside = self.layer == "layers" and self.first <= place and (self.end is None or place < self.end)
+        return inside and fnmatchcase(parameter, self.pattern)
+
+
+def freeze(model: Model, parts: Sequence[FrozenPart], file: object = OPTION) -> Model:
+    """Return the model with the named parts frozen, besides those that are; its layers' types are split accordingly.
+
+    Raises BadInput, naming `file`, where a part matches no parameter, where replicas of one parameter would be frozen
+    and trained, and where nothing is left to train.
+    """
+    for part in parts:
+        if not any(part.matches(at, p.name) for at, kind in layers_of(model) for p in _parameters(model, kind)):
+            raise BadInput(file, f"{part.text!r} matches no parameter of the model", _REMEDY)
+    return freeze_where(model, lambda at, p: any(part.matches(at, p.name) for part in parts), file)
+
+
+def freeze_where(model: Model, is_frozen: Callable[[Place, Parameter], bool], file: object) -> Model:
+    """Return the model with parameters frozen by their layer and themselves, besides those that are; see `freeze`."""
+    frozen = {
+        at: frozenset(p.name for p in _parameters(model, kind) if p.frozen is True or is_frozen(at, p))
+        for at, kind in layers_of(model)
+    }
+    _check_replicas(model, frozen, file)
+    if all(len(frozen[at]) == len(_parameters(model, kind)) for at, kind in layers_of(model)):
+        raise BadInput(file, "every parameter is frozen", "leave some to be trained")
+    return _split(model, [kind for _, kind in layers_of(model)], tuple(frozen.values()))
+
+
+def layers_of(model: Model) -> Iterator[tuple[Place, str]]:
+    """Yield the place and the type of each layer, embedding and head included."""
+    yield EMBEDDING, EMBEDDING
+    yield from enumerate(model.layers)
+    yield HEAD, HEAD
+
+
+def _split(model: Model, kinds: Sequence[str], frozen: Sequence[frozenset[str]]) -> Model:
+    """Return the model with a type for each kind of layer, its frozen parameters, and whether gradients pass."""
+    split: dict[tuple[str, tuple[Parameter, ...], bool], str] = {}
+    types: dict[str, LayerType] = {}
+    names, backward = list[str](), False
+    for kind, held in zip(kinds, frozen, strict=True):
+        backward = backward or len(held) < len(_parameters(model, kind)) or kind == HEAD
+        made = _frozen_type(model.types[kind], held, backward)
+        key = base_type(kind), made.parameters, backward
+        if key not in split:
+            split[key] = kind if kind in (EMBEDDING, HEAD) else _name(model, kind, held, backward, taken=types)
+            types[split[key]] = made
+        names.append(split[key])
+    return replace(model, layers=tuple(names[1:-1]), types=types)
+
+
+def _name(model: Model, kind: str, held: frozenset[str], backward: bool, taken: Mapping[str, object]) -> str:
+    """Return the name of a type of block."""
+    base, trained = base_type(kind), {p.name for p in _parameters(model, kind)} - held
+    if held <= {p.name for p in _parameters(model, base) if not p.trained} if base in model.types else not held:
+        return base
+    word = _FROZEN if not trained else _ADAPTED if all(LOW_RANK in name for name in trained) else _PARTLY
+    word = word if backward else NO_BACKWARD
+    numbers = (word, *(f"{word}{number}" for number in range(2, len(taken) + 3)))
+    return next(name for name in (f"{base}.{word}" for word in numbers) if name not in taken)
+
+
+def _frozen_type(kind: LayerType, held: frozenset[str], backward: bool) -> LayerType:
+    parameters = tuple(replace(p, frozen=True) if p.name in held else p for p in kind.parameters)
+    plain = replace(kind, parameters=parameters)
+    return plain if backward else replace(plain, backward=False)
+
+
+def _parameters(model: Model, kind: str) -> tuple[Parameter, ...]:
+    return model.types[kind].parameters
+
+
+def _check_replicas(model: Model, frozen: Mapping[Place, frozenset[str]], file: object) -> None:
+    """Raise BadInput where one parameter is frozen in one layer and trained in another."""
+    for states in _replicas(model, frozen):
+        name, held = next(iter(states.items()))
+        if len(set(held)) > 1:
+            remedy = "freeze it in all of them, or in none"
+            raise BadInput(file, f"{name} is one parameter of several layers, and frozen in some of them", remedy)
+
+
+def _replicas(model: Model, frozen: Mapping[Place, frozenset[str]]) -> Iterator[dict[str, list[bool]]]:
+    for first, second in model.tied:
+        yield {first: [first in frozen[EMBEDDING], second in frozen[HEAD]]}
+    for base in dict.fromkeys(map(base_type, model.layers)):
+        numbers = [number for number, kind in enumerate(model.layers) if base_type(kind) == base]
+        for parameter in _parameters(model, model.layers[numbers[0]]):
+            if parameter.shared:
+                yield {parameter.name: [parameter.name in frozen[number] for number in numbers]}

@@ -1,0 +1,333 @@
+"""The modules of a model that get low-rank matrices: those that peft (version 0.21) finds by an adapter's targets.
+
+Regular expressions of a file are matched only after a child process has done the same matches within its limits.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from shardwright.io import BadInput
+from shardwright.models.facts import Family
+from shardwright.models.frozen import Place, layers_of
+from shardwright.models.registry import facts_of
+from shardwright.models.traits import ExpertKeys
+from shardwright.types.low_rank import LOW_RANK
+from shardwright.types.model import EMBEDDING, HEAD, Model, Parameter, base_type
+
+_CPU_S = 2
+"""Processor time for all matches of an adapter; those of published ones take milliseconds."""
+_MEMORY_BYTES = 2**30
+_SHOWN = 80
+"""Characters of an expression in a message."""
+_PLAIN = re.compile(r"[\w.-]*")
+_CHILD = f"""
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({_CPU_S}, {_CPU_S}))
+resource.setrlimit(resource.RLIMIT_AS, ({_MEMORY_BYTES}, {_MEMORY_BYTES}))
+sys.setrecursionlimit(500)
+expressions, names = json.load(sys.stdin)
+for text, expression, how in expressions:
+    try:
+        re.compile(expression)
+    except (re.error, OverflowError, RecursionError) as error:
+        json.dump([text, str(error)], sys.stdout)
+        sys.exit(0)
+for name in names:
+    for _, expression, how in expressions:
+        getattr(re, how)(expression, name)
+"""
+"""Its recursion limit is below this process's, so that what it compiles is compiled here, too."""
+
+
+class Expression(NamedTuple):
+    """A regular expression, and how it is applied to a name."""
+
+    text: str
+    """What the file has."""
+    whole: str
+    """The expression around it."""
+    is_full: bool = False
+    """Whether it matches the whole name, and not its beginning."""
+
+    def match(self, name: str) -> re.Match[str] | None:
+        """Return its match of a name; `check_expressions` must have accepted it."""
+        return re.fullmatch(self.whole, name) if self.is_full else re.match(self.whole, name)
+
+
+def check_expressions(expressions: Iterable[Expression], names: Iterable[str], file: object) -> None:
+    """Raise BadInput, naming `file`, for what is not a regular expression, or takes too long to match the names."""
+    risky = [each for each in expressions if _PLAIN.fullmatch(each.text) is None]
+    if not risky:
+        return
+    asked = json.dumps([[(x.text, x.whole, "fullmatch" if x.is_full else "match") for x in risky], [*names]])
+    child = subprocess.run([sys.executable, "-I", "-S", "-c", _CHILD], input=asked, capture_output=True, text=True)
+    if child.returncode != 0:
+        named = " or ".join(_shown(each.text) for each in risky)
+        problem = f"{named} takes over {_CPU_S} s or 1 GiB to match the names of modules"
+        raise BadInput(file, problem, "list names, or use an expression without nested repetitions")
+    if child.stdout:
+        text, why = json.loads(child.stdout)
+        raise BadInput(file, f"{_shown(text)} is not a regular expression ({why})", "correct it")
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+
+
+_WEIGHT = ".weight"
+
+
+class StockModule(NamedTuple):
+    """A module of the stock model that holds parameters of a layer."""
+
+    place: Place
+    module: str
+    """Its name in the layer, as the description has it."""
+    name: str
+    """Its full name in the stock model."""
+    is_linear: bool
+    """Whether it is a Linear or a Conv1D, and not the matrix that gives a model's logits."""
+    obstacle: str | None
+    """Why low-rank matrices cannot stand beside it; None: they can."""
+
+
+def stock_modules(model: Model) -> Iterator[StockModule]:
+    """Yield the modules of all layers that hold matrices or norms; those that files hold as one have its name."""
+    facts, paths = facts_of(model), paths_of(model)
+    for place, kind in layers_of(model):
+        parameters = model.types[kind].parameters
+        logits = _logits(parameters) if kind == HEAD and facts.labels is None else None
+        for weight in parameters:
+            module = weight.name.removesuffix(_WEIGHT)
+            if module == weight.name or LOW_RANK in module:
+                continue
+            linear, obstacle = _form(facts, kind, weight, module)
+            if weight is logits:
+                linear, obstacle = False, "gives the logits, and low-rank matrices are not supported there"
+            whole = next((each for each, parts in facts.stock.stacked.items() if module in parts), module)
+            if whole != module:
+                parts = " and ".join(part.rpartition(".")[2] for part in facts.stock.stacked[whole])
+                obstacle = f"is held here as {parts}, which cannot have one pair of low-rank matrices together"
+            yield StockModule(place, module, f"{paths[place]}{whole}", linear, obstacle)
+
+
+def paths_of(model: Model) -> dict[Place, str]:
+    """Return what stands before the names of each layer's modules in the stock model, which may have several lists."""
+    places = [facts_of(model).stock.places.get(base_type(kind), "model.layers.{}") for kind in model.layers]
+    numbers = {place: count() for place in places}
+    blocks = (f"{place.format(next(numbers[place]))}." for place in places)
+    return {EMBEDDING: "", HEAD: "", **dict(enumerate(blocks))}
+
+
+def _form(facts: Family, kind: str, weight: Parameter, module: str) -> tuple[bool, str | None]:
+    """Return whether a module is linear, and why it cannot have low-rank matrices."""
+    keys = facts.experts
+    if kind == EMBEDDING:
+        return False, "is a part of the embedding, and low-rank matrices are not supported there"
+    if len(weight.shape) == 1 or module.endswith("norm") or weight.shared:
+        return False, "is not a Linear"
+    if keys is not None and module == keys.router and base_type(kind) in keys.types:
+        if keys.router_is_linear:
+            return True, "returns its scores twice, which peft cannot run with low-rank matrices"
+        return False, "is a router, and not a Linear"
+    return True, None
+
+
+def _logits(parameters: tuple[Parameter, ...]) -> Parameter:
+    """Return the matrix of a head that gives its logits: the last one."""
+    return [p for p in parameters if len(p.shape) > 1 and LOW_RANK not in p.name][-1]
+
+
+ALL_LINEAR = "all-linear"
+"""peft's word for all matrices of a model but that of its logits."""
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+"""The parameters of experts: their first matrices, side by side, and their last."""
+ROUTER = "gate.weight"
+"""peft's name of a router's matrix among parameters."""
+_PARAMETERS = (f"experts.{GATE_UP}", f"experts.{DOWN}", ROUTER)
+"""Paths of parameters that have low-rank matrices without a module of their own, in the feed-forward part."""
+Names = tuple[str, ...]
+_NUMBERED = Expression("", r".*?\.[^.]*\.(?P<number>\d+)\.")
+
+
+class Targets(NamedTuple):
+    """What an adapter's configuration says of the modules that have low-rank matrices."""
+
+    modules: str | Names
+    """Names, or their ends behind a dot; a text is a regular expression for whole names, or `all-linear`."""
+    excluded: str | Names = ()
+    """Modules that have none, in the same way."""
+    layers: frozenset[int] | None = None
+    """Numbers of the blocks whose modules have them, where they are named by their ends; None: all."""
+    patterns: Names = ()
+    """Regular expressions for the lists whose blocks these numbers count; none: the first that is numbered."""
+    parameters: Names = ()
+    """Parameters that have them without a module of their own, by the ends of their names."""
+
+    @property
+    def are_all(self) -> bool:
+        """Return whether all matrices are meant."""
+        return isinstance(self.modules, str) and self.modules.lower() == ALL_LINEAR
+
+    @property
+    def expressions(self) -> tuple[Expression, ...]:
+        """Return the regular expressions among them."""
+        whole = (each for each in (self.modules, self.excluded) if isinstance(each, str))
+        return (*(Expression(each, each, is_full=True) for each in whole), *map(_list, self.patterns))
+
+    def names(self, name: str) -> bool:
+        """Return whether a module with a name is named, wherever it is and whatever is excluded."""
+        return _named(name, self.modules)
+
+    def take(self, name: str) -> bool:
+        """Return whether a named module is not excluded, and in a block that is meant."""
+        if _named(name, self.excluded):
+            return False
+        if self.layers is None or name in self.modules:
+            return True
+        lists = [_list(each) for each in self.patterns] or [_NUMBERED]
+        found = next(filter(None, (each.match(name) for each in lists)), None)
+        return found is not None and int(found["number"]) in self.layers
+
+
+class Selection(NamedTuple):
+    """The modules of a model that get low-rank matrices."""
+
+    modules: Mapping[Place, Mapping[str, str]]
+    """Their full names in the stock model by the layers they are in, and their names in these."""
+    parameters: frozenset[str]
+    """Those of `GATE_UP`, `DOWN` and `ROUTER` that get them in each block with experts."""
+    doubled: bool
+    """Whether the rank and the numerator of `GATE_UP` are twice the usual ones, for two matrices side by side."""
+
+
+def selected(model: Model, targets: Targets, file: object) -> Selection:
+    """Return the modules of a model that targets mean; raise BadInput, naming `file` and a target, where peft differs.
+
+    Either the target is not there, or the module cannot have low-rank matrices here. `check_expressions` must have
+    accepted the regular expressions of the targets.
+    """
+    known, doubled = tuple(stock_modules(model)), False
+    parameters = frozenset(_parameter(name, model, file) for name in targets.parameters)
+    if (keys := facts_of(model).experts) is not None and keys.older_names:
+        targets = _resolved(targets, model, known, keys)
+        targets, older = _without_experts(targets, keys, file)
+        parameters, doubled = parameters | older, GATE_UP in older
+    if targets.are_all:
+        named = [each for each in known if each.is_linear]
+    else:
+        known = (*known, *_containers(known))
+        _check_names(targets, known, file)
+        named = [each for each in known if targets.names(each.name)]
+    chosen = [each for each in named if targets.take(each.name)]
+    if not chosen and not parameters:
+        raise BadInput(file, "target_modules match no module that is not excluded", "name modules of the model")
+    for each in chosen:
+        if each.obstacle is not None:
+            remedy = "name other target_modules, or exclude it by exclude_modules"
+            raise BadInput(file, f"target_modules: {each.name} {each.obstacle}", remedy)
+    places: dict[Place, dict[str, str]] = {}
+    for each in chosen:
+        places.setdefault(each.place, {})[each.module] = each.name
+    return Selection(places, parameters, doubled)
+
+
+def matched_names(model: Model) -> tuple[str, ...]:
+    """Return all names that an adapter's regular expressions are matched with."""
+    known, keys = tuple(stock_modules(model)), facts_of(model).experts
+    modules = [each.name for each in (*known, *_containers(known))]
+    older = () if keys is None else keys.older_names
+    experts = (f"{name}.{each}" for name in modules if name.endswith(".experts") for each in older)
+    parameters = (f"{path}mlp.{each}" for path in paths_of(model).values() for each in _PARAMETERS)
+    return (*modules, *experts, *parameters)
+
+
+def _named(name: str, names: str | Names) -> bool:
+    if isinstance(names, str):
+        return Expression(names, names, is_full=True).match(name) is not None
+    return _ends(name, names)
+
+
+def _list(pattern: str) -> Expression:
+    """Return the expression for the list of blocks that a pattern names."""
+    return Expression(pattern, rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.")
+
+
+def _ends(name: str, names: Iterable[str]) -> bool:
+    return any(name == each or name.endswith(f".{each}") for each in names)
+
+
+def _containers(known: Sequence[StockModule]) -> Iterator[StockModule]:
+    """Yield the modules that only hold others."""
+    names = dict.fromkeys(each.name for each in known)
+    held = dict.fromkeys(name[: match.start()] for name in names for match in re.finditer(r"\.", name))
+    for name in (each for each in held if each not in names):
+        yield StockModule("", "", name, False, "is not a Linear")
+
+
+def _check_names(targets: Targets, known: Sequence[StockModule], file: object) -> None:
+    """Raise BadInput for a target that is not there, which peft would skip without a word beside others that are."""
+    each = (targets.modules,) if isinstance(targets.modules, str) else targets.modules
+    for target in each:
+        alone = targets._replace(modules=target if isinstance(targets.modules, str) else (target,))
+        if not any(alone.names(module.name) for module in known):
+            raise BadInput(file, f"target_modules: {target} is not a module of the model", "name modules that it has")
+
+
+def _parameter(name: str, model: Model, file: object) -> str:
+    """Return which parameter of blocks with experts a target means, in all of them."""
+    keys = facts_of(model).experts
+    known = {f"mlp.{path}": each for path, each in zip(_PARAMETERS, (GATE_UP, DOWN, ROUTER), strict=True)}
+    for path, parameter in known.items() if keys is not None and keys.older_names else ():
+        if _ends(path, (name,)) and _ends(name, (parameter,)):
+            return parameter
+    problem = f"target_parameters: {name} is not a parameter that gets low-rank matrices here"
+    raise BadInput(file, problem, "name experts' gate_up_proj and down_proj, or gate.weight, of all blocks")
+
+
+def _resolved(targets: Targets, model: Model, known: Sequence[StockModule], keys: ExpertKeys) -> Targets:
+    """Return targets with the last parts of names in place of a regular expression, or of the word for all.
+
+    peft does so for models whose experts were modules in transformers 4: what is named of one is meant in all blocks.
+    """
+    if not isinstance(targets.modules, str):
+        return targets
+    if targets.are_all:
+        return targets._replace(
+            modules=(*_last_parts(each.name for each in known if each.is_linear), *keys.older_names)
+        )
+    names = [each.name for each in (*known, *_containers(known))]
+    experts = [name for name in names if name.endswith(".experts")]
+    older = [last for last in keys.older_names[1:] if any(_meant(targets, f"{name}.{last}") for name in experts)]
+    found = (*_last_parts(name for name in names if _meant(targets, name)), *older)
+    return targets._replace(modules=found) if found else targets
+
+
+def _meant(targets: Targets, name: str) -> bool:
+    return targets.names(name) and targets.take(name)
+
+
+def _last_parts(names: Iterable[str]) -> dict[str, None]:
+    return dict.fromkeys(name.rpartition(".")[2] for name in names)
+
+
+def _without_experts(targets: Targets, keys: ExpertKeys, file: object) -> tuple[Targets, frozenset[str]]:
+    """Return targets without those that have the older name of a matrix of experts or routers, and what these mean.
+
+    peft adapts experts and routers of all blocks then, and no dense feed-forward part, whose matrices have these names.
+    """
+    if isinstance(targets.modules, str):
+        return targets, frozenset()
+    router, gate, up, down = keys.older_names
+    older = {name for name in keys.older_names if any(_ends(each, (name,)) for each in targets.modules)}
+    if len(pair := {gate, up} & older) == 1:
+        problem = f"target_modules: {gate} and {up} are one matrix of all experts, and only {pair.pop()} is named"
+        raise BadInput(file, problem, "name both, or neither")
+    meant = {router: ROUTER, gate: GATE_UP, down: DOWN}
+    rest = tuple(each for each in targets.modules if not any(_ends(each, (name,)) for name in keys.older_names))
+    return targets._replace(modules=rest), frozenset(meant[name] for name in older if name in meant)

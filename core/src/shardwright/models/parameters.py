@@ -1,0 +1,52 @@
+"""The parameters of the modules that families are made of, as the stock models of transformers name and order them.
+
+What tensor parallelism shards is as Megatron-LM does it (Shoeybi et al. 2019): columns of what a part begins with, rows
+of what it ends with, and the vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from shardwright.models.traits import Config
+from shardwright.types import Parameter
+
+Parameters = Iterator[Parameter]
+Cut = Literal["columns", "rows", "whole"]
+
+
+def linear(name: str, outputs: int, inputs: int, cut: Cut = "whole", bias: bool = False) -> Parameters:
+    """Yield those of a torch Linear: weight [outputs, inputs], bias [outputs]."""
+    dim = {"columns": 0, "rows": 1, "whole": None}[cut]
+    yield Parameter(name=f"{name}.weight", shape=(outputs, inputs), tp_dim=dim)
+    if bias:
+        yield _bias(name, outputs, cut)
+
+
+def gated(path: str, hidden: int, inner: int, bias: bool = False) -> Parameters:
+    """Yield those of a feed-forward part with a gate, as Llama's is named."""
+    for name in ("gate_proj", "up_proj"):
+        yield from linear(f"{path}.{name}", inner, hidden, "columns", bias)
+    yield from linear(f"{path}.down_proj", hidden, inner, "rows", bias)
+
+
+def conv1d(name: str, outputs: int, inputs: int, cut: Cut) -> Parameters:
+    """Yield those of GPT-2's linear layer: weight [inputs, outputs], bias [outputs]."""
+    yield Parameter(name=f"{name}.weight", shape=(inputs, outputs), tp_dim=1 if cut == "columns" else 0)
+    yield _bias(name, outputs, cut)
+
+
+def norm(name: str, features: int, bias: bool = True) -> Parameters:
+    """Yield those of a LayerNorm, or of an RMSNorm, which has no bias."""
+    for kind in ("weight", "bias") if bias else ("weight",):
+        yield Parameter(name=f"{name}.{kind}", shape=(features,))
+
+
+def vocabulary(name: str, config: Config) -> Parameters:
+    """Yield a matrix of a row a token, sharded by tokens."""
+    yield Parameter(name=name, shape=(config["vocab_size"], config["hidden_size"]), tp_dim=0)
+
+
+def _bias(name: str, outputs: int, cut: Cut) -> Parameter:
+    return Parameter(
+        name=f"{name}.bias", shape=(outputs,), tp_dim=0 if cut == "columns" else None, inside=cut == "rows"
+    )

@@ -1,0 +1,79 @@
+"""What is known by name: families by the `model_type` of their config.json, and published models."""
+
+import tomllib
+from importlib import import_module
+from importlib.resources import files
+from pkgutil import iter_modules
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from shardwright.io import BadInput, Value
+from shardwright.models import families
+from shardwright.models.facts import Family
+from shardwright.models.traits import Config
+from shardwright.types import Model, Tokens, base_type
+
+
+def read_families() -> dict[str, Family]:
+    """Return each family by its model_type: the public values of the modules in `families`, which nothing lists."""
+    modules = (import_module(f"{families.__name__}.{module.name}") for module in iter_modules(families.__path__))
+    public = (value for module in modules for name, value in vars(module).items() if not name.startswith("_"))
+    found = {value.model_type: value for value in public if isinstance(value, Family)}
+    return dict(sorted(found.items()))
+
+
+FAMILIES = read_families()
+_UNFIT = {
+    "qwen2_5_vl": "mrope_section and window_size follow the size of each image, which its configuration does not hold",
+}
+"""Reasons why models of a type cannot be trained, where they are likely to be asked for."""
+
+
+def refusal(model_type: object, usual: str) -> str:
+    """Return why no family is of a model_type: `usual`, unless there is a reason of its own."""
+    reason = _UNFIT.get(model_type) if isinstance(model_type, str) else None
+    return usual if reason is None else f"model_type {model_type!r} cannot be trained: {reason}"
+
+
+def facts_of(model: Model) -> Family:
+    """Return the facts of a described model's family.
+
+    Raises BadInput for a family that nothing is known of, such as that of a description made from others' profiles.
+    """
+    if model.family not in FAMILIES:
+        problem = f"unknown model family {model.family!r}"
+        raise BadInput(f"model {model.name}", problem, f"use a model of {', '.join(FAMILIES)}")
+    return FAMILIES[model.family]
+
+
+def facts_of_type(model: Model, type_name: str) -> tuple[Family, Config]:
+    """Return the facts of a type of layer of a described model, and its configuration.
+
+    Raises BadInput as `facts_of` does.
+    """
+    family, layer = facts_of(model), base_type(type_name)
+    config = family.configured(model.config)
+    return family.of_type(layer, config), family.of_layer(layer, config)
+
+
+class Preset(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of a published config.json that decide shapes."""
+
+    source: Annotated[str, Meta(min_length=1)]
+    """The paper, and whose config.json has these numbers."""
+    sequence_length: Tokens
+    """Tokens of a sample, as it was trained."""
+    config: dict[str, Any]
+    """Named as in its config.json."""
+    nulls: tuple[str, ...] = ()
+    """Further keys, whose value is null, which TOML cannot say."""
+
+
+def read_presets() -> dict[str, Preset]:
+    """Every preset by its name."""
+    text = (files("shardwright.models") / "presets.toml").read_text(encoding="utf-8")
+    presets = msgspec.convert(tomllib.loads(text), dict[str, Preset])
+    return {name: replace(each, config=each.config | dict.fromkeys(each.nulls)) for name, each in presets.items()}

@@ -1,0 +1,125 @@
+"""Model chunks: which layers each has, and what goes over the cuts between them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from shardwright.plan.axes import Layout, layout_of
+from shardwright.plan.layout import Transfer, redistribution_plan
+from shardwright.plan.parameter_groups import parameter_groups
+from shardwright.plan.schedules.passes import Action, Pass
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.types import EMBEDDING, HEAD, BoundaryTensor, DataParallel, Plan, Strategy
+
+
+def chunk_layers(plan: Plan, stage: int, chunk: int) -> Iterator[tuple[str, str, Strategy]]:
+    """Yield name, type and strategy of each layer of a model chunk, embedding and head included, in order."""
+    if stage == chunk == 0:
+        yield EMBEDDING, EMBEDDING, plan.embedding
+    low, high = plan.stages[stage].layers[chunk]
+    for i in range(low, high):
+        yield f"layers[{i}]", plan.layers[i].type, plan.layers[i]
+    if stage == len(plan.stages) - 1 and chunk == len(plan.stages[stage].layers) - 1:
+        yield HEAD, HEAD, plan.head
+
+
+def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
+    """Return what a pipeline stage does in one step, in order."""
+    stages, schedule = plan.stages, schedule_of(plan.schedule)
+    return schedule.actions(len(stages), plan.num_microbatches, stage, len(stages[stage].layers))
+
+
+def needs_gradient(plan: Plan, stage: int, chunk: int) -> bool:
+    """Return whether a backward pass hands a gradient out of a model chunk: something before it is trained."""
+    if stage == chunk == 0:
+        return False
+    first, _ = plan.stages[stage].layers[chunk]
+    return plan.model.types[plan.layers[first - 1].type if first else EMBEDDING].has_backward
+
+
+def has_backward(plan: Plan, stage: int, chunk: int) -> bool:
+    """Return whether a backward pass goes through a model chunk."""
+    kinds = (kind for _, kind, _ in chunk_layers(plan, stage, chunk))
+    return needs_gradient(plan, stage, chunk) or any(plan.model.types[kind].has_backward for kind in kinds)
+
+
+def computed_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
+    """Return a pipeline stage's actions without the backward passes of chunks through which no gradient goes."""
+    backward = [has_backward(plan, stage, chunk) for chunk in range(len(plan.stages[stage].layers))]
+    return tuple(a for a in stage_actions(plan, stage) if backward[a.chunk] or not a.kind.makes_gradients)
+
+
+class Cut(NamedTuple):
+    """A cut that a microbatch crosses from one model chunk to the next, on another pipeline stage.
+
+    Chunks are (stage, number of the stage's layer range). Forward, what goes point to point is
+    `redistribution_plan(before, after)`, backward the reverse.
+    """
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+    before: Layout
+    """Layout in which the source's last layer leaves its output, and gets its gradient."""
+    after: Layout
+    """Layout in which the target receives it: the source's, to be redistributed, where the stages are equally wide;
+    else as its first layer wants it."""
+    tensors: tuple[BoundaryTensor, ...]
+    """Tensors that go over it: what the target's first layer receives."""
+
+    @property
+    def around(self) -> bool:
+        """Return whether it leads from the last pipeline stage back to the first."""
+        return self.source[0] > self.target[0]
+
+    def ways(self, gradient: bool = True) -> tuple[tuple[Pass, tuple[int, int], tuple[int, int]], ...]:
+        """Return sender and receiver of each kind of pass that sends, without those of gradients if there are none."""
+        ends = {1: (self.source, self.target), -1: (self.target, self.source)}
+        kinds = (kind for kind in Pass if kind.way and (gradient or not kind.makes_gradients))
+        return tuple((kind, *ends[kind.way]) for kind in kinds)
+
+    def transfers(self, kind: Pass, samples: int, sequence_length: int) -> tuple[Transfer, ...]:
+        """Return the transfers over the cut in a pass: ranks are counted in the stage they are of."""
+        return redistribution_plan(*(self.before, self.after)[:: kind.way], samples, sequence_length)
+
+
+def cuts(plan: Plan) -> tuple[Cut, ...]:
+    """Return all cuts, in the order in which a microbatch goes over them.
+
+    A chunk without layers hands on what it receives, in the same layout.
+    """
+    chunks = range(len(plan.stages[0].layers))
+    way = [(stage, chunk) for chunk in chunks for stage in range(len(plan.stages))]
+    layers = [tuple(chunk_layers(plan, *place)) for place in way]
+    crossed, before = list[Cut](), layout_of(plan.embedding)
+    for i, (source, target) in enumerate(pairwise(way)):
+        before = layout_of(layers[i][-1][2]) if layers[i] else before
+        name, _, first = next(layer for there in layers[i + 1 :] for layer in there)
+        after = layout_of(first) if layers[i + 1] else before
+        received = before if before.stage_size == after.stage_size else after
+        crossed.append(Cut(source, target, before, received, plan.model.received_by(name)))
+    return tuple(crossed)
+
+
+def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
+    """Return the layout in which a model chunk receives its input; None of the first chunk."""
+    return next((cut.after for cut in cuts(plan) if cut.target == (stage, chunk)), None)
+
+
+def gathers_spared(plan: Plan, stage: int, chunk: int) -> Counter[tuple[str, Pass | bool | None]]:
+    """Return how often ZeRO-3 need not gather a layer for a pass of a step, by the layer's name and the pass.
+
+    Where a pass begins with the layer that the rank's pass before has ended with, that layer stays gathered.
+    """
+    layers = list(chunk_layers(plan, stage, chunk))
+    actions = computed_actions(plan, stage)
+    pairs = [(a.kind, b.kind) for a, b in pairwise(actions) if a.chunk == b.chunk == chunk]
+    spared: Counter[tuple[str, Pass | bool | None]] = Counter()
+    ends = {kind: layers[0 if kind.way > 0 else -1] for kind in Pass if kind.way and layers}
+    for during, (name, kind, strategy) in ends.items():
+        # A backward pass ends before the layers that no gradient goes through.
+        groups = parameter_groups(plan.model.types[kind], strategy)
+        zero3 = any(group.strategy.data_parallel is DataParallel.ZERO3 for group in groups)
+        if zero3 and plan.model.types[kind].has_backward:
+            spared[name, during] = sum(here is not during is there for here, there in pairs)
+    return spared

@@ -1,0 +1,103 @@
+"""Parts of parameters that ranks hold, and the pieces of a microbatch that move between two layouts."""
+
+from functools import lru_cache
+from itertools import cycle
+from typing import NamedTuple
+
+from msgspec import UNSET
+
+from shardwright.plan.axes import ActivationShard, Layout, axes_of
+from shardwright.types import LayerStrategy, Parameter, Strategy
+
+
+class Transfer(NamedTuple):
+    """A piece that moves from one rank to another (or stays) when the layout changes, ranks counted in a stage."""
+
+    source: int
+    target: int
+    piece: ActivationShard
+
+
+Box = tuple[tuple[int, int], ...]
+"""A part of a parameter: for each dim the half-open range [start, stop)."""
+
+
+def parameter_box(parameter: Parameter, strategy: Strategy, rank: int) -> Box:
+    """Return the part of a parameter that a rank of its stage stores; the last share of a dim may be cut short.
+
+    Expert and tensor parallelism cut `ep_dim` and `tp_dim` first; ZeRO then cuts a dim of what is left, `states_dim`,
+    mostly the first, among neighbouring data-parallel ranks, `shard_size` of them or all.
+    """
+    if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) and parameter.ep_dim is not UNSET:
+        strategy = grid
+    tensor, states, shards, experts = axes_of(strategy).dense
+    ranges = [(0, length) for length in parameter.shape]
+    for dim, axis in ((parameter.ep_dim, experts), (parameter.tp_dim, tensor)):
+        if isinstance(dim, int):
+            ranges[dim] = _share(ranges[dim], axis.size, axis.part_of(rank))
+    if shards > 1 and ranges and not parameter.is_buffer:
+        part = parameter.of_experts(experts.size)
+        dim = part.states_dim(tensor.size, shards)
+        start, end = ranges[dim]
+        padded = (start, start + part.part_length(dim, tensor.size))
+        low, high = _share(padded, shards, states.part_of(rank) % shards)
+        ranges[dim] = (min(low, end), min(high, end))
+    return tuple(ranges)
+
+
+def overlap(first: Box, second: Box) -> Box | None:
+    """Return the common part of two boxes, or None."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return None if any(low >= high for low, high in common) else common
+
+
+def _share(whole: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
+    start, stop = whole
+    size = -(-(stop - start) // parts)
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
+
+
+@lru_cache(maxsize=1024)
+def redistribution_plan(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[Transfer, ...]:
+    """Return the pieces that change rank, or stay, when a microbatch goes from one layout to another.
+
+    Each element of the target is served exactly once, and no rank gets two pieces from another. Where the source is
+    replicated, a rank serves itself if it can, else the replicas are shared out among those who ask. Layouts of unequal
+    width are of two pipeline stages, whose ranks have nothing in common: all pieces move, and replicas take turns.
+    """
+    transfers = []
+    apart = source.stage_size != target.stage_size
+    share = samples // source.samples.size
+    groups = [source.replica_groups(part) for part in range(source.samples.size)]
+    turns = {replicas: cycle(replicas) for in_part in groups for replicas in in_part}
+    for rank in range(target.stage_size):
+        wanted = target.activation_shard(rank, samples, sequence_length)
+        for part in range(wanted.batch_start // share, -(-wanted.batch_end // share)):
+            for replicas in groups[part]:
+                piece = source.activation_shard(replicas[0], samples, sequence_length).intersect(wanted)
+                if piece is not None:
+                    near = rank if rank in replicas else replicas[rank % len(replicas)]
+                    transfers.append(Transfer(next(turns[replicas]) if apart else near, rank, piece))
+    return tuple(transfers)
+
+
+@lru_cache(maxsize=1024)
+def closed_groups(source: Layout, target: Layout, samples: int, sequence_length: int) -> tuple[tuple[int, ...], ...]:
+    """Return the smallest groups of a stage's ranks that exchange pieces only among themselves, in either direction."""
+    group_of = {rank: frozenset((rank,)) for rank in range(source.stage_size)}
+    there = redistribution_plan(source, target, samples, sequence_length)
+    back = redistribution_plan(target, source, samples, sequence_length)
+    for transfer in there + back:
+        merged = group_of[transfer.source] | group_of[transfer.target]
+        group_of.update(dict.fromkeys(merged, merged))
+    return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
+
+
+def sent_numel(source: Layout, target: Layout, samples: int, sequence_length: int, features: int) -> tuple[int, ...]:
+    """Return the elements that each rank sends when the layout changes, forward; backward is the reverse change."""
+    sent = [0] * source.stage_size
+    apart = source.stage_size != target.stage_size
+    for transfer in redistribution_plan(source, target, samples, sequence_length):
+        if apart or transfer.source != transfer.target:
+            sent[transfer.source] += transfer.piece.tokens * features
+    return tuple(sent)

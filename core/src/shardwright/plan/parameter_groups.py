@@ -1,0 +1,39 @@
+"""Groups of a layer's parameters that ranks share in one way: all of them, or experts apart from the rest."""
+
+from typing import NamedTuple
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from shardwright.types import LayerStrategy, LayerType, Strategy
+
+
+class ParameterGroup(NamedTuple):
+    """The parameters of a layer type that are sharded by one strategy."""
+
+    kind: LayerType
+    """The type with these parameters alone; of experts, those of one part that they are shared out in."""
+    strategy: Strategy
+
+    def uncut(self, kind: LayerType) -> LayerType:
+        """Return the layer's type with the parameters of the group alone, in full."""
+        names = {p.name for p in self.kind.parameters}
+        return replace(kind, parameters=tuple(p for p in kind.parameters if p.name in names))
+
+
+def parameter_groups(kind: LayerType, strategy: Strategy) -> tuple[ParameterGroup, ...]:
+    """Return the groups of a layer's parameters, that of the layer itself first."""
+    if not isinstance(strategy, LayerStrategy) or strategy.experts is UNSET:
+        return (ParameterGroup(kind, strategy),)
+    return _with_experts(kind, strategy)
+
+
+def _with_experts(kind: LayerType, strategy: LayerStrategy) -> tuple[ParameterGroup, ...]:
+    grid = strategy.expert_grid
+    assert grid is not None
+    experts = tuple(p.of_experts(grid.ep_size) for p in kind.parameters if p.ep_dim is not UNSET)
+    others = tuple(p for p in kind.parameters if p.ep_dim is UNSET)
+    return (
+        ParameterGroup(replace(kind, parameters=others), replace(strategy, experts=UNSET)),
+        ParameterGroup(replace(kind, parameters=experts), grid),
+    )

@@ -1,0 +1,151 @@
+"""The process groups that a plan takes, in the order in which all ranks make them, and the memory of their buffers."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from shardwright.plan.axes import Axis, axes_of, layout_of
+from shardwright.plan.chunks import chunk_layers, cuts, incoming_layout
+from shardwright.plan.group_names import ranks_text
+from shardwright.plan.layout import closed_groups
+from shardwright.plan.schedules.passes import Pass
+from shardwright.plan.tied_weights import ranks_of_replicas, tied_parameters
+from shardwright.types import LayerStrategy, Plan, Strategy
+
+EDGE_CHANNELS = 4
+"""NCCL channels of an edge, an assumption: they carry more than a network of 400 Gbit/s, and hold 4 multiprocessors."""
+_CHANNELS = 24
+_BUFFER_BYTES = 10 * 2**20
+COMMUNICATOR_BYTES = _CHANNELS * 2 * _BUFFER_BYTES
+"""Buffers of an NCCL communicator, an assumption: 24 channels, to and from the next rank of a ring.
+
+Each has a buffer for each of NCCL's protocols, of which the largest has 4 MiB (NCCL_BUFFSIZE): together at most 10 MiB.
+"""
+_EDGE_SHARE = 4
+"""A communicator holds as much as so many edges: an edge has `EDGE_CHANNELS` to and from its other rank, made with the
+communicator, and as many again one way, made with the first message: 4 x 3 buffers of 24 x 2."""
+
+
+class Purpose(StrEnum):
+    """Purposes of process groups."""
+
+    WORLD = "all ranks"
+    """Loss, gradient norm and the wish to stop."""
+    TENSOR_PARALLEL = "tensor parallelism"
+    """Activations that enter and leave matrices that the ranks share."""
+    EXCHANGE = "exchanges of activations"
+    """Redistribution between layouts, Ulysses, and rows for experts."""
+    CONTEXT = "context parallelism"
+    """Keys and values that positions of other ranks attend to."""
+    DATA_PARALLEL = "data parallelism"
+    """Parameters are gathered, gradients summed."""
+    TIED_PARAMETERS = "tied parameters"
+    """Gradients of parameters that several layers hold replicas of."""
+    EDGE = "an edge of the pipeline"
+    """Messages of one pass, from one rank to another."""
+    ONE_RANK = "one rank"
+    """The axes of a rank that shares nothing."""
+
+
+class PlannedGroup(NamedTuple):
+    """A process group that a plan takes."""
+
+    purpose: Purpose
+    ranks: tuple[int, ...]
+    """Ranks of the group; for an edge the sender, then the receiver."""
+    during: Pass | None = None
+    """The pass whose messages go over an edge."""
+    around: bool = False
+    """True for an edge that leads from the last pipeline stage to the first, or, backward, the reverse."""
+
+    @property
+    def description(self) -> str:
+        """Return the group's description; `described_ranks` reads its ranks from it."""
+        way = "" if self.during is None else f", {self.during}" + ", around" * self.around
+        return f"{self.purpose}{way}{ranks_text(self.ranks)}"
+
+
+def process_groups(plan: Plan) -> tuple[PlannedGroup, ...]:
+    """Return the groups of a plan other than that of all ranks, each once, in the order in which they are made."""
+    groups: dict[PlannedGroup, None] = {}
+    for stage in range(len(plan.stages)):
+        for chunk in range(len(plan.stages[stage].layers)):
+            groups |= dict.fromkeys(_of_chunk(plan, stage, chunk))
+    if tied := ranks_of_replicas(tied_parameters(plan)):
+        groups[PlannedGroup(Purpose.TIED_PARAMETERS, tied)] = None
+    return tuple(groups | dict.fromkeys(_edges(plan)))
+
+
+def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
+    """Return, for each rank, how many NCCL communicators of each purpose it has: groups of one rank have none."""
+    size = plan.world_size
+    counts = [Counter(dict.fromkeys([Purpose.WORLD] * (size > 1), 1)) for _ in range(size)]
+    for group in process_groups(plan):
+        for rank in group.ranks if len(group.ranks) > 1 else ():
+            counts[rank][group.purpose] += 1
+    return tuple(counts)
+
+
+def communicator_bytes(counted: Mapping[Purpose, int], of_each: int = COMMUNICATOR_BYTES) -> int:
+    """Return what a rank's communicators hold on its device, where one that is no edge holds `of_each`."""
+    edges = counted.get(Purpose.EDGE, 0)
+    return of_each * (sum(counted.values()) - edges) + edges * of_each // _EDGE_SHARE
+
+
+def strategy_groups(strategy: Strategy, ranks: tuple[int, ...]) -> Iterator[PlannedGroup]:
+    """Yield the groups along the axes of a layer's parameters, and of those along which attention exchanges."""
+    axes = axes_of(strategy)
+    for purpose, axis in ((Purpose.TENSOR_PARALLEL, axes.dense.tensor), (Purpose.EXCHANGE, axes.dense.experts)):
+        for group in axis.groups(ranks):
+            yield planned_group(purpose, group)
+    for group in axes.dense.state_groups(ranks):
+        yield planned_group(Purpose.DATA_PARALLEL, group)
+    for purpose, axis in ((Purpose.EXCHANGE, axes.heads), (Purpose.CONTEXT, axes.context)):
+        for group in axis.groups(ranks):
+            yield planned_group(purpose, group)
+    if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) is not None:
+        yield from strategy_groups(grid, ranks)
+
+
+def strategy_axes(strategy: Strategy) -> Iterator[tuple[Purpose, Axis]]:
+    """Yield the axes of `strategy_groups` that more than one rank is on: each rank of a stage has a group on each."""
+    axes = axes_of(strategy)
+    kinds = [(Purpose.TENSOR_PARALLEL, axes.dense.tensor), (Purpose.EXCHANGE, axes.dense.experts)]
+    kinds += [(Purpose.DATA_PARALLEL, axis) for axis in axes.dense.state_axes]
+    kinds += [(Purpose.EXCHANGE, axes.heads), (Purpose.CONTEXT, axes.context)]
+    yield from ((purpose, axis) for purpose, axis in kinds if axis.size > 1)
+    if isinstance(strategy, LayerStrategy) and (grid := strategy.expert_grid) is not None:
+        yield from strategy_axes(grid)
+
+
+def planned_group(purpose: Purpose, ranks: tuple[int, ...]) -> PlannedGroup:
+    """Return the group of ranks along an axis: a rank alone has one for all purposes."""
+    return PlannedGroup(purpose if len(ranks) > 1 else Purpose.ONE_RANK, ranks)
+
+
+def _of_chunk(plan: Plan, stage: int, chunk: int) -> Iterator[PlannedGroup]:
+    ranks, current = plan.stages[stage].ranks, incoming_layout(plan, stage, chunk)
+    known = set[Strategy]()
+    for name, _, strategy in chunk_layers(plan, stage, chunk):
+        if strategy not in known:
+            known.add(strategy)
+            yield from strategy_groups(strategy, ranks)
+        wanted = layout_of(strategy)
+        if current is not None and current != wanted:
+            for tensor in plan.model.received_by(name):
+                for members in closed_groups(current, wanted, plan.microbatch_samples, tensor.sequence_length):
+                    if len(members) > 1:
+                        yield PlannedGroup(Purpose.EXCHANGE, tuple(ranks[member] for member in members))
+        current = wanted
+
+
+def _edges(plan: Plan) -> Iterator[PlannedGroup]:
+    """Yield what messages between pipeline stages go over."""
+    for cut in cuts(plan):
+        for kind, (source, _), (target, _) in cut.ways():
+            senders, receivers = plan.stages[source].ranks, plan.stages[target].ranks
+            for tensor in cut.tensors:
+                for transfer in cut.transfers(kind, plan.microbatch_samples, tensor.sequence_length):
+                    pair = senders[transfer.source], receivers[transfer.target]
+                    yield PlannedGroup(Purpose.EDGE, pair, kind, cut.around)

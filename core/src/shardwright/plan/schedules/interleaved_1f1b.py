@@ -1,0 +1,52 @@
+"""Interleaved 1F1B (Narayanan et al. 2021): 1F1B with several layer ranges, its chunks, on every pipeline stage."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from shardwright.plan.schedules.closed_form import ClosedForm
+from shardwright.plan.schedules.one_f_one_b import OneFOneB
+from shardwright.types import Schedule
+
+
+class Interleaved1F1B(OneFOneB):
+    """The microbatches of a group go through chunk 0, then chunk 1 and so on, before the next group follows.
+
+    Backward they go from the last chunk to the first. With one chunk it is 1F1B.
+    """
+
+    name = Schedule.INTERLEAVED_1F1B
+
+    def num_ahead(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int) -> int:
+        """Return two forward passes for each later stage, and a group for each chunk but the last.
+
+        One pass for each later stage would do without sends, two hide them.
+        """
+        if num_chunks == 1:
+            return super().num_ahead(num_stages, num_microbatches, stage, num_chunks)
+        later, group = num_stages - 1 - stage, self.groups(num_stages, num_microbatches)[0]
+        return 2 * later + (num_chunks - 1) * len(group)
+
+    def groups(self, num_stages: int, num_microbatches: int) -> Sequence[range]:
+        """Return the groups: `num_stages` microbatches each, or more where that leaves a rest.
+
+        With a group of fewer, stages idle while its first microbatch is on its way to the next chunk, which can take
+        longer than plain 1F1B, and with the warm-up of `num_ahead` they can wait for one another for ever: the first
+        stage is up to 2 (num_stages - 1) forward passes ahead of the last, and only two groups that go round, forward
+        and backward, make up for these. Fewer microbatches than stages are a single group, which never waits for
+        another one. The larger groups come first, for the warm-up counts one of them for each chunk.
+        """
+        count = max(1, num_microbatches // num_stages)
+        size, rest = divmod(num_microbatches, count)
+        starts = [i * size + min(i, rest) for i in range(count + 1)]
+        return [range(start, end) for start, end in pairwise(starts)]
+
+    def closed_forms(self, num_microbatches: int, num_chunks: int = 1) -> tuple[ClosedForm, ...]:
+        """Return the coefficients where microbatches are as many as stages or more, and where they are fewer.
+
+        v chunks a stage divide the time that the pipeline takes to fill and drain by v (Narayanan et al. 2021); with
+        fewer microbatches all but the first take a chunk's time on the slowest stage.
+        """
+        if num_chunks == 1:
+            return super().closed_forms(num_microbatches)
+        v, m = num_chunks, num_microbatches
+        return ClosedForm(1, m * v - 1, v, parts=v), ClosedForm(v, m - 1, v, parts=v)

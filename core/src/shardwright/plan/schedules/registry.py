@@ -1,0 +1,16 @@
+"""The schedules that there are: one file each."""
+
+from shardwright.plan.schedules.gpipe import GPipe
+from shardwright.plan.schedules.interleaved_1f1b import Interleaved1F1B
+from shardwright.plan.schedules.one_f_one_b import OneFOneB
+from shardwright.plan.schedules.schedule import PipelineSchedule
+from shardwright.types import Schedule
+
+_SCHEDULES: dict[Schedule, PipelineSchedule] = {
+    schedule.name: schedule for schedule in (GPipe(), OneFOneB(), Interleaved1F1B())
+}
+
+
+def schedule_of(name: Schedule) -> PipelineSchedule:
+    """Return the schedule of a name."""
+    return _SCHEDULES[name]

@@ -1,0 +1,96 @@
+"""Parameters that several layers hold replicas of, and which pieces move so that all replicas get one gradient."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from math import prod
+from typing import NamedTuple
+
+from shardwright.plan.layout import Box, overlap, parameter_box
+from shardwright.types import EMBEDDING, HEAD, Parameter, Plan, Strategy, base_type
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A layer's replica of a parameter."""
+
+    layer: str
+    parameter: Parameter
+    strategy: Strategy
+    ranks: tuple[int, ...]
+
+    def boxes(self) -> dict[Box, list[int]]:
+        """Return which ranks hold which part; those of one part hold the same."""
+        holders: dict[Box, list[int]] = {}
+        for index, rank in enumerate(self.ranks):
+            holders.setdefault(parameter_box(self.parameter, self.strategy, index), []).append(rank)
+        return holders
+
+
+class Piece(NamedTuple):
+    """A part of a parameter on its way from one replica to another."""
+
+    source: int
+    target: int
+    sender: Replica
+    receiver: Replica
+    box: Box
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return prod(high - low for low, high in self.box)
+
+
+TiedParameter = tuple[Replica, ...]
+
+
+def tied_parameters(plan: Plan) -> tuple[TiedParameter, ...]:
+    """Return the parameters that have several replicas; the first replica of each is its owner."""
+    tied = []
+    for first, second in plan.model.tied:
+        outer = [(EMBEDDING, plan.embedding, first), (HEAD, plan.head, second)]
+        tied.append(tuple(_replica(plan, layer, strategy, layer, name) for layer, strategy, name in outer))
+    for base, kinds in plan.model.layers_by_base.items():
+        layers = [(i, layer) for i, layer in enumerate(plan.layers) if base_type(layer.type) == base]
+        for parameter in plan.model.types[kinds[0]].parameters:
+            if parameter.shared and len(layers) > 1:
+                replicas = (_replica(plan, f"layers[{i}]", layer, layer.type, parameter.name) for i, layer in layers)
+                tied.append(tuple(replicas))
+    return tuple(tied)
+
+
+def trained_ones(tied: Sequence[TiedParameter]) -> tuple[TiedParameter, ...]:
+    """Return the parameters whose replicas have gradients."""
+    return tuple(one for one in tied if one[0].parameter.trained)
+
+
+def ranks_of_replicas(tied: Sequence[TiedParameter]) -> tuple[int, ...]:
+    """Return the ranks that hold any replica, in order."""
+    return tuple(sorted({rank for one in tied for replica in one for rank in replica.ranks}))
+
+
+def pieces_to_owners(tied: Sequence[TiedParameter]) -> tuple[Piece, ...]:
+    """Return the pieces that every replica's gradient sends to its owner, in the order in which the owner adds."""
+    return tuple(piece for one in tied for replica in one[1:] for piece in _pieces(replica, one[0]))
+
+
+def pieces_from_owners(tied: Sequence[TiedParameter]) -> tuple[Piece, ...]:
+    """Return the pieces that the owners send to every replica."""
+    return tuple(piece for one in tied for replica in one[1:] for piece in _pieces(one[0], replica))
+
+
+def _replica(plan: Plan, layer: str, strategy: Strategy, kind: str, name: str) -> Replica:
+    parameter = next(p for p in plan.model.types[kind].parameters if p.name == name)
+    return Replica(layer, parameter, strategy, plan.stages[plan.stage_of(layer)].ranks)
+
+
+def _pieces(sender: Replica, receiver: Replica) -> Iterator[Piece]:
+    """Yield pieces that serve each element of the receiver once; replicas of the sender take turns."""
+    replicas = {box: cycle(sources) for box, sources in sender.boxes().items()}
+    for wanted, targets in receiver.boxes().items():
+        for box, sources in sender.boxes().items():
+            common = overlap(box, wanted)
+            if common is not None:
+                for target in targets:
+                    yield Piece(target if target in sources else next(replicas[box]), target, sender, receiver, common)

@@ -1,0 +1,1 @@
+"""Generators of JSON Schemas from the types."""

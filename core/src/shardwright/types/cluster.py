@@ -1,0 +1,138 @@
+"""The machines a plan is made for."""
+
+import re
+from functools import cached_property
+from math import gcd
+from typing import Annotated
+
+from msgspec import UNSET, Meta, UnsetType
+
+from shardwright.io import Document, Value
+from shardwright.types.limits import MAX_DEVICES, Name, NonNegativeNumber, PositiveBytes, Ranks
+
+_CPU = re.compile(r"cpu(?:/([2-9]|[1-9][0-9]))?")
+
+
+class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kind of node: its devices, their memory and its price."""
+
+    device: Annotated[str, Meta(min_length=1)]
+    """The device's name as its driver gives it, or `cpu`; or `cpu/2` to `cpu/99`, a CPU whose ranks take so many times
+    as long for what they compute, to try plans for several node types where there is one."""
+    devices_per_node: Ranks
+    """Number of devices, and so of ranks, of one node."""
+    memory_bytes: PositiveBytes
+    """Memory of one device."""
+    domain_devices: Ranks | UnsetType = UNSET
+    """The most devices that one NVLink domain joins, those of several nodes: 72 of GB200 NVL72; by default
+    those of a node."""
+    usd_per_hour: NonNegativeNumber | None = None
+    """Price of one node, where it has one."""
+
+    def __post_init__(self) -> None:
+        if self.device.startswith("cpu/") and not self.on_cpu:
+            raise ValueError(f"device {self.device!r}: a slowed CPU is cpu/2 to cpu/99")
+
+    @property
+    def domain_nodes(self) -> int:
+        """Return the most nodes of one NVLink domain."""
+        return max(1, (0 if self.domain_devices is UNSET else self.domain_devices) // self.devices_per_node)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether its ranks compute on their node's processors."""
+        return _CPU.fullmatch(self.device) is not None
+
+    @property
+    def slowdown(self) -> int:
+        """Return how many times as long its ranks take for what they compute: 1 but for a slowed CPU."""
+        match = _CPU.fullmatch(self.device)
+        return int(match[1]) if match and match[1] else 1
+
+
+class NodeGroup(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Some equal nodes that follow one another in rank order."""
+
+    node_type: str
+    """A key of the cluster's `node_types`."""
+    count: Ranks
+    """Number of nodes."""
+
+
+class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Ordered nodes: ranks are numbered through them, so a rank's node type follows from its number."""
+
+    FORMAT = "shardwright.cluster"
+
+    name: Name
+    """Name that the user gives it; profiles of its hardware carry it."""
+    nodes: Annotated[tuple[NodeGroup, ...], Meta(min_length=1)]
+    """The nodes in rank order."""
+    node_types: dict[str, NodeType]
+    """Node types by name; a type that no node is of may be among them."""
+
+    def __post_init__(self) -> None:
+        for group in self.nodes:
+            if group.node_type not in self.node_types:
+                raise ValueError(f"node type {group.node_type!r} is not among node_types")
+        if self.num_devices > MAX_DEVICES:
+            raise ValueError(f"{self.num_devices} devices are more than {MAX_DEVICES}")
+
+    @cached_property
+    def num_devices(self) -> int:
+        """Return the number of devices, which is the number of ranks of a plan for this cluster."""
+        return sum(g.count * self.node_types[g.node_type].devices_per_node for g in self.nodes)
+
+    @cached_property
+    def node_of_rank(self) -> tuple[int, ...]:
+        """Return the node each rank runs on, counted from 0 in the order of `nodes`."""
+        sizes = [self.node_types[g.node_type].devices_per_node for g in self.nodes for _ in range(g.count)]
+        return tuple(node for node, size in enumerate(sizes) for _ in range(size))
+
+    def nodes_in_domain(self, node_type: str) -> int:
+        """Return how many neighbouring nodes of a type share an NVLink domain: all of them if they fit into one.
+
+        Of several domains each has the largest power of two of nodes that divides them, as schedulers allot them (16 of
+        the 18 nodes of a rack), so that groups of ranks do not cross domains.
+        """
+        counts, most = (
+            [g.count for g in self.nodes if g.node_type == node_type],
+            self.node_types[node_type].domain_nodes,
+        )
+        if len(counts) == 1 and counts[0] <= most:
+            return counts[0]
+        return max(1 << power for power in range(most.bit_length()) if not gcd(*counts) % (1 << power))
+
+    def domain_size(self, node_type: str) -> int:
+        """Return the devices of each NVLink domain of a node type, which are those of a node if it joins no others."""
+        return self.node_types[node_type].devices_per_node * self.nodes_in_domain(node_type)
+
+    @cached_property
+    def domain_of_rank(self) -> tuple[int, ...]:
+        """Return the NVLink domain of each rank, counted from 0: what crosses it takes the network; else its node."""
+        sizes = []
+        for group in self.nodes:
+            sizes += [self.domain_size(group.node_type)] * (group.count // self.nodes_in_domain(group.node_type))
+        return tuple(domain for domain, size in enumerate(sizes) for _ in range(size))
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of nodes."""
+        return sum(group.count for group in self.nodes)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Return why plans for it can be made and not be run; None: they can."""
+        on_cpu = {self.node_types[group.node_type].on_cpu for group in self.nodes}
+        return "cpu and other devices in one cluster exchange no collectives" if len(on_cpu) > 1 else None
+
+    def of_rank(self, rank: int) -> NodeType:
+        """Return the node type that a rank runs on."""
+        return self.node_types[self.node_type_of_rank[rank]]
+
+    @cached_property
+    def node_type_of_rank(self) -> tuple[str, ...]:
+        """Return the node type each rank runs on."""
+        return tuple(
+            g.node_type for g in self.nodes for _ in range(g.count * self.node_types[g.node_type].devices_per_node)
+        )

@@ -1,0 +1,43 @@
+"""Probes of a layer's experts by themselves, and what they measured."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from shardwright.io import Value
+from shardwright.types.limits import Bytes, Count, PositiveSeconds, Ranks, Seconds
+from shardwright.types.strategy import Recompute
+
+_Times = Annotated[tuple[Seconds, ...], Meta(min_length=1)]
+
+
+class ExpertProbe(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Experts of one rank that compute rows by themselves, as many for each expert as for another."""
+
+    type: str
+    """The layer's type in the model description of the plans beside it."""
+    experts: Count
+    """Experts of the rank."""
+    etp_size: Ranks
+    """Ranks that share each expert's features out."""
+    recompute: Recompute
+    """Activations of the layer that are computed again in the backward pass."""
+    rows: Count
+    """Rows of the rank over all its experts."""
+
+
+class ExpertMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A probe of experts that was measured on a rank while all ranks ran it."""
+
+    probe: ExpertProbe
+    """The probe that was run."""
+    forward_s: _Times
+    """Time of each forward pass."""
+    backward_s: _Times
+    """Time of each backward pass."""
+    activation_bytes: Bytes
+    """Resident from the forward to the backward pass."""
+    workspace_bytes: Bytes
+    """The most that was resident beyond that during a pass."""
+    reference_s: PositiveSeconds
+    """Time of the reference workload right before."""

@@ -1,0 +1,250 @@
+"""A hardware profile: times of collectives and point-to-point messages on a cluster, with every repeat kept."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from shardwright.io.hdf5 import Profile, Provenance, read_profile, write_profile
+from shardwright.io.table import Row, Source, Table, median
+from shardwright.key import Key
+from shardwright.types.limits import (
+    Bytes,
+    NonNegativeCount,
+    NonNegativeNumber,
+    PositiveBytes,
+    PositiveNumber,
+    PositiveSeconds,
+    Rank,
+    Ranks,
+    Rate,
+    Seconds,
+)
+
+
+class Collective(StrEnum):
+    """Kinds of message that are timed.
+
+    `message_bytes` is the size of the full tensor on one rank: the input of all_reduce and reduce_scatter and
+    all_to_all, the output of all_gather, the message of p2p.
+    """
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    P2P = "p2p"
+
+
+class GroupKind(NamedTuple):
+    """A kind of group of ranks: how it lies on nodes.
+
+    How many such groups share a node's network follows, where all ranks of a node take part: of neighbours, one at
+    either end of the node; of others, as many as the node has devices over `ranks_per_node`.
+    """
+
+    size: int
+    ranks_per_node: int
+    """The most of its ranks that share a node."""
+    consecutive: bool
+    """True where the ranks are neighbours."""
+
+    @property
+    def nodes(self) -> int:
+        """Return the number of nodes that it lies on, where it fills all but the last."""
+        return -(-self.size // self.ranks_per_node)
+
+    @property
+    def across_nodes(self) -> bool:
+        """Return whether it lies on several nodes."""
+        return self.size > self.ranks_per_node
+
+    def __str__(self) -> str:
+        layout = "consecutive" if self.consecutive else "strided"
+        place = f", {self.ranks_per_node} on a node" if self.across_nodes else " in a node"
+        return f"{self.size} {layout} ranks{place}"
+
+
+class CollectiveKey(Key, frozen=True, order=True):
+    """The key of times of messages: the collective, and the kind of group."""
+
+    collective: Collective
+    group_size: int
+    ranks_per_node: int
+    consecutive: bool
+
+    @property
+    def group(self) -> GroupKind:
+        """Return the kind of group."""
+        return GroupKind(self.group_size, self.ranks_per_node, self.consecutive)
+
+
+_RateName = Annotated[str, Meta(max_length=32)]
+_Rate = Annotated[Rate, Meta(extra={"unit": "SI, in the name"})]
+_Slowdown = Annotated[PositiveNumber, Meta(extra={"unit": "1"})]
+
+
+class PointRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kind of message at one size; its times are in `repeats`."""
+
+    collective: Collective
+    """Collective that was timed."""
+    group_size: Ranks
+    """Number of ranks that take part."""
+    ranks_per_node: Ranks
+    """The most of them that share a node: all, where the group lies inside one."""
+    consecutive: bool
+    """True where the ranks are neighbours."""
+    message_bytes: PositiveBytes
+    """Size of the full tensor on one rank."""
+    interval: Annotated[NonNegativeNumber, Meta(extra={"unit": "1"})]
+    """Half of the 95 % confidence interval of the median, over the median; 0 for one repeat."""
+    source: Source
+    """Source of its times."""
+
+    @property
+    def key(self) -> CollectiveKey:
+        """Return the kind of message."""
+        return CollectiveKey.from_fields(self)
+
+
+class RepeatRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A time of a point, on the slowest rank."""
+
+    point: Annotated[NonNegativeCount, Meta(extra={"unit": "row of points"})]
+    """Row of the point in `points`."""
+    time_s: PositiveSeconds
+    """Time on the slowest rank."""
+    outlier: bool
+    """True where it lies far from the point's other times."""
+
+
+class PairRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message between two neighbours in a pipeline."""
+
+    source_rank: Rank
+    """Who sends."""
+    target_rank: Rank
+    """Who receives."""
+    message_bytes: PositiveBytes
+    """Its size."""
+    time_s: PositiveSeconds
+    """Median."""
+    source: Source
+    """Source of the time."""
+
+
+class OverlapRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A collective and a computation, each alone and both at once."""
+
+    collective: Collective
+    """Collective that was timed; for p2p a message each way at once, as a step of a ring has."""
+    group_size: Ranks
+    """Number of ranks that take part."""
+    ranks_per_node: Ranks
+    """The most of them that share a node."""
+    collective_bytes: Bytes
+    """Size of the full tensor on one rank; 0 where it is not known."""
+    compute_s: Seconds
+    """Time of the computation alone; 0 where it is not known."""
+    collective_s: Seconds
+    """Time of the collective alone; 0 where it is not known."""
+    compute_slowdown: _Slowdown
+    """Time of the computation overlapped with the collective, over its time alone."""
+    collective_slowdown: _Slowdown
+    """Time of the collective overlapped with the computation, over its time alone."""
+    source: Source
+    """Source of these numbers."""
+
+
+class RankRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rate of one rank's device, while all of them work."""
+
+    rank: Rank
+    """Rank whose device it is."""
+    name: _RateName
+    """Name of the rate, such as `matrix_flops_per_s`."""
+    value: _Rate
+    """Value in the unit that the name ends with."""
+    source: Source
+    """Source of the value."""
+
+
+class RateRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rate of the slowest rank's device, or a time that is there once a launch."""
+
+    name: _RateName
+    """Name of the rate or time, such as `matrix_flops_per_s` or `startup_s`."""
+    value: _Rate
+    """Value in the unit that the name ends with."""
+    source: Source
+    """Source of the value."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HardwareProfile(Profile):
+    """The measured speeds of a cluster's links and devices.
+
+    `cluster` names what was measured, `device` and `backend` on what and through what. `points`: kinds of message at
+    growing sizes, and `repeats`: every time of each. `pairs`: messages between neighbours in a pipeline, link by link.
+    `overlap`: how computation and collectives slow each other down. `ranks`: rates of each rank's device, and `rates`:
+    of the slowest, with what is there once a launch.
+    """
+
+    FORMAT: ClassVar[str] = "shardwright.hardware_profile"
+    VERSION: ClassVar[int] = 4
+
+    cluster: str
+    device: str
+    backend: str
+    provenance: Provenance
+    points: Table[PointRow]
+    repeats: Table[RepeatRow]
+    pairs: Table[PairRow] = field(default_factory=lambda: Table.from_rows(PairRow, ()))
+    overlap: Table[OverlapRow] = field(default_factory=lambda: Table.from_rows(OverlapRow, ()))
+    ranks: Table[RankRow] = field(default_factory=lambda: Table.from_rows(RankRow, ()))
+    rates: Table[RateRow] = field(default_factory=lambda: Table.from_rows(RateRow, ()))
+
+    @property
+    def problem(self) -> str | None:
+        """Return a defect: points without repeats or the reverse, a group with more ranks on a node than it has."""
+        for table in (self.points, self.overlap):
+            if (table["ranks_per_node"] > table["group_size"]).any():
+                return "groups with more ranks on a node than they have"
+        if set(self.repeats["point"].tolist()) != set(range(len(self.points))):
+            return "points without repeats, or repeats without a point"
+        return None
+
+    @cached_property
+    def times_s(self) -> tuple[NDArray[Any], ...]:
+        """Return the repeats of each row of `points`, in seconds."""
+        order = np.argsort(self.repeats["point"], kind="stable")
+        bounds = np.searchsorted(self.repeats["point"][order], np.arange(1, len(self.points)))
+        return tuple(np.split(self.repeats["time_s"][order], bounds))[: len(self.points)]
+
+    @cached_property
+    def curves(self) -> dict[CollectiveKey, tuple[NDArray[Any], NDArray[Any]]]:
+        """Return sizes in bytes, ascending, with median times in seconds, by kind of message."""
+        sizes_and_medians: dict[CollectiveKey, list[tuple[int, float]]] = {}
+        for row, times_s in zip(self.points.rows, self.times_s, strict=True):
+            sizes_and_medians.setdefault(row.key, []).append((row.message_bytes, median(times_s)))
+        curves = {}
+        for key, points in sizes_and_medians.items():
+            sizes, medians_s = zip(*sorted(points, key=lambda point: point[0]), strict=True)
+            curves[key] = np.array(sizes), np.array(medians_s)
+        return curves
+
+
+def write_hardware_profile(path: Path, profile: HardwareProfile) -> None:
+    """Write the profile; the same measurements give the same bytes."""
+    write_profile(path, profile)
+
+
+def read_hardware_profile(path: Path) -> HardwareProfile:
+    """Read a hardware profile; BadInput names whatever cannot be right in it."""
+    return read_profile(path, HardwareProfile)

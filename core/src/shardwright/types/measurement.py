@@ -1,0 +1,237 @@
+"""Measurements of plans: time by microbatch, segment and pass, memory by segment, for every rank."""
+
+from statistics import fmean, median, median_low
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, UnsetType
+
+from shardwright.io import Document, Value
+from shardwright.types.expert_probes import ExpertMeasurement
+from shardwright.types.limits import (
+    Bytes,
+    NonNegativeCount,
+    PositiveSeconds,
+    Rank,
+    Seconds,
+    SeveralRanks,
+    SignedSeconds,
+)
+from shardwright.types.plan import Plan
+
+
+class Segment(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of a microbatch in the embedding, the layers or the head of a rank, one entry per repeat.
+
+    Each entry is the mean over a step's `middle` microbatches: the first one's forward pass also gathers parameters and
+    its backward pass adds to no gradients yet, the last one's backward pass also reduces them. Of two microbatches
+    these are the second one's forward and the first one's backward pass; a single one has all of it inside.
+    """
+
+    name: str
+    """`embedding`, `layers` or `head`."""
+    forward_s: tuple[Seconds, ...]
+    """Time of the forward pass of one microbatch."""
+    backward_s: tuple[Seconds, ...]
+    """Time of the backward pass of one microbatch, its recomputation included."""
+
+
+class PassTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A pass of one microbatch through one layer range of a rank's pipeline stage, in one step.
+
+    It waited from `start_s - wait_s` and was over at `start_s + time_s`.
+    """
+
+    kind: Literal["forward", "backward"]
+    """Direction of the pass."""
+    microbatch: NonNegativeCount
+    """Number of the microbatch."""
+    chunk: NonNegativeCount
+    """Number of the layer range in the stage's `layers`."""
+    wait_s: Seconds
+    """Waiting for the messages that the pass began with; next to nothing where there were none."""
+    start_s: Seconds
+    """Time at which the messages were there and computing began, since the rank began the step."""
+    time_s: Seconds
+    """Computing, and what it communicates on the way: gathers, reductions and exchanges between the stage's ranks."""
+
+
+class SegmentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensor memory of one microbatch's way through a segment of a rank."""
+
+    name: str
+    """`embedding`, `layers` or `head`."""
+    activation_bytes: Bytes
+    """Bytes that the forward pass left behind for the backward pass."""
+    forward_workspace_bytes: Bytes
+    """The most that was resident in the forward pass beyond what stood before and what was left behind."""
+    backward_workspace_bytes: Bytes
+    """The most that was resident in the backward pass beyond what stood when it began."""
+
+
+class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensor memory of one rank, counted by the allocator; on CPU by its recorded allocations."""
+
+    parameters_bytes: Bytes
+    """Parameters as stored between steps."""
+    gradients_bytes: Bytes
+    """Gradients as they stand before the optimizer's step."""
+    optimizer_bytes: Bytes
+    """Optimizer state."""
+    peak_bytes: Bytes
+    """The most that is resident at once in a step, parameters, gradients and optimizer state included."""
+    segments: tuple[SegmentMemory, ...]
+    """The memory of each segment that the rank's pipeline stage has."""
+    process_bytes: Bytes
+    """Device memory outside the tensors (0 on CPU, where the process is counted in resident_bytes)."""
+    peak_reserved_bytes: Bytes
+    """The most that the allocator held of the device during the steps, what it kept for later included (0 on CPU)."""
+    device_used_bytes: Bytes
+    """Memory of the device in use after the last step, by this and all other processes, as nvidia-smi shows it (0 on
+    CPU)."""
+    resident_bytes: Bytes
+    """Host memory of the process before the model was made."""
+
+
+class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The share of a rank in a measured plan; lists have one entry per repeat."""
+
+    rank: Rank
+    """Number of the rank in the plan."""
+    stage: Rank
+    """The rank's pipeline stage."""
+    step_s: Annotated[tuple[Seconds, ...], Meta(min_length=1)]
+    """Time of a whole step, from one barrier to the next."""
+    reference_s: Annotated[tuple[PositiveSeconds, ...], Meta(min_length=1)]
+    """Right before each step: time of the reference workload, which says how fast the device was."""
+    segments: tuple[Segment, ...]
+    """The time of each segment that the rank's pipeline stage has."""
+    gradient_reduction_s: tuple[SignedSeconds, ...]
+    """Time that the last microbatch's backward pass took beyond the `middle` ones, with the waiting after it.
+
+    Empty with one microbatch.
+    """
+    optimizer_s: tuple[Seconds, ...]
+    """Gradient clipping and the optimizer's step."""
+    passes: tuple[PassTime, ...]
+    """The passes of one step in their order: of the repeat `median_repeat` of the plan."""
+    memory: RankMemory
+    """Taken in a step of its own that is not timed."""
+
+
+class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times and memory of one plan."""
+
+    plan: Plan
+    """Plan that was run."""
+    ranks: Annotated[tuple[RankMeasurement, ...], Meta(min_length=1)]
+    """Every rank of the plan, in order."""
+    in_turns: tuple[str, ...] = ()
+    """SHA-256 of the plans that were stepped in turns, this one among them, the one they are compared with first: their
+    steps of one number are of one round. Empty where it was measured alone."""
+    measured_again: NonNegativeCount = 0
+    """Number of times that as many rounds followed the first ones, as a difference was uncertain."""
+    cp_size: SeveralRanks | UnsetType = UNSET
+    """Ranks that share longer samples out, of which each rank stood for one: its keys stood for those of all. Left out
+    where the plan was run as it is."""
+
+    def __post_init__(self) -> None:
+        if [r.rank for r in self.ranks] != list(range(self.plan.world_size)):
+            raise ValueError(f"measured ranks {[r.rank for r in self.ranks]} of a plan for {self.plan.world_size}")
+        if len({len(times) for r in self.ranks for times in (r.step_s, r.reference_s)}) != 1:
+            raise ValueError("the ranks have different numbers of repeats")
+        for rank in self.ranks:
+            self._check_passes(rank)
+
+    @property
+    def step_times_s(self) -> tuple[float, ...]:
+        """Return the time of each step: that of its slowest rank."""
+        return tuple(max(times) for times in zip(*(r.step_s for r in self.ranks), strict=True))
+
+    @property
+    def reference_s(self) -> float:
+        """Return the time of the reference workload during the measurement: mean of the ranks, median of the steps.
+
+        Of the slowest rank it would say more than a step feels: ranks wait for each other many times in a step, so that
+        another process on one of two cores makes a step 1.4 times as long, not twice.
+        """
+        return float(median(self.reference_times_s))
+
+    @property
+    def reference_times_s(self) -> tuple[float, ...]:
+        """Return the reference time before each step: the mean of the ranks."""
+        return tuple(fmean(times) for times in zip(*(r.reference_s for r in self.ranks), strict=True))
+
+    def slowdown(self, reference_s: float) -> float:
+        """Return the time of the reference workload here over that on a machine that takes so long; 1 for 0 s."""
+        return self.reference_s / reference_s if reference_s else 1.0
+
+    @property
+    def median_repeat(self) -> int:
+        """Return the repeat of median step time (of two in the middle the shorter), the earliest of equal ones."""
+        times = self.step_times_s
+        return times.index(median_low(times))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the peak memory of the fullest rank, process included."""
+        return max(r.memory.peak_bytes + r.memory.process_bytes for r in self.ranks)
+
+    def _check_passes(self, rank: RankMeasurement) -> None:
+        stage = next(i for i, stage in enumerate(self.plan.stages) if rank.rank in stage.ranks)
+        if rank.stage != stage:
+            raise ValueError(f"rank {rank.rank} is of stage {stage}, not {rank.stage}")
+        chunks = range(len(self.plan.stages[stage].layers))
+        microbatches = range(self.plan.num_microbatches)
+        wanted = [(kind, i, chunk) for kind in ("backward", "forward") for i in microbatches for chunk in chunks]
+        if sorted((p.kind, p.microbatch, p.chunk) for p in rank.passes) != wanted:
+            raise ValueError(
+                f"rank {rank.rank} has {len(rank.passes)} passes, not each of the plan's {len(wanted)} once"
+            )
+
+
+class PlanFailure(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan that could not be measured to its end."""
+
+    plan: Plan
+    """Plan that was run."""
+    category: Literal["out_of_memory"]
+    """Why it ended."""
+    rank: Rank
+    """The first rank that it ended on."""
+    where: str
+    """Work of that rank: `before the first step of ...` or `in step 2 of ...`."""
+    asked_bytes: Bytes | None
+    """Memory that it asked of the device in vain, to three digits; None where PyTorch did not say."""
+
+
+class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Plans that were run for some steps, on what and with what result."""
+
+    FORMAT = "shardwright.measurement"
+    VERSION = 6
+
+    device: str
+    """The device's name as its driver gives it, or `cpu`."""
+    backend: str
+    """Backend of the collectives: `gloo` or `nccl`."""
+    date: str
+    """UTC day on which the last plan was run, as 2026-01-31."""
+    versions: str
+    """Versions of the software and the device's driver, as `torch 2.13.0, transformers 5.17.0, driver 550.54`."""
+    attention: str
+    """The kernel that was taken where the plan said `auto`."""
+    attention_by: str = ""
+    """The kernels that PyTorch's scaled_dot_product_attention took, as `cudnn`; empty for other attention, and in files
+    of earlier versions."""
+    allocator: str
+    """Settings of PyTorch's allocator of device memory, as `expandable_segments:True`; empty on CPU."""
+    plans: tuple[PlanMeasurement, ...]
+    """Plans that were measured, in the order they were asked for."""
+    failed: tuple[PlanFailure, ...] = ()
+    """The others, in that order."""
+    experts: tuple[ExpertMeasurement, ...] | UnsetType = UNSET
+    """Experts that were measured by themselves; left out where none were."""
+
+    def __post_init__(self) -> None:
+        if not self.plans and not self.failed:
+            raise ValueError("no plan was measured, and none failed")

@@ -1,0 +1,292 @@
+"""Descriptions of models for the planner: layer types, their shapes, and what must divide what."""
+
+from collections.abc import Callable
+from math import prod
+from typing import Annotated, Any
+
+from msgspec import UNSET, Meta, UnsetType, field
+from msgspec.structs import replace
+
+from shardwright.io import Document, Value, sha256_of_value
+from shardwright.types.limits import (
+    MAX_DIMS,
+    MAX_LAYERS,
+    Flops,
+    Length,
+    Name,
+    NonNegativeCount,
+    Tokens,
+)
+from shardwright.types.low_rank import LowRank
+from shardwright.types.regions import BoundaryTensor, Experts, Region
+
+EMBEDDING = "embedding"
+HEAD = "head"
+
+
+def base_type(name: str) -> str:
+    """Return the family's layer type that a type is: what stands behind a dot says which parameters are frozen."""
+    return name.partition(".")[0]
+
+
+class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A parameter tensor of a layer type."""
+
+    name: str
+    """Its Hugging Face name; for a block, relative to the block."""
+    shape: Annotated[tuple[Length, ...], Meta(max_length=MAX_DIMS)]
+    """Length of each dim of the whole tensor."""
+    tp_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMS)] | None = None
+    """The tensor dim that tensor parallelism splits; null: it is replicated over the group."""
+    inside: bool = False
+    """True for a replicated tensor used inside a region, where each rank of the group has a part of its gradient."""
+    shared: bool = False
+    """True where all layers of the type hold replicas of one and the same parameter."""
+    frozen: bool | UnsetType = UNSET
+    """True where it is not trained: it has no gradient and no optimizer state."""
+    ep_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMS)] | UnsetType = UNSET
+    """The tensor dim of experts; left out where it is no tensor of several."""
+    buffer: bool | UnsetType = UNSET
+    """True for a buffer, which steps set and no gradient: each rank has it whole, in float32 at least."""
+
+    def __post_init__(self) -> None:
+        for name, dim in (("tp_dim", self.tp_dim), ("ep_dim", None if self.ep_dim is UNSET else self.ep_dim)):
+            if dim is not None and dim >= len(self.shape):
+                raise ValueError(f"{name} {dim} of {self.name} is outside its shape")
+
+    @property
+    def trained(self) -> bool:
+        """Return whether it has a gradient and an optimizer state."""
+        return self.frozen is not True and not self.is_buffer
+
+    @property
+    def is_buffer(self) -> bool:
+        """Return whether it is a buffer."""
+        return self.buffer is True
+
+    def numel(self, parts: int) -> int:
+        """Return the number of elements of each of so many tensor-parallel parts: an even share, rounded up."""
+        if self.tp_dim is None:
+            return prod(self.shape)
+        length = self.shape[self.tp_dim]
+        return prod(self.shape) // length * -(-length // parts)
+
+    def of_experts(self, parts: int) -> "Parameter":
+        """Return the parameter of one of so many parts that its experts are shared out in, which divide them."""
+        if self.ep_dim is UNSET or parts == 1:
+            return self
+        shape = list(self.shape)
+        shape[self.ep_dim] //= parts
+        return replace(self, shape=tuple(shape))
+
+    def states_dim(self, parts: int, shards: int) -> int:
+        """Return the dim that ZeRO cuts a tensor-parallel part at, into equal shards, the last ones padded: the first.
+
+        Where they do not divide the experts it is the last dim that nothing else cuts, if they divide that.
+        """
+        if self.ep_dim is UNSET or self.part_length(self.ep_dim, parts) % shards == 0:
+            return 0
+        last = max((dim for dim in range(len(self.shape)) if dim not in (self.ep_dim, self.tp_dim)), default=0)
+        return last if self.shape[last] % shards == 0 else 0
+
+    def shard_numel(self, parts: int, shards: int) -> int:
+        """Return the number of elements of the largest shard that ZeRO cuts a tensor-parallel part into."""
+        numel = self.numel(parts)
+        if not self.shape or self.is_buffer:
+            return numel
+        length = self.part_length(self.states_dim(parts, shards), parts)
+        return numel // length * -(-length // shards)
+
+    def part_length(self, dim: int, parts: int) -> int:
+        """Return the length of a dim of each of so many tensor-parallel parts, rounded up."""
+        return -(-self.shape[dim] // parts) if dim == self.tp_dim else self.shape[dim]
+
+
+class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kind of layer; layers of one type are alike in everything but their weights."""
+
+    parameters: tuple[Parameter, ...]
+    """Every parameter tensor of one layer of this type."""
+    forward_flops_per_sample: Flops
+    """Floating-point operations of one forward pass over one sample (a multiply-add counts 2)."""
+    tp_must_divide: dict[str, Length] = field(default_factory=dict)
+    """Lengths, by name, of which tp_size must be a divisor."""
+    ulysses_must_divide: dict[str, Length] = field(default_factory=dict)
+    """Lengths, by name, of which the Ulysses degree must be a divisor."""
+    sequence_must_divide: dict[str, Length] | UnsetType = UNSET
+    """Lengths, by name, of which tp_size must be a divisor where ranks hold parts of the sequence; left out if none."""
+    outputs: tuple[BoundaryTensor, ...] = ()
+    """Tensors that the next layer receives; empty for the head."""
+    regions: tuple[Region, ...] = ()
+    """Regions at whose ends tensor parallelism communicates, in order."""
+    labels: NonNegativeCount = 0
+    """Positions per sample that the head computes a loss for; 0 elsewhere."""
+    backward: bool | UnsetType = UNSET
+    """False where neither it nor any layer before it has a trained parameter: no backward pass goes through it."""
+    experts: Experts | UnsetType = UNSET
+    """The experts of its feed-forward part; left out where it has none."""
+
+    def __post_init__(self) -> None:
+        if not self.has_backward and any(self.trained_parameters):
+            raise ValueError("a layer type without a backward pass has trained parameters")
+
+    @property
+    def has_backward(self) -> bool:
+        """Return whether a backward pass goes through it."""
+        return self.backward is not False
+
+    @property
+    def trained_parameters(self) -> tuple[Parameter, ...]:
+        """Return the parameters that are not frozen."""
+        return tuple(p for p in self.parameters if p.trained)
+
+    @property
+    def trained_share(self) -> float:
+        """Return the share of the elements of its matrices that are trained; of no matrix, all are."""
+        matrices = [p for p in self.parameters if len(p.shape) > 1]
+        total = sum(p.numel(1) for p in matrices)
+        return sum(p.numel(1) for p in matrices if p.trained) / total if total else 1.0
+
+    @property
+    def passes(self) -> float:
+        """Return how many forward passes a step is, without recomputation.
+
+        A product has one for the gradient of its input, where a gradient passes, and one for that of a trained matrix.
+        """
+        return 1 + self.has_backward * (1 + self.trained_share)
+
+    @property
+    def step_flops_per_sample(self) -> float:
+        """Return the operations of a forward and a backward pass over one sample, those on masked scores included."""
+        return self.forward_flops_per_sample * self.passes
+
+    def parameter_count(self, parts: int = 1) -> int:
+        """Return the number of parameters in each of so many tensor-parallel parts."""
+        return sum(p.numel(parts) for p in self.parameters)
+
+    def trained_count(self, parts: int = 1) -> int:
+        """Return the number of parameters that are trained in each of so many tensor-parallel parts."""
+        return sum(p.numel(parts) for p in self.trained_parameters)
+
+    @property
+    def window(self) -> int | None:
+        """Return the sliding window of its attention; None where positions attend to all that a mask leaves."""
+        return next((region.attention.window for region in self.regions if region.attention is not None), None)
+
+    @property
+    def has_sinks(self) -> bool:
+        """Return whether the softmax of its attention has further scores."""
+        return any(region.attention is not None and region.attention.sinks for region in self.regions)
+
+    @property
+    def alibi_heads(self) -> int:
+        """Return the number of its heads whose scores fall with the distance of positions."""
+        return max((a.heads for region in self.regions if (a := region.attention) is not None and a.alibi), default=0)
+
+
+class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model as the planner sees it, written by `shardwright train describe`."""
+
+    FORMAT = "shardwright.model"
+
+    name: Name
+    """Name that the user gives it; profiles of it carry it."""
+    family: Annotated[str, Meta(min_length=1)]
+    """Family: the file of the runtime that builds and shards it."""
+    config: dict[str, Any]
+    """The Hugging Face configuration without its number of layers, which is that of `layers`."""
+    sequence_length: Tokens
+    """Tokens (or patches) of one sample."""
+    layers: Annotated[tuple[str, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
+    """The type of each block, in order; embedding and head stand outside."""
+    types: dict[str, LayerType]
+    """Layer types by name; `embedding` and `head` are always among them."""
+    tied: tuple[tuple[str, str], ...] = ()
+    """Pairs of parameters, by full name, that are one and the same."""
+    low_rank: LowRank | UnsetType = UNSET
+    """Low-rank matrices that are trained in place of the model; left out where there are none."""
+
+    def __post_init__(self) -> None:
+        for needed in (EMBEDDING, HEAD, *self.layers):
+            if needed not in self.types:
+                raise ValueError(f"layer type {needed!r} is not among types")
+        if {EMBEDDING, HEAD} & set(self.layers):
+            raise ValueError("embedding and head cannot be among the layers")
+        backward = [self.types[name].has_backward for name in (EMBEDDING, *self.layers, HEAD)]
+        if backward != sorted(backward):
+            raise ValueError("a layer without a backward pass comes after one that has one")
+        if not backward[-1]:
+            raise ValueError("the head has no backward pass: there is nothing to train")
+        shapes = self._outer_shapes()
+        for first, second in self.tied:
+            if shapes.get(first) is None or shapes.get(first) != shapes.get(second):
+                raise ValueError(f"tied {first!r} and {second!r} are not equal parameters of embedding and head")
+
+    @property
+    def architecture_sha256(self) -> str:
+        """Return the identity of what a profile measures: family, configuration and parameters of each type.
+
+        Neither the number of layers nor the sequence length belongs to it: one profile serves several of both.
+        """
+        return sha256_of_value([self.family, self.config, {name: t.parameters for name, t in self.types.items()}])
+
+    @property
+    def is_frozen(self) -> bool:
+        """Return whether some parameter is frozen."""
+        layers = (EMBEDDING, *self.layers, HEAD)
+        return any(p.frozen is True for name in layers for p in self.types[name].parameters)
+
+    @property
+    def boundary(self) -> tuple[BoundaryTensor, ...]:
+        """Return the tensors between embedding and first layer; all layers hand on tensors of these names."""
+        return self.types[EMBEDDING].outputs
+
+    @property
+    def reshaping(self) -> tuple[str, ...]:
+        """Return the types of block that hand on other shapes than they receive: none can follow itself."""
+        like_received = {
+            name for i, name in enumerate(self.layers) if self.received_by(f"layers[{i}]") == self.types[name].outputs
+        }
+        return tuple(name for name in dict.fromkeys(self.layers) if name not in like_received)
+
+    def received_by(self, layer: str) -> tuple[BoundaryTensor, ...]:
+        """Return the tensors that a layer (`embedding`, `layers[i]`, `head`) receives: what the one before hands on.
+
+        Their shapes may differ from layer to layer, as between the levels of a pyramid.
+        """
+        if layer == EMBEDDING:
+            return ()
+        number = len(self.layers) if layer == HEAD else int(layer.removeprefix("layers[").removesuffix("]"))
+        return self.types[self.layers[number - 1]].outputs if number else self.boundary
+
+    @property
+    def parameter_count(self) -> int:
+        """Return the number of parameters, tied and shared ones counted once, and no buffers."""
+        return self._count(lambda kind: tuple(p for p in kind.parameters if not p.is_buffer))
+
+    @property
+    def trained_count(self) -> int:
+        """Return the number of parameters that are not frozen, tied and shared ones counted once."""
+        return self._count(lambda kind: kind.trained_parameters)
+
+    def type_of(self, layer: str) -> LayerType:
+        """Return the type of a layer by its name: `embedding`, `layers[i]` or `head`."""
+        ends = layer in (EMBEDDING, HEAD)
+        return self.types[layer if ends else self.layers[int(layer.removeprefix("layers[").removesuffix("]"))]]
+
+    @property
+    def layers_by_base(self) -> dict[str, tuple[str, ...]]:
+        """Return the types of the blocks, in order, by the family's type that they are."""
+        bases = dict.fromkeys(map(base_type, self.layers))
+        return {base: tuple(name for name in self.layers if base_type(name) == base) for base in bases}
+
+    def _count(self, counted: Callable[[LayerType], tuple[Parameter, ...]]) -> int:
+        """Return the number of elements of some parameters of each layer, tied and shared ones counted once."""
+        total = sum(prod(p.shape) for name in (EMBEDDING, *self.layers, HEAD) for p in counted(self.types[name]))
+        ends = {p.name: prod(p.shape) for name in (EMBEDDING, HEAD) for p in counted(self.types[name])}
+        tied = sum(ends.get(second, 0) for _, second in self.tied)
+        replicas = ((len(kinds) - 1, counted(self.types[kinds[0]])) for kinds in self.layers_by_base.values())
+        return total - tied - sum(n * prod(p.shape) for n, parameters in replicas for p in parameters if p.shared)
+
+    def _outer_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {p.name: p.shape for name in (EMBEDDING, HEAD) for p in self.types[name].parameters}

@@ -1,0 +1,320 @@
+"""A model profile: time and memory of a model's layers on a device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from shardwright.io import Value
+from shardwright.io.hdf5 import OPTIONAL, Profile, Provenance, read_profile, write_profile
+from shardwright.io.table import Row, Source, Sourced, Table, sourced
+from shardwright.key import ExpertKey, LayerKey, rows_by_key
+from shardwright.types.context_rows import ContextRow as ContextRow
+from shardwright.types.expert_rows import ExchangeRow as ExchangeRow
+from shardwright.types.expert_rows import ExpertRow as ExpertRow
+from shardwright.types.expert_rows import HostRow as HostRow
+from shardwright.types.expert_rows import LayerFigures as LayerFigures
+from shardwright.types.expert_rows import figure_columns
+from shardwright.types.limits import (
+    Bytes,
+    Count,
+    NonNegativeCount,
+    Ranks,
+    Samples,
+    Seconds,
+    Tokens,
+)
+from shardwright.types.strategy import Recompute, SequenceParallel
+
+_TypeName = Annotated[str, Meta(max_length=32)]
+_Coefficient = Annotated[float, Meta(extra={"unit": "s or bytes per unit of the term"})]
+_Residual = Annotated[float, Meta(ge=0, extra={"unit": "1"})]
+_Points = Annotated[Count, Meta(extra={"unit": "points"})]
+
+
+class FitMode(StrEnum):
+    """Forms of a quantity in the micro-batch size b and the sequence length s; Galvatron's three modes and one."""
+
+    STATIC = "static"
+    """linear * b, at one length."""
+    BATCH = "batch"
+    """constant + linear * b, at one length."""
+    SEQUENCE = "sequence"
+    """constant + linear * s + quadratic * s^2, at one micro-batch size."""
+    JOINT = "joint"
+    """constant + linear * b s + quadratic * b s^2, over all points."""
+
+
+class Quantity(StrEnum):
+    """The columns of `layers` that curves are fitted to."""
+
+    FORWARD_S = "forward_s"
+    BACKWARD_S = "backward_s"
+    ACTIVATION_BYTES = "activation_bytes"
+
+
+class _TypeColumns(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The columns of the key that all figures of layers have."""
+
+    type: _TypeName
+    """The layer's type: a key of the model description's `types`."""
+    tp_size: Ranks
+    """Tensor-parallel ranks."""
+
+    @property
+    def key(self) -> LayerKey:
+        """Return the key of the row; columns that it lacks or that vary in it are left open."""
+        return LayerKey.from_fields(self)
+
+
+class _StrategyColumns(_TypeColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The columns of the key that figures of a pass have."""
+
+    sequence_parallel: SequenceParallel
+    """Kind of sequence parallelism of the tensor-parallel ranks."""
+    recompute: Recompute
+    """Activations that are computed again in the backward pass."""
+
+
+class LayerRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Time and memory of one microbatch in one layer, with the traffic of tensor and sequence parallelism inside."""
+
+    micro_batch_size: Samples
+    """Samples of one tensor-parallel group."""
+    sequence_length: Tokens
+    """Tokens of a sample."""
+    forward_s: Annotated[Seconds, sourced("forward_source")]
+    """Time of the forward pass."""
+    forward_error_s: Annotated[Seconds, sourced("forward_source")] = 0.0
+    """Standard error of `forward_s`; 0 where none is known."""
+    forward_source: Source
+    """Source of `forward_s` and its error."""
+    backward_s: Annotated[Seconds, sourced("backward_source")]
+    """Time of the backward pass with recomputation, without gradient reduction."""
+    backward_error_s: Annotated[Seconds, sourced("backward_source")] = 0.0
+    """Standard error of `backward_s`; 0 where none is known."""
+    backward_source: Source
+    """Source of `backward_s` and its error."""
+    activation_bytes: Annotated[Bytes, sourced("activation_source")]
+    """Resident from the forward to the backward pass."""
+    activation_source: Source
+    """Source of `activation_bytes`."""
+    workspace_bytes: Annotated[Bytes, sourced("workspace_source")]
+    """The most that is resident beyond that during a pass."""
+    workspace_source: Source
+    """Source of `workspace_bytes`."""
+
+    @classmethod
+    def from_figures(cls, key: LayerKey, figures: LayerFigures[Sourced]) -> "LayerRow":
+        """Return the row of these figures, with whole bytes."""
+        return cls(
+            **key.columns,
+            **figure_columns(figures),
+            forward_error_s=figures.forward_s.error,
+            backward_error_s=figures.backward_s.error,
+        )
+
+    @property
+    def figures(self) -> LayerFigures[Sourced]:
+        """Return the figures of the row."""
+        return LayerFigures(
+            Sourced(self.forward_s, self.forward_source, self.forward_error_s),
+            Sourced(self.backward_s, self.backward_source, self.backward_error_s),
+            Sourced(self.activation_bytes, self.activation_source),
+            Sourced(self.workspace_bytes, self.workspace_source),
+        )
+
+
+class StateRow(_TypeColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Time and memory of one layer's parameters on one rank under plain ddp, whatever runs through them."""
+
+    parameter_bytes: Annotated[Bytes, sourced("bytes_source")]
+    """Bytes of the stored parameters."""
+    gradient_bytes: Annotated[Bytes, sourced("bytes_source")]
+    """Bytes of their gradients."""
+    optimizer_bytes: Annotated[Bytes, sourced("bytes_source")]
+    """Bytes of the optimizer's state."""
+    bytes_source: Source
+    """Source of these three."""
+    optimizer_s: Annotated[Seconds, sourced("optimizer_source")]
+    """Optimizer time of a step, unsharded, clipping included."""
+    optimizer_source: Source
+    """Source of `optimizer_s`."""
+    reduction_s: Annotated[Seconds, sourced("reduction_source")]
+    """Time that reducing the gradients adds to a step."""
+    reduction_ranks: Ranks
+    """Data-parallel ranks of that reduction."""
+    reduction_source: Source
+    """Source of `reduction_s`."""
+    scatter_s: Annotated[Seconds, sourced("zero_source")]
+    """Time that reducing the gradients adds to a step under ZeRO."""
+    gather_s: Annotated[Seconds, sourced("zero_source")]
+    """Time that gathering the parameters adds to a pass of a microbatch under ZeRO-3."""
+    zero_ranks: Ranks
+    """Data-parallel ranks of both probes under ZeRO."""
+    zero_source: Source
+    """Source of `scatter_s` and `gather_s`."""
+
+
+class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Figures that are there once a process or a step."""
+
+    process_bytes: Annotated[Bytes, sourced("process_source")]
+    """Device memory outside the tensors and the communicators."""
+    process_source: Source
+    """Source of `process_bytes`."""
+    communicator_bytes: Annotated[Bytes, sourced("communicator_source")]
+    """Buffers of an NCCL communicator that is no edge of the pipeline; 0 without NCCL."""
+    communicator_source: Source
+    """Source of `communicator_bytes`."""
+    resident_bytes: Annotated[Bytes, sourced("resident_source")]
+    """Host memory before the model is made."""
+    resident_source: Source
+    """Source of `resident_bytes`."""
+    step_overhead_s: Annotated[Seconds, sourced("step_overhead_source")]
+    """Time of a step that belongs neither to layers nor to reduction nor to parameters."""
+    step_overhead_source: Source
+    """Source of `step_overhead_s`."""
+    reference_s: Annotated[Seconds, sourced("reference_source")]
+    """Time of the reference workload on a machine as fast as all times here are of; 0 where none was run."""
+    reference_source: Source
+    """Source of `reference_s`."""
+
+
+class FitRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A curve through the points of `layers`, with what it leaves unexplained, relative to the points."""
+
+    quantity: Quantity
+    """Quantity that the curve gives."""
+    mode: FitMode
+    """Terms that the curve has."""
+    micro_batch_size: Annotated[NonNegativeCount, Meta(extra={"unit": "samples"})]
+    """Samples of one tensor-parallel group; 0 where they vary."""
+    sequence_length: Annotated[NonNegativeCount, Meta(extra={"unit": "tokens"})]
+    """0 where it varies."""
+    constant: _Coefficient
+    """The constant term."""
+    linear: _Coefficient
+    """Coefficient of the linear term."""
+    quadratic: _Coefficient
+    """Coefficient of the quadratic term."""
+    points: _Points
+    """Number of points that were fitted."""
+    typical_residual: _Residual
+    """Median of |fit - point| / point."""
+    worst_residual: _Residual
+    """Largest |fit - point| / point."""
+    left_out_points: Annotated[NonNegativeCount, Meta(extra={"unit": "points"})]
+    """Number of points that were left out in turn and predicted by the others."""
+    left_out_error: _Residual
+    """Median of |prediction - point| / point over them; 0 without any."""
+
+
+class ProfileOrigin(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Origin of a profile: the model, the device and the settings."""
+
+    model: str
+    """Its name."""
+    architecture_sha256: str
+    """`Model.architecture_sha256`: the profile serves models of these layers, of any number of them."""
+    device: str
+    """The device's name as its driver gives it, or `cpu`."""
+    backend: str
+    """Backend of the collectives."""
+    precision: str
+    """`parameters/compute/reduce`, such as `float32/bfloat16/float32`; then ` tf32` where factors are rounded, and
+    ` compiled` where torch.compile compiled the layers."""
+    attention: str
+    """The attention kernel."""
+    runtime: str = "shardwright"
+    """The runtime whose kernels and memory are meant; only estimates are of another than this project's."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelProfile(Profile):
+    """The tables of a model profile, one per model and device type.
+
+    `layers`: time and memory of one layer of each type (embedding and head too) by strategy and micro-batch. `states`:
+    bytes and optimizer time of one layer's parameters. `process`: what is there once a process or a step, in one row.
+    `fits`: curves through the points of `layers`. Where layers have experts that ranks may share out as a whole,
+    `rests` is what such a layer does beside its experts, and `experts` what these do; the two add up. `context` checks
+    what is derived for layers whose ranks share positions out. `exchange` has one row on how experts' rows are sent,
+    and `host` what the host spends on layers, if the times of these leave it out.
+    """
+
+    FORMAT: ClassVar[str] = "shardwright.model_profile"
+    VERSION: ClassVar[int] = 6
+
+    origin: ProfileOrigin
+    provenance: Provenance
+    layers: Table[LayerRow]
+    states: Table[StateRow]
+    process: Table[ProcessRow]
+    fits: Table[FitRow]
+    rests: Table[LayerRow] = field(default_factory=lambda: Table.from_rows(LayerRow, ()), metadata=OPTIONAL)
+    experts: Table[ExpertRow] = field(default_factory=lambda: Table.from_rows(ExpertRow, ()), metadata=OPTIONAL)
+    context: Table[ContextRow] = field(default_factory=lambda: Table.from_rows(ContextRow, ()), metadata=OPTIONAL)
+    exchange: Table[ExchangeRow] = field(default_factory=lambda: Table.from_rows(ExchangeRow, ()), metadata=OPTIONAL)
+    host: Table[HostRow] = field(default_factory=lambda: Table.from_rows(HostRow, ()), metadata=OPTIONAL)
+
+    @cached_property
+    def curves(self) -> dict[LayerKey, list[LayerRow]]:
+        """Return the points of `layers` that differ in micro-batch size alone, ascending, by what they share."""
+        return _curves(self.layers)
+
+    @cached_property
+    def rest_curves(self) -> dict[LayerKey, list[LayerRow]]:
+        """Return the points of `rests`, likewise."""
+        return _curves(self.rests)
+
+    @cached_property
+    def expert_curves(self) -> dict[ExpertKey, list[ExpertRow]]:
+        """Return the points of `experts` that differ in rows alone, ascending, by what they share."""
+        curves: dict[ExpertKey, list[ExpertRow]] = {}
+        for row in sorted(self.experts.rows, key=lambda row: row.key):
+            curves.setdefault(row.key.without("rows"), []).append(row)
+        return curves
+
+    @property
+    def problem(self) -> str | None:
+        """Return what is wrong: not one process, a point twice, or activations that shrink as the micro-batch grows."""
+        if (rows := len(self.process)) != 1:
+            return f"table process has {rows} rows, not 1"
+        if (rows := len(self.exchange)) > 1:
+            return f"table exchange has {rows} rows, not 1"
+        for name, curves in (("layers", self.curves), ("rests", self.rest_curves), ("experts", self.expert_curves)):
+            for points in curves.values():
+                if (problem := _curve_problem(points)) is not None:
+                    return f"table {name}: {problem}"
+        return None
+
+
+def _curves(table: Table[LayerRow]) -> dict[LayerKey, list[LayerRow]]:
+    return rows_by_key(sorted(table.rows, key=lambda row: row.key), "micro_batch_size")
+
+
+def _curve_problem(points: Sequence[LayerRow | ExpertRow]) -> str | None:
+    """Return what is wrong with points of ascending size: one is there twice, or activations shrink as it grows."""
+    for less, more in pairwise(points):
+        if less.key == more.key:
+            return f"{more.key} is there twice"
+    for less, more in pairwise(row for row in points if row.activation_source is not Source.ABSENT):
+        if more.activation_bytes < less.activation_bytes:
+            fall = f"from {less.activation_bytes} to {more.activation_bytes}"
+            return f"{more.key}: activation_bytes fall {fall} as the micro-batch grows"
+    return None
+
+
+def write_model_profile(path: Path, profile: ModelProfile) -> None:
+    """Write the profile; the same measurements give the same bytes."""
+    write_profile(path, profile)
+
+
+def read_model_profile(path: Path) -> ModelProfile:
+    """Read a model profile; BadInput names whatever cannot be right in it."""
+    return read_profile(path, ModelProfile)

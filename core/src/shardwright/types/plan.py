@@ -1,0 +1,355 @@
+"""A plan: the whole decision how to train a model on a cluster, self-contained."""
+
+from collections import Counter
+from enum import StrEnum
+from typing import Annotated, Literal, assert_never
+
+from msgspec import UNSET, Meta, UnsetType, to_builtins
+
+from shardwright.io import Document, Value, sha256_of_value
+from shardwright.types.attention import Attention
+from shardwright.types.cluster import Cluster
+from shardwright.types.context_probes import ContextProbe
+from shardwright.types.expert_probes import ExpertProbe
+from shardwright.types.limits import Name, NonNegativeCount, Rank, Samples
+from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model
+from shardwright.types.strategy import ContextParallel, LayerStrategy, SequenceParallel, Strategy
+
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+FP8 = "fp8"
+"""Format of products with a block's weights in 8 bits, everything else in bfloat16; estimated, not run."""
+ComputeType = Literal["float64", "float32", "bfloat16", "float16", "fp8"]
+Base = Literal["8bit", "4bit"]
+BASE_BITS = {"8bit": 8.0, "4bit": 4.127}
+"""Bits of a weight: of LLM.int8 (Dettmers et al. 2022), whose scale is one of a row; of NF4 with constants that are
+quantized, too, 0.127 bits more (Dettmers et al. 2023, QLoRA, section 3)."""
+
+
+class Schedule(StrEnum):
+    """The order in which a pipeline stage works through its microbatches."""
+
+    interleaves: bool
+    """True where a pipeline stage may hold several layer ranges."""
+
+    def __new__(cls, name: str, interleaves: bool = False) -> "Schedule":
+        """Make a member of its name in files."""
+        member = str.__new__(cls, name)
+        member._value_, member.interleaves = name, interleaves
+        return member
+
+    GPIPE = "gpipe"
+    """A step of all forward passes, then all backward passes."""
+    ONE_F_ONE_B = "1f1b"
+    """A step of one forward and one backward pass in turn, once the pipeline is full."""
+    INTERLEAVED_1F1B = "interleaved_1f1b", True
+    """1F1B with several layer ranges on every pipeline stage."""
+
+
+class GradientReduction(StrEnum):
+    """Time of the gradient reduction: once a step, or after every microbatch."""
+
+    DEFERRED = "deferred"
+    """Once a step, in the last microbatch's backward pass."""
+    EVERY_MICROBATCH = "every_microbatch"
+    """Gradients are reduced in every backward pass."""
+
+
+class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The number formats of stored parameters, of forward and backward, and of gradient reduction."""
+
+    parameters: DType = "float32"
+    """Number format of the stored parameters and the optimizer state."""
+    compute: ComputeType = "float32"
+    """Number format of the forward and backward pass; fp8 is estimated, not run, and is the format of products with the
+    weights of blocks: everything else is bfloat16."""
+    reduce: DType = "float32"
+    """Number format of accumulated gradients and their reduction."""
+    tf32: bool = False
+    """Permission to round the factors of float32 matrix products to TF32 (10 bits of mantissa) on a GPU."""
+    base: Base | UnsetType = UNSET
+    """Format of frozen matrices of blocks, which are brought into the compute format for each product; estimated, not
+    run. Left out: as stored."""
+
+    def __post_init__(self) -> None:
+        if self.tf32 and self.compute != "float32":
+            raise ValueError(f"tf32 is of products in float32, compute is {self.compute}: leave it out")
+
+    @property
+    def text(self) -> str:
+        """Return `parameters/compute/reduce`, and whether factors are rounded: what profiles are known by."""
+        base = "" if self.base is UNSET else f" base {self.base}"
+        return f"{self.parameters}/{self.compute}/{self.reduce}" + (" tf32" if self.tf32 else "") + base
+
+
+def profiled_as(precision: Precision, compile: bool) -> str:
+    """Return the text that a profile of a plan's layers is known by: number formats and compilation."""
+    return precision.text + (" compiled" if compile else "")
+
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, FP8: 2}
+"""Bytes of one element of a tensor in each number format; what is kept and sent beside products in FP8 is bfloat16."""
+
+
+class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Some ranks and the layers they hold."""
+
+    ranks: Annotated[tuple[Rank, ...], Meta(min_length=1)]
+    """Numbers of the cluster's devices, ascending; strategies count in their order."""
+    layers: Annotated[tuple[tuple[NonNegativeCount, NonNegativeCount], ...], Meta(min_length=1)]
+    """Half-open ranges of layer numbers; several when the schedule is interleaved."""
+
+
+_ADDED = {"cp_size": 1, "context": ContextParallel.GATHER.value}
+"""Fields of strategies that plans of earlier versions lack, with what these execute."""
+
+
+def _as_before(strategies: object) -> object:
+    """Return strategies, as JSON has them, without fields that say what plans of earlier versions execute."""
+    if isinstance(strategies, list | tuple):
+        return [_as_before(strategy) for strategy in strategies]
+    assert isinstance(strategies, dict)
+    return {name: value for name, value in strategies.items() if _ADDED.get(name) != value}
+
+
+def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
+    """Return why a layer type cannot be sharded this way, or None when it can."""
+    kind = model.types[type_name]
+    match strategy.sequence_parallel:
+        case SequenceParallel.NONE:
+            splits, divided = False, kind.tp_must_divide
+        case SequenceParallel.MEGATRON:
+            splits, divided = True, kind.tp_must_divide
+        case SequenceParallel.ULYSSES:
+            splits, divided = True, kind.ulysses_must_divide
+        case unknown:
+            assert_never(unknown)
+    odd = (f"{name} {length}" for name, length in divided.items() if length % strategy.tp_size)
+    wrong = next((f"tp_size {strategy.tp_size} does not divide {text}" for text in odd), None)
+    return _misfit_of_sequence(model, kind, strategy, splits) or wrong or _misfit_of_experts(kind, strategy)
+
+
+def _misfit_of_sequence(model: Model, kind: LayerType, strategy: Strategy, splits: bool) -> str | None:
+    """Return why a layer type's positions cannot be shared out; `splits`: among tensor-parallel ranks, too."""
+    lengths = (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs))
+    sequences = [*(kind.sequence_must_divide or {}).items(), *(("the sequence length", length) for length in lengths)]
+    degrees = {"cp_size": strategy.cp_size, "tp_size": strategy.tp_size if splits else 1}
+    named = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
+    parts = [(named, degrees["cp_size"] * degrees["tp_size"], *each) for each in sequences]
+    if strategy.cp_size > 1:
+        # Each rank has two chunks of the positions: one from the front and one from the back.
+        parts.append((f"2 x cp_size {strategy.cp_size}", 2 * strategy.cp_size, "the sequence length", lengths[0]))
+        parts += [(f"cp_size {strategy.cp_size}", strategy.cp_size, "labels", kind.labels)]
+    odd = (f"{degree} does not divide {name} {length}" for degree, size, name, length in parts if length % size)
+    return next(odd, None) or _misfit_of_context(kind, strategy)
+
+
+def _misfit_of_context(kind: LayerType, strategy: Strategy) -> str | None:
+    if not isinstance(strategy, LayerStrategy) or strategy.context is not ContextParallel.RING:
+        return None
+    has = {"windows": kind.window is not None, "ALiBi": kind.alibi_heads > 0, "sinks": kind.has_sinks}
+    unknown = next((name for name, is_there in has.items() if is_there), None)
+    return None if unknown is None else f"context ring does not support {unknown}: use gather"
+
+
+def _misfit_of_experts(kind: LayerType, strategy: Strategy) -> str | None:
+    if not isinstance(strategy, LayerStrategy) or strategy.experts is UNSET:
+        return None
+    if kind.experts is UNSET:
+        return "it has no experts to shard"
+    (number, features), shared = (kind.experts.number, kind.experts.features), strategy.experts
+    if number % shared.ep_size:
+        return f"ep_size {shared.ep_size} does not divide its {number} experts"
+    if features % shared.etp_size:
+        return f"etp_size {shared.etp_size} does not divide the {features} features of its experts"
+    return None
+
+
+class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A way to train a model on a cluster; whoever holds it can train, export or re-evaluate it."""
+
+    FORMAT = "shardwright.plan"
+
+    name: Name
+    """Name that the user gives it."""
+    model: Model
+    """The whole model description."""
+    cluster: Cluster
+    """The devices, each of which is a rank of the plan."""
+    global_batch_size: Samples
+    """Samples of one optimizer step, over all ranks and microbatches."""
+    num_microbatches: Samples
+    """Equal parts that a step's samples go through the pipeline in."""
+    schedule: Schedule
+    """The order of forward and backward passes."""
+    gradient_reduction: GradientReduction = GradientReduction.DEFERRED
+    """Time of the gradient reduction."""
+    precision: Precision = Precision()
+    """The number formats."""
+    optimizer: Literal["adamw"] = "adamw"
+    """The optimizer; its settings belong to the run."""
+    attention: Attention = Attention.AUTO
+    """The attention kernel."""
+    fused: tuple[Literal["rotary", "norm", "cross_entropy"], ...] = ()
+    """Modules that kernels of the flash-attn package compute: rotary embeddings, norms, the loss."""
+    compile: bool = False
+    """Use of torch.compile for each block; embedding and head are left as they are."""
+    stages: Annotated[tuple[PipelineStage, ...], Meta(min_length=1)]
+    """The pipeline stages, first to last."""
+    embedding: Strategy
+    """Strategy of the embedding on the first pipeline stage."""
+    head: Strategy
+    """Strategy of the head on the last pipeline stage."""
+    layers: tuple[LayerStrategy, ...]
+    """Strategy of each layer on its pipeline stage; one entry per layer of the model, in order."""
+
+    def __post_init__(self) -> None:
+        self._check_ranks()
+        self._check_layer_ranges()
+        if self.global_batch_size % self.num_microbatches:
+            raise ValueError(
+                f"num_microbatches {self.num_microbatches} does not divide global_batch_size {self.global_batch_size}"
+            )
+        if len(set(self.fused)) != len(self.fused):
+            raise ValueError(f"fused names something twice: {', '.join(self.fused)}")
+        fitting = set[tuple[int, str, Strategy]]()
+        for where, type_name, strategy in self._strategies():
+            ranks = len(self.stages[self.stage_of(where)].ranks)
+            if (ranks, type_name, strategy) in fitting:
+                continue
+            if strategy.tp_size * strategy.cp_size * strategy.dp_size != ranks:
+                context = f"cp_size {strategy.cp_size} x " if strategy.cp_size > 1 else ""
+                raise ValueError(
+                    f"{where}: tp_size {strategy.tp_size} x {context}dp_size {strategy.dp_size} "
+                    f"is not the {ranks} ranks of its pipeline stage"
+                )
+            if self.microbatch_samples % strategy.dp_size:
+                raise ValueError(
+                    f"{where}: dp_size {strategy.dp_size} does not divide "
+                    f"the {self.microbatch_samples} samples of a microbatch"
+                )
+            if (problem := misfit(self.model, type_name, strategy)) is not None:
+                raise ValueError(f"{where}: {problem}")
+            fitting.add((ranks, type_name, strategy))
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return sum(len(stage.ranks) for stage in self.stages)
+
+    @property
+    def microbatch_samples(self) -> int:
+        """Return the samples of one microbatch, over all data-parallel ranks."""
+        return self.global_batch_size // self.num_microbatches
+
+    @property
+    def sha256(self) -> str:
+        """Return the plan's identity as a document, names and prices included."""
+        return sha256_of_value(self)
+
+    @property
+    def executed_sha256(self) -> str:
+        """Return the identity of what a run of the plan executes.
+
+        Neither names nor the cluster (its prices, memory and nodes) belong to it, nor what the planner knows of the
+        model beyond its family, configuration, sequence length and layers. A field of strategies that plans of earlier
+        versions lack belongs to it where it says something new.
+        """
+        executed = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ("name", "cluster")}
+        model = self.model
+        executed |= {name: _as_before(to_builtins(executed[name])) for name in ("embedding", "head", "layers")}
+        return sha256_of_value(executed | {"model": [model.family, model.config, model.sequence_length, model.layers]})
+
+    def stage_of_rank(self, rank: int) -> int:
+        """Return the pipeline stage that a rank is part of."""
+        return next(i for i, stage in enumerate(self.stages) if rank in stage.ranks)
+
+    def stage_of(self, where: str) -> int:
+        """Return the pipeline stage that holds `embedding`, `head` or `layers[i]`."""
+        if where == EMBEDDING:
+            return 0
+        if where == HEAD:
+            return len(self.stages) - 1
+        layer = int(where[len("layers[") : -1])
+        return next(i for i, stage in enumerate(self.stages) if any(low <= layer < high for low, high in stage.layers))
+
+    def _strategies(self) -> list[tuple[str, str, Strategy]]:
+        blocks = [(f"layers[{i}]", layer.type, layer) for i, layer in enumerate(self.layers)]
+        return [(EMBEDDING, EMBEDDING, self.embedding), *blocks, (HEAD, HEAD, self.head)]
+
+    def _check_ranks(self) -> None:
+        used = Counter(rank for stage in self.stages for rank in stage.ranks)
+        if (devices := self.cluster.num_devices) != used.total():
+            raise ValueError(f"the stages use {used.total()} ranks, the cluster has {devices} devices")
+        if sorted(used) != list(range(devices)):
+            raise ValueError("the stages must use each of the cluster's ranks exactly once")
+        for i, stage in enumerate(self.stages):
+            if list(stage.ranks) != sorted(stage.ranks):
+                raise ValueError(f"stages[{i}]: its ranks do not ascend")
+
+    def _check_layer_ranges(self) -> None:
+        expected = self.model.layers
+        if len(self.layers) != len(expected):
+            raise ValueError(f"{len(self.layers)} layer strategies for a model of {len(expected)} layers")
+        for i, (layer, type_name) in enumerate(zip(self.layers, expected, strict=True)):
+            if layer.type != type_name:
+                raise ValueError(f"layers[{i}]: type {layer.type!r}, the model has {type_name!r} there")
+        chunks = {len(stage.layers) for stage in self.stages}
+        if chunks != {1} and not self.schedule.interleaves:
+            raise ValueError(f"several layer ranges in a stage need the schedule interleaved_1f1b, not {self.schedule}")
+        if chunks != {1} and len(self.stages) == 1:
+            raise ValueError("several layer ranges need several pipeline stages")
+        if len(chunks) != 1:
+            raise ValueError("every pipeline stage must have the same number of layer ranges")
+        ordered = [stage.layers[chunk] for chunk in range(chunks.pop()) for stage in self.stages]
+        position = 0
+        for i, (low, high) in enumerate(ordered):
+            if low != position or high < low:
+                raise ValueError(f"layer range [{low}, {high}] does not continue at layer {position}")
+            if low == high and i not in (0, len(ordered) - 1):
+                self._check_empty(i % len(self.stages), low)
+            position = high
+        if position != len(expected):
+            raise ValueError(f"the pipeline stages hold {position} of {len(expected)} layers")
+
+    def _check_empty(self, index: int, layer: int) -> None:
+        """Refuse a layer range without layers, embedding and head, of a stage that has nothing else to do.
+
+        What it receives it hands on, as it is: its ranks are as many as those of the stage before.
+        """
+        where, stage = f"stages[{index}]: layer range [{layer}, {layer}]", self.stages[index]
+        if index not in (0, len(self.stages) - 1) and all(low == high for low, high in stage.layers):
+            raise ValueError(
+                f"{where} is empty, as only the embedding's or the head's may be of a stage without layers"
+            )
+        before = len(self.stages[index - 1].ranks)
+        if len(stage.ranks) != before:
+            raise ValueError(f"{where} is empty, and the stage before has {before} ranks, not {len(stage.ranks)}")
+
+
+class Plans(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Several plans in one file, such as the probes that a model profile is fitted to."""
+
+    FORMAT = "shardwright.plans"
+    VERSION = 2
+
+    plans: Annotated[tuple[Plan, ...], Meta(min_length=1)]
+    """The plans, in the order they are to be run."""
+    in_turns: tuple[Annotated[tuple[NonNegativeCount, ...], Meta(min_length=2)], ...] = ()
+    """Places of plans that are subtracted from one another, the one that the others are compared with first: they are
+    stepped in turns, so that a slow moment of the machine meets them all."""
+    experts: tuple[ExpertProbe, ...] | UnsetType = UNSET
+    """Probes of experts of the plans' model by themselves, to be measured besides; left out where there are none."""
+    context: tuple[ContextProbe, ...] | UnsetType = UNSET
+    """Plans whose samples stand for shares of longer ones; left out where there are none."""
+
+    def __post_init__(self) -> None:
+        places = [place for group in self.in_turns for place in group]
+        if len(set(places)) != len(places) or max(places, default=0) >= len(self.plans):
+            raise ValueError(f"in_turns names {places}, not each of {len(self.plans)} plans once at most")
+        shares = [probe.plan for probe in self.context or ()]
+        if len(set(shares)) != len(shares) or max(shares, default=0) >= len(self.plans):
+            raise ValueError(f"context names {shares}, not each of {len(self.plans)} plans once at most")
+        for group in self.in_turns:
+            built = {(p.world_size, p.precision, p.attention) for p in (self.plans[place] for place in group)}
+            if len(built) > 1:
+                raise ValueError(f"in_turns: plans {list(group)} differ in world size, precision or attention")

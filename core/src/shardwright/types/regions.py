@@ -1,0 +1,79 @@
+"""The parts of a layer: what flows between layers, where tensor parallelism communicates, attention and experts."""
+
+from typing import Literal
+
+from msgspec import UNSET, UnsetType
+
+from shardwright.io import Value
+from shardwright.types.limits import Length, Tokens
+
+
+class BoundaryTensor(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor [batch, sequence_length, features] that a layer hands to the next, also over a pipeline cut."""
+
+    name: str
+    """Name that the runtime gives it."""
+    sequence_length: Tokens
+    """Positions per sample."""
+    features: Length
+    """Elements per position."""
+
+
+class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The attention of a region: what Ulysses exchanges positions for."""
+
+    queries: str
+    """The boundary tensor whose positions attend."""
+    keys: str
+    """The boundary tensor whose positions are attended to."""
+    heads: Length
+    """Query heads."""
+    kv_heads: Length
+    """Key and value heads."""
+    head_features: Length
+    """Features of one head."""
+    value_features: Length | None = None
+    """Features of one value head; null: those of the others."""
+    window: Length | None = None
+    """Positions that each attends to, itself the last, and an encoder as many behind; null: all. Below the samples'."""
+    alibi: bool = False
+    """True where scores fall with the distance of positions, at a slope for each head (Press et al. 2022)."""
+    sinks: bool = False
+    """True where the softmax has a further score of each head, which weighs nothing (Xiao et al. 2024)."""
+
+    @property
+    def features_of_values(self) -> int:
+        """Return the features of one value head, and of what one head gives."""
+        return self.value_features or self.head_features
+
+
+class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A stretch of a layer in which tensor-parallel ranks hold different features (Shoeybi et al. 2019)."""
+
+    name: Literal["attention", "mlp", "lookup", "logits"]
+    """Part of the layer that it is of: `recompute` names the first two."""
+    enters: tuple[str, ...] = ()
+    """Boundary tensors whose whole sequence the region's matrices take in."""
+    leaves: str | None = None
+    """The boundary tensor that the sum over the ranks is like; null for the head, where only numbers are summed."""
+    replays_sum: tuple[Literal["full", "attention", "mlp"], ...] = ()
+    """The kinds of recomputation that repeat that sum even at their end, because something behind it is kept."""
+    attention: Heads | None = None
+    """The attention inside."""
+
+
+class Experts(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The experts of a layer: feed-forward networks, of which a router chooses some for each position."""
+
+    number: Length
+    """Experts of the layer."""
+    top_k: Length
+    """Experts that compute each position."""
+    features: Length
+    """Features between the matrices of one expert."""
+    shared_features: Length | UnsetType = UNSET
+    """Features between the matrices of the experts that compute every position; left out where there are none."""
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.number:
+            raise ValueError(f"{self.top_k} of {self.number} experts cannot compute a position")

@@ -1,0 +1,167 @@
+"""Strategies: the sharding of one layer over the ranks of its pipeline stage."""
+
+from enum import StrEnum
+
+from msgspec import UNSET, UnsetType
+
+from shardwright.io import Value
+from shardwright.types.limits import Ranks, SomeRanks
+
+
+class DataParallel(StrEnum):
+    """Kinds of data parallelism: the states of a layer that its ranks share out among themselves."""
+
+    DDP = "ddp"
+    """Nothing: every rank holds parameters, gradients and optimizer state whole."""
+    ZERO2 = "zero2"
+    """Gradients and optimizer state; parameters are gathered once a step."""
+    ZERO3 = "zero3"
+    """Parameters too; they are gathered in the forward and again in the backward pass."""
+
+
+class SequenceParallel(StrEnum):
+    """Kinds of sequence parallelism: whether the ranks of a tensor-parallel group share the sequence, and how."""
+
+    NONE = "none"
+    """Every rank of the group holds the whole sequence."""
+    MEGATRON = "megatron"
+    """Between the matrix products each rank holds 1/tp_size of the sequence (Korthikanti et al. 2022)."""
+    ULYSSES = "ulysses"
+    """The sequence is split everywhere but in attention, where heads are (Jacobs et al. 2023)."""
+
+
+class ContextParallel(StrEnum):
+    """Ways in which the positions of one rank attend to those of the other ranks that share the sequence."""
+
+    GATHER = "gather"
+    """Keys and values of all ranks are gathered (Grattafiori et al. 2024)."""
+    RING = "ring"
+    """Keys and values go around the ranks while each attends to those that it has (Liu et al. 2023)."""
+
+
+class Recompute(StrEnum):
+    """Choices of the activations of a layer that are computed again in its backward pass."""
+
+    NONE = "none"
+    """No activations are recomputed: all are kept."""
+    FULL = "full"
+    """Every activation is recomputed: only the layer's input is kept."""
+    ATTENTION = "attention"
+    """Activations of the attention part are recomputed."""
+    MLP = "mlp"
+    """Activations of the feed-forward part are recomputed."""
+    SELECTIVE = "selective"
+    """Activations other than results of matrix products and of attention are recomputed (Korthikanti et al. 2022)."""
+
+
+class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
+    """A sharding of the embedding or the head over the ranks of its pipeline stage.
+
+    `tp_size * cp_size * dp_size` is the number of ranks of the pipeline stage, tp_size the innermost. For
+    Ulysses, `tp_size` is the degree of the sequence-parallel group of attention, and parameters are data-parallel over
+    all ranks of the pipeline stage.
+    """
+
+    tp_size: Ranks
+    """Ranks that one sample, or its part under `cp_size`, is split over."""
+    tp_consecutive: bool = True
+    """True where neighbouring ranks form a tensor-parallel group; else its ranks are `dp_size` apart."""
+    cp_size: Ranks = 1
+    """Parts that the positions of a sample are shared out in, in attention too, among neighbouring groups of ranks."""
+    dp_size: Ranks
+    """Parts that the samples of a microbatch are shared out in."""
+    data_parallel: DataParallel = DataParallel.DDP
+    """States that the data-parallel ranks share out."""
+    shard_size: SomeRanks = 0
+    """Neighbouring data-parallel ranks that ZeRO shares the states out among; 0: all of them.
+
+    Where they are fewer (HSDP), groups of so many ranks hold replicas of each other's shards and sum their gradients.
+    """
+    sequence_parallel: SequenceParallel = SequenceParallel.NONE
+    """Kind of sequence parallelism of the tensor-parallel group."""
+
+    def __post_init__(self) -> None:
+        if self.cp_size > 1 and not self.tp_consecutive:
+            raise ValueError(f"tp_consecutive false is not for cp_size {self.cp_size}: neighbours share a sample there")
+        if self.shard_size == 0:
+            return
+        if self.data_parallel is DataParallel.DDP:
+            raise ValueError("shard_size is of zero2 and zero3, ddp shards nothing")
+        whole = self.sequence_parallel is SequenceParallel.ULYSSES  # parameters are data-parallel over all ranks
+        ranks = self.dp_size * self.cp_size * (self.tp_size if whole else 1)
+        if self.shard_size in (1, ranks) or ranks % self.shard_size:
+            raise ValueError(
+                f"shard_size {self.shard_size} is not a proper divisor of the {ranks} ranks of data parallelism: "
+                "leave it out to shard states over all of them"
+            )
+
+
+class ExpertGrid(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
+    """The sharding of a layer's experts where it is another than the layer's: a grid of dp_size x ep_size x tp_size.
+
+    It is no part of a file: `LayerStrategy.expert_grid` makes it. `tp_size` neighbours share the features of each
+    expert, `ep_size` such groups share the experts out, and `dp_size` hold replicas of all of them or share states out.
+    """
+
+    ep_size: Ranks
+    """Groups of ranks that share the experts out."""
+
+
+class ExpertStrategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
+    """A sharing out of a layer's experts over the ranks of its pipeline stage, whatever the rest of the layer does.
+
+    `ep_size * etp_size` neighbouring ranks form a group that has each expert once; each sends its positions there.
+    """
+
+    ep_size: Ranks
+    """Parts that the experts are shared out in, as a whole."""
+    etp_size: Ranks = 1
+    """Neighbouring ranks that share the features of each expert of a part."""
+    data_parallel: DataParallel = DataParallel.DDP
+    """States of the experts that ranks with the same ones share out."""
+    shard_size: SomeRanks = 0
+    """Neighbours among these that ZeRO shares the states out among; 0: all of them."""
+
+
+class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
+    """A sharding of one layer over the ranks of its pipeline stage, and what of it is recomputed."""
+
+    type: str
+    """The layer's type: a key of the model description's `types`."""
+    recompute: Recompute = Recompute.NONE
+    """Activations that are computed again in the backward pass."""
+    context: ContextParallel = ContextParallel.GATHER
+    """Way in which positions of one rank attend to those of others; it matters where cp_size is above 1."""
+    experts: ExpertStrategy | UnsetType = UNSET
+    """The sharing of the layer's experts; left out where each rank has its share of the features of all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.context is ContextParallel.RING and self.cp_size == 1:
+            raise ValueError("context ring needs cp_size above 1: leave it out")
+        if self.experts is UNSET:
+            return
+        if (ranks := self.tp_size * self.cp_size * self.dp_size) % (self.experts.ep_size * self.experts.etp_size):
+            raise ValueError(f"{_sizes(self.experts)} does not divide the {ranks} ranks of the stage")
+        if self.tp_size > 1 and self.sequence_parallel is SequenceParallel.NONE:
+            raise ValueError("experts are sharded over ranks that hold different positions: split the sequence")
+        _grid(self.experts, ranks)  # which has rules of its own
+
+    @property
+    def expert_grid(self) -> ExpertGrid | None:
+        """Return the sharding of its experts; None where it is the layer's."""
+        return None if self.experts is UNSET else _grid(self.experts, self.tp_size * self.cp_size * self.dp_size)
+
+
+def _grid(experts: ExpertStrategy, ranks: int) -> ExpertGrid:
+    return ExpertGrid(
+        tp_size=experts.etp_size,
+        ep_size=experts.ep_size,
+        dp_size=ranks // (experts.ep_size * experts.etp_size),
+        data_parallel=experts.data_parallel,
+        shard_size=experts.shard_size,
+    )
+
+
+def _sizes(experts: ExpertStrategy) -> str:
+    return f"ep_size {experts.ep_size}" + f" x etp_size {experts.etp_size}" * (experts.etp_size > 1)

@@ -1,1 +1,0 @@
-"""Generators from the types: JSON Schemas and docs/formats.md."""

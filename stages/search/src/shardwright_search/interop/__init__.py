@@ -1,1 +1,0 @@
-"""Plans from and for other systems."""

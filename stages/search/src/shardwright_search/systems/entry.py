@@ -1,0 +1,284 @@
+"""What a system that runs plans is: its entry, the part of the space that it runs, and the reading of its files."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from shardwright.estimate.runtimes import Runtime
+from shardwright.io import BadInput
+from shardwright.types import (
+    Attention,
+    Cluster,
+    ContextParallel,
+    DataParallel,
+    GradientReduction,
+    LayerStrategy,
+    Model,
+    Plan,
+    Precision,
+    Recompute,
+    Schedule,
+    SequenceParallel,
+)
+from shardwright.types.model import base_type
+from shardwright_search.space.configurations import Configuration, most_stages
+from shardwright_search.space.demands import Demands, Outer
+from shardwright_search.space.request import SearchRequest
+from shardwright_search.space.uniform import UniformStrategy, plan_of_uniform, sizes_that_fit
+from shardwright_search.systems.exporting import Exported, experts_apart
+from shardwright_search.systems.launch import Launch
+
+
+class Setting(NamedTuple):
+    """Settings of a run that a file of another system leaves out, or that are not read from it."""
+
+    model: Model
+    cluster: Cluster
+    global_batch_size: int
+    precision: Precision = Precision()
+    attention: Attention = Attention.AUTO
+    compile: bool = False
+
+    def uniform(
+        self,
+        name: str,
+        pp_size: int,
+        micro_batch_size: int = 1,
+        gradient_reduction: GradientReduction = GradientReduction.DEFERRED,
+        *,
+        tp_size: int = 1,
+        cp_size: int = 1,
+        **of_layer: Any,  # noqa: ANN401 (of the fields of a layer)
+    ) -> UniformStrategy:
+        """Return the choice of one strategy, on all devices; BadInput naming `name` if the sizes do not divide them."""
+        devices, model_ranks = self.cluster.num_devices, tp_size * cp_size * pp_size
+        if devices % model_ranks:
+            context = f" x cp {cp_size}" if cp_size > 1 else ""
+            problem = f"tp {tp_size}{context} x pp {pp_size} does not divide {devices} GPUs"
+            raise BadInput(name, problem, "choose divisors")
+        dp_size = devices // model_ranks
+        with sizes_that_fit(name):
+            layer = LayerStrategy(
+                type=self.model.layers[0], tp_size=tp_size, cp_size=cp_size, dp_size=dp_size, **of_layer
+            )
+        return UniformStrategy(layer, pp_size, micro_batch_size, gradient_reduction)
+
+    def differences(self, batch: tuple[str, object], length: tuple[str, object] = ("", None)) -> tuple[str, ...]:
+        """Return what of a file is not as it is asked, a line each: the name and the value of its batch and its length.
+
+        A value is None where the file leaves it open.
+        """
+        asked = ((*batch, self.global_batch_size), (*length, self.model.sequence_length))
+        return tuple(
+            f"its {name} is {given}: it is priced with {wanted}, as asked"
+            for name, given, wanted in asked
+            if given is not None and str(given) != str(wanted)
+        )
+
+    def plan(self, choice: UniformStrategy, name: str) -> Plan:
+        """Return the plan of a choice, with evenly cut layers where it has no ranges.
+
+        Raises BadInput naming `name` if its numbers do not divide one another.
+        """
+        batch, dp_size = self.global_batch_size, choice.layer.dp_size
+        if batch % (dp_size * choice.micro_batch_size):
+            problem = f"dp {dp_size} x mbs {choice.micro_batch_size} does not divide the batch {batch}"
+            raise BadInput(name, problem, "choose another mbs or batch")
+        return plan_of_uniform(
+            name,
+            choice,
+            self.model,
+            self.cluster,
+            global_batch_size=batch,
+            num_microbatches=batch // (dp_size * choice.micro_batch_size),
+            schedule=Schedule.ONE_F_ONE_B if choice.chunks == 1 else Schedule.INTERLEAVED_1F1B,
+            gradient_reduction=choice.gradient_reduction,
+            precision=self.precision,
+            attention=self.attention,
+            compile=self.compile,
+        )
+
+
+class Reading(NamedTuple):
+    """The plan that another system's file stands for, and what of the file no plan has, a line each."""
+
+    plan: Plan
+    notes: tuple[str, ...] = ()
+
+
+class Limits(NamedTuple):
+    """Plans that a system runs in one way; a system has several where their gradients are reduced differently."""
+
+    words: str
+    data_parallel: tuple[DataParallel, ...]
+    gradient_reduction: GradientReduction
+    recompute: tuple[Recompute, ...]
+    sequence_parallel: tuple[SequenceParallel, ...] = (SequenceParallel.NONE,)
+    tp_sizes: tuple[int, ...] | None = None
+    """Degrees of tensor parallelism; None: any."""
+    pipeline: bool | None = None
+    """Whether there are several pipeline stages; None: either."""
+    schedules: tuple[Schedule, ...] = (Schedule.ONE_F_ONE_B,)
+    uniform: bool = True
+    """Whether all layers share one strategy."""
+    types: tuple[str, ...] = ()
+    """Types of layers that models of one strategy may have beside one another."""
+    expert_grids: bool = False
+    """Whether experts may be shared out otherwise than the rest of a layer."""
+    contexts: tuple[ContextParallel, ...] = ()
+    """Ways in which positions attend to those of other ranks; none: each rank has whole samples in attention."""
+    demands: Demands = Demands(outer=Outer.AS_LAYERS)
+
+    def runs(self, model: Model) -> bool:
+        """Return whether one strategy of all layers, where the system has no other, may be of the model's types."""
+        return not self.uniform or len(names := set(map(base_type, model.layers))) == 1 or names <= set(self.types)
+
+    def narrowed(self, request: SearchRequest, model: Model, devices: int) -> SearchRequest | None:
+        """Return the part of a request's space that the system runs in this way; None: nothing of it."""
+        several = tuple(size for size in range(2, most_stages(len(model.layers)) + 1) if devices % size == 0)
+        degrees = {None: request.pp_sizes, False: (1,), True: several}[self.pipeline]
+        tp_sizes = request.tp_sizes if self.tp_sizes is None else self.tp_sizes
+        schedules = tuple(each for each in self.schedules if each in request.schedules)
+        if degrees == () or not schedules:
+            return None
+        return replace(
+            request,
+            fine_grained=request.fine_grained and not self.uniform,
+            pp_sizes=degrees,
+            tp_sizes=tp_sizes,
+            cp_sizes=request.cp_sizes if self.contexts else (1,),
+            context=self.contexts or request.context,
+            ep_sizes=request.ep_sizes if self.expert_grids else (),
+            data_parallel=self.data_parallel,
+            gradient_reduction=self.gradient_reduction,
+            recompute=self.recompute,
+            sequence_parallel=self.sequence_parallel,
+            schedules=schedules,
+        )
+
+
+class Entry(NamedTuple):
+    """A system that runs plans: what it is called, how it computes, what it runs, and its files."""
+
+    title: str
+    version: str
+    sources: tuple[str, ...]
+    """Files of the system that say what it runs."""
+    runtime: Runtime
+    """Its kernels, its overlap, and what it holds in memory: what plans that are searched for it are priced with."""
+    limits: Callable[[Model, Precision], tuple[Limits, ...]]
+    unsearched: tuple[str, ...]
+    """What the system runs beside it that is not searched."""
+    file_name: str
+    """Name of its file, whose ending says whose a file is."""
+    mark: str
+    """A word that each of its files has, and none of another system's of the same ending; empty: no other has it."""
+    export: Callable[[Plan, object], Exported]
+    """Function that writes a plan; it raises BadInput, naming the plan's file, for what the system cannot run."""
+    read: Callable[[str, str, Setting], Reading]
+    """Function of a text and the name of its file, for errors."""
+    command: Callable[[Plan, str], str]
+    """Function of a plan and the path of its file: the command that starts it on each node."""
+    read_words: Callable[[str, str, Setting], Reading] | None = None
+    """Function that reads words of its command line, also in a file of any name; None: it has no such words."""
+    launch: Callable[[Plan, object, Path | None], tuple[Exported, Launch]] | None = None
+    """Function that also writes scripts, on the hosts of a file; None: there are none for the system."""
+
+    def is_its_file(self, path: Path, text: str) -> bool:
+        """Return whether a file is one of the system's, by its ending and its words."""
+        return path.suffix == Path(self.file_name).suffix and self.mark in text
+
+
+def torchrun(plan: Plan, words: str) -> str:
+    """Return the command that starts the ranks of a node; nodes are numbered in the order of the plan's cluster."""
+    counts = [plan.cluster.node_types[group.node_type].devices_per_node for group in plan.cluster.nodes]
+    nodes = sum(group.count for group in plan.cluster.nodes)
+    per_node = str(counts[0]) if len(set(counts)) == 1 else "$GPUS_OF_THIS_NODE"
+    where = "" if nodes == 1 else " --node_rank $NODE_RANK --master_addr $MASTER_ADDR --master_port 29500"
+    return f"torchrun --nnodes {nodes} --nproc_per_node {per_node}{where} {words}"
+
+
+def has_experts(model: Model) -> bool:
+    """Return whether some layer of a model has experts."""
+    return any(model.types[kind].experts is not UNSET for kind in model.layers)
+
+
+def expert_states_alike(configuration: Configuration) -> bool:
+    """Return whether states of experts are shared as those of the rest of their layers, all alike."""
+    return configuration.layers is None or experts_apart(configuration.layers) is None
+
+
+def whole_groups(configuration: Configuration) -> bool:
+    """Return whether interleaved microbatches are a multiple of the pipeline stages, as in Megatron-LM and torch."""
+    return configuration.num_chunks == 1 or configuration.num_microbatches % configuration.pp_size == 0
+
+
+# Settings of a system's files that a plan cannot express: they are refused by name, unless they change nothing.
+
+_PRICED = re.compile(
+    "offload|parallel|pipeline|shard|fsdp|recompute|activation_checkpoint|checkpoint_activations|cuda_graph|quantiz|"
+    "quant_|fp8|fp4|int8|precision|dtype|optimizer|overlap|buffer|bucket|distribut|memory|virtual|microbatch"
+)
+"""Words of names that concern parallelism, memory, states of the optimizer, precision or kernels."""
+_MOST = 60
+"""Characters of a name or a text that a refusal shows."""
+_BEYOND = 10**18
+
+
+class Settings(NamedTuple):
+    """Settings of one section of a system's files, by what they do to a plan."""
+
+    read: Collection[str] = ()
+    """Settings that the reader turns into the plan."""
+    harmless: Collection[str] = ()
+    """Settings that change nothing a plan decides, or that the question decides, such as the precision."""
+    values: Mapping[str, tuple[object, ...]] = {}
+    """Settings that only these values leave without an effect on the plan."""
+    strict: bool = True
+    """Whether any other setting is refused; else only those whose names concern what plans decide."""
+
+    def check(self, file: str, given: Mapping[str, object], section: str = "") -> None:
+        """Raise BadInput naming the first setting that a plan cannot express and that is not off."""
+        for name, value in given.items():
+            if not self._is_accepted(name, value):
+                problem = f"{section}{name[:_MOST]} {shown(value)} is not priced"
+                raise BadInput(file, problem, "leave it out: no plan can express it")
+
+    def _is_accepted(self, name: str, value: object) -> bool:
+        if name in self.read or name in self.harmless:
+            return True
+        if name in self.values:
+            return _is_among(value, self.values[name]) or (_is_off(value) and _is_among(False, self.values[name]))
+        return _is_off(value) or not (self.strict or concerns_plans(name))
+
+
+def concerns_plans(name: str) -> bool:
+    """Return whether a setting's name has a word of parallelism, memory, states, precision or kernels."""
+    return _PRICED.search(name.lower().replace("-", "_")) is not None
+
+
+def shown(value: object) -> str:
+    """Return a value as a refusal shows it: numbers of thousands of digits, and what is nested deeply, are cut."""
+    if isinstance(value, str):
+        return value[:_MOST]
+    if isinstance(value, Mapping):
+        return "{...}"
+    return repr(value) if isinstance(value, bool | float) or (type(value) is int and abs(value) < _BEYOND) else "[...]"
+
+
+def _is_among(value: object, known: Iterable[object]) -> bool:
+    """Return whether a value is one of several; true is not 1."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in known)
+
+
+def _is_off(value: object) -> bool:
+    """Return whether a value says that something is not used: false, none, nothing, or a section that says so."""
+    if isinstance(value, Mapping):
+        return (
+            not value or value.get("enabled", value.get("enable")) is False or value.get("device", 0) in (None, "none")
+        )
+    return value in ("", "none", "None") if isinstance(value, str) else value is None or value is False or value == []

@@ -1,0 +1,279 @@
+"""Refusals of plans that another system cannot express, and the one strategy that most of them want of all layers."""
+
+import re
+from collections.abc import Container, Iterator, Sequence
+from math import isfinite
+from typing import NamedTuple
+
+from msgspec import UNSET
+from msgspec.structs import asdict, replace
+
+from shardwright.io import BadInput
+from shardwright.models.context import context_obstacle, ring_obstacle
+from shardwright.models.mtp import mtp_layers
+from shardwright.plan.axes import axes_of, effective
+from shardwright.plan.expert_messages import shares_experts
+from shardwright.plan.schedules.registry import schedule_of
+from shardwright.plan.supported_fields import check_fields
+from shardwright.types import (
+    EMBEDDING,
+    HEAD,
+    Attention,
+    ContextParallel,
+    LayerStrategy,
+    Model,
+    Plan,
+    Recompute,
+    SequenceParallel,
+    Strategy,
+    misfit,
+)
+from shardwright.types.model import base_type
+from shardwright_search.space.uniform import UniformStrategy
+
+WHOLE_LAYERS = (Recompute.NONE, Recompute.FULL)
+"""Recomputation that each system has."""
+_BLACKWELL = re.compile(r"\bG?B[23]00\b")
+"""Names of devices that multiply in MXFP8 (Transformer Engine, `check_mxfp8_support`: compute capability 10.0)."""
+
+
+class Exported(NamedTuple):
+    """A plan as another system reads it."""
+
+    text: str
+    """Content of the file."""
+    notes: tuple[str, ...]
+    """Points that the file cannot hold and the user has to see to, a line each."""
+    environment: tuple[str, ...] = ()
+    """Lines of a shell that set up the environment of the system's processes."""
+    beside: tuple[tuple[str, str], ...] = ()
+    """Names and contents of files that a folder of what starts the plan has, too."""
+
+
+class ExportTarget(NamedTuple):
+    """A system that a plan is exported for, and the file of the plan: both are named where the plan is refused."""
+
+    name: str
+    plan_file: object
+
+    def demand(self, holds: bool, feature: str, remedy: str) -> None:
+        """Raise BadInput unless the condition holds; `feature` names what the system cannot express."""
+        if not holds:
+            raise BadInput(self.plan_file, f"{self.name} cannot express {feature}", remedy)
+
+    def demand_number(self, name: str, value: object) -> None:
+        """Raise BadInput unless a value of a model's configuration is a number: a plan may hold any."""
+        holds = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        self.demand(holds, f"{name} {value!r}", "give a number")
+
+    def demand_in_float32(self, plan: Plan, *computes: str) -> None:
+        """Raise BadInput unless parameters and reductions are in float32, and computation is in one of the types."""
+        kept, used, reduced = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
+        words = f"{', '.join(computes[:-1])} or {computes[-1]}"
+        holds = kept == reduced == "float32" and used in computes
+        self.demand_precision(plan, holds, f"compute in {words}, and keep and reduce in float32")
+
+    def demand_precision(self, plan: Plan, holds: bool, remedy: str, where: str = "") -> None:
+        """Raise BadInput that names the plan's precision unless the condition holds."""
+        self.demand(holds, f"precision {plan.precision.text}{where}", remedy)
+
+
+def uniform_of(
+    plan: Plan,
+    target: ExportTarget,
+    kinds: Sequence[Recompute] = WHOLE_LAYERS,
+    has_expert_grids: bool = False,
+    has_context: bool = False,
+    types: Container[str] = (),
+    with_peft: bool = False,
+) -> UniformStrategy:
+    """Return the one strategy of a plan that shards all its layers alike, as all systems but Galvatron want it.
+
+    Recomputation is left out: layers may differ in it. Raises BadInput naming the first layer, embedding and head
+    included, that is sharded otherwise than the first layer, and for what none of them has: strided tensor-parallel
+    groups, Ulysses, layers of several types, recomputation but of these kinds, interleaved microbatches in unequal
+    groups. Experts that ranks share out are refused unless the system has grids for them, and so are positions; layers
+    of unlike types unless it has both of them beside one another in its models (`types`). Low-rank matrices are refused
+    unless it runs models of peft.
+    """
+    check_exportable(plan, target, with_peft)
+    if not has_context:
+        check_whole_positions(plan, target)
+    if not has_expert_grids:
+        check_whole_experts(plan, target)
+    check_stages(plan, target)
+    for i, layer in enumerate(plan.layers):
+        first_type, feature = plan.layers[0].type, f"layers[{i}]: type {layer.type}, where layers[0] has"
+        kinds_of = base_type(layer.type), base_type(first_type)
+        holds = len(set(kinds_of)) == 1 or all(each in types for each in kinds_of)
+        holds = holds and (not mtp_layers((layer.type,)) or layer.type in types)
+        target.demand(holds, f"{feature} {first_type}", "export plans of models with layers of one type")
+    check_recompute(plan, target, kinds)
+    count, pp_size, chunks = plan.num_microbatches, len(plan.stages), len(plan.stages[0].layers)
+    feature = f"{count} interleaved microbatches, which {pp_size} pipeline stages do not divide"
+    target.demand(chunks == 1 or count % pp_size == 0, feature, "choose a multiple of the pipeline stages")
+    first = _shared_strategy(plan, target)
+    _check_context_alike(plan, target)
+    return UniformStrategy(
+        replace(_layer_with_experts(plan, target), **asdict(first)),
+        pp_size=pp_size,
+        micro_batch_size=plan.microbatch_samples // first.dp_size,
+        gradient_reduction=plan.gradient_reduction,
+        chunks=chunks,
+        ranges=tuple(stage.layers[chunk] for chunk in range(chunks) for stage in plan.stages),
+    )
+
+
+def check_exportable(plan: Plan, target: ExportTarget, with_peft: bool = False) -> None:
+    """Raise BadInput for fields that no export supports, and for frozen parameters but those beside peft's."""
+    check_fields(plan, target.plan_file, f"the {target.name} export")
+    holds = not plan.model.is_frozen or (with_peft and plan.model.low_rank is not UNSET)
+    target.demand(holds, "frozen parameters", "export a plan of the model that is trained whole")
+
+
+def strategies(plan: Plan) -> Iterator[tuple[str, Strategy]]:
+    """Yield embedding, layers and head in order: the name and what its strategy does."""
+    yield EMBEDDING, effective(plan.embedding)
+    for i, layer in enumerate(plan.layers):
+        yield f"layers[{i}]", effective(layer)
+    yield HEAD, effective(plan.head)
+
+
+def check_stages(plan: Plan, target: ExportTarget) -> None:
+    """Raise BadInput unless the pipeline stages are equal blocks of ranks and the schedule is one of their number.
+
+    Without a pipeline every system works through the microbatches one after the other: that is 1F1B, and not GPipe,
+    which holds them all.
+    """
+    width = len(plan.stages[0].ranks)
+    for i, stage in enumerate(plan.stages):
+        widths = f"stages[{i}]: {len(stage.ranks)} ranks, stages[0] has {width}"
+        target.demand(len(stage.ranks) == width, widths, "plan stages of equal width")
+        block = range(i * width, (i + 1) * width)
+        order = f"stages[{i}]: its ranks are not {block[0]} to {block[-1]}"
+        target.demand(stage.ranks == tuple(block), order, "number by stage")
+    holds = len(plan.stages) > 1 or schedule_of(plan.schedule).in_flight(1, plan.num_microbatches, 0) == 1
+    target.demand(holds, f"{plan.schedule} in a single pipeline stage", "choose the schedule 1f1b")
+
+
+def check_whole_positions(plan: Plan, target: ExportTarget) -> None:
+    """Raise BadInput naming the first layer whose ranks share out positions in attention, too."""
+    for where, strategy in strategies(plan):
+        target.demand(strategy.cp_size == 1, f"{where}: cp_size above 1", "share positions out by sequence_parallel")
+
+
+def check_whole_experts(plan: Plan, target: ExportTarget) -> None:
+    """Raise BadInput naming the first layer whose ranks share experts out."""
+    for i, layer in enumerate(plan.layers):
+        feature = f"layers[{i}], whose ranks share experts out"
+        target.demand(not shares_experts(layer), feature, "leave out its experts")
+
+
+def check_expert_states(where: str, layer: LayerStrategy, target: ExportTarget) -> None:
+    """Raise BadInput where a layer's experts are not of its kind of data parallelism, or in groups of ranks."""
+    if (apart := experts_apart(layer)) is not None:
+        feature, remedy = apart
+        target.demand(False, f"{where}: {feature}", remedy)
+
+
+def experts_apart(layer: LayerStrategy) -> tuple[str, str] | None:
+    """Return how states of a layer's experts are shared otherwise than the rest, and what to do; None if they are not.
+
+    Other systems have one kind of data parallelism for both, and groups of shards for neither beside expert grids.
+    """
+    grid = layer.expert_grid
+    if grid is None or axes_of(grid).dense.states.size == 1:
+        return None
+    kind = effective(layer).data_parallel
+    if grid.data_parallel is not kind:
+        feature = f"experts {grid.data_parallel}, where the rest has {kind}"
+        return feature, "give experts the data_parallel of their layer"
+    grouped = layer.shard_size or grid.shard_size
+    return ("experts beside states shared out in groups", "leave out shard_size") if grouped else None
+
+
+def _check_context_alike(plan: Plan, target: ExportTarget) -> None:
+    """Raise BadInput unless positions of all layers attend to those of other ranks in one way."""
+    first = plan.layers[0].context
+    for i, layer in enumerate(plan.layers):
+        feature = f"layers[{i}]: context {layer.context}, where layers[0] has {first}"
+        target.demand(layer.context is first, feature, "choose one way for all layers")
+
+
+def _layer_with_experts(plan: Plan, target: ExportTarget) -> LayerStrategy:
+    """Return the first layer that has experts, whose sharding all such layers share; the first of all without any."""
+    layers = [(i, layer) for i, layer in enumerate(plan.layers) if plan.model.types[layer.type].experts is not UNSET]
+    number, first = layers[0] if layers else (0, plan.layers[0])
+    for i, layer in layers:
+        feature = f"layers[{i}]: experts shared out otherwise than in layers[{number}]"
+        target.demand(layer.experts == first.experts, feature, "share them out alike in all layers")
+        check_expert_states(f"layers[{i}]", layer, target)
+    return first
+
+
+def check_recompute(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute] = WHOLE_LAYERS) -> None:
+    """Raise BadInput where a layer is recomputed in a way that is none of these kinds."""
+    remedy = "recompute all of it or nothing" if kinds == WHOLE_LAYERS else f"choose {', '.join(kinds)}"
+    for i, layer in enumerate(plan.layers):
+        target.demand(layer.recompute in kinds, f"layers[{i}]: recompute {layer.recompute}", remedy)
+
+
+def in_mxfp8(plan: Plan) -> bool:
+    """Return whether products in FP8 are scaled in blocks of 32: where all devices have MXFP8, NVIDIA's Blackwell."""
+    return all(_BLACKWELL.search(node.device) for node in plan.cluster.node_types.values())
+
+
+def kernel_notes(plan: Plan) -> Iterator[str]:
+    """Yield the kernels that a plan names: another system chooses its own, and nothing else depends on them."""
+    if plan.attention is not Attention.AUTO:
+        yield f"the attention kernel {plan.attention} is not in the file"
+    if plan.fused:
+        yield f"kernels that compute {', '.join(plan.fused)} are not in the file"
+    if plan.precision.tf32:
+        yield "that factors may be rounded to TF32 is not in the file"
+    if plan.compile:
+        yield "that layers are compiled is not in the file"
+
+
+def _shared_strategy(plan: Plan, target: ExportTarget) -> Strategy:
+    """Return the first layer's strategy, which all share."""
+    named = list(strategies(plan))
+    first_where, first = named[1]
+    for where, strategy in named:
+        target.demand(strategy.tp_consecutive, f"{where}: strided tensor-parallel groups", "make them consecutive")
+        ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
+        target.demand(not ulysses, f"{where}: sequence_parallel ulysses", "choose none or megatron")
+        for field in Strategy.__struct_fields__:
+            value, shared = getattr(strategy, field), getattr(first, field)
+            feature = f"{where}: {field} {value}, where {first_where} has {shared}"
+            target.demand(value == shared, feature, "shard embedding, layers and head alike")
+    return first
+
+
+def attention_obstacle(model: Model, drops: bool = False) -> str | None:
+    """Return why attention of a model does not go across ranks there, or None: it takes causal and full attention.
+
+    `drops`: whether attention may drop some of what it adds.
+    """
+    masked = ring_obstacle(model, Attention.AUTO)
+    if masked is not None:
+        return masked.problem
+    for name in dict.fromkeys(model.layers):
+        ring = LayerStrategy(type=name, tp_size=1, cp_size=2, dp_size=1, context=ContextParallel.RING)
+        if (problem := misfit(model, name, ring)) is not None:
+            return problem
+    dropping = None if drops else context_obstacle(model, Attention.AUTO)
+    return None if dropping is None else dropping.problem
+
+
+def contexts_of(model: Model, drops: bool = False) -> tuple[ContextParallel, ...]:
+    """Return the ways in which positions of a model attend across ranks there; none where they do not."""
+    return tuple(ContextParallel) if attention_obstacle(model, drops) is None else ()
+
+
+def check_context(plan: Plan, uniform: UniformStrategy, target: ExportTarget, drops: bool = False) -> None:
+    """Raise BadInput where layers share positions out and the system's attention does not take the model's masks."""
+    if uniform.shares_context:
+        obstacle = attention_obstacle(plan.model, drops)
+        feature = f"layers[0]: cp_size {uniform.layer.cp_size} ({obstacle})"
+        target.demand(obstacle is None, feature, "choose cp_size 1")

@@ -1,0 +1,603 @@
+"""Megatron-LM: a plan as its command-line arguments, with those that describe the model.
+
+Names and meanings are those of `megatron/training/arguments.py` and `megatron/core/transformer/` in its main branch of
+late 2025; megatron-core 0.16 has the same names in its TransformerConfig. Ranks are numbered as its default order
+`tp-cp-ep-dp-pp` numbers them; for experts, tensor-parallel ranks are neighbours, then expert-parallel ones, then those
+that hold replicas (`parallel_state.py`), as in plans.
+
+Data parallelism. DDP is Megatron's own. ZeRO-2 whose gradients are reduced once a step is its distributed optimizer:
+the same messages, one reduce-scatter and one all-gather a step, and the whole gradients that deferred reduction holds
+anyway. ZeRO-3, and ZeRO-2 that reduces after every microbatch, is Megatron-FSDP, which does so, and which is documented
+beside tensor parallelism but not beside a pipeline. It has neither DDP that reduces after every microbatch, nor ZeRO-3
+that holds whole gradients over several.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from shardwright.estimate.layers import goes_in_pieces
+from shardwright.estimate.runtimes import RUNTIMES, RuntimeName
+from shardwright.models.facts import Family
+from shardwright.models.mtp import MTP, mtp_layers
+from shardwright.models.registry import FAMILIES
+from shardwright.models.traits import BLOCK, DENSE, SPARSE, Latents, Routing
+from shardwright.types import (
+    FP8,
+    DataParallel,
+    Experts,
+    ExpertStrategy,
+    GradientReduction,
+    Heads,
+    Model,
+    Plan,
+    Precision,
+    Recompute,
+    Schedule,
+    SequenceParallel,
+)
+from shardwright_search.space.demands import Demands, Outer
+from shardwright_search.space.uniform import UniformStrategy
+from shardwright_search.systems.entry import (
+    Entry,
+    Limits,
+    expert_states_alike,
+    has_experts,
+    torchrun,
+    whole_groups,
+)
+from shardwright_search.systems.exporting import (
+    Exported,
+    ExportTarget,
+    check_context,
+    contexts_of,
+    in_mxfp8,
+    kernel_notes,
+    uniform_of,
+)
+from shardwright_search.systems.launch import scripts_of
+from shardwright_search.systems.megatron_layout import written_layout
+from shardwright_search.systems.megatron_reader import COMM_TYPES, read_arguments, read_megatron
+
+# Attention: heads, and the latents that they may be computed from.
+
+Value = str | int | float | tuple[str, ...]
+"""Value of an argument; True where it has none, False where it is left out, a tuple where it has several."""
+Arguments = Mapping[str, Value]
+"""Values of arguments by name."""
+YARN = {"factor": "--rotary-scaling-factor", "mscale": "--mscale", "mscale_all_dim": "--mscale-all-dim"}
+_ORIGINAL = "original_max_position_embeddings"
+_FIXED = {_ORIGINAL: 4096, "beta_fast": 32, "beta_slow": 1}
+"""Keys of YaRN without an option, with the values that `MLATransformerConfig` has."""
+
+
+def head_options(heads: Heads, hidden: int, latents: Latents | None) -> Arguments:
+    """Return the heads of attention; `latents` are those that queries, keys and values come from, None without."""
+    options: dict[str, Value] = {"--num-attention-heads": heads.heads}
+    if latents is not None:
+        return {**options, **_latent_options(heads, latents)}
+    if heads.head_features * heads.heads != hidden:
+        options["--kv-channels"] = heads.head_features
+    if heads.kv_heads != heads.heads:
+        options |= {"--group-query-attention": True, "--num-query-groups": heads.kv_heads}
+    return options
+
+
+def _latent_options(heads: Heads, latents: Latents) -> Arguments:
+    """Return the features of attention from latents, whose keys have rotated features that all heads share."""
+    queries = {} if latents.queries is None else {"--q-lora-rank": latents.queries}
+    return {
+        "--multi-latent-attention": True,
+        **queries,
+        "--kv-lora-rank": latents.keys,
+        "--qk-head-dim": heads.head_features - latents.rotated,
+        "--qk-pos-emb-head-dim": latents.rotated,
+        "--v-head-dim": heads.features_of_values,
+    }
+
+
+def latent_rope_options(rope: Mapping[str, Any]) -> Arguments:
+    """Return the rotary embeddings of attention from latents, which Megatron-LM scales by YaRN by default.
+
+    Its fused kernel, which it takes by default, is refused for others (`MLATransformerConfig`).
+    """
+    if rope["rope_type"] != "yarn":
+        return {"--rope-type": "rope", "--no-rope-fusion": True}
+    return {"--rope-type": "yarn"} | {option: float(rope[key]) for key, option in YARN.items() if key in rope}
+
+
+def other_latent_rope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of YaRN that have other values than Megatron-LM's, which no option changes.
+
+    A configuration without the original length means its longest one (transformers, modeling_rope_utils).
+    """
+    given = {**_FIXED, _ORIGINAL: config.get("max_position_embeddings"), **rope}
+    return [f"{key} {given[key]}" for key, value in _FIXED.items() if given[key] != value]
+
+
+# Experts: what they are, and the ranks that they are split over.
+
+LAYER_TYPES = tuple(f"{name}{end}" for name in (BLOCK, DENSE, SPARSE) for end in ("", MTP))
+"""Types of layer that its models may have beside one another: `--moe-layer-freq` says which have experts."""
+
+
+def check_split_sequence(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> None:
+    """Raise BadInput for experts beside tensor parallelism of whole sequences, which Megatron-LM refuses."""
+    holds = uniform.layer.tp_size == 1 or uniform.layer.sequence_parallel is SequenceParallel.MEGATRON
+    feature = "experts beside tensor parallelism of whole sequences"
+    target.demand(holds or not has_experts(plan.model), feature, "choose sequence_parallel megatron")
+
+
+def expert_options(experts: ExpertStrategy | UnsetType) -> Arguments:
+    """Return the degrees of experts; left out, each rank has its share of the features of all."""
+    if experts is UNSET:
+        return {}
+    sizes = {
+        "--expert-model-parallel-size": experts.ep_size,
+        "--expert-tensor-parallel-size": experts.etp_size,
+    }
+    return {**sizes, "--moe-token-dispatcher-type": "alltoall"}
+
+
+def expert_model_options(model: Model, family: Family, target: ExportTarget) -> Arguments:
+    """Return what a model's experts are, none without; positions are never dropped, as is its default.
+
+    Its balance loss of sequences divides by the experts of a position and adds up layers.
+
+    Raises BadInput for routers that Megatron-LM does not have, of families that it runs exactly otherwise.
+    """
+    held = [experts for kind in model.layers if (experts := model.types[kind].experts) is not UNSET]
+    if not held:
+        return {}
+    routed = {} if (routing := routing_of(model, family)) is None else _routing_options(routing, held[0], target)
+    return {**_options_of(model, held[0], family), **routed}
+
+
+def routing_of(model: Model, family: Family) -> Routing | None:
+    """Return how a model's experts are chosen; None: it has none, or Megatron-LM does not run its blocks exactly."""
+    if family.experts is None or family.systems.megatron is None or not has_experts(model):
+        return None
+    return family.experts.routing(family.configured(model.config))
+
+
+def _routing_options(routing: Routing, experts: Experts, target: ExportTarget) -> Arguments:
+    """Return the options of `topk_routing_with_score_function` in `core/transformer/moe/moe_utils.py`."""
+    sigmoid = routing.scores == "sigmoid"
+    holds = not sigmoid or routing.normalized
+    target.demand(holds, "sigmoid scores that are not divided by their sum", "set norm_topk_prob")
+    holds = sigmoid or not routing.normalized or experts.top_k > 1
+    target.demand(holds, "one expert of each position, weighted by 1", "choose two experts or more")
+    scaled = sigmoid or not routing.normalized
+    target.demand(scaled or routing.scale == 1, "softmax scores that are normalized and scaled", "leave the scale at 1")
+    groups, chosen = routing.groups or (1, 1)
+    return {
+        "--moe-router-score-function": routing.scores,
+        "--moe-router-pre-softmax": not sigmoid and not routing.normalized,
+        "--moe-router-topk-scaling-factor": routing.scale if routing.scale != 1 else False,
+        "--moe-router-num-groups": groups if groups > 1 else False,
+        "--moe-router-group-topk": chosen if groups > 1 else False,
+        "--moe-router-enable-expert-bias": routing.corrected,
+    }
+
+
+def routing_notes(model: Model, family: Family) -> Iterator[str]:
+    """Yield how Megatron-LM's routers differ from the model's: groups, and corrections that it changes step by step."""
+    if (routing := routing_of(model, family)) is None:
+        return
+    config = family.configured(model.config)
+    assert family.experts is not None
+    groups, chosen = routing.groups or (1, 1)
+    if groups > 1 and (best := config[family.experts.top_k] // chosen) != routing.best_of_group:
+        yield f"it chooses groups of experts by the sum of their {best} best, the model by {routing.best_of_group}"
+    if routing.corrected:
+        yield "its corrections of scores change by --moe-router-bias-update-rate, 0.001 unless you give another"
+
+
+def _options_of(model: Model, experts: Experts, family: Family) -> Arguments:
+    keys = family.experts
+    assert keys is not None
+    strength: float = family.configured(model.config).get(keys.balance) or 0.0
+    if keys.balance_of == "model":
+        strength *= experts.top_k / sum(model.types[kind].experts is not UNSET for kind in model.layers)
+    shared = experts.shared_features
+    return {
+        "--num-experts": experts.number,
+        "--moe-router-topk": experts.top_k,
+        "--moe-ffn-hidden-size": experts.features,
+        **_layers_with_experts(model),
+        **({} if shared is UNSET else {"--moe-shared-expert-intermediate-size": shared}),
+        "--moe-router-load-balancing-type": "seq_aux_loss" if strength else "none",
+        "--moe-aux-loss-coeff": strength,
+        "--moe-grouped-gemm": True,
+    }
+
+
+def _layers_with_experts(model: Model) -> Arguments:
+    """Return which layers have experts, as the sum of lists that it evaluates; left out where all do."""
+    decoder = model.layers[: len(model.layers) - mtp_layers(model.layers)]
+    sparse = [int(model.types[kind].experts is not UNSET) for kind in decoder]
+    terms = (f"[{value}]*{len(list(group))}" for value, group in groupby(sparse))
+    return {} if all(sparse) else {"--moe-layer-freq": "+".join(terms)}
+
+
+# The model: all of it where Megatron's GPT runs the family's blocks exactly, else its sizes.
+
+_HEAD_NORMS = ("q_norm.weight", "kv_a_layernorm.weight")
+"""Ends of the names of norms of queries, or of the latents of keys."""
+
+
+def model_options(model: Model, target: ExportTarget) -> Arguments:
+    """Return the sizes of a model whose layers differ in experts alone; of families it runs exactly, norms and more.
+
+    Raises BadInput for biases that Megatron-LM has no option for.
+    """
+    block = model.types[model.layers[0]]
+    hidden = model.boundary[0].features
+    heads = next((region.attention for region in block.regions if region.attention is not None), None)
+    family = FAMILIES.get(model.family)
+    if family is not None:
+        _check_numbers(family, model.config, target)
+    inner = None if family is None else block.tp_must_divide.get(family.divided.lengths[-1])
+    further = mtp_layers(model.layers)
+    options: dict[str, Value] = {"--num-layers": len(model.layers) - further, "--hidden-size": hidden}
+    options["--mtp-num-layers"] = further or False
+    options |= {} if inner is None else {"--ffn-hidden-size": inner}
+    latents = None if family is None else family.attention.latents(family.configured(model.config))
+    options |= {} if heads is None else head_options(heads, hidden, latents)
+    options |= {} if family is None else expert_model_options(model, family, target)
+    options["--seq-length"] = model.sequence_length
+    positions = model.config.get("max_position_embeddings", model.config.get("n_positions"))
+    options["--max-position-embeddings"] = positions if type(positions) is int else model.sequence_length
+    vocabulary = model.config.get("vocab_size")
+    if type(vocabulary) is int:
+        # A plan pads nothing that tensor parallelism does not need.
+        options |= {
+            "--tokenizer-type": "NullTokenizer",
+            "--vocab-size": vocabulary,
+            "--make-vocab-size-divisible-by": 1,
+        }
+    options["--untie-embeddings-and-output-weights"] = not model.tied
+    return {**options, **(_exact(family, model, target) if family is not None and family.systems.megatron else {})}
+
+
+def model_notes(model: Model) -> Iterator[str]:
+    """Yield what the arguments cannot hold of the model."""
+    family = FAMILIES.get(model.family)
+    if family is None or not family.systems.megatron:
+        rest = "norms, positions and activations"
+        if has_experts(model):
+            rest = "norms, positions, activations and routers"
+        yield f"of a {model.family} model it is told the sizes alone: {rest} are yours"
+    if family is not None:
+        yield from routing_notes(model, family)
+    rope = _rope(model.config)
+    known = (
+        ("default", "llama3")
+        if family is None or family.attention.latents(family.keys.defaults) is None
+        else ("default", "yarn")
+    )
+    if family is not None and family.attention.positions == "rope" and rope["rope_type"] not in known:
+        yield f"rotary embeddings of type {rope['rope_type']} are not in the file"
+    elif rope["rope_type"] == "yarn" and (others := other_latent_rope(rope, model.config)):
+        yield f"Megatron-LM has no options for {', '.join(others)} of rotary embeddings of type yarn"
+
+
+def _exact(family: Family, model: Model, target: ExportTarget) -> Arguments:
+    """Return the options that follow from a family's facts."""
+    config, rope, hidden = family.configured(model.config), _rope(model.config), family.dropouts.hidden
+    if (window := model.types[model.layers[0]].window) is not None:
+        target.demand(False, f"a sliding window of {window} positions", "describe the model for samples no longer")
+    rotary, epsilon = family.attention.positions == "rope", family.norm.epsilon
+    options: dict[str, Value] = {
+        "--position-embedding-type": family.attention.positions,
+        "--rotary-base": rotary and int(rope.get("rope_theta", 10000)),
+        "--normalization": family.norm.kind,
+        "--norm-epsilon": 1e-5 if epsilon is None else config[epsilon],
+        "--swiglu": family.feed_forward(config).gated,
+        "--attention-dropout": config[family.dropouts.attention],
+        "--hidden-dropout": 0.0 if hidden is None else config[hidden],
+        "--qk-layernorm": any(p.name.endswith(_HEAD_NORMS) for p in model.types[model.layers[0]].parameters),
+        **_biases(model, target),
+    }
+    if family.attention.latents(config) is not None:
+        options |= latent_rope_options(rope)
+    elif rotary and rope.get("rope_type") == "llama3":
+        options |= {"--use-rope-scaling": True, "--rope-scaling-factor": rope.get("factor", 8.0)}
+    return options
+
+
+def _check_numbers(family: Family, config: Mapping[str, Any], target: ExportTarget) -> None:
+    """Raise BadInput for a value that is no number where its family, or a rotary scaling, has one.
+
+    A plan holds any configuration that stands in its file.
+    """
+    given, rope = family.configured(config), _rope(config)
+    needed = (family.norm.epsilon, family.dropouts.attention, family.dropouts.hidden)
+    for key, default in family.keys.defaults.items():
+        if isinstance(default, bool):
+            target.demand(isinstance(given[key], bool), f"{key} {given[key]!r}", "give true or false")
+        elif isinstance(default, int | float | None) and (given[key] is not None or key in needed):
+            target.demand_number(key, given[key])
+    for key in ("rope_theta", *YARN):
+        if key in rope:
+            target.demand_number(key, rope[key])
+
+
+def _biases(model: Model, target: ExportTarget) -> Arguments:
+    """Return whether all matrices have biases, none, or queries, keys and values alone."""
+    parameters = model.types[model.layers[0]].parameters
+    matrices = {p.name.removesuffix(".weight") for p in parameters if p.name.endswith(".weight") and len(p.shape) > 1}
+    biased = matrices & {p.name.removesuffix(".bias") for p in parameters}
+    inputs = {name for name in matrices if name.endswith(("q_proj", "k_proj", "v_proj"))}
+    remedy = "set attention_bias and mlp_bias alike"
+    target.demand(biased in (set(), inputs, matrices), "biases of some matrices of a layer", remedy)
+    return {"--disable-bias-linear": biased != matrices, "--add-qkv-bias": bool(biased) and biased == inputs}
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters: newer files gather them under one key, older ones have the base beside the scaling."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = dict(scaling) if isinstance(scaling, Mapping) else {}
+    parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    if "rope_theta" in config:
+        parameters.setdefault("rope_theta", config["rope_theta"])
+    return parameters
+
+
+# The plan.
+
+_TARGET = "Megatron-LM"
+_KINDS = (Recompute.NONE, Recompute.FULL, Recompute.MLP)
+"""Recomputation that it has in common with plans; the last is its selective kind of the module `mlp`."""
+_FSDP = "--use-megatron-fsdp"
+_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B)
+"""Schedules of a pipeline; the layer ranges of a stage decide between them."""
+
+
+def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
+    """Return the arguments that a plan decides, one a line; data and the learning rate are those of the command.
+
+    Raises BadInput naming the first thing that Megatron-LM cannot express.
+    """
+    target = ExportTarget(_TARGET, plan_file)
+    uniform = uniform_of(plan, target, _KINDS, has_expert_grids=True, has_context=True, types=LAYER_TYPES)
+    check_context(plan, uniform, target, drops=True)
+    check_split_sequence(plan, uniform, target)
+    holds = plan.schedule in _SCHEDULES or uniform.pp_size == 1
+    target.demand(holds, f"the schedule {plan.schedule}", f"choose {' or '.join(_SCHEDULES)}")
+    options = {
+        **model_options(plan.model, target),
+        "--tensor-model-parallel-size": uniform.layer.tp_size,
+        "--pipeline-model-parallel-size": uniform.pp_size,
+        **_context(uniform),
+        "--sequence-parallel": uniform.layer.sequence_parallel is SequenceParallel.MEGATRON,
+        "--micro-batch-size": uniform.micro_batch_size,
+        "--global-batch-size": plan.global_batch_size,
+        "--optimizer": "adam",
+        **expert_options(uniform.layer.experts),
+        **_partition(plan, uniform, target),
+        **_data_parallel(plan, uniform, target),
+        **_recompute(plan, uniform.ranges, target),
+        **_precision(plan, target),
+    }
+    options |= _hidden(plan, uniform, options)
+    given = {option: value for option, value in options.items() if value is not False}
+    text = "".join(f"{shlex.join((option, *_words(value)))}\n" for option, value in given.items())
+    return Exported(text, tuple(_notes(plan, uniform, given)), _environment(uniform, given))
+
+
+def _words(value: Value) -> Sequence[str]:
+    """Return the words behind an option: none, one, or as many as it has values."""
+    if isinstance(value, tuple):
+        return value
+    return () if value is True else (str(value),)
+
+
+def _context(uniform: UniformStrategy) -> Arguments:
+    """Return in how many parts positions are shared out, and how they attend to those of other ranks."""
+    if not uniform.shares_context:
+        return {}
+    return {"--context-parallel-size": uniform.layer.cp_size, "--cp-comm-type": COMM_TYPES[uniform.layer.context]}
+
+
+def _partition(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> Arguments:
+    """Return how layers are cut; the layout string where neither equal ranges nor another first and last one do.
+
+    Layers that predict further tokens are in the last range unless a layout has them elsewhere.
+    """
+    further = mtp_layers(plan.model.layers)
+    decoder = len(plan.layers) - further
+    holders = [i for i, (low, high) in enumerate(uniform.ranges) if high > max(low, decoder)]
+    feature = "layers that predict further tokens in several layer ranges, or before the last chunk of a stage"
+    fits = len(holders) <= 1 and all(i >= len(uniform.ranges) - uniform.pp_size for i in holders)
+    target.demand(fits, feature, "keep them in one range of a last chunk")
+    sizes = [min(high, decoder) - min(low, decoder) for low, high in uniform.ranges]
+    if holders and holders[0] != len(sizes) - 1:
+        return {"--pipeline-model-parallel-layout": written_layout(sizes, holders[0], further)}
+    if len(set(sizes)) == 1:
+        return {"--num-layers-per-virtual-pipeline-stage": sizes[0]} if uniform.chunks > 1 else {}
+    if uniform.chunks == 1 and min(sizes) > 0 and len(set(sizes[1:-1])) <= 1:
+        return {"--decoder-first-pipeline-num-layers": sizes[0], "--decoder-last-pipeline-num-layers": sizes[-1]}
+    return {"--pipeline-model-parallel-layout": written_layout(sizes, len(sizes) - 1, further)}
+
+
+def _data_parallel(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> Arguments:
+    kind, one_microbatch = uniform.layer.data_parallel, plan.num_microbatches == 1
+    once = one_microbatch or plan.gradient_reduction is GradientReduction.DEFERRED
+    if uniform.replicas == 1:
+        return {}
+    if kind is DataParallel.DDP:
+        feature = "layers[0]: ddp that reduces gradients after every microbatch"
+        target.demand(once, feature, "choose gradient_reduction deferred")
+        return {}
+    # Its optimizer instances are groups of neighbouring data-parallel ranks, and replicas of one another.
+    grouped = uniform.layer.shard_size > 0
+    groups: Arguments = {"--num-distributed-optimizer-instances": uniform.shard_groups if grouped else False}
+    if kind is DataParallel.ZERO2 and once:
+        return {"--use-distributed-optimizer": True, **groups}
+    how = kind if kind is DataParallel.ZERO3 else f"{kind} that reduces gradients after every microbatch"
+    remedy = "choose zero2 with gradient_reduction deferred, or one pipeline stage"
+    target.demand(uniform.pp_size == 1, f"layers[0]: {how} in several pipeline stages", remedy)
+    feature = f"layers[0]: {kind} that holds whole gradients over several microbatches"
+    target.demand(not once or one_microbatch, feature, "choose gradient_reduction every_microbatch")
+    return {
+        _FSDP: True,
+        "--data-parallel-sharding-strategy": "optim_grads_params" if kind is DataParallel.ZERO3 else "optim_grads",
+        # Megatron-FSDP demands these, too.
+        "--use-distributed-optimizer": True,
+        "--no-gradient-accumulation-fusion": True,
+        "--ckpt-format": "fsdp_dtensor",
+        **groups,
+        "--outer-dp-sharding-strategy": "no_shard" if grouped else False,
+    }
+
+
+def _hidden(plan: Plan, uniform: UniformStrategy, options: Arguments) -> Arguments:
+    """Return the options that hide messages as the runtime's price assumes it (`Runtime`), and those of its loss."""
+    runtime = RUNTIMES[RuntimeName.MEGATRON_CORE]
+    beside = runtime.overlap is not None and uniform.replicas > 1
+    pieces = runtime.message_pieces > 1 and goes_in_pieces(plan.model, uniform.layer)
+    # Megatron-LM 0.19 refuses Transformer Engine's fused loss; the backward pass of its own returns bfloat16.
+    fused = plan.precision.compute in ("bfloat16", FP8)
+    return {
+        "--overlap-grad-reduce": beside,
+        "--overlap-param-gather": beside and "--use-distributed-optimizer" in options,
+        "--tp-comm-overlap": pieces and uniform.layer.tp_size > 1,
+        **({"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "native"} if fused else {}),
+    }
+
+
+def _notes(plan: Plan, uniform: UniformStrategy, options: Arguments) -> Iterator[str]:
+    fsdp = _FSDP in options
+    yield f"run it on {plan.world_size} ranks"
+    yield "its data are made up until --data-path and --tokenizer-type replace --mock-data and the NullTokenizer"
+    if "--tp-comm-overlap" in options:
+        yield "--tp-comm-overlap needs Transformer Engine's user buffers, inside a node: without them leave it out"
+    if plan.precision.compute == FP8:
+        yield f"FP8 is scaled by {_fp8_recipe(plan)} here: other recipes of --fp8-recipe take as long by this price"
+    if fsdp:
+        yield "unset CUDA_DEVICE_MAX_CONNECTIONS, as Megatron-FSDP wants it"
+    elif uniform.layer.tp_size > 1 or uniform.shares_context:
+        yield "set CUDA_DEVICE_MAX_CONNECTIONS=1 where the GPUs are older than Blackwell"
+    if plan.num_microbatches == 1 and "--use-distributed-optimizer" in options and not fsdp:
+        yield "its distributed optimizer holds whole gradients with one microbatch too, 4 bytes a parameter"
+    if uniform.shares_context:
+        yield "context parallelism is Transformer Engine's: keep --transformer-impl transformer_engine, its default"
+    yield from model_notes(plan.model)
+    yield from kernel_notes(plan)
+
+
+def _environment(uniform: UniformStrategy, options: Arguments) -> tuple[str, ...]:
+    """Return the lines that set a variable which some settings want to be 1, and FSDP unset; a user's value stays."""
+    if _FSDP in options:
+        return ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
+    needed = uniform.layer.tp_size > 1 or uniform.shares_context
+    return ('export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',) if needed else ()
+
+
+def _recompute(plan: Plan, ranges: Sequence[tuple[int, int]], target: ExportTarget) -> Arguments:
+    """Return every layer, or as many first layers of each range: Megatron's methods `uniform` and `block`.
+
+    The feed-forward parts are recomputed in every layer or none, and in no layer beside whole ones.
+    """
+    parts = [layer.recompute is Recompute.MLP for layer in plan.layers]
+    if any(parts):
+        i = parts.index(False) if not all(parts) else 0
+        feature = f"layers[{i}]: recompute {plan.layers[i].recompute}, where others have mlp"
+        target.demand(all(parts), feature, "recompute all layers alike")
+        kinds = {plan.model.types[layer.type].experts is UNSET for layer in plan.layers}
+        modules = tuple("mlp" if dense else "moe" for dense in sorted(kinds, reverse=True))
+        return {"--recompute-granularity": "selective", "--recompute-modules": modules}
+    recomputed = [layer.recompute is Recompute.FULL for layer in plan.layers]
+    most = max(sum(recomputed[low:high]) for low, high in ranges)
+    if not most:
+        return {}
+    method, count = ("uniform", 1) if all(recomputed) else ("block", most)
+    for i, first in ((i, low) for low, high in ranges for i in range(low, high) if method == "block"):
+        layer = f"layers[{i}]: recompute {plan.layers[i].recompute}"
+        where = f"where another pipeline stage recomputes its first {most} layers"
+        remedy = "recompute as many first layers of every pipeline stage"
+        target.demand(recomputed[i] == (i - first < most), f"{layer}, {where}", remedy)
+    return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": count}
+
+
+_PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("float32", "float32"): (),
+    ("bfloat16", "float32"): ("--bf16",),
+    ("bfloat16", "bfloat16"): ("--bf16", "--grad-reduce-in-bf16"),
+    ("float16", "float32"): ("--fp16", "--accumulate-allreduce-grads-in-fp32"),
+    ("float16", "float16"): ("--fp16",),
+}
+"""Arguments of the types of computation and reduction; with bfloat16 gradients stay in float32 by themselves."""
+
+
+def _precision(plan: Plan, target: ExportTarget) -> Arguments:
+    """Return the options of a plan's types; parameters and optimizer state stay in float32."""
+    in_fp8 = plan.precision.compute == FP8
+    options = _PRECISIONS.get(("bfloat16" if in_fp8 else plan.precision.compute, plan.precision.reduce))
+    remedy = "keep parameters in float32, and reduce in float32 or as computed"
+    target.demand_precision(plan, plan.precision.parameters == "float32" and options is not None, remedy)
+    recipe = _fp8_recipe(plan)
+    fp8 = {"--fp8-format": "e4m3" if recipe == "mxfp8" else "hybrid", "--fp8-recipe": recipe} if in_fp8 else {}
+    return {**dict.fromkeys(options or (), True), **fp8}
+
+
+def _fp8_recipe(plan: Plan) -> str:
+    """Return how FP8 is scaled: as recipes of Megatron Bridge's `training/mixed_precision.py` have it."""
+    return "mxfp8" if in_mxfp8(plan) else "tensorwise"
+
+
+def megatron_limits(model: Model, precision: Precision) -> tuple[Limits, ...]:
+    """Return its two ways: its own optimizers over pipelines, and Megatron-FSDP, documented without one."""
+    whole = () if has_experts(model) else (SequenceParallel.NONE,)
+    parallel = *whole, SequenceParallel.MEGATRON
+    contexts = contexts_of(model, drops=True)
+    demands = Demands(outer=Outer.AS_LAYERS, allows=lambda each: whole_groups(each) and expert_states_alike(each))
+    limits = partial(
+        Limits,
+        recompute=_KINDS,
+        sequence_parallel=parallel,
+        types=LAYER_TYPES,
+        expert_grids=True,
+        contexts=contexts,
+        demands=demands,
+    )
+    return (
+        limits(
+            "DDP or its distributed optimizer, gradients reduced once a step",
+            (DataParallel.DDP, DataParallel.ZERO2),
+            GradientReduction.DEFERRED,
+            schedules=_SCHEDULES,
+        ),
+        limits(
+            "Megatron-FSDP without a pipeline, gradients reduced after every micro-batch",
+            (DataParallel.ZERO2, DataParallel.ZERO3),
+            GradientReduction.EVERY_MICROBATCH,
+            pipeline=False,
+        ),
+    )
+
+
+MEGATRON = Entry(
+    title=_TARGET,
+    version="megatron-core 0.16.1 and 0.19.2",
+    sources=(
+        "megatron/core/transformer/transformer_config.py: recompute_modules, pipeline_model_parallel_layout",
+        "megatron/core/distributed/distributed_data_parallel_config.py: use_distributed_optimizer, use_megatron_fsdp",
+        "megatron/core/pipeline_parallel/schedules.py: interleaved micro-batches are a multiple of the stages",
+    ),
+    runtime=RUNTIMES[RuntimeName.MEGATRON_CORE],
+    limits=megatron_limits,
+    unsearched=("recomputation of some layers of a stage (block)", "optimizer instances", "core_attn and layernorm"),
+    file_name="args.txt",
+    mark="",
+    export=megatron_arguments,
+    read=read_arguments,
+    read_words=read_megatron,
+    command=lambda plan, file: torchrun(plan, f'"$PRETRAIN" $(xargs < {file}) --mock-data --train-iters 20 --lr 1e-4'),
+    launch=partial(scripts_of, megatron_arguments),
+)

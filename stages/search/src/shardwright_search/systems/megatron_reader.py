@@ -1,0 +1,392 @@
+"""Megatron-LM's arguments as a plan; those of model, data and precision are not read.
+
+Each argument, or field of Megatron Bridge, is read, changes nothing that a plan decides, or is refused. Names are those
+of `megatron/training/arguments.py`, of megatron-core's TransformerConfig, and of the Bridge's `training/config.py`. How
+communication is hidden is the question's `--runtime`, and the precision its `--precision`.
+"""
+
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from shardwright.io import BadInput
+from shardwright.models.mtp import mtp_layers
+from shardwright.types import (
+    Attention,
+    ContextParallel,
+    DataParallel,
+    GradientReduction,
+    Plan,
+    Recompute,
+    SequenceParallel,
+)
+from shardwright_search.space.uniform import UniformStrategy, even_cuts, with_experts
+from shardwright_search.systems.entry import Reading, Setting, Settings
+from shardwright_search.systems.megatron_layout import read_layout
+
+_READ = {
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "hierarchical_context_parallel_sizes"),
+    *("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage", "decoder_pipeline_manual_split_list"),
+    *("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("use_distributed_optimizer", "num_distributed_optimizer_instances", "use_megatron_fsdp", "use_custom_fsdp"),
+    *("data_parallel_sharding_strategy", "recompute_activations", "recompute_granularity", "recompute_method"),
+    *("recompute_num_layers", "recompute_modules"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+}
+_HIDING = {
+    *("overlap_grad_reduce", "overlap_param_gather", "overlap_param_gather_with_optimizer_step", "tp_comm_overlap"),
+    *("no_overlap_p2p_communication", "overlap_p2p_communication_warmup_flush", "overlap_p2p_comm"),
+    *("overlap_p2p_comm_warmup_flush", "tp_comm_overlap_cfg", "tp_comm_overlap_rs_dgrad", "tp_comm_overlap_ag"),
+    *("tp_comm_overlap_rs", "disable_tp_comm_overlap_ag", "disable_tp_comm_overlap_rs", "moe_shared_expert_overlap"),
+    *("tp_comm_overlap_disable_qkv", "tp_comm_overlap_disable_fc1", "overlap_moe_expert_parallel_comm"),
+    *("ddp_bucket_size", "ddp_num_buckets", "ddp_pad_buckets_for_high_nccl_busbw"),
+}
+"""Settings of how communication is hidden, and cut into messages."""
+_ELSEWHERE = {
+    *("data_parallel_random_init", "pipeline_model_parallel_comm_backend", "no_async_tensor_model_parallel_allreduce"),
+    *("async_tensor_model_parallel_allreduce", "distributed_backend", "distributed_timeout_minutes"),
+    *("distributed_timeout_seconds_after_init", "record_memory_history", "memory_snapshot_path", "parallel_output"),
+    *("empty_unused_memory_level", "log_memory_to_tensorboard", "scatter_embedding_sequence_parallel"),
+    *("strict_fsdp_dtensor_load", "moe_router_dtype", "disable_bf16_reduced_precision_matmul", "pipeline_dtype"),
+    *("params_dtype", "autocast_dtype", "use_flash_attn", "deallocate_pipeline_outputs", "cuda_graph_scope"),
+    *("cuda_graph_warmup_steps", "cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph"),
+    *("ckpt_fully_parallel_save", "ckpt_fully_parallel_load", "no_ckpt_fully_parallel_save", "fully_parallel_save"),
+    *("fully_parallel_load", "optimizer_config_override_provider", "load_main_params_from_ckpt", "mixed_precision"),
+    "comm_overlap",
+}
+"""Settings of starting, saving and logging, and of what the question says, whose names have words of plans."""
+_FP32 = ("fp32", "float32", "torch.float32")
+_VALUES: Mapping[str, tuple[object, ...]] = {
+    "optimizer": ("adam",),
+    "outer_dp_sharding_strategy": ("no_shard",),
+    "cpu_offloading_num_layers": ("0", 0),
+    "optimizer_offload_fraction": ("1.0", 1.0),
+    "hierarchical_context_parallel_sizes": ("1", 1),
+    **dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), _FP32),
+    **dict.fromkeys(("cpu_offloading_activations", "cpu_offloading_weights"), (True, False)),
+    # Names without a word of plans, of settings that are off by default.
+    **dict.fromkeys(("use_tp_pp_dp_mapping", "microbatch_group_size_per_vp_stage", "moe_extended_tp"), (False,)),
+    **dict.fromkeys(("defer_embedding_wgrad_compute", "fp32_residual_connection"), (False,)),
+    **dict.fromkeys(("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "peft"), (False,)),
+}
+_IN_FP8 = {
+    *("fp8", "fp8_format", "fp8_recipe", "fp8_margin", "fp8_interval", "fp8_amax_history_len"),
+    *("fp8_amax_compute_algo", "fp8_wgrad", "no_fp8_wgrad", "moe_router_padding_for_fp8"),
+    "moe_router_padding_for_quantization",
+}
+"""Settings of products in fp8, which the question asks for."""
+_DDP = Settings(
+    harmless=(
+        *_HIDING,
+        *("grad_reduce_in_fp32", "bucket_size", "pad_buckets_for_high_nccl_busbw", "average_in_collective"),
+        *("align_param_gather", "check_for_nan_in_grad", "check_for_large_grads", "gradient_reduce_div_fusion"),
+        *("suggested_communication_unit_size", "nccl_ub", "disable_symmetric_registration", "preserve_fp32_weights"),
+        *("delay_wgrad_compute", "fsdp_manual_registration"),
+    ),
+    values=_VALUES,
+)
+_OPTIMIZER = Settings(
+    harmless=(
+        *_HIDING,
+        *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
+        *("sgd_momentum", "clip_grad", "bf16", "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale"),
+        *("loss_scale_window", "hysteresis", "log_num_zeros_in_grad", "barrier_with_L1_time", "timers"),
+        *("config_logger_dir", "use_distributed_optimizer", "params_dtype", "store_param_remainders"),
+        *("decoupled_weight_decay", "pin_cpu_grads", "pin_cpu_params"),
+    ),
+    values=_VALUES,
+)
+
+
+def check_arguments(file: str, given: Mapping[str, Sequence[str]], setting: Setting) -> None:
+    """Raise BadInput naming the first argument of Megatron-LM that a plan cannot express."""
+    values = {name: " ".join(words) if words else True for name, words in given.items()}
+    _settings(_READ, setting).check(file, values)
+
+
+def check_fields(file: str, given: Mapping[str, object], read: Collection[str], setting: Setting) -> None:
+    """Raise BadInput naming the first field of a recipe that a plan cannot express; `read` are those of a plan."""
+    known = _settings((), setting)
+    for field, value in given.items():
+        section, _, name = field.rpartition(".")
+        where = f"cfg.{section}." if section else "cfg."
+        settings = {"ddp": _DDP, "optimizer": _OPTIMIZER}.get(section, known)
+        if field in read and name not in _VALUES:
+            continue
+        if field == "mixed_precision" and isinstance(value, str) and "fp8" in value and not _is_in_fp8(setting):
+            raise BadInput(file, f"cfg.{field} {value} is not priced in {setting.precision.compute}", "ask for fp8")
+        settings.check(file, {name: value}, where)
+
+
+def _settings(read: Collection[str], setting: Setting) -> Settings:
+    """Return what is known of settings that stand beside those of model, data and logging."""
+    asked = _IN_FP8 if _is_in_fp8(setting) else set[str]()
+    return Settings(read=read, harmless=_HIDING | _ELSEWHERE | asked, values=_VALUES, strict=False)
+
+
+def _is_in_fp8(setting: Setting) -> bool:
+    """Return whether the question asks for products in fp8."""
+    return setting.precision.compute == "fp8"
+
+
+# The plan of the arguments.
+
+Words = Mapping[str, Sequence[str]]
+"""Values of arguments by name, with underscores; an argument without a value has none."""
+_COUNT = re.compile(r"[1-9]\d{0,6}")
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+_NOT_PRICED = ("hierarchical_context_parallel_sizes", "decoder_pipeline_manual_split_list")
+COMM_TYPES = {ContextParallel.RING: "p2p", ContextParallel.GATHER: "all_gather"}
+"""Values of `--cp-comm-type`; the first is its default, and of all layers where there is one value."""
+_FSDP = {
+    "no_shard": DataParallel.DDP,
+    "optim_grads": DataParallel.ZERO2,
+    "optim_grads_params": DataParallel.ZERO3,
+}
+_CORE_ATTENTION = (
+    "Megatron-LM's core_attn recomputes attention between its projections alone: flash attention keeps no scores, "
+    "so that this frees nothing, and its second forward pass is not priced"
+)
+_LAYER_NORM = "that norms are recomputed (layernorm) is not priced"
+
+
+def read_arguments(text: str, file: str, setting: Setting) -> Reading:
+    """Return the plan of a file of arguments; BadInput as `read_megatron`, and for a file without a parallel size."""
+    if not words_of(text, file).keys() & set(SIZES):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in SIZES)
+        raise BadInput(file, "sets no parallel size", f"give a file of Megatron-LM's arguments, with one of {names}")
+    return read_megatron(text, file, setting)
+
+
+def read_megatron(text: str, file: str, setting: Setting) -> Reading:
+    """Return the plan of arguments; BadInput naming `file` for what is wrong, and for what no plan has."""
+    given = words_of(text, file)
+    for name in _NOT_PRICED:
+        if given.get(name, ["1"]) != ["1"]:
+            raise BadInput(file, f"{name} {' '.join(given[name])} is not priced", "leave it at 1")
+    check_arguments(file, given, setting)
+    pp_size = _count(file, given, "pipeline_model_parallel_size")
+    cp_size, context = _context(file, given)
+    uniform = setting.uniform(
+        file,
+        pp_size,
+        _count(file, given, "micro_batch_size"),
+        tp_size=_count(file, given, "tensor_model_parallel_size"),
+        cp_size=cp_size,
+        context=context,
+        sequence_parallel=SequenceParallel.MEGATRON if "sequence_parallel" in given else SequenceParallel.NONE,
+    )
+    uniform = _with_ranges(file, given, setting.model.layers, uniform)
+    uniform = _with_states(file, given, uniform)
+    ep_size = _count(file, given, "expert_model_parallel_size")
+    etp_size = _count(file, given, "expert_tensor_parallel_size", str(uniform.layer.tp_size))
+    uniform = with_experts(file, setting.model, uniform, ep_size, etp_size)
+    if uniform.layer.experts is not UNSET and uniform.layer.shard_size:
+        problem = "num_distributed_optimizer_instances beside experts that ranks share out is not priced"
+        raise BadInput(file, problem, "leave it at 1")
+    kind, notes = _recompute(file, given, setting)
+    plan = setting.plan(uniform.having(file, recompute=kind), file)
+    differing = (
+        (name, " ".join(given[name]) if name in given else None) for name in ("global_batch_size", "seq_length")
+    )
+    notes += _mtp_notes(file, given, mtp_layers(setting.model.layers))
+    return Reading(_first_recomputed(file, given, plan), (*setting.differences(*differing), *notes))
+
+
+def words_of(text: str, file: str) -> Words:
+    """Return arguments by name; of one that stands twice the last counts, as argparse has it."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise BadInput(file, f"are no arguments ({error})", "correct them") from None
+    given: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            values = given[name.replace("-", "_")] = [value] if equals else []
+        else:
+            values.append(word)
+    return given
+
+
+def _count(file: str, given: Words, name: str, default: str = "1") -> int:
+    text = " ".join(given.get(name, (default,)))
+    if not _COUNT.fullmatch(text):
+        raise BadInput(file, f"{name} {text!r} is no number from 1", "correct it")
+    return int(text)
+
+
+def _context(file: str, given: Words) -> tuple[int, ContextParallel]:
+    """Return how many parts positions are split in, and the way of attention: by default a ring, as in Megatron-LM."""
+    cp_size = _count(file, given, "context_parallel_size")
+    if cp_size == 1:  # then the other has no effect
+        return 1, ContextParallel.GATHER
+    asked = set(given.get("cp_comm_type", ("p2p",)))
+    known = [kind for kind, name in COMM_TYPES.items() if asked == {name}]
+    if not known:
+        problem = f"cp_comm_type {' '.join(sorted(asked))} is not priced"
+        raise BadInput(file, problem, f"choose {' or '.join(COMM_TYPES.values())} for all layers")
+    return cp_size, known[0]
+
+
+def _with_ranges(file: str, given: Words, names: tuple[str, ...], uniform: UniformStrategy) -> UniformStrategy:
+    """Return the choice with the layers of each stage and chunk, where these are given.
+
+    Layers that predict further tokens are in the last range unless a layout has them elsewhere.
+    """
+    pp_size, further, holder = uniform.pp_size, mtp_layers(names), -1
+    layers = len(names) - further
+    if _LAYOUT in given:
+        sizes, _, holder = read_layout(file, "".join(given[_LAYOUT]))
+        chunks = len(sizes) // pp_size
+    else:
+        ends = _layers_of_ends(file, given)
+        chunks = _chunks(file, given, layers + sum(ends), pp_size)
+        if any(name in given for name in _OF_ENDS):
+            sizes = _sizes_of_ends(file, given, layers, pp_size, chunks)
+        elif any(ends):
+            sizes = _sizes_with_ends(file, layers, pp_size * chunks, ends)
+        elif not further:
+            return uniform._replace(chunks=chunks)
+        else:
+            sizes = [high - low for low, high in pairwise(even_cuts(layers, pp_size * chunks))]
+    if sum(sizes) != layers or len(sizes) != pp_size * chunks:
+        problem = f"{len(sizes)} ranges of {sum(sizes)} layers for {pp_size} pipeline stages of {layers} layers"
+        raise BadInput(file, problem, "correct the layout")
+    sizes[holder] += further
+    return uniform._replace(chunks=chunks, ranges=tuple(pairwise((0, *accumulate(sizes)))))
+
+
+_LAYOUT = "pipeline_model_parallel_layout"
+_OF_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def _mtp_notes(file: str, given: Words, priced: int) -> list[str]:
+    """Return how layers that predict further tokens differ from those priced; BadInput if the layout has others."""
+    drawn = str(read_layout(file, "".join(given[_LAYOUT])).mtp_layers) if _LAYOUT in given else None
+    asked = " ".join(given.get("mtp_num_layers", (drawn or "0",)))
+    if drawn is not None and asked != drawn:
+        raise BadInput(file, f"mtp_num_layers {asked!r} and {drawn} layers m in the layout", "give as many")
+    layers = 0 if asked == "0" else _count(file, given, "mtp_num_layers", asked)
+    return [] if layers == priced else [f"its mtp_num_layers is {layers}: it is priced with {priced}, as asked (--mtp)"]
+
+
+def _layers_of_ends(file: str, given: Words) -> tuple[int, int]:
+    """Return how many layers the embedding and the loss count as: one each where asked for, else none."""
+    accounts = [name for name in _ACCOUNTS if name in given]
+    if accounts and any(name in given for name in _OF_ENDS):
+        problem = f"{accounts[0]} beside a number of layers of the first or last stage"
+        raise BadInput(file, problem, "give one of them, as Megatron-LM demands")
+    embedding, loss = (int(name in accounts) for name in _ACCOUNTS)
+    return embedding, loss
+
+
+def _chunks(file: str, given: Words, counted: int, pp_size: int) -> int:
+    """Return the chunks of a stage, of so many layers with those that embedding and loss count as."""
+    name = "num_layers_per_virtual_pipeline_stage"
+    if name not in given:
+        return _count(file, given, "num_virtual_stages_per_pipeline_rank")
+    size = _count(file, given, name)
+    if counted % (pp_size * size):
+        problem = f"{name} {size} for {counted} layers in {pp_size} pipeline stages"
+        raise BadInput(file, problem, "choose a divisor")
+    return counted // (pp_size * size)
+
+
+def _sizes_with_ends(file: str, layers: int, ranges: int, ends: tuple[int, int]) -> list[int]:
+    """Return the layers of equal ranges of which the first has one less for the embedding, and the last for the loss.
+
+    A range may have no layers (`get_num_layers_to_build` in `core/transformer/transformer_block.py`).
+    """
+    size, left = divmod(layers + sum(ends), ranges)
+    if left:
+        problem = f"{layers} layers and {sum(ends)} for embedding and loss are no multiple of {ranges} ranges"
+        raise BadInput(file, problem, "choose other pipeline stages or chunks, or write a layout")
+    sizes = [size] * ranges
+    sizes[0] -= ends[0]
+    sizes[-1] -= ends[1]
+    return sizes
+
+
+def _sizes_of_ends(file: str, given: Words, layers: int, pp_size: int, chunks: int) -> list[int]:
+    """Return the layers of each range where the first stage, the last or both have a different number.
+
+    Several chunks divide those of each stage evenly.
+    """
+    first, last = ([_count(file, given, name)] if name in given else [] for name in _OF_ENDS)
+    middle = pp_size - len(first) - len(last)
+    left = layers - sum(first) - sum(last)
+    if left < 0 or not 0 <= middle <= layers:
+        raise BadInput(file, f"{' and '.join(_OF_ENDS)} for {layers} layers", "correct them")
+    between = [high - low for low, high in pairwise(even_cuts(left, middle))] if middle else []
+    sizes = [*first, *between, *last]
+    if chunks > 1 and (odd := [size for size in sizes if size % chunks]):
+        raise BadInput(file, f"{odd[0]} layers of a stage in {chunks} chunks", "choose a divisor, or write a layout")
+    return [size // chunks for size in sizes] * chunks
+
+
+def _with_states(file: str, given: Words, uniform: UniformStrategy) -> UniformStrategy:
+    """Return the choice with who shares the states out: DDP, the distributed optimizer, or Megatron-FSDP."""
+    kind, reduction = DataParallel.DDP, GradientReduction.DEFERRED
+    if "use_distributed_optimizer" in given:
+        kind = DataParallel.ZERO2
+    if "use_megatron_fsdp" in given or "use_custom_fsdp" in given:
+        name = " ".join(given.get("data_parallel_sharding_strategy", ("no_shard",)))
+        if name not in _FSDP:
+            raise BadInput(file, f"data_parallel_sharding_strategy {name} is not priced", f"choose {', '.join(_FSDP)}")
+        kind, reduction = _FSDP[name], GradientReduction.EVERY_MICROBATCH
+    instances = _count(file, given, "num_distributed_optimizer_instances")
+    if uniform.replicas % instances:
+        problem = f"num_distributed_optimizer_instances {instances} does not divide {uniform.replicas} ranks"
+        raise BadInput(file, problem, "choose a divisor")
+    shard_size = uniform.replicas // instances if 1 < instances < uniform.replicas else 0
+    uniform = uniform.having(file, data_parallel=kind, shard_size=shard_size)
+    return uniform._replace(gradient_reduction=reduction)
+
+
+def _recompute(file: str, given: Words, setting: Setting) -> tuple[Recompute, list[str]]:
+    """Return the kind of all layers, but for those that the method `block` leaves out, and what of it is not priced."""
+    default = "selective" if "recompute_activations" in given else "none"
+    granularity = " ".join(given.get("recompute_granularity", (default,)))
+    if granularity == "full":
+        whole = " ".join(given.get("recompute_method", ("uniform",))) == "uniform"
+        if whole and (number := _count(file, given, "recompute_num_layers")) > 1:
+            raise BadInput(file, f"recompute_num_layers {number} of method uniform is not priced", "choose 1, or block")
+        blocks = " ".join(given.get("recompute_method", ())) == "block"
+        return Recompute.NONE if blocks else Recompute.FULL, []
+    if granularity == "none":
+        return Recompute.NONE, []
+    if granularity != "selective":
+        raise BadInput(file, f"recompute_granularity {granularity!r}", "choose full, selective")
+    modules = set(given.get("recompute_modules") or ("core_attn",))
+    if any(setting.model.types[name].experts is not UNSET for name in setting.model.layers):
+        modules = {"mlp" if name == "moe" else name for name in modules}
+    if unknown := sorted(modules - {"core_attn", "mlp", "layernorm"}):
+        raise BadInput(file, f"recompute_modules {unknown[0]} is not priced", "choose core_attn, mlp, layernorm")
+    if "core_attn" in modules and setting.attention is Attention.EAGER:
+        raise BadInput(file, "recompute_modules core_attn beside eager attention is not priced", "take flash attention")
+    notes = [note for name, note in (("core_attn", _CORE_ATTENTION), ("layernorm", _LAYER_NORM)) if name in modules]
+    return Recompute.MLP if "mlp" in modules else Recompute.NONE, notes
+
+
+def _first_recomputed(file: str, given: Words, plan: Plan) -> Plan:
+    """Return the plan with the first layers of each stage or chunk recomputed, where Megatron's method is `block`."""
+    if " ".join(given.get("recompute_method", ())) != "block":
+        return plan
+    count = _count(file, given, "recompute_num_layers")
+    first = {i for stage in plan.stages for low, high in stage.layers for i in range(low, min(high, low + count))}
+    kinds = (Recompute.FULL if i in first else Recompute.NONE for i in range(len(plan.layers)))
+    layers = tuple(replace(layer, recompute=kind) for layer, kind in zip(plan.layers, kinds, strict=True))
+    return replace(plan, layers=layers)

@@ -1,0 +1,58 @@
+"""Runs whose steps give the same bits again on GPUs, at the price of slower kernels (`--deterministic`)."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardwright.io import BadInput
+from shardwright.types import Attention, Plan
+
+OPTION = "--deterministic"
+_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+"""What cuBLAS reads when a process first uses a GPU, and transformers when it calls flash-attn."""
+_NONE = "does not have a deterministic implementation"
+"""Words of PyTorch's error for an operation that adds in any order, or chooses its kernel by the clock."""
+
+
+def check_deterministic(plan: Plan, file: object) -> None:
+    """Raise BadInput naming the first thing in a plan that has no deterministic form, or is not known to have one."""
+    if plan.attention is Attention.SDPA_CUDNN:
+        raise BadInput(file, f"attention {plan.attention} has no deterministic form ({OPTION})", "use sdpa_flash")
+    if plan.compile:
+        problem = f"compile: which kernels a compiler makes may differ between two starts ({OPTION})"
+        raise BadInput(file, problem, "leave one of them out")
+    if plan.fused:
+        problem = f"fused {plan.fused[0]}: flash-attn promises no deterministic form of it ({OPTION})"
+        raise BadInput(file, problem, "leave one of them out")
+
+
+def prepare_environment() -> None:
+    """Set this process up for deterministic kernels, before PyTorch is imported."""
+    os.environ.update(_ENVIRONMENT)
+
+
+@contextmanager
+def deterministic(file: object, asked: bool) -> Iterator[None]:
+    """Let PyTorch use deterministic kernels only, if a run asks for that.
+
+    An operation without one raises BadInput, naming the plan's file.
+    """
+    if not asked:
+        yield
+        return
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    # What is not initialized is not read; PyTorch would fill it otherwise.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    except RuntimeError as error:
+        if _NONE not in str(error):
+            raise
+        operation = str(error).split(maxsplit=1)[0]
+        problem = f"{operation} has no deterministic form here ({OPTION})"
+        raise BadInput(file, problem, "leave the option out, or choose another attention kernel") from None
+    finally:
+        torch.use_deterministic_algorithms(False)

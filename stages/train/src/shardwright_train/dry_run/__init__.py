@@ -1,1 +1,0 @@
-"""The dry run: a plan's step without its cluster."""

@@ -1,0 +1,475 @@
+"""Context parallelism: attention of the positions of one rank to the keys of all ranks of its group.
+
+Positions lie in memory in the order of the plan, and ranks hold equal contiguous shares of it. Whatever the order, a
+rank works on its share in rising order of positions: then the keys of another rank that it sees are a rectangle of
+queries and keys, if positions are in natural order or zig-zag. Keys and values are gathered (Llama team 2024), or
+passed around a ring (Liu et al. 2023); partial results are joined by their log-sum-exp.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from operator import call
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright_train.parallel.attention_blocks import Attended, Block, Piece, joined, nothing_attended, parted
+from shardwright_train.parallel.collectives import gather_dim, gathered_again_by, scatter_dim, with_transpose
+from shardwright_train.parallel.process_groups import Travelling, pass_on
+
+# Which positions each rank holds, and which of them see which keys.
+
+
+class Rectangle(NamedTuple):
+    """Queries of one rank and keys of another, numbered in rising order of positions, that see one another in part."""
+
+    queries: slice
+    keys: slice
+    is_square: bool
+    """Whether they are the same positions, under a causal mask."""
+    is_full: bool
+    """Whether each of the queries sees each of the keys."""
+
+
+@dataclass(frozen=True)
+class ContextShares:
+    """The shares of a sample's positions among the ranks of a context-parallel group; plain numbers, no tensors."""
+
+    order: Sequence[int]
+    """Position at each place in memory; all positions, each once."""
+    size: int
+    """Number of ranks, which divides them."""
+
+    @property
+    def length(self) -> int:
+        """The number of positions that each rank has."""
+        return len(self.order) // self.size
+
+    @property
+    def natural(self) -> list[int]:
+        """The places in memory of positions 0, 1, ... [s]."""
+        return _argsort(self.order)
+
+    def rising(self, rank: int) -> list[int]:
+        """The places inside a rank's share of its positions in rising order [s/n]."""
+        return _argsort(self._share(rank))
+
+    def is_rising(self, rank: int) -> bool:
+        """Whether a rank's positions lie in memory in rising order, as those of the largest cp_size do."""
+        return list(self._share(rank)) == self.positions(rank)
+
+    def positions(self, rank: int) -> list[int]:
+        """A rank's positions in rising order [s/n]."""
+        return sorted(self._share(rank))
+
+    def places(self, rank: int) -> list[int]:
+        """The places in memory of a rank's positions in rising order [s/n]."""
+        return [rank * self.length + place for place in self.rising(rank)]
+
+    def runs(self, rank: int) -> Iterator[tuple[slice, int]]:
+        """Yield runs of neighbouring positions of a rank, numbered in rising order, and the position behind each."""
+        positions = self.positions(rank)
+        ends = [i for i in range(1, self.length) if positions[i] != positions[i - 1] + 1]
+        for first, end in zip([0, *ends], [*ends, self.length], strict=True):
+            yield slice(first, end), positions[end - 1] + 1
+
+    def rectangle(self, rank: int, source: int, causal: bool) -> Rectangle | None:
+        """The least rectangle that holds all queries of a rank and keys of `source` that see one another."""
+        if not causal:
+            return Rectangle(slice(0, self.length), slice(0, self.length), False, True)
+        queries, keys = self.positions(rank), self.positions(source)
+        first, end = bisect_left(queries, keys[0]), bisect_right(keys, queries[-1])
+        if first == self.length:
+            return None
+        full = queries[first] >= keys[end - 1]
+        return Rectangle(slice(first, self.length), slice(0, end), rank == source, full)
+
+    def _share(self, rank: int) -> Sequence[int]:
+        return self.order[rank * self.length : (rank + 1) * self.length]
+
+
+def _argsort(numbers: Sequence[int]) -> list[int]:
+    return sorted(range(len(numbers)), key=numbers.__getitem__)
+
+
+def visible(queries: Tensor, keys: Tensor, causal: bool, documents: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Which keys each query sees [b, 1, q, k], or [1, 1, q, k] without documents.
+
+    By their positions [q] and [k], and their numbers of documents [b, q] and [b, k].
+    """
+    seen = queries[:, None] >= keys if causal else queries.new_ones(len(queries), len(keys), dtype=torch.bool)
+    if documents is None:
+        return seen[None, None]
+    mine, others = documents
+    return (seen & (mine[:, :, None] == others[:, None]))[:, None]
+
+
+# What both ways to attend have in common.
+
+
+@dataclass(frozen=True)
+class ContextAttention:
+    """Attention of this rank's positions to those of a group; a subclass says how their keys and values come here."""
+
+    shares: ContextShares
+    group: dist.ProcessGroup
+    causal: bool
+    reduce: torch.dtype
+    """Format in which gradients of keys and values go between ranks."""
+    device: torch.device
+    keep: Callable[[Callable[[], Attended]], Attended] = call
+    """Function that calls another, or returns what that returned when it was called first: selective recomputation."""
+
+    @cached_property
+    def is_rising(self) -> bool:
+        """Whether this rank's positions lie in memory in rising order."""
+        return self.shares.is_rising(self.group.rank())
+
+    @cached_property
+    def rising_order(self) -> Tensor:
+        """The places inside this rank's share of its positions in rising order [s/n]."""
+        return torch.tensor(self.shares.rising(self.group.rank()), device=self.device)
+
+    @cached_property
+    def memory_order(self) -> Tensor:
+        """Where positions in rising order lie in memory: the inverse of `rising_order` [s/n]."""
+        return self.rising_order.argsort()
+
+
+# Gathered keys and values. They are small if many heads share them; the backward pass gathers them again.
+
+
+_HEADS, _POSITIONS = 2, 3
+"""Dims of keys and values together [1 or 2, b, kv_heads, s, features]."""
+
+
+@dataclass(frozen=True)
+class GatherAttention(ContextAttention):
+    """Attention of this rank's positions to those of a group, whose keys and values are gathered."""
+
+    keeps: bool = False
+    """Whether gathered keys and values are kept for the backward pass: if a replay gathers them right before it."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
+    ) -> Tensor:
+        """The attention of queries [b, heads, s/n, d] to keys [b, kv_heads, s/n, d] and values of all ranks.
+
+        Each rank gives its positions in memory order; `documents` [b, s] number those of all positions, in that order:
+        none sees another document.
+        """
+        output: Tensor = _Gathered.apply(query, key, value, self, self.pieces(scale, documents))  # type: ignore[no-untyped-call]
+        return output
+
+    def pieces(self, scale: float, documents: Tensor | None = None) -> tuple[Piece, ...]:
+        """The parts of attention, of queries in rising order of positions and of all keys in that order.
+
+        A mask of more keys than queries would have to end at the last of both, and kernels differ in where theirs do.
+        So each run of positions attends to all keys before it, and to itself under a mask.
+        """
+        mine, everything = slice(0, self.shares.length), slice(0, len(self.shares.order))
+        if documents is not None:
+            return (Piece(mine, everything, Block(scale, seen=self._seen_in_order(documents))),)
+        if not self.causal:
+            return (Piece(mine, everything, Block(scale)),)
+        return tuple(piece for run, end in self.shares.runs(self.group.rank()) for piece in _causal(run, end, scale))
+
+    @contextmanager
+    def gathered(self, key: Tensor, value: Tensor, repeat: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield keys and values [b, kv_heads, s, features] of all ranks in memory order, for any kernel called inside.
+
+        Each head is repeated, for kernels that take as many as of queries. The kernel keeps only this rank's, and
+        gathers the others again in its backward pass, unless gathered ones are kept.
+        """
+
+        def there(x: Tensor) -> Tensor:
+            return self._gather(x).repeat_interleave(repeat, _HEADS)
+
+        def back(gradient: Tensor) -> Tensor:
+            return self.scattered(gradient.unflatten(_HEADS, (-1, repeat)).sum(_HEADS + 1))
+
+        mine, features = joined(key, value), key.shape[-1]
+        if self.keeps:
+            yield parted(with_transpose(mine, there, back), features)
+            return
+        with gathered_again_by([mine], lambda x: with_transpose(x, there, back)) as (both,):
+            yield parted(both, features)
+
+    def seen(self, documents: Tensor | None) -> Tensor:
+        """Which keys [b or 1, 1, s/n, s] this rank's positions see, both in memory order."""
+        first = self.group.rank() * self.shares.length
+        mine = slice(first, first + self.shares.length)
+        numbers = None if documents is None else (documents[:, mine], documents)
+        return visible(self._positions[mine], self._positions, self.causal, numbers)
+
+    def scattered(self, gradient: Tensor) -> Tensor:
+        """The sum over the ranks of gradients of gathered keys and values, of this rank's positions."""
+        if self.group.size() == 1:
+            return gradient
+        return scatter_dim(gradient.to(self.reduce), _POSITIONS, self.group).to(gradient.dtype)
+
+    def gathered_in_order(self, key: Tensor, value: Tensor) -> Tensor:
+        """Keys and values of all ranks together, in the order of their positions; without gradients."""
+        both = self._gather(joined(key, value))
+        return both.index_select(_POSITIONS, self._natural)
+
+    def scattered_from_order(self, gradient: Tensor) -> Tensor:
+        """The sum over the ranks of gradients, in that order, of this rank's positions."""
+        return self.scattered(gradient.index_select(_POSITIONS, self._positions))
+
+    def rising(self, x: Tensor) -> Tensor:
+        """This rank's rows [b, heads, s/n, ...] in rising order of positions."""
+        return x if self.is_rising else x.index_select(2, self.rising_order)
+
+    def in_memory_order(self, x: Tensor) -> Tensor:
+        """Rows in rising order of positions as they lie in memory."""
+        return x if self.is_rising else x.index_select(2, self.memory_order)
+
+    def _gather(self, both: Tensor) -> Tensor:
+        return gather_dim(both, _POSITIONS, self.group) if self.group.size() > 1 else both
+
+    def _seen_in_order(self, documents: Tensor) -> Tensor:
+        positions, ordered = self._positions, documents.index_select(1, self._natural)
+        mine = self._places
+        queries = positions.index_select(0, mine)
+        keys = torch.arange(len(positions), device=self.device)
+        return visible(queries, keys, self.causal, (documents.index_select(1, mine), ordered))
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        return torch.tensor(self.shares.order, device=self.device)
+
+    @cached_property
+    def _natural(self) -> Tensor:
+        return torch.tensor(self.shares.natural, device=self.device)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        return torch.tensor(self.shares.places(self.group.rank()), device=self.device)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, attention: GatherAttention, pieces: tuple[Piece, ...]
+    ) -> Tensor:
+        rising = attention.rising(query)
+
+        gathered = [attention.gathered_in_order(key, value)] if attention.keeps else []
+
+        def attend() -> Attended:
+            total = nothing_attended(rising, value.shape[-1])
+            (both,) = gathered or [attention.gathered_in_order(key, value)]
+            for piece in pieces:
+                piece.add(total, rising, both)
+            return total.rounded(query.dtype)
+
+        attended = attention.keep(attend)
+        ctx.save_for_backward(rising, key, value, *attended, *gathered)
+        ctx.attention, ctx.pieces = attention, pieces
+        return attention.in_memory_order(attended.output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        rising, key, value, output, logsumexp, *gathered = ctx.saved_tensors
+        attention, attended, gradient = ctx.attention, Attended(output, logsumexp), ctx.attention.rising(gradient)
+        (both,) = gathered or [attention.gathered_in_order(key, value)]
+        of_query = torch.zeros_like(rising, dtype=attended.logsumexp.dtype)
+        of_both = torch.zeros_like(both, dtype=attention.reduce)
+        for piece in ctx.pieces:
+            piece.add_gradients(of_query, of_both, gradient, rising, both, attended)
+        dk, dv = parted(attention.scattered_from_order(of_both).to(key.dtype), key.shape[-1])
+        return attention.in_memory_order(of_query).to(rising.dtype), dk, dv, None, None
+
+
+def _causal(run: slice, end: int, scale: float) -> Iterator[Piece]:
+    """Yield the parts of a run of neighbouring positions, the last of which is before `end`."""
+    first = end - (run.stop - run.start)
+    if first:
+        yield Piece(run, slice(0, first), Block(scale))
+    yield Piece(run, slice(first, end), Block(scale, is_causal=True))
+
+
+# Keys and values that go around a ring.
+
+
+_RING_POSITIONS = 2
+"""Dim of queries, keys and values [b, heads, s, features]."""
+
+
+class _Step(NamedTuple):
+    source: int
+    rectangle: Rectangle | None
+    """The pairs of queries and keys of `source` that are computed; None: there are none."""
+
+
+@dataclass(frozen=True)
+class RingAttention(ContextAttention):
+    """Attention of this rank's positions to those of a group, whose keys and values go round."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
+    ) -> Tensor:
+        """The attention of queries [b, heads, s/n, d] to keys [b, kv_heads, s/n, d] and values of all ranks.
+
+        Each rank gives its positions in memory order; `documents` [b, s] number those of all positions, in that order:
+        none sees another document.
+        """
+        passes = _Passes(self, scale, documents)
+        if self.is_rising:
+            return self._attended(query, key, value, passes)
+        query, key, value = (_permuted(x, self.rising_order, self.memory_order) for x in (query, key, value))
+        return _permuted(self._attended(query, key, value, passes), self.memory_order, self.rising_order)
+
+    @staticmethod
+    def _attended(query: Tensor, key: Tensor, value: Tensor, passes: "_Passes") -> Tensor:
+        output: Tensor = _Ring.apply(query, key, value, passes)  # type: ignore[no-untyped-call]
+        return output
+
+    @cached_property
+    def steps(self) -> tuple[_Step, ...]:
+        """Whose keys and values are here at each step, and what this rank sees of them."""
+        rank, size = self.group.rank(), self.group.size()
+        sources = [(rank - i) % size for i in range(size)]
+        return tuple(_Step(source, self.shares.rectangle(rank, source, self.causal)) for source in sources)
+
+    def positions(self, rank: int) -> Tensor:
+        """A rank's positions in rising order, on the device."""
+        return self._positions[rank]
+
+    def documents_of(self, documents: Tensor, rank: int) -> Tensor:
+        """The numbers of documents [b, s/n] of a rank's positions, in their rising order."""
+        return documents.index_select(1, self._places[rank])
+
+    def pass_on(self, x: Tensor) -> Travelling:
+        """Send a tensor to the next rank of the ring, and return it on its way."""
+        return pass_on(x, self.group)
+
+    @cached_property
+    def _positions(self) -> tuple[Tensor, ...]:
+        ranks = range(self.shares.size)
+        return tuple(torch.tensor(self.shares.positions(rank), device=self.device) for rank in ranks)
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, ...]:
+        ranks = range(self.shares.size)
+        return tuple(torch.tensor(self.shares.places(rank), device=self.device) for rank in ranks)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The forward and the backward pass of one call of a ring; tensors are in rising order of positions."""
+
+    ring: RingAttention
+    scale: float
+    documents: Tensor | None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
+        """The attention of queries to the keys of all ranks, for the keys and values of this one."""
+        here, total, steps = joined(key, value), nothing_attended(query, value.shape[-1]), self.ring.steps
+        for left, step in zip(reversed(range(len(steps))), steps, strict=True):
+            arriving = self.ring.pass_on(here) if left else None
+            if step.rectangle is not None:
+                self._piece(step.source, step.rectangle).add(total, query, here)
+            here = here if arriving is None else arriving.wait()
+        return total.rounded(query.dtype)
+
+    def backward(self, gradient: Tensor, query: Tensor, here: Tensor, attended: Attended) -> tuple[Tensor, Tensor]:
+        """The gradients of queries, and of this rank's keys and values, together."""
+        dq, behind, steps = torch.zeros_like(query, dtype=attended.logsumexp.dtype), None, self.ring.steps
+        for left, step in zip(reversed(range(len(steps))), steps, strict=True):
+            arriving = self.ring.pass_on(here) if left else None
+            gradients = torch.zeros_like(here, dtype=self.ring.reduce)
+            if step.rectangle is not None:
+                piece = self._piece(step.source, step.rectangle)
+                piece.add_gradients(dq, gradients, gradient, query, here, attended)
+            if behind is not None:
+                gradients += behind.wait()
+            behind = self.ring.pass_on(gradients)
+            here = here if arriving is None else arriving.wait()
+        return dq.to(query.dtype), _arrived(behind).to(query.dtype)
+
+    def _piece(self, source: int, rectangle: Rectangle) -> Piece:
+        queries, keys, is_square, is_full = rectangle
+        if self.documents is None and (is_square or is_full):
+            return Piece(queries, keys, Block(self.scale, is_causal=is_square))
+        me, documents = self.ring.group.rank(), None
+        if self.documents is not None:
+            mine, others = (self.ring.documents_of(self.documents, rank) for rank in (me, source))
+            documents = mine[:, queries], others[:, keys]
+        positions = self.ring.positions(me)[queries], self.ring.positions(source)[keys]
+        return Piece(queries, keys, Block(self.scale, seen=visible(*positions, self.ring.causal, documents)))
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, passes: _Passes) -> Tensor:
+        attended = passes.ring.keep(partial(passes.forward, query, key, value))
+        ctx.save_for_backward(query, key, value, *attended)
+        ctx.passes = passes
+        return attended.output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, *attended = ctx.saved_tensors
+        dq, both = ctx.passes.backward(gradient, query, joined(key, value), Attended(*attended))
+        dk, dv = parted(both, key.shape[-1])
+        return dq, dk, dv, None
+
+
+def _arrived(x: Travelling | None) -> Tensor:
+    assert x is not None
+    return x.wait()
+
+
+def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """A tensor with its positions in another order; `back` leads to the first."""
+    return with_transpose(
+        x, lambda x: x.index_select(_RING_POSITIONS, order), lambda x: x.index_select(_RING_POSITIONS, back)
+    )
+
+
+# One device in place of a group, for measurements: its keys and values stand for those of the other ranks.
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A rank that stands for one of several, whose share of longer samples its samples are."""
+
+    ranks: int
+    order: Tensor | None
+    """Positions of a longer sample [s] in the order in which ranks would hold them; None if they keep theirs."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """What attention takes for the group of these ranks: it has a rank and a size alone."""
+        return cast(dist.ProcessGroup, _RankInTheMiddle(self.ranks))
+
+
+@dataclass(frozen=True)
+class _RankInTheMiddle:
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return (self.ranks - 1) // 2
+
+
+@dataclass(frozen=True)
+class StandInAttention(GatherAttention):
+    """Attention to keys and values that stand for those of a group."""
+
+    def scattered(self, gradient: Tensor) -> Tensor:
+        """The gradient of this rank's positions, of which no other rank has a part."""
+        mine: Tensor = gradient.unflatten(-2, (self.group.size(), -1))[..., self.group.rank(), :, :]
+        return mine
+
+    def _gather(self, both: Tensor) -> Tensor:
+        return both.repeat(*(1,) * (both.ndim - 2), self.group.size(), 1)
