@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,31 @@ from types import ModuleType
 import pytest
 
 gc.disable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--every N`, by which continuous integration stays within its time."""
+    text = "of each long test with several cases, run the first case and every Nth after it"
+    parser.addoption("--every", type=int, default=1, metavar="N", help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect long cases as `--every` says; each test function keeps its first case."""
+    every, seen, kept, left = config.getoption("every"), Counter[str](), [], []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        (left if item.get_closest_marker("long") and seen[name] % every else kept).append(item)
+        seen[name] += item.get_closest_marker("long") is not None
+    items[:] = kept
+    if left:
+        config.hook.pytest_deselected(items=left)
+
+
+@pytest.fixture(scope="session")
+def every(pytestconfig: pytest.Config) -> int:
+    """Return the N of `--every N`, for fixtures that run what many long cases look at."""
+    found: int = pytestconfig.getoption("every")
+    return found
 
 
 def pytest_collection_finish() -> None:

@@ -62,20 +62,22 @@ def _command(stage: str, *arguments: object) -> "subprocess.CompletedProcess[str
 
 
 @pytest.fixture(scope="module")
-def profiles(make_cluster: Callable[..., object], tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelProfile]:
-    """All families' probes, measured in one launch; those that noise spoilt again, alone and for longer."""
-    folder = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
+def profiles(
+    make_cluster: Callable[..., object], tmp_path_factory: pytest.TempPathFactory, every: int
+) -> dict[str, ModelProfile]:
+    """The families' probes, measured in one launch; those that noise spoilt again, alone and for longer."""
+    folder, families = tmp_path_factory.mktemp("families"), FAMILIES[::every]
+    for family in families:
         made = make_probes([tiny(family)], make_cluster((1, 2)), "cpu-2", _settings(family))
         assert made.left_out == ()
         probes = Plans(plans=tuple(plan for plan in made.plans if not is_apart(plan)))
         write_document(folder / f"{family}.json", probes)
     fitted: dict[str, ModelProfile] = {}
     for attempt, steps in enumerate((3, 20, 60)):
-        missing = [family for family in FAMILIES if family not in fitted]
+        missing = [family for family in families if family not in fitted]
         if missing:
             fitted |= _measured(folder, missing, steps, folder / f"measurement-{attempt}.json")
-    assert fitted.keys() == set(FAMILIES)
+    assert fitted.keys() == set(families)
     return fitted
 
 
