@@ -1,4 +1,4 @@
-"""Checks of a configuration: its shape, names that refer to one another, and keys that models know."""
+"""Checks of a configuration: its shape, references between names, and known keys of models."""
 
 import ast
 import difflib
@@ -81,14 +81,14 @@ def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
 
 
 def _words(kind: type) -> tuple[list[str], list[str]]:
-    """All keys, and all values of enumerations, of a type and of those it is made of."""
+    """All keys and enumeration values of a type and of the types that it contains."""
     schemas = components(kind).values()
     keys, values = ([each for schema in schemas for each in schema.get(word, ())] for word in ("properties", "enum"))
     return keys, values
 
 
 def check_references(config: Configuration, file: str) -> None:
-    """Raise BadInput if a name stands for nothing, or a correction cannot be used."""
+    """Raise BadInput if a name does not exist, or a correction cannot be used."""
     for where, name, section in _references(config):
         known = getattr(config, section)
         if name not in known:
@@ -137,7 +137,7 @@ def _check_order(config: Configuration, passed: tuple[str, ...], file: str, firs
 
 
 def _needed(config: Configuration, search: Search) -> Iterator[tuple[str, str]]:
-    """Yield the searches that must be done before another, each with the key that says so."""
+    """Yield the searches on which another depends, each with the key that says so."""
     if search.correction is not None:
         yield "correction", search.correction
     if search.imbalance in config.runs:
@@ -185,7 +185,7 @@ def read_preset(preset: str, model: str, file: str, root: Path) -> Section:
 
 
 def check_model_keys(name: str, model: Section, preset: Section, file: str) -> None:
-    """Raise BadInput for keys that neither the preset nor its family's configuration class knows."""
+    """Raise BadInput for keys that neither the preset nor its family's configuration class has."""
     try:
         json.dumps(model, allow_nan=False)
     except (TypeError, ValueError):

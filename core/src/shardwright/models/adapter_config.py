@@ -1,4 +1,4 @@
-"""An adapter of peft (LoRA, Hu et al. 2021): what its adapter_config.json says, and whether it has trained weights."""
+"""An adapter of peft (LoRA, Hu et al. 2021): its adapter_config.json, and whether it has trained weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,8 @@ _IGNORED = frozenset(
         *("eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
     )
 )
-"""Keys that are read here, or change nothing: some count with others alone, and peft corrects fan_in_fan_out itself."""
+"""Keys that are read here or have no effect: some only matter together with others, and peft corrects fan_in_fan_out
+itself."""
 _ONLY = {
     "lora_dropout": Only(0, "nothing is dropped on the way to low-rank matrices"),
     "bias": Only("none", "only the low-rank matrices are trained"),
@@ -41,14 +42,14 @@ _ONLY = {
     ),
 }
 _TASKS = (None, "CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
-"""Tasks for which peft trains no head beside the low-rank matrices."""
+"""Tasks for which peft trains only the low-rank matrices and no head."""
 _DRAWN = ("gaussian", "orthogonal", "eva")
 """Ways of drawing low-rank matrices that leave the model's own matrices as they are."""
 _NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 
 
 class Adapter(NamedTuple):
-    """What an adapter's configuration says."""
+    """The configuration of an adapter."""
 
     low_rank: LowRank
     targets: Targets
@@ -59,7 +60,7 @@ class Adapter(NamedTuple):
 
 
 def read_adapter(given: Path) -> tuple[Adapter, Path]:
-    """Return the adapter of a folder, with the identity of its trained weights, or of an adapter_config.json alone.
+    """Return the adapter of a folder, with its trained weights' identity, or of an adapter_config.json.
 
     Also returns the file of the configuration. Raises BadInput, naming it and the key, for what cannot be trained.
     """
@@ -76,7 +77,7 @@ def read_adapter(given: Path) -> tuple[Adapter, Path]:
 
 
 def adapter_of_config(config: Mapping[str, Any], file: object, *, is_trained: bool = False) -> Adapter:
-    """Return what an adapter_config.json of peft says; raise BadInput, naming the key, for what cannot be trained.
+    """Return the adapter of an adapter_config.json of peft; raise BadInput, naming the key, if it cannot be trained.
 
     `is_trained`: its low-rank matrices are not drawn.
     """

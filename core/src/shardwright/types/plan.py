@@ -29,7 +29,7 @@ class Schedule(StrEnum):
     """The order in which a pipeline stage works through its microbatches."""
 
     interleaves: bool
-    """True where a pipeline stage may hold several layer ranges."""
+    """True if a pipeline stage may hold several layer ranges."""
 
     def __new__(cls, name: str, interleaves: bool = False) -> "Schedule":
         """Make a member of its name in files."""
@@ -87,7 +87,7 @@ def profiled_as(precision: Precision, compile: bool) -> str:
 
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, FP8: 2}
-"""Bytes of one element of a tensor in each number format; what is kept and sent beside products in FP8 is bfloat16."""
+"""Bytes of one element of a tensor in each number format; tensors around FP8 products are kept and sent in bfloat16."""
 
 
 class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,11 +100,11 @@ class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 _ADDED = {"cp_size": 1, "context": ContextParallel.GATHER.value}
-"""Fields of strategies that plans of earlier versions lack, with what these execute."""
+"""Fields of strategies that plans of earlier versions lack, with the values that these plans imply."""
 
 
 def _as_before(strategies: object) -> object:
-    """Return strategies, as JSON has them, without fields that say what plans of earlier versions execute."""
+    """Return strategies, as in JSON, without fields whose values plans of earlier versions imply."""
     if isinstance(strategies, list | tuple):
         return [_as_before(strategy) for strategy in strategies]
     assert isinstance(strategies, dict)
@@ -112,7 +112,7 @@ def _as_before(strategies: object) -> object:
 
 
 def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
-    """Return why a layer type cannot be sharded this way, or None when it can."""
+    """Return why a layer type cannot be sharded this way, or None if it can."""
     kind = model.types[type_name]
     match strategy.sequence_parallel:
         case SequenceParallel.NONE:
@@ -129,7 +129,7 @@ def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
 
 
 def _misfit_of_sequence(model: Model, kind: LayerType, strategy: Strategy, splits: bool) -> str | None:
-    """Return why a layer type's positions cannot be shared out; `splits`: among tensor-parallel ranks, too."""
+    """Return why a layer type's positions cannot be split over ranks; `splits`: over tensor-parallel ranks too."""
     lengths = (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs))
     sequences = [*(kind.sequence_must_divide or {}).items(), *(("the sequence length", length) for length in lengths)]
     degrees = {"cp_size": strategy.cp_size, "tp_size": strategy.tp_size if splits else 1}
@@ -312,7 +312,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"the pipeline stages hold {position} of {len(expected)} layers")
 
     def _check_empty(self, index: int, layer: int) -> None:
-        """Refuse a layer range without layers, embedding and head, of a stage that has nothing else to do.
+        """Refuse a layer range without blocks, embedding and head in a stage that has no other layers.
 
         What it receives it hands on, as it is: its ranks are as many as those of the stage before.
         """
@@ -335,12 +335,12 @@ class Plans(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     plans: Annotated[tuple[Plan, ...], Meta(min_length=1)]
     """The plans, in the order they are to be run."""
     in_turns: tuple[Annotated[tuple[NonNegativeCount, ...], Meta(min_length=2)], ...] = ()
-    """Places of plans that are subtracted from one another, the one that the others are compared with first: they are
-    stepped in turns, so that a slow moment of the machine meets them all."""
+    """Indices of plans whose times are subtracted, the reference first: they are stepped in turns, so that a slow
+    moment of the machine affects all of them."""
     experts: tuple[ExpertProbe, ...] | UnsetType = UNSET
-    """Probes of experts of the plans' model by themselves, to be measured besides; left out where there are none."""
+    """Probes of the model's experts in isolation, to be measured in addition; omitted if there are none."""
     context: tuple[ContextProbe, ...] | UnsetType = UNSET
-    """Plans whose samples stand for shares of longer ones; left out where there are none."""
+    """Plans whose samples stand for parts of longer ones; omitted if there are none."""
 
     def __post_init__(self) -> None:
         places = [place for group in self.in_turns for place in group]

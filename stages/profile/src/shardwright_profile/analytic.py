@@ -82,7 +82,7 @@ def _efficiencies(options: AnalyticOptions) -> Efficiencies:
 
 
 def _device(options: AnalyticOptions, cluster: Cluster | None) -> str:
-    """The device of its own option, else that of the cluster's node types, which must agree."""
+    """The device of the option, else of the cluster's node types, which must have the same one."""
     if options.device is not None:
         return options.device
     if cluster is None:

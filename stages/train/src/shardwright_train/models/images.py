@@ -116,7 +116,7 @@ class Swin(Family):
         return pieces.through(self.head[:1], states[-1]).mean(1, keepdim=True)
 
     def block(self, stock: Any, kind: str, index: int) -> Any:
-        """A block, or what merges patches, which knows how high and wide the image is that it receives."""
+        """A block, or a patch merging, that is given the height and width of its input image."""
         block: Any = super().block(stock, kind, index)
         if kind in MERGES:
             block.input_resolution = [side >> MERGES.index(kind) for side in stock.swin.embeddings.patch_grid]

@@ -40,9 +40,9 @@ class Computation(NamedTuple):
     forwards: Mapping[Forward, float]
     """Milliseconds of the whole model."""
     layers: Mapping[tuple[int, int, Lengths], float]
-    """Milliseconds of a sample in a layer, as the file gives them, by type, batch (0: not said) and type's length."""
+    """Milliseconds of a sample in a layer, as in the file, by type, batch (0: not stated) and type's length."""
     others: Mapping[tuple[int, Lengths], float]
-    """Milliseconds of a sample in the rest of the model, as the file gives them, by batch (0: not said) and lengths."""
+    """Milliseconds of a sample in the rest of the model, as in the file, by batch (0: not stated) and lengths."""
     unknown: tuple[str, ...]
     """Keys of another grammar."""
 
@@ -149,7 +149,7 @@ def read_memory(file: Path) -> Memory:
 
 
 def _number(file: Path, key: str, value: object) -> float:
-    """A JSON number as float; raises BadInput if it is none, or beyond anything that was ever measured."""
+    """A JSON number as float; raises BadInput if it is not a number, or implausibly large."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadInput(file, f"{key!r} is {_shown(value)}, not a number", "measure that point again")
     if abs(value) > _MAX_NUMBER:
