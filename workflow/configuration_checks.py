@@ -92,7 +92,7 @@ def check_references(config: Configuration, file: str) -> None:
     for where, name, section in _references(config):
         known = getattr(config, section)
         if name not in known:
-            raise BadInput(file, f"{where}: {name!r} is not under {section}", _hint(name, known))
+            raise BadInput(file, f"{where}: {name!r} is not defined under {section}", _hint(name, known))
     for path in config.pictures:
         if re.fullmatch(r"results/grids/[^/]*\.svg", str(path)):
             raise BadInput(file, f"pictures: {path}: grids have no picture any more", "leave it out; the table is .md")
@@ -120,7 +120,7 @@ def _check_correction(name: str, search: Search, searches: Mapping[str, Search],
     where, source = f"searches.{name}.correction", searches[str(search.correction)]
     for key in ("model", "cluster"):
         if getattr(source, key) != getattr(search, key):
-            problem = f"{where}: {search.correction} has another {key}, and so other profiles"
+            problem = f"{where}: {search.correction} uses another {key}, so its profiles differ"
             raise BadInput(file, problem, f"take a search of {getattr(search, key)}")
 
 
@@ -180,7 +180,7 @@ def read_preset(preset: str, model: str, file: str, root: Path) -> Section:
         raise BadInput(file, f"models.{model}.preset: there is no config/models/{preset}.yaml", _hint(preset, known))
     content = read_yaml(path)
     if set(content) != {"sequence_length", "config"} or "model_type" not in content["config"]:
-        raise BadInput(path, "a preset holds sequence_length, and config with model_type", "see its neighbours")
+        raise BadInput(path, "a preset needs sequence_length, and config with model_type", "see its neighbours")
     return content
 
 

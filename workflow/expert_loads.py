@@ -35,7 +35,7 @@ def check_load(config: Configuration, folder: Path, imbalance: Imbalance | None,
     if not isinstance(imbalance, str) or imbalance in config.runs:
         return
     if not (path := _located(folder, imbalance)).exists():
-        problem = f"{where}: {imbalance!r} is neither a file nor under runs"
+        problem = f"{where}: {imbalance!r} is neither a file nor a run"
         raise BadInput(file, problem, "name a run, the load.json of one, or a ratio from 1")
     read_document(path, ExpertLoad)
 

@@ -95,7 +95,7 @@ class CommandLine(NamedTuple):
             except ValueError as error:
                 raise BadInput(file, f"line {number}: {error}", "quote as for a shell") from None
             if words[:1] == ["batch"]:
-                raise BadInput(file, f"line {number}: a batch within a batch", "list its commands here")
+                raise BadInput(file, f"line {number}: a batch cannot contain another batch", "list its commands here")
             if words:
                 self.call(words)
 

@@ -84,7 +84,7 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for source in (name for name in self.__struct_fields__ if name.endswith("_source")):
             name = source.removesuffix("_source")
             if (getattr(self, name) in (None, {})) != (getattr(self, source) is None):
-                raise ValueError(f"{name} and {source} need one another")
+                raise ValueError(f"{name} and {source} need each other")
 
     def peak(self, products: str) -> float | None:
         """The published rate of dense matrix products in a number format, in FLOP/s; None if nobody published it."""
@@ -141,9 +141,11 @@ def read_devices(path: Path | None = None) -> DeviceTable:
             raise BadInput(path, odd, "correct the file")
         return msgspec.convert(raw, DeviceTable)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadInput(path, f"is no TOML ({error})", "correct the file") from None
+        raise BadInput(path, f"is not valid TOML ({error})", "correct the file") from None
     except msgspec.ValidationError as error:
-        raise BadInput(path, f"is no table of devices ({error})", "see devices.toml of shardwright-estimate") from None
+        raise BadInput(
+            path, f"is not a table of devices ({error})", "see devices.toml of shardwright.devices"
+        ) from None
 
 
 def device_named(table: DeviceTable, name: str, option: str = "--device") -> tuple[str, Device]:

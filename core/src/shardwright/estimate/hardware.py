@@ -56,8 +56,8 @@ class NodeRates(NamedTuple):
         for number, rate in rates:
             if nodes <= number:
                 return rate
-        problem = f"says what up to {rates[-1][0]} nodes send, groups of the cluster span {nodes}"
-        raise BadInput(_OPTION, problem, "give the rate of so many nodes, too")
+        problem = f"has no rate for groups of more than {rates[-1][0]} nodes, but groups of the cluster span {nodes}"
+        raise BadInput(_OPTION, problem, "add the rate for that number of nodes")
 
     def scaled(self, factor: float) -> "NodeRates":
         """Return all rates multiplied by a factor."""
@@ -91,7 +91,7 @@ def node_rates(text: str, step_s: float = NETWORK_STEP_S) -> NodeRates:
     named = [part.partition("=") for part in others]
     names = [name for name, _, _ in named]
     if unknown := [name for name in names if name not in set(Collective) or names.count(name) > 1]:
-        problem = f"{unknown[0]!r:.40} is no collective, or named twice"
+        problem = f"{unknown[0]!r:.40} is not a collective, or is named twice"
         raise BadInput(_OPTION, problem, f"write 400+all_gather=300, with {', '.join(Collective)}")
     by_collective = tuple((Collective(name), _up_to(rates)) for name, _, rates in named)
     return NodeRates(_up_to(first), by_collective, step_s)

@@ -70,7 +70,7 @@ def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: boo
 
 def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     if not model.boundary:
-        raise BadInput(f"model {model.name}", "its embedding hands on no tensor", "describe it again")
+        raise BadInput(f"model {model.name}", "its embedding has no output", "describe it again")
     kind = model.types[type_name]
     if type_name == EMBEDDING:
         return tuple(_lookup(model, kind))

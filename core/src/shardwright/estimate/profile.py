@@ -70,7 +70,7 @@ def model_profile(
     kernel, attention = attention_of(runtime, settings.attention)
     runtime, settings = replace(runtime, attention=kernel), replace(settings, attention=attention)
     if precision.compute == FP8 and attention in SCORES_KEPT:
-        raise BadInput("--settings", f"attention {attention}: not estimated beside fp8", "take auto or sdpa")
+        raise BadInput("--settings", f"attention {attention}: is not estimated with fp8", "take auto or sdpa")
     compute = "tf32" if precision.tf32 else precision.compute
     machines = machines_of(rates, compute, efficiencies, runtime, settings.compile)
     described = [one for _, one in models]

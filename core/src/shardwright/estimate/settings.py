@@ -115,7 +115,7 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
         return (model_length, *(length for length in asked if length != model_length))
 
     def share_lengths(self, model_length: int) -> dict[int, int]:
-        """Return the length of a rank's share of the model's samples by cp_size; BadInput if it is not measured."""
+        """Return the length of a rank's share of a sample by cp_size; raise BadInput if it is not measured."""
         lengths = {size: model_length // size for size in sorted(self.cp_sizes)}
         for size, length in lengths.items():
             if model_length % (2 * size):

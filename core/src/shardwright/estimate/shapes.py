@@ -37,7 +37,7 @@ class AttentionShape(NamedTuple):
 
 
 def tensors_of(model: Model, type_name: str) -> tuple[BoundaryTensor, ...]:
-    """Return the tensors that a type of layer hands on, or that the head receives."""
+    """Return the output tensors of a type of layer; of the head, its inputs."""
     return model.types[type_name].outputs or model.received_by(HEAD)
 
 

@@ -82,13 +82,15 @@ def adapter_of_config(config: Mapping[str, Any], file: object, *, is_trained: bo
     `is_trained`: its low-rank matrices are not drawn.
     """
     if (kind := config.get("peft_type")) != "LORA":
-        raise BadInput(file, f"peft_type {kind!r} is not trained here", "use LORA")
+        raise BadInput(file, f"peft_type {kind!r} is not supported", "use LORA")
     for key, value in config.items():
         only, reason = _ONLY.get(key, Only(None, "it is not known here"))
         if key not in _IGNORED and value not in (only, None) and (key in _ONLY or value not in _NOTHING):
             raise BadInput(file, f"{key} {value!r} cannot be trained: {reason}", "leave it out")
     if (task := config.get("task_type")) not in _TASKS:
-        raise BadInput(file, f"task_type {task!r} cannot be trained: peft trains the head whole, too", "leave it out")
+        raise BadInput(
+            file, f"task_type {task!r} cannot be trained: peft would also train the whole head", "leave it out"
+        )
     targets = _targets(config, file)
     named = (targets.modules,) if isinstance(targets.modules, str) else targets.modules
     low_rank = LowRank(
@@ -120,10 +122,10 @@ def _targets(config: Mapping[str, Any], file: object) -> Targets:
     if numbers is not None and not (isinstance(numbers, list) and all(type(each) is int for each in numbers)):
         raise BadInput(file, f"layers_to_transform {layers!r} is not a list of numbers", "correct it")
     if isinstance(modules, str) and (numbers or patterns):
-        problem = "layers_to_transform and layers_pattern go with a list of target_modules, as in peft"
+        problem = "layers_to_transform and layers_pattern need a list of target_modules, as in peft"
         raise BadInput(file, problem, "list the target_modules, or leave them out")
     if patterns and numbers is None:
-        raise BadInput(file, "layers_pattern goes with layers_to_transform, as in peft", "name the layers, too")
+        raise BadInput(file, "layers_pattern needs layers_to_transform, as in peft", "name the layers, too")
     return Targets(
         modules,
         excluded if isinstance(excluded, str) else _names(config, "exclude_modules", file),
@@ -155,7 +157,7 @@ def _alpha(value: object, key: str, file: object) -> float:
 def _pattern(config: Mapping[str, Any], key: str, file: object) -> Mapping[str, Any]:
     pattern = config.get(key) or {}
     if not isinstance(pattern, Mapping):
-        raise BadInput(file, f"{key} {pattern!r} does not give numbers by patterns", "correct it")
+        raise BadInput(file, f"{key} {pattern!r} is not a mapping from patterns to numbers", "correct it")
     return pattern
 
 
@@ -163,5 +165,5 @@ def _starts_at_zero(start: object, file: object, is_trained: bool) -> bool:
     if is_trained and start in _DRAWN:
         return True
     if not isinstance(start, bool):
-        raise BadInput(file, f"init_lora_weights {start!r} is not drawn here", "use true or false")
+        raise BadInput(file, f"init_lora_weights {start!r} is not supported", "use true or false")
     return start

@@ -68,7 +68,7 @@ def adapt(model: Model, adapter: Adapter, file: object) -> Model:
     Raises BadInput, naming `file`, where a target is not a module of the model, or cannot have them.
     """
     if _is_frozen_on_request(model):
-        raise BadInput(file, "parts of the model are frozen besides", "pass only one of --frozen and --lora")
+        raise BadInput(file, "parts of the model are already frozen", "pass only one of --frozen and --lora")
     ends = map(_end, (*adapter.ranks, *adapter.alphas))
     check_expressions((*adapter.targets.expressions, *ends), matched_names(model), file)
     selection = selected(model, adapter.targets, file)
@@ -92,7 +92,7 @@ def adapt(model: Model, adapter: Adapter, file: object) -> Model:
 
 
 def _is_frozen_on_request(model: Model) -> bool:
-    """Return whether parameters are frozen that the family trains; some have such that it never does."""
+    """Return whether parameters are frozen on request, besides those that the family never trains."""
     facts, config = facts_of(model), _config(model)
     kinds = (EMBEDDING, *dict.fromkeys(map(base_type, model.layers)), HEAD)
     never = {p.name for kind in kinds for p in facts.parameters(kind, config) if not p.trained}

@@ -155,7 +155,7 @@ class AttentionFacts(NamedTuple):
     keeps_unrotated: bool = False
     """Whether queries and keys are kept unrotated, too: one tensor holds them and the values."""
     without: tuple[Attention, ...] = ()
-    """Kernels that transformers does not give its blocks."""
+    """Attention kernels that transformers does not support for its blocks."""
 
 
 class Norm(NamedTuple):
@@ -206,7 +206,7 @@ class Routing(NamedTuple):
     """How the experts of a position are chosen by its scores, and weighted."""
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Function that makes scores of what the router gives."""
+    """Function that turns the router's outputs into scores."""
     normalized: bool = True
     """Whether the weights of a position's experts are divided by their sum."""
     scale: float = 1.0

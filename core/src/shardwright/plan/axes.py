@@ -38,7 +38,7 @@ _KNOWN_FIELDS = {
 
 
 class Axis(NamedTuple):
-    """Ranks of a pipeline stage that share something out: `size` of them, `stride` apart."""
+    """Ranks of a pipeline stage over which something is split: `size` of them, `stride` apart."""
 
     size: int
     stride: int = 1

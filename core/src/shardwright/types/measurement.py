@@ -136,7 +136,9 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if [r.rank for r in self.ranks] != list(range(self.plan.world_size)):
-            raise ValueError(f"measured ranks {[r.rank for r in self.ranks]} of a plan for {self.plan.world_size}")
+            raise ValueError(
+                f"ranks {[r.rank for r in self.ranks]} were measured, but the plan has {self.plan.world_size}"
+            )
         if len({len(times) for r in self.ranks for times in (r.step_s, r.reference_s)}) != 1:
             raise ValueError("the ranks have different numbers of repeats")
         for rank in self.ranks:
@@ -179,7 +181,7 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def _check_passes(self, rank: RankMeasurement) -> None:
         stage = next(i for i, stage in enumerate(self.plan.stages) if rank.rank in stage.ranks)
         if rank.stage != stage:
-            raise ValueError(f"rank {rank.rank} is of stage {stage}, not {rank.stage}")
+            raise ValueError(f"rank {rank.rank} belongs to stage {stage}, not {rank.stage}")
         chunks = range(len(self.plan.stages[stage].layers))
         microbatches = range(self.plan.num_microbatches)
         wanted = [(kind, i, chunk) for kind in ("backward", "forward") for i in microbatches for chunk in chunks]

@@ -162,7 +162,7 @@ class StateRow(_TypeColumns, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures that are there once a process or a step."""
+    """Figures that occur once in a process or a step."""
 
     process_bytes: Annotated[Bytes, sourced("process_source")]
     """Device memory outside the tensors and the communicators."""

@@ -72,7 +72,7 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.tf32 and self.compute != "float32":
-            raise ValueError(f"tf32 is of products in float32, compute is {self.compute}: leave it out")
+            raise ValueError(f"tf32 applies to products in float32, but compute is {self.compute}: leave it out")
 
     @property
     def text(self) -> str:
@@ -210,7 +210,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"num_microbatches {self.num_microbatches} does not divide global_batch_size {self.global_batch_size}"
             )
         if len(set(self.fused)) != len(self.fused):
-            raise ValueError(f"fused names something twice: {', '.join(self.fused)}")
+            raise ValueError(f"fused lists an operation twice: {', '.join(self.fused)}")
         fitting = set[tuple[int, str, Strategy]]()
         for where, type_name, strategy in self._strategies():
             ranks = len(self.stages[self.stage_of(where)].ranks)
@@ -318,9 +318,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """
         where, stage = f"stages[{index}]: layer range [{layer}, {layer}]", self.stages[index]
         if index not in (0, len(self.stages) - 1) and all(low == high for low, high in stage.layers):
-            raise ValueError(
-                f"{where} is empty, as only the embedding's or the head's may be of a stage without layers"
-            )
+            raise ValueError(f"{where} is empty: only a stage with the embedding or the head may have no other layers")
         before = len(self.stages[index - 1].ranks)
         if len(stage.ranks) != before:
             raise ValueError(f"{where} is empty, and the stage before has {before} ranks, not {len(stage.ranks)}")
@@ -345,10 +343,10 @@ class Plans(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         places = [place for group in self.in_turns for place in group]
         if len(set(places)) != len(places) or max(places, default=0) >= len(self.plans):
-            raise ValueError(f"in_turns names {places}, not each of {len(self.plans)} plans once at most")
+            raise ValueError(f"in_turns must list numbers below {len(self.plans)}, each once at most: {places}")
         shares = [probe.plan for probe in self.context or ()]
         if len(set(shares)) != len(shares) or max(shares, default=0) >= len(self.plans):
-            raise ValueError(f"context names {shares}, not each of {len(self.plans)} plans once at most")
+            raise ValueError(f"context must list numbers below {len(self.plans)}, each once at most: {shares}")
         for group in self.in_turns:
             built = {(p.world_size, p.precision, p.attention) for p in (self.plans[place] for place in group)}
             if len(built) > 1:

@@ -78,4 +78,4 @@ class Experts(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.top_k > self.number:
-            raise ValueError(f"{self.top_k} of {self.number} experts cannot compute a position")
+            raise ValueError(f"top_k {self.top_k} exceeds the number of experts, {self.number}")

@@ -83,11 +83,13 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
 
     def __post_init__(self) -> None:
         if self.cp_size > 1 and not self.tp_consecutive:
-            raise ValueError(f"tp_consecutive false is not for cp_size {self.cp_size}: neighbours share a sample there")
+            raise ValueError(
+                f"tp_consecutive false is not supported with cp_size {self.cp_size}, whose ranks are neighbours"
+            )
         if self.shard_size == 0:
             return
         if self.data_parallel is DataParallel.DDP:
-            raise ValueError("shard_size is of zero2 and zero3, ddp shards nothing")
+            raise ValueError("shard_size needs zero2 or zero3: ddp does not shard states")
         whole = self.sequence_parallel is SequenceParallel.ULYSSES  # parameters are data-parallel over all ranks
         ranks = self.dp_size * self.cp_size * (self.tp_size if whole else 1)
         if self.shard_size in (1, ranks) or ranks % self.shard_size:

@@ -246,7 +246,7 @@ def read_fasop_constants(file: Path) -> FasopConstants:
 
 
 def read_fasop_growth(file: Path) -> FasopGrowth:
-    """FASOP's factors; raises BadInput if the file cannot be right."""
+    """FASOP's growth factors; raises BadInput if the file is inconsistent."""
     try:
         return msgspec.convert(read_object(file, _MAX_BYTES), FasopGrowth, str_keys=True)
     except msgspec.ValidationError as error:

@@ -271,7 +271,7 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     optimizer: float = 1.0
     step_overhead: float = 1.0
     memory: float = 1.0
-    """The factor of all that a rank holds."""
+    """Correction factor of a rank's memory."""
     collectives: ArrayLike = 1.0
     """The factors of the points of the hardware profile [points], or one for all."""
 

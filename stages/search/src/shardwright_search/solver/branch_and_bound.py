@@ -128,7 +128,7 @@ class Search(Generic[C]):
 
     @property
     def min_bound(self) -> float:
-        """Score that no plan of the configurations left, the one worked on among them, is below."""
+        """A lower bound of the scores of plans of the remaining configurations, the current one included."""
         left_out = (best.score for best in self.left_out.values())
         return min([self._now.bound, *left_out, *(one.bound for one in (*self.heap[:1], *self._waiting))])
 

@@ -246,7 +246,7 @@ class StageLabels:
         return np.flatnonzero(keep)
 
     def _least(self, labels: RunLabels, rows: Ints, weights: Weights, rest: tuple[int, ...]) -> Numbers:
-        """Return the least cost of a run through each of the rows, with the rest of its layers."""
+        """Return the least cost of a run that contains each of the rows, with its remaining layers."""
         cost = weights[0] * labels.time_ps[rows] + weights[1] * labels.exposed_ps[rows]
         if not rest:
             return cost

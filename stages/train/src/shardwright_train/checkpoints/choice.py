@@ -92,7 +92,9 @@ def checkpoint_to_resume(job: RunOptions, identity: Identity, run: Path, world: 
     if resumed is not None and (change := changed_rate(resumed.record, identity)) is not None:
         if resumed.folder.parent == run and job.learning_rate_schedule is None:
             branch = f"or begin a branch with --resume-from {resumed.folder}"
-            raise BadInput(resumed.folder, change, f"name --learning-rate-schedule {job.schedule} to take it, {branch}")
+            raise BadInput(
+                resumed.folder, change, f"give --learning-rate-schedule {job.schedule} to accept it, {branch}"
+            )
         if world.rank == 0:
             print(f"{resumed.folder}: {change}", file=sys.stderr, flush=True)
     return resumed
@@ -115,7 +117,7 @@ def newest_whole(run: Path, world: World) -> Resumed | None:
         return resumed
     if damaged:
         file, problem, _ = next(iter(damaged.values())).args
-        raise BadInput(run, f"none of its {len(damaged)} checkpoints is whole ({file}: {problem})", _NONE_WHOLE)
+        raise BadInput(run, f"none of its {len(damaged)} checkpoints is undamaged ({file}: {problem})", _NONE_WHOLE)
     return None
 
 
@@ -166,7 +168,7 @@ def read_record(checkpoint: Path) -> Checkpoint:
         )
     record = read_document(checkpoint / RECORD, Checkpoint)
     if folders.step_of(checkpoint) not in (None, record.progress.step):
-        raise BadInput(checkpoint / RECORD, f"is of step {record.progress.step}", _OTHER)
+        raise BadInput(checkpoint / RECORD, f"belongs to step {record.progress.step}", _OTHER)
     return record
 
 

@@ -249,7 +249,7 @@ def _in_order(plans: Sequence[Plan], results: _Results) -> Measurement:
     taken = {measured.attention for plan, measured in done if plan.attention is Attention.AUTO}
     if len(taken) > 1:
         raise RunFailed(
-            f"auto took {' and '.join(sorted(taken))}: measure them in two commands, or set one in the plans"
+            f"auto selected {' and '.join(sorted(taken))}: measure them in two commands, or set one in the plans"
         )
     return msgspec.structs.replace(
         done[0][1],

@@ -142,7 +142,7 @@ class TextBatches:
         if self.boundaries.reset_attention_mask and self.objective.predicts_next:
             labels -= int(self.samples.documents(indices)[:, -1].sum())
         if not labels:
-            raise RunFailed("a batch is nothing but padding: shuffle the text or see what pad_token_id stands for")
+            raise RunFailed("a batch contains only padding: shuffle the text, or check pad_token_id")
         return labels
 
     def check_contents(self) -> None:

@@ -169,7 +169,7 @@ def _document_ends(tokenizer: Tokenizer, end: int, file: object) -> DocumentEnds
         problem = f"its post_processor adds {len(before) + len(after)} tokens to each text, over {_MOST_AROUND}"
         raise BadInput(file, problem, "use another tokenizer")
     if (highest := max((*before, *after, end))) >= (rows := rows_of(tokenizer)):
-        problem = f"its post_processor adds the token {highest}, it has {rows}"
+        problem = f"its post_processor adds the token {highest}, but the vocabulary has {rows}"
         raise BadInput(file, problem, "correct it, or use another tokenizer")
     return DocumentEnds(before, after if after[-1:] == (end,) else (*after, end))
 

@@ -80,7 +80,7 @@ class Siglip(ViT):
         return ((patches + table)[:, pieces.tensor_parallel.positions(len(table))].clone(),)
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
-        """The mean of the normed positions, as the only one."""
+        """The mean of the normed positions, as a single position."""
         return pieces.through(self.head[:1], states[-1]).mean(1, keepdim=True)
 
 
@@ -112,7 +112,7 @@ class Swin(Family):
         return (states[:, pieces.tensor_parallel.positions(states.shape[1])].clone(),)
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
-        """The mean of the normed positions, as the only one."""
+        """The mean of the normed positions, as a single position."""
         return pieces.through(self.head[:1], states[-1]).mean(1, keepdim=True)
 
     def block(self, stock: Any, kind: str, index: int) -> Any:

@@ -189,7 +189,7 @@ def _lengths(file: Path, match: re.Match[str]) -> Lengths:
 def _forward(file: Path, match: re.Match[str]) -> Forward:
     made = Forward(_counts(file, match["layers"]), _batch(file, match), _lengths(file, match))
     if made.batch == 0:
-        raise BadInput(file, f"{match.group()!r} is of a batch of 0", "pass a file as Galvatron writes it")
+        raise BadInput(file, f"{match.group()!r} is for a batch of 0", "pass a file as Galvatron writes it")
     return made
 
 
@@ -234,9 +234,7 @@ def _figures(file: Path, key: str, entry: Mapping[str, Any], names: Set[str]) ->
                 read = _positive if name == PARAMETER_SIZE else _not_negative
                 made[_NAMES.get(name, name), int(size)] = read(file, key, mib)
             else:
-                raise BadInput(
-                    file, f"{key!r} has {size!r} where a tp_size is due", "pass a file as Galvatron writes it"
-                )
+                raise BadInput(file, f"{key!r} has {size!r} instead of a tp_size", "pass a file as Galvatron writes it")
     return made
 
 
