@@ -225,10 +225,10 @@ MEASUREMENTS: dict[str, tuple[Change, str]] = {
         lambda m: m["plans"][0]["ranks"][0].update(stage=1),
         "rank 0 belongs to stage 0, not 1",
     ),
-    "a pass left out": (lambda m: m["plans"][0]["ranks"][0]["passes"].pop(), "not each of the plan's"),
+    "a pass left out": (lambda m: m["plans"][0]["ranks"][0]["passes"].pop(), "instead of each of the plan's"),
     "a pass twice": (
         lambda m: m["plans"][0]["ranks"][0].update(passes=[m["plans"][0]["ranks"][0]["passes"][0]] * 4),
-        "not each of the plan's",
+        "instead of each of the plan's",
     ),
     "a plan that cannot be": (lambda m: m["plans"][0]["plan"].update(num_microbatches=3), "num_microbatches 3"),
     "no plans": (lambda m: m.update(plans=[], failed=[]), "no plan was measured, and none failed"),

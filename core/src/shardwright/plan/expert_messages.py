@@ -1,7 +1,6 @@
 """Messages of experts: positions that go to the ranks of their experts and back, and counts of what was chosen.
 
-A router sends positions where it will; the formulas are those of even load, in which each rank sends as much to one as
-to another.
+The formulas assume an even load, in which each rank sends as much to one rank as to another; routers may differ.
 """
 
 from collections.abc import Iterator, Mapping

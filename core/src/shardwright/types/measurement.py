@@ -187,7 +187,7 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         wanted = [(kind, i, chunk) for kind in ("backward", "forward") for i in microbatches for chunk in chunks]
         if sorted((p.kind, p.microbatch, p.chunk) for p in rank.passes) != wanted:
             raise ValueError(
-                f"rank {rank.rank} has {len(rank.passes)} passes, not each of the plan's {len(wanted)} once"
+                f"rank {rank.rank} has {len(rank.passes)} passes instead of each of the plan's {len(wanted)} once"
             )
 
 

@@ -232,7 +232,7 @@ def flat_model(
     (Shoeybi et al. 2019); embedding and head share their vocabulary.
     """
     if len({kind.name for kind in types}) < len(types):
-        raise BadInput("--type", "two types have one name", "give each another name")
+        raise BadInput("--type", "two types have the same name", "give each another name")
     first, last = types[0], types[-1]
     made = {EMBEDDING: _end(parameters_bytes[EMBEDDING], EMBEDDING, first)}
     made |= {kind.name: _block(parameters_bytes[kind.name], kind) for kind in types}

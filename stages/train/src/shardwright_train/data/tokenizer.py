@@ -1,6 +1,6 @@
 """Tokenizers: of a model's folder, or trained on a text, and the tokens that each puts around a document.
 
-A folder of a stranger is read, and its tokenizer run, so that whatever is wrong with it is one line.
+A stranger's folder is read and its tokenizer is run in such a way that any fault ends in a one-line error.
 """
 
 import json
