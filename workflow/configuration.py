@@ -32,7 +32,7 @@ from slurm_jobs import RUN_MIN, Component, components_of, job_minutes, job_resou
 _OFF = {option.field: option.off for option in options_of(RunOptions) if option.off}
 """Options of `shardwright train run` that switch off a default, by key."""
 _KINDS = {Corpus.IMAGES: "images", Corpus.CAPTIONS: "pairs", Corpus.SPEECH: "pairs"}
-"""The form that data of a source become, if this is no text."""
+"""The kind of data that a source yields, if it is not text."""
 _FILES = {
     "text": ("data.json", "tokens.bin"),
     "images": ("images.npy", "labels.npy"),
@@ -53,7 +53,7 @@ class Workflow:
     presets: Mapping[str, Section]
     """The presets in use, by name."""
     folder: Path
-    """Folder of the configuration, in which its relative paths are looked for if the working folder lacks them."""
+    """Folder of the configuration, in which relative paths are looked for if the working folder lacks them."""
 
     def cluster_json(self, name: str, *, priced: bool = True) -> str:
         """A cluster's document, without prices for hardware sweeps: another price measures nothing again."""
@@ -100,7 +100,7 @@ class Workflow:
         return document_text(ProfileSettings, settings)
 
     def search_json(self, name: str) -> str:
-        """The document of a search; number formats and kernels are those that its model was profiled in."""
+        """The document of a search, with the number formats and kernels of its model's profile."""
         search = self.sections["searches"][name]
         request = _fields(search, SearchRequest.__struct_fields__)
         return document_text(SearchRequest, {"name": name, **self.computed_as(search["model"]), **request})
@@ -122,7 +122,7 @@ class Workflow:
         return [f"results/models/{name}.json" for name in (model, *(f"{model}@{length}" for length in lengths))]
 
     def measure_options(self, model: str) -> list[str]:
-        """The options of `shardwright train measure` that say how long the probes of a model are measured."""
+        """The options of `shardwright train measure` that state how long a model's probes are measured."""
         keys = ("steps", "warmup_steps", "min_time_s")
         return spelled_options({key: getattr(self.profile_of(model), key) for key in keys})
 
@@ -136,7 +136,7 @@ class Workflow:
         return spelled_options({key: self._located(key, value) for key, value in entry.items() if key not in without})
 
     def _located(self, key: str, value: object) -> object:
-        """A value of the configuration; of a path that the working folder lacks, the one beside the file."""
+        """A value of the configuration; for a path that the working folder lacks, the path next to the file."""
         beside = key in _PATHS and not Path(str(value)).exists() and (self.folder / str(value)).exists()
         return os.path.relpath(self.folder / str(value)) if beside else value
 
@@ -155,7 +155,7 @@ class Workflow:
         return [f"results/profiles/{search.model}@{node_type}.h5" for node_type in node_types]
 
     def copied_from(self, run: str) -> str | None:
-        """The folder whose tokenizer goes with a run's model: that of its weights, else of its data, or None."""
+        """The folder whose tokenizer belongs to a run's model: its weights', else its data's, or None."""
         entry = self.settings.runs[run]
         if entry.weights is not None:
             return str(self._located("weights", str(entry.weights)))
@@ -184,7 +184,7 @@ class Workflow:
         return name if name == RANDOM else f"results/data/{folder_of_data(self.settings, name)}"
 
     def data_files(self, run: str) -> list[str]:
-        """The files that a run reads, those to evaluate on included."""
+        """The files that a run reads, evaluation data included."""
         entry, files = self.settings.runs[run], list[str]()
         for name in (entry.data, entry.valid_data or RANDOM):
             parts = self._parts(name)
@@ -196,7 +196,7 @@ class Workflow:
         return list(dict.fromkeys(files))
 
     def vocabulary_size(self, run: Run) -> int:
-        """The largest vocabulary of the data that a run reads; 0 if none says its size."""
+        """The largest vocabulary of the data that a run reads; 0 if none states its size."""
         parts = (*self._parts(run.data), *self._parts(run.valid_data or RANDOM))
         return max((self.settings.data[part].vocab_size or 0 for part in parts), default=0)
 
@@ -221,7 +221,7 @@ class Workflow:
         return any_of(folder_of_data(self.settings, name) for name in names)
 
     def measured_searches(self) -> tuple[str, ...]:
-        """The searches whose plan and runners-up are measured: those asked for, and those others depend on."""
+        """The searches whose plan and runners-up are measured: the requested ones, and those on which others depend."""
         needed = {*self.settings.validate.searches, *(each.correction for each in self.settings.searches.values())}
         return tuple(name for name in self.settings.searches if name in needed)
 
@@ -259,7 +259,7 @@ class Workflow:
 
 
 def load_workflow(config: Section, file: str, root: Path) -> Workflow:
-    """A configuration checked whole: shape, names that refer to one another, presets and their keys.
+    """A completely checked configuration: its shape, references between names, presets and their keys.
 
     `root` is the repository's folder. Raises BadInput.
     """
@@ -305,7 +305,7 @@ def spelled_options(values: Section) -> list[str]:
 
 
 def command_line(*words: str, **options: object) -> str:
-    """A command as a line of a batch, with the options whose value is not None; a list repeats its option."""
+    """A command as a line of a batch, with the options whose value is not None; lists repeat their option."""
     given = {name: value for name, value in options.items() if value is not None}
     return shlex.join([*words, *spelled_options(given)])
 

@@ -1,4 +1,4 @@
-"""Checks of a configuration: its shape, names that refer to one another, and keys that models know."""
+"""Checks of a configuration: its shape, references between names, and known keys of models."""
 
 import ast
 import difflib
@@ -81,18 +81,18 @@ def converted(value: object, kind: type[_Type], where: str, file: str) -> _Type:
 
 
 def _words(kind: type) -> tuple[list[str], list[str]]:
-    """All keys, and all values of enumerations, of a type and of those it is made of."""
+    """All keys and enumeration values of a type and of the types that it contains."""
     schemas = components(kind).values()
     keys, values = ([each for schema in schemas for each in schema.get(word, ())] for word in ("properties", "enum"))
     return keys, values
 
 
 def check_references(config: Configuration, file: str) -> None:
-    """Raise BadInput if a name stands for nothing, or a correction cannot be used."""
+    """Raise BadInput if a name does not exist, or a correction cannot be used."""
     for where, name, section in _references(config):
         known = getattr(config, section)
         if name not in known:
-            raise BadInput(file, f"{where}: {name!r} is not under {section}", _hint(name, known))
+            raise BadInput(file, f"{where}: {name!r} is not defined under {section}", _hint(name, known))
     for path in config.pictures:
         if re.fullmatch(r"results/grids/[^/]*\.svg", str(path)):
             raise BadInput(file, f"pictures: {path}: grids have no picture any more", "leave it out; the table is .md")
@@ -120,7 +120,7 @@ def _check_correction(name: str, search: Search, searches: Mapping[str, Search],
     where, source = f"searches.{name}.correction", searches[str(search.correction)]
     for key in ("model", "cluster"):
         if getattr(source, key) != getattr(search, key):
-            problem = f"{where}: {search.correction} has another {key}, and so other profiles"
+            problem = f"{where}: {search.correction} uses another {key}, so its profiles differ"
             raise BadInput(file, problem, f"take a search of {getattr(search, key)}")
 
 
@@ -137,7 +137,7 @@ def _check_order(config: Configuration, passed: tuple[str, ...], file: str, firs
 
 
 def _needed(config: Configuration, search: Search) -> Iterator[tuple[str, str]]:
-    """Yield the searches that must be done before another, each with the key that says so."""
+    """Yield the searches on which another depends, each with the key that says so."""
     if search.correction is not None:
         yield "correction", search.correction
     if search.imbalance in config.runs:
@@ -180,12 +180,12 @@ def read_preset(preset: str, model: str, file: str, root: Path) -> Section:
         raise BadInput(file, f"models.{model}.preset: there is no config/models/{preset}.yaml", _hint(preset, known))
     content = read_yaml(path)
     if set(content) != {"sequence_length", "config"} or "model_type" not in content["config"]:
-        raise BadInput(path, "a preset holds sequence_length, and config with model_type", "see its neighbours")
+        raise BadInput(path, "a preset needs sequence_length, and config with model_type", "see its neighbours")
     return content
 
 
 def check_model_keys(name: str, model: Section, preset: Section, file: str) -> None:
-    """Raise BadInput for keys that neither the preset nor its family's configuration class knows."""
+    """Raise BadInput for keys that neither the preset nor its family's configuration class has."""
     try:
         json.dumps(model, allow_nan=False)
     except (TypeError, ValueError):

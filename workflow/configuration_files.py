@@ -19,7 +19,7 @@ _TEMPLATE = "__use_yte__"
 
 
 def check_configurations(files: Sequence[Path]) -> None:
-    """Raise BadInput for a file of `--configfile` that is no configuration."""
+    """Raise BadInput for a file of `--configfile` that is not a configuration."""
     for path in files:
         if not path.exists():
             remedy = "check the path; write targets before --configfile, which takes all words after it for files"
@@ -51,7 +51,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def check_texts(content: object, file: str) -> None:
-    """Raise BadInput naming the place of a key that is no text, or of a text with control characters."""
+    """Raise BadInput naming the place of a key that is not text, or of a text with control characters."""
     for place, key, text in _texts(content, ""):
         if key is not None and not isinstance(key, str):
             raise BadInput(file, f"{place}: the key {key} is not a text", f"quote it: '{key}'")
@@ -75,7 +75,7 @@ def _texts(value: object, place: str, key: object = None) -> Iterator[tuple[str,
 
 
 def _repeated(node: yaml.Node | None) -> yaml.ScalarNode | None:
-    """A key that stands in its mapping for the second time: YAML's loader takes the last one in silence.
+    """A key that occurs twice in its mapping, of which YAML's loader silently takes the last one.
 
     What a mapping takes from another by `<<` is no key of its own.
     """
@@ -95,7 +95,7 @@ def _repeated(node: yaml.Node | None) -> yaml.ScalarNode | None:
 
 
 def _weight(node: yaml.Node | None) -> int:
-    """The number of values and characters of a node, counted up to the limit, as it may contain itself."""
+    """The number of values and characters of a node, counted up to the limit, since a node may contain itself."""
     total, open_nodes = 0, [node]
     while open_nodes and total <= _MAX_SPELLED_OUT:
         following = open_nodes.pop()

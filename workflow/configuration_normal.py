@@ -18,13 +18,13 @@ UNORDERED = frozenset(
     "global_batch_size log_to memory_gib micro_batch_sizes num_microbatches pp_sizes recompute schedules "
     "sequence_lengths sequence_parallel shard_sizes stage_widths tp_consecutive tp_sizes".split()
 )
-"""Keys of lists and mappings whose order means nothing; that of others counts, such as that of pictures on a page."""
+"""Keys of lists and mappings whose order does not matter; the order of others does, such as pictures on a page."""
 _EXACT = 2**53
 """Bound below which a whole number is the same as an integer and as a float."""
 
 
 def normal(config: Mapping[str, Any], settings: Configuration) -> dict[str, Any]:
-    """A configuration in its one spelling; what a model overrides of its preset stays as it is written."""
+    """A configuration in a canonical spelling, except a model's overrides of its preset, which stay as written."""
     overrides = {
         name: {key: value for key, value in config["models"][name].items() if key not in model.__struct_fields__}
         for name, model in settings.models.items()

@@ -43,7 +43,7 @@ Word = Annotated[str, whole(r"""[^\s;'"`$\\]+""", max_length=200)]
 File = Annotated[str, whole("[^{}]+", max_length=1000)]
 """A path; braces would be wildcards of Snakemake's."""
 Image = Annotated[str, whole("[A-Za-z0-9._/][A-Za-z0-9._/:@+-]*", max_length=1000)]
-"""The address of an image or the path of a file, which Snakemake gives to a shell as it is."""
+"""The address of an image or the path of a file, which Snakemake passes to a shell unchanged."""
 
 Imbalance = Annotated[float, Meta(ge=1, le=MAX_DEVICES)] | File
 """Load of the fullest rank's experts over the mean rank's; or the load of a run, by its name or its file."""
@@ -54,9 +54,9 @@ _RATES = rf"{_UP_TO}(\+[a-z0-9_]+={_UP_TO})*"
 _SLOWDOWNS = f"{_NUMBER}:{_NUMBER}(,{_NUMBER}:{_NUMBER})?"
 _Efficiency = Annotated[float, Meta(ge=1e-3, le=1)]
 RANDOM = "random"
-"""Name that stands for random samples where a run names its data."""
+"""Name that stands for random samples as a run's data."""
 _UNSAID: Path = msgspec.field(default_factory=Path)
-"""Default of a key that the workflow decides by itself: see DECIDED."""
+"""Default of a key whose value the workflow decides: see DECIDED."""
 
 SCHEMA = "workflow/schemas/config.schema.json"
 
@@ -91,11 +91,11 @@ class NodeKind(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     devices_per_node: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
     """Number of devices of a node; each device is one rank."""
     profiled_devices: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
-    """Devices at work while models are profiled; null: those of a node. More where several nodes are this machine."""
+    """Devices in use while models are profiled; null: a node's. More if several nodes are this machine."""
     memory_gib: Gib
     """Memory of one device."""
     domain_devices: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
-    """The most devices that one NVLink domain joins, those of several nodes: 72 of GB200 NVL72; null: a node's."""
+    """The largest number of devices in one NVLink domain, which may span nodes: 72 for GB200 NVL72; null: a node's."""
     usd_per_hour: NonNegativeNumber | None = None
     """Price of one node."""
     slurm: Slurm = Slurm()
@@ -110,7 +110,7 @@ class ClusterNodes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     hardware_time_budget_s: PositiveSeconds | None = None
     """Seconds that the hardware sweep may take."""
     all_nodes_here: bool = False
-    """Start the ranks of all nodes on one machine, to try a cluster's plans where there is no such cluster."""
+    """Start the ranks of all nodes on one machine, to try a cluster's plans if there is no such cluster."""
     inter_node_gbit_s: PositiveNumber | Annotated[str, whole(_RATES)] | None = None
     """Bandwidth from one node to others in Gbit/s, or `2:400,4:300+all_gather=2:200,4:150`; for analytic hardware."""
     network_step_us: Microseconds | None = None
@@ -160,7 +160,7 @@ class ModelChoice(Value, frozen=True, kw_only=True, forbid_unknown_fields=False)
     frozen: tuple[Text, ...] = ()
     """Parts that are not trained, as `describe --frozen` takes them."""
     lora: Text | None = None
-    """An adapter_config.json of peft, or its folder: its low-rank matrices alone are trained."""
+    """An adapter_config.json of peft, or its folder: only its low-rank matrices are trained."""
 
 
 class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -181,7 +181,7 @@ class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fused_experts: bool = False
     """Take experts as one operator."""
     launch_us: Microseconds | None = None
-    """Time of the host for each kernel, in µs; 0 where CUDA graphs replay kernels."""
+    """Time of the host for each kernel, in µs; 0 if CUDA graphs replay kernels."""
     context_mib: NonNegativeCount | None = None
     """MiB of CUDA's context on a device."""
     communicator_mib: NonNegativeCount | None = None
@@ -219,7 +219,7 @@ class Data(PrepareOptions, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     text: str = ""
     blend: dict[Name, Annotated[float, Meta(gt=0, le=1e9)]] | None = None
-    """Weights of other entries, in place of a text."""
+    """Weights of other entries, instead of a text."""
     out: Path = _UNSAID
 
 
@@ -237,8 +237,8 @@ class Search(SearchRequest, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     correction: Name | None = None
     """Name of a search whose measured plans correct this search's predictions."""
     imbalance: Imbalance | None = None
-    """Positions of the fullest rank's experts over the mean rank's, a ratio from 1; or a run, or the load.json of one,
-    that logged the load of experts. null: as many positions for each expert."""
+    """Ratio of the positions of the fullest rank's experts to the mean rank's, from 1; or a run, or the load.json of
+    one, that logged the load of experts. null: the same number for each expert."""
 
 
 class Run(RunOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=False):
@@ -246,7 +246,7 @@ class Run(RunOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
     search: Name
     data: Name  # type: ignore[assignment]
-    """Name of an entry of `data`, where the command takes its folder; `random`: random samples."""
+    """Name of an entry of `data`, for options that take its folder; `random`: random samples."""
     valid_data: Name | None = None  # type: ignore[assignment]
     """Name of an entry of `data` to evaluate on."""
     export: bool | Literal["best"] = False
@@ -276,11 +276,12 @@ class Configuration(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     runs: dict[Name, Run]
     validate: Validate
     pictures: tuple[File, ...] = ()
-    """Further pictures of the report, SVG, of rent fronts: `results/grids/fasop/fronts/bert/front.svg`, made for it."""
+    """Additional pictures for the report, SVG, of rent fronts: `results/grids/fasop/fronts/bert/front.svg`, made for
+    it."""
     container: Image | None = None
     """The image that every job runs in under `--sdm apptainer`, such as `shardwright.sif`: `docs/containers.md`."""
     rerun_on_upgrade: bool = False
-    """Whether another version of the programs describes, estimates, fits and searches anew; measurements stay."""
+    """Whether another version of the programs repeats descriptions, estimates, fits and searches; measurements stay."""
 
 
 DECIDED: dict[str, dict[str, str]] = {
@@ -301,7 +302,7 @@ DECIDED: dict[str, dict[str, str]] = {
 
 
 def components(kind: type) -> dict[str, dict[str, Any]]:
-    """The JSON Schemas of a type and of those it is made of, by name."""
+    """The JSON Schemas of a type and of the types that it contains, by name."""
     as_text = {"type": "string"}
     _, schemas = msgspec.json.schema_components([kind], schema_hook=lambda _: as_text, ref_template="#/$defs/{name}")
     return schemas

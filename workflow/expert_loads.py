@@ -15,7 +15,7 @@ def runs_of(config: Configuration, imbalance: Imbalance | None) -> list[str]:
 
 
 def load_options(config: Configuration, folder: Path, imbalance: Imbalance | None) -> list[str]:
-    """The option of commands that price plans which says the load; none at even load."""
+    """The load option of commands that price plans; empty at even load."""
     if imbalance is None:
         return []
     if imbalance in config.runs:
@@ -35,12 +35,12 @@ def check_load(config: Configuration, folder: Path, imbalance: Imbalance | None,
     if not isinstance(imbalance, str) or imbalance in config.runs:
         return
     if not (path := _located(folder, imbalance)).exists():
-        problem = f"{where}: {imbalance!r} is neither a file nor under runs"
+        problem = f"{where}: {imbalance!r} is neither a file nor a run"
         raise BadInput(file, problem, "name a run, the load.json of one, or a ratio from 1")
     read_document(path, ExpertLoad)
 
 
 def _located(folder: Path, name: str) -> Path:
-    """The path of a file, which may stand beside the configuration if the working folder lacks it."""
+    """The path of a file, which may be next to the configuration if the working folder lacks it."""
     beside = folder / name
     return Path(os.path.relpath(beside)) if not Path(name).exists() and beside.exists() else Path(name)

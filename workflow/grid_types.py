@@ -37,14 +37,14 @@ class GridCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class MixedCluster(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cluster of nodes of several of the grid's other clusters."""
+    """A cluster composed of nodes of several other clusters of the grid."""
 
     nodes_of: Annotated[dict[Name, Devices], Meta(min_length=2)]
-    """Number of nodes of each cluster, in this order; links and profiles are those of these clusters."""
+    """Number of nodes from each cluster, in this order; links and profiles are these clusters'."""
 
 
 class PublishedTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The step time that others state for their best plan, shown beside ours for the same cluster, budget and batch."""
+    """The step time that others state for their best plan, shown next to ours for the same sizes."""
 
     cluster: Name
     memory_gib: Gib | None = None
@@ -81,7 +81,7 @@ class Published(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Path of its strategy file, below galvatron/models."""
     sequence_parallel: Literal["none", "megatron"] = "none"
     num_microbatches: Count | None = None
-    """Number of microbatches in place of the file's, where those are of unequal size."""
+    """Number of microbatches instead of the file's, if the file's have unequal sizes."""
 
 
 class Even(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,13 +91,13 @@ class Even(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Number of pipeline stages."""
     num_microbatches: Count
     tp: Count = 1
-    """Ranks of a tensor-parallel group; those of a stage that no size takes are data-parallel."""
+    """Ranks of a tensor-parallel group; the remaining ranks of a stage are data-parallel."""
     cp: Count = 1
     """Parts of the positions of a sample, in attention, too."""
     context: Literal["gather", "ring"] = "gather"
     """Whether keys and values of other ranks are gathered, or sent round."""
     ep: Count | None = None
-    """Parts that experts are shared out in; null: each rank has its share of the features of all."""
+    """Number of groups over which experts are distributed; null: each rank has its part of the features of all."""
     etp: Count | None = None
     """Ranks that share the features of each expert of a part."""
 
@@ -114,7 +114,7 @@ class GridModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     global_batch_size: Counts | None = None
     search: dict[str, Any] = field(default_factory=dict)
     imbalance: Imbalance | None = None
-    """Load of experts, as a search of the configuration says it."""
+    """Load of experts, in the same form as for a search of the configuration."""
     published: tuple[Published, ...] = ()
     published_times: tuple[PublishedTime, ...] = ()
     even: Even | None = None

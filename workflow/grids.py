@@ -104,7 +104,7 @@ class GridFile:
 
     @property
     def published_times_json(self) -> str:
-        """The step times that others state, of the grid's cells and of its fronts."""
+        """The step times that others state, for the grid's cells and its fronts."""
         models, fronts = self.settings.models.items(), self.settings.fronts.items()
         cells = [{"model": name, **asdict(each)} for name, model in models for each in model.published_times]
         by_nodes = {name: front.published_step_s for name, front in fronts if front.published_step_s}
@@ -150,7 +150,7 @@ class GridFile:
         )
 
     def commands(self, model: str, cluster: str) -> list[str]:
-        """The commands of a pair's job, for `shardwright batch`: plans beside its cells, then its cells."""
+        """The commands of a pair's job, for `shardwright batch`: plans that are not searched, then the cells."""
         given = [*self._imports(model, cluster), *self._even_plans(model, cluster)]
         priced = (
             command_line("evaluate", plan, **self._profiles(model, cluster), out=_beside(plan)) for plan, _ in given
@@ -168,7 +168,7 @@ class GridFile:
         return ["rent", *spelled_options({**named, "search": f"{folder}.search.json", "out": folder})]
 
     def published(self, model: str, cluster: str) -> Iterator[tuple[str, Published]]:
-        """The published plans of a pair, each with the path of its plan as it is imported."""
+        """The published plans of a pair, each with the path of the imported plan."""
         for plan in self.settings.models[model].published:
             if plan.cluster == cluster:
                 size = _size_name(plan.memory_gib, plan.global_batch_size)
@@ -200,7 +200,7 @@ class GridFile:
             )  # fmt: skip
 
     def _profiles(self, model: str, cluster: str) -> dict[str, Any]:
-        """The options by which a command that prices plans of a pair is told of its profiles and its load."""
+        """The options that give a command the profiles and load of a pair."""
         files, workflow = self.inputs(model, cluster), self._workflow
         words = load_options(workflow.settings, workflow.folder, self.settings.models[model].imbalance)
         load = {"imbalance": words[1]} if words else {}
@@ -242,7 +242,7 @@ class GridFile:
             self._check_front(name)
 
     def _check_model(self, name: str, clusters: Collection[str]) -> None:
-        """Raise BadInput for unknown names, and for a time without a row to stand beside, or without a source."""
+        """Raise BadInput for unknown names, and for a published time without a matching row or without a source."""
         model, where = self.settings.models[name], f"models.{name}"
         plans, times = model.published, model.published_times
         self._check_known(where, "cluster", (*model.clusters, *(each.cluster for each in plans)), clusters)
@@ -293,7 +293,7 @@ def _size_name(memory_gib: float | None, batch: int) -> str:
 
 
 def read_grids(folders: Iterable[Path], workflow: Workflow) -> dict[str, GridFile]:
-    """The grids of the folders' `grids/` by name, except those of models or clusters that are not configured.
+    """The grids of the folders' `grids/` by name, except those with models or clusters that are not configured.
 
     A grid of a later folder replaces an earlier one of its name. Raises BadInput.
     """

@@ -11,7 +11,7 @@ BESIDE = frozenset(
     "eval_samples export grace_s hang_timeout_s keep_best keep_checkpoints keep_every log_to max_restarts max_time_s "
     "on_node_loss search trial valid_data".split()
 )
-"""Keys of a run that its steps do not depend on, or that are in its hash in another way: it goes on with others."""
+"""Keys of a run on which its steps do not depend, or that are in its hash in another form."""
 _DIGITS = 8
 
 
@@ -26,12 +26,12 @@ def folder_of_data(config: Configuration, name: str) -> str:
 
 
 def runs_by_folder(config: Configuration) -> dict[str, str]:
-    """The names of the runs by those of their folders."""
+    """The names of the runs by folder."""
     return {folder_of_run(config, run): run for run in config.runs}
 
 
 def data_by_folder(config: Configuration) -> dict[str, str]:
-    """The names of the data by those of their folders."""
+    """The names of the data by folder."""
     return {folder_of_data(config, name): name for name in config.data}
 
 
@@ -46,7 +46,7 @@ def _folder(name: str, identity: object) -> str:
 
 
 def identity_of_run(config: Configuration, run: str) -> dict[str, Any]:
-    """What a run's steps depend on beside its plan: its settings, and how its data are made."""
+    """Everything except its plan on which a run's steps depend: its settings, and how its data are made."""
     entry = config.runs[run]
     settings = {key: value for key, value in said(entry).items() if key not in BESIDE}
     return {"settings": settings, "data": _data(config, entry.data)}

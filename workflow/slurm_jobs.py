@@ -28,9 +28,9 @@ START_S = 30.0
 SAVE_BYTES_PER_S = 200e6
 """Bytes per second that a shared file system takes in from one node: a low assumption, until a save was measured."""
 RUN_MIN = 1440
-"""Minutes of a run's job if no node type says them."""
+"""Minutes of a run's job if no node type states them."""
 _MOST = 4
-"""A stop in order is given one such part of a job's time at most, unless `grace_s` says more."""
+"""An orderly stop may take at most this fraction of a job's time, unless `grace_s` is set."""
 _SAVES = 2
 """Number of saves to allow for: one may be under way when the signal comes."""
 _STEPS = 2
@@ -40,7 +40,7 @@ _NAMED = {"slurm_partition": "-p", "slurm_account": "-A", "constraint": "-C"}
 
 
 class Component(NamedTuple):
-    """A component: equal nodes that follow one another in rank order."""
+    """A component of a heterogeneous job: equal nodes that are neighbours in rank order."""
 
     nodes: int
     slurm: Slurm
@@ -53,7 +53,7 @@ class Component(NamedTuple):
 
 
 def components_of(cluster: ClusterNodes, node_types: Mapping[str, NodeKind]) -> tuple[Component, ...]:
-    """A cluster's nodes in rank order, neighbours of one type together; one node if it stands for all."""
+    """A cluster's nodes in rank order, grouped by type; one node if it stands for all."""
     if cluster.all_nodes_here:
         return (Component(1, node_types[cluster.node_types[0]].slurm),)
     return tuple(
@@ -63,7 +63,7 @@ def components_of(cluster: ClusterNodes, node_types: Mapping[str, NodeKind]) -> 
 
 
 def job_minutes(components: Sequence[Component], runtime_min: int) -> int:
-    """The minutes of a job on these nodes: the least that their types say, or else the given ones."""
+    """The minutes of a job on these nodes: the least that their types state, else the given ones."""
     return min(component.slurm.runtime_min or runtime_min for component in components)
 
 
@@ -111,7 +111,7 @@ def _extra(component: Component, each: str) -> str:
 
 
 def _options(component: Component, minutes: int, defaults: Mapping[str, str], each: str) -> str:
-    """All options of a component that the plugin knows nothing of.
+    """All options of a component that the plugin does not set itself.
 
     It refuses in `slurm_extra` what it says itself, of the first component: these are spelled so that it does not.
     """
@@ -159,7 +159,7 @@ def signal_lead_s(
 
 
 def _measured_save_s(metrics: Path) -> float | None:
-    """The seconds of the longest save that a run's metrics tell of; None if they tell of none."""
+    """The seconds of the longest save in a run's metrics; None if there is none."""
     lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
     steps = [msgspec.json.decode(line, type=StepMetrics) for line in lines if b'"save_s"' in line and line[-1:] == b"}"]
     return max((step.save_s for step in steps if step.save_s is not UNSET), default=None)
@@ -183,7 +183,7 @@ def _predicted_step_s(file: Path, plan: Plan, prediction: Path) -> float:
 
 
 def know_heterogeneous_jobs(plugin: ModuleType) -> None:
-    """Let Snakemake's plugin for Slurm (2.8.0) find the state of a job 7 whose first component squeue calls 7+0.
+    """Make Snakemake's plugin for Slurm (2.8.0) find the state of a job 7 whose first component squeue calls 7+0.
 
     A heterogeneous job ends with its first component; without this, the plugin waits on after the job's end.
     """

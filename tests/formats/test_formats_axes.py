@@ -248,7 +248,7 @@ def _share_of(part: int, parts: int, length: int) -> tuple[int, int]:
         ({"experts": ExpertStrategy(ep_size=3)}, "ep_size 3 does not divide the 4 ranks of the stage"),
         ({"experts": ExpertStrategy(ep_size=2, etp_size=4)}, "ep_size 2 x etp_size 4 does not divide the 4 ranks of"),
         ({"tp_size": 2, "dp_size": 2, "experts": ExpertStrategy(ep_size=2)}, "different positions"),
-        ({"experts": ExpertStrategy(ep_size=2, shard_size=2)}, "ddp shards nothing"),
+        ({"experts": ExpertStrategy(ep_size=2, shard_size=2)}, "ddp does not shard states"),
         (
             {"experts": ExpertStrategy(ep_size=2, data_parallel=DataParallel.ZERO2, shard_size=2)},
             "not a proper divisor",
@@ -305,7 +305,7 @@ def test_a_ring_leaves_out_attention_with_sinks() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"cp_size": 2, "tp_consecutive": False}, "tp_consecutive false is not for cp_size 2"),
+        ({"cp_size": 2, "tp_consecutive": False}, "tp_consecutive false is not supported with cp_size 2"),
         ({"context": RING}, "context ring needs cp_size above 1"),
         ({"cp_size": 3, "dp_size": 2, "data_parallel": DataParallel.ZERO3, "shard_size": 4}, "of the 6 ranks"),
     ],

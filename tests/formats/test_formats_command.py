@@ -219,7 +219,7 @@ def test_a_batch_runs_the_commands_of_a_file_in_order_until_one_fails(tmp_path):
     ("line", "told"),
     [
         ("write 'p", "line 2: No closing quotation: quote as for a shell"),
-        ("batch all", "line 2: a batch within a batch"),
+        ("batch all", "line 2: a batch cannot contain another batch"),
         ("rite p", "there is no command 'rite p'"),
     ],
 )

@@ -216,16 +216,19 @@ def test_a_plan_that_cannot_be_is_refused_in_one_line(
 
 
 MEASUREMENTS: dict[str, tuple[Change, str]] = {
-    "a rank left out": (lambda m: m["plans"][0]["ranks"].pop(), "[0, 1, 2] of a plan for 4"),
+    "a rank left out": (lambda m: m["plans"][0]["ranks"].pop(), "ranks [0, 1, 2] were measured"),
     "ranks out of order": (lambda m: m["plans"][0]["ranks"].reverse(), "[3, 2, 1, 0]"),
     "different repeats": (lambda m: m["plans"][0]["ranks"][0]["step_s"].append(1.0), "repeats"),
     "negative time": (lambda m: m["plans"][0]["ranks"][0].update(step_s=[-1.0]), "step_s[0]"),
     "negative memory": (lambda m: m["plans"][0]["ranks"][0]["memory"].update(peak_bytes=-1), "peak_bytes"),
-    "a rank of another stage": (lambda m: m["plans"][0]["ranks"][0].update(stage=1), "rank 0 is of stage 0, not 1"),
-    "a pass left out": (lambda m: m["plans"][0]["ranks"][0]["passes"].pop(), "not each of the plan's"),
+    "a rank of another stage": (
+        lambda m: m["plans"][0]["ranks"][0].update(stage=1),
+        "rank 0 belongs to stage 0, not 1",
+    ),
+    "a pass left out": (lambda m: m["plans"][0]["ranks"][0]["passes"].pop(), "instead of each of the plan's"),
     "a pass twice": (
         lambda m: m["plans"][0]["ranks"][0].update(passes=[m["plans"][0]["ranks"][0]["passes"][0]] * 4),
-        "not each of the plan's",
+        "instead of each of the plan's",
     ),
     "a plan that cannot be": (lambda m: m["plans"][0]["plan"].update(num_microbatches=3), "num_microbatches 3"),
     "no plans": (lambda m: m.update(plans=[], failed=[]), "no plan was measured, and none failed"),

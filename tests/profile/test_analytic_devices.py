@@ -149,9 +149,9 @@ def test_a_name_of_several_devices_or_of_another_one_is_refused(name, problem):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("revised = ", "is no TOML"),
-        (GOOD + "memory_bytes = 5\n", "memory_bytes and memory_bytes_source need one another"),
-        (GOOD + 'link_bytes_per_s_source = "me"\n', "link_bytes_per_s and link_bytes_per_s_source need one another"),
+        ("revised = ", "is not valid TOML"),
+        (GOOD + "memory_bytes = 5\n", "memory_bytes and memory_bytes_source need each other"),
+        (GOOD + 'link_bytes_per_s_source = "me"\n', "link_bytes_per_s and link_bytes_per_s_source need each other"),
         (GOOD + "peaks = { float8 = 1e12 }\n", "float8"),
         (GOOD + "memory_byte_per_s = 1e9\n", "memory_byte_per_s"),
         (GOOD + 'peaks = { float16 = 0.0 }\npeaks_source = "me"\n', "> 0"),

@@ -29,7 +29,7 @@ def test_a_profile_in_fp8_says_so_and_has_no_eager_attention(tmp_path):
     (tmp_path / "eager.json").write_text(json.dumps(settings | {"attention": "eager"}))
     asked = ("analytic", "--model", tmp_path / "model.json", "--device", "H100-SXM", "--out", tmp_path / "m.h5")
     refused = call(APP, *asked, "--settings", tmp_path / "eager.json")
-    assert refused.stderr == "error: --settings: attention eager: not estimated beside fp8: take auto or sdpa\n"
+    assert refused.stderr == "error: --settings: attention eager: is not estimated with fp8: take auto or sdpa\n"
     assert refused.exit_code == 2 and not (tmp_path / "m.h5").exists()
     assert call(APP, *asked, "--settings", tmp_path / "fp8.json").exit_code == 0
     profile = read_model_profile(tmp_path / "m.h5")

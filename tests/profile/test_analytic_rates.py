@@ -33,7 +33,10 @@ def test_groups_over_more_nodes_get_what_is_told_of_so_many(command, tmp_path):
         assert time_s(nodes, 2, 1) == pytest.approx(START_S + 2 * NETWORK_STEP_S + 8 * (1 << 20) / (0.75 * 100e9))
     short = command("analytic", "--cluster", tmp_path / "c.json", "--hardware-out", tmp_path / "n.h5",
                     "--inter-node-gbit-s", "2:800,3:400")  # fmt: skip
-    assert short.returncode == 2 and "says what up to 3 nodes send, groups of the cluster span 4" in short.stderr
+    assert (
+        short.returncode == 2
+        and "has no rate for groups of more than 3 nodes, but groups of the cluster span 4" in short.stderr
+    )
 
 
 def test_collectives_get_the_rates_and_steps_that_are_told_of_them(command, tmp_path):
@@ -61,14 +64,16 @@ def test_a_latency_of_links_without_a_rate_is_refused(command, tmp_path):
     files = ("--cluster", tmp_path / "c.json", "--hardware-out", tmp_path / "h.h5")
     finished = command("analytic", *files, "--network-step-us", 50)
     assert finished.returncode == 2 and finished.stderr.count("\n") == 1
-    assert finished.stderr.startswith("error: --network-step-us: is of links between nodes, which have no rate: give")
+    assert finished.stderr.startswith(
+        "error: --network-step-us: applies to links between nodes, whose rate is not given: give"
+    )
     assert not (tmp_path / "h.h5").exists()
 
 
 @pytest.mark.parametrize("text", ["400+gather=3", "400+all_gather=3+all_gather=4", "400+=3", "400+all_gather"])
 def test_a_collective_that_is_none_or_has_no_rate_is_refused(text):
     with pytest.raises(
-        BadInput, match=r"--inter-node-gbit-s: '.*' is (no collective, or named twice|not a rate): write 400"
+        BadInput, match=r"--inter-node-gbit-s: '.*' is (not a collective, or is named twice|not a rate): write 400"
     ):
         node_rates(text)
 

@@ -10,12 +10,14 @@ from shardwright.devices.table import device_lines, read_devices
 from shardwright.estimate.layers import Machine, optimizer_time_s
 from shardwright.estimate.messages import Link
 from shardwright.io import BadInput, read_document
-from shardwright.optimizers.registry import ADAMW, Optimizer, State
+from shardwright.optimizers.registry import ADAMW, OPTIMIZERS, Optimizer, State
+from shardwright.plan.supported_fields import check_fields
 from shardwright.types import GIB, LayerStrategy, Plan, Precision
 from shardwright_search.advise import question as asking
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.topology import StageTopology
 from shardwright_search.options import AdviseOptions
+from shardwright_search.search import find_best
 from shardwright_search.space.budget import states_beyond_budget
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.search_space import space_of
@@ -41,6 +43,7 @@ memory_bytes = 68_719_476_736
 memory_bytes_source = "its maker"
 """
 FILE = Path("s.json")
+PLAN = Path(__file__).parents[2] / "core" / "examples" / "plan.json"
 MADE_UP = Optimizer("made-up", (State("sum"), State("scale", "float16")))
 
 
@@ -101,8 +104,26 @@ def test_an_optimizer_that_is_not_priced_is_refused_by_name(make, tmp_path):
     costs = space_of(make.request(), model, cluster, make.profiles(model, cluster), FILE).instance.costs
     with pytest.raises(BadInput, match="optimizer made-up: updates whole matrices, which the cost model does not"):
         replace(costs, optimizer=MADE_UP._replace(whole_matrices=True))
-    plan, wrong = Path(__file__).parents[2] / "core" / "examples" / "plan.json", tmp_path / "plan.json"
+    plan, wrong = PLAN, tmp_path / "plan.json"
     assert read_document(plan, Plan).optimizer == ADAMW.name
     wrong.write_text(json.dumps(json.loads(plan.read_text()) | {"optimizer": "made-up"}))
     with pytest.raises(BadInput, match=r"'made-up'.*optimizer"):
         read_document(wrong, Plan)
+
+
+def test_a_plan_with_an_optimizer_is_priced_and_refused_by_what_does_not_run_it(make, monkeypatch):
+    """Without a word in it, the runtime and exports would run AdamW instead."""
+    monkeypatch.setitem(OPTIMIZERS, MADE_UP.name, MADE_UP)
+    model, cluster = make.model(), make.cluster(4)
+    profiles = make.profiles(model, cluster)
+    found = find_best(make.request(), model, cluster, profiles, FILE, lambda line: None)
+    plan = found.chosen.plan
+    other = replace(plan, optimizer=MADE_UP.name)
+    usual, less = (
+        evaluate(each, profiles).estimate.stages[0].memory_terms_bytes["optimizer"] for each in (plan, other)
+    )
+    assert less == usual * 6 // 8
+    for command in ("the runtime", "the Megatron-LM export"):
+        check_fields(plan, "plan.json", command)
+        with pytest.raises(BadInput, match=rf"plan\.json: optimizer: {command} does not support it"):
+            check_fields(other, "plan.json", command)

@@ -169,7 +169,7 @@ def test_a_run_is_not_begun_anew_where_all_its_checkpoints_are_damaged(run: Path
         _cut(0.5)(checkpoint)
     before = sorted(run.rglob("*"))
     for _ in range(2):  # and not when it is started once more
-        with pytest.raises(BadInput, match=r"none of its 3 checkpoints is whole \(.*step-00000006/shard.*bytes"):
+        with pytest.raises(BadInput, match=r"none of its 3 checkpoints is undamaged \(.*step-00000006/shard.*bytes"):
             newest_whole(run, one_rank)
     assert sorted(run.rglob("*")) == before
 
@@ -182,7 +182,7 @@ def test_a_run_whose_records_a_tool_has_dropped_is_left_as_it_is(run: Path, one_
     before = sorted(run.rglob("*"))
     for _ in range(2):
         with pytest.raises(
-            BadInput, match=r"none of its 3 checkpoints is whole \(.*no checkpoint.json\): restore what is missing"
+            BadInput, match=r"none of its 3 checkpoints is undamaged \(.*no checkpoint.json\): restore what is missing"
         ):
             newest_whole(run, one_rank)
     assert sorted(run.rglob("*")) == before and len(list(run.rglob("*.safetensors"))) == len(records) == 3

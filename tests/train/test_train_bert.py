@@ -94,7 +94,7 @@ def test_without_a_padding_token_every_position_counts() -> None:
 
 def test_a_batch_of_nothing_but_padding_ends_the_run_in_words(opened: Callable[[np.ndarray], TextBatches]) -> None:
     text = np.zeros(4 * SEQUENCE_LENGTH + 1, np.int64) + 59
-    with pytest.raises(RunFailed, match="nothing but padding"):
+    with pytest.raises(RunFailed, match="contains only padding"):
         opened(text).counted(0, 2)
     text[3] = 5
     batches = opened(text)

@@ -83,7 +83,7 @@ def test_records_that_a_tool_has_dropped_end_the_run_and_lose_nothing(work: Path
     before = sorted(run.rglob("*"))
     status, error = _ended(_start(work, saved))
     assert (status, error.count("\n")) == (2, 1), error
-    assert "none of its 1 checkpoints is whole" in error and "it has no checkpoint.json" in error
+    assert "none of its 1 checkpoints is undamaged" in error and "it has no checkpoint.json" in error
     assert sorted(run.rglob("*")) == before
 
 

@@ -144,7 +144,7 @@ def test_a_load_of_experts_is_given_to_the_searches_of_a_model_and_to_its_even_p
     assert "--imbalance 1.5" in grid.commands("demo-mixed", "laptop-mixed")[-1]
     assert not any("--imbalance" in line for line in grid.commands("demo", "laptop"))
     models["demo-experts"]["imbalance"] = "load.jsn"
-    with pytest.raises(BadInput, match=r"models.demo-experts.imbalance: 'load.jsn' is neither a file nor under runs"):
+    with pytest.raises(BadInput, match=r"models.demo-experts.imbalance: 'load.jsn' is neither a file nor a run"):
         _written(tmp_path / "other", "laptop", {"models": models})
 
 

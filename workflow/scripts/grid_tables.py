@@ -23,10 +23,10 @@ from shardwright_search.space.request import Grid, GridAnswers, Space
 
 OURS = str(Space.FULL)
 SIZE = ["model", "cluster", "memory_gib", "global_batch_size"]
-"""Columns of a grid's cells that tell its sizes apart."""
+"""Columns that distinguish the sizes of a grid's cells."""
 _HEAD = ("step, closed form", "simulated", "samples/s", "USD an hour", "USD a thousand steps")
 _STATED = 2
-"""Place of the column of times that others state among those of numbers, behind ours."""
+"""Index, among the columns of numbers, of the column of times that others state, after ours."""
 _OTHERS = {
     Status.DOMINATED: "dominated",
     Status.NO_PLAN: "without a plan",
@@ -109,7 +109,7 @@ def write_plans(options: PlansOptions) -> None:
 
 
 def _decision(plan: Plan) -> str:
-    """The hash that plans of several cells share if they differ in the cell's name alone."""
+    """The hash of a plan without its name, so that cells with equal plans have the same."""
     return msgspec.structs.replace(plan, name="plan").sha256
 
 
@@ -142,7 +142,7 @@ def _lack(path: Path, memory_gib: object) -> str | None:
 
 
 def _figures(path: Path, reason: str | None, times: dict[str, float]) -> dict[str, Any]:
-    """The figures of the plan of a cell; without a plan, the reason why there is none."""
+    """The figures of a cell's plan; without a plan, the reason why there is none."""
     names = (
         "predicted_step_s", "samples_per_s", "predicted_memory_bytes", "gap", "measured_step_s", "pp_size",
         "num_microbatches", "layers", "plan_sha256", "reason",
@@ -167,7 +167,7 @@ def _published(path: Path | None) -> dict[str, Any]:
 
 
 def _typed(cells: pd.DataFrame) -> pd.DataFrame:
-    """The cells with numbers in all columns but texts; NaN if there is none, even in a whole column."""
+    """The cells with numbers in all columns except texts; NaN if there is none, even in a whole column."""
     numbers = cells.columns.difference(["global_batch_size", *_TEXTS])
     return cells.astype(dict.fromkeys(numbers, float))
 
@@ -216,7 +216,7 @@ def gib_text(memory_gib: float) -> str:
 
 
 def published_section(cells: pd.DataFrame, times: Sequence[Mapping[str, Any]], source: str | None) -> Section:
-    """A section on step times (s) that others state, beside ours for the same batch, cluster and budget."""
+    """A section on step times (s) that others state, next to ours for the same batch, cluster and budget."""
     steps_s = cells.set_index([*SIZE, "space"])["predicted_step_s"].to_dict()
     words = f"Seconds a step as stated by {source}, beside what this project predicts (simulated) for its best plans."
     rows = []

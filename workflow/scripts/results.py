@@ -89,7 +89,7 @@ class GivenPicture(NamedTuple):
 
     name: str
     drawing: str
-    """SVG, as wide as there is room, without a style of its own."""
+    """SVG, as wide as the page allows, without a style."""
 
 
 def read_profile(results: Path, name: str) -> ProfileOutcome:
@@ -123,7 +123,7 @@ def read_search(results: Path, name: str) -> SearchOutcome:
 
 
 def _correction(results: Path, name: str, measured: Set[str]) -> Correction | None:
-    """The correction learned from a search's plans; None if the file is about others, measured before."""
+    """The correction learned from a search's plans; None if the file is for other plans, measured before."""
     path = results / "corrections" / f"{name}.json"
     learned = read_document(path, Correction) if path.exists() else None
     return learned if learned is not None and measured >= set(learned.plans_sha256) else None

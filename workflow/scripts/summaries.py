@@ -72,7 +72,7 @@ def _in_short(search: SearchOutcome) -> str:
 
 
 def provenance(search: SearchOutcome) -> dict[str, str]:
-    """The first warning on each kind of number that was not measured, by kind; it says how far off it may be."""
+    """The first warning on each kind of number that was not measured, by kind; it may state the error."""
     warnings: dict[str, str] = {}
     for warning in search.prediction.warnings:
         for kind in _KINDS:

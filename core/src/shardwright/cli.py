@@ -1,4 +1,4 @@
-"""The command `shardwright`: the planner's commands, and those of each other stage after the stage's name."""
+"""The command `shardwright`: the planner's commands, and the commands of each other stage after the stage's name."""
 
 from collections.abc import Sequence
 from importlib.metadata import entry_points

@@ -9,16 +9,16 @@ from shardwright.types.strategy import LayerStrategy, Recompute, SequenceParalle
 
 
 class Key(msgspec.Struct, frozen=True, order=True):
-    """The columns that tell one figure from the others of its table, in the order in which keys are sorted."""
+    """The columns that identify a figure in its table, in sort order."""
 
     @classmethod
     def from_fields(cls, struct: msgspec.Struct, **columns: object) -> Self:
-        """Return the key made of these columns and of those that a row, a strategy or another key has."""
+        """Return the key with the columns of a row, a strategy or another key, and with further columns."""
         shared = {name: getattr(struct, name) for name in cls.__struct_fields__ if name in struct.__struct_fields__}
         return cls(**shared | columns)
 
     def without(self, *names: str) -> Self:
-        """Return the narrower key that leaves the named columns open; KeyError where the key has no such column."""
+        """Return the narrower key without the named columns; KeyError if the key does not have one."""
         kept = self.columns
         for name in names:
             del kept[name]
@@ -48,7 +48,7 @@ class LayerKey(Key, frozen=True, order=True, kw_only=True):
         return cls.from_fields(strategy, type=type_name, recompute=recompute, **columns)
 
     def __str__(self) -> str:
-        """Return the type and the other columns by name, without those that are left open."""
+        """Return the type and the other columns by name, except columns that are left open."""
         named = (f"{name} {value}" for name, value in self.columns.items() if name != "type" and value)
         return " ".join((self.type, *named))
 
@@ -64,7 +64,7 @@ class ExpertKey(Key, frozen=True, order=True, kw_only=True):
     """Ranks that share each expert's features out."""
     recompute: Recompute
     rows: int = 0
-    """Rows of the rank, over all its experts; 0 where they vary."""
+    """Rows of the rank, over all its experts; 0 if they vary."""
 
     def __str__(self) -> str:
         """Return the key in words."""
@@ -97,7 +97,7 @@ KeyedRow = TypeVar("KeyedRow", bound=Keyed)
 
 
 def rows_by_key(rows: Iterable[KeyedRow], *open_columns: str) -> dict[LayerKey, list[KeyedRow]]:
-    """Group rows that differ in the named columns alone; the groups ascend by key, and rows keep their order."""
+    """Group rows that differ only in the named columns; groups ascend by key, and rows keep their order."""
     groups: dict[LayerKey, list[KeyedRow]] = {}
     for row in rows:
         groups.setdefault(row.key.without(*open_columns), []).append(row)

@@ -68,7 +68,7 @@ def test_impossible_times_are_one_clear_line(request_for, times, problem):
         (("layertype_0", "32", "parameter_size"), -1, "not positive"),
         (("layertype_0", "32", "tp_activation_per_bsz_dict", "1"), -1, "below 0"),
         (("layertype_0", "32", "tp_activation_per_bsz_dict", "1"), "x", "not a number"),
-        (("layertype_0", "32", "tp_activation_per_bsz_dict", "0"), 1, "where a tp_size is due"),
+        (("layertype_0", "32", "tp_activation_per_bsz_dict", "0"), 1, "instead of a tp_size"),
         (("layertype_0", "32", "more"), 1, "has keys"),
         (("layertype_0", "32"), 7, "not an object"),
         (("layertype_0", "x"), {}, "declares"),

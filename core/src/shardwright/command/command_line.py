@@ -35,7 +35,7 @@ class Command(NamedTuple):
     """`package.module:function`, which takes the options; it is imported when the command runs."""
 
     def parse(self, prog: str, arguments: Sequence[str]) -> Options:
-        """The options that the arguments spell; BadInput if they spell none, SystemExit after `--help`."""
+        """The options that the arguments spell. Raises BadInput if they are wrong, and SystemExit after `--help`."""
         options = list(options_of(self.options))
         places = " ".join(option.name + " ..." * option.repeats for option in options if option.is_positional)
         usage = f"{prog} {places} [options]".replace("  ", " ")
@@ -95,7 +95,7 @@ class CommandLine(NamedTuple):
             except ValueError as error:
                 raise BadInput(file, f"line {number}: {error}", "quote as for a shell") from None
             if words[:1] == ["batch"]:
-                raise BadInput(file, f"line {number}: a batch within a batch", "list its commands here")
+                raise BadInput(file, f"line {number}: a batch cannot contain another batch", "list its commands here")
             if words:
                 self.call(words)
 

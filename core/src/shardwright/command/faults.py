@@ -43,7 +43,7 @@ def check_streams() -> None:
 
 
 def discard_output() -> None:
-    """Let what standard output could not take go nowhere, so that Python does not try again at its end."""
+    """Discard what standard output could not take, so that Python does not try to write it again when it exits."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)

@@ -16,7 +16,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Off(NamedTuple):
-    """A flag that switches a bool off, in place of `--no-x`."""
+    """A flag that switches a bool off, instead of `--no-x`."""
 
     flag: str
 
@@ -30,13 +30,13 @@ POSITIONAL = _Positional()
 
 
 class Option(NamedTuple):
-    """A field of an options struct, as a command line knows it."""
+    """A field of an options struct, as the command line sees it."""
 
     field: str
     spelling: str
     """The field's name, or what it is called outside."""
     type: Any
-    """Its type without None and limits; where it may be repeated, that of one value."""
+    """Its type without None and limits; the type of one value if the option may be repeated."""
     metas: tuple[msgspec.Meta, ...]
     """Its limits."""
     is_required: bool
@@ -65,7 +65,7 @@ class Option(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only values, where it has such."""
+        """The only accepted values, if it has a fixed set of them."""
         if get_origin(self.type) is Literal:
             return tuple(map(str, get_args(self.type)))
         is_enum = isinstance(self.type, type) and issubclass(self.type, Enum)
@@ -73,11 +73,11 @@ class Option(NamedTuple):
 
     @property
     def limits(self) -> str:
-        """Its limits in words; empty if it is no number."""
+        """Its limits in words; empty if it is not a number."""
         return " and ".join(filter(None, _bounds(self.metas)))
 
     def value(self, text: str) -> object:
-        """The value that a text stands for; BadInput naming the option where it stands for none."""
+        """Convert a text to the option's value; raise BadInput naming the option if the text is invalid."""
         if not text or "\n" in text or has_controls(text):
             raise BadInput(self.name, f"{text!r} is empty, not UTF-8 or contains a control character", "give another")
         if self.type is Path:
@@ -132,7 +132,7 @@ def options_of(kind: type[Options]) -> Iterator[Option]:
 
 
 def _unwrapped(hint: object) -> tuple[Any, tuple[Any, ...]]:
-    """A type without None, and its annotations; Annotated stands outside or inside of `| None`."""
+    """Return a type without None, and its annotations; Annotated may be outside or inside of `| None`."""
     notes: tuple[Any, ...] = ()
     while True:
         if get_origin(hint) is Annotated:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 _BRANDS = {"NVIDIA", "AMD", "GEFORCE", "RTX", "TESLA", "INSTINCT", "HGX", "DGX", "GPU", "G", "GB", "GIB"}
-"""Words that do not tell one device from another."""
+"""Words, such as brands, that do not distinguish one device from another."""
 _WORD = re.compile(r"RTX|PRO|[A-Z]*\d+(?:[A-Z]{1,2}(?![A-Z]))?|[A-Z]+")
 _FORM = re.compile(r"(SXM|PCIE|OAM|NVL|HBM)\d*E?")
 _MEMORY = re.compile(r"(\d{2,3})(?:GB?)?")

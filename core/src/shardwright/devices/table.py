@@ -34,7 +34,7 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     names: Annotated[tuple[_Text, ...], Meta(min_length=1)]
     """Names of the device as its driver gives them."""
     short_names: tuple[_Text, ...] = ()
-    """Names that people write for this one of several similar devices."""
+    """Short names that stand for this device, although several similar ones exist."""
     peaks: dict[Literal["float32", "tf32", "float16", "bfloat16", "fp8"], Rate] = {}  # noqa: RUF012 (msgspec copies it)
     """Dense matrix products by number format, in FLOP/s."""
     peaks_source: _Text | None = None
@@ -64,7 +64,7 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     link_bytes_per_s: Rate | None = None
     """Bandwidth of that link in one direction."""
     domain_devices: Ranks | None = None
-    """The most devices that the link joins, also those of several nodes; None: those of a node."""
+    """The largest number of devices that the link joins, across nodes too; None: the devices of one node."""
     domain_devices_source: _Text | None = None
     link_bytes_per_s_source: _Text | None = None
     all_reduce_s: Annotated[tuple[tuple[PositiveBytes, PositiveSeconds], ...], Meta(min_length=1)] | None = None
@@ -84,10 +84,10 @@ class Device(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for source in (name for name in self.__struct_fields__ if name.endswith("_source")):
             name = source.removesuffix("_source")
             if (getattr(self, name) in (None, {})) != (getattr(self, source) is None):
-                raise ValueError(f"{name} and {source} need one another")
+                raise ValueError(f"{name} and {source} need each other")
 
     def peak(self, products: str) -> float | None:
-        """The published rate of dense matrix products in a number format, in FLOP/s; None where nobody published it."""
+        """The published rate of dense matrix products in a number format, in FLOP/s; None if nobody published it."""
         return next((rate for name, rate in self.peaks.items() if name == products), None)
 
     @property
@@ -141,9 +141,11 @@ def read_devices(path: Path | None = None) -> DeviceTable:
             raise BadInput(path, odd, "correct the file")
         return msgspec.convert(raw, DeviceTable)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadInput(path, f"is no TOML ({error})", "correct the file") from None
+        raise BadInput(path, f"is not valid TOML ({error})", "correct the file") from None
     except msgspec.ValidationError as error:
-        raise BadInput(path, f"is no table of devices ({error})", "see devices.toml of shardwright-estimate") from None
+        raise BadInput(
+            path, f"is not a table of devices ({error})", "see devices.toml of shardwright.devices"
+        ) from None
 
 
 def device_named(table: DeviceTable, name: str, option: str = "--device") -> tuple[str, Device]:

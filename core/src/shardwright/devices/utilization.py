@@ -14,20 +14,20 @@ MFU_COUNTS = (
     "attention sees, in causal attention none after its own; full-square MFU counts masked positions too (Chowdhery et "
     "al. 2022, Narayanan et al. 2021); no recomputation; over the GPUs' published peak"
 )
-"""The two conventions in words; full-square is that of PaLM's appendix B and of Megatron-LM's equation 2."""
+"""The two counting conventions in words; full-square is used in PaLM's appendix B and Megatron-LM's equation 2."""
 
 
 class Utilization(NamedTuple):
     """Shares of the devices' peak, by what of attention counts."""
 
     causal: float
-    """Pairs of positions that attention sees: about half of all where it is causal."""
+    """Pairs of positions that attention sees: about half of all pairs if attention is causal."""
     full_square: float
-    """All pairs, as if nothing was masked, but for those that a window leaves out."""
+    """All pairs of positions, masked ones included, except those outside a sliding window."""
 
     @property
     def words(self) -> str:
-        """`MFU 38.4% (full-square 57.1%)`; one figure where no attention is causal."""
+        """`MFU 38.4% (full-square 57.1%)`; one figure if no attention is causal."""
         other = "" if self.causal == self.full_square else f" (full-square {self.full_square:.1%})"
         return f"MFU {self.causal:.1%}{other}"
 
@@ -35,7 +35,7 @@ class Utilization(NamedTuple):
 def model_flops_utilization(plan: Plan, step_time_s: float) -> Utilization | None:
     """Return the shares of the published peak that the model's own operations use, or None.
 
-    The peak of each device is the one of the plan's number format in the table of devices; None where that has none.
+    The peak of each device is the one of the plan's number format in the table of devices; None if that has none.
     A backward pass counts twice a forward pass, less for what is frozen; what is recomputed does not count.
     """
     products = "tf32" if plan.precision.tf32 else plan.precision.compute
@@ -72,7 +72,7 @@ def _masked_flops(model: Model, type_name: str) -> float:
 
 
 def _is_causal(family: Family, heads: Heads) -> bool:
-    """Return whether positions attend to none after their own, as in a decoder, also one after an encoder.
+    """Return whether positions attend only to themselves and earlier ones, as in a decoder.
 
     That positions of an image see all of it, in some families, does not count: these are few of a sample's.
     """

@@ -1,1 +1,1 @@
-"""Numbers with their units, and pictures as SVG, alike in all commands and the report."""
+"""Numbers with their units, and pictures as SVG, in one style for all commands and the report."""

@@ -61,7 +61,7 @@ class Panel(NamedTuple):
     y: ChartAxis
 
     def frame(self, title: str = "", below: str = "") -> str:
-        """Return the marks of both axes with their lines, a title above and what the horizontal axis counts below."""
+        """Return both axes with their lines, a title above, and the label of the horizontal axis below."""
         left, right, bottom, top = self.x.start, self.x.end, self.y.start, self.y.end
         soft = {"look": "soft small"}
         drawn = [text(left, top - 8, title, look="strong")] if title else []

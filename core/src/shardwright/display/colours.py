@@ -35,9 +35,10 @@ _SHARINGS = {
     DataParallel.ZERO2: ("#2aa198", "#8fae3f"),
     DataParallel.ZERO3: (_RED, "#d6964a"),
 }
-"""Colours of layers by what data-parallel ranks share out (None: there is one such rank); the second under Ulysses."""
+"""Colours of layers by kind of data parallelism (None: a single data-parallel rank); the second one is for Ulysses."""
 _DARKEST, _WIDEST = 0.55, 6
-"""Share of its light that a colour keeps at a tp_size of 2^6, and the power of two from which none is darker."""
+"""The least brightness that a colour keeps, at a tp_size of 2^6, and the power of two beyond which it gets no
+darker."""
 _LIGHTER = 0.35
 """Share of white in the colour of a layer whose shards lie otherwise: in groups of fewer ranks, or ranks apart."""
 
@@ -53,7 +54,7 @@ def chunk_colour(colour: str, chunk: int, chunks: int) -> str:
 
 
 def strategy_colour(strategy: Strategy) -> str:
-    """Return the colour of a layer: by what data-parallel ranks share out, the darker the larger its tp_size is."""
+    """Return the colour of a layer: the hue shows its data parallelism; the larger tp_size, the darker."""
     axes = axes_of(strategy)
     shared = strategy.data_parallel if axes.dense.states.size > 1 else None
     colour = _SHARINGS[shared][axes.exchanges_heads]

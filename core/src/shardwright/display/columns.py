@@ -1,23 +1,23 @@
-"""Printed tables that are no wider than there is room: one of many columns is split into several."""
+"""Printed tables that fit the width: a table with many columns is split into several."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 PIPED_WIDTH = 120
-"""Characters of a line where no terminal says how many it has."""
+"""Characters in a line if there is no terminal to ask."""
 _FRAME = 3
-"""Characters that a column takes beside its cells: a line and two spaces."""
+"""Characters that a column needs in addition to its cells: a line and two spaces."""
 _WORDS_WIDTH = 44
-"""Characters that a column of words has at least, where it has more."""
+"""The least width, in characters, of a column of words that is wider than this."""
 
 
 class PrintedColumn(NamedTuple):
-    """A column of a printed table: its heading may be broken between words, its cells only where they are words."""
+    """A column of a printed table: its heading may be broken between words, and so may cells of words."""
 
     heading: str
     cells: Sequence[str]
     is_text: bool = False
-    """Whether it stands on the left, as names do; numbers stand on the right."""
+    """Whether cells are aligned left, as names are; numbers are aligned right."""
     is_words: bool = False
 
     @property
@@ -37,10 +37,10 @@ class PrintedColumn(NamedTuple):
 
 
 def split_columns(columns: Sequence[PrintedColumn], repeated: int, room: int) -> list[list[PrintedColumn]]:
-    """Return the columns of each table that a table is split into: the first ones in all, of the others as many as fit.
+    """Return the columns of each part of a split table: all leading columns, and as many of the others as fit.
 
     `repeated`: number of columns that each table begins with; `room`: characters of a line. A table has one other
-    column at least, even where there is no room for it.
+    column at least, even if there is no room for it.
     """
     first, blocks = list(columns[:repeated]), [list(columns[:repeated])]
     for column in columns[repeated:]:

@@ -7,7 +7,7 @@ from importlib.resources import files
 from shardwright.display.svg import STYLE
 
 Row = tuple[Sequence[str], Sequence[str], bool]
-"""Words and numbers of a row, and whether it stands out."""
+"""Words and numbers of a row, and whether the row is highlighted."""
 
 
 def html_page(title: str, first_line: str, body: str, script: str = "") -> str:
@@ -27,7 +27,7 @@ def html_page(title: str, first_line: str, body: str, script: str = "") -> str:
 
 
 def with_contents(sections: Iterable[tuple[str, str]], note: str = "", before: str = "") -> str:
-    """Return a list of contents, what stands before all sections, and the sections: each a title and HTML.
+    """Return a list of contents, the introduction, and the sections, each with a title and HTML.
 
     `note` stands below the list, in words.
     """
@@ -56,13 +56,13 @@ def html_tiles(tiles: Iterable[tuple[str, str]]) -> str:
 
 
 def html_list(sentences: Iterable[str]) -> str:
-    """Return sentences as an HTML list; empty where there are none."""
+    """Return sentences as an HTML list; empty if there are none."""
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     return f"<ul>{items}</ul>" if items else ""
 
 
 def html_table(words: Sequence[str], numbers: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return a table whose last columns are `numbers`; empty where it has no row.
+    """Return a table whose last columns are `numbers`; empty if it has no row.
 
     Each cell carries its column's name, which a narrow page shows beside it, a row below another.
     """

@@ -8,7 +8,7 @@ _SIGNS = re.compile(r"[\\`*\[\]<>|&]")
 
 
 class Section(NamedTuple):
-    """A part of a page: its title, empty where it has none, its paragraphs, and a table whose first columns are texts.
+    """A part of a page: its title, empty if it has none, its paragraphs, and a table whose first columns are texts.
 
     All are plain texts; each format escapes them as it is written.
     """
@@ -18,7 +18,7 @@ class Section(NamedTuple):
     words: Sequence[str] = ()
     """Headings of the columns of texts."""
     numbers: Sequence[str] = ()
-    """Headings of the columns of numbers, behind those of texts."""
+    """Headings of the columns of numbers, which follow the columns of text."""
     rows: Sequence[Sequence[str]] = ()
     """Cells of each row: of texts, then of numbers."""
 
@@ -34,7 +34,7 @@ class Section(NamedTuple):
 
 
 def markdown_text(text: str) -> str:
-    """Return a text on one line that Markdown shows as it is: signs that mean something to it behind backslashes."""
+    """Return a text on one line with Markdown's special characters escaped."""
     return _SIGNS.sub(r"\\\g<0>", " ".join(text.split()))
 
 

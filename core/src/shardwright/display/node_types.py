@@ -19,7 +19,7 @@ class NodeTypeUse(NamedTuple):
     idle_share: float
     """Share of its ranks' time, until the last stage is done, in which they idle."""
     idle_usd: float | None
-    """Price of that in a step; None: the type has no price."""
+    """Price of the idle time in a step; None: the type has no price."""
 
 
 def node_type_uses(plan: Plan, estimate: Estimate) -> tuple[NodeTypeUse, ...]:

@@ -34,7 +34,7 @@ class _Cell(NamedTuple):
 
 
 def draw_plan(plan: Plan, *, together: bool = False) -> str:
-    """Draw a plan as inline SVG; equal neighbours of a stage are one bar where they are drawn `together`."""
+    """Draw a plan as inline SVG; equal neighbouring layers of a stage are one bar if they are drawn `together`."""
     layers = [_Cell(str(i), layer, plan.stage_of(f"layers[{i}]")) for i, layer in enumerate(plan.layers)]
     head = _Cell(HEAD, plan.head, len(plan.stages) - 1)
     cells = [_Cell(EMBEDDING, plan.embedding, 0), *(_runs(layers) if together else layers), head]
@@ -85,7 +85,7 @@ def _bar(x: float, y: float, width: float, cell: _Cell) -> str:
 
 
 def _label(x: float, width: float, name: str) -> str:
-    """Draw the label above a cell; where cells are too narrow, labels at both ends stand left of their cell's end."""
+    """Draw the label above a cell; if cells are too narrow, the first and last label end at their cell's right edge."""
     is_end, words = name in (EMBEDDING, HEAD), {EMBEDDING: "emb", HEAD: "head"}.get(name, name)
     if is_end and width < _WORD:
         return text(x + width, 16, words, text_anchor="end", look="soft small")

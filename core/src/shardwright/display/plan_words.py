@@ -29,7 +29,10 @@ def layer_runs(plan: Plan, low: int, high: int) -> tuple[str, ...]:
 
 
 def shape_words(plan: Plan) -> str:
-    """Return pipeline degree, microbatches and schedule, such as `pp2, 4 microbatch(es), 1f1b`; ranks where unequal."""
+    """Return pipeline degree, microbatches and schedule, such as `pp2, 4 microbatch(es), 1f1b`.
+
+    With ranks if stages differ.
+    """
     widths = [len(stage.ranks) for stage in plan.stages]
     ranks = f" of {' + '.join(map(str, widths))} ranks" if len(set(widths)) > 1 else ""
     return f"pp{len(plan.stages)}{ranks}, {plan.num_microbatches} microbatch(es), {plan.schedule}"
@@ -67,7 +70,7 @@ def shape_and_runs(plan: Plan) -> list[str]:
 
 
 def layers_summary(plan: Plan) -> str:
-    """Return how many layers have which strategy, in order and stages apart, after what all layers share."""
+    """Return how many layers have which strategy, in order and by stage, after what all layers have in common."""
     parts = [tuple(_strategy_parts(layer)) for layer in plan.layers]
     shared = [part for part in parts[0] if len(set(parts)) > 1 and all(part in others for others in parts)]
     stages = []

@@ -6,12 +6,12 @@ from html import escape
 from math import ceil, floor, log10
 
 WIDTH = 1020.0
-"""Width of a picture, in px: that of the report's page."""
+"""Width of a picture, in px: the width of the report's page."""
 
 # Mid-tones of Okabe & Ito's colours that any reader can tell apart, on white as on black.
 PALETTE = ("#3a86c8", "#e08a1e", "#2a9d76", "#c45a9c", "#8a7bd0", "#c9b01f", "#58b3d6", "#d0583a")
 INK, SOFT, LINE, FAINT, PAPER = "#1d2329", "#66707a", "#d9dee3", "#eef1f4", "#ffffff"
-"""Colours of words, of words that matter less, of thin lines, of empty areas, and of what all is drawn on."""
+"""Colours of text, less important text, thin lines, empty areas and the background."""
 ON_COLOUR = "#fefefe"
 """Colour of words on a coloured area, which is the same on a dark page."""
 _DARK = {INK: "#e6e9ec", SOFT: "#9aa4ae", LINE: "#3a424a", FAINT: "#22282e", PAPER: "#15191d"}
@@ -34,7 +34,7 @@ DARK_PICTURES = f"""
     )
 } }}
 """
-"""Style sheet of pictures on a dark page; a viewer that knows none shows them as on a light one."""
+"""Style sheet of pictures on a dark page; viewers that ignore it show them as on a light one."""
 
 
 def _variables(colours: dict[str, str]) -> str:
@@ -59,7 +59,7 @@ _CORNERS = (
 
 
 SIGNS = 32
-"""Number of series that `marker` has signs of their own for."""
+"""Number of series for which `marker` has distinct signs."""
 
 
 def element(name: str, content: str = "", /, **attributes: object) -> str:
@@ -78,12 +78,12 @@ def text(x: float, y: float, content: str, look: str = "", **attributes: object)
 
 
 def bar(x: float, y: float, width: float, height: float, title: str, **attributes: object) -> str:
-    """Return a rectangle that says `title` when pointed at."""
+    """Return a rectangle that shows `title` when pointed at."""
     return element("rect", element("title", escape(title)), x=x, y=y, width=width, height=height, **attributes)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str = LINE, **attributes: object) -> str:
-    """Return a straight line, thin and pale unless said otherwise."""
+    """Return a straight line, by default thin and pale."""
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, **attributes)
 
 
@@ -131,7 +131,7 @@ def picture(content: str, width: float, height: float, label: str, definitions: 
 
 
 def document(drawing: str, margin: int = 12) -> str:
-    """Return a picture as the content of a file of its own, with its style, paper and size in px."""
+    """Return a picture as the content of a separate file, with its style, paper and size in px."""
     head, end, content = drawing.partition(">")
     width, height = (int(number) + 2 * margin for number in re.findall(r'viewBox="0 0 (\d+) (\d+)"', head)[0])
     head = re.sub(r'viewBox="[^"]*"', f'viewBox="{-margin} {-margin} {width} {height}"', head)

@@ -7,14 +7,14 @@ from shardwright.display.units import duration_text
 
 
 class TimeLeft:
-    """The time that the rest of some work takes if it goes on as it went since it was first asked about."""
+    """The remaining time of some work, extrapolated from the progress since it was first asked for."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._first: tuple[int, float] | None = None
 
     def words(self, left: int) -> str:
-        """Return the time that `left` pieces of work take, as `, about 3 min left`; nothing where it is not known."""
+        """Return the time that `left` pieces of work take, as `, about 3 min left`; nothing if it is not known."""
         now_s = self._clock()
         if self._first is None:
             self._first = left, now_s

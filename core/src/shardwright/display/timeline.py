@@ -25,7 +25,7 @@ class Lane(NamedTuple):
 
 
 def draw_timeline(plan: Plan, estimate: Estimate) -> str:
-    """Draw every event of the simulated step in the lane where it takes place, and by how much each stage idles."""
+    """Draw every event of the simulated step in its stage's lane, and the share of time that each stage idles."""
     events = estimate.timeline
     end_s = max((event.end_s for event in events), default=0.0) or 1.0
     scale = (WIDTH - _LEFT - _RIGHT) / end_s

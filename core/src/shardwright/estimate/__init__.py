@@ -1,1 +1,1 @@
-"""Estimates of time and memory of models on devices and clusters, from shapes and published figures alone."""
+"""Estimates of time and memory of models on devices and clusters, from shapes and published figures only."""

@@ -31,7 +31,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def design_of(mode: FitMode, micro_batch_sizes: NDArray[Any], sequence_lengths: NDArray[Any]) -> NDArray[Any]:
-    """Return the factors of a curve's coefficients at some points: [points, 3], 0 where the mode has no such term."""
+    """Return the factors of a curve's coefficients at some points: [points, 3], 0 if the mode has no such term."""
     b, s = micro_batch_sizes.astype(float), sequence_lengths.astype(float)
     one, none = np.ones_like(b), np.zeros_like(b)
     columns = {
@@ -46,7 +46,7 @@ def design_of(mode: FitMode, micro_batch_sizes: NDArray[Any], sequence_lengths: 
 def fit_curve(design: NDArray[Any], values: NDArray[Any]) -> Fit | None:
     """Return the curve nearest to positive values [points], by least squares of the relative errors.
 
-    It is None where the points do not determine it. Each point is also left out in turn and predicted by a curve
+    It is None if the points do not determine it. Each point is also left out in turn and predicted by a curve
     through the others, where these determine one.
     """
     coefficients = _solved(design, values)
@@ -105,7 +105,7 @@ def _rows(layers: Iterable[LayerRow]) -> Iterator[FitRow]:
 
 
 def _selections(rows: Sequence[LayerRow]) -> Iterator[tuple[FitMode, int, int, Sequence[LayerRow]]]:
-    """Yield each curve's mode, the micro-batch size and the length that its points share (0: none), and the points."""
+    """Yield each curve's mode, the fixed micro-batch size and length of its points (0: they vary), and the points."""
     for length in sorted({row.sequence_length for row in rows}):
         for mode in (FitMode.STATIC, FitMode.BATCH):
             yield mode, 0, length, [row for row in rows if row.sequence_length == length]

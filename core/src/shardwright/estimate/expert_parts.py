@@ -14,9 +14,9 @@ PRODUCT_KERNELS = 8
 SHARED_KERNELS = 6
 """Further kernels of experts that compute every position."""
 EXCHANGE_KERNELS = 20
-"""Further kernels where rows come from several ranks: they are sorted by expert, and back."""
+"""Additional kernels if rows come from several ranks: rows are sorted by expert, and back."""
 _FUSED_ROUTER_KERNELS, _FUSED_PRODUCT_KERNELS, _FUSED_EXCHANGE_KERNELS = 10, 3, 4
-"""The same where the choice, permutations and activations are a kernel each, as Megatron-LM's fusions have it."""
+"""The same if the router, the permutations and the activations are one kernel each, as with Megatron-LM's fusions."""
 _FLOAT32_BYTES = 4
 _INDEX_BYTES = 8
 _TILE_ROWS = 128
@@ -68,7 +68,7 @@ def router_part(model: Model, experts: Experts, stream: int, hidden: int) -> Par
 
 
 def experts_part(model: Model, experts: Experts, rows: int, hidden: int, result: int, exchanged: bool = False) -> Part:
-    """Return the experts that compute so many rows, of even load; `result` elements of the stream leave them.
+    """Return the experts of one rank that compute this number of rows under an even load; `result` elements leave them.
 
     Rows are kept, and of their features what the family says. Those that are `exchanged` among ranks also keep their
     places sorted and back.

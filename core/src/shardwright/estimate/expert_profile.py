@@ -1,4 +1,4 @@
-"""Rows of an analytic profile for layers whose experts ranks share out: the experts, and the rest of the layer."""
+"""Rows of an analytic profile for layers with expert parallelism: the experts, and the rest of the layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -25,13 +25,14 @@ from shardwright.types.limits import MAX_COUNT
 from shardwright.types.model_profile import ExpertRow, HostRow, LayerFigures, LayerRow
 
 _FULLEST = 2
-"""Rows of the fullest rank over those of even load up to which curves are written; beyond them lines go on."""
+"""The largest ratio of the fullest rank's rows to an even load for which curves are written; beyond it lines are
+extrapolated."""
 
 
 def rest_rows(
     model: Model, strategy: Strategy, settings: ProfileSettings, machines: Machines, fused: bool
 ) -> Iterator[LayerRow]:
-    """Yield the rows of layers beside their experts, under a strategy whose ranks have positions of their own."""
+    """Yield rows for layers without their experts, for strategies in which each rank has different positions."""
     if layout_of(strategy).replicas > 1:
         return
     for name, recompute, samples in product(sparse_types(model), settings.recompute, micro_batch_sizes(settings)):
@@ -54,7 +55,7 @@ def expert_rows(
 
 
 def host_rows(model: Model, settings: ProfileSettings, machines: Machines) -> Iterator[HostRow]:
-    """Yield what the host spends on layers whose experts ranks share, and on any number of these."""
+    """Yield the host's time for layers with expert parallelism, by the number of experts that a rank has."""
     for name, recompute in product(sparse_types(model), settings.recompute):
         machine, whole = machines.reached_in(name), model.types[name].experts
         assert whole is not UNSET
@@ -97,7 +98,7 @@ def expert_keys(
     recompute: Sequence[Recompute],
     levels: int | None = None,
 ) -> Iterator[ExpertKey]:
-    """Yield the keys of all experts that a rank can have, with all their numbers of rows, or `levels` of these.
+    """Yield the keys of all numbers of experts that a rank can have, with all or `levels` numbers of rows.
 
     `models` are descriptions of one model at each length, and `strategies` those of the rest of its layers.
     """
@@ -111,7 +112,7 @@ def expert_keys(
 
 
 def _some(values: Sequence[int], levels: int | None) -> Sequence[int]:
-    """Return values, or so many of them, their ends and evenly between."""
+    """Return all values, or a limited number of them: the first, the last, and evenly spaced ones between."""
     if levels is None or len(values) <= levels:
         return values
     return [values[round(i * (len(values) - 1) / (levels - 1))] for i in range(levels)]
@@ -140,7 +141,7 @@ def _rows(
     experts: Experts,
     parts: int,
 ) -> Iterator[int]:
-    """Yield the rows of a rank from the fewest to twice the most at even load, each twice as many as before.
+    """Yield row counts from the fewest to twice the largest at even load, doubling each time.
 
     More than a profile can say lie on the line that its last two give.
     """

@@ -33,7 +33,7 @@ _MAX_BYTES = 1024**3
 
 
 _UpTo = tuple[tuple[int, float], ...]
-"""Numbers of nodes, ascending, and the rate of groups that span no more."""
+"""Numbers of nodes, ascending, and the rate of groups that span at most this number."""
 
 
 class NodeRates(NamedTuple):
@@ -44,20 +44,20 @@ class NodeRates(NamedTuple):
 
     up_to: _UpTo
     by_collective: tuple[tuple[Collective, _UpTo], ...] = ()
-    """The rates of collectives that have their own, in place of `up_to`."""
+    """The rates of collectives that have their own, instead of `up_to`."""
     step_s: float = NETWORK_STEP_S
 
     def spanning(self, nodes: int, collective: Collective) -> float:
-        """Return a collective's rate over so many nodes: that of the next larger number that is given.
+        """Return a collective's rate over a number of nodes: the rate stated for the next larger number.
 
-        Raises BadInput where none is.
+        Raises BadInput if none is.
         """
         rates = dict(self.by_collective).get(collective, self.up_to)
         for number, rate in rates:
             if nodes <= number:
                 return rate
-        problem = f"says what up to {rates[-1][0]} nodes send, groups of the cluster span {nodes}"
-        raise BadInput(_OPTION, problem, "give the rate of so many nodes, too")
+        problem = f"has no rate for groups of more than {rates[-1][0]} nodes, but groups of the cluster span {nodes}"
+        raise BadInput(_OPTION, problem, "add the rate for that number of nodes")
 
     def scaled(self, factor: float) -> "NodeRates":
         """Return all rates multiplied by a factor."""
@@ -91,7 +91,7 @@ def node_rates(text: str, step_s: float = NETWORK_STEP_S) -> NodeRates:
     named = [part.partition("=") for part in others]
     names = [name for name, _, _ in named]
     if unknown := [name for name in names if name not in set(Collective) or names.count(name) > 1]:
-        problem = f"{unknown[0]!r:.40} is no collective, or named twice"
+        problem = f"{unknown[0]!r:.40} is not a collective, or is named twice"
         raise BadInput(_OPTION, problem, f"write 400+all_gather=300, with {', '.join(Collective)}")
     by_collective = tuple((Collective(name), _up_to(rates)) for name, _, rates in named)
     return NodeRates(_up_to(first), by_collective, step_s)
@@ -116,9 +116,9 @@ class Network(NamedTuple):
     link: Link
     """Link of each device inside a node; the slowest node's."""
     between: NodeRates | None
-    """Rates between nodes; None where there is one node."""
+    """Rates between nodes; None if there is one node."""
     overlap: Overlap | None
-    """Slowdowns of overlap; None: not known, nothing overlaps."""
+    """Slowdowns of overlap; None: unknown, so nothing overlaps."""
 
 
 def analytic_hardware(
@@ -126,7 +126,7 @@ def analytic_hardware(
 ) -> HardwareProfile:
     """Return the profile of every kind of message that a sweep would time, at growing sizes, each with one time.
 
-    `rates` are the device's by name, as a sweep has them. Raises BadInput where the cluster has several nodes and
+    `rates` are the device's by name, as a sweep has them. Raises BadInput if the cluster has several nodes and
     nothing says how fast they are joined.
     """
     if network.between is None and len(set(cluster.domain_of_rank)) > 1:
@@ -170,7 +170,7 @@ def message_times_s(key: CollectiveKey, leaving: float, network: Network, messag
 
 
 def _leaving_shares(collectives: Iterable[Collective], groups: NDArray[Any], nodes: NDArray[Any]) -> Iterator[float]:
-    """Yield the bytes that all groups send out of the node that sends most, over those of a message, by collective."""
+    """Yield, by collective, the bytes that all groups send out of the busiest node, over a message's bytes."""
     size = groups.shape[1]
     _, node, ranks = ranks_on_nodes(groups, nodes)
     for collective in collectives:
@@ -199,7 +199,7 @@ def _points(cluster: Cluster, network: Network) -> Iterator[tuple[PointRow, floa
 
 
 def overlap_rows(keys: Iterable[CollectiveKey], overlap: Overlap) -> Iterator[OverlapRow]:
-    """Yield a row for each kind of collective that a sweep times overlapped with a computation, of no known size."""
+    """Yield overlap slowdowns of each collective that a hardware sweep would measure, for any message size."""
     for key in overlap_keys(keys):
         slowdowns = overlap.across if key.group.across_nodes else overlap.inside
         yield unsized_overlap(key, slowdowns, Source.ASSUMED)

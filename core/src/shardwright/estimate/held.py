@@ -1,4 +1,4 @@
-"""What runtimes hold in memory otherwise than this project's, each with its source: the cost model counts by it.
+"""What other runtimes hold in memory differently from this one, each with its source; the cost model uses it.
 
 Layers' figures and parameters' bytes are made with these habits on the way into the solver, so that a search, a
 prediction and the accuracy benchmark count the same.
@@ -13,12 +13,12 @@ from shardwright.io import Value
 
 
 class Module(StrEnum):
-    """Modules that Megatron's `--recompute-modules` recomputes by themselves, beside a plan's own recomputation."""
+    """Modules that Megatron's `--recompute-modules` recomputes in addition to a plan's recomputation."""
 
     MOE_ACT = "moe_act"
     """The product of an expert's activation and gate."""
     LAYERNORM = "layernorm"
-    """What norms give to the products behind them."""
+    """The outputs of norms, which are inputs of the products that follow."""
     MLA_UP_PROJ = "mla_up_proj"
     """Queries, keys and values from their latents."""
     CORE_ATTN = "core_attn"
@@ -28,16 +28,16 @@ class Module(StrEnum):
 
 
 class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The habits of a runtime in memory; the defaults are those of this project's, which FSDP2 and `check` show."""
+    """A runtime's habits in memory; the defaults are this project's, as FSDP2 and `check` show."""
 
     loss_bytes: int = 2
     """Bytes of each logit while the loss is computed, with what is kept of it; float32 ones a slice at a time if 2."""
     sharded_loss_bytes: int | None = None
-    """The same where tensor-parallel ranks share the logits out; None: as many."""
+    """The same if the logits are split over tensor-parallel ranks; None: the same number."""
     whole_gradients: bool = False
     """Whether the gradients of all layers of a rank are there all step long, before ZeRO scatters them."""
     compute_gradients: bool = False
-    """Whether gradients in the compute format stay beside wider ones that data parallelism reduces."""
+    """Whether gradients in the compute format are kept in addition to the wider ones that data parallelism reduces."""
     fused_gate: bool = False
     """Whether a gate's activation and product are one kernel, which keeps what enters it and no activation."""
     fp8_inputs: bool = False
@@ -61,8 +61,9 @@ class Held(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return ", ".join(words) + (f", {self.reserved:g} times its tensors reserved" if self.reserved != 1 else "")
 
     def part(self, part: Part, itemsize: int, in_fp8: bool, is_sharded: bool) -> Part:
-        """A part of a layer as it is kept, with products in FP8 or not; `itemsize`: of the compute format.
+        """A part of a layer as this runtime keeps it, with or without products in FP8.
 
+        `itemsize` is the compute format's.
         `is_sharded`: tensor-parallel ranks share it out.
         """
         kept = self._without_recomputed(replace(part, inside=part.inside - self.fused_gate * part.gate))
@@ -110,8 +111,8 @@ _RESERVED = 1.03
 """Peak of reserved over allocated memory: the median of the eight given cards of Megatron Bridge that have both
 (examples/model_verification_cards of NVIDIA-NeMo/Megatron-Bridge 067f987), 1.02 to 1.11."""
 BY_TRANSFORMERS = Held(loss_bytes=12, reserved=_RESERVED)
-"""transformers/loss/loss_utils.py: `logits.float()`, of which F.cross_entropy keeps log-probabilities, and whose
-gradient and its bf16 copy come beside them: 12.25 bytes a logit by torch's own count of a forward and backward pass."""
+"""transformers/loss/loss_utils.py: `logits.float()`, of which F.cross_entropy keeps log-probabilities, in addition to
+its gradient and the gradient's bf16 copy: 12.25 bytes a logit by torch's own count of a forward and backward pass."""
 BY_GALVATRON = Held(loss_bytes=10, reserved=_RESERVED)
 """vocab_parallel_cross_entropy of its copy of Megatron: bf16 logits, their float32 copy, the softmax."""
 BY_MEGATRON_CORE = Held(whole_gradients=True, fused_gate=True, fp8_inputs=True, reserved=_RESERVED)

@@ -7,13 +7,13 @@ from shardwright.models.traits import Latents, Mask
 from shardwright.types import Model, Region
 
 _KERNELS = 20
-"""Kernels that latents, their norms and the features that are rotated apart add to those of attention."""
+"""Additional kernels of attention with latents: the latents, their norms, and the features rotated separately."""
 
 
 def latent_attention_part(
     model: Model, type_name: str, region: Region, stream: int, latents: Latents, keeps: tuple[int, int], kernels: int
 ) -> Part:
-    """Return the part of latents, which each rank has whole, and of what its heads make of them.
+    """Return the part that computes latents, which each rank does completely, and queries, keys and values from them.
 
     `keeps`: elements and further bytes that a norm keeps of a feature. Values are kept with what keys are made of: both
     are of one product.

@@ -57,7 +57,7 @@ ATTENTION_BACKWARD = 2.5
 FLASH2_BACKWARD = 1.25 * ATTENTION_BACKWARD
 """The same of FlashAttention-2, whose backward products are a quarter slower than its forward ones (Dao 2023)."""
 _NARROW_HEAD, _WIDE_HEAD = 64, 128
-"""Widths of heads that flash kernels are compiled for: those between run as the wide ones."""
+"""Head widths for which flash kernels are compiled; widths between them run as the wide one."""
 _NARROW_HEADS = 1.2
 """Time of scores with heads of 64 over that with heads of 128, for each operation (Shah et al. 2024, figure 5)."""
 
@@ -66,7 +66,7 @@ _ALONG_THE_SEQUENCE = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 SCORES_KEPT = (Attention.EAGER, Attention.SDPA_MATH)
 """Attention kernels that keep all scores."""
 _MASKED = (*SCORES_KEPT, *FUSED_SDPA)
-"""Attention kernels that know no window: a mask is added to all scores."""
+"""Attention kernels without support for windows: a mask is added to all scores."""
 
 
 class ExpertHabits(NamedTuple):
@@ -88,17 +88,17 @@ class Machine(NamedTuple):
     memory_bytes_per_s: float
     link: Link
     attention_flops_per_s: float | None = None
-    """Rate of flash kernels; None: as other products."""
+    """Rate of flash kernels in FLOP/s; None: the rate of other products."""
     operator_s: float = OPERATOR_S
-    """Time of the host for each kernel; 0 where CUDA graphs replay them."""
+    """Time of the host for each kernel; 0 if CUDA graphs replay them."""
     compiled: bool = False
     """Whether what lies between a block's products is fused into few kernels, as torch.compile does."""
     message_pieces: int = 1
-    """Pieces of each tensor-parallel message of which all but one hide behind products; 1 hides nothing."""
+    """Number of pieces of each tensor-parallel message; all but one overlap with products; 1: nothing overlaps."""
     attention_backward: float = ATTENTION_BACKWARD
     """Time of a flash kernel's backward pass over its forward pass."""
     whole_scores_from: int | None = None
-    """Tokens from which masked scores are computed, too; None: they never are."""
+    """Sequence length from which masked scores are computed too; None: they never are."""
     copies_gathers: bool = False
     """Whether messages along the sequence are copied on the device before or after they are sent."""
     experts: ExpertHabits = ExpertHabits()
@@ -112,7 +112,7 @@ class _Share(NamedTuple):
     samples: int
     itemsize: int
     inside: float
-    """Part of what tensor-parallel ranks share out."""
+    """The part of the work that is split over tensor-parallel ranks."""
     outside: float
     """Part of what lies outside; gathered for a region, it is `entering` for a moment."""
     entering: float
@@ -135,7 +135,7 @@ class _Share(NamedTuple):
         return self.samples * (part.outside * self.itemsize + part.outside_bytes) * self.outside
 
     def between_bytes(self, part: Part) -> float:
-        """Return the bytes that are kept of a part which is recomputed alone: norms are before it, but for BERT's."""
+        """Return the bytes kept of a part that is recomputed by itself: its input, which is normed except in BERT."""
         if part.norm_inside:
             return self.result_bytes(part)
         return self.outside_bytes(part) - self.samples * part.redrawn_bytes * self.outside
@@ -230,7 +230,7 @@ def estimate_layer(
 def host_s(
     model: Model, type_name: str, recompute: Recompute, machine: Machine, experts: int | None = None
 ) -> tuple[float, float]:
-    """Return the least time of both passes of a layer that its host needs to start all kernels.
+    """Return the least time of both passes of a layer that its host needs to launch all kernels.
 
     `experts`: those of the rank; None: the layer without them.
     """
@@ -292,7 +292,7 @@ def estimate_experts(model: Model, key: ExpertKey, precision: Precision, machine
 
 
 def _at_positions(router: Part, share: _Share) -> Part:
-    """Return the part of a router that sees the positions of its rank between regions, not those inside."""
+    """Return the part of a router outside tensor-parallel regions, which sees its rank's positions only."""
     ratio = share.outside / share.entering
     sizes = {name: round(getattr(router, name) * ratio) for name in ("whole_bytes", "passing")}
     scaled = router.scaled(ratio) if router.undivided else replace(router, whole_flops=router.whole_flops * ratio)
@@ -312,7 +312,7 @@ def _exposed_s(messages: Iterable[Message], pass_s: float, machine: Machine, in_
 
 
 def goes_in_pieces(model: Model, strategy: Strategy) -> bool:
-    """Return whether tensor-parallel messages of a model's layers may go in pieces beside products.
+    """Return whether tensor-parallel messages of a model's layers can be split into pieces that overlap with products.
 
     Megatron-LM asks for sequence parallelism (`--tp-comm-overlap` in megatron/training/arguments.py), and Transformer
     Engine has user buffers for queries, the projection and the feed-forward layers (`initialize_ub`), not for what
@@ -346,7 +346,7 @@ def _replayed(parts: Sequence[Part], recompute: Recompute) -> list[Part]:
 
 
 def _memory(parts: Sequence[Part], share: _Share, recompute: Recompute, habits: Held = OURS) -> tuple[int, int]:
-    """Return the bytes that are held for the backward pass, and those for a moment beside them."""
+    """Return the bytes that are kept for the backward pass, and the bytes that are needed only for a moment."""
     replayed = _replayed(parts, recompute)
     kept = sum(share.kept_bytes(part) for part in parts if part not in replayed)
     again = sum(share.kept_bytes(part) for part in replayed)
@@ -364,7 +364,7 @@ def _memory(parts: Sequence[Part], share: _Share, recompute: Recompute, habits: 
 
 
 def _accumulated_bytes(kind: LayerType, strategy: Strategy, precision: Precision) -> int:
-    """Return the bytes that adding a microbatch's gradients to those of others reads and writes."""
+    """Return the bytes read and written to add a microbatch's gradients to the accumulated ones."""
     return _accumulated(kind.trained_count(axes_of(strategy).dense.tensor.size), precision)
 
 
@@ -444,12 +444,12 @@ def _attention_s(part: Part, share: _Share, machine: Machine) -> float:
 
 
 def _is_whole(part: Part, machine: Machine) -> bool:
-    """Return whether masked scores are computed, too: then a kernel neither skips blocks nor waits for those it has."""
+    """Return whether masked scores are computed too, so the kernel neither skips blocks nor waits for skipped ones."""
     return machine.whole_scores_from is not None and part.keys >= machine.whole_scores_from
 
 
 def _slower_heads(features: int, narrow: bool) -> float:
-    """Return the time of scores with heads of so many features over that with heads of 128, operation by operation.
+    """Return the time per operation of scores with this head width, relative to heads of 128 features.
 
     `narrow`: whether kernels for heads of 64 are slower.
     """

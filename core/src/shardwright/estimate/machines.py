@@ -15,16 +15,19 @@ FP8_ATTENTION = 1.5
 _MEASURED_ON = 8
 """Devices of `all_reduce_s`."""
 TYPICAL_PRODUCT = 0.85
-"""A large product over the best one: 0.8 to 0.9 (compute/accelerator/benchmarks beside the table of best products)."""
+"""Rate of a typical large product over the best one: 0.8 to 0.9 (compute/accelerator/benchmarks of the same source as
+the best products)."""
 UNKNOWN_PRODUCT = 0.6
-"""Whole steps of large models reach 0.44 to 0.52 (Narayanan et al. 2021), large matrix products alone 0.8."""
+"""Assumed share of the peak: whole steps of large models reach 0.44 to 0.52 (Narayanan et al. 2021), large products
+0.8."""
 
 
 class Efficiencies(NamedTuple):
     """Reached over published rates: round numbers with a reason, not fitted to any measurement."""
 
     matrix: float | None = None
-    """Ratio of matrix products; None: `TYPICAL_PRODUCT` of the device's best product, else `UNKNOWN_PRODUCT`."""
+    """Ratio of reached to published rate of matrix products; None: `TYPICAL_PRODUCT` of the device's best, else
+    `UNKNOWN_PRODUCT`."""
     memory: float = 0.75
     """A plain copy reaches 0.8 to 0.9; kernels with strided or reduced axes less."""
     link: float = 0.75
@@ -32,7 +35,7 @@ class Efficiencies(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """A device's published rates; one given by hand stands in for the table's."""
+    """A device's published rates; options override the table's."""
 
     name: str
     """Name that profiles of the device carry."""
@@ -42,19 +45,19 @@ class Rates(NamedTuple):
     link_bytes_per_s: float | None = None
 
     def matrix(self, compute: str) -> float:
-        """Return the FLOP/s of matrix products in a number format; BadInput where neither table nor option has it."""
+        """Return the FLOP/s of matrix products in a number format; BadInput if neither table nor option has it."""
         rate = self.matrix_flops_per_s or self.device.peak(compute)
         return self._given(rate, f"no rate for {compute} matrix products", "--matrix-tflop-s")
 
     @property
     def memory(self) -> float:
-        """Return the memory bandwidth in bytes/s; BadInput where neither table nor option has it."""
+        """Return the memory bandwidth in bytes/s; BadInput if neither table nor option has it."""
         rate = self.memory_bytes_per_s or self.device.memory_bytes_per_s
         return self._given(rate, "no memory bandwidth", "--memory-gbyte-s")
 
     @property
     def link(self) -> float:
-        """Return the bandwidth of the link to the node's devices one way, bytes/s; BadInput where nothing has it."""
+        """Return the bandwidth of the link to the node's devices one way, bytes/s; BadInput if nothing has it."""
         rate = self.link_bytes_per_s or self.device.link_bytes_per_s
         return self._given(rate, "no link bandwidth", "--link-gbyte-s")
 
@@ -78,7 +81,7 @@ def rates_of(
 
 
 def matrix_efficiency(rates: Rates, efficiencies: Efficiencies, compute: str = "bfloat16") -> float:
-    """Return the share of a device's published rate that large products reach; FP8 has that of 16 bits by default."""
+    """Return the share of a device's published rate that large products reach; FP8 has the 16-bit share by default."""
     if efficiencies.matrix is not None:
         return efficiencies.matrix
     if (reached := rates.device.reached.get("fp8" if compute == FP8 else "bfloat16")) is not None:
@@ -88,7 +91,7 @@ def matrix_efficiency(rates: Rates, efficiencies: Efficiencies, compute: str = "
 
 
 def flash_share(device: Device, kernel: AttentionKernel) -> tuple[float | None, str | None]:
-    """Return the share of the peak that a kernel reaches on a device, and who says so; None where nobody does."""
+    """Return the share of the peak that a kernel reaches on a device, and who says so; None if nobody does."""
     if kernel is AttentionKernel.FLASH3 and device.flash_attention_3 is not None:
         return device.flash_attention_3, device.flash_attention_3_source
     return device.flash_attention, device.flash_attention_source
@@ -99,7 +102,7 @@ def machine_of(
 ) -> Machine:
     """Return what a device reaches in a number format under a runtime.
 
-    Raises BadInput where neither table nor option has a figure.
+    Raises BadInput if neither table nor option has a figure.
     """
     memory, peak = rates.memory * efficiencies.memory, rates.matrix(compute)
     flash, _ = flash_share(rates.device, runtime.attention)
@@ -122,7 +125,7 @@ def machine_of(
 
 
 class Machines(NamedTuple):
-    """What a device reaches in blocks, and in embedding and head, of which no recipe computes products in FP8."""
+    """What a device reaches in blocks, and in embedding and head, where products are never in FP8."""
 
     blocks: Machine
     ends: Machine
@@ -135,7 +138,7 @@ class Machines(NamedTuple):
 def machines_of(
     rates: Rates, compute: str, efficiencies: Efficiencies, runtime: Runtime = SHARDWRIGHT, compiled: bool = False
 ) -> Machines:
-    """Return what a device reaches in a number format; raise BadInput where neither table nor option has a figure.
+    """Return what a device reaches in a number format; raise BadInput if neither table nor option has a figure.
 
     FP8 is of products with a block's weights: attention, embedding and head stay in bfloat16, at the table's rate.
     """
@@ -155,7 +158,7 @@ def machines_of(
 def link_of(rates: Rates, efficiencies: Efficiencies) -> Link:
     """Return the link of a device to the others of its node; a rate or an efficiency that is given holds for all sizes.
 
-    Raises BadInput where neither table nor option has a figure.
+    Raises BadInput if neither table nor option has a figure.
     """
     published = rates.device.all_reduce_s or ()
     if rates.link_bytes_per_s is not None or efficiencies.link != Efficiencies().link:

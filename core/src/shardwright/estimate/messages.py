@@ -17,7 +17,7 @@ from shardwright.types.hardware_profile import Collective
 START_S = 10e-6
 """Time that any message takes before its first byte."""
 NETWORK_STEP_S = 14e-6
-"""Latency of one step between two nodes: that of a ring over a network in NCCL's own cost model."""
+"""Latency of one step between two nodes, as NCCL's own cost model has it for a ring over a network."""
 
 
 class Link(NamedTuple):
@@ -27,11 +27,11 @@ class Link(NamedTuple):
     """Bandwidth in one direction, as reached."""
     step_s: float
     all_reduce: tuple[tuple[float, float], ...] = ()
-    """Bytes that each rank moves in an all_reduce, ascending, and the time that was published; empty: none was."""
+    """Bytes that each rank moves in an all_reduce, ascending, with the published time; empty: none was published."""
 
 
 def steps(collective: Collective, group_size: int) -> int:
-    """Return the number of messages that follow one another: in a ring, or all at once where each pair has its own."""
+    """Return the number of consecutive messages: a ring's steps, or one if each pair has a separate link."""
     match collective:
         case Collective.ALL_REDUCE:
             return 2 * (group_size - 1)
@@ -50,7 +50,7 @@ def moved_bytes(collective: Collective, group_size: int, message_bytes: float) -
 
 
 def message_time_s(collective: Collective, group_size: int, message_bytes: float, link: Link) -> float:
-    """Return the published time of an all_reduce that moves as much, where the link has one.
+    """Return the published time of an all_reduce that moves as many bytes, if the link has one.
 
     Others take the start, a latency for each step, and the bytes that a rank sends over the link's bandwidth.
     """
@@ -61,7 +61,10 @@ def message_time_s(collective: Collective, group_size: int, message_bytes: float
 
 
 def published_times_s(moved: NDArray[Any], link: Link) -> NDArray[Any]:
-    """Return times between those published of a link's all_reduce; outside them the largest message's rate holds."""
+    """Interpolate between the published times of a link's all_reduce.
+
+    Beyond them the largest message's rate applies.
+    """
     sizes, times_s = (np.array(column) for column in zip(*link.all_reduce, strict=True))
     inside = np.clip(moved, sizes[0], sizes[-1])
     times: NDArray[Any] = np.interp(inside, sizes, times_s) + (moved - inside) * times_s[-1] / sizes[-1]

@@ -28,7 +28,7 @@ _FP8_NOTES = (
 
 
 class Process(NamedTuple):
-    """Device memory of a process outside its tensors, in bytes, by what takes it; None where it is not known."""
+    """Device memory of a process outside its tensors, in bytes, by what takes it; None if it is not known."""
 
     context_bytes: int | None = None
     communicator_bytes: int | None = None
@@ -38,7 +38,7 @@ class Process(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the bytes that any plan takes; assumptions stand in for what is not known."""
+        """Return the bytes of a process under any plan; unknown values are replaced by assumptions."""
         context, slack, _ = self._sizes
         return context + slack
 

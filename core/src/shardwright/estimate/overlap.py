@@ -1,4 +1,4 @@
-"""Slowdowns of a computation and a collective beside one another, as given."""
+"""Slowdowns of a computation and a collective that overlap, as given by the user."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ _MAX_SLOWDOWN = 1000.0
 
 
 class Slowdowns(NamedTuple):
-    """Times that a computation and a collective take when they overlap, over those alone; at least 1."""
+    """Times of a computation and a collective when they overlap, over their times without overlap; at least 1."""
 
     compute: float
     collective: float

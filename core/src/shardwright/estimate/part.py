@@ -14,12 +14,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     flops: float
     """Operations of matrix products."""
     whole_flops: float = 0.0
-    """Those that each tensor-parallel rank computes whole: of matrices that none shares out."""
+    """Operations that every tensor-parallel rank repeats, of matrices that are not sharded."""
     attention_flops: float = 0.0
-    """Operations of scores and of what they weigh, those that a causal mask leaves out included."""
+    """Operations of scores and of the weighted sum of values, masked ones included."""
     causal: bool = False
     head_features: int = 0
-    """Features of a head of attention; 0: there is none, or they make no difference."""
+    """Features of a head of attention; 0: there is none, or it does not matter."""
     keys: int = 0
     """Positions that attention looks at."""
     undivided: bool = False
@@ -39,69 +39,72 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     whole_products: int = 0
     """Elements that products give on each rank whole."""
     passing_bytes: int = 0
-    """Bytes that are written and read beside them, and not kept."""
+    """Additional bytes that are written and read, and not kept."""
     inside_bytes: int = 0
-    """Further bytes kept of what ranks share out: norms of queries and keys."""
+    """Additional bytes kept inside a region, split over ranks: norms of queries and keys."""
     mask: int = 0
-    """Elements of a mask that is added to the scores of all samples, and that ranks share out by heads."""
+    """Elements of a mask that is added to the scores of all samples, split over ranks by heads."""
     weight_copies: int = 0
-    """Elements of a matrix that is computed from the weights, and that ranks share out as these."""
+    """Elements of a matrix that is computed from the weights, and sharded like them."""
     scores: int = 0
-    """Further elements kept of attention scores, where the kernel keeps them."""
+    """Additional elements of attention scores, if the kernel keeps them."""
     score_bytes: int = 0
     """Further bytes kept of them there."""
     repeated: int = 0
-    """Further elements kept where keys and values are repeated for all heads: where scores are kept, or masked."""
+    """Additional elements if keys and values are repeated for all heads: if scores are kept, or masked."""
     whole: int = 0
     """Elements kept in the compute format that each tensor-parallel rank has whole inside the region: experts' rows."""
     whole_bytes: int = 0
-    """Further bytes kept so: what a router tells."""
+    """Additional bytes that every rank keeps completely: the router's choices."""
     passing: int = 0
-    """Elements of the compute format that are written and read beside these, and not kept."""
+    """Additional elements in the compute format that are written and read, and not kept."""
     outside: int
-    """Elements kept in the compute format: what enters the region, and the stream behind it."""
+    """Elements kept in the compute format outside the region: its input, and the stream after it."""
     outside_bytes: int = 0
     """Further bytes kept: dropout masks."""
     result: int = 0
     """Elements of the stream that leaves: all that is kept of a layer that is recomputed whole."""
     keeps_result: bool = False
-    """Whether something behind the sum over ranks keeps it, such as a norm or dropout, even at the end of a layer."""
+    """Whether the result of the sum over ranks is kept by what follows, such as a norm or dropout, even at a layer's
+    end."""
     norm_inside: bool = False
-    """Whether the norm behind a part is recomputed with it, as BERT's is: then its result alone is kept."""
+    """Whether the norm after a part is recomputed with it, as in BERT, so that only its result is kept."""
     redrawn_bytes: int = 0
-    """Bytes of a dropout mask among those outside, which is drawn again where the part is recomputed alone."""
+    """Bytes of a dropout mask among those outside the region, which is drawn again if the part is recomputed by
+    itself."""
     gate: int = 0
-    """Elements among those inside that a kernel of activation and gate does not keep."""
+    """Elements inside the region that a fused kernel of activation and gate does not keep."""
     inputs: int = 0
-    """Elements among those inside that are inputs of products with matrices, and of nothing else."""
+    """Elements inside the region that are only kept as inputs of products with matrices."""
     whole_inputs: int = 0
-    """The same among those that each rank has whole."""
+    """The same for elements that every rank has completely."""
     outside_inputs: int = 0
-    """The same among those outside."""
+    """The same for elements outside the region."""
     second_products: int = 0
     """Elements among `products` that every second product with a matrix gives, in the order of the products."""
     from_latents: int = 0
-    """Elements among those inside that are computed from latents."""
+    """Elements inside the region that are computed from latents."""
     is_expert: bool = False
     """Whether it is of experts, without the router."""
     logits: int = 0
     """Elements that a loss is computed from."""
     attended: int = 0
-    """Elements of attention's result, of which Ulysses keeps two layouts: before and after heads are exchanged."""
+    """Elements of attention's result; Ulysses keeps it in two layouts, before and after heads are exchanged."""
     widest: int = 0
-    """Elements of the largest tensor that ranks share out."""
+    """Elements of the largest tensor that is split over ranks."""
     widest_whole: int = 0
     """Elements of the largest tensor that each of them has whole inside the region."""
     widest_bytes: int = 0
-    """Bytes of the largest float32 tensor beside them."""
+    """Additional bytes of the largest float32 tensor."""
     kernels: int
     fused_kernels: int | None = None
-    """Kernels where what lies between products is fused; None: as of other parts of its name."""
+    """Number of kernels if operations between products are fused; None: that of other parts with this name."""
     trained: float = 1.0
-    """Share of the matrices' elements that have gradients: the others cost the gradient of their inputs alone."""
+    """Share of the matrices' elements that are trained; for the others only the gradient of their inputs is
+    computed."""
 
     def scaled(self, share: float) -> "Part":
-        """Return the part with so many times the operations."""
+        """Return the part with its operations multiplied by a factor."""
         names = ("flops", "whole_flops", "attention_flops", "left_out", "tile_flops")
         operations: dict[str, float] = {name: getattr(self, name) for name in names}
         return msgspec.structs.replace(self, **{name: value * share for name, value in operations.items()})

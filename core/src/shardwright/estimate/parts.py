@@ -24,7 +24,7 @@ from shardwright.plan.regathers import low_rank_pairs
 from shardwright.types import EMBEDDING, HEAD, LOW_RANK, LayerType, Model, Region, base_type
 
 _KERNELS = {"attention": 20, "mlp": 15, "lookup": 5, "logits": 15, "merge": 5, "join": 12}
-"""Kernels of one forward pass of a part, about as many as an unfused Hugging Face model starts."""
+"""Kernels of one forward pass of a part, about the number that an unfused Hugging Face model launches."""
 _COMPILED_KERNELS = _KERNELS | {"attention": 8, "mlp": 5}
 """Kernels of a part of a compiled block: products and attention, and one kernel for what lies between two of them."""
 _FLOAT32_BYTES = 4
@@ -42,7 +42,7 @@ in float32 is not torch's: it keeps the distance from the mean, once for the var
 _SOFT_CAP_BYTES = 6
 """Bytes kept of a 16-bit attention score that is bounded: its hyperbolic tangent, and a softmax in float32."""
 _GELU_COPIES = {"gelu_new": 3, "quick_gelu": 1}
-"""Tensors that forms of GELU (Hendrycks and Gimpel 2016) of single operators keep beside their input and output."""
+"""Tensors that unfused forms of GELU (Hendrycks and Gimpel 2016) keep in addition to their input and output."""
 _ID_BYTES = 8
 _LOW_RANK_KERNELS = 4
 """Kernels of a low-rank pair in a forward pass: two products, the scaling and the sum."""
@@ -55,7 +55,7 @@ def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: boo
 
     `fused`: norms and activation functions are one kernel each, which keeps its input alone. `compiled`: torch.compile
     has fused them, and all else between a block's products, too; it leaves embedding and head as they are.
-    Raises BadInput where the description does not say what flows between layers.
+    Raises BadInput if the description does not say what flows between layers.
     """
     if not compiled or type_name in (EMBEDDING, HEAD):
         return _parts(model, type_name, fused)
@@ -70,7 +70,7 @@ def layer_parts(model: Model, type_name: str, fused: bool = False, compiled: boo
 
 def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
     if not model.boundary:
-        raise BadInput(f"model {model.name}", "its embedding hands on no tensor", "describe it again")
+        raise BadInput(f"model {model.name}", "its embedding has no output", "describe it again")
     kind = model.types[type_name]
     if type_name == EMBEDDING:
         return tuple(_lookup(model, kind))
@@ -99,7 +99,7 @@ def _parts(model: Model, type_name: str, fused: bool) -> tuple[Part, ...]:
 
 
 def _experts(model: Model, kind: LayerType, parts: list[Part]) -> list[Part]:
-    """Return the part of the experts, which comes last and gives the stream in place of the router's part."""
+    """Return the part of the experts, which comes last and gives the stream instead of the router's part."""
     assert kind.experts is not UNSET
     router, hidden = parts.pop(), model.boundary[0].features
     rows = router.result // hidden * kind.experts.top_k
@@ -111,7 +111,7 @@ def _experts(model: Model, kind: LayerType, parts: list[Part]) -> list[Part]:
 
 
 def block_kernels(kind: LayerType) -> int:
-    """Return about how many kernels the forward pass of a block starts."""
+    """Return the approximate number of kernels in a block's forward pass."""
     names = ("mlp" if region.attention is None else "attention" for region in kind.regions)
     more = ROUTER_KERNELS + PRODUCT_KERNELS if kind.experts is not UNSET else 0
     return (sum(_KERNELS[name] for name in names) or _KERNELS["mlp"]) + more
@@ -144,7 +144,7 @@ def _with_norms(facts: Family, part: Part, norms: int, fused: bool) -> Part:
 
 
 def _as_trained(part: Part, kind: LayerType, model: Model, facts: Family, fused: bool, region: int = 0) -> Part:
-    """Return a part of a layer, that of a region by its number, with some parameters frozen.
+    """Return a part of a layer (of the region with a number) with some parameters frozen.
 
     Where all of them are, nothing is kept for gradients of weights alone: what norms multiply by theirs, and what goes
     into the matrices, but not what else an activation function keeps, or attention, of which a flash kernel keeps the
@@ -175,7 +175,7 @@ def _as_trained(part: Part, kind: LayerType, model: Model, facts: Family, fused:
 
 
 def _norm_scales(facts: Family, fused: bool) -> tuple[int, int]:
-    """Return the elements and bytes of a feature that a norm keeps for the gradient of its weights alone."""
+    """Return the elements and bytes for each feature that a norm keeps only for its weights' gradient."""
     norm = facts.norm
     if fused or (norm.kind == "LayerNorm" and not norm.in_float32):
         return 0, 0
@@ -183,7 +183,7 @@ def _norm_scales(facts: Family, fused: bool) -> tuple[int, int]:
 
 
 def _norm_keeps(facts: Family, fused: bool) -> tuple[int, int]:
-    """Return the elements and further bytes that a norm keeps of a feature; a fused one keeps its input alone."""
+    """Return the elements and additional bytes for each feature that a norm keeps; a fused one only keeps its input."""
     norm = facts.norm
     return _NORM_KEEPS["LayerNorm" if fused else f"{norm.kind}{' in float32' if norm.in_float32 else ''}"]
 
@@ -319,7 +319,7 @@ def _lookup(model: Model, kind: LayerType) -> Iterator[Part]:
 
 
 def _logits(model: Model, kind: LayerType) -> Part:
-    """Return the part of the norm's output and the logits, of which some are in float32 for a moment.
+    """Return the part of the last norm's output and the logits, some of which are briefly in float32.
 
     Their input was counted before, and their gradient takes their place.
     """
@@ -345,7 +345,7 @@ def _logits(model: Model, kind: LayerType) -> Part:
 
 
 def _end(model: Model, type_name: str, region: Region, stream: int) -> dict[str, Any]:
-    """Return what stands behind the sum at the end of a part."""
+    """Return what follows the sum at the end of a part."""
     family, _ = facts_of_type(model, type_name)
     redrawn = _drops(model, type_name, region) and region.name in region.replays_sum
     end = {"keeps_result": "full" in region.replays_sum, "norm_inside": region.name in family.norm.ends}

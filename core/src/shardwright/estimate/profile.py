@@ -63,14 +63,14 @@ def model_profile(
     """Return the profile of a model at the length of each of its descriptions.
 
     `runtime`: what it does beside its plan. `process`: what is known of its own memory.
-    Raises BadInput where these are of different models or of one length, and where no strategy fits.
+    Raises BadInput if these are of different models or of one length, and where no strategy fits.
     """
     model, process = _same_model(models), process or Process()
     precision = settings.precision
     kernel, attention = attention_of(runtime, settings.attention)
     runtime, settings = replace(runtime, attention=kernel), replace(settings, attention=attention)
     if precision.compute == FP8 and attention in SCORES_KEPT:
-        raise BadInput("--settings", f"attention {attention}: not estimated beside fp8", "take auto or sdpa")
+        raise BadInput("--settings", f"attention {attention}: is not estimated with fp8", "take auto or sdpa")
     compute = "tf32" if precision.tf32 else precision.compute
     machines = machines_of(rates, compute, efficiencies, runtime, settings.compile)
     described = [one for _, one in models]
@@ -153,7 +153,7 @@ def hardware_profile(
 
 
 def _slowest_all_reduce(links: Sequence[Link]) -> tuple[tuple[float, float], ...]:
-    """Return the published times of the slowest link; none where a link has none, whose rate then holds for all."""
+    """Return the published times of the slowest link; none if a link has none: then its rate applies to all sizes."""
     published = [link.all_reduce for link in links]
     return max(published, key=lambda times: times[-1][1]) if all(published) else ()
 
@@ -174,7 +174,7 @@ _Asked = tuple[Model, Strategy, str | None]
 
 
 def _asked(models: Sequence[Model], settings: ProfileSettings) -> tuple[list[_Asked], tuple[str, ...]]:
-    """Return the asked strategies, and why some do not fit; raise BadInput where none does."""
+    """Return the requested strategies, and why some do not fit; raise BadInput if none fits."""
     asked = list(_strategies(models, settings))
     left_out = tuple(dict.fromkeys(problem for _, _, problem in asked if problem is not None))
     if all(problem is not None for _, _, problem in asked):
@@ -183,7 +183,7 @@ def _asked(models: Sequence[Model], settings: ProfileSettings) -> tuple[list[_As
 
 
 def _strategies(models: Sequence[Model], settings: ProfileSettings) -> Iterator[_Asked]:
-    """Yield every asked strategy of one tensor-parallel group, with the reason why it does not fit or None."""
+    """Yield every requested strategy of one tensor-parallel group, with the reason why it does not fit, or None."""
     for model, (tp_size, kind) in product(models, settings.strategies):
         strategy = Strategy(tp_size=tp_size, dp_size=1, sequence_parallel=kind)
         problem = misfit_of(model, strategy)
@@ -237,7 +237,7 @@ def _state_rows(model: Model, tp_sizes: Sequence[int], precision: Precision, mac
 
 
 def _process_row(process: Process, masks: int) -> ProcessRow:
-    """Return what each process holds beside its layers, with the bytes of the masks that these share."""
+    """Return what each process holds outside its layers, with the bytes of masks that layers share."""
     return ProcessRow(
         process_bytes=process.bytes + masks,
         process_source=Source.ASSUMED,

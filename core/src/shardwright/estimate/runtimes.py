@@ -1,4 +1,4 @@
-"""Named runtimes: the kernels, the overlap and the memory of the systems that run plans, and who says so.
+"""Named runtimes: the kernels, overlap and memory of the systems that run plans, with their sources.
 
 Estimates take kernels, overlap, and what is held in memory (`held`). Fitted are the host's time for each kernel
 (`OPERATOR_S`, to layer times), its kernels for each expert, and nanotron's floor of pipelines between nodes.
@@ -43,7 +43,7 @@ class AttentionKernel(StrEnum):
     FLASH2 = "flash2"
     """FlashAttention-2, as in PyTorch and the flash-attn package."""
     FLASH3 = "flash3"
-    """FlashAttention-3 or cuDNN's kernel where the table of devices has its rate, else FlashAttention-2."""
+    """FlashAttention-3 or cuDNN's kernel if the table of devices has its rate, else FlashAttention-2."""
     EAGER = "eager"
     """Matrix products and a softmax that keep all scores, as in runs of 2022 and before."""
 
@@ -73,18 +73,19 @@ class RuntimeName(StrEnum):
 
 
 class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The habits of a runtime beside its plan."""
+    """The habits of a runtime that a plan does not decide."""
 
     name: RuntimeName
     fused: bool
-    """Whether norms and activation functions are one kernel each, which keeps its input alone."""
+    """Whether norms and activation functions are one kernel each, which only keeps its input."""
     few_kernels: bool = False
     """Whether a block starts as few kernels as a compiled one."""
     attention: AttentionKernel
     message_pieces: Annotated[int, Meta(ge=1)] = 1
-    """Pieces of a tensor-parallel message inside a node of which all but one hide behind products; 1 hides nothing."""
+    """Number of pieces of a tensor-parallel message inside a node; all but one overlap with products; 1: nothing
+    overlaps."""
     overlap: Overlap | None = None
-    """Slowdowns of data parallelism and computation beside one another; None: one after the other."""
+    """Slowdowns of overlapped data parallelism and computation; None: they do not overlap."""
     operator_s: NonNegativeNumber = OPERATOR_S
     """Time of the host for each kernel."""
     graphs: Graphs = Graphs.NONE
@@ -96,13 +97,13 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fused_experts: bool = False
     """Whether experts are one fused operator, without separate passes that permute or quantize their rows."""
     fp8_attention: bool = False
-    """Whether attention beside FP8 products is in FP8, too."""
+    """Whether attention is in FP8 too if products are."""
     kernels_an_expert: tuple[int, int] = (0, 0)
     """Kernels that it starts for each local expert in a forward pass, in 16 bits and in FP8."""
     bias_bytes: int = 0
     """Bytes that a forward pass moves for each element of a row whose experts have biases."""
     whole_scores_from: int | None = None
-    """Length of samples, in tokens, from which attention also computes masked scores; None: it never does."""
+    """Sequence length from which attention also computes masked scores; None: never."""
     copies_gathers: bool = False
     """Whether tensor-parallel messages along the sequence are copied on the device once more."""
     held: Held = OURS
@@ -131,7 +132,7 @@ class Runtime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def tuned(self, mxfp8: bool) -> "Runtime | None":
-        """Return the runtime as its recipes for speed run experts; None: it has no such recipes.
+        """Return the runtime with the expert settings of its tuned recipes; None: it has no such recipes.
 
         `mxfp8`: products are in FP8, on devices that have MXFP8. (Megatron-Bridge 067f987, perf_recipes.)
         """
@@ -165,10 +166,11 @@ SHARDWRIGHT = Runtime(
         "hardware profile or --overlap-slowdowns",
     ),
 )
-"""The runtime of this project, of which a plan's own settings say the rest."""
+"""The runtime of this project; a plan's settings decide the rest."""
 
 _NANOTRON_BLOCK_MS = MappingProxyType({2: 8.0, 4: 12.0, 8: 20.0, 16: 44.0, 32: 124.0})
-"""Fitted to the playbook's 1B and 8B: the least of a stage's micro-batch over its blocks, of pipelines between nodes.
+"""Fitted to the playbook's 1B and 8B: the least time of a stage's micro-batch for each block, in pipelines between
+nodes.
 
 A block sends 12 collectives: about 0.15 ms for each of them and each rank of tensor parallelism inside a node, 0.3 ms
 on four, whatever their bytes, and nothing for one rank. So the host spends it, on something that visits every rank.
@@ -314,10 +316,10 @@ class RuntimeOptions(Options, frozen=True, kw_only=True):
     fused: bool = False
     """Norms and activation functions are one kernel each, whatever the runtime."""
     recompute_modules: tuple[Module, ...] = ()
-    """Module that Megatron-LM recomputes by itself, beside a plan's recomputation: moe_act, layernorm, mla_up_proj,
+    """Module that Megatron-LM recomputes in addition to a plan's recomputation: moe_act, layernorm, mla_up_proj,
     core_attn or moe; its memory is counted, not its time; may be repeated."""
     launch_us: Microseconds | None = None
-    """Time of the host for each kernel, in µs: by default the runtime's, 42 as of eager PyTorch; 0 where CUDA graphs
+    """Time of the host for each kernel, in µs: by default the runtime's, 42 as of eager PyTorch; 0 if CUDA graphs
     replay kernels."""
     dispatcher: Dispatcher | None = None
     """How rows get to the ranks of their experts: all-to-all, or per-node, once to each node or NVLink domain as DeepEP
@@ -359,7 +361,7 @@ class RuntimeOptions(Options, frozen=True, kw_only=True):
 
 
 def attention_of(runtime: Runtime, asked: Attention) -> tuple[AttentionKernel, Attention]:
-    """Return the kernel that gives the rate, and the plan's attention, by those of the runtime and the settings."""
+    """Return the kernel whose rate applies, and the plan's attention, from the runtime's and the settings' kernels."""
     if asked is Attention.AUTO:
         return runtime.attention, Attention.EAGER if runtime.attention is AttentionKernel.EAGER else asked
     if asked in (Attention.EAGER, Attention.SDPA_MATH):

@@ -74,7 +74,7 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
     micro_batch_sizes: _Counts | Range
     """Samples of one tensor-parallel group in a microbatch."""
     sequence_lengths: _Counts | Range | None = None
-    """Tokens of a sample; the model's own length is always among them, and null means that one alone."""
+    """Tokens of a sample; the model's own length is always included, and null means only that one."""
     grid: Grid = Grid.FEWEST
     layers: tuple[Count, Count] = (1, 3)
     """Number of layers of a block type in its shorter and in its longer probe."""
@@ -102,7 +102,10 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def strategies(self) -> tuple[tuple[int, SequenceParallel], ...]:
-        """Return every asked tp_size with every asked sequence parallelism, once; a single rank has none."""
+        """Return every combination of requested tp_size and sequence parallelism once.
+
+        A single rank has no sequence parallelism.
+        """
         asked = product(self.tp_sizes, self.sequence_parallel)
         return tuple(dict.fromkeys((t, kind if t > 1 else SequenceParallel.NONE) for t, kind in asked))
 
@@ -112,7 +115,7 @@ class ProfileSettings(Document, frozen=True, kw_only=True, forbid_unknown_fields
         return (model_length, *(length for length in asked if length != model_length))
 
     def share_lengths(self, model_length: int) -> dict[int, int]:
-        """Return the length of a rank's share of the model's samples by cp_size; BadInput where it is not measured."""
+        """Return the length of a rank's share of a sample by cp_size; raise BadInput if it is not measured."""
         lengths = {size: model_length // size for size in sorted(self.cp_sizes)}
         for size, length in lengths.items():
             if model_length % (2 * size):

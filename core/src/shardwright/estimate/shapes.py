@@ -32,17 +32,17 @@ class AttentionShape(NamedTuple):
 
     @property
     def left_out(self) -> float:
-        """Return the pairs of positions that a sliding window leaves out, as many behind each as before it."""
+        """Return the number of pairs of positions outside a sliding window, which covers as many on each side."""
         return 0.0 if self.window is None else float(self.queries - self.window) ** 2
 
 
 def tensors_of(model: Model, type_name: str) -> tuple[BoundaryTensor, ...]:
-    """Return the tensors that a type of layer hands on, or that the head receives."""
+    """Return the output tensors of a type of layer; of the head, its inputs."""
     return model.types[type_name].outputs or model.received_by(HEAD)
 
 
 def attention_shape(model: Model, type_name: str, region: Region) -> AttentionShape:
-    """Return the shape of a region's attention, to the positions of a window of an image where there are such."""
+    """Return the shape of a region's attention, over a window of an image if attention is limited to one."""
     heads = region.attention
     assert heads is not None
     lengths = {tensor.name: tensor.sequence_length for tensor in tensors_of(model, type_name)}
@@ -60,7 +60,7 @@ def attention_shape(model: Model, type_name: str, region: Region) -> AttentionSh
 
 
 def attended_positions(model: Model, type_name: str) -> int | None:
-    """Return the positions of a window of an image, within which a type of block attends; None: there are none."""
+    """Return the number of positions of the image window in which a block attends; None: there is no window."""
     family = facts_of(model)
     attended: int | None = family.shapes(base_type(type_name), family.configured(model.config)).get(ATTENDED)
     return attended

@@ -56,7 +56,7 @@ class ReaderGone(ShardwrightError):
 
 
 class RunFailed(ShardwrightError):
-    """A run ended before its last step for a reason that resuming does not cure by itself."""
+    """A run that ended before its last step for a reason that resuming does not fix by itself."""
 
     exit_code = 4
 
@@ -72,12 +72,12 @@ class OutOfMemory(RunFailed):
 
 
 class RanksLost(RunFailed):
-    """Ranks are gone or hang; nothing says that they would be again."""
+    """Ranks that are gone or hang, with no sign that this would recur."""
 
     def __init__(self, text: str, *, nodes: tuple[int, ...] = (), start: int = 0) -> None:
         super().__init__(text)
         self.nodes, self.start = nodes, start
-        """The nodes whose launchers are gone, and how often the ranks had been started anew before."""
+        """The nodes whose launchers are gone, and the number of earlier starts of the ranks."""
 
 
 class Stopped(ShardwrightError):

@@ -38,7 +38,7 @@ class Provenance(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Profile:
-    """A value that is an HDF5 file of its own: its fields are texts, structs of texts, and tables.
+    """A value stored as an HDF5 file: its fields are texts, structs of texts, and tables.
 
     A table whose field is `OPTIONAL` may be missing in a file; without rows it is not written.
     """
@@ -48,7 +48,7 @@ class Profile:
 
     @property
     def problem(self) -> str | None:
-        """What contradicts itself in its tables, or None."""
+        """A contradiction in its tables, or None."""
         return None
 
 
@@ -107,7 +107,7 @@ def read_profile(path: Path, kind: type[ProfileType]) -> ProfileType:
 
 
 def format_of(path: Path) -> object:
-    """The format that an HDF5 file names; BadInput if it is none."""
+    """The format that an HDF5 file names; raises BadInput if it is not one of ours."""
     with _opened(path) as file:
         return _attribute(path, file, "format")
 
@@ -118,7 +118,7 @@ def _fields(kind: type[Profile]) -> dict[str, Any]:
 
 
 def _defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the texts that a file may lack, with what is then meant."""
+    """Return the texts that a file may omit, with their defaults."""
     fields = msgspec.structs.fields(kind)
     return {field.name: field.default for field in fields if field.default is not msgspec.NODEFAULT}
 
@@ -129,7 +129,7 @@ def _not_by_default(texts: msgspec.Struct) -> dict[str, Any]:
 
 
 def _optional(kind: type[Profile]) -> frozenset[str]:
-    """The names of the tables that a file may lack."""
+    """The names of the tables that a file may omit."""
     return frozenset(field.name for field in fields(kind) if field.metadata == OPTIONAL)
 
 
@@ -193,7 +193,7 @@ def _check_header(path: Path, file: h5py.File, kind: type[Profile]) -> None:
 
 
 def _attribute(path: Path, holder: h5py.File | h5py.Dataset, name: str) -> object:
-    """An attribute's value, or None; attributes are small, so a big one is refused unread."""
+    """An attribute's value, or None; a large attribute is refused unread."""
     with _h5py_errors(path, f"attribute {name!r} is not readable"):
         if name not in holder.attrs:
             return None
@@ -222,7 +222,7 @@ def _read_column(path: Path, file: h5py.File, where: str, spec: Column) -> NDArr
 
 
 def _stored_elsewhere(dataset: h5py.Dataset) -> str | None:
-    """Why a dataset's values are not simply there in the file, or None when they are.
+    """Why the values of a dataset are not stored plainly in the file, or None if they are.
 
     A declared shape costs a hostile file nothing, so only values that take their full room in the file are read.
     """
@@ -247,5 +247,5 @@ def _hard_linked(path: Path, file: h5py.File, name: str, kind: type) -> h5py.Gro
             raise BadInput(path, f"{name} is a link to elsewhere", WRITE_AGAIN)
         walked = walked[part]
     if not isinstance(walked, kind):
-        raise BadInput(path, f"{name} is no {kind.__name__.lower()}", WRITE_AGAIN)
+        raise BadInput(path, f"{name} is not a {kind.__name__.lower()}", WRITE_AGAIN)
     return walked

@@ -23,10 +23,10 @@ from shardwright.io.text import has_controls
 _MAX_JSON_BYTES = 256 * 1024 * 1024
 _ENDING = ".tmp"
 _OWNED = re.compile(rf"(?:{OWNER}|[0-9]+){re.escape(_ENDING)}")
-"""The end of a temporary file's name; some versions wrote the number of the process alone."""
+"""The suffix of a temporary file's name; some versions wrote only the process number."""
 _UNKNOWN_KEY = re.compile("Object contains unknown field `(.*?)`")
 _SEAL = "sha256"
-"""Key of a sealed document's own SHA-256, that of all its other keys and their values."""
+"""Key of a sealed document's SHA-256, computed over all its other keys and values."""
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,16 +38,16 @@ class Removed(NamedTuple):
 
     remedy: str
     ignored: tuple[object, ...] | None = (None,)
-    """Values that are ignored, as they never changed anything; None: every value."""
+    """Values that are ignored because they never had an effect; None: every value."""
 
 
 class Document(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value that is a JSON file of its own, headed by the keys `format` and `version`."""
+    """A value stored as a JSON file, headed by the keys `format` and `version`."""
 
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int] = 1
     SEALED: ClassVar[bool] = False
-    """True if its file holds the SHA-256 of all that it says, so that no changed bit of it is read."""
+    """True if the file holds the SHA-256 of its content, so that no changed bit is accepted."""
     REMOVED: ClassVar[Mapping[str, Removed]] = {}
 
 
@@ -76,7 +76,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """Remove a folder and those that it is in, as far as they are not there yet, if the block fails."""
+    """If the block fails, remove a folder and its parents, as far as they did not exist before."""
     new = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     try:
         yield
@@ -114,7 +114,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Raise BadInput for a folder with files: what is written there would stand among them, or replace them."""
+    """Raise BadInput if a folder already contains files, which new files would join or replace."""
     if folder.is_dir() and any(folder.iterdir()):
         raise BadInput(folder, "is not empty", "choose a new folder, or remove what is in it")
 
@@ -129,7 +129,7 @@ def _make_room(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """A name short enough for any file system, and another one for each path and process."""
+    """Return a temporary name that is short enough for any file system and unique for path and process."""
     return path.parent / f"{_beginning(path)}{this_process()}{_ENDING}"
 
 
@@ -248,7 +248,7 @@ def removed_key(
 
 
 def checked_header(path: Path, format_name: object, version: object, kinds: Mapping[str, type[Headed]]) -> type[Headed]:
-    """The kind that a file's format names; BadInput unless it is one of these, in the version read here."""
+    """The type of a file's format; raises BadInput unless it is one of these, in the version read here."""
     if not isinstance(format_name, str) or format_name not in kinds:
         raise BadInput(path, f"format is {format_name!r}, not {' or '.join(kinds)}", "pass a file of that format")
     known: int = kinds[format_name].VERSION  # type: ignore[attr-defined]
@@ -262,7 +262,7 @@ def checked_header(path: Path, format_name: object, version: object, kinds: Mapp
 
 
 def check_regular(path: Path, max_bytes: int) -> None:
-    """Raise BadInput unless a path names a regular file of at most so many bytes: no folder, device or pipe."""
+    """Raise BadInput unless a path is a regular file of at most a number of bytes."""
     try:
         entry = path.stat()
     except OSError as error:
@@ -275,7 +275,7 @@ def check_regular(path: Path, max_bytes: int) -> None:
 
 
 def read_bytes(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
-    """The whole of a regular file; BadInput if it is none, larger than allowed, or cannot be read."""
+    """The whole content of a regular file; raises BadInput if it is not one, too large, or unreadable."""
     check_regular(path, max_bytes)
     try:
         return path.read_bytes()
@@ -316,7 +316,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def first_odd(value: object, is_odd: Callable[[str], bool] = has_controls, where: str = "$") -> str | None:
-    """What and where the first number is that is not finite, or the first text or key that is odd, if any."""
+    """The description and place of the first number that is not finite, or of the first odd text or key, if any."""
     if isinstance(value, float):
         return None if math.isfinite(value) else f"not a finite number at `{where}`"
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Tables of rows: one struct for each table, which says the columns, their units and limits."""
+"""Tables of rows: one struct for each table, which declares the columns, their units and limits."""
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -27,7 +27,7 @@ class Source(StrEnum):
     ANALYTIC = "analytic"
     """Computed by a formula from a device's data sheet."""
     ABSENT = "absent"
-    """Nobody knows it; the number beside it is 0."""
+    """Unknown; the number next to it is 0."""
 
 
 class Sourced(NamedTuple):
@@ -62,10 +62,10 @@ class Column(NamedTuple):
     unit: str
     """Written beside the values, and compared when they are read."""
     source: str
-    """The column that says where a number comes from; empty where none does."""
+    """The column with the source of this number; empty if there is none."""
 
     def problem(self, values: NDArray[Any]) -> str | None:
-        """Which value cannot be, or None."""
+        """An impossible value of the row, or None."""
         match self.type:
             case EnumType() | StrType():
                 return _text_problem(self.type, values)

@@ -83,7 +83,7 @@ class Missing(NamedTuple):
 
 
 def collectives_of(trace: bytes) -> RankCollectives:
-    """The progress of a rank from its flight recorder's trace; msgspec.MsgspecError if it is no trace."""
+    """A rank's progress from its flight recorder's trace; raises msgspec.MsgspecError if the text is not a trace."""
     entries = msgspec.json.decode(trace, type=_Trace).entries
     lanes: dict[tuple[str, str, bool], list[_Entry]] = {}
     for entry in entries:
@@ -99,7 +99,7 @@ def _entered(lane: tuple[str, str, bool], entries: Sequence[_Entry]) -> Entered:
 
 
 def first_missing(known: Mapping[int, RankCollectives]) -> Missing | None:
-    """The earliest collective that a rank waits in and another has not entered; None if there is none.
+    """The earliest collective that one rank waits in and another has not entered; None if there is none.
 
     Collectives that wait for one another were entered one after the other: the earliest is what the others wait for.
     """

@@ -274,7 +274,7 @@ def exchange(
 
 @contextmanager
 def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """Run an event loop in a thread of its own."""
+    """Run an event loop in a separate thread."""
     runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
     loop = runner.get_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

@@ -80,7 +80,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The message of a failed launch and the exit code, that of an error which ranks reported in order."""
+    """The message of a failed launch and its exit code, which is that of an error that ranks reported in order."""
 
     text: str
     exit_code: int = RunFailed.exit_code
@@ -95,7 +95,7 @@ class FailureReport:
     gone: tuple[int, ...] = ()
     """The nodes whose launchers are gone."""
     failed: int | None = None
-    """The rank whose last lines may say more: it failed first, or has run longest if ranks hang."""
+    """The rank whose last lines are shown: the one that failed first, or has run longest if ranks hang."""
 
 
 def shifted(report: NodeReport, now_s: float) -> NodeReport:
@@ -120,7 +120,7 @@ def failure_report(reports: Sequence[NodeReport]) -> FailureReport:
 
 
 def _first_failure(reports: Sequence[NodeReport]) -> FailureReport:
-    """The failure that came first, as well as all nodes' reports tell: other ranks fail a moment after it.
+    """The first failure according to all nodes' reports; other ranks fail a moment later.
 
     A rank that was killed reports nothing and its peers notice before the launcher does, so it goes first; then by time
     those that noted an error, except a lost connection; then a node whose launcher is gone, its ranks with it; then a

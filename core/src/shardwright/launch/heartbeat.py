@@ -71,7 +71,7 @@ class RankError(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the error is a lost connection, because another rank was gone before."""
     trace: str = ""
     asked: Asked | None = None
-    """The memory request; set if a device lacked the memory."""
+    """The memory request; only set if a device ran out of memory."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Heartbeat:
         return cls(RankFiles.of_environment())
 
     def begin(self, where: str) -> None:
-        """Record the rank's activity from now on, such as `in step 3`: the time allowed for a step starts anew."""
+        """Record the rank's activity from now on, such as `in step 3`; the time allowed for a step restarts."""
         record = f"{time.monotonic()} {' '.join(where.split())}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES)
         os.pwrite(self._record.fileno(), record, 0)
 
@@ -216,7 +216,7 @@ def _is_lost_connection(error: Exception) -> bool:
 
 
 def _is_fault(error: BaseException) -> TypeGuard[OSError]:
-    """Whether the system refused something, such as a file on a full disk; a lost peer is no such fault."""
+    """Whether the operating system reported a fault, such as a full disk; a lost peer is not a fault."""
     return isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError)
 
 

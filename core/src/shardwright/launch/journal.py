@@ -25,7 +25,7 @@ class _Header(Value, Generic[Identity], frozen=True, kw_only=True, forbid_unknow
 
 @dataclass(frozen=True)
 class Kept(Generic[Entry]):
-    """The entries of a journal, and how many of its bytes they and its header take."""
+    """The entries of a journal, and the number of bytes of the header and the complete entries."""
 
     entries: tuple[Entry, ...] = ()
     good_bytes: int = 0
@@ -45,7 +45,7 @@ class JournalKind(Generic[Identity, Entry]):
     """Function from an entry to the key that identifies it."""
 
     def read(self, path: Path, identity: Identity, *, anew: bool = False) -> Kept[Entry]:
-        """The entries of a journal, none if there is no file; a last line torn by the kill is left out.
+        """The entries of a journal, empty if there is no file; an incomplete last line is ignored.
 
         Raises BadInput if it is no journal of this kind, or is of another run and that is not to start `anew`.
         """

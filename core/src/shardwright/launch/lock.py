@@ -1,4 +1,4 @@
-"""The lock that lets only one run use a folder at a time, and scratch folders.
+"""The lock that allows only one run at a time in a folder, and scratch folders.
 
 A lock is released when its process ends, however it ends: it is flock(2), which the kernel releases. On NFS, Linux
 turns it into a lock of the server's, for all its clients: for a machine that is lost, NFSv4's server releases it when
@@ -28,7 +28,7 @@ _NAME = re.compile(rf"{_PREFIX}{OWNER}-[a-z0-9_]+")
 
 
 class HeldLock(Value, frozen=True, kw_only=True):
-    """A lock that this run holds for as long as the lock's name is that of the file which the run has opened."""
+    """A lock that this run holds as long as the lock file's name still refers to the file that it opened."""
 
     file: str
     device: int
@@ -44,7 +44,7 @@ class HeldLock(Value, frozen=True, kw_only=True):
 
 @contextmanager
 def only_run(file: Path, nodes: Nodes) -> Iterator[tuple[HeldLock, ...]]:
-    """Hold the lock `file` of a run on node 0; the run's other nodes take none, for they may share its folder.
+    """Hold the lock `file` of a run on node 0; other nodes take no lock, because they may share the folder.
 
     A symbolic link is not followed, and a hard link not written to. The file names its holder, as does the BadInput
     raised if another run holds it.
@@ -121,7 +121,7 @@ def _is_still(file: Path, identity: tuple[int, int]) -> bool:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield an empty folder that is removed at the end; first remove those that killed commands have left."""
+    """Yield an empty folder that is removed at the end; leftovers of killed commands are removed first."""
     _sweep(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{this_process()}-") as folder:
         yield Path(folder)

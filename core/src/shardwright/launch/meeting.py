@@ -1,4 +1,4 @@
-"""The rendezvous of the launchers and ranks of several nodes, and the proof that each knows the secret of the run.
+"""The rendezvous of launchers and ranks of several nodes, and the proof that each knows the run's secret.
 
 Node 0 listens at one address. A caller and node 0 exchange random numbers and prove by HMAC-SHA256 over both (RFC 2104)
 that they know the secret, which is never sent. Until then, only 32 and 64 bytes are read from a peer, uninterpreted.
@@ -25,7 +25,7 @@ from shardwright.launch.nodes import Address, Meeting, Nodes, means_loopback
 SECRET_VARIABLE = "SHARDWRIGHT_SECRET"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 ANSWER_S = 10.0
-"""Seconds that a peer has to prove that it knows the secret, and to take a message."""
+"""Seconds that a peer has to prove that it knows the secret, and to receive a message."""
 
 _MIN_SECRET_CHARACTERS, _MAX_SECRET_CHARACTERS = 32, 1024
 _FIRST_PORT, _PORTS = 20000, 12000
@@ -35,7 +35,7 @@ REMEDY = f"set {SECRET_VARIABLE} to the same {_MIN_SECRET_CHARACTERS} or more ra
 
 
 class Refused(ConnectionError):
-    """The peer does not know the secret, or sends something invalid."""
+    """A peer that does not know the secret, or sends something invalid."""
 
 
 @dataclass(frozen=True)

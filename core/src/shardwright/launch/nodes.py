@@ -1,4 +1,4 @@
-"""The nodes of a run, from options or Slurm's variables, and the addresses at which they reach one another."""
+"""The nodes of a run, from options or Slurm's variables, and their addresses."""
 
 import fcntl
 import itertools
@@ -23,7 +23,7 @@ LOOPBACK = "lo"
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES, _REQUEST_BYTES, _ADDRESS_BYTES = 15, 256, slice(20, 24)
 _ELSEWHERE = ("198.51.100.1", 9)
-"""An address and port of no machine (RFC 5737)."""
+"""An address and port that belong to no machine (RFC 5737)."""
 _MAX_PORT = 65535
 _USUAL_PORT = 29500
 """Port that PyTorch uses by default."""
@@ -44,7 +44,7 @@ class Meeting:
     """The means by which the nodes of a run meet: a secret and node 0's socket."""
 
     file: Path
-    """File where node 0 keeps the secret, unless it was given to all nodes."""
+    """File in which node 0 stores the secret, unless all nodes were given it."""
     secret: bytes | None = field(default=None, repr=False)
     """The secret, if it was given or this is node 0."""
     server: socket.socket | None = None
@@ -59,7 +59,7 @@ class Nodes:
     rank: int = 0
     rendezvous: str | None = None
     all_here: bool = False
-    """Whether this machine stands for all nodes of the cluster."""
+    """Whether this machine runs the ranks of all nodes of the cluster."""
     step: str = ""
     """Job and step of Slurm, if these name the nodes: then `rendezvous` is a host, and its port is random."""
     meeting: Meeting | None = field(default=None, compare=False)
@@ -181,7 +181,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _host_of_step(environment: Mapping[str, str]) -> str:
-    """The address of the step's first node as Slurm itself reaches it: its name may be known to Slurm alone."""
+    """The address of the step's first node as Slurm reaches it; its name may only be known to Slurm."""
     listed = environment["SLURM_STEP_NODELIST"]
     hosts = _hosts(listed)
     # Slurm's list of the step is sorted by name across a job's components: the first task is on the first component's.
@@ -230,11 +230,11 @@ class NodeOptions(Options, frozen=True, kw_only=True):
     """Options of a command that is started once on each node."""
 
     nnodes: Count | None = None
-    """Number of nodes this command is started on; without it as srun says, else 1."""
+    """Number of nodes on which this command is started; by default srun's, else 1."""
     node_rank: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    """This node's number in the cluster's order, from 0; without it as srun says, else 0."""
+    """This node's number in the cluster's order, from 0; by default srun's, else 0."""
     rendezvous: Annotated[str, Meta(max_length=300)] | None = None
-    """HOST:PORT of node 0 where several nodes meet. Not needed under srun."""
+    """HOST:PORT of node 0 if several nodes meet. Not needed under srun."""
 
     all_nodes_here: bool = False
     """Start the ranks of all nodes on this machine, to try a cluster's plans if there is no such cluster."""

@@ -29,7 +29,7 @@ class RankLog:
     """The log file of one rank, to which every start appends."""
 
     def __init__(self, path: Path, heading: str) -> None:
-        """Open the log and write a heading line; raise BadInput if it is no file that can be written."""
+        """Open the log and write a heading line; raise BadInput if the file cannot be written."""
         self.path = path
         if path.exists() and not path.is_file():
             raise BadInput(path, "is not a regular file", "choose another folder for logs")
@@ -43,7 +43,7 @@ class RankLog:
         self._begin = os.fstat(self._descriptor).st_size
 
     def write(self, piece: bytes) -> None:
-        """Append a piece; if the file takes no more, print that once and let the rank go on without its log."""
+        """Append to the log; if that fails, report it once and let the rank continue without a log."""
         if self._failed:
             return
         try:
@@ -118,7 +118,7 @@ class RankOutput:
 def rank_output(
     folder: Path | None, ranks: range, world_size: int, start: int, on_line: OnLine | None
 ) -> Iterator[RankOutput]:
-    """Yield the output of these ranks: lines of rank 0 go to `on_line`, and with a folder all output is kept there.
+    """Yield the output of these ranks: rank 0's lines go to `on_line`, and with a folder all output is stored there.
 
     Raises BadInput if the folder or a file in it cannot be written.
     """
@@ -158,7 +158,7 @@ def _hand_on(lines: Iterable[bytes], takers: Iterable[OnLine]) -> None:
 
 
 def _show(descriptor: int, piece: bytes) -> None:
-    """Print a piece as the rank itself would; a stream that nobody reads any more is no reason to fail."""
+    """Print output as the rank itself would; a closed stream is not an error."""
     with suppress(OSError):
         _write(descriptor, piece)
 

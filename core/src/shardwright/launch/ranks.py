@@ -189,7 +189,7 @@ def _start(
 
 
 def _watch(ranks: Sequence[_Rank], nodes: Nodes, others: Exchange, hang_timeout_s: float | None) -> NodeReport | None:
-    """None once this node's ranks have all ended well, or its report once some node's rank failed and time is up."""
+    """None once all ranks of this node have ended well, or its report once any node failed and the time is up."""
     began_s, reported, gone_s = time.monotonic(), False, math.inf
     while None in [rank.look() for rank in ranks]:
         here = _report(ranks, nodes, began_s, hang_timeout_s)
@@ -229,7 +229,7 @@ def _time_is_up(failed: Sequence[RankState]) -> bool:
 
 
 def _hang(running: Sequence[RankState], began_s: float, hang_timeout_s: float) -> str | None:
-    """A description of what takes too long: a rank's step, or finding one another."""
+    """A description of what takes too long: a rank's step, or connecting the ranks."""
     now_s = time.monotonic()
     steps = [state.step for state in running if state.step is not None]
     if any(now_s - step.began_s > hang_timeout_s for step in steps):

@@ -14,7 +14,10 @@ _RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 @contextmanager
 def relayed_signals(ask_to_stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
-    """Call `ask_to_stop` at the first of INT, TERM, USR1 or HUP, exit by SystemExit at the second; yield those seen."""
+    """Call `ask_to_stop` at the first INT, TERM, USR1 or HUP, and raise SystemExit at the second.
+
+    Yield the received signals.
+    """
     seen: list[signal.Signals] = []
 
     def relay(number: int, _frame: FrameType | None) -> None:
@@ -34,7 +37,7 @@ def relayed_signals(ask_to_stop: Callable[[], None]) -> Iterator[list[signal.Sig
 
 
 def outlive_terminal() -> None:
-    """Let this process go on when its output is not read any more: a closed terminal is no reason to fail."""
+    """Keep this process running when its output is closed, as a closed terminal does."""
     sys.stdout, sys.stderr = cast(TextIO, _Lossy(sys.stdout)), cast(TextIO, _Lossy(sys.stderr))
 
 

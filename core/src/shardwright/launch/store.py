@@ -191,7 +191,7 @@ def _as_bytes(value: bytes | str) -> bytes:
 
 
 def rank_store(file_store: Callable[[str, int], S], base: type[S], world_size: int, timeout: timedelta) -> S:
-    """The store by which the ranks of a launch find one another.
+    """The store through which the ranks of a launch connect.
 
     It is a `file_store` on one node and a subclass of `base` on several: `torch.distributed.FileStore` and `Store`.
     """
@@ -206,6 +206,6 @@ def rank_store(file_store: Callable[[str, int], S], base: type[S], world_size: i
 
 
 def note_meeting(file: "os.PathLike[str]", place: Place, launch: str) -> None:
-    """Write the address where the ranks of this node meet the others into a file for them."""
+    """Write the address at which this node's ranks meet the others into a file for them."""
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
         opened.write(msgspec.json.encode(MeetingNote(place, launch)))

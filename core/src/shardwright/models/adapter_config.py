@@ -1,4 +1,4 @@
-"""An adapter of peft (LoRA, Hu et al. 2021): what its adapter_config.json says, and whether it has trained weights."""
+"""An adapter of peft (LoRA, Hu et al. 2021): its adapter_config.json, and whether it has trained weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,8 @@ _IGNORED = frozenset(
         *("eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
     )
 )
-"""Keys that are read here, or change nothing: some count with others alone, and peft corrects fan_in_fan_out itself."""
+"""Keys that are read here or have no effect: some only matter together with others, and peft corrects fan_in_fan_out
+itself."""
 _ONLY = {
     "lora_dropout": Only(0, "nothing is dropped on the way to low-rank matrices"),
     "bias": Only("none", "only the low-rank matrices are trained"),
@@ -41,14 +42,14 @@ _ONLY = {
     ),
 }
 _TASKS = (None, "CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
-"""Tasks for which peft trains no head beside the low-rank matrices."""
+"""Tasks for which peft trains only the low-rank matrices and no head."""
 _DRAWN = ("gaussian", "orthogonal", "eva")
 """Ways of drawing low-rank matrices that leave the model's own matrices as they are."""
 _NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 
 
 class Adapter(NamedTuple):
-    """What an adapter's configuration says."""
+    """The configuration of an adapter."""
 
     low_rank: LowRank
     targets: Targets
@@ -59,7 +60,7 @@ class Adapter(NamedTuple):
 
 
 def read_adapter(given: Path) -> tuple[Adapter, Path]:
-    """Return the adapter of a folder, with the identity of its trained weights, or of an adapter_config.json alone.
+    """Return the adapter of a folder, with its trained weights' identity, or of an adapter_config.json.
 
     Also returns the file of the configuration. Raises BadInput, naming it and the key, for what cannot be trained.
     """
@@ -76,18 +77,20 @@ def read_adapter(given: Path) -> tuple[Adapter, Path]:
 
 
 def adapter_of_config(config: Mapping[str, Any], file: object, *, is_trained: bool = False) -> Adapter:
-    """Return what an adapter_config.json of peft says; raise BadInput, naming the key, for what cannot be trained.
+    """Return the adapter of an adapter_config.json of peft; raise BadInput, naming the key, if it cannot be trained.
 
     `is_trained`: its low-rank matrices are not drawn.
     """
     if (kind := config.get("peft_type")) != "LORA":
-        raise BadInput(file, f"peft_type {kind!r} is not trained here", "use LORA")
+        raise BadInput(file, f"peft_type {kind!r} is not supported", "use LORA")
     for key, value in config.items():
         only, reason = _ONLY.get(key, Only(None, "it is not known here"))
         if key not in _IGNORED and value not in (only, None) and (key in _ONLY or value not in _NOTHING):
             raise BadInput(file, f"{key} {value!r} cannot be trained: {reason}", "leave it out")
     if (task := config.get("task_type")) not in _TASKS:
-        raise BadInput(file, f"task_type {task!r} cannot be trained: peft trains the head whole, too", "leave it out")
+        raise BadInput(
+            file, f"task_type {task!r} cannot be trained: peft would also train the whole head", "leave it out"
+        )
     targets = _targets(config, file)
     named = (targets.modules,) if isinstance(targets.modules, str) else targets.modules
     low_rank = LowRank(
@@ -119,10 +122,10 @@ def _targets(config: Mapping[str, Any], file: object) -> Targets:
     if numbers is not None and not (isinstance(numbers, list) and all(type(each) is int for each in numbers)):
         raise BadInput(file, f"layers_to_transform {layers!r} is not a list of numbers", "correct it")
     if isinstance(modules, str) and (numbers or patterns):
-        problem = "layers_to_transform and layers_pattern go with a list of target_modules, as in peft"
+        problem = "layers_to_transform and layers_pattern need a list of target_modules, as in peft"
         raise BadInput(file, problem, "list the target_modules, or leave them out")
     if patterns and numbers is None:
-        raise BadInput(file, "layers_pattern goes with layers_to_transform, as in peft", "name the layers, too")
+        raise BadInput(file, "layers_pattern needs layers_to_transform, as in peft", "name the layers, too")
     return Targets(
         modules,
         excluded if isinstance(excluded, str) else _names(config, "exclude_modules", file),
@@ -154,7 +157,7 @@ def _alpha(value: object, key: str, file: object) -> float:
 def _pattern(config: Mapping[str, Any], key: str, file: object) -> Mapping[str, Any]:
     pattern = config.get(key) or {}
     if not isinstance(pattern, Mapping):
-        raise BadInput(file, f"{key} {pattern!r} does not give numbers by patterns", "correct it")
+        raise BadInput(file, f"{key} {pattern!r} is not a mapping from patterns to numbers", "correct it")
     return pattern
 
 
@@ -162,5 +165,5 @@ def _starts_at_zero(start: object, file: object, is_trained: bool) -> bool:
     if is_trained and start in _DRAWN:
         return True
     if not isinstance(start, bool):
-        raise BadInput(file, f"init_lora_weights {start!r} is not drawn here", "use true or false")
+        raise BadInput(file, f"init_lora_weights {start!r} is not supported", "use true or false")
     return start

@@ -49,9 +49,9 @@ NOTES = frozenset(
 _TOOLS = ("_", "unsloth", "axolotl", "trl_", "llamafactory", "nemo_", "mergekit", "transformers.js")
 """How keys begin that transformers keeps for itself, or by which tools note that they wrote a file."""
 _OFF = ("add_cross_attention", "is_decoder", "use_qk_norm")
-"""Keys that are off unless a file says otherwise, except in classes that are nothing without."""
+"""Keys that are off unless a file sets them, except in classes that need them."""
 _ALIKE = 0.8
-"""The least likeness, from 0 to 1, of a key to the one that it misspells."""
+"""The least similarity, from 0 to 1, of a key to the one that it misspells."""
 _CODE = "auto_map"
 PARTS = ("text_config", "vision_config")
 """Keys that hold the keys of a part of a model."""
@@ -61,11 +61,11 @@ class StockKeys(NamedTuple):
     """The keys that the configuration classes of transformers declare."""
 
     families: Mapping[str, frozenset[str]]
-    """Those that mean something to each family, parts of its configuration included."""
+    """The keys that each family reads, including nested ones."""
     others: frozenset[str]
-    """Those of all classes."""
+    """The keys of all configuration classes."""
     off: frozenset[str]
-    """Those of them that every class has off unless a file says otherwise."""
+    """The keys of them that are off by default in every class."""
 
 
 @cache
@@ -85,7 +85,7 @@ def known_keys(family: Family) -> frozenset[str]:
 
 
 def without_notes(family: Family, config: Config) -> tuple[dict[str, Any], str | None]:
-    """Return a configuration without the keys that change nothing, and a line that names them; None: there are none.
+    """Return a configuration without the keys that have no effect, and a line that names these; None: there are none.
 
     A family that the list lacks, which is being added, is taken to read every key. Raises ValueError naming the first
     key that the family does not read and that may change a model.
@@ -113,7 +113,7 @@ def _sorted(
 
 
 def _meaning(known: frozenset[str], key: str, value: object, *, has_code: bool) -> str | None:
-    """Return why a key that a family does not read may change a model all the same; None: it cannot."""
+    """Return why a key that a family does not read may change the model; None: it cannot."""
     if key in NOTES or key.startswith(_TOOLS) or value is None:
         return None
     keys = read_keys()
@@ -146,7 +146,7 @@ _MAY_BE_NULL = frozenset(
 
 
 def wrong_values(family: Family, given: Config) -> str | None:
-    """Return what is wrong with the first value of a configuration that cannot be used, or None."""
+    """Return what is wrong with the first unusable value of a configuration, or None."""
     return next(_wrong_values(family, given), None)
 
 

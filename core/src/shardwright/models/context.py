@@ -10,10 +10,10 @@ from shardwright.plan.axes import axes_of
 from shardwright.types import FP8, Attention, Cluster, ContextParallel, Model, Plan, Precision
 
 WITHOUT_FLASH = "attends to no positions of other ranks, as cp_size asks for"
-"""The reason why flash_attention_2 is not used beside context parallelism."""
+"""The reason why flash_attention_2 is not used with context parallelism."""
 _RING_MASKS = (Mask.CAUSAL, Mask.NONE)
 _MULTIPLES = {"bfloat16": 8, "float16": 8, "float32": 4}
-"""Numbers of which the features of a head are a multiple in kernels of attention that return logarithms: 16 bytes."""
+"""Head widths must be multiples of this number in attention kernels that return logarithms: 16 bytes."""
 
 
 class Obstacle(NamedTuple):
@@ -24,7 +24,7 @@ class Obstacle(NamedTuple):
 
 
 def gpu_format(precision: Precision, cluster: Cluster) -> str | None:
-    """Return the number format in which a plan's attention computes on GPUs, or None on the processor."""
+    """Return the number format in which a plan's attention computes on GPUs, or None on CPU."""
     if any(cluster.node_types[group.node_type].on_cpu for group in cluster.nodes):
         return None
     return "bfloat16" if precision.compute == FP8 else precision.compute
@@ -33,7 +33,7 @@ def gpu_format(precision: Precision, cluster: Cluster) -> str | None:
 def context_obstacle(
     model: Model, attention: Attention, compile: bool = False, on_gpu: str | None = None
 ) -> Obstacle | None:
-    """Return why no layer of a model can have a cp_size above 1 beside a kernel, or None.
+    """Return why no layer of a model can have a cp_size above 1 with a kernel, or None.
 
     `on_gpu`: the number format of attention on GPUs, whose kernels take heads of some sizes; None: there are none.
     Nothing is known of families such as those of descriptions made from others' profiles: they have no obstacle.
@@ -42,7 +42,7 @@ def context_obstacle(
 
 
 def ring_obstacle(model: Model, attention: Attention) -> Obstacle | None:
-    """Return why keys of a model cannot go round a ring beside a kernel, or None: its blocks mask documents alone.
+    """Return why a model's keys cannot be sent round a ring with a kernel, or None if they can.
 
     What only some types of layer lack, such as a window, `misfit` says of these.
     """
@@ -50,7 +50,7 @@ def ring_obstacle(model: Model, attention: Attention) -> Obstacle | None:
 
 
 def plan_obstacle(plan: Plan) -> Obstacle | None:
-    """Return the first thing in a plan's context parallelism that the runtime does not do, or None."""
+    """Return the first feature of a plan's context parallelism that the runtime does not support, or None."""
     if not any(axes_of(strategy).shares_context for strategy in (plan.embedding, *plan.layers, plan.head)):
         return None
     on_gpu = gpu_format(plan.precision, plan.cluster)
@@ -83,7 +83,7 @@ def _context_obstacles(model: Model, attention: Attention, compile: bool, on_gpu
 
 
 def _odd_heads(model: Model, facts: Family, multiple: int) -> int | None:
-    """Return the features of the first heads that are attended in blocks of no such multiple, or None.
+    """Return the width of the first heads that do not fit the kernels which attend in blocks, or None.
 
     Blocks are of masks that a kernel makes itself: whatever adds to scores is attended as on one rank.
     """

@@ -37,7 +37,7 @@ _STRETCHING = ("linear", "dynamic", "yarn")
 
 
 class Contents(NamedTuple):
-    """The parameters of a layer type, and the elements of those that are matrices: no tables, experts or router."""
+    """The parameters of a layer type, and the elements of its matrices without tables, experts and router."""
 
     parameters: tuple[Parameter, ...]
     products: int
@@ -49,7 +49,7 @@ class Contents(NamedTuple):
 
 
 def model_of_config(given: Config, name: str, sequence_length: int | None, file: object) -> Model:
-    """Return the description of a configuration for samples of a length in tokens; None: the configuration tells it.
+    """Return the description of a configuration for samples of a length in tokens; None: it fixes the length.
 
     Raises BadInput, naming `file`, for families without facts, for keys of other models, and for keys that are missing
     or no lengths, and naming --seq for a length that is missing or does not suit the configuration.
@@ -95,7 +95,7 @@ def described_model(
 
 
 def wrong_length(family: Family, config: Config, sequence_length: int) -> str | None:
-    """Return what is wrong with the samples' length: over the positions, or not those of an image.
+    """Return what is wrong with the samples' length: more than the model's positions, or not the length of an image.
 
     Nor may it be over a window that the family's blocks do not have.
     """
@@ -116,7 +116,7 @@ def wrong_length(family: Family, config: Config, sequence_length: int) -> str | 
 
 
 def _longest(family: Family, config: Config) -> tuple[int | None, str]:
-    """Return the positions that a configuration allows, and the keys that say so; None: any number.
+    """Return the largest number of positions that a configuration allows, and the keys that say so; None: no limit.
 
     Linear, dynamic and YaRN scaling stretch the original positions by their factor; the others' stretched number is
     max_position_embeddings itself (transformers, modeling_rope_utils).
@@ -162,7 +162,7 @@ def wrong_window(family: Family, config: Config) -> str | None:
 
 
 def _checked(family: Family, given: Config, file: object) -> Config:
-    """Return all keys that shapes are read from, each of which is a length."""
+    """Return all keys from which shapes are read, each checked to be a length."""
     configured = family.configured(given)
     if (wrong := wrong_values(family, given) or family.keys.wrong(configured)) is not None:
         raise BadInput(file, wrong, "correct the configuration")
@@ -260,7 +260,7 @@ def multiplied_positions(family: Family, config: Config, layer: str, sequence_le
 
 
 def _chosen_products(family: Family, config: Config, experts: Experts | UnsetType) -> int:
-    """Return the elements of the matrices that multiply each position: the router's, and those of its experts."""
+    """Return the elements of the matrices that multiply each position: the router's, and the chosen experts'."""
     if experts is UNSET:
         return 0
     matrices = 3 if family.feed_forward(config).gated else 2

@@ -37,11 +37,11 @@ class Vision(NamedTuple):
     without_input: int = 0
     """Positions that the embedding multiplies nothing for: the class of an image has no patch."""
     tower: Callable[[str, Config], "Family | None"] | None = None
-    """Facts of a type of block if it is in a tower of another family; None: an image is a whole sample."""
+    """Facts of a type of block that belongs to the tower of another family; None: an image is a whole sample."""
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a family, by keys of its config.json; those that estimates or exports read have no default."""
+    """The facts of a family, by keys of its config.json; facts that estimates or exports read have no default."""
 
     model_type: str
     """Its name in a config.json, in descriptions and in transformers."""
@@ -88,15 +88,15 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def labels(self) -> int | None:
-        """Return the labels of a sample; None: one of each position."""
+        """Return the number of labels of a sample; None: one for each position."""
         return None if self.vision is None or self.vision.tower is not None else 1
 
     def fixed_positions(self, config: Config) -> int | None:
-        """Return the positions of each sample if the configuration has them; None: texts are as long as is asked."""
+        """Return the number of positions of each sample if the configuration fixes it; None: texts have any length."""
         return None if self.vision is None or self.vision.tower is not None else self.vision.positions(config)
 
     def least_positions(self, config: Config) -> int:
-        """Return the fewest positions of a sample: those of the images in it and one of text."""
+        """Return the fewest positions of a sample: its images' positions and one of text."""
         return 1 if self.vision is None or self.vision.tower is None else self.vision.positions(config) + 1
 
     @property
@@ -110,15 +110,15 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return next((stack.joined_by for stack in self.stacks if stack.joined_by is not None), None)
 
     def state_lengths(self, config: Config) -> dict[str, int]:
-        """Return the positions of those boundary tensors that have others than a sample of text."""
+        """Return the lengths of boundary tensors that differ from the length of a text sample."""
         return {stack.state: stack.length(config) for stack in self.stacks if stack.length is not None}
 
     def state_features(self, config: Config) -> dict[str, int]:
-        """Return the features of those boundary tensors that pass through layers of other widths unchanged."""
+        """Return the widths of boundary tensors that pass unchanged through layers of another width."""
         return {stack.state: stack.features(config) for stack in self.stacks if stack.features is not None}
 
     def experts_of(self, layer: str, config: Config) -> Experts | UnsetType:
-        """Return the experts of a type of layer in a configuration; UNSET where it has none."""
+        """Return the experts of a type of layer in a configuration; UNSET if it has none."""
         return UNSET if self.experts is None else self.experts.read(layer, config)
 
     def split(self, layer: str) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.divided.lengths[:-1], self.experts.features)
 
     def attended(self, layer: str) -> tuple[str, ...]:
-        """Return the states that each attention of a block attends to: its stack's, then those of stacks before.
+        """Return the states to which each attention of a block attends: those of its stack, then of earlier stacks.
 
         The head has those of the last stack.
         """
@@ -136,7 +136,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return self.states[number::-1] if self.joined_by is None else self.states[number : number + 1]
 
     def handed_on(self, layer: str) -> tuple[str, ...]:
-        """Return the states that a type of layer hands on: all, or the last alone once they are joined."""
+        """Return the states that a type of layer passes on: all, or only the last once they are joined."""
         joined = self.joined_by is not None and (layer == self.joined_by or self.stacks[-1].has(layer))
         return self.states[-1:] if joined else self.states
 
@@ -150,11 +150,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(layer for stack in self.stacks for layer in stack.layers(config))
 
     def described_layers(self, config: Config, sequence_length: int) -> tuple[str, ...]:
-        """Return the types as descriptions list them: blocks that samples of a length make alike are of one."""
+        """Return the types as descriptions list them: blocks that are equal at this length become one type."""
         return tuple(layer for stack in self.stacks for layer in self._alike(stack, config, sequence_length))
 
     def effective_window(self, layer: str, config: Config, sequence_length: int) -> int | None:
-        """Return the window of a type of block; None where it holds a whole sample."""
+        """Return the window of a type of block; None if it holds a whole sample."""
         window_of = self.attention.window
         window = None if window_of is None else window_of(layer, config)
         return window if window is not None and window < sequence_length else None
@@ -165,7 +165,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return [BLOCK] * len(layers) if whole and stack.may_be_alike(config) else layers
 
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
-        """Return the keys that number the layers or list their types, with the values that say these layers.
+        """Return the keys that state the number of layers or their types, with the values for these layers.
 
         A configuration that says them by rules keeps these.
         """
@@ -185,7 +185,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return {**config, **self.shapes(layer, config)}
 
     def replays_sum(self, config: Config) -> tuple[Recomputation, ...]:
-        """Return the kinds of recomputation that repeat the sum at their end, since something behind it is kept."""
+        """Return the kinds of recomputation that repeat the sum at their end, because something after it is kept."""
         return self.norm.ends or (self.dropouts.ends if self.drops(config) else ())
 
     def drops(self, config: Config) -> bool:
@@ -219,7 +219,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return kept | {"num_labels": self.configured(given)["num_labels"]} if named else kept
 
     def flat(self, config: Config) -> Config:
-        """Return the keys of the part that is trained with those beside it, which come first."""
+        """Return the keys of the trained part, preceded by the keys at the top level."""
         inner = None if self.keys.nested is None else config.get(self.keys.nested)
         if not isinstance(inner, Mapping):
             return config

@@ -1,7 +1,7 @@
 """Frozen parts of a model: which parameters are not trained, and through which layers no backward pass goes.
 
 Layers of one type are alike, so that a type is split where its layers are frozen differently. The family's own name
-stays that of layers that are trained whole; behind a dot stands what is frozen otherwise.
+stays that of layers that are trained whole; after a dot stands what is frozen otherwise.
 """
 
 import re
@@ -19,7 +19,7 @@ OPTION = "--frozen"
 Place = int | str
 """`embedding`, `head`, or the number of a block."""
 NO_BACKWARD = "no_grad"
-"""The word behind the dot where neither a layer nor any before it has a trained parameter."""
+"""The suffix of types if neither a layer nor any layer before it is trained."""
 _FROZEN, _PARTLY, _ADAPTED = "frozen", "part", "lora"
 _PART = re.compile(r"(?:(embedding|head|layers)|layers\[(?:(\d+)|(\d*):(\d*))\])(?:\.(.+))?", re.ASCII)
 _REMEDY = "name embedding, head, layers, layers[2] or layers[0:8], and after a dot parameters, as in layers.mlp.*"
@@ -33,13 +33,13 @@ class FrozenPart(NamedTuple):
     """`embedding`, `head` or `layers`."""
     first: int
     end: int | None
-    """The first block behind them; None: up to the last one."""
+    """The first block after them; None: up to the last one."""
     pattern: str
     """Pattern of names in the description: `*` matches any text, dots included, `?` one character."""
 
     @classmethod
     def parse(cls, text: str) -> "FrozenPart":
-        """Parse `LAYERS` or `LAYERS.PATTERN`; raise BadInput where a text is malformed."""
+        """Parse `LAYERS` or `LAYERS.PATTERN`; raise BadInput if a text is malformed."""
         if (match := _PART.fullmatch(text)) is None:
             raise BadInput(OPTION, f"{text!r} names no part of a model", _REMEDY)
         layer, number, low, high, pattern = match.groups()
@@ -56,10 +56,11 @@ class FrozenPart(NamedTuple):
 
 
 def freeze(model: Model, parts: Sequence[FrozenPart], file: object = OPTION) -> Model:
-    """Return the model with the named parts frozen, besides those that are; its layers' types are split accordingly.
+    """Return the model with the named parts frozen in addition to parts that already are.
 
+    Its layer types are split accordingly.
     Raises BadInput, naming `file`, where a part matches no parameter, where replicas of one parameter would be frozen
-    and trained, and where nothing is left to train.
+    and trained, and if nothing is left to train.
     """
     for part in parts:
         if not any(part.matches(at, p.name) for at, kind in layers_of(model) for p in _parameters(model, kind)):
@@ -68,7 +69,10 @@ def freeze(model: Model, parts: Sequence[FrozenPart], file: object = OPTION) -> 
 
 
 def freeze_where(model: Model, is_frozen: Callable[[Place, Parameter], bool], file: object) -> Model:
-    """Return the model with parameters frozen by their layer and themselves, besides those that are; see `freeze`."""
+    """Return the model with parameters frozen by layer and parameter, in addition to those that already are.
+
+    See `freeze`.
+    """
     frozen = {
         at: frozenset(p.name for p in _parameters(model, kind) if p.frozen is True or is_frozen(at, p))
         for at, kind in layers_of(model)
@@ -124,7 +128,7 @@ def _parameters(model: Model, kind: str) -> tuple[Parameter, ...]:
 
 
 def _check_replicas(model: Model, frozen: Mapping[Place, frozenset[str]], file: object) -> None:
-    """Raise BadInput where one parameter is frozen in one layer and trained in another."""
+    """Raise BadInput if one parameter is frozen in one layer and trained in another."""
     for states in _replicas(model, frozen):
         name, held = next(iter(states.items()))
         if len(set(held)) > 1:

@@ -1,4 +1,4 @@
-"""Low-rank adaptation (LoRA, Hu et al. 2021) of a described model, as an adapter of peft says it.
+"""Low-rank adaptation (LoRA, Hu et al. 2021) of a described model, as an adapter of peft specifies it.
 
 Beside each matrix W [outputs, inputs] that it names stand A [rank, inputs] and B [outputs, rank], which alone are
 trained. Where tensor parallelism cuts W by its outputs, B is cut so and A is a replica that is applied inside the
@@ -35,10 +35,10 @@ from shardwright.types.low_rank import LOW_RANK
 from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter, base_type
 
 FIRST, SECOND = f"{LOW_RANK}A.weight", f"{LOW_RANK}B.weight"
-"""Ends of the names of A and B, behind that of the module that has them."""
+"""Ends of the names of A and B, after the name of their module."""
 _EXPERTS = "mlp.experts"
 _INNER = ".base_layer"
-"""What peft puts behind the name of a module for its first parameter, where two of its parameters are adapted."""
+"""What peft appends to a module's name for its first parameter, if two of its parameters are adapted."""
 _DOUBLED = r".*\.gate_up_proj"
 """peft's pattern for the experts' first matrices, which are two side by side."""
 
@@ -46,7 +46,7 @@ _T = TypeVar("_T", int, float)
 
 
 class Pair(NamedTuple):
-    """The low-rank matrices beside one matrix."""
+    """The low-rank matrices of one matrix."""
 
     module: str
     """The module that has them in the files of peft, by its name in the layer."""
@@ -63,12 +63,12 @@ class Pair(NamedTuple):
 
 
 def adapt(model: Model, adapter: Adapter, file: object) -> Model:
-    """Return the model frozen, with low-rank matrices beside those that the adapter names.
+    """Return the frozen model with the low-rank matrices that the adapter specifies.
 
     Raises BadInput, naming `file`, where a target is not a module of the model, or cannot have them.
     """
     if _is_frozen_on_request(model):
-        raise BadInput(file, "parts of the model are frozen besides", "pass only one of --frozen and --lora")
+        raise BadInput(file, "parts of the model are already frozen", "pass only one of --frozen and --lora")
     ends = map(_end, (*adapter.ranks, *adapter.alphas))
     check_expressions((*adapter.targets.expressions, *ends), matched_names(model), file)
     selection = selected(model, adapter.targets, file)
@@ -92,7 +92,7 @@ def adapt(model: Model, adapter: Adapter, file: object) -> Model:
 
 
 def _is_frozen_on_request(model: Model) -> bool:
-    """Return whether parameters are frozen that the family trains; some have such that it never does."""
+    """Return whether parameters are frozen on request, besides those that the family never trains."""
     facts, config = facts_of(model), _config(model)
     kinds = (EMBEDDING, *dict.fromkeys(map(base_type, model.layers)), HEAD)
     never = {p.name for kind in kinds for p in facts.parameters(kind, config) if not p.trained}
@@ -101,7 +101,7 @@ def _is_frozen_on_request(model: Model) -> bool:
 
 
 def _config(model: Model) -> Mapping[str, Any]:
-    """Return the keys of a described model, with those that follow from them."""
+    """Return the keys of a described model, with derived ones."""
     facts = facts_of(model)
     config = facts.configured(model.config | facts.counted(model.layers, model.config))
     return facts.completed(facts.of_layer(EMBEDDING, config))
@@ -136,7 +136,7 @@ def _end(pattern: str) -> Expression:
 
 
 def _adapted(model: Model, kind: str, pairs: tuple[Pair, ...]) -> LayerType:
-    """Return a layer type with low-rank matrices behind the last parameter of each module that has them."""
+    """Return a layer type with low-rank matrices after the last parameter of each adapted module."""
     described, facts = model.types[kind], facts_of(model)
     weights = {p.name: p for p in described.parameters}
     added, products = dict[str, list[Parameter]](), 0
@@ -161,7 +161,7 @@ def _used(kind: LayerType) -> tuple[int, int]:
 
 
 def _matrices(pair: Pair, weight: Parameter, outputs_last: bool) -> tuple[Parameter, Parameter]:
-    """Return A and B beside a matrix, of which one is cut as the matrix is.
+    """Return A and B of a matrix; one of them is sharded as the matrix is.
 
     Beside [..., outputs, inputs], of which all but the inputs may be several dims, they are A [..., rank, inputs] and B
     [..., outputs, rank].

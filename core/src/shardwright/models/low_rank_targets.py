@@ -1,4 +1,4 @@
-"""The modules of a model that get low-rank matrices: those that peft (version 0.21) finds by an adapter's targets.
+"""The modules of a model that get low-rank matrices, chosen as peft (version 0.21) does from an adapter's targets.
 
 Regular expressions of a file are matched only after a child process has done the same matches within its limits.
 """
@@ -20,7 +20,7 @@ from shardwright.types.low_rank import LOW_RANK
 from shardwright.types.model import EMBEDDING, HEAD, Model, Parameter, base_type
 
 _CPU_S = 2
-"""Processor time for all matches of an adapter; those of published ones take milliseconds."""
+"""Limit of processor time for all matches of an adapter; published ones take milliseconds."""
 _MEMORY_BYTES = 2**30
 _SHOWN = 80
 """Characters of an expression in a message."""
@@ -93,11 +93,11 @@ class StockModule(NamedTuple):
     is_linear: bool
     """Whether it is a Linear or a Conv1D, and not the matrix that gives a model's logits."""
     obstacle: str | None
-    """Why low-rank matrices cannot stand beside it; None: they can."""
+    """Why it cannot have low-rank matrices; None: it can."""
 
 
 def stock_modules(model: Model) -> Iterator[StockModule]:
-    """Yield the modules of all layers that hold matrices or norms; those that files hold as one have its name."""
+    """Yield the modules of all layers that hold matrices or norms, matrices that files fuse under the fused name."""
     facts, paths = facts_of(model), paths_of(model)
     for place, kind in layers_of(model):
         parameters = model.types[kind].parameters
@@ -117,7 +117,7 @@ def stock_modules(model: Model) -> Iterator[StockModule]:
 
 
 def paths_of(model: Model) -> dict[Place, str]:
-    """Return what stands before the names of each layer's modules in the stock model, which may have several lists."""
+    """Return the prefix of each layer's module names in the stock model, which may have several lists of blocks."""
     places = [facts_of(model).stock.places.get(base_type(kind), "model.layers.{}") for kind in model.layers]
     numbers = {place: count() for place in places}
     blocks = (f"{place.format(next(numbers[place]))}." for place in places)
@@ -144,30 +144,30 @@ def _logits(parameters: tuple[Parameter, ...]) -> Parameter:
 
 
 ALL_LINEAR = "all-linear"
-"""peft's word for all matrices of a model but that of its logits."""
+"""peft's word for all matrices of a model except that of its logits."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """The parameters of experts: their first matrices, side by side, and their last."""
 ROUTER = "gate.weight"
 """peft's name of a router's matrix among parameters."""
 _PARAMETERS = (f"experts.{GATE_UP}", f"experts.{DOWN}", ROUTER)
-"""Paths of parameters that have low-rank matrices without a module of their own, in the feed-forward part."""
+"""Paths of parameters of the feed-forward part that are adapted although they are not modules."""
 Names = tuple[str, ...]
 _NUMBERED = Expression("", r".*?\.[^.]*\.(?P<number>\d+)\.")
 
 
 class Targets(NamedTuple):
-    """What an adapter's configuration says of the modules that have low-rank matrices."""
+    """The choice of modules with low-rank matrices in an adapter's configuration."""
 
     modules: str | Names
-    """Names, or their ends behind a dot; a text is a regular expression for whole names, or `all-linear`."""
+    """Names, or their ends after a dot; a text is a regular expression for whole names, or `all-linear`."""
     excluded: str | Names = ()
-    """Modules that have none, in the same way."""
+    """Modules that are excluded, in the same notation."""
     layers: frozenset[int] | None = None
-    """Numbers of the blocks whose modules have them, where they are named by their ends; None: all."""
+    """Numbers of the blocks that are adapted, if modules are named by suffix; None: all."""
     patterns: Names = ()
-    """Regular expressions for the lists whose blocks these numbers count; none: the first that is numbered."""
+    """Regular expressions for the lists of blocks that these numbers count; none: the first numbered list."""
     parameters: Names = ()
-    """Parameters that have them without a module of their own, by the ends of their names."""
+    """Parameters that are adapted although they are not modules, by the ends of their names."""
 
     @property
     def are_all(self) -> bool:
@@ -201,13 +201,13 @@ class Selection(NamedTuple):
     modules: Mapping[Place, Mapping[str, str]]
     """Their full names in the stock model by the layers they are in, and their names in these."""
     parameters: frozenset[str]
-    """Those of `GATE_UP`, `DOWN` and `ROUTER` that get them in each block with experts."""
+    """Parameters among `GATE_UP`, `DOWN` and `ROUTER` that are adapted in each block with experts."""
     doubled: bool
     """Whether the rank and the numerator of `GATE_UP` are twice the usual ones, for two matrices side by side."""
 
 
 def selected(model: Model, targets: Targets, file: object) -> Selection:
-    """Return the modules of a model that targets mean; raise BadInput, naming `file` and a target, where peft differs.
+    """Return the modules that targets select; raise BadInput, naming `file` and a target, if peft would differ.
 
     Either the target is not there, or the module cannot have low-rank matrices here. `check_expressions` must have
     accepted the regular expressions of the targets.
@@ -271,7 +271,7 @@ def _containers(known: Sequence[StockModule]) -> Iterator[StockModule]:
 
 
 def _check_names(targets: Targets, known: Sequence[StockModule], file: object) -> None:
-    """Raise BadInput for a target that is not there, which peft would skip without a word beside others that are."""
+    """Raise BadInput for a target that matches nothing, which peft would skip silently if others match."""
     each = (targets.modules,) if isinstance(targets.modules, str) else targets.modules
     for target in each:
         alone = targets._replace(modules=target if isinstance(targets.modules, str) else (target,))
@@ -291,7 +291,7 @@ def _parameter(name: str, model: Model, file: object) -> str:
 
 
 def _resolved(targets: Targets, model: Model, known: Sequence[StockModule], keys: ExpertKeys) -> Targets:
-    """Return targets with the last parts of names in place of a regular expression, or of the word for all.
+    """Return targets with the last parts of names instead of a regular expression, or of the word for all.
 
     peft does so for models whose experts were modules in transformers 4: what is named of one is meant in all blocks.
     """
@@ -317,7 +317,7 @@ def _last_parts(names: Iterable[str]) -> dict[str, None]:
 
 
 def _without_experts(targets: Targets, keys: ExpertKeys, file: object) -> tuple[Targets, frozenset[str]]:
-    """Return targets without those that have the older name of a matrix of experts or routers, and what these mean.
+    """Return targets without older names of expert and router matrices, and what these names mean.
 
     peft adapts experts and routers of all blocks then, and no dense feed-forward part, whose matrices have these names.
     """

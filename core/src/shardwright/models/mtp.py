@@ -9,7 +9,7 @@ from shardwright.models.traits import Mask
 from shardwright.types import EMBEDDING, HEAD, LayerType, Model, Parameter
 
 MTP = ".mtp"
-"""End of the names of their types, which stands behind that of the model's last layer."""
+"""End of the names of their types, after the name of the model's last layer."""
 
 
 def mtp_layers(layers: tuple[str, ...]) -> int:
@@ -18,7 +18,7 @@ def mtp_layers(layers: tuple[str, ...]) -> int:
 
 
 def with_mtp(model: Model, number: int) -> Model:
-    """Return a model with so many layers that predict further tokens, as Megatron-LM computes them.
+    """Return a model with this number of additional layers that predict further tokens, as Megatron-LM computes them.
 
     Each is a layer like the last one behind a product of twice as many features, and has a copy of the token table, as
     the last pipeline stage there; the head computes their logits and losses, too. Estimated, not trained.

@@ -15,7 +15,7 @@ Cut = Literal["columns", "rows", "whole"]
 
 
 def linear(name: str, outputs: int, inputs: int, cut: Cut = "whole", bias: bool = False) -> Parameters:
-    """Yield those of a torch Linear: weight [outputs, inputs], bias [outputs]."""
+    """Yield the parameters of a torch Linear: weight [outputs, inputs], bias [outputs]."""
     dim = {"columns": 0, "rows": 1, "whole": None}[cut]
     yield Parameter(name=f"{name}.weight", shape=(outputs, inputs), tp_dim=dim)
     if bias:
@@ -23,20 +23,20 @@ def linear(name: str, outputs: int, inputs: int, cut: Cut = "whole", bias: bool 
 
 
 def gated(path: str, hidden: int, inner: int, bias: bool = False) -> Parameters:
-    """Yield those of a feed-forward part with a gate, as Llama's is named."""
+    """Yield the parameters of a gated feed-forward part, named as in Llama."""
     for name in ("gate_proj", "up_proj"):
         yield from linear(f"{path}.{name}", inner, hidden, "columns", bias)
     yield from linear(f"{path}.down_proj", hidden, inner, "rows", bias)
 
 
 def conv1d(name: str, outputs: int, inputs: int, cut: Cut) -> Parameters:
-    """Yield those of GPT-2's linear layer: weight [inputs, outputs], bias [outputs]."""
+    """Yield the parameters of GPT-2's linear layer: weight [inputs, outputs], bias [outputs]."""
     yield Parameter(name=f"{name}.weight", shape=(inputs, outputs), tp_dim=1 if cut == "columns" else 0)
     yield _bias(name, outputs, cut)
 
 
 def norm(name: str, features: int, bias: bool = True) -> Parameters:
-    """Yield those of a LayerNorm, or of an RMSNorm, which has no bias."""
+    """Yield the parameters of a LayerNorm, or of an RMSNorm, which has no bias."""
     for kind in ("weight", "bias") if bias else ("weight",):
         yield Parameter(name=f"{name}.{kind}", shape=(features,))
 

@@ -29,11 +29,11 @@ FAMILIES = read_families()
 _UNFIT = {
     "qwen2_5_vl": "mrope_section and window_size follow the size of each image, which its configuration does not hold",
 }
-"""Reasons why models of a type cannot be trained, where they are likely to be asked for."""
+"""Reasons why models of a type cannot be trained, for types that users are likely to try."""
 
 
 def refusal(model_type: object, usual: str) -> str:
-    """Return why no family is of a model_type: `usual`, unless there is a reason of its own."""
+    """Return why there is no family for a model_type: `usual`, unless there is a specific reason."""
     reason = _UNFIT.get(model_type) if isinstance(model_type, str) else None
     return usual if reason is None else f"model_type {model_type!r} cannot be trained: {reason}"
 
@@ -65,11 +65,11 @@ class Preset(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: Annotated[str, Meta(min_length=1)]
     """The paper, and whose config.json has these numbers."""
     sequence_length: Tokens
-    """Tokens of a sample, as it was trained."""
+    """Tokens of a sample, as the published model was trained."""
     config: dict[str, Any]
     """Named as in its config.json."""
     nulls: tuple[str, ...] = ()
-    """Further keys, whose value is null, which TOML cannot say."""
+    """Keys whose value is null, which TOML cannot express."""
 
 
 def read_presets() -> dict[str, Preset]:

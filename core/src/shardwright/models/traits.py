@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from shardwright.types import Attention, Experts, Parameter, base_type
 
 Config = Mapping[str, Any]
-"""The keys of a config.json; once `configured` has read it, also those that are absent, and under the usual names."""
+"""The keys of a config.json; after `configured`, absent keys have their defaults, under the usual names."""
 Layers = Callable[[str, Config], Iterator[Parameter]]
 """The parameters of a layer type, in the stock model's names and order."""
 Recomputation = Literal["full", "attention", "mlp"]
@@ -18,7 +18,7 @@ BLOCK = "block"
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Types of block that differ by a sliding window, by transformers' names."""
 DENSE, SPARSE = "dense", "sparse"
-"""The types of block, of which each of the second has experts."""
+"""Types of block without and with experts."""
 OLDER_NAMES = ("gate", "gate_proj", "up_proj", "down_proj")
 """The names of `ExpertKeys.older_names` in models whose experts are named as feed-forward parts are."""
 POSITIONS = "positions"
@@ -26,9 +26,10 @@ POSITIONS = "positions"
 ATTENDED = "attended_positions"
 """The key under which `shapes` gives the positions that each position of a layer type attends to."""
 MULTIPLIED = "multiplied_positions"
-"""The key under which `shapes` gives the positions that the matrices of a layer type multiply; None: all its own."""
+"""The key under which `shapes` gives the positions that a layer type's matrices multiply; None: all of its
+positions."""
 VALUES = "value_head_dim"
-"""The key under which `implied` gives the features of a value head, if they are not those of a key."""
+"""The key under which `implied` gives the width of a value head, if it differs from a key head's."""
 SINK_FEATURES = 8
 """Further features of a head when kernels without sinks compute them: 16 bytes of 16 bits, as GPUs need."""
 
@@ -46,26 +47,26 @@ class StockModel(NamedTuple):
     name: str
     """Its class."""
     tied: tuple[tuple[str, str], ...]
-    """Parameters of embedding and head that are one if the configuration says tie_word_embeddings."""
+    """Parameters of embedding and head that are one parameter if the configuration sets tie_word_embeddings."""
     places: Mapping[str, str] = {}
-    """Paths of types of block, with {} for a block's number; those left out: model.layers.{}."""
+    """Paths of types of block, with {} for a block's number; by default model.layers.{}."""
     module: str | None = None
-    """The module of transformers.models that has the class; None: that of the model_type."""
+    """The module of transformers.models with the class; None: the model_type's."""
     architecture: str | None = None
     """The class that files name; None: the stock class."""
     stacked: Mapping[str, tuple[str, ...]] = {}
-    """Matrices of files, by their paths in a block, that hold the rows of several matrices of the runtime, in order."""
+    """Matrices of files, by their paths in a block, in which the rows of several matrices are stacked in this order."""
     outputs_last: bool = False
-    """Whether the matrices of its blocks are [inputs, outputs], as those of a Conv1D of transformers."""
+    """Whether the matrices of its blocks are [inputs, outputs], as in a Conv1D of transformers."""
     matrices: tuple[str, ...] = ()
-    """Parameters that multiply without a module of their own."""
+    """Parameters that are used as matrices although they are not modules."""
 
 
 class Keys(NamedTuple):
     """How a config.json is read."""
 
     defaults: Config
-    """Values that transformers gives to absent keys, for those that published files leave out."""
+    """Defaults of transformers for keys that published files omit."""
     lengths: tuple[str, ...]
     """Further keys that parameters take their shapes from, each 1 or more."""
     aliases: Mapping[str, str] = {}
@@ -73,15 +74,16 @@ class Keys(NamedTuple):
     implied: Callable[[Config], Config] = lambda _: {}
     """Further keys that follow from others."""
     nested: str | None = None
-    """The key that holds the keys of the part of a model that is trained, such as vision_config; None: they are top."""
+    """The key under which the trained part's keys are nested, such as vision_config; None: they are at the top
+    level."""
     wrong: Callable[[Config], str | None] = lambda _: None
-    """Names the fault of keys taken together, or of keys that are not lengths; None: there is none."""
+    """Names a fault in a combination of keys, or in keys that are not lengths; None: there is none."""
     above_zero: tuple[str, ...] = ()
     """Keys whose numbers, unless they are null, must be above 0."""
     ignored: tuple[str, ...] = ()
     """Keys of a config.json that mean something here, or nothing, and that transformers does not list."""
     only: Mapping[str, Only] = {}
-    """Keys of which only one value can be trained."""
+    """Keys of which only one value is supported in training."""
     rotary: tuple[str, ...] = ()
     """Further keys of its rope_parameters."""
 
@@ -90,13 +92,14 @@ class Divided(NamedTuple):
     """What the degrees of a strategy must divide."""
 
     lengths: tuple[str, ...]
-    """Keys that tensor parallelism must divide: first the heads, as Ulysses does, last those of the feed-forward."""
+    """Keys that tensor parallelism must divide: the heads first, which Ulysses must divide too, the feed-forward
+    last."""
     tensor: Mapping[str, str] = {}
-    """Names, by layer type, of something that tensor parallelism cannot divide: one rank has all of it."""
+    """Names, by layer type, of what tensor parallelism cannot divide, so that tp_size must be 1."""
     ulysses: Mapping[str, str] = {}
     """Names, by layer type, of something that the Ulysses degree cannot divide."""
     sequence: Mapping[str, str] = {}
-    """Names, by layer type, of something that takes a whole sequence on each rank, as windows of an image do."""
+    """Names, by layer type, of what needs a whole sequence on each rank, as windows of an image do."""
 
 
 class Mask(StrEnum):
@@ -113,9 +116,9 @@ class Latents(NamedTuple):
     """The features of latents, from which each head has its queries, keys and values (DeepSeek-AI 2024)."""
 
     queries: int | None
-    """Those of queries, which a norm takes in; None: queries come from the hidden states."""
+    """Width of the queries' latents, which are normed; None: queries come from the hidden states."""
     keys: int
-    """Those of keys and values, which a norm takes in."""
+    """Width of the latents of keys and values, which are normed."""
     rotated: int
     """Features of keys that are rotated, and that all heads share."""
 
@@ -127,7 +130,8 @@ class AttentionFacts(NamedTuple):
     positions: Literal["learned_absolute", "relative", "rope"]
     """The encoding of positions, in Megatron-LM's words."""
     window: Callable[[str, Config], int | None] | None = None
-    """Positions that those of a type of block attend to at most, each its own the last; None: all before it.
+    """The largest number of positions to which a position of this type of block attends, itself the last; None: all
+    before it.
 
     If attention is not causal, they attend to as many after them. Without this fact, samples must be no longer than
     the configuration's sliding_window.
@@ -135,7 +139,7 @@ class AttentionFacts(NamedTuple):
     latents: Callable[[Config], Latents | None] = lambda _: None
     """The latents that queries, keys and values come from; None: they come from the hidden states."""
     positions_before: Callable[[Config], int] = lambda _: 0
-    """Rows of the table of positions before that of a sample's first token."""
+    """Rows of the table of positions before the row of a sample's first token."""
     alibi: Callable[[Config], bool] = lambda _: False
     """Whether scores fall with the distance of positions, by heads' slopes (Press et al. 2022), in a mask of each."""
     sinks: bool = False
@@ -151,7 +155,7 @@ class AttentionFacts(NamedTuple):
     keeps_unrotated: bool = False
     """Whether queries and keys are kept unrotated, too: one tensor holds them and the values."""
     without: tuple[Attention, ...] = ()
-    """Kernels that transformers does not give its blocks."""
+    """Attention kernels that transformers does not support for its blocks."""
 
 
 class Norm(NamedTuple):
@@ -159,13 +163,13 @@ class Norm(NamedTuple):
 
     kind: Literal["LayerNorm", "RMSNorm"]
     epsilon: str | None
-    """The key of what it adds to the variance; None: torch's default."""
+    """The key of the constant that is added to the variance; None: torch's default."""
     ends: tuple[Recomputation, ...]
     """The kinds of recomputation whose end is a norm, which keeps its input."""
     in_float32: bool = False
     """Whether it multiplies by its weights in float32, whatever the format of its input."""
     of_part: int = 1
-    """Norms of each part of a block: 2 if one stands before it and one after it."""
+    """Number of norms of each part of a block: 2 if there is one before it and one after it."""
     shared: bool = False
     """Whether both parts of a block read the output of one norm, and are added to the stream together."""
     of_head: Callable[[Config], bool] = lambda _: False
@@ -180,14 +184,14 @@ class FeedForward(NamedTuple):
 
 
 class Dropouts(NamedTuple):
-    """The keys of the rates at which parts of a block or of the embedding are dropped; None: never."""
+    """The keys of the dropout rates of a block's parts and of the embedding; None: no dropout."""
 
     attention: str
     hidden: str | None
     """The rate for the sums that a block adds to the hidden states."""
     embedding: str | None = None
     path: str | None = None
-    """The rate at which a sample leaves out a whole part of a block (Huang et al. 2016), of the last block."""
+    """The rate at which a sample skips a whole part of a block (Huang et al. 2016), for the last block."""
     ends: tuple[Recomputation, ...] = ()
     """The kinds of recomputation whose end is a dropout of hidden states, which keeps its mask."""
 
@@ -202,21 +206,21 @@ class Routing(NamedTuple):
     """How the experts of a position are chosen by its scores, and weighted."""
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Function that makes scores of what the router gives."""
+    """Function that turns the router's outputs into scores."""
     normalized: bool = True
     """Whether the weights of a position's experts are divided by their sum."""
     scale: float = 1.0
     """Number that the weights are multiplied by."""
     groups: tuple[int, int] | None = None
-    """Groups that the experts are in, and how many of them a position chooses from."""
+    """The number of groups of experts, and the number of groups from which a position chooses."""
     best_of_group: int = 1
-    """Experts whose scores are added up to that of a group."""
+    """Number of the highest scores whose sum is the score of a group."""
     corrected: bool = False
     """Whether experts are chosen by scores with a correction each, which keeps their loads equal."""
 
 
 class ExpertKeys(NamedTuple):
-    """The keys that say what experts the feed-forward part of some types of block has, and how a router chooses."""
+    """The keys that describe the experts of some types of block, and how a router chooses them."""
 
     number: str
     features: str
@@ -238,21 +242,21 @@ class ExpertKeys(NamedTuple):
     without: str | None = None
     """The key that lists the numbers of blocks without experts."""
     step: str | None = None
-    """The key of how many blocks there are for each one with experts, which is the last of them."""
+    """The key of the interval of blocks with experts: one in each interval, the last of it."""
     types: tuple[str, ...] = (SPARSE,)
     """The types of block that have experts."""
     kept: int = 5
     """Numbers kept of a row for each feature: two products, the activation, the gated product, and that weighted."""
     rows: int = 1
-    """Copies kept of a row: 2 where it is weighted before the first product."""
+    """Number of copies kept of a row: 2 if it is weighted before the first product."""
     first: str | None = None
-    """The key of how many blocks there are before the first one with experts."""
+    """The key of the number of blocks before the first one with experts."""
     shared: str | None = None
-    """The key of the number of experts that compute every position, as one of as many times the features."""
+    """The key of the number of shared experts, which compute every position as one expert that many times as wide."""
     balance_of: Literal["model", "layer"] = "model"
     """Whether the balance loss is a mean over layers, or a sum over them divided by the experts of a position."""
     routing: Callable[[Config], Routing] = lambda _: Routing()
-    """Function that tells how experts are chosen."""
+    """Function that returns how experts are chosen."""
 
     def type_at(self, config: Config, index: int) -> str:
         """Return the type of a block by its index."""
@@ -262,7 +266,7 @@ class ExpertKeys(NamedTuple):
         return DENSE if index in self._without(config) or (index + 1) % step else SPARSE
 
     def typed(self, config: Config, layers: Sequence[str]) -> dict[str, Any]:
-        """Return the keys that say the types of these layers, where the configuration's rules say others."""
+        """Return the keys that state the types of these layers, if the configuration's rules imply others."""
         types = [base_type(layer) for layer in layers]
         if [self.type_at(config, i) for i in range(len(types))] == types:
             return {}
@@ -274,7 +278,7 @@ class ExpertKeys(NamedTuple):
         return dense if self.step is None else {**dense, self.step: 1}
 
     def read(self, layer: str, config: Config) -> Experts | UnsetType:
-        """Return the experts of a type of layer in a configuration; UNSET where it has none."""
+        """Return the experts of a type of layer under a configuration; UNSET if it has none."""
         if layer not in self.types:
             return UNSET
         features: int = config[self.features]
@@ -282,7 +286,7 @@ class ExpertKeys(NamedTuple):
         return Experts(number=config[self.number], top_k=config[self.top_k], features=features, shared_features=shared)
 
     def wrong(self, config: Config) -> str | None:
-        """Return what is wrong with what a configuration says of experts, whose lengths are lengths."""
+        """Return what is wrong with a configuration's experts; lengths were checked before."""
         if config[self.top_k] > (number := config[self.number]):
             return f"{self.top_k} {config[self.top_k]} is over {self.number} {number}"
         first = 0 if self.first is None else config[self.first] or 0
@@ -298,41 +302,41 @@ class ExpertKeys(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A list of blocks: how many there are, which type each has, and what they hand on."""
+    """A list of blocks: their number, the type of each, and what they pass on."""
 
     counted_by: str = "num_hidden_layers"
-    """The key of the configuration that says how many there are."""
+    """The key of the configuration with the number of blocks."""
     types: tuple[str, ...] = (BLOCK,)
     type_at: Callable[[Config, int], str] = lambda _config, _index: BLOCK
-    """The type of a block by its index, where no key lists it."""
+    """The type of a block by its index, if no key lists it."""
     state: str = "hidden_states"
     """The boundary tensor that its blocks change."""
     typed_by: str | None = None
     """The key of the configuration, such as layer_types, that lists the type of each block by the names in `types`."""
     first: str | None = None
-    """The type of the first block, and of no other; None: of any."""
+    """The type of the first block, and of no other; None: no block is special."""
     written: Mapping[str, object] = {}
-    """The values that that key lists in place of the names of types."""
+    """The values that that key lists instead of the names of types."""
     inside: str | None = None
-    """The key that holds its keys, such as vision_config; None: they stand with those of the family."""
+    """The key under which its keys are nested, such as vision_config; None: they are next to the family's."""
     resets: Mapping[str, object] = {}
-    """Top keys of the configuration, with the values by which it has no more blocks than those counted."""
+    """Top-level keys of the configuration, with values under which it has only the counted blocks."""
     lists: tuple[str, ...] = ()
-    """Further keys that say the types of single blocks, of which `type_at` makes one."""
+    """Additional keys that state the types of single blocks, from which `type_at` derives a type."""
     alike_within_window: bool = False
-    """Whether its types differ by their windows alone: where these hold whole samples, each block is a BLOCK."""
+    """Whether its types differ only by their windows: if these hold whole samples, each block is a BLOCK."""
     merging: tuple[str, ...] = ()
     """Types that attend to nothing and hand on other shapes; every rank computes all that it has."""
     joined_by: str | None = None
-    """The type whose output joins all states into the last; None: blocks may attend to states of stacks before."""
+    """The type whose output joins all states into the last; None: blocks may attend to states of earlier stacks."""
     length: Callable[[Config], int] | None = None
-    """Positions of its state, such as frames of a spectrogram; None: those of a sample of text."""
+    """Positions of its state, such as frames of a spectrogram; None: the positions of a text sample."""
     features: Callable[[Config], int] | None = None
-    """Features of its state where it passes through layers of other widths unchanged; None: those of each layer."""
+    """Width of its state if it passes unchanged through layers of another width; None: each layer's."""
 
     @property
     def typing_keys(self) -> tuple[str, ...]:
-        """Return the keys that say the types of single blocks."""
+        """Return the keys that state the types of single blocks."""
         return self.lists if self.typed_by is None else (self.typed_by, *self.lists)
 
     @property
@@ -341,7 +345,7 @@ class Stack(NamedTuple):
         return tuple(self.written.get(kind, kind) for kind in self.types)
 
     def listed(self, config: Config) -> Sequence[str] | None:
-        """Return the types that a configuration lists; None where `type_at` tells them."""
+        """Return the types that a configuration lists; None if `type_at` determines them."""
         listed = None if self.typed_by is None else config.get(self.typed_by)
         if not self.written or not isinstance(listed, list | tuple):
             return listed
@@ -353,7 +357,7 @@ class Stack(NamedTuple):
         return self._by_rule(config) if listed is None else listed
 
     def may_be_alike(self, config: Config) -> bool:
-        """Return whether a configuration need not list the types of its blocks, should these be alike."""
+        """Return whether a configuration may omit the types of its blocks if they are all equal."""
         return self.alike_within_window and list(self.layers(config)) == self._by_rule(config)
 
     def has(self, layer: str) -> bool:
@@ -380,7 +384,7 @@ class Stack(NamedTuple):
 
 
 Sizes = tuple[Any, ...]
-"""Width, layers, heads, key heads (None of latents), feed-forward features, vocabulary, experts (None: without)."""
+"""Width, layers, heads, key heads (None with latents), feed-forward features, vocabulary, experts (None without)."""
 
 
 class Torchtitan(NamedTuple):
@@ -392,7 +396,7 @@ class Torchtitan(NamedTuple):
     pipelines: bool = True
     """Whether it has a `pipelining_fn`; `train.py` refuses pipeline stages of a model without one."""
     contexts: bool = True
-    """Whether its flavors have `sdpa` attention; those with `flex` refuse context parallelism."""
+    """Whether its flavors have `sdpa` attention; flavors with `flex` refuse context parallelism."""
     ties: bool = False
     """Whether embedding and head may share their weights (`enable_weight_tying`)."""
     is_in_0_3: bool = True
@@ -403,5 +407,5 @@ class Systems(NamedTuple):
     """The other systems that train the same model."""
 
     megatron: Literal["bridged", "alone"] | None = None
-    """Whether Megatron-LM's GPT runs its blocks exactly, and Megatron Bridge reads its files; None: neither."""
+    """Whether Megatron-LM's GPT computes its blocks exactly, and Megatron Bridge reads its files; None: neither."""
     torchtitan: Torchtitan | None = None

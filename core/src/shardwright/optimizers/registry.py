@@ -17,10 +17,10 @@ class State(NamedTuple):
     name: str
     """Name in checkpoints, which is PyTorch's key of it."""
     dtype: DType | None = None
-    """Number format; None: the one of the stored parameters."""
+    """Number format; None: the format of the stored parameters."""
 
     def itemsize(self, stored: DType) -> int:
-        """The bytes of one number, of parameters that are stored in a format."""
+        """The bytes of one number, for parameters stored in a format."""
         return ITEMSIZE[self.dtype or stored]
 
 
@@ -34,7 +34,7 @@ class Optimizer(NamedTuple):
     """True if the update of a matrix needs all of it, on one rank."""
 
     def state_bytes(self, parameter_bytes: int, stored: DType) -> int:
-        """The bytes of the states of trained parameters, by the bytes of these as stored."""
+        """The bytes of the states of trained parameters that are stored in this number of bytes."""
         return sum(parameter_bytes * state.itemsize(stored) // ITEMSIZE[stored] for state in self.states)
 
     def moved_bytes(self, numel: int, precision: Precision) -> int:

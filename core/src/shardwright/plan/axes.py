@@ -38,7 +38,7 @@ _KNOWN_FIELDS = {
 
 
 class Axis(NamedTuple):
-    """Ranks of a pipeline stage that share something out: `size` of them, `stride` apart."""
+    """Ranks of a pipeline stage over which something is split: `size` of them, `stride` apart."""
 
     size: int
     stride: int = 1
@@ -68,7 +68,7 @@ class ActivationShard(NamedTuple):
         return (self.batch_end - self.batch_start) * (self.sequence_end - self.sequence_start)
 
     def intersect(self, other: "ActivationShard") -> "ActivationShard | None":
-        """Return the common part, or None."""
+        """Return the intersection, or None if it is empty."""
         common = ActivationShard(
             max(self.batch_start, other.batch_start),
             min(self.batch_end, other.batch_end),
@@ -89,7 +89,7 @@ class Layout(NamedTuple):
     sample_ranks: int
     """Number of ranks that share each sample."""
     consecutive: bool
-    """True where these are neighbours; else they are as far apart as there are parts of the samples."""
+    """True if these are neighbours; else they are as far apart as there are parts of the samples."""
     sequence_parts: int
     """Number of parts of the sequence: neighbours among the sharers of a sample hold the same one, or all of it."""
 
@@ -105,7 +105,7 @@ class Layout(NamedTuple):
 
     @property
     def sequence(self) -> Axis:
-        """Return the axis that cuts the sequence, of size 1 where all hold the whole."""
+        """Return the axis that splits the sequence; its size is 1 if all ranks hold the whole sequence."""
         if self.sequence_parts == 1:
             return Axis(1)
         return Axis(self.sequence_parts, self.sharers.stride * self.replicas)
@@ -122,7 +122,7 @@ class Layout(NamedTuple):
         return tuple(range(first, first + sharers.size * sharers.stride, sharers.stride))
 
     def replica_groups(self, part: int) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks that share one part of the samples, those with equal positions together, in their order."""
+        """Return the groups of ranks that hold one part of the samples, split into those with equal positions."""
         holders, replicas = self.holders(part), self.replicas
         return tuple(holders[first : first + replicas] for first in range(0, len(holders), replicas))
 
@@ -139,9 +139,9 @@ class ParameterAxes(NamedTuple):
     tensor: Axis
     """Ranks that tensor parallelism cuts each parameter among, at its `tp_dim`."""
     states: Axis
-    """Data-parallel ranks: those that have the same tensor parts."""
+    """The data-parallel ranks, which hold the same tensor-parallel shards."""
     shards: int
-    """Number of neighbours along `states` that ZeRO cuts a tensor part among; 1 where it is replicated."""
+    """Number of neighbours along `states` that ZeRO cuts a tensor part among; 1 if it is replicated."""
     experts: Axis = Axis(1)
     """Ranks that share experts out as a whole: each parameter is cut at its `ep_dim`."""
 
@@ -164,7 +164,10 @@ class ParameterAxes(NamedTuple):
         return Axis(self.shards, stride), Axis(self.replicas, stride * self.shards)
 
     def state_groups(self, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Yield the groups that gather states and sum gradients; with HSDP those of shards, then those of replicas."""
+        """Yield the groups that gather states and reduce gradients.
+
+        With HSDP the shard groups, then the replica groups.
+        """
         for group in self.states.groups(ranks):
             if self.replicates_shards:
                 yield from Axis(self.shards).groups(group)
@@ -183,13 +186,13 @@ class Axes(NamedTuple):
     heads: Axis
     """Ranks that exchange positions for heads around attention (Ulysses)."""
     context: Axis
-    """Ranks whose positions attend to those of all of them (context parallelism)."""
+    """Context-parallel ranks, whose positions attend to each other's."""
     gathers_sequence: bool
-    """True where a region gathers the sequence that it gets in parts (Megatron)."""
+    """True if a region gathers the sequence that it gets in parts (Megatron)."""
 
     @property
     def shares_context(self) -> bool:
-        """Return whether ranks whose positions attend to one another each have some of them (context parallelism)."""
+        """Return whether attention runs across ranks that each hold a part of the positions (context parallelism)."""
         return self.context.size > 1
 
     @property
@@ -203,7 +206,7 @@ class Axes(NamedTuple):
         return self.heads.size > 1
 
     def rank_samples(self, samples: int) -> int:
-        """Return how many of a microbatch's samples each rank has."""
+        """Return the number of a microbatch's samples on each rank."""
         return samples // self.layout.samples.size
 
 
@@ -234,7 +237,7 @@ def axes_of(strategy: Strategy) -> Axes:
 
 
 def _grid_axes(grid: ExpertGrid) -> Axes:
-    """Return the axes of a layer's experts, of which those of a tensor-parallel group compute the same positions."""
+    """Return the axes of a layer's experts; ranks of its tensor-parallel groups compute the same positions."""
     together = grid.tp_size * grid.ep_size
     layout = Layout(together * grid.dp_size, grid.tp_size, True, 1)
     dense = _parameter_axes(grid, Axis(grid.tp_size), Axis(grid.dp_size, together))
@@ -253,7 +256,7 @@ def _parameter_axes(strategy: Strategy, tensor: Axis, states: Axis) -> Parameter
 
 
 def strategy_on(stage_size: int, tp_size: int, cp_size: int = 1) -> Strategy | None:
-    """Return the plain strategy of two degrees on all ranks of a stage, or None where they do not divide them."""
+    """Return the plain strategy of two degrees on all ranks of a stage, or None if the degrees do not divide them."""
     dp_size, left = divmod(stage_size, tp_size * cp_size)
     return None if left else Strategy(tp_size=tp_size, cp_size=cp_size, dp_size=dp_size)
 
@@ -261,7 +264,7 @@ def strategy_on(stage_size: int, tp_size: int, cp_size: int = 1) -> Strategy | N
 def expert_strategies_on(
     stage_size: int, ep_sizes: Iterable[int], etp_sizes: Iterable[int]
 ) -> Iterator[ExpertStrategy]:
-    """Yield the plain ways to share experts out over a stage by such degrees, where these divide its ranks."""
+    """Yield the plain expert strategies of these degrees for a stage, if the degrees divide its ranks."""
     for ep_size, etp_size in product(sorted({*ep_sizes}), sorted({*etp_sizes})):
         if stage_size % (ep_size * etp_size) == 0:
             yield ExpertStrategy(ep_size=ep_size, etp_size=etp_size)
@@ -290,7 +293,7 @@ def effective(strategy: Strategy) -> Strategy:
 
 
 def common_samples(source: Layout, target: Layout) -> int:
-    """Return the fewest samples that both layouts share out evenly."""
+    """Return the smallest number of samples that both layouts split evenly."""
     return lcm(source.samples.size, target.samples.size)
 
 

@@ -10,7 +10,10 @@ Enough for a message to be as fast a byte as any; and no more, for what is broug
 
 
 def gradient_buckets(sizes: Sequence[int]) -> Iterator[range]:
-    """Yield the numbers of gradients that go together, in order, given their bytes; one as large goes alone."""
+    """Yield the numbers of gradients in each bucket, in order, given their bytes.
+
+    A gradient as large as a bucket is separate.
+    """
     start = held = 0
     for number, size in enumerate(sizes):
         if number > start and held + size > GRADIENT_BUCKET_BYTES:
@@ -22,6 +25,6 @@ def gradient_buckets(sizes: Sequence[int]) -> Iterator[range]:
 
 
 def copied_bucket_bytes(sizes: Sequence[int]) -> int:
-    """Return the largest copy that bringing gradients together takes; one that goes alone is summed where it lies."""
+    """Return the largest copy that filling buckets needs; a gradient that is a separate bucket is reduced in place."""
     copied = (sum(sizes[i] for i in bucket) for bucket in gradient_buckets(sizes) if len(bucket) > 1)
     return max(copied, default=0)

@@ -62,8 +62,8 @@ class Cut(NamedTuple):
     before: Layout
     """Layout in which the source's last layer leaves its output, and gets its gradient."""
     after: Layout
-    """Layout in which the target receives it: the source's, to be redistributed, where the stages are equally wide;
-    else as its first layer wants it."""
+    """Layout in which the target receives it: the source's, to be redistributed, if the stages have equal widths; else
+    the layout of its first layer."""
     tensors: tuple[BoundaryTensor, ...]
     """Tensors that go over it: what the target's first layer receives."""
 
@@ -73,7 +73,7 @@ class Cut(NamedTuple):
         return self.source[0] > self.target[0]
 
     def ways(self, gradient: bool = True) -> tuple[tuple[Pass, tuple[int, int], tuple[int, int]], ...]:
-        """Return sender and receiver of each kind of pass that sends, without those of gradients if there are none."""
+        """Return sender and receiver of each kind of pass that sends, without gradients if there are none."""
         ends = {1: (self.source, self.target), -1: (self.target, self.source)}
         kinds = (kind for kind in Pass if kind.way and (gradient or not kind.makes_gradients))
         return tuple((kind, *ends[kind.way]) for kind in kinds)
@@ -102,7 +102,7 @@ def cuts(plan: Plan) -> tuple[Cut, ...]:
 
 
 def incoming_layout(plan: Plan, stage: int, chunk: int) -> Layout | None:
-    """Return the layout in which a model chunk receives its input; None of the first chunk."""
+    """Return the layout in which a model chunk receives its input; None for the first chunk."""
     return next((cut.after for cut in cuts(plan) if cut.target == (stage, chunk)), None)
 
 

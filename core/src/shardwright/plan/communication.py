@@ -63,7 +63,7 @@ def step_messages(plan: Plan, rank: int) -> tuple[Message, ...]:
 
 
 def _assignments_bytes(model: Model) -> int:
-    """Return the bytes of how many positions each expert of each layer got in a step."""
+    """Return the bytes of the counts of positions for each expert of each layer in a step."""
     return 8 * sum(experts.number for kind in model.layers if (experts := model.types[kind].experts) is not UNSET)
 
 
@@ -141,8 +141,8 @@ def region_messages(
 
     They are of the positions that its ranks have under context parallelism.
     Without sequence parallelism a region sums its output forward and the gradient of its inputs backward (Shoeybi et
-    al. 2019); Megatron's gathers and scatters the sequence in place of both, and gathers a region's inputs again in the
-    backward pass in place of keeping them (Korthikanti et al. 2022), if `regathers`; Ulysses exchanges queries, keys,
+    al. 2019); Megatron's gathers and scatters the sequence instead of both, and gathers a region's inputs again in the
+    backward pass instead of keeping them (Korthikanti et al. 2022), if `regathers`; Ulysses exchanges queries, keys,
     values and the result, and their gradients (Jacobs et al. 2023), key and value heads repeated until the degree
     divides their number. Recomputation repeats in the backward pass what the forward pass did, but stops when it has
     all it needs: the last sum of what is recomputed is left out, unless `replays_sum` names the kind. Selective
@@ -185,7 +185,7 @@ def region_messages(
 
 
 def _has_shared_experts(kind: LayerType) -> bool:
-    """Return whether some experts compute every position, with their features shared out by tensor parallelism."""
+    """Return whether some experts compute every position, with their features split over tensor-parallel ranks."""
     return kind.experts is not UNSET and kind.experts.shared_features is not UNSET
 
 
@@ -195,12 +195,12 @@ def tensors_of(model: Model, kind: LayerType) -> dict[str, BoundaryTensor]:
 
 
 _WHOLE_SEQUENCE: tuple[_Crossing, _Crossing] = ((None, Collective.ALL_REDUCE), (Collective.ALL_REDUCE, None))
-"""Collectives with which a region is entered and left, each forward and backward, where ranks hold whole sequences."""
+"""Collectives at the entry and exit of a region, forward and backward, if ranks hold whole sequences."""
 _GATHERED_SEQUENCE: tuple[_Crossing, _Crossing] = (
     (Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
     (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
 )
-"""Collectives of a region where ranks hold parts of the sequence, which it gathers and scatters again."""
+"""Collectives of a region if ranks hold parts of the sequence, which it gathers and scatters again."""
 
 
 def _ulysses_messages(
@@ -246,7 +246,7 @@ def redistribution_messages(
     microbatches: int,
     backward: bool = True,
 ) -> Iterator[Message]:
-    """Yield what one rank sends in a step where tensors change their layout: an uneven all_to_all each, and one back.
+    """Yield what one rank sends in a step when tensors change their layout: an uneven all_to_all each, and one back.
 
     Where they have no gradient (`backward` is False) there is none back. A rank that keeps all it has takes part in
     none. Recomputation does not repeat it: the layer's input is kept as it arrived.

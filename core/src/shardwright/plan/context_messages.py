@@ -17,20 +17,21 @@ from shardwright.types.strategy import ContextParallel, LayerStrategy, Recompute
 
 
 class KeysAndValues(NamedTuple):
-    """The keys and values of one attention of a layer, for all samples of a rank, whose positions ranks share out."""
+    """The keys and values of one attention, for all samples of a rank, with positions split over ranks."""
 
     numel: int
-    """Elements of both, for the positions of all ranks and the heads of one."""
+    """Elements of keys and values, for the positions of all ranks and the heads of one."""
     queries: int
-    """Elements of the queries of one rank, or of the result where that has more."""
+    """Elements of the queries of one rank, or of the result if it is larger."""
     ranks: int
 
 
 def keys_and_values(
     kind: LayerType, strategy: Strategy, samples: int, tensors: Mapping[str, BoundaryTensor]
 ) -> tuple[KeysAndValues, ...]:
-    """Return the keys and values of each attention of a layer, of microbatches of `samples`; none without sharing.
+    """Return the keys and values of each attention of a layer for microbatches of `samples`.
 
+    None without context parallelism.
     Of tensor-parallel ranks each has its heads; Ulysses repeats those of keys until its degree divides their number.
     """
     axes = axes_of(strategy)

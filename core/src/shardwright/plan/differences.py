@@ -6,7 +6,7 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 MAX_RELATIVE_ERROR = 0.2
-"""A difference whose standard error is a larger share of it is measured again, and reported where it stays so."""
+"""A difference whose standard error is a larger share of it is measured again, and reported if that does not help."""
 
 
 class Duration(NamedTuple):
@@ -17,11 +17,11 @@ class Duration(NamedTuple):
 
     @property
     def relative_error(self) -> float:
-        """Return the standard error as a share of the median; infinity where that is not above 0."""
+        """Return the standard error as a share of the median; infinity if the median is not above 0."""
         return self.error_s / self.median_s if self.median_s > 0 else inf
 
     def scaled(self, by: float) -> "Duration":
-        """Return a duration so many times as long."""
+        """Return a duration multiplied by a factor."""
         return Duration(by * self.median_s, by * self.error_s)
 
 

@@ -18,7 +18,7 @@ def expert_slices(model: Model) -> Mapping[int, slice]:
 
 
 def load_misfit(load: ExpertLoad, model: Model) -> str | None:
-    """Return why a load cannot be that of a model's experts, or None where it can.
+    """Return why a load cannot be that of a model's experts, or None if it can.
 
     Each layer that the load names has as many experts, and of each type of layer with experts at least one is named.
     """
@@ -35,9 +35,9 @@ def load_misfit(load: ExpertLoad, model: Model) -> str | None:
 
 
 def imbalances(load: ExpertLoad, model: Model, ep_size: int) -> Mapping[str, float]:
-    """Return the imbalance of experts shared out in `ep_size` groups, by type of layer: the mean over its layers.
+    """Return the imbalance of experts in `ep_size` groups by type of layer: the mean over its layers.
 
-    Other types are not in it. Raises ValueError where `ep_size` does not divide the experts of a layer.
+    Other types are not in it. Raises ValueError if `ep_size` does not divide the experts of a layer.
     """
     of_type: dict[str, list[float]] = {}
     for one in load.layers:

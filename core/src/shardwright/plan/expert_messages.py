@@ -1,7 +1,6 @@
 """Messages of experts: positions that go to the ranks of their experts and back, and counts of what was chosen.
 
-A router sends positions where it will; the formulas are those of even load, in which each rank sends as much to one as
-to another.
+The formulas assume an even load, in which each rank sends as much to one rank as to another; routers may differ.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ _WEIGHT_BYTES = 4
 
 
 def shares_experts(strategy: Strategy) -> bool:
-    """Return whether experts have a grid of ranks of their own."""
+    """Return whether experts have a separate grid of ranks."""
     return isinstance(strategy, LayerStrategy) and strategy.experts is not UNSET
 
 
@@ -61,7 +60,7 @@ def expert_messages(
 
 
 def rank_positions(kind: LayerType, strategy: Strategy, samples: int, tensors: Mapping[str, BoundaryTensor]) -> int:
-    """Return the positions of a microbatch of `samples` that each rank sends to experts which ranks share out."""
+    """Return the positions of a microbatch of `samples` that each rank sends to experts on other ranks."""
     axes = axes_of(strategy)
     return axes.rank_samples(samples) * _stream(kind, tensors).sequence_length // axes.layout.sequence.size
 
@@ -100,7 +99,7 @@ def _grid_messages(axes: ParameterAxes, sizes: _Sizes, replays: bool) -> Iterato
 
 
 def _passes(collective: Collective, ranks: int, size: int, forward: int, backward: int) -> Iterator[Message]:
-    """Yield the messages of one size, so many in each pass."""
+    """Yield messages of one size, a number of them in each pass."""
     for during, times in ((Pass.FORWARD, forward), (Pass.BACKWARD, backward)):
         if times:
             yield Message(Cause.EXPERTS, collective, ranks, size, during, times)

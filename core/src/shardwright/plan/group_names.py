@@ -1,4 +1,4 @@
-"""The ranks of a process group in the text that PyTorch knows it by, for those who have the text alone."""
+"""The ranks of a process group as part of the description that PyTorch shows, for readers who only have that text."""
 
 from collections.abc import Sequence
 
@@ -11,6 +11,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def described_ranks(description: str) -> tuple[int, ...]:
-    """Return the ranks of a group by its description, none where it has another form."""
+    """Return the ranks of a group from its description; none if the description has another form."""
     _, separator, ranks = description.rpartition(_OF_RANKS)
     return tuple(map(int, ranks.split())) if separator else ()

@@ -22,7 +22,7 @@ def groups_by_kind(groups: ArrayLike, node_of_rank: Sequence[int] | NDArray[Any]
 
 
 def ranks_on_nodes(groups: NDArray[Any], nodes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return, for each group and each node it lies on: which group, which node, how many of its ranks are there."""
+    """Return, for each group and each of its nodes: the group, the node, and the number of its ranks on that node."""
     nodes_of_members = nodes[groups]
     if (
         nodes_of_members[:, 1:] < nodes_of_members[:, :-1]
@@ -40,10 +40,10 @@ def ranks_on_nodes(groups: NDArray[Any], nodes: NDArray[Any]) -> tuple[NDArray[A
 
 @lru_cache(maxsize=4096)
 def nearest_measured(profile: HardwareProfile, key: CollectiveKey) -> CollectiveKey | None:
-    """Return the key that stands for a kind of message: itself, else the fastest of those measured that are no faster.
+    """Return the measured key that stands for a kind of message: the same, else the fastest one that is no faster.
 
     Those are among as many ranks or more; where the group lies on several nodes, with as few ranks on each or fewer,
-    so that as many groups or more share a node's network. None where there are none.
+    so that as many groups or more share a node's network. None if there are none.
     """
     if key in profile.curves:
         return key

@@ -1,4 +1,4 @@
-"""Messages of a step: why bytes move, in what collective, and how many."""
+"""Messages of a step: why bytes are moved, by which collective, and how many."""
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
@@ -39,17 +39,17 @@ class Cause(StrEnum):
 
 
 class Message(NamedTuple):
-    """A collective or a send that a rank takes part in, so many times."""
+    """A collective or a send in which a rank takes part a number of times."""
 
     cause: Cause
     collective: Collective
     group_size: int
     bytes: int
     during: Pass | None
-    """The pass that it belongs to; None at the end of a step."""
+    """The pass to which it belongs; None at the end of a step."""
     times: int = 1
 
 
 def sent_through(kind: LayerType, messages: Iterable[Message]) -> Iterator[Message]:
-    """Yield the messages of passes that go through a layer: without a backward pass, those that need no gradient."""
+    """Yield the messages of passes through a layer: without a backward pass, only those of activations."""
     return (m for m in messages if kind.has_backward or m.during is None or not m.during.makes_gradients)

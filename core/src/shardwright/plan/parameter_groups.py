@@ -12,17 +12,17 @@ class ParameterGroup(NamedTuple):
     """The parameters of a layer type that are sharded by one strategy."""
 
     kind: LayerType
-    """The type with these parameters alone; of experts, those of one part that they are shared out in."""
+    """The type with only these parameters; for experts, with the parameters of one group of experts."""
     strategy: Strategy
 
     def uncut(self, kind: LayerType) -> LayerType:
-        """Return the layer's type with the parameters of the group alone, in full."""
+        """Return the layer's type with only the group's parameters, unsharded."""
         names = {p.name for p in self.kind.parameters}
         return replace(kind, parameters=tuple(p for p in kind.parameters if p.name in names))
 
 
 def parameter_groups(kind: LayerType, strategy: Strategy) -> tuple[ParameterGroup, ...]:
-    """Return the groups of a layer's parameters, that of the layer itself first."""
+    """Return the groups of a layer's parameters, the layer's own group first."""
     if not isinstance(strategy, LayerStrategy) or strategy.experts is UNSET:
         return (ParameterGroup(kind, strategy),)
     return _with_experts(kind, strategy)

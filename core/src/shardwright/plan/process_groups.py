@@ -23,8 +23,8 @@ COMMUNICATOR_BYTES = _CHANNELS * 2 * _BUFFER_BYTES
 Each has a buffer for each of NCCL's protocols, of which the largest has 4 MiB (NCCL_BUFFSIZE): together at most 10 MiB.
 """
 _EDGE_SHARE = 4
-"""A communicator holds as much as so many edges: an edge has `EDGE_CHANNELS` to and from its other rank, made with the
-communicator, and as many again one way, made with the first message: 4 x 3 buffers of 24 x 2."""
+"""Size of a communicator in edges: an edge has `EDGE_CHANNELS` to and from its other rank, made with the communicator,
+and as many again one way, made with the first message: 4 x 3 buffers of 24 x 2."""
 
 
 class Purpose(StrEnum):
@@ -67,7 +67,7 @@ class PlannedGroup(NamedTuple):
 
 
 def process_groups(plan: Plan) -> tuple[PlannedGroup, ...]:
-    """Return the groups of a plan other than that of all ranks, each once, in the order in which they are made."""
+    """Return the groups of a plan except the group of all ranks, each once, in order of creation."""
     groups: dict[PlannedGroup, None] = {}
     for stage in range(len(plan.stages)):
         for chunk in range(len(plan.stages[stage].layers)):
@@ -78,7 +78,7 @@ def process_groups(plan: Plan) -> tuple[PlannedGroup, ...]:
 
 
 def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
-    """Return, for each rank, how many NCCL communicators of each purpose it has: groups of one rank have none."""
+    """Return, for each rank, its number of NCCL communicators by purpose; groups of one rank need none."""
     size = plan.world_size
     counts = [Counter(dict.fromkeys([Purpose.WORLD] * (size > 1), 1)) for _ in range(size)]
     for group in process_groups(plan):
@@ -88,13 +88,13 @@ def communicators(plan: Plan) -> tuple[Mapping[Purpose, int], ...]:
 
 
 def communicator_bytes(counted: Mapping[Purpose, int], of_each: int = COMMUNICATOR_BYTES) -> int:
-    """Return what a rank's communicators hold on its device, where one that is no edge holds `of_each`."""
+    """Return what a rank's communicators hold on its device, where each that is not an edge holds `of_each`."""
     edges = counted.get(Purpose.EDGE, 0)
     return of_each * (sum(counted.values()) - edges) + edges * of_each // _EDGE_SHARE
 
 
 def strategy_groups(strategy: Strategy, ranks: tuple[int, ...]) -> Iterator[PlannedGroup]:
-    """Yield the groups along the axes of a layer's parameters, and of those along which attention exchanges."""
+    """Yield the groups along the axes of a layer's parameters, and along the axes over which attention communicates."""
     axes = axes_of(strategy)
     for purpose, axis in ((Purpose.TENSOR_PARALLEL, axes.dense.tensor), (Purpose.EXCHANGE, axes.dense.experts)):
         for group in axis.groups(ranks):
@@ -120,7 +120,7 @@ def strategy_axes(strategy: Strategy) -> Iterator[tuple[Purpose, Axis]]:
 
 
 def planned_group(purpose: Purpose, ranks: tuple[int, ...]) -> PlannedGroup:
-    """Return the group of ranks along an axis: a rank alone has one for all purposes."""
+    """Return the group of ranks along an axis; groups of a single rank are the same for all purposes."""
     return PlannedGroup(purpose if len(ranks) > 1 else Purpose.ONE_RANK, ranks)
 
 

@@ -1,4 +1,4 @@
-"""Which regions gather their input again for the gradients of weights, where Megatron splits the sequence."""
+"""Regions that gather their input again for weight gradients, under Megatron's sequence parallelism."""
 
 from msgspec import UNSET
 
@@ -44,7 +44,7 @@ def low_rank_pairs(kind: LayerType) -> tuple[tuple[tuple[int, bool], ...], ...]:
 
 
 def _is_cut_by_inputs(parameter: Parameter) -> bool:
-    """Return whether it is a matrix [outputs, inputs] whose inputs are shared out; biases may have two dims, too."""
+    """Return whether a parameter is a matrix [outputs, inputs] sharded by inputs; biases may have two dims too."""
     is_matrix = len(parameter.shape) == 2 and not parameter.name.endswith(".bias") and not parameter.shared
     return is_matrix and LOW_RANK not in parameter.name and parameter.tp_dim == 1
 

@@ -11,7 +11,7 @@ from shardwright.types import Plan
 # Written out, not read from the types: a field that is added there is refused until each command supports it.
 _SUPPORTED = {
     *("name", "model", "cluster", "global_batch_size", "num_microbatches", "schedule", "gradient_reduction"),
-    *("precision", "optimizer", "attention", "fused", "compile", "stages", "embedding", "head", "layers"),
+    *("precision", "attention", "fused", "compile", "stages", "embedding", "head", "layers"),
     *("stages.ranks", "stages.layers"),
     *("precision.parameters", "precision.compute", "precision.reduce", "precision.tf32"),
 }

@@ -17,7 +17,7 @@ _ALWAYS_BYTES = 1024 * 1024
 SIZE_STEP = 4
 """The factor between one message size and the next."""
 COMPUTE_RATIOS = (0.5, 1.0, 2.0)
-"""Times of the computations that a collective is overlapped with, over that of the collective alone."""
+"""Times of the computations that overlap with a collective, over the collective's own time."""
 
 _MIN_OVERLAP_BYTES = 4096
 _OVERLAPPED = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
@@ -102,7 +102,7 @@ class SweepPlan(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Return how many steps are counted while it goes on."""
+        """Return the number of steps that are counted while it runs."""
         return 1 + sum(map(len, self))
 
 
@@ -160,7 +160,7 @@ def _overlap_order(key: CollectiveKey) -> tuple[object, ...]:
 
 
 def pair_rounds(cluster: Cluster, message_bytes: Sequence[int]) -> tuple[PairRound, ...]:
-    """Return all pairs of neighbours in pipelines of as many stages as divide the ranks, by size, in disjoint rounds.
+    """Return all pairs of neighbours in pipelines of every possible number of stages, in disjoint rounds.
 
     The ranks of a stage follow one another, so that neighbours are a stage's number of ranks apart.
     """
@@ -212,7 +212,7 @@ def _sample(world: int, size: int, stride: int, same: int) -> NDArray[Any]:
 
 
 def _in_nodes(nodes: Sequence[tuple[int, ...]], size: int, strided: bool) -> NDArray[Any]:
-    """Return groups inside each node, of neighbours or as far apart as its ranks allow, in the order of the nodes."""
+    """Return groups inside each node, of neighbours or as far apart as possible, in the order of the nodes."""
     lengths = sorted({len(node) for node in nodes})
     alike = [np.array([node for node in nodes if len(node) == length]) for length in lengths]
     groups = np.concatenate([_apart(ranks, size, ranks.shape[1] // size if strided else 1) for ranks in alike])

@@ -20,7 +20,7 @@ class Replica:
     ranks: tuple[int, ...]
 
     def boxes(self) -> dict[Box, list[int]]:
-        """Return which ranks hold which part; those of one part hold the same."""
+        """Return which ranks hold which part; replicas hold the same part."""
         holders: dict[Box, list[int]] = {}
         for index, rank in enumerate(self.ranks):
             holders.setdefault(parameter_box(self.parameter, self.strategy, index), []).append(rank)

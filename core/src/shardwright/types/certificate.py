@@ -18,7 +18,7 @@ class MemoryPrice(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ps_per_byte: Weight
     """Cost of a byte."""
     phase: Annotated[int, Meta(ge=0, le=1)] = 0
-    """0: all microbatches that the stage has in flight; 1: one less, where all of the step are."""
+    """0: all microbatches that the stage has in flight; 1: one less, if the stage has all of the step in flight."""
     last_layer: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """The share of the moment at the stage's last layer; the rest is the moment at its first."""
 
@@ -31,11 +31,12 @@ class Band(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The plans whose slowest stage takes a microbatch in a range of times, and the dual values that bound them."""
 
     slowest_below_ps: Picoseconds | None
-    """End of the range, which begins where the band before ends, the first at 0. Null: it has no end."""
+    """Upper end of the range, whose lower end is that of the band before, or 0 for the first. Null: unlimited."""
     slowest_weights: tuple[Weight, ...]
     """Dual values of being no slower than the slowest, by pipeline stage, or one for all."""
     exposed_weights: tuple[Weight, ...]
-    """Dual values of no longer an end of the step than the longest, by pipeline stage, or one for all."""
+    """Dual values, by pipeline stage or one for all, of the constraint that no stage's end is longer than the
+    longest."""
     prices: Prices
     """Prices of memory, for the cost with these weights."""
 
@@ -46,7 +47,7 @@ class ConfigurationProof(Value, frozen=True, kw_only=True, forbid_unknown_fields
     configuration: str
     """Batch, micro-batches, pipeline degree and whatever else the search fixes first."""
     layouts: bool
-    """True where moving between layouts has its cost; else it counts as free."""
+    """True if moving between layouts has its cost; else it counts as free."""
     time_prices: Prices
     """Prices of memory for the least time of a microbatch in a stage."""
     bands: Annotated[tuple[Band, ...], Meta(min_length=1)]

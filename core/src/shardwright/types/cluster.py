@@ -17,17 +17,17 @@ class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A kind of node: its devices, their memory and its price."""
 
     device: Annotated[str, Meta(min_length=1)]
-    """The device's name as its driver gives it, or `cpu`; or `cpu/2` to `cpu/99`, a CPU whose ranks take so many times
-    as long for what they compute, to try plans for several node types where there is one."""
+    """The device's name as its driver gives it, or `cpu`; or `cpu/2` to `cpu/99`, a CPU slowed by that factor, to try
+    plans for several node types on one machine."""
     devices_per_node: Ranks
     """Number of devices, and so of ranks, of one node."""
     memory_bytes: PositiveBytes
     """Memory of one device."""
     domain_devices: Ranks | UnsetType = UNSET
-    """The most devices that one NVLink domain joins, those of several nodes: 72 of GB200 NVL72; by default
-    those of a node."""
+    """The largest number of devices in one NVLink domain, which may span nodes: 72 for GB200 NVL72; by default a
+    node's."""
     usd_per_hour: NonNegativeNumber | None = None
-    """Price of one node, where it has one."""
+    """Price of one node, if known."""
 
     def __post_init__(self) -> None:
         if self.device.startswith("cpu/") and not self.on_cpu:
@@ -45,13 +45,13 @@ class NodeType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def slowdown(self) -> int:
-        """Return how many times as long its ranks take for what they compute: 1 but for a slowed CPU."""
+        """Return the factor by which its ranks are slowed; 1 except for a slowed CPU."""
         match = _CPU.fullmatch(self.device)
         return int(match[1]) if match and match[1] else 1
 
 
 class NodeGroup(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Some equal nodes that follow one another in rank order."""
+    """A number of equal nodes that are neighbours in rank order."""
 
     node_type: str
     """A key of the cluster's `node_types`."""
@@ -104,7 +104,7 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
         return max(1 << power for power in range(most.bit_length()) if not gcd(*counts) % (1 << power))
 
     def domain_size(self, node_type: str) -> int:
-        """Return the devices of each NVLink domain of a node type, which are those of a node if it joins no others."""
+        """Return the number of devices of each NVLink domain of a node type; a node's if domains do not span nodes."""
         return self.node_types[node_type].devices_per_node * self.nodes_in_domain(node_type)
 
     @cached_property
@@ -122,7 +122,7 @@ class Cluster(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, d
 
     @property
     def obstacle(self) -> str | None:
-        """Return why plans for it can be made and not be run; None: they can."""
+        """Return why plans for it can be made but not run; None: they can be run."""
         on_cpu = {self.node_types[group.node_type].on_cpu for group in self.nodes}
         return "cpu and other devices in one cluster exchange no collectives" if len(on_cpu) > 1 else None
 

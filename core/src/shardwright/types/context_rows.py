@@ -45,7 +45,7 @@ class ContextRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def corrections(self) -> tuple[float, float]:
-        """Return the factors of derived times, forward and backward; 1 where two standard errors explain the ratio."""
+        """Return the factors of derived times, forward and backward; 1 if two standard errors explain the ratio."""
         forward, backward = (
             1.0 if abs(ratio - 1) <= 2 * ratio * error_s / time_s else ratio
             for ratio, time_s, error_s in (

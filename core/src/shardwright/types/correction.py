@@ -10,7 +10,7 @@ from shardwright.types.limits import Count, Number, PositiveNumber, Sha256
 
 
 class Term(StrEnum):
-    """A part of a prediction that a measurement tells apart from the others."""
+    """A term of a prediction that a measurement can distinguish from the others."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -26,9 +26,9 @@ class CorrectionFactor(Value, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     factor: PositiveNumber
-    """The median over the plans; of memory at most what lets each plan that ran fit its devices."""
+    """The median over the plans; for memory at most what lets each plan that ran fit its devices."""
     lowest: Number
-    """Factor of the plan with the lowest; not positive where noise outweighs what was to be measured."""
+    """Factor of the plan with the lowest one; not positive if noise exceeds what was measured."""
     highest: PositiveNumber
     """Factor of the plan with the highest."""
     num_plans: Count
@@ -42,12 +42,12 @@ class CorrectionFactor(Value, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Correction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Factors between measured plans and their predictions from two profiles, for which alone they hold."""
+    """Factors between measured plans and their predictions from two profiles; valid only for these profiles."""
 
     FORMAT = "shardwright.correction"
 
     factors: dict[Term, CorrectionFactor]
-    """Factors by term; a term of which no measured plan tells anything is left out.
+    """Factors by term; terms about which no measured plan is informative are omitted.
 
     `forward` and `backward`: one microbatch's pass through a rank's layers, less what gathers and moves between layouts
     are predicted to take; `gradient_sync`: what reducing gradients adds to a step; `step_end`: the optimizer's step

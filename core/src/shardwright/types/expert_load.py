@@ -1,4 +1,4 @@
-"""The load of experts that a run logged: where routers sent positions, which decides what the fullest rank computes."""
+"""The load of experts that a run logged: the positions routed to each, which decide the fullest rank's work."""
 
 from math import isclose
 from typing import Annotated
@@ -13,12 +13,12 @@ _ROUNDING = 1e-6
 
 
 class GroupLoad(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The load of the fullest group where a layer's experts are shared out in groups of neighbours."""
+    """The load of the fullest group if a layer's experts are split into groups of neighbours."""
 
     ep_size: Ranks
-    """Groups that the experts are shared out in."""
+    """Number of groups into which the experts are split."""
     imbalance: PositiveNumber
-    """Load of the fullest group over the mean group's, the mean of both over the steps."""
+    """Load of the fullest group over the mean group's load, both averaged over the steps."""
 
     def __post_init__(self) -> None:
         if not 1 - _ROUNDING <= self.imbalance <= self.ep_size * (1 + _ROUNDING):
@@ -33,7 +33,7 @@ class LayerLoad(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shares: Annotated[tuple[Share, ...], Meta(min_length=1)]
     """Share of each expert in the assignments of positions to experts; they add up to 1."""
     groups: tuple[GroupLoad, ...] = ()
-    """The fullest group for each number of groups, step by step; left out where only the shares are known."""
+    """The fullest group for each number of groups, step by step; omitted if only the shares are known."""
 
     def __post_init__(self) -> None:
         if not isclose(total := sum(self.shares), 1.0, abs_tol=_ROUNDING):
@@ -43,7 +43,7 @@ class LayerLoad(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the load of the fullest of `ep_size` groups of experts over the mean group's, from 1 to `ep_size`.
 
         Without figures of single steps it is that of the shares, which hide a peak that moves from step to step. Raises
-        ValueError where `ep_size` does not divide the experts.
+        ValueError if `ep_size` does not divide the experts.
         """
         for group in self.groups:
             if group.ep_size == ep_size:

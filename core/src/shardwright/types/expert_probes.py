@@ -12,10 +12,10 @@ _Times = Annotated[tuple[Seconds, ...], Meta(min_length=1)]
 
 
 class ExpertProbe(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Experts of one rank that compute rows by themselves, as many for each expert as for another."""
+    """Experts of one rank that compute rows in isolation, the same number for each expert."""
 
     type: str
-    """The layer's type in the model description of the plans beside it."""
+    """The layer's type in the model description of the plans in the same file."""
     experts: Count
     """Experts of the rank."""
     etp_size: Ranks

@@ -52,11 +52,11 @@ class GroupKind(NamedTuple):
     ranks_per_node: int
     """The most of its ranks that share a node."""
     consecutive: bool
-    """True where the ranks are neighbours."""
+    """True if the ranks are neighbours."""
 
     @property
     def nodes(self) -> int:
-        """Return the number of nodes that it lies on, where it fills all but the last."""
+        """Return the number of nodes over which it extends; all but the last are filled."""
         return -(-self.size // self.ranks_per_node)
 
     @property
@@ -97,9 +97,9 @@ class PointRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group_size: Ranks
     """Number of ranks that take part."""
     ranks_per_node: Ranks
-    """The most of them that share a node: all, where the group lies inside one."""
+    """The largest number of its ranks on one node: all of them if the group is inside one."""
     consecutive: bool
-    """True where the ranks are neighbours."""
+    """True if the ranks are neighbours."""
     message_bytes: PositiveBytes
     """Size of the full tensor on one rank."""
     interval: Annotated[NonNegativeNumber, Meta(extra={"unit": "1"})]
@@ -121,7 +121,7 @@ class RepeatRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     time_s: PositiveSeconds
     """Time on the slowest rank."""
     outlier: bool
-    """True where it lies far from the point's other times."""
+    """True if it lies far from the point's other times."""
 
 
 class PairRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,7 +140,7 @@ class PairRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class OverlapRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A collective and a computation, each alone and both at once."""
+    """A collective and a computation: each without the other, and both at once."""
 
     collective: Collective
     """Collective that was timed; for p2p a message each way at once, as a step of a ring has."""
@@ -149,15 +149,15 @@ class OverlapRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ranks_per_node: Ranks
     """The most of them that share a node."""
     collective_bytes: Bytes
-    """Size of the full tensor on one rank; 0 where it is not known."""
+    """Size of the full tensor on one rank; 0 if it is not known."""
     compute_s: Seconds
-    """Time of the computation alone; 0 where it is not known."""
+    """Time of the computation without the collective; 0 if it is not known."""
     collective_s: Seconds
-    """Time of the collective alone; 0 where it is not known."""
+    """Time of the collective without the computation; 0 if it is not known."""
     compute_slowdown: _Slowdown
-    """Time of the computation overlapped with the collective, over its time alone."""
+    """Time of the computation overlapped with the collective, over its time without it."""
     collective_slowdown: _Slowdown
-    """Time of the collective overlapped with the computation, over its time alone."""
+    """Time of the collective overlapped with the computation, over its time without it."""
     source: Source
     """Source of these numbers."""
 

@@ -1,4 +1,4 @@
-"""Numbers and texts and their limits, for command options and files alike: beyond them nothing real is meant.
+"""Limits of numbers and texts, for command options and files alike; anything beyond them is a mistake.
 
 The limits are generous; what they are for is that a mistyped or hostile number is refused where it is read, with its
 place, before anything is computed with it. A number of a table of a profile says its unit, too.
@@ -32,7 +32,7 @@ Ranks = Annotated[int, Meta(ge=1, le=MAX_DEVICES, extra={"unit": "ranks"})]
 """A degree, or the size of a group."""
 SeveralRanks = Annotated[int, Meta(ge=2, le=MAX_DEVICES, extra={"unit": "ranks"})]
 SomeRanks = Annotated[int, Meta(ge=0, le=MAX_DEVICES, extra={"unit": "ranks"})]
-"""The size of a group that there may be none of."""
+"""The size of a group, or 0 if there is no such group."""
 Samples = Annotated[int, Meta(ge=1, le=MAX_BATCH, extra={"unit": "samples"})]
 """A batch or a micro-batch."""
 Tokens = Annotated[int, Meta(ge=1, le=MAX_COUNT, extra={"unit": "tokens"})]

@@ -1,4 +1,4 @@
-"""Low-rank adaptation (LoRA): small trained matrices beside frozen ones."""
+"""Low-rank adaptation (LoRA): small trained matrices added to frozen ones."""
 
 from math import sqrt
 from typing import Annotated
@@ -9,14 +9,14 @@ from shardwright.io import Value
 from shardwright.types.limits import Length, PositiveNumber, Sha256
 
 LOW_RANK = ".lora_"
-"""Text between the name of a module and those of its low-rank matrices, A and B (Hu et al. 2021), as in peft."""
+"""Text between the name of a module and the names of its low-rank matrices, A and B (Hu et al. 2021), as in peft."""
 
 
 class LowRank(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Low-rank matrices beside frozen ones (Hu et al. 2021): y = W x + scaling B A x, with A and B trained alone."""
+    """Low-rank matrices added to frozen ones (Hu et al. 2021): y = W x + scaling B A x; only A and B are trained."""
 
     rank: Length
-    """Rows of A, and columns of B, where the description's matrices have no others."""
+    """Rows of A, and columns of B, except for matrices with a rank of their own."""
     alpha: PositiveNumber
     """Numerator of the scaling."""
     targets: Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -26,9 +26,10 @@ class LowRank(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     starts_at_zero: bool = True
     """Whether B is drawn as zeros, so that the model begins as the frozen one; else as A is."""
     alphas: dict[str, PositiveNumber] | UnsetType = UNSET
-    """Other numerators, by the full names of modules, or of experts' parameters, in the stock model; none: left out."""
+    """Other numerators, by the full names of modules, or of experts' parameters, in the stock model; omitted if
+    none."""
     weights_sha256: Sha256 | UnsetType = UNSET
-    """Identity of the adapter's trained weights, which a run begins with; left out where they are drawn."""
+    """Identity of the adapter's trained weights, with which a run starts; omitted if they are drawn."""
 
     def alpha_of(self, name: str) -> float:
         """Return the numerator of a module, or of a parameter of experts, by its full name in the stock model."""

@@ -48,7 +48,7 @@ class PassTime(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chunk: NonNegativeCount
     """Number of the layer range in the stage's `layers`."""
     wait_s: Seconds
-    """Waiting for the messages that the pass began with; next to nothing where there were none."""
+    """Time spent waiting for messages at the start of the pass; close to zero if there were none."""
     start_s: Seconds
     """Time at which the messages were there and computing began, since the rank began the step."""
     time_s: Seconds
@@ -61,9 +61,9 @@ class SegmentMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str
     """`embedding`, `layers` or `head`."""
     activation_bytes: Bytes
-    """Bytes that the forward pass left behind for the backward pass."""
+    """Bytes that the forward pass kept for the backward pass."""
     forward_workspace_bytes: Bytes
-    """The most that was resident in the forward pass beyond what stood before and what was left behind."""
+    """Peak of the forward pass beyond what was resident before it and what it kept."""
     backward_workspace_bytes: Bytes
     """The most that was resident in the backward pass beyond what stood when it began."""
 
@@ -74,7 +74,7 @@ class RankMemory(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parameters_bytes: Bytes
     """Parameters as stored between steps."""
     gradients_bytes: Bytes
-    """Gradients as they stand before the optimizer's step."""
+    """Gradients just before the optimizer's step."""
     optimizer_bytes: Bytes
     """Optimizer state."""
     peak_bytes: Bytes
@@ -102,7 +102,7 @@ class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step_s: Annotated[tuple[Seconds, ...], Meta(min_length=1)]
     """Time of a whole step, from one barrier to the next."""
     reference_s: Annotated[tuple[PositiveSeconds, ...], Meta(min_length=1)]
-    """Right before each step: time of the reference workload, which says how fast the device was."""
+    """Time of the reference workload right before each step, which shows how fast the device was."""
     segments: tuple[Segment, ...]
     """The time of each segment that the rank's pipeline stage has."""
     gradient_reduction_s: tuple[SignedSeconds, ...]
@@ -115,7 +115,7 @@ class RankMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     passes: tuple[PassTime, ...]
     """The passes of one step in their order: of the repeat `median_repeat` of the plan."""
     memory: RankMemory
-    """Taken in a step of its own that is not timed."""
+    """Measured in a separate step that is not timed."""
 
 
 class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,17 +126,19 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ranks: Annotated[tuple[RankMeasurement, ...], Meta(min_length=1)]
     """Every rank of the plan, in order."""
     in_turns: tuple[str, ...] = ()
-    """SHA-256 of the plans that were stepped in turns, this one among them, the one they are compared with first: their
-    steps of one number are of one round. Empty where it was measured alone."""
+    """SHA-256 of the plans that were stepped in turns with this one, itself included, the reference plan first; steps
+    of equal number belong to one round. Empty if it was measured by itself."""
     measured_again: NonNegativeCount = 0
-    """Number of times that as many rounds followed the first ones, as a difference was uncertain."""
+    """Number of times that as many rounds were added because a difference was uncertain."""
     cp_size: SeveralRanks | UnsetType = UNSET
-    """Ranks that share longer samples out, of which each rank stood for one: its keys stood for those of all. Left out
-    where the plan was run as it is."""
+    """Number of ranks over which longer samples would be split; each rank stood for one of them, with its keys for all.
+    Omitted if the plan was run as it is."""
 
     def __post_init__(self) -> None:
         if [r.rank for r in self.ranks] != list(range(self.plan.world_size)):
-            raise ValueError(f"measured ranks {[r.rank for r in self.ranks]} of a plan for {self.plan.world_size}")
+            raise ValueError(
+                f"ranks {[r.rank for r in self.ranks]} were measured, but the plan has {self.plan.world_size}"
+            )
         if len({len(times) for r in self.ranks for times in (r.step_s, r.reference_s)}) != 1:
             raise ValueError("the ranks have different numbers of repeats")
         for rank in self.ranks:
@@ -144,7 +146,7 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def step_times_s(self) -> tuple[float, ...]:
-        """Return the time of each step: that of its slowest rank."""
+        """Return the time of each step, which is its slowest rank's."""
         return tuple(max(times) for times in zip(*(r.step_s for r in self.ranks), strict=True))
 
     @property
@@ -179,13 +181,13 @@ class PlanMeasurement(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def _check_passes(self, rank: RankMeasurement) -> None:
         stage = next(i for i, stage in enumerate(self.plan.stages) if rank.rank in stage.ranks)
         if rank.stage != stage:
-            raise ValueError(f"rank {rank.rank} is of stage {stage}, not {rank.stage}")
+            raise ValueError(f"rank {rank.rank} belongs to stage {stage}, not {rank.stage}")
         chunks = range(len(self.plan.stages[stage].layers))
         microbatches = range(self.plan.num_microbatches)
         wanted = [(kind, i, chunk) for kind in ("backward", "forward") for i in microbatches for chunk in chunks]
         if sorted((p.kind, p.microbatch, p.chunk) for p in rank.passes) != wanted:
             raise ValueError(
-                f"rank {rank.rank} has {len(rank.passes)} passes, not each of the plan's {len(wanted)} once"
+                f"rank {rank.rank} has {len(rank.passes)} passes instead of each of the plan's {len(wanted)} once"
             )
 
 
@@ -201,7 +203,7 @@ class PlanFailure(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     where: str
     """Work of that rank: `before the first step of ...` or `in step 2 of ...`."""
     asked_bytes: Bytes | None
-    """Memory that it asked of the device in vain, to three digits; None where PyTorch did not say."""
+    """Memory that it asked of the device without effect, to three digits; None if PyTorch did not say."""
 
 
 class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -219,7 +221,7 @@ class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     versions: str
     """Versions of the software and the device's driver, as `torch 2.13.0, transformers 5.17.0, driver 550.54`."""
     attention: str
-    """The kernel that was taken where the plan said `auto`."""
+    """The kernel that was used if the plan says `auto`."""
     attention_by: str = ""
     """The kernels that PyTorch's scaled_dot_product_attention took, as `cudnn`; empty for other attention, and in files
     of earlier versions."""
@@ -230,7 +232,7 @@ class Measurement(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     failed: tuple[PlanFailure, ...] = ()
     """The others, in that order."""
     experts: tuple[ExpertMeasurement, ...] | UnsetType = UNSET
-    """Experts that were measured by themselves; left out where none were."""
+    """Experts that were measured by themselves; left out if none were."""
 
     def __post_init__(self) -> None:
         if not self.plans and not self.failed:

@@ -25,7 +25,7 @@ HEAD = "head"
 
 
 def base_type(name: str) -> str:
-    """Return the family's layer type that a type is: what stands behind a dot says which parameters are frozen."""
+    """Return the family's layer type without the suffix after the dot, which states what is frozen."""
     return name.partition(".")[0]
 
 
@@ -39,13 +39,14 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMS)] | None = None
     """The tensor dim that tensor parallelism splits; null: it is replicated over the group."""
     inside: bool = False
-    """True for a replicated tensor used inside a region, where each rank of the group has a part of its gradient."""
+    """True for a replicated tensor used inside a region, where each rank of the group computes a part of its
+    gradient."""
     shared: bool = False
-    """True where all layers of the type hold replicas of one and the same parameter."""
+    """True if all layers of the type hold replicas of one and the same parameter."""
     frozen: bool | UnsetType = UNSET
-    """True where it is not trained: it has no gradient and no optimizer state."""
+    """True if it is not trained: it has no gradient and no optimizer state."""
     ep_dim: Annotated[int, Meta(ge=0, lt=MAX_DIMS)] | UnsetType = UNSET
-    """The tensor dim of experts; left out where it is no tensor of several."""
+    """The tensor dim of experts; omitted if the tensor is not stacked over experts."""
     buffer: bool | UnsetType = UNSET
     """True for a buffer, which steps set and no gradient: each rank has it whole, in float32 at least."""
 
@@ -65,14 +66,14 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.buffer is True
 
     def numel(self, parts: int) -> int:
-        """Return the number of elements of each of so many tensor-parallel parts: an even share, rounded up."""
+        """Return the number of elements of each tensor-parallel shard, rounded up, for a number of shards."""
         if self.tp_dim is None:
             return prod(self.shape)
         length = self.shape[self.tp_dim]
         return prod(self.shape) // length * -(-length // parts)
 
     def of_experts(self, parts: int) -> "Parameter":
-        """Return the parameter of one of so many parts that its experts are shared out in, which divide them."""
+        """Return the parameter with one group of experts, for a number of groups that divides the experts."""
         if self.ep_dim is UNSET or parts == 1:
             return self
         shape = list(self.shape)
@@ -98,23 +99,23 @@ class Parameter(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return numel // length * -(-length // shards)
 
     def part_length(self, dim: int, parts: int) -> int:
-        """Return the length of a dim of each of so many tensor-parallel parts, rounded up."""
+        """Return the length of a dim of each tensor-parallel shard, rounded up, for a number of shards."""
         return -(-self.shape[dim] // parts) if dim == self.tp_dim else self.shape[dim]
 
 
 class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A kind of layer; layers of one type are alike in everything but their weights."""
+    """A kind of layer; layers of one type differ only in their weights."""
 
     parameters: tuple[Parameter, ...]
     """Every parameter tensor of one layer of this type."""
     forward_flops_per_sample: Flops
     """Floating-point operations of one forward pass over one sample (a multiply-add counts 2)."""
     tp_must_divide: dict[str, Length] = field(default_factory=dict)
-    """Lengths, by name, of which tp_size must be a divisor."""
+    """Lengths, by name, that tp_size must divide."""
     ulysses_must_divide: dict[str, Length] = field(default_factory=dict)
-    """Lengths, by name, of which the Ulysses degree must be a divisor."""
+    """Lengths, by name, that the Ulysses degree must divide."""
     sequence_must_divide: dict[str, Length] | UnsetType = UNSET
-    """Lengths, by name, of which tp_size must be a divisor where ranks hold parts of the sequence; left out if none."""
+    """Lengths, by name, that tp_size must divide if ranks hold parts of the sequence; omitted if there are none."""
     outputs: tuple[BoundaryTensor, ...] = ()
     """Tensors that the next layer receives; empty for the head."""
     regions: tuple[Region, ...] = ()
@@ -122,9 +123,9 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     labels: NonNegativeCount = 0
     """Positions per sample that the head computes a loss for; 0 elsewhere."""
     backward: bool | UnsetType = UNSET
-    """False where neither it nor any layer before it has a trained parameter: no backward pass goes through it."""
+    """False if neither it nor any layer before it has a trained parameter: no backward pass goes through it."""
     experts: Experts | UnsetType = UNSET
-    """The experts of its feed-forward part; left out where it has none."""
+    """The experts of its feed-forward part; omitted if it has none."""
 
     def __post_init__(self) -> None:
         if not self.has_backward and any(self.trained_parameters):
@@ -142,14 +143,14 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def trained_share(self) -> float:
-        """Return the share of the elements of its matrices that are trained; of no matrix, all are."""
+        """Return the share of its matrices' elements that are trained; 1 if it has no matrices."""
         matrices = [p for p in self.parameters if len(p.shape) > 1]
         total = sum(p.numel(1) for p in matrices)
         return sum(p.numel(1) for p in matrices if p.trained) / total if total else 1.0
 
     @property
     def passes(self) -> float:
-        """Return how many forward passes a step is, without recomputation.
+        """Return the work of a step in forward passes, without recomputation.
 
         A product has one for the gradient of its input, where a gradient passes, and one for that of a trained matrix.
         """
@@ -157,20 +158,20 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def step_flops_per_sample(self) -> float:
-        """Return the operations of a forward and a backward pass over one sample, those on masked scores included."""
+        """Return the operations of a forward and a backward pass over one sample, masked scores included."""
         return self.forward_flops_per_sample * self.passes
 
     def parameter_count(self, parts: int = 1) -> int:
-        """Return the number of parameters in each of so many tensor-parallel parts."""
+        """Return the number of parameters in each tensor-parallel shard, for a number of shards."""
         return sum(p.numel(parts) for p in self.parameters)
 
     def trained_count(self, parts: int = 1) -> int:
-        """Return the number of parameters that are trained in each of so many tensor-parallel parts."""
+        """Return the number of trained parameters in each tensor-parallel shard, for a number of shards."""
         return sum(p.numel(parts) for p in self.trained_parameters)
 
     @property
     def window(self) -> int | None:
-        """Return the sliding window of its attention; None where positions attend to all that a mask leaves."""
+        """Return the sliding window of its attention; None if there is no window."""
         return next((region.attention.window for region in self.regions if region.attention is not None), None)
 
     @property
@@ -194,17 +195,17 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     family: Annotated[str, Meta(min_length=1)]
     """Family: the file of the runtime that builds and shards it."""
     config: dict[str, Any]
-    """The Hugging Face configuration without its number of layers, which is that of `layers`."""
+    """The Hugging Face configuration without its number of layers, which `layers` determines."""
     sequence_length: Tokens
     """Tokens (or patches) of one sample."""
     layers: Annotated[tuple[str, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
-    """The type of each block, in order; embedding and head stand outside."""
+    """The type of each block, in order, without embedding and head."""
     types: dict[str, LayerType]
     """Layer types by name; `embedding` and `head` are always among them."""
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of parameters, by full name, that are one and the same."""
     low_rank: LowRank | UnsetType = UNSET
-    """Low-rank matrices that are trained in place of the model; left out where there are none."""
+    """Low-rank matrices that are trained instead of the model; omitted if there are none."""
 
     def __post_init__(self) -> None:
         for needed in (EMBEDDING, HEAD, *self.layers):
@@ -238,12 +239,12 @@ class Model(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def boundary(self) -> tuple[BoundaryTensor, ...]:
-        """Return the tensors between embedding and first layer; all layers hand on tensors of these names."""
+        """Return the tensors between embedding and first layer; all layers pass on tensors with these names."""
         return self.types[EMBEDDING].outputs
 
     @property
     def reshaping(self) -> tuple[str, ...]:
-        """Return the types of block that hand on other shapes than they receive: none can follow itself."""
+        """Return the types of block whose output has another shape than their input, so that none can follow itself."""
         like_received = {
             name for i, name in enumerate(self.layers) if self.received_by(f"layers[{i}]") == self.types[name].outputs
         }

@@ -68,7 +68,7 @@ class _TypeColumns(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> LayerKey:
-        """Return the key of the row; columns that it lacks or that vary in it are left open."""
+        """Return the key of the row; columns that it lacks or that vary are left open."""
         return LayerKey.from_fields(self)
 
 
@@ -91,13 +91,13 @@ class LayerRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_field
     forward_s: Annotated[Seconds, sourced("forward_source")]
     """Time of the forward pass."""
     forward_error_s: Annotated[Seconds, sourced("forward_source")] = 0.0
-    """Standard error of `forward_s`; 0 where none is known."""
+    """Standard error of `forward_s`; 0 if none is known."""
     forward_source: Source
     """Source of `forward_s` and its error."""
     backward_s: Annotated[Seconds, sourced("backward_source")]
     """Time of the backward pass with recomputation, without gradient reduction."""
     backward_error_s: Annotated[Seconds, sourced("backward_source")] = 0.0
-    """Standard error of `backward_s`; 0 where none is known."""
+    """Standard error of `backward_s`; 0 if none is known."""
     backward_source: Source
     """Source of `backward_s` and its error."""
     activation_bytes: Annotated[Bytes, sourced("activation_source")]
@@ -156,20 +156,20 @@ class StateRow(_TypeColumns, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     gather_s: Annotated[Seconds, sourced("zero_source")]
     """Time that gathering the parameters adds to a pass of a microbatch under ZeRO-3."""
     zero_ranks: Ranks
-    """Data-parallel ranks of both probes under ZeRO."""
+    """Data-parallel ranks of the two probes under ZeRO."""
     zero_source: Source
     """Source of `scatter_s` and `gather_s`."""
 
 
 class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures that are there once a process or a step."""
+    """Figures that occur once in a process or a step."""
 
     process_bytes: Annotated[Bytes, sourced("process_source")]
     """Device memory outside the tensors and the communicators."""
     process_source: Source
     """Source of `process_bytes`."""
     communicator_bytes: Annotated[Bytes, sourced("communicator_source")]
-    """Buffers of an NCCL communicator that is no edge of the pipeline; 0 without NCCL."""
+    """Buffers of an NCCL communicator that is not a pipeline edge; 0 without NCCL."""
     communicator_source: Source
     """Source of `communicator_bytes`."""
     resident_bytes: Annotated[Bytes, sourced("resident_source")]
@@ -181,7 +181,7 @@ class ProcessRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step_overhead_source: Source
     """Source of `step_overhead_s`."""
     reference_s: Annotated[Seconds, sourced("reference_source")]
-    """Time of the reference workload on a machine as fast as all times here are of; 0 where none was run."""
+    """Time of the reference workload on a machine as fast as the one of all these times; 0 if none was run."""
     reference_source: Source
     """Source of `reference_s`."""
 
@@ -194,9 +194,9 @@ class FitRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_fields=
     mode: FitMode
     """Terms that the curve has."""
     micro_batch_size: Annotated[NonNegativeCount, Meta(extra={"unit": "samples"})]
-    """Samples of one tensor-parallel group; 0 where they vary."""
+    """Samples of one tensor-parallel group; 0 if they vary."""
     sequence_length: Annotated[NonNegativeCount, Meta(extra={"unit": "tokens"})]
-    """0 where it varies."""
+    """0 if it varies."""
     constant: _Coefficient
     """The constant term."""
     linear: _Coefficient
@@ -210,7 +210,7 @@ class FitRow(_StrategyColumns, frozen=True, kw_only=True, forbid_unknown_fields=
     worst_residual: _Residual
     """Largest |fit - point| / point."""
     left_out_points: Annotated[NonNegativeCount, Meta(extra={"unit": "points"})]
-    """Number of points that were left out in turn and predicted by the others."""
+    """Number of points that were left out one at a time and predicted from the others."""
     left_out_error: _Residual
     """Median of |prediction - point| / point over them; 0 without any."""
 
@@ -221,7 +221,7 @@ class ProfileOrigin(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: str
     """Its name."""
     architecture_sha256: str
-    """`Model.architecture_sha256`: the profile serves models of these layers, of any number of them."""
+    """`Model.architecture_sha256`: the profile applies to models with these layers, in any number."""
     device: str
     """The device's name as its driver gives it, or `cpu`."""
     backend: str
@@ -264,7 +264,7 @@ class ModelProfile(Profile):
 
     @cached_property
     def curves(self) -> dict[LayerKey, list[LayerRow]]:
-        """Return the points of `layers` that differ in micro-batch size alone, ascending, by what they share."""
+        """Return the points of `layers` that differ only in micro-batch size, ascending, by the other columns."""
         return _curves(self.layers)
 
     @cached_property
@@ -274,7 +274,7 @@ class ModelProfile(Profile):
 
     @cached_property
     def expert_curves(self) -> dict[ExpertKey, list[ExpertRow]]:
-        """Return the points of `experts` that differ in rows alone, ascending, by what they share."""
+        """Return the points of `experts` that differ only in rows, ascending, by the other columns."""
         curves: dict[ExpertKey, list[ExpertRow]] = {}
         for row in sorted(self.experts.rows, key=lambda row: row.key):
             curves.setdefault(row.key.without("rows"), []).append(row)
@@ -299,7 +299,7 @@ def _curves(table: Table[LayerRow]) -> dict[LayerKey, list[LayerRow]]:
 
 
 def _curve_problem(points: Sequence[LayerRow | ExpertRow]) -> str | None:
-    """Return what is wrong with points of ascending size: one is there twice, or activations shrink as it grows."""
+    """Return what is wrong with points of ascending size: a point that occurs twice, or activations that shrink."""
     for less, more in pairwise(points):
         if less.key == more.key:
             return f"{more.key} is there twice"

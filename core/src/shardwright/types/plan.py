@@ -29,7 +29,7 @@ class Schedule(StrEnum):
     """The order in which a pipeline stage works through its microbatches."""
 
     interleaves: bool
-    """True where a pipeline stage may hold several layer ranges."""
+    """True if a pipeline stage may hold several layer ranges."""
 
     def __new__(cls, name: str, interleaves: bool = False) -> "Schedule":
         """Make a member of its name in files."""
@@ -72,7 +72,7 @@ class Precision(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.tf32 and self.compute != "float32":
-            raise ValueError(f"tf32 is of products in float32, compute is {self.compute}: leave it out")
+            raise ValueError(f"tf32 applies to products in float32, but compute is {self.compute}: leave it out")
 
     @property
     def text(self) -> str:
@@ -87,7 +87,7 @@ def profiled_as(precision: Precision, compile: bool) -> str:
 
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, FP8: 2}
-"""Bytes of one element of a tensor in each number format; what is kept and sent beside products in FP8 is bfloat16."""
+"""Bytes of one element of a tensor in each number format; tensors around FP8 products are kept and sent in bfloat16."""
 
 
 class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,11 +100,11 @@ class PipelineStage(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 _ADDED = {"cp_size": 1, "context": ContextParallel.GATHER.value}
-"""Fields of strategies that plans of earlier versions lack, with what these execute."""
+"""Fields of strategies that plans of earlier versions lack, with the values that these plans imply."""
 
 
 def _as_before(strategies: object) -> object:
-    """Return strategies, as JSON has them, without fields that say what plans of earlier versions execute."""
+    """Return strategies, as in JSON, without fields whose values plans of earlier versions imply."""
     if isinstance(strategies, list | tuple):
         return [_as_before(strategy) for strategy in strategies]
     assert isinstance(strategies, dict)
@@ -112,7 +112,7 @@ def _as_before(strategies: object) -> object:
 
 
 def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
-    """Return why a layer type cannot be sharded this way, or None when it can."""
+    """Return why a layer type cannot be sharded this way, or None if it can."""
     kind = model.types[type_name]
     match strategy.sequence_parallel:
         case SequenceParallel.NONE:
@@ -129,7 +129,7 @@ def misfit(model: Model, type_name: str, strategy: Strategy) -> str | None:
 
 
 def _misfit_of_sequence(model: Model, kind: LayerType, strategy: Strategy, splits: bool) -> str | None:
-    """Return why a layer type's positions cannot be shared out; `splits`: among tensor-parallel ranks, too."""
+    """Return why a layer type's positions cannot be split over ranks; `splits`: over tensor-parallel ranks too."""
     lengths = (model.sequence_length, *(tensor.sequence_length for tensor in kind.outputs))
     sequences = [*(kind.sequence_must_divide or {}).items(), *(("the sequence length", length) for length in lengths)]
     degrees = {"cp_size": strategy.cp_size, "tp_size": strategy.tp_size if splits else 1}
@@ -210,7 +210,7 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"num_microbatches {self.num_microbatches} does not divide global_batch_size {self.global_batch_size}"
             )
         if len(set(self.fused)) != len(self.fused):
-            raise ValueError(f"fused names something twice: {', '.join(self.fused)}")
+            raise ValueError(f"fused lists an operation twice: {', '.join(self.fused)}")
         fitting = set[tuple[int, str, Strategy]]()
         for where, type_name, strategy in self._strategies():
             ranks = len(self.stages[self.stage_of(where)].ranks)
@@ -312,15 +312,13 @@ class Plan(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"the pipeline stages hold {position} of {len(expected)} layers")
 
     def _check_empty(self, index: int, layer: int) -> None:
-        """Refuse a layer range without layers, embedding and head, of a stage that has nothing else to do.
+        """Refuse a layer range without blocks, embedding and head in a stage that has no other layers.
 
         What it receives it hands on, as it is: its ranks are as many as those of the stage before.
         """
         where, stage = f"stages[{index}]: layer range [{layer}, {layer}]", self.stages[index]
         if index not in (0, len(self.stages) - 1) and all(low == high for low, high in stage.layers):
-            raise ValueError(
-                f"{where} is empty, as only the embedding's or the head's may be of a stage without layers"
-            )
+            raise ValueError(f"{where} is empty: only a stage with the embedding or the head may have no other layers")
         before = len(self.stages[index - 1].ranks)
         if len(stage.ranks) != before:
             raise ValueError(f"{where} is empty, and the stage before has {before} ranks, not {len(stage.ranks)}")
@@ -335,20 +333,20 @@ class Plans(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
     plans: Annotated[tuple[Plan, ...], Meta(min_length=1)]
     """The plans, in the order they are to be run."""
     in_turns: tuple[Annotated[tuple[NonNegativeCount, ...], Meta(min_length=2)], ...] = ()
-    """Places of plans that are subtracted from one another, the one that the others are compared with first: they are
-    stepped in turns, so that a slow moment of the machine meets them all."""
+    """Indices of plans whose times are subtracted, the reference first: they are stepped in turns, so that a slow
+    moment of the machine affects all of them."""
     experts: tuple[ExpertProbe, ...] | UnsetType = UNSET
-    """Probes of experts of the plans' model by themselves, to be measured besides; left out where there are none."""
+    """Probes of the model's experts in isolation, to be measured in addition; omitted if there are none."""
     context: tuple[ContextProbe, ...] | UnsetType = UNSET
-    """Plans whose samples stand for shares of longer ones; left out where there are none."""
+    """Plans whose samples stand for parts of longer ones; omitted if there are none."""
 
     def __post_init__(self) -> None:
         places = [place for group in self.in_turns for place in group]
         if len(set(places)) != len(places) or max(places, default=0) >= len(self.plans):
-            raise ValueError(f"in_turns names {places}, not each of {len(self.plans)} plans once at most")
+            raise ValueError(f"in_turns must list numbers below {len(self.plans)}, each once at most: {places}")
         shares = [probe.plan for probe in self.context or ()]
         if len(set(shares)) != len(shares) or max(shares, default=0) >= len(self.plans):
-            raise ValueError(f"context names {shares}, not each of {len(self.plans)} plans once at most")
+            raise ValueError(f"context must list numbers below {len(self.plans)}, each once at most: {shares}")
         for group in self.in_turns:
             built = {(p.world_size, p.precision, p.attention) for p in (self.plans[place] for place in group)}
             if len(built) > 1:

@@ -32,9 +32,9 @@ class TimelineEvent(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`forward`, `backward`, `send_forward` (to the next stage), `send_backward` (to the previous one),
     `gradient_sync`, which may go on beside a backward pass, or `optimizer`."""
     microbatch: NonNegativeCount | None
-    """The microbatch it is done for; null where it is for all of them."""
+    """The microbatch it is done for; null if it is for all of them."""
     chunk: NonNegativeCount | None
-    """Number of the layer range in the stage's `layers`; null where it is for all of them."""
+    """Number of the layer range in the stage's `layers`; null if it is for all of them."""
     start_s: Seconds
     """Time since the step began."""
     end_s: Seconds
@@ -57,7 +57,7 @@ class Proof(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     examined: NonNegativeCount
     """Cases (pipeline degree, microbatches, schedule) that were looked at."""
     solved: NonNegativeCount
-    """Cases of these that were solved exactly; the others were ruled out."""
+    """How many of these were solved exactly; the others were ruled out by bounds."""
     second_opinion: str | None = field(default=None, name="certificate")
     """Verdict of the solver HiGHS, which earlier versions asked; read and never written, and unrelated to `verify`."""
 
@@ -81,7 +81,7 @@ class Estimate(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     samples_per_s: NonNegativeNumber
     """Global batch size over the simulated step time."""
     usd_per_step: NonNegativeNumber | None
-    """Price of the cluster for one step; null where a node has no price."""
+    """Price of the cluster for one step; null if a node has no price."""
     stages: Annotated[tuple[StagePrediction, ...], Meta(min_length=1)]
     """The pipeline stages, first to last."""
     timeline: tuple[TimelineEvent, ...]
@@ -103,7 +103,7 @@ class RunnerUp(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A prediction about a plan, in a file beside the plan."""
+    """A prediction for a plan, in a separate file next to the plan's."""
 
     FORMAT = "shardwright.prediction"
     REMOVED: ClassVar[Mapping[str, Removed]] = {"robust": Removed("", ignored=None)}
@@ -118,12 +118,12 @@ class Prediction(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     proof: Proof | None
     """Null for a plan that was not searched."""
     runners_up: tuple[RunnerUp, ...]
-    """Plans that were not chosen, the best first; empty where nobody asked for them."""
+    """Plans that were not chosen, the best first; empty if nobody asked for them."""
     warnings: tuple[str, ...]
     """Facts beyond measurements that the prediction leans on, such as extrapolation."""
     inputs_sha256: dict[str, Sha256]
     """SHA-256 of every profile and of the search file, by role."""
     reference_s: Seconds = 0.0
-    """Time of the reference workload on the machine as it was profiled; 0 where none was run."""
+    """Time of the reference workload on the machine as it was profiled; 0 if none was run."""
     versions: str = ""
     """Name and version of the program that predicted; empty in files of earlier versions."""

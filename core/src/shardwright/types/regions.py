@@ -1,4 +1,4 @@
-"""The parts of a layer: what flows between layers, where tensor parallelism communicates, attention and experts."""
+"""The parts of a layer: the tensors between layers, where tensor parallelism communicates, attention and experts."""
 
 from typing import Literal
 
@@ -33,13 +33,14 @@ class Heads(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     head_features: Length
     """Features of one head."""
     value_features: Length | None = None
-    """Features of one value head; null: those of the others."""
+    """Features of one value head; null: as many as a query head's."""
     window: Length | None = None
-    """Positions that each attends to, itself the last, and an encoder as many behind; null: all. Below the samples'."""
+    """Number of positions to which each attends, itself the last (an encoder as many after it), below the samples'
+    length; null: all."""
     alibi: bool = False
-    """True where scores fall with the distance of positions, at a slope for each head (Press et al. 2022)."""
+    """True if scores fall with the distance of positions, at a slope for each head (Press et al. 2022)."""
     sinks: bool = False
-    """True where the softmax has a further score of each head, which weighs nothing (Xiao et al. 2024)."""
+    """True if the softmax has a further score of each head, which weighs nothing (Xiao et al. 2024)."""
 
     @property
     def features_of_values(self) -> int:
@@ -55,15 +56,16 @@ class Region(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     enters: tuple[str, ...] = ()
     """Boundary tensors whose whole sequence the region's matrices take in."""
     leaves: str | None = None
-    """The boundary tensor that the sum over the ranks is like; null for the head, where only numbers are summed."""
+    """The boundary tensor with the shape of the sum over the ranks; null for the head, where only numbers are
+    summed."""
     replays_sum: tuple[Literal["full", "attention", "mlp"], ...] = ()
-    """The kinds of recomputation that repeat that sum even at their end, because something behind it is kept."""
+    """The kinds of recomputation that repeat that sum even at their end, because something after it is kept."""
     attention: Heads | None = None
     """The attention inside."""
 
 
 class Experts(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The experts of a layer: feed-forward networks, of which a router chooses some for each position."""
+    """The experts of a layer: feed-forward networks, some of which a router chooses for each position."""
 
     number: Length
     """Experts of the layer."""
@@ -72,8 +74,8 @@ class Experts(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     features: Length
     """Features between the matrices of one expert."""
     shared_features: Length | UnsetType = UNSET
-    """Features between the matrices of the experts that compute every position; left out where there are none."""
+    """Hidden features of the experts that compute every position; omitted if there are none."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.number:
-            raise ValueError(f"{self.top_k} of {self.number} experts cannot compute a position")
+            raise ValueError(f"top_k {self.top_k} exceeds the number of experts, {self.number}")

@@ -47,12 +47,12 @@ class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tokens_per_s: NonNegativeNumber
     """Tokens of the global batch over the step time."""
     mfu: NonNegativeNumber | None
-    """Model floating-point operations over the devices' peak, of causal attention those on pairs of positions that it
-    sees; null where the peak is not known."""
+    """Model floating-point operations over the devices' peak, counting only pairs of positions that causal attention
+    sees; null if the peak is not known."""
     mfu_full_square: NonNegativeNumber | None = None
-    """The same with masked pairs, as PaLM and Megatron-LM count; null where the peak is not known."""
+    """The same with masked pairs, as PaLM and Megatron-LM count; null if the peak is not known."""
     grad_norm: float | None
-    """Global 2-norm of the gradients before clipping; null where float16 overflowed and the step updated nothing."""
+    """Global 2-norm of the gradients before clipping; null if float16 overflowed and the step updated nothing."""
     learning_rate: float
     """Learning rate of the optimizer in the step."""
     peak_memory_bytes: tuple[Bytes, ...]
@@ -60,13 +60,13 @@ class StepMetrics(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     time_utc: str
     """End of the step, in ISO 8601."""
     auxiliary_loss: float | UnsetType = UNSET
-    """The part of the loss that auxiliary losses of blocks make up; absent where the family has none."""
+    """The part of the loss that comes from blocks' auxiliary losses; absent if the family has none."""
     expert_imbalance: NonNegativeNumber | UnsetType = UNSET
-    """Load of the fullest expert over the mean expert's, the mean over layers; absent where there are none."""
+    """Load of the fullest expert over the mean expert's, averaged over layers; absent if there are none."""
     save_s: Seconds | UnsetType = UNSET
     """Longest save of a checkpoint so far, since this start of the run; absent before the first."""
     evaluation: Evaluation | None = None
-    """Evaluation of the weights after the step; null where there was none."""
+    """Evaluation of the weights after the step; null if there was none."""
 
 
 class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,17 +86,17 @@ class RunResult(Document, frozen=True, kw_only=True, forbid_unknown_fields=True)
     attention: str
     """The attention kernel that ran: the one taken where the plan said `auto`."""
     wall_s: Seconds
-    """Time of this process and of those it resumed, start-up and checkpoints included."""
+    """Time of this process and of the ones that it resumed, start-up and checkpoints included."""
     checkpoint: str
     """Folder of the last checkpoint."""
     best: BestCheckpoint | None = None
-    """Null where the run was not asked to keep it."""
+    """Null if the run was not asked to keep it."""
     predicted_step_time_s: Seconds | None = None
-    """Step time of the prediction beside the plan; null where there is none."""
+    """Step time of the prediction next to the plan; null if there is none."""
 
 
 class StopNote(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """STOPPED.json: the run ended with 75, and the same command goes on with it."""
+    """STOPPED.json: the run ended with exit code 75, and the same command resumes it."""
 
     FORMAT = "shardwright.stopped"
 
@@ -113,14 +113,14 @@ class StopNote(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Replanned(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """replanned.json: what node 0 tells the other nodes that are left, through the run's folder."""
+    """replanned.json: the message of node 0 to the other remaining nodes, through the run's folder."""
 
     FORMAT = "shardwright.replanned"
 
     plan: Plan
     """Plan for the nodes that are left."""
     resume_from: str | None
-    """The checkpoint to go on from; null where the run had none yet."""
+    """The checkpoint to resume from; null if the run had none yet."""
     step_before_s: Seconds
     """Predicted time of a step under the plan for all nodes."""
     step_after_s: Seconds

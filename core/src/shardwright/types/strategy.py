@@ -9,10 +9,10 @@ from shardwright.types.limits import Ranks, SomeRanks
 
 
 class DataParallel(StrEnum):
-    """Kinds of data parallelism: the states of a layer that its ranks share out among themselves."""
+    """Kinds of data parallelism: which states of a layer are sharded over its data-parallel ranks."""
 
     DDP = "ddp"
-    """Nothing: every rank holds parameters, gradients and optimizer state whole."""
+    """Nothing is sharded: every rank holds parameters, gradients and optimizer state completely."""
     ZERO2 = "zero2"
     """Gradients and optimizer state; parameters are gathered once a step."""
     ZERO3 = "zero3"
@@ -27,16 +27,16 @@ class SequenceParallel(StrEnum):
     MEGATRON = "megatron"
     """Between the matrix products each rank holds 1/tp_size of the sequence (Korthikanti et al. 2022)."""
     ULYSSES = "ulysses"
-    """The sequence is split everywhere but in attention, where heads are (Jacobs et al. 2023)."""
+    """The sequence is split everywhere except in attention, where heads are (Jacobs et al. 2023)."""
 
 
 class ContextParallel(StrEnum):
-    """Ways in which the positions of one rank attend to those of the other ranks that share the sequence."""
+    """Ways in which the positions of one rank attend to those of other ranks of its context-parallel group."""
 
     GATHER = "gather"
     """Keys and values of all ranks are gathered (Grattafiori et al. 2024)."""
     RING = "ring"
-    """Keys and values go around the ranks while each attends to those that it has (Liu et al. 2023)."""
+    """Keys and values go around the ranks, and each attends to the ones that it currently has (Liu et al. 2023)."""
 
 
 class Recompute(StrEnum):
@@ -65,13 +65,14 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
     tp_size: Ranks
     """Ranks that one sample, or its part under `cp_size`, is split over."""
     tp_consecutive: bool = True
-    """True where neighbouring ranks form a tensor-parallel group; else its ranks are `dp_size` apart."""
+    """True if neighbouring ranks form a tensor-parallel group; else its ranks are `dp_size` apart."""
     cp_size: Ranks = 1
-    """Parts that the positions of a sample are shared out in, in attention too, among neighbouring groups of ranks."""
+    """Number of parts into which the positions of a sample are split, in attention too, over neighbouring groups of
+    ranks."""
     dp_size: Ranks
-    """Parts that the samples of a microbatch are shared out in."""
+    """Number of parts into which the samples of a microbatch are split."""
     data_parallel: DataParallel = DataParallel.DDP
-    """States that the data-parallel ranks share out."""
+    """States that are sharded over the data-parallel ranks."""
     shard_size: SomeRanks = 0
     """Neighbouring data-parallel ranks that ZeRO shares the states out among; 0: all of them.
 
@@ -82,11 +83,13 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
 
     def __post_init__(self) -> None:
         if self.cp_size > 1 and not self.tp_consecutive:
-            raise ValueError(f"tp_consecutive false is not for cp_size {self.cp_size}: neighbours share a sample there")
+            raise ValueError(
+                f"tp_consecutive false is not supported with cp_size {self.cp_size}, whose ranks are neighbours"
+            )
         if self.shard_size == 0:
             return
         if self.data_parallel is DataParallel.DDP:
-            raise ValueError("shard_size is of zero2 and zero3, ddp shards nothing")
+            raise ValueError("shard_size needs zero2 or zero3: ddp does not shard states")
         whole = self.sequence_parallel is SequenceParallel.ULYSSES  # parameters are data-parallel over all ranks
         ranks = self.dp_size * self.cp_size * (self.tp_size if whole else 1)
         if self.shard_size in (1, ranks) or ranks % self.shard_size:
@@ -97,7 +100,7 @@ class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, ord
 
 
 class ExpertGrid(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
-    """The sharding of a layer's experts where it is another than the layer's: a grid of dp_size x ep_size x tp_size.
+    """The sharding of a layer's experts if it differs from the layer's: a grid of dp_size x ep_size x tp_size.
 
     It is no part of a file: `LayerStrategy.expert_grid` makes it. `tp_size` neighbours share the features of each
     expert, `ep_size` such groups share the experts out, and `dp_size` hold replicas of all of them or share states out.
@@ -114,11 +117,11 @@ class ExpertStrategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     ep_size: Ranks
-    """Parts that the experts are shared out in, as a whole."""
+    """Number of groups over which whole experts are distributed."""
     etp_size: Ranks = 1
     """Neighbouring ranks that share the features of each expert of a part."""
     data_parallel: DataParallel = DataParallel.DDP
-    """States of the experts that ranks with the same ones share out."""
+    """States of the experts that are sharded over the ranks with the same experts."""
     shard_size: SomeRanks = 0
     """Neighbours among these that ZeRO shares the states out among; 0: all of them."""
 
@@ -131,9 +134,9 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
     recompute: Recompute = Recompute.NONE
     """Activations that are computed again in the backward pass."""
     context: ContextParallel = ContextParallel.GATHER
-    """Way in which positions of one rank attend to those of others; it matters where cp_size is above 1."""
+    """How positions of one rank attend to those of others; it only matters if cp_size is above 1."""
     experts: ExpertStrategy | UnsetType = UNSET
-    """The sharing of the layer's experts; left out where each rank has its share of the features of all."""
+    """The parallelism of the layer's experts; omitted if each rank has its part of the features of all experts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,7 +152,7 @@ class LayerStrategy(Strategy, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def expert_grid(self) -> ExpertGrid | None:
-        """Return the sharding of its experts; None where it is the layer's."""
+        """Return the sharding of its experts; None if it is the same as the layer's."""
         return None if self.experts is UNSET else _grid(self.experts, self.tp_size * self.cp_size * self.dp_size)
 
 

@@ -68,7 +68,9 @@ def _hardware_profile(options: AnalyticOptions, table: DeviceTable, cluster: Clu
         raise BadInput("--hardware-out", "a hardware profile needs --cluster", "give it")
     names = sorted({cluster.node_types[group.node_type].device for group in cluster.nodes})
     if options.network_step_us is not None and options.inter_node_gbit_s is None:
-        raise BadInput("--network-step-us", "is of links between nodes, which have no rate", "give --inter-node-gbit-s")
+        raise BadInput(
+            "--network-step-us", "applies to links between nodes, whose rate is not given", "give --inter-node-gbit-s"
+        )
     step_s = NETWORK_STEP_S if options.network_step_us is None else options.network_step_us / _MICRO
     between = None if options.inter_node_gbit_s is None else node_rates(options.inter_node_gbit_s, step_s)
     rates = [_rates(options, table, name) for name in names]
@@ -82,7 +84,7 @@ def _efficiencies(options: AnalyticOptions) -> Efficiencies:
 
 
 def _device(options: AnalyticOptions, cluster: Cluster | None) -> str:
-    """The device of its own option, else that of the cluster's node types, which must agree."""
+    """The device of the option, else of the cluster's node types, which must have the same one."""
     if options.device is not None:
         return options.device
     if cluster is None:

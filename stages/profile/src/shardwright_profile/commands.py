@@ -97,7 +97,7 @@ def _say(sentence: str) -> None:
 
 
 def _say_context(profile: ModelProfile) -> None:
-    """Say what probes of shares of positions took over what is derived."""
+    """Print the ratio of measured to derived times of context parallelism."""
     from shardwright_profile.model.context import context_notes
 
     for sentence in context_notes(profile.context.rows):

@@ -100,7 +100,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     frozen: tuple[str, ...] = ()
     """Part of the model that is not trained, as `shardwright train describe` takes it; may be repeated."""
     lora: Path | None = None
-    """An adapter_config.json of peft, or its folder: its low-rank matrices alone are trained."""
+    """An adapter_config.json of peft, or its folder: only its low-rank matrices are trained."""
     steps: Count = 5
     """Timed steps of each probe, at least."""
     warmup_steps: Count = 2
@@ -142,9 +142,9 @@ class ImportModelOptions(ImportOptions, frozen=True, kw_only=True):
     """Options of the import of a model's profile."""
 
     backward_ratio: NonNegativeNumber
-    """Backward time over forward time, without recomputation: it is in none of these files."""
+    """Backward time over forward time, without recomputation; none of these files has it."""
     micro_batch_sizes: str | None = None
-    """Micro-batches to have rows for even where none was measured, in samples, as 1,2,4."""
+    """Micro-batch sizes, in samples, to write rows for even if they were not measured, as 1,2,4."""
     precision: str = "float32/bfloat16/float32"
     """Number formats that were measured: parameters/compute/reduce."""
 
@@ -180,7 +180,7 @@ class GalvatronOptions(ImportModelOptions, frozen=True, kw_only=True):
     model: tuple[Path, ...] = ()
     """The model, JSON (shardwright.model); may be repeated, once for each sequence length."""
     type: tuple[str, ...] = ()
-    """NAME,LAYERS,POSITIONS,FEATURES,HEADS in place of --model, once for each type of layer, in order."""
+    """NAME,LAYERS,POSITIONS,FEATURES,HEADS instead of --model, once for each type of layer, in order."""
     name: Name = "galvatron"
     """Name of the model; with --type."""
     model_out: Path | None = None
@@ -194,7 +194,7 @@ class GalvatronOptions(ImportModelOptions, frozen=True, kw_only=True):
     attention: str = "auto"
     """Attention kernel that was measured."""
     repair: bool = False
-    """Leave out or level times that cannot be, and say so; else they are refused."""
+    """Leave out or level impossible times, and report it; otherwise they are refused."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -203,7 +203,7 @@ class GalvatronOptions(ImportModelOptions, frozen=True, kw_only=True):
 
     @property
     def tables(self) -> SequenceParallel | None:
-        """The kind of tables to take from a memory file; None: megatron's where it has them."""
+        """The kind of tables to read from a memory file; None: megatron's if it has them."""
         return None if self.sequence_parallel is None else SequenceParallel(self.sequence_parallel)
 
 
@@ -213,7 +213,7 @@ class GalvatronHardwareOptions(ImportOptions, frozen=True, kw_only=True):
     cluster: Name
     """Name of the cluster in all later files."""
     allreduce: tuple[Path, ...] = ()
-    """allreduce_bandwidth_*.json, in GB/s (1e9); may be repeated, the first that says it counts."""
+    """allreduce_bandwidth_*.json, in GB/s (1e9); may be repeated; the first file with a figure counts."""
     p2p: tuple[Path, ...] = ()
     """p2p_bandwidth_*.json, in GB/s (1e9); may be repeated."""
     sp_time: tuple[Path, ...] = ()

@@ -10,7 +10,7 @@ from shardwright.display.columns import PrintedColumn, split_columns, widths_of
 
 
 class SplitTable(NamedTuple):
-    """A table that is printed as several if its columns have no room beside one another."""
+    """A table that is printed as several if its columns do not fit next to one another."""
 
     title: str
     columns: Sequence[PrintedColumn]
@@ -36,7 +36,7 @@ class SplitTable(NamedTuple):
 def table_of(
     title: str, labels: Sequence[str], numbers: Sequence[str], groups: Iterator[Sequence[Sequence[str]]]
 ) -> SplitTable:
-    """A table of groups of rows: texts under `labels`, of which each part has all, then numbers."""
+    """A table of groups of rows: texts under `labels`, the same columns in each part, then numbers."""
     each = list(groups)
     rows = [row for group in each for row in group]
     columns = [

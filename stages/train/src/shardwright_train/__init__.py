@@ -1,1 +1,1 @@
-"""Trains a Transformer exactly as a Shardwright plan says, and measures what plans take."""
+"""Trains a Transformer exactly as a Shardwright plan says, and measures plans."""

@@ -19,7 +19,7 @@ def check_deterministic(plan: Plan, file: object) -> None:
     if plan.attention is Attention.SDPA_CUDNN:
         raise BadInput(file, f"attention {plan.attention} has no deterministic form ({OPTION})", "use sdpa_flash")
     if plan.compile:
-        problem = f"compile: which kernels a compiler makes may differ between two starts ({OPTION})"
+        problem = f"compile: the compiler may choose other kernels in each start ({OPTION})"
         raise BadInput(file, problem, "leave one of them out")
     if plan.fused:
         problem = f"fused {plan.fused[0]}: flash-attn promises no deterministic form of it ({OPTION})"

@@ -221,7 +221,7 @@ def _gradient_bytes(parameter: nn.Parameter) -> int:
 
 
 _PAIR = 4, 5
-"""Microbatches of two steps of GPipe: the first two and the last two of each are unlike those between them."""
+"""Microbatches of two steps of GPipe: the first two and the last two of each differ from those between them."""
 
 
 def simulate_peak(
@@ -239,7 +239,7 @@ def simulate_peak(
 
 
 def _microbatches(plan: Plan, stage: int) -> int:
-    """How many microbatches make a step that is the start of the whole one and reaches its peak memory.
+    """The number of microbatches of a shortened step that reaches the whole step's peak memory.
 
     Of several chunks each is the fullest at another moment of a group, so that one more group is needed.
     """
@@ -265,7 +265,7 @@ def _shortened(plan: Plan, count: int) -> Plan:
 
 
 def _extended_peak(shorter: SimulatedStep, longer: SimulatedStep, further: int) -> int:
-    """The peak with more microbatches than the shorter step's, each of which adds as the longer step's last."""
+    """The peak with more microbatches than the shorter step's, each adding as much as the longer step's last."""
     half = _PAIR[0] // 2
     peaks = []
     for (name, (microbatch, chunk)), size in shorter.peaks.items():
@@ -305,7 +305,7 @@ class RoleCheck(NamedTuple):
     peak_bytes: int
     """Peak tensor memory in bytes."""
     communicators: Mapping[Purpose, int]
-    """Number of NCCL communicators by purpose, of the role's rank whose communicators hold most memory."""
+    """Number of NCCL communicators by purpose, on the role's rank whose communicators hold most memory."""
 
 
 def roles_of(plan: Plan) -> tuple[Role, ...]:

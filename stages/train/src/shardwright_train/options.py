@@ -37,11 +37,11 @@ class DescribeOptions(Options, frozen=True, kw_only=True):
     out: Path
     """Model description to write (JSON)."""
     frozen: tuple[_Text, ...] = ()
-    """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and behind a dot which parameters,
+    """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and after a dot which parameters,
     as in layers.mlp.*; it has no gradients and no optimizer state. May be repeated."""
     lora: Path | None = None
-    """An adapter_config.json of peft, or its folder: the low-rank matrices that it names are trained, and no more.
-    A run begins with the trained weights that a folder has (`run --adapter`)."""
+    """An adapter_config.json of peft, or its folder: only the low-rank matrices that it names are trained. A run begins
+    with the trained weights that a folder has (`run --adapter`)."""
 
 
 class PrepareOptions(Options, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class PrepareOptions(Options, frozen=True, kw_only=True):
     """
 
     text: str
-    """Text file, folder of them, or `python-stdlib`: Python's own sources; what else it may be says --source."""
+    """Text file, folder of text files, or `python-stdlib`: Python's own sources; --source lists other kinds."""
     out: Path
     """Folder for tokenizer.json, tokens.bin, tokens.idx, data.json; of images images.npy, labels.npy, classes.json."""
     source: Source = Source.AUTO
@@ -87,20 +87,20 @@ class RankOptions(NodeOptions, frozen=True, kw_only=True):
     """Options of a command that starts ranks."""
 
     hang_timeout_s: Annotated[float, Meta(ge=1, le=1e9)] = HANG_TIMEOUT_S
-    """Longest time of one step in s, of the first one with building and loading, of any with saving; after it all
-    ranks' stacks are printed. Start-up has 600 s of its own."""
+    """Longest time of a step in s, including the first one with building and loading, and any save; after it all ranks'
+    stacks are printed. Start-up has a separate limit of 600 s."""
     log_dir: Path | None = None
-    """Folder that keeps what each rank prints, rank-<number>.log, every start behind the last. A rank that fails shows
-    its last lines once more at the end."""
+    """Folder for each rank's output, rank-<number>.log, to which every start appends. The last lines of a rank that
+    fails are also printed at the end."""
 
 
 class OnNodeLoss(StrEnum):
     """The reaction of a run to the loss of a node."""
 
     WAIT = "wait"
-    """Start anew, once the node is back."""
+    """Restart, once the node is back."""
     REPLAN = "replan"
-    """Search a plan for the nodes that are left, and go on under it."""
+    """Search a plan for the remaining nodes, and continue under it."""
 
 
 class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
@@ -114,7 +114,7 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Plan to train with (JSON)."""
     data: Path
     """Folder that `prepare` wrote, one with a blend.json, or one of images.npy and labels.npy; `random`: random
-    samples, for timing alone. See docs/data.md."""
+    samples, only for timing. See docs/data.md."""
     steps: Annotated[int, Meta(ge=1, lt=10**8)]
     """Steps in all, resumed ones included."""
     out: Path
@@ -124,29 +124,30 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     weights: Path | None = None
     """Folder of config.json and safetensors to begin with, instead of drawn weights; see docs/weights.md."""
     adapter: Path | None = None
-    """Folder of peft with the trained low-rank matrices to begin with, beside --weights; see docs/training.md."""
+    """Folder of peft with the trained low-rank matrices to begin with, in addition to --weights; see
+    docs/training.md."""
     new_weights: bool = False
-    """Draw anew what those lack of the model's head."""
+    """Draw the head's parameters that these weights lack."""
     checkpoint_every: Count = 500
     """Steps between checkpoints."""
     checkpoint_minutes: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    """Minutes between checkpoints, where steps take longer than that; 0: by steps alone."""
+    """Minutes between checkpoints, if steps take longer than that; 0: only by steps."""
     checkpoint_async: Annotated[bool, Off("--checkpoint-sync")] = True
     """Copy what is saved to host memory and write it while the next steps run."""
     keep_checkpoints: Count = 2
     """Number of latest checkpoints to keep."""
     keep_every: NonNegativeCount = 0
-    """Keep those of every so many steps, too; 0: none."""
+    """Also keep those of every so many steps; 0: none."""
     resume_from: Path | None = None
-    """Checkpoint (step-…) to branch from, of any plan for the same model: the branch has a folder of its own, and goes
-    on from there when it is run again. Without it a run goes on from its own newest whole checkpoint."""
+    """Checkpoint (step-…) to branch from, of any plan for the same model: the branch has a separate folder, and resumes
+    from it when it is run again. Without it a run resumes from its newest whole checkpoint."""
     allow_batch_change: bool = False
-    """Let a branch have another global batch size than the checkpoint was saved with."""
+    """Let a branch have another global batch size than the checkpoint's."""
     allow_length_change: bool = False
-    """Let a branch have samples of another length, and other settings of rotations, than the checkpoint was saved
-    with; it goes on behind as many tokens."""
+    """Let a branch have samples of another length, and other settings of rotations, than the checkpoint's; it continues
+    after the same number of tokens."""
     max_time_s: Annotated[float, Meta(ge=1, le=1e9)] | None = None
-    """Stop in order (exit 75) with the first step that ends so many s after the first began."""
+    """Save and stop (exit 75) after the first step that ends this many seconds after the first began."""
     max_restarts: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Number of times to restart the ranks of all nodes when some were killed, hang, or are gone with their node."""
     on_node_loss: OnNodeLoss = OnNodeLoss.WAIT
@@ -160,15 +161,15 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     replan_imbalance: str | None = None
     """`--imbalance` of `shardwright plan`, for replan: a ratio from 1, or a load of experts (JSON)."""
     trial: bool = True
-    """Try each pipeline stage alone before the first step, so that a lack of memory is found, and kernels are loaded,
-    before one waits for another; it takes part of a step's time."""
+    """Try each pipeline stage by itself before the first step, so that too little memory is noticed, and kernels are
+    loaded, before a stage waits for another; it takes part of a step's time."""
     grace_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None
-    """Seconds from a scheduler's stop signal to its kill; where a step and a save take longer, that is said."""
+    """Seconds from a scheduler's stop signal to its kill; a warning says if a step and a save take longer."""
     learning_rate: _Rate = 3e-4
     """Peak learning rate, per step."""
     learning_rate_schedule: LearningRateSchedule | None = None
-    """Schedule after the warm-up (cosine); wsd: constant, then a decay. A run that goes on with other --steps names it
-    anew where the rate changes with them."""
+    """Schedule after the warm-up (cosine); wsd: constant, then a decay. A run that resumes with other --steps states it
+    again if the rate changes with them."""
     warmup_steps: NonNegativeCount = 0
     """Steps of linear warm-up to the peak."""
     final_fraction: Share = 0.1
@@ -177,7 +178,7 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     """Length of the decay of wsd, as a share of all steps."""
     learning_rate_factor: tuple[_Text, ...] = ()
     """PATTERN=FACTOR: multiply the learning rate of the parameters whose names match, as `*.embed_tokens.weight=0.1`;
-    of several the first that matches decides; 0 leaves them as they are."""
+    may be repeated, and the first match counts; 0 leaves them unchanged."""
     weight_decay: _Rate = 0.1
     """AdamW's decay, per learning rate: of matrices, not of norms and biases."""
     decay_norms_and_biases: bool = False
@@ -185,28 +186,29 @@ class RunOptions(RankOptions, frozen=True, kw_only=True, tag="run"):
     clip_norm: _Rate = 1.0
     """Largest global 2-norm of gradients; 0: no clipping."""
     router_bias_update_rate: _Rate = 1e-3
-    """Change in a step of a bias by which experts are chosen, as those of DeepSeek-V3; 0 keeps them."""
+    """Change in a step of the biases by which DeepSeek-V3 chooses experts; 0 keeps them."""
     seed: NonNegativeCount = 0
     """Seed of initial weights and sample order."""
     deterministic: bool = False
-    """Use kernels on GPUs that give the same bits again, which are slower; what has none is refused. Runs on the
-    processor do without it."""
+    """Use deterministic kernels on GPUs, which are slower; features without one are refused. Runs on CPU are always
+    deterministic."""
     objective: Objective | None = None
-    """Objective of T5: the spans that are cut out of a text (if left out), or how it goes on after a prefix."""
+    """Objective of T5: spans that are cut out of a text (default), or the continuation of a prefix."""
     valid_fraction: Share = 0.0
-    """Share of the data, behind what is trained on, that is left to evaluation."""
+    """Share of the data, after the training data, that is held out for evaluation."""
     test_fraction: Share = 0.0
     """Share of the data, at its end, that no run sees."""
     reset_attention_mask: bool = False
-    """Attend to nothing of another document in a sample, and predict none from another (Megatron-LM's option)."""
+    """Attend only within a document of a sample, and do not predict a token from another document (Megatron-LM's
+    option)."""
     reset_position_ids: bool = False
     """Number positions from 0 in each document of a sample (Megatron-LM's option)."""
     valid_data: Path | None = None
-    """Folder as `data`, to evaluate on in place of a share of it."""
+    """Folder as `data`, to evaluate on instead of a share of it."""
     eval_every: NonNegativeCount = 0
-    """Steps between evaluations of what there is to evaluate on; 0: after the last step alone."""
+    """Steps between evaluations; 0: only after the last step."""
     eval_samples: Count | None = None
-    """Evaluate on the first so many samples; on all if left out."""
+    """Evaluate on this many samples from the beginning; by default on all."""
     keep_best: bool = False
     """Keep the checkpoint with the least loss of all evaluations, too."""
     log_to: tuple[LogTo, ...] = ("none",)
@@ -240,7 +242,7 @@ class CheckOptions(Options, frozen=True, kw_only=True):
     reset_attention_mask: bool = False
     """Count the masks that a run with this option holds."""
     data: Path | None = None
-    """Prepared text: say how unequal its documents leave the attention of ranks that share samples out (cp_size)."""
+    """Prepared text: print how uneven its documents make the attention of context-parallel ranks (cp_size)."""
 
 
 class ConvertOptions(Options, frozen=True, kw_only=True):
@@ -254,15 +256,15 @@ class ConvertOptions(Options, frozen=True, kw_only=True):
     plan: Path
     """A plan for the same model (JSON)."""
     out: Path
-    """Folder to write: config.json, safetensors, and their index where there are several."""
+    """Folder to write: config.json, safetensors, and their index if there are several."""
     best: bool = False
-    """Take the checkpoint that DONE.json names as the best, of a run with --keep-best, in place of its last."""
+    """Take the checkpoint that DONE.json names as the best, of a run with --keep-best, instead of its last."""
     copy_from: Path | None = None
     """Folder whose tokenizer, generation configuration and names of classes are copied along."""
     dtype: Dtype | None = None
     """Format of the weights; as they were saved if left out."""
     file_gib: Gib = 5.0
-    """Largest size of a file in GiB, of which one at a time is held in memory."""
+    """Largest size of a file in GiB; one file at a time is held in memory."""
 
 
 class MeasureOptions(RankOptions, frozen=True, kw_only=True):
@@ -276,15 +278,15 @@ class MeasureOptions(RankOptions, frozen=True, kw_only=True):
     out: Path
     """Measurement to write (JSON)."""
     steps: Count = 5
-    """Timed steps of each plan; up to 3 times as many where they scatter by over 10 %."""
+    """Timed steps of each plan; up to 3 times as many if times scatter by over 10 %."""
     warmup_steps: Count = 2
     """Steps before the timed ones."""
     min_time_s: Seconds = 0.0
-    """Go on with each plan for so many seconds at least, whatever the steps."""
+    """Measure each plan for at least this many seconds, whatever the steps."""
     trace: Path | None = None
-    """Folder for Chrome traces, PLAN-HASH.rankN.json.gz for each plan and rank: PyTorch's profile of one more step, its
-    passes named as in `forward microbatch 0 chunk 0`. ui.perfetto.dev opens them; each rank is a process of its own, so
-    the `traceEvents` of several can be put together."""
+    """Folder for Chrome traces, PLAN-HASH.rankN.json.gz for each plan and rank: PyTorch's profile of one additional
+    step, with passes named as in `forward microbatch 0 chunk 0`. ui.perfetto.dev opens them; each rank is a separate
+    process, so the `traceEvents` of several can be merged."""
 
 
 class RunJob(RunOptions, frozen=True, kw_only=True, tag="run"):

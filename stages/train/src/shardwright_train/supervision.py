@@ -152,7 +152,7 @@ def _run(arguments: Sequence[object]) -> None:
         _, errors = process.communicate()
     if process.returncode or signals:
         why = errors.strip().rpartition("\n")[2] or f"it ended with {process.returncode}"
-        raise RunFailed(f"no plan for the nodes that are left: {why.removeprefix('error: ')}")
+        raise RunFailed(f"no plan for the remaining nodes: {why.removeprefix('error: ')}")
 
 
 def _program() -> str:
@@ -167,6 +167,6 @@ def _awaited(file: Path) -> Replanned:
     until_s = time.monotonic() + _WAIT_S
     while file.name not in (path.name for path in file.parent.glob("*.json")):
         if time.monotonic() > until_s:
-            raise RunFailed(f"node 0 found no plan for the nodes that are left within {_WAIT_S:g} s")
+            raise RunFailed(f"node 0 found no plan for the remaining nodes within {_WAIT_S:g} s")
         time.sleep(_POLL_S)
     return read_document(file, Replanned)

@@ -110,7 +110,7 @@ def sdpa_choice(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> s
 
 
 def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
-    """Yield FSDP2's record of each parameter that it keeps in a module, those of wrapped modules inside it aside."""
+    """Yield FSDP2's record of each parameter of a module, without those of wrapped modules inside it."""
     if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
         yield from group.fsdp_params
 
@@ -173,7 +173,7 @@ def graph_breaks() -> dict[str, int]:
 
 @contextmanager
 def default_timeout(timeout: timedelta) -> Iterator[None]:
-    """Set the timeout of process groups made inside without one, as those of a DeviceMesh are."""
+    """Set the timeout of process groups that are made inside without one, such as a DeviceMesh's."""
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}
     vars(distributed_c10d).update(dict.fromkeys(names, timeout))

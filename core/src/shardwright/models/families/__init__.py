@@ -1,1 +1,1 @@
-"""Facts of each family, in one file per family or for families that differ in keys and biases alone."""
+"""Facts of each family, one file for each family or for families that differ only in keys and biases."""

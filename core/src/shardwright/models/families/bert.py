@@ -36,7 +36,7 @@ def _parameters(layer: str, config: Config) -> Parameters:
 
 
 def _embeddings(base: str, config: Config) -> Parameters:
-    """Yield those of the tables of tokens, positions and types, and of the norm, of a base model by its name."""
+    """Yield the parameters of the token, position and type tables and of the norm, named as in a base model."""
     hidden = config["hidden_size"]
     yield from vocabulary(f"{base}.embeddings.word_embeddings.weight", config)
     for name, rows in (("position", "max_position_embeddings"), ("token_type", "type_vocab_size")):
@@ -134,7 +134,7 @@ def _modernbert_parameters(layer: str, config: Config) -> Parameters:
 
 
 def _side_by_side(name: str, count: int, outputs: int, inputs: int, bias: bool) -> Parameters:
-    """Yield those of several matrices in one."""
+    """Yield the parameters of several matrices that are stored as one."""
     yield Parameter(name=f"{name}.weight", shape=(count, outputs, inputs), tp_dim=1)
     if bias:
         yield Parameter(name=f"{name}.bias", shape=(count, outputs), tp_dim=1)

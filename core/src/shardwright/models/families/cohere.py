@@ -1,4 +1,4 @@
-"""Command R and R7B (Cohere 2024): attention and feed-forward beside each other, behind one norm."""
+"""Command R and R7B (Cohere 2024): attention and feed-forward in parallel, after one norm."""
 
 from msgspec.structs import replace
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): attention from latents, experts beside shared ones, first blocks without."""
+"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): attention from latents, routed and shared experts, first dense blocks."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from shardwright.models.traits import DENSE, OLDER_NAMES, SPARSE, VALUES, Config
 from shardwright.types import Parameter
 
 CORRECTION = "mlp.gate.e_score_correction_bias"
-"""The buffer of a block that is added to scores where experts are chosen."""
+"""The buffer of a block that is added to scores when experts are chosen."""
 
 
 def _block(layer: str, config: Config) -> Parameters:
@@ -95,7 +95,10 @@ def _wrong_shapes(config: Config) -> str | None:
 
 
 def _wrong_groups(config: Config, least: int) -> str | None:
-    """Return what is wrong with the groups of experts, of `least` at least, of which a position has some."""
+    """Return what is wrong with the groups of experts, of which each position uses some.
+
+    Each has `least` experts or more.
+    """
     if (wrong := _no_length(config, "n_group", "topk_group")) is not None:
         return wrong
     number, groups, chosen = config["n_routed_experts"], config["n_group"], config["topk_group"]

@@ -35,7 +35,7 @@ def _vit_parameters(layer: str, config: Config) -> Parameters:
 
 
 def grid(config: Config) -> tuple[int, int]:
-    """Return how many patches high and wide an image is, whose size is a length or height and width."""
+    """Return the height and width of an image in patches; its size is one length, or height and width."""
     (height, width), (patch_height, patch_width) = sides(config["image_size"]), sides(config["patch_size"])
     return height // patch_height, width // patch_width
 
@@ -74,7 +74,7 @@ VIT = Family(
 )
 
 VISION = "vision_config"
-"""The key that holds the keys of the vision tower; what files say beside it of a text tower is not trained."""
+"""The key under which the vision tower's keys are nested; keys of a text tower are not used."""
 
 
 def _siglip_parameters(layer: str, config: Config) -> Parameters:

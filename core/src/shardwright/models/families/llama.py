@@ -31,7 +31,7 @@ def _parameters(layer: str, config: Config, input_biases: bool = False, head_nor
 
 
 def grouped_attention(config: Config, input_biases: bool = False, head_norms: bool = False) -> Parameters:
-    """Yield those of attention whose queries share keys and values in groups."""
+    """Yield the parameters of attention whose queries share keys and values in groups."""
     hidden, size, bias = config["hidden_size"], config["head_dim"], config["attention_bias"]
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
     for name, count in heads.items():
@@ -85,7 +85,7 @@ LLAMA = _kin("LlamaForCausalLM", torchtitan=_LLAMA3)
 
 
 def of_sliding(layer: str, config: Config) -> int | None:
-    """Return the window of a type of block: only those named so have one."""
+    """Return the window of a type of block: only types named as sliding have one."""
     window: int | None = config["sliding_window"] if layer == SLIDING else None
     return window
 
@@ -97,7 +97,7 @@ def in_all(_layer: str, config: Config) -> int | None:
 
 
 def windowed(type_at: Callable[[Config, int], str], alike: bool = True) -> tuple[Stack, ...]:
-    """Return blocks of which some have a window, by layer_types or a rule; `alike`: they differ in nothing else."""
+    """Return blocks of which some have a window, by layer_types or a rule; `alike`: they do not differ otherwise."""
     return (Stack(types=(SLIDING, FULL), type_at=type_at, typed_by="layer_types", alike_within_window=alike),)
 
 
@@ -153,7 +153,7 @@ MINISTRAL3 = replace(
 
 
 def _qwen(family: Family) -> Family:
-    """Return the facts of a family of Qwen: the blocks from one on may have a window, if the configuration says so."""
+    """Return the facts of a Qwen family: blocks from some index on may have a window, if that is configured."""
     window = family.attention._replace(window=lambda layer, config: _window(config) if layer == SLIDING else None)
     return replace(family, stacks=windowed(_type_at), attention=window)
 
@@ -164,7 +164,7 @@ def _type_at(config: Config, index: int) -> str:
 
 
 def _window(config: Config) -> int | None:
-    """Return the window, which transformers gives a default where it is used."""
+    """Return the window, for which transformers has a default if it is enabled."""
     return config.get("sliding_window", 4096) if config["use_sliding_window"] else None
 
 

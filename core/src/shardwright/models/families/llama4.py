@@ -1,4 +1,4 @@
-"""Llama 4 (Meta 2025), its language model: experts beside a shared one, and each fourth block does not rotate."""
+"""Llama 4 (Meta 2025), its language model: experts and a shared one, and every fourth block does not rotate."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ SPARSE, DENSE = "no_rope_sparse", "no_rope_dense"
 TYPES = (ROTATED_SPARSE, ROTATED_DENSE, SPARSE, DENSE)
 _ROTATED, _WITH_EXPERTS = (ROTATED_SPARSE, ROTATED_DENSE), (ROTATED_SPARSE, SPARSE)
 _ROTATING, _EXPERT_BLOCKS = "no_rope_layers", "moe_layers"
-"""Keys that list, of each block, whether it rotates, and the numbers of blocks with experts."""
+"""Keys with a list of which blocks rotate, and a list of the numbers of blocks with experts."""
 _EXPERTS = ExpertKeys(
     number="num_local_experts",
     features="intermediate_size",
@@ -30,7 +30,7 @@ _EXPERTS = ExpertKeys(
 
 
 class _Blocks(Stack):
-    """Blocks of which one key lists which rotate, and another which have experts."""
+    """Blocks for which one key lists those that rotate, and another those with experts."""
 
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
         """Return the number of blocks, and both lists."""
@@ -69,7 +69,7 @@ def _expert_parameters(config: Config) -> Parameters:
 
 
 def _wrong(config: Config) -> str | None:
-    """Return what is wrong with what lists blocks: it is no list of numbers, or too short."""
+    """Return what is wrong with a list of blocks: not a list of numbers, or too short."""
     for key, least in ((_ROTATING, config.get("num_hidden_layers")), (_EXPERT_BLOCKS, 0)):
         listed = config.get(key)
         if listed is not None and not (isinstance(listed, list | tuple) and all(isinstance(x, int) for x in listed)):

@@ -55,7 +55,8 @@ TOWERS = {CLIP: _CLIP_TOWER, SIGLIP_TOWER: _SIGLIP_TOWER}
 _LENGTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels")
 _SIDES = ("image_size", "patch_size")
 IMAGES = "images_per_sample"
-"""The key of the most images of a sample, which transformers does not have: each sample takes the room of so many."""
+"""The key, which transformers does not have, of the largest number of images in a sample; each sample has room for as
+many."""
 _MAX_IMAGES = 1024
 
 
@@ -87,7 +88,7 @@ def positions(kind: str, vision: Config) -> int:
 
 
 def attended_positions(config: Config, positions: int) -> dict[str, int]:
-    """Return the positions of an image where a sample has several: each attends to its image alone."""
+    """Return the positions of one image if a sample has several: attention stays within an image."""
     return {ATTENDED: positions} if config[IMAGES] > 1 else {}
 
 
@@ -151,10 +152,10 @@ _TEXT_DEFAULTS = {
 
 
 class Tower(Stack):
-    """The blocks of a vision tower up to the one whose states are taken, and the projector behind them."""
+    """The blocks of a vision tower up to the one whose states are taken, and the projector after them."""
 
     def layers(self, config: Config) -> Sequence[str]:
-        """Return the types of its blocks, and that of the projector."""
+        """Return the types of its blocks and of the projector."""
         return [TOWER] * self.taken(config) + [PROJECTOR]
 
     def numbers(self, config: Config) -> Sequence[Any]:
@@ -192,7 +193,7 @@ def _states_positions(config: Config) -> int:
 
 
 def multiplied_positions(layer: str, config: Config, patches: int, tokens: int) -> dict[str, int | None]:
-    """Return the positions that matrices multiply where a sample's images have so many patches and tokens each."""
+    """Return the positions that matrices multiply if images have this number of patches and tokens each."""
     each = {EMBEDDING: patches, PROJECTOR: tokens}.get(layer)
     return {MULTIPLIED: None if each is None else config[IMAGES] * each}
 
@@ -302,10 +303,10 @@ _TOKENS = "mm_tokens_per_image"
 
 
 class _WholeTower(Tower):
-    """The blocks of the vision tower, and the projector behind them."""
+    """The blocks of the vision tower, and the projector after them."""
 
     def taken(self, config: Config) -> int:
-        """Return the number of its blocks, all of which compute something."""
+        """Return the number of blocks that are used: all of them."""
         blocks: int = _gemma3_tower(config)["num_hidden_layers"]
         return blocks
 

@@ -14,11 +14,11 @@ from shardwright.types import EMBEDDING, HEAD, Parameter, base_type
 
 _TYPES = ("stage1", "merge1", "stage2", "merge2", "stage3", "merge3", "stage4")
 STAGES, MERGES = _TYPES[::2], _TYPES[1::2]
-"""Types of the blocks of a stage, of which published models have four, and of what merges 2 x 2 patches behind it."""
+"""Types of the blocks of each stage, and of the patch merging after it; published models have four stages."""
 
 
 class _Pyramid(Stack):
-    """The blocks of all stages, of which one key lists the numbers, with what merges patches between two."""
+    """The blocks of all stages, whose numbers one key lists, with patch merging between stages."""
 
     def layers(self, config: Config) -> Sequence[str]:
         """Return the types of blocks and merges, in order."""
@@ -31,7 +31,7 @@ class _Pyramid(Stack):
         return tuple(config[self.counted_by])
 
     def counted(self, layers: Sequence[str], config: Config) -> dict[str, Any]:
-        """Return the key that lists the numbers, for as many stages as have heads."""
+        """Return the key that lists the numbers of blocks, for as many stages as there are numbers of heads."""
         bases = [base_type(layer) for layer in layers]
         return {self.counted_by: [bases.count(stage) for stage in STAGES[: len(config["num_heads"])]]}
 
@@ -44,7 +44,7 @@ def level(layer: str, config: Config) -> int:
 
 
 def side_patches(layer: str, config: Config) -> tuple[int, int]:
-    """Return how many patches high and wide the image is that a type of layer hands on."""
+    """Return the height and width, in patches, of the image that a type of layer passes on."""
     height, width = grid(config)
     return height >> level(layer, config), width >> level(layer, config)
 

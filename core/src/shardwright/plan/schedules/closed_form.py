@@ -40,7 +40,7 @@ class ClosedForm(NamedTuple):
 
 
 def step_time(forms: Sequence[ClosedForm], total: Times, slowest: Times, exposed: Times) -> Times:
-    """Return the largest T of several closed forms, each of which holds where it is the largest."""
+    """Return the largest T of several closed forms."""
     first, *others = (form.time(total, slowest, exposed) for form in forms)
     for other in others:
         first = np.maximum(first, other) if isinstance(first, np.ndarray) else max(first, other)

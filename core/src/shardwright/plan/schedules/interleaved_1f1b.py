@@ -27,7 +27,7 @@ class Interleaved1F1B(OneFOneB):
         return 2 * later + (num_chunks - 1) * len(group)
 
     def groups(self, num_stages: int, num_microbatches: int) -> Sequence[range]:
-        """Return the groups: `num_stages` microbatches each, or more where that leaves a rest.
+        """Return the groups: `num_stages` microbatches each, or more if there is a remainder.
 
         With a group of fewer, stages idle while its first microbatch is on its way to the next chunk, which can take
         longer than plain 1F1B, and with the warm-up of `num_ahead` they can wait for one another for ever: the first
@@ -41,7 +41,7 @@ class Interleaved1F1B(OneFOneB):
         return [range(start, end) for start, end in pairwise(starts)]
 
     def closed_forms(self, num_microbatches: int, num_chunks: int = 1) -> tuple[ClosedForm, ...]:
-        """Return the coefficients where microbatches are as many as stages or more, and where they are fewer.
+        """Return the coefficients for at least as many microbatches as stages, and for fewer.
 
         v chunks a stage divide the time that the pipeline takes to fill and drain by v (Narayanan et al. 2021); with
         fewer microbatches all but the first take a chunk's time on the slowest stage.

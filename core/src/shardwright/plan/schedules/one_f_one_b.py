@@ -5,7 +5,10 @@ from shardwright.types import Schedule
 
 
 class OneFOneB(PipelineSchedule):
-    """The schedule of as many forward passes ahead as there are later stages; microbatches may be fewer than stages."""
+    """1F1B: a stage does as many forward passes ahead as there are later stages.
+
+    Fewer microbatches than stages are possible.
+    """
 
     name = Schedule.ONE_F_ONE_B
 

@@ -13,7 +13,7 @@ class Pass(StrEnum):
     """The kinds of passes of a microbatch through a layer range, in the order in which a microbatch makes them."""
 
     way: int
-    """Which range gets its result as a message: 1 for the next range, -1 for the one before, 0 for none."""
+    """Which range receives its result: 1 the next range, -1 the previous one, 0 none."""
     needs: str | None
     """The kind of pass of the same microbatch and range that precedes it, and whose activations it frees."""
     makes_gradients: bool
@@ -41,7 +41,7 @@ class Action(NamedTuple):
 
 
 def middle(times: Sequence[float], during: Pass) -> Sequence[float]:
-    """Return the times of the passes that only compute and add to gradients, where a step has such.
+    """Return the times of passes that only compute and add to gradients, if a step has such passes.
 
     `times`: of one pass of each microbatch, in order. The first forward pass gathers, the first backward pass adds to
     nothing, the last one reduces.

@@ -1,4 +1,4 @@
-"""The interface of a schedule: what it must say for a plan to be run, simulated, priced and searched under it."""
+"""The interface of a schedule: what is needed to run, simulate, price and search plans with it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class PipelineSchedule(ABC):
 
     @abstractmethod
     def num_ahead(self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int) -> int:
-        """Return how many forward passes a stage does before its first backward pass, if there are as many."""
+        """Return how many forward passes a stage does before its first backward pass, at most."""
 
     def groups(self, num_stages: int, num_microbatches: int) -> Sequence[range]:
         """Return the microbatches that go through a chunk together before the next chunk follows."""

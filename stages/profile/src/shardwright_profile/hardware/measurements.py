@@ -69,7 +69,7 @@ def p2p_call(
 
 
 class Exchange(NamedTuple):
-    """The messages of a rank on their way, of which one is sent and one received."""
+    """The messages of a rank in transit: one that is sent, and one that is received."""
 
     works: Sequence[dist.Work]
 
@@ -169,7 +169,7 @@ def point_tasks(session: Session, kinds: Sequence[CollectiveKind]) -> list[Itera
 
 
 def _done_before(session: Session, kinds: Sequence[CollectiveKind]) -> int:
-    """The number of kinds that a killed sweep was done with: those before the last one that it had begun."""
+    """The number of kinds that a killed sweep had finished: all before the last one that it began."""
     if any(isinstance(key, tuple) and key[0] in ("pair", "overlap") for key in session.journal.entries):
         return len(kinds)
     sizes = session.identity.sizes

@@ -24,7 +24,8 @@ from shardwright_profile.hardware.profile import OverlapEntry, PointEntry, overl
 from shardwright_profile.hardware.session import WARM_UP_REPEATS, Session, Task
 
 CASE_MESSAGES = sum(ratio + 1 + max(1.0, ratio) for ratio in COMPUTE_RATIOS)
-"""Time of one repeat of all ratios without slowdown, in times of the collective: each side alone, and both at once."""
+"""Time of one repeat of all ratios without slowdown, in times of the collective: each side by itself, and both at
+once."""
 
 _SIDES = {CPU: (32, 64, 128, 256, 512), GPU: (256, 512, 1024, 2048, 4096)}
 _DTYPES = {CPU: torch.float32, GPU: torch.bfloat16}
@@ -33,10 +34,10 @@ _TRIES = 5
 
 
 Start = Callable[[], dist.Work | Exchange | None]
-"""A function that starts a collective and returns its work; None if this rank has no part in it."""
+"""A function that starts a collective and returns its work; None if this rank does not take part in it."""
 
 Clock = Callable[[Start | None, Callable[[], None], int], tuple[float, float]]
-"""A function that starts a collective, if any, computes a number of times, and returns the seconds of both.
+"""A function that starts a collective, if any, computes several times, and returns the seconds of both.
 
 The seconds of the computation come first. The collective counts from before it is started, the computation from after,
 as a training step has them.
@@ -147,7 +148,7 @@ class _Timer:
 
     @cached_property
     def _computations(self) -> list[_Computation]:
-        """Products of growing matrices, of which a computation uses the largest that divides it finely."""
+        """Products of growing matrices; a computation uses the largest one that matches its length closely."""
         made, device = [], self._session.stopwatch.device
         for side in _SIDES[device.type]:
             factor = random_numbers(side, side, dtype=_DTYPES[device.type], device=device)
@@ -186,7 +187,7 @@ def _arrived_at(work: dist.Work | Exchange) -> float:
 
 
 class _DeviceClock:
-    """A clock of events on the device; the collective has a stream of its own, and a third one waits for it."""
+    """A clock of events on the device; the collective runs on a separate stream, and a third stream waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

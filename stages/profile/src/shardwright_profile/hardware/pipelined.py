@@ -1,4 +1,4 @@
-"""The time of a layer alone and in a pipeline of two halves of the ranks (only a sweep's ranks import this).
+"""The time of a layer by itself and in a pipeline between two halves of the ranks (only imported by a sweep's ranks).
 
 Some runtimes and networks make a layer's collectives several times as slow while messages go between nodes. A layer
 here is a product of two matrices and an all_reduce among neighbours inside a half, which stand for tensor parallelism.
@@ -27,7 +27,7 @@ _LAYERS, _MICROBATCHES, _REPEATS = 4, 3, 9
 
 
 def pipeline_tasks(session: Session) -> list[Task]:
-    """The task that times layers alone and in a pipeline; none on one device, which has no second stage."""
+    """The task that times layers by themselves and in a pipeline; none on one device, which has no second stage."""
     if dist.get_world_size() == 1:
         return []
     keys = [("rate", name) for name in (LAYERS_ALONE, LAYERS_IN_PIPELINE)]
@@ -35,7 +35,7 @@ def pipeline_tasks(session: Session) -> list[Task]:
 
 
 def _entries(session: Session, _: float) -> list[RateEntry]:
-    """The layers a second of every rank, alone and in the pipeline, which take turns: medians."""
+    """The layers per second of every rank, by themselves and in the pipeline, measured alternately: medians."""
     stopwatch = session.stopwatch
     stopwatch.doing = "timing layers alone and in a pipeline"
     half, layer = dist.get_world_size() // 2, _layer(session)
@@ -44,7 +44,7 @@ def _entries(session: Session, _: float) -> list[RateEntry]:
     clock, receives = overlap_clock(stopwatch.device), dist.get_rank() >= half
 
     def step_s(pipelined: bool) -> float:
-        """The seconds of the layers of a step, without those of the messages."""
+        """The seconds of the layers in a step, without messages."""
         stopwatch.align()
         time_s = 0.0
         for _ in range(_MICROBATCHES):
@@ -82,7 +82,7 @@ def _layer(session: Session) -> Callable[[], None]:
 
 
 def _groups(cluster: Cluster) -> Groups:
-    """The largest equal groups of neighbours of which each lies inside a node and a half; none of one rank."""
+    """The largest equal groups of neighbours, each inside one node and one half; none if a group has one rank."""
     half = cluster.num_devices // 2
     size = gcd(half, *(cluster.node_types[group.node_type].devices_per_node for group in cluster.nodes))
     return tuple(tuple(range(start, start + size)) for start in range(0, 2 * half, size)) if size > 1 else ()

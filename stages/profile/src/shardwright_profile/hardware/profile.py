@@ -32,7 +32,7 @@ _Positive = Annotated[float, Meta(gt=0)]
 _Count = Annotated[int, Meta(ge=1)]
 
 EntryKey = tuple[Hashable, ...]
-"""Key that tells an entry from all others of a sweep."""
+"""Key that identifies an entry in a sweep."""
 
 
 class SweepIdentity(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,7 +86,7 @@ class StartEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def key(self) -> EntryKey:
-        """The kind of entry, of which there is one."""
+        """The name of this entry; a sweep has one of it."""
         return ("start",)
 
     def __str__(self) -> str:
@@ -155,10 +155,10 @@ def overlap_key(kind: CollectiveKey | OverlapRow, message_bytes: int, compute_ra
 
 
 class OverlapEntry(OverlapRow, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="overlap"):
-    """The times of a collective and a computation, each alone and both at once; medians of the slowest rank."""
+    """The times of a collective and a computation, each by itself and both at once; medians of the slowest rank."""
 
     compute_ratio: _Positive
-    """Planned time of the computation alone over that of the collective alone."""
+    """Planned time of the computation by itself over that of the collective by itself."""
     source: Source = Source.MEASURED
 
     @property
@@ -183,7 +183,7 @@ JOURNAL: JournalKind[SweepIdentity, Entry] = JournalKind(
 
 
 def profile_of(identity: SweepIdentity, entries: Sequence[Entry], date: str) -> HardwareProfile:
-    """The hardware profile of these entries, in their order; its notes say what is amiss."""
+    """The hardware profile of these entries, in their order, with notes on suspicious measurements."""
     cluster = identity.cluster
     points = [entry for entry in entries if isinstance(entry, PointEntry)]
     rates = [entry for entry in entries if isinstance(entry, RateEntry)]

@@ -71,7 +71,7 @@ class Stopwatch:
         return Budget(self, perf_counter(), time_s)
 
     def agreed(self, value: float) -> float:
-        """The largest of the ranks' values, so that all ranks decide alike."""
+        """The largest of the ranks' values, so that all ranks make the same decision."""
         shared = torch.tensor([value], dtype=torch.float64).to(self.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return float(shared.cpu()[0])
@@ -119,7 +119,7 @@ class ProcessGroups:
         self.mine, self.pair = cache(self._made), cache(self._warmed_up)
 
     def group_for(self, kind: CollectiveKind) -> dist.ProcessGroup | None:
-        """The one of a kind's groups that this rank is in, or None."""
+        """The group of a kind to which this rank belongs, or None."""
         return (self.pair if kind.key.collective is Collective.P2P else self.mine)(kind.groups)
 
     def _made(self, groups: Groups, few_channels: bool = False) -> dist.ProcessGroup | None:
@@ -168,7 +168,7 @@ class Task(NamedTuple):
     share: float = 1.0
     """Share of the time that the task's series has left."""
     needs_s: float | None = None
-    """Seconds that the task needs: with less left, it and the rest of its series are left out; None: never left out."""
+    """Seconds that the task needs; if less is left, it and the rest of its series are skipped; None: never skipped."""
 
 
 def timed(session: Session, series: Sequence[Iterable[Task]], time_s: float) -> Iterator[tuple[int, Task, list[Entry]]]:

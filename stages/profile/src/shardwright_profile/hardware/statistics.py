@@ -1,4 +1,4 @@
-"""The statistics of repeated times, and what they say is amiss in a sweep: slow ranks, bad links, unsettled points."""
+"""The statistics of repeated times, and findings about a sweep: slow ranks, bad links, unsettled points."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from shardwright.types.hardware_profile import HardwareProfile
 MIN_REPEATS = 6
 """Minimum number of repeats whose extremes hold the median with a confidence of 95 %: 1 - 2 / 2**6 is 97 %."""
 SETTLED = 0.03
-"""Relative half width of the median's confidence interval at which a time needs no more repeats."""
+"""Relative half width of the median's confidence interval below which a time needs no more repeats."""
 
 LAYERS_ALONE, LAYERS_IN_PIPELINE = "layers_alone_per_s", "layers_in_pipeline_per_s"
-"""Names of the rates of a small layer alone, and inside a pipeline between two halves of the ranks."""
+"""Names of the rates of a small layer by itself, and in a pipeline between two halves of the ranks."""
 
 _CONFIDENCE = 0.95
 _OUTLYING = 3 * 1.4826
@@ -63,7 +63,7 @@ def outliers(times_s: ArrayLike) -> NDArray[np.bool_]:
 
 
 def more_repeats(have: int, max_repeats: int, left_s: float, one_s: float) -> int:
-    """The repeats of the next round: half as many again, within time and `max_repeats`; 0 if none fits."""
+    """The number of repeats of the next round: half as many again, within time and `max_repeats`; 0 if none fits."""
     return max(0, min(max_repeats - have, max(MIN_REPEATS, have // 2), int(left_s / one_s)))
 
 
@@ -83,7 +83,7 @@ def findings(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
 
 
 def slowed_in_pipeline(profile: HardwareProfile) -> tuple[str, ...]:
-    """A sentence if a layer takes over 1.5 times as long inside a pipeline as alone, on the slowest rank."""
+    """A sentence if a layer takes over 1.5 times as long in a pipeline as by itself, on the slowest rank."""
     per_s = {row.name: row.value for row in profile.rates.rows}
     if not {LAYERS_ALONE, LAYERS_IN_PIPELINE} <= per_s.keys():
         return ()
@@ -137,7 +137,7 @@ def bad_links(profile: HardwareProfile, cluster: Cluster) -> tuple[str, ...]:
 
 
 def unsettled_points(profile: HardwareProfile) -> tuple[str, ...]:
-    """A sentence on the points not known to within 3 %: their number and the worst; one repeat tells nothing."""
+    """A sentence on the points not known to within 3 %: their number and the worst; single repeats do not count."""
     repeats = np.array([len(times_s) for times_s in profile.times_s])
     interval = np.where(repeats > 1, profile.points["interval"], np.inf)
     count = int((interval > SETTLED).sum())

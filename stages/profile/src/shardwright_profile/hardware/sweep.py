@@ -103,7 +103,7 @@ def _parts(
 
 
 def _workload(session: Session, plan: SweepPlan) -> Workload:
-    """The messages that are timed however short the budget is, except those in the journal."""
+    """The messages that are timed however short the budget is, except the ones in the journal."""
     sizes, find = session.identity.sizes, session.journal.find
 
     def always(kind: CollectiveKind) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def _calibrated(session: Session, plan: SweepPlan) -> Line:
 
 
 def _slowness(entry: Entry) -> float:
-    """The slowness by which one of several entries measured together is chosen to be shown."""
+    """The slowness by which the entry to be shown is chosen among several measured together."""
     match entry:
         case PairEntry():
             return entry.time_s

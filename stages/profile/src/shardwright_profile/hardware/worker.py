@@ -93,7 +93,7 @@ def _device(identity: SweepIdentity) -> torch.device:
         return torch.device(CPU)
     name = wanted.device
     if (device_count := torch.accelerator.device_count()) <= local_rank:
-        problem = f"it has a device {local_rank} ({name}), this node {device_count} CUDA devices"
+        problem = f"it lists device {local_rank} ({name}), but this node has {device_count} CUDA devices"
         raise BadInput("--cluster", problem, "correct it")
     if (here := device_name(torch.device(GPU, local_rank))) != name:
         problem = f"device {local_rank} of this node is {here!r}, not {name!r}"

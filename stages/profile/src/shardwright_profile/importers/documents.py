@@ -67,7 +67,7 @@ def made_from(*files: Path | None) -> Iterator[str]:
 
 
 def assumed_backward(options: ImportModelOptions) -> str:
-    """The sentence on backward times, of which there are none."""
+    """The sentence that backward times are assumed, since the files have none."""
     return (
         f"Backward is assumed to take {options.backward_ratio:g} times forward, and with full recomputation"
         " one forward more."
@@ -96,7 +96,7 @@ def imported_profile(
     layers: Iterable[LayerRow],
     states: Iterable[StateRow],
 ) -> ModelProfile:
-    """The profile of a model that another system measured through NCCL, on a day that it does not say."""
+    """The profile of a model measured by another system through NCCL, on an unknown date."""
     origin = ProfileOrigin(
         model=model.name,
         architecture_sha256=model.architecture_sha256,
@@ -111,7 +111,7 @@ def imported_profile(
 def profile_of(
     origin: ProfileOrigin, provenance: Provenance, layers: Iterable[LayerRow], states: Iterable[StateRow]
 ) -> ModelProfile:
-    """The profile of these rows; process and overhead are absent.
+    """The profile with these rows; process and overhead are absent.
 
     Curves go through what was measured only: points off a line would make it look better than it is.
     """
@@ -174,7 +174,7 @@ def halves(reduce: HardwarePoint) -> Iterator[HardwarePoint]:
 def hardware_profile(
     cluster: str, device: str, notes: Sequence[str], points: Sequence[HardwarePoint], overlap: OverlapRow | None = None
 ) -> HardwareProfile:
-    """The profile of these points, one time each, and of one overlap."""
+    """The hardware profile with these points, one time each, and one overlap."""
     ordered = sorted(points)
     return HardwareProfile(
         cluster=cluster,
@@ -197,7 +197,7 @@ _ELEMENT_BYTES = 4
 
 
 class FlatType(NamedTuple):
-    """A type of layer as it is given on the command line."""
+    """A layer type as given on the command line."""
 
     name: str
     layers: int
@@ -210,7 +210,7 @@ class FlatType(NamedTuple):
 
 
 def parse_type(text: str) -> FlatType:
-    """The type described by NAME,LAYERS,POSITIONS,FEATURES,HEADS; raises BadInput if the text is none."""
+    """The type described by NAME,LAYERS,POSITIONS,FEATURES,HEADS; raises BadInput if the text is not of this form."""
     name, *numbers = text.split(",")
     good = len(numbers) == 4 and all(len(n) < 9 and n.isascii() and n.isdigit() and int(n) for n in numbers)
     if not good or not name.isidentifier() or name in (EMBEDDING, HEAD):
@@ -225,14 +225,14 @@ def flat_model(
     parameters_bytes: Mapping[str, float],
     config: Mapping[str, object],
 ) -> Model:
-    """The model of these types, in order, each with one parameter of as many elements as its float32 bytes say.
+    """The model of these types, in order, each with one parameter that has the given bytes in float32.
 
     `parameters_bytes` holds those of one layer of each type, of the embedding and of the head. Operations are counted
     as 2 a parameter and position, attention's own left out. Each layer communicates as Megatron's attention and MLP do
     (Shoeybi et al. 2019); embedding and head share their vocabulary.
     """
     if len({kind.name for kind in types}) < len(types):
-        raise BadInput("--type", "two types have one name", "give each another name")
+        raise BadInput("--type", "two types have the same name", "give each another name")
     first, last = types[0], types[-1]
     made = {EMBEDDING: _end(parameters_bytes[EMBEDDING], EMBEDDING, first)}
     made |= {kind.name: _block(parameters_bytes[kind.name], kind) for kind in types}

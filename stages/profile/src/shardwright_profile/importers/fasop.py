@@ -70,7 +70,7 @@ class FasopGrowth(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     citation: str
     factors: dict[str, dict[str, dict[str, Factors]]]
-    """Factors by model, GPU and kind of layer; what has none grows in proportion."""
+    """Factors by model, GPU and kind of layer; without a factor, times are proportional."""
 
 
 class FasopRequest(NamedTuple):
@@ -246,7 +246,7 @@ def read_fasop_constants(file: Path) -> FasopConstants:
 
 
 def read_fasop_growth(file: Path) -> FasopGrowth:
-    """FASOP's factors; raises BadInput if the file cannot be right."""
+    """FASOP's growth factors; raises BadInput if the file is inconsistent."""
     try:
         return msgspec.convert(read_object(file, _MAX_BYTES), FasopGrowth, str_keys=True)
     except msgspec.ValidationError as error:
@@ -267,7 +267,10 @@ def write_fasop_hardware(options: FasopHardwareOptions) -> None:
 
 
 def fasop_hardware(constants: FasopConstants, options: FasopHardwareOptions) -> HardwareProfile:
-    """A hardware profile by bandwidth alone, all derived; raises BadInput without constants of GPU or setting."""
+    """A hardware profile from bandwidths only, all derived.
+
+    Raises BadInput without constants for the GPU or setting.
+    """
     file, setting, gpu = options.constants, options.setting, options.gpu
     links = constants.bandwidth_bits_per_s.get(setting, {}).get(gpu)
     if links is None:
@@ -312,7 +315,7 @@ def _between(nodes: int, a_node: int, bytes_per_s: float) -> Iterator[documents.
 
 
 def _sharing(key: CollectiveKey, a_node: int) -> float:
-    """How many times what a rank sends leaves each node; in an all-to-all a part of it stays there."""
+    """The ratio of what leaves each node to what a rank sends; in an all-to-all a part of it stays inside."""
     if key.collective is Collective.ALL_TO_ALL:
         return a_node * (key.group_size - key.ranks_per_node) / (key.group_size - 1)
     return a_node / key.ranks_per_node

@@ -64,7 +64,7 @@ def _measured(pair: LayerPair) -> tuple[Duration, Duration]:
 def _derived_s(
     pair: LayerPair, key: LayerKey, quantity: Quantity, layers: Sequence[LayerRow], fits: Sequence[FitRow]
 ) -> float:
-    """A time as it is derived for a plan: that of the share alone, and of attention to the other shares."""
+    """A time as derived for a plan: the part's own time, and the time of attention to the other parts."""
     strategy = key.without("micro_batch_size", "sequence_length")
     curve = next(
         (fit for fit in fits if fit.mode is FitMode.JOINT and fit.quantity is quantity and fit.key == strategy), None

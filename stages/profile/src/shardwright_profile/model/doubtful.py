@@ -13,7 +13,7 @@ from shardwright_profile.model.replays import LIKELY
 
 
 def falling_times(layers: Iterable[LayerRow]) -> Iterator[str]:
-    """Yield a sentence for each time shorter than that of a smaller micro-batch, by more than three standard errors.
+    """Yield a sentence for each time that is shorter than a smaller micro-batch's by more than three standard errors.
 
     The rows ascend in micro-batch size.
     """

@@ -20,11 +20,11 @@ from shardwright_profile.model.probe_results import ProbeResult
 _SAME = {Recompute.ATTENTION: Recompute.NONE, Recompute.MLP: Recompute.FULL}
 """Kinds of recomputation that do to experts what another does."""
 _LEAST = 0.01
-"""Share of a layer's time that is left beside its experts at least, if noise hides it."""
+"""The least share of a layer's time that remains without its experts, if noise hides the remainder."""
 
 
 class TwoParts(NamedTuple):
-    """Rows of experts, and of what layers do beside experts that ranks share out."""
+    """Rows of experts, and of the rest of their layers, for expert parallelism."""
 
     experts: tuple[ExpertRow, ...]
     rests: tuple[LayerRow, ...]
@@ -36,7 +36,7 @@ def fit_experts(
     layers: Sequence[LayerRow],
     apart: Sequence[LayerRow],
 ) -> TwoParts:
-    """The rows of both parts, at the speed of `probe`; nothing if no experts were measured by themselves.
+    """The rows of both parts, at the speed of `probe`; none if no experts were measured in isolation.
 
     `layers`: rows of whole layers; `apart`: of those whose ranks have all experts each, for positions of their own.
     """
@@ -77,7 +77,7 @@ def _expert_rows(
 
 
 def _rests(model: Model, experts: Sequence[ExpertRow], layers: Iterable[LayerRow]) -> Iterator[LayerRow]:
-    """Yield what is left of layers without their experts, all of which each rank has for its positions."""
+    """Yield the remainder of layers without their experts; in these probes each rank has all experts."""
     for row in layers:
         if (kind := model.types[row.type].experts) is UNSET:
             continue
@@ -92,7 +92,7 @@ def _layout(row: LayerRow) -> Layout:
 
 
 def _at(experts: Sequence[ExpertRow], key: ExpertKey, rows: int) -> LayerFigures[float]:
-    """The figures of experts at a number of rows, between those that were measured."""
+    """The figures of experts at a number of rows, interpolated between measured ones."""
     points = sorted((row for row in experts if row.key.without("rows") == key), key=lambda row: row.rows)
     columns = zip(*(row.figures for row in points), strict=True)
     sizes = [row.rows for row in points]
@@ -101,7 +101,7 @@ def _at(experts: Sequence[ExpertRow], key: ExpertKey, rows: int) -> LayerFigures
 
 
 def _left(row: LayerRow, experts: LayerFigures[float], plain: LayerFigures[float]) -> LayerFigures[Sourced]:
-    """What is left of a layer's figures without those of its experts.
+    """The remainder of a layer's figures without its experts'.
 
     Beside the workspace of experts lies what is computed again: without theirs, that of the rest is left.
     """

@@ -47,7 +47,7 @@ class OptimizerLine(NamedTuple):
 
 
 class ZeroRates(NamedTuple):
-    """The times that ZeRO adds, in seconds for each parameter that the ranks share out."""
+    """The times that ZeRO adds, in seconds for each sharded parameter."""
 
     ranks: int
     scatter_s: float
@@ -115,7 +115,7 @@ def _block_rows(pairs: Sequence[LayerPair]) -> Iterator[LayerRow]:
 
 
 def _backward(pair: LayerPair) -> Sourced:
-    """The time of a block's backward pass, which does not go through what stands before all that is trained."""
+    """The time of a block's backward pass, which does not go through layers before the first trained one."""
     if not pair.few.plan.model.types[pair.type].has_backward:
         return Sourced(0.0, Source.DERIVED)
     return _measured(*seconds_per_layer(pair, "backward time", lambda probe: probe.segments[LAYERS].backward))

@@ -41,7 +41,7 @@ class Repeats(NamedTuple):
         return max(map(median_of, self.ranks))
 
     def beyond(self, other: "Repeats") -> Duration:
-        """How much longer it takes than the other, round by round, on the rank that is the slowest of both."""
+        """Its additional time compared with the other, round by round, each on its slowest rank."""
         slowest = max(zip(self.ranks, other.ranks, strict=True), key=lambda pair: sum(map(median, pair)))
         return paired_difference(slowest[1], slowest[0])
 
@@ -243,7 +243,7 @@ def _repeats(file: Path, measured: PlanMeasurement, quantity: str, ranks: Sequen
 
 
 class LayerPair(NamedTuple):
-    """A pair of probes of one key that differ in the number of layers of one block type alone."""
+    """Two probes of one key that differ only in the number of layers of one block type."""
 
     type: str
     few: ProbeResult

@@ -39,9 +39,9 @@ NUM_MICROBATCHES = 3
 """Minimum number of microbatches with a middle one, which gathers no parameters and only adds to existing gradients."""
 
 _EXPERT_KINDS = (Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE)
-"""Kinds of recomputation that experts tell apart."""
+"""Kinds of recomputation between which experts' costs differ."""
 _LEVELS = 3
-"""Numbers of rows that experts are measured at: a line, and the floor that few rows for each stand on."""
+"""Numbers of rows at which experts are measured: two for a line, and one for the floor at few rows for each."""
 
 
 class Probes(NamedTuple):
@@ -52,9 +52,9 @@ class Probes(NamedTuple):
     """Places of the plans that differ only in the number of layers or in ZeRO, the one of the fewest layers first."""
     left_out: tuple[str, ...]
     experts: tuple[ExpertProbe, ...] = ()
-    """Probes of experts by themselves, of a model that has some."""
+    """Probes of experts in isolation, for a model that has some."""
     context: tuple[ContextProbe, ...] = ()
-    """Plans whose samples stand for shares of longer ones."""
+    """Plans whose samples stand for parts of longer ones."""
 
     @property
     def document(self) -> Plans:
@@ -110,7 +110,7 @@ def make_probes(models: Sequence[Model], cluster: Cluster, node_type: str, setti
 
 
 def _node_of(cluster: Cluster, node_type: str) -> Cluster:
-    """A cluster of one node; BadInput if it is of no known type."""
+    """A cluster of one node; raises BadInput if its type is unknown."""
     if node_type not in cluster.node_types:
         known = ", ".join(sorted(cluster.node_types))
         raise BadInput("--node-type", f"{node_type!r} is not one of the cluster's node types", f"choose from {known}")
@@ -121,7 +121,7 @@ def _node_of(cluster: Cluster, node_type: str) -> Cluster:
 def _share_probes(
     models: Sequence[Model], node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> tuple[list[tuple[int, Plan]], list[str]]:
-    """The probes of one rank's share of positions, each with its cp_size, and why some sizes have none."""
+    """The probes of one rank's part of the positions, each with its cp_size, and why some sizes have none."""
     length, shares, left_out = models[0].sequence_length, list[tuple[int, Plan]](), list[str]()
     for cp_size, share in settings.share_lengths(length).items():
         if (problem := _context_obstacle(models[0], node, settings, fitting, cp_size)) is not None:
@@ -135,7 +135,7 @@ def _share_probes(
 def _context_obstacle(
     model: Model, node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy], cp_size: int
 ) -> str | None:
-    """Why no probe checks what is derived for a cp_size, or None: it attends in blocks, as a ring does."""
+    """Why no probe can check the derived costs of a cp_size, or None; probes attend in blocks, as a ring does."""
     if all(strategy.tp_size > 1 for strategy in fitting):
         return "no strategy of tp_size 1 is measured"
     attention, ring = settings.attention, ContextParallel.RING
@@ -165,7 +165,7 @@ def _context_probes(
 def _apart(
     models: Sequence[Model], node: Cluster, settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> Iterator[Plan]:
-    """Yield the probes of layers whose ranks have all experts each, for positions of their own.
+    """Yield probes of layers in which each rank has all experts and different positions.
 
     Without what their experts take, they cost what a layer does beside experts that ranks share out, whatever its
     tensor parallelism. Of a rank alone the other probes are such.
@@ -188,7 +188,7 @@ def _with_all_experts(layer: LayerStrategy, model: Model) -> LayerStrategy:
 def _expert_probes(
     models: Sequence[Model], settings: ProfileSettings, fitting: Sequence[Strategy]
 ) -> Iterator[ExpertProbe]:
-    """Yield the probes of experts, of which recomputation repeats all, what lies between products, or nothing."""
+    """Yield the probes of experts: recomputation repeats all of them, or what is between products, or nothing."""
     kinds = [kind for kind in _EXPERT_KINDS if kind in settings.recompute or kind is Recompute.NONE]
     if Recompute.MLP in settings.recompute and Recompute.FULL not in kinds:
         kinds.append(Recompute.FULL)
@@ -197,7 +197,7 @@ def _expert_probes(
 
 
 def probe_key(plan: Plan) -> LayerKey:
-    """The key that probes share whose difference is one layer: that of their layers without the type."""
+    """The key of probes whose difference is one layer: the layers' columns without the type."""
     strategy = plan.layers[0]
     size = axes_of(strategy).rank_samples(plan.microbatch_samples)
     key = LayerKey.from_fields(strategy, micro_batch_size=size, sequence_length=plan.model.sequence_length)
@@ -205,12 +205,12 @@ def probe_key(plan: Plan) -> LayerKey:
 
 
 def is_apart(plan: Plan) -> bool:
-    """Whether a probe is of layers whose ranks have all experts each, for positions of their own."""
+    """Whether a probe's layers have all experts on each rank, which has different positions."""
     return any(map(shares_experts, plan.layers))
 
 
 def no_probe(plan: Plan) -> str | None:
-    """Why a measured plan is no probe, or None if it is one."""
+    """Why a measured plan is not a probe, or None if it is one."""
     if len(plan.stages) != 1:
         return f"it has {len(plan.stages)} pipeline stages"
     if len(plan.cluster.nodes) != 1:
@@ -285,12 +285,12 @@ def _truncations(model: Model, layers: tuple[int, int]) -> Iterator[Model]:
 
 
 def _repeated(model: Model, number: int) -> dict[str, int]:
-    """So many layers of each block type, and one of those that cannot follow themselves."""
+    """A number of layers of each block type, and one of each that cannot follow itself."""
     return {name: 1 if name in model.reshaping else number for name in block_types(model)}
 
 
 def _strategies(model: Model, devices: int, settings: ProfileSettings) -> Iterator[tuple[Strategy, str | None]]:
-    """Yield every strategy of the settings, with the reason why it does not fit or None."""
+    """Yield every strategy of the settings, with the reason why it does not fit, or None."""
     for tp_size, kind in settings.strategies:
         if (plain := strategy_on(devices, tp_size)) is None:
             problem = f"tp_size {tp_size} does not divide the {devices} devices of the node"

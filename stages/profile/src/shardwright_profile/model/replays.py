@@ -17,7 +17,7 @@ LIKELY = 3.0
 
 
 def mean_of(durations: Sequence[Duration]) -> Duration:
-    """The mean of durations whose errors are independent, as those of probes measured apart are."""
+    """The mean of durations with independent errors, as of probes measured separately."""
     count = len(durations)
     return Duration(mean(d.median_s for d in durations), hypot(*(d.error_s for d in durations)) / count)
 
@@ -38,7 +38,7 @@ def with_replays(rows: Iterable[LayerRow]) -> Iterator[LayerRow]:
 
 
 def _with_replay(row: LayerRow, plain: LayerRow) -> LayerRow:
-    """A row whose backward pass takes what noise lets be told of its replay beyond that of the plain row."""
+    """A row whose backward pass includes a recomputation, as far as noise allows it to be told from the plain row's."""
     replay = Duration(row.backward_s - plain.backward_s, hypot(row.backward_error_s, plain.backward_error_s))
     if row.recompute is Recompute.FULL and replay.median_s <= LIKELY * replay.error_s:
         replay = Duration(row.forward_s, row.forward_error_s)

@@ -28,7 +28,7 @@ _TIMES: dict[str, Callable[[ProbeResult], Repeats]] = {
 
 
 def rest_rows(pairs: Sequence[LayerPair]) -> Iterator[LayerRow]:
-    """Yield a row for each type of which probes have one layer, under each key.
+    """Yield a row for each type that occurs once in probes, under each key.
 
     Times are what the shortest probe takes beyond its other layers, shared out by operations. Where noise hides that,
     it takes as long for an operation as the layer before it does. Memory is shared out by the size of what is handed
@@ -48,7 +48,7 @@ def rest_rows(pairs: Sequence[LayerPair]) -> Iterator[LayerRow]:
 
 
 def hidden_rests(pairs: Sequence[LayerPair]) -> Iterator[str]:
-    """Yield a sentence for each time that noise hid, so that that of other layers stands in."""
+    """Yield a sentence for each time that noise hid, and that other layers' time replaces."""
     for alike in _by_key(pairs):
         few, model = alike[0].few, alike[0].few.plan.model
         has_backward = all(model.types[name].has_backward for name in model.reshaping)
@@ -62,7 +62,7 @@ def hidden_rests(pairs: Sequence[LayerPair]) -> Iterator[str]:
 
 
 def _by_key(pairs: Sequence[LayerPair]) -> Iterator[list[LayerPair]]:
-    """Yield the pairs of each key, which share the shortest probe, of models that have such layers."""
+    """Yield the pairs of each key, which have the shortest probe in common, for models with such layers."""
     by_key: dict[LayerKey, list[LayerPair]] = {}
     for pair in pairs:
         if pair.few.plan.model.reshaping:

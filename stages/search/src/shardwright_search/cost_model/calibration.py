@@ -29,11 +29,12 @@ class Evidence(NamedTuple):
     measured: float
     predicted: float
     limit: float = inf
-    """What a correction may make of the prediction at most: that of memory, the rank's device, as the plan ran."""
+    """The largest value to which a correction may raise the prediction: for memory, the rank's device, as the plan
+    ran."""
 
 
 def evidence_of(measured: PlanMeasurement, profiles: Profiles) -> tuple[Evidence, ...]:
-    """Return all terms that a measured plan tells apart and that were predicted.
+    """Return all terms that a measured plan can distinguish and that were predicted.
 
     With one microbatch backward and reduction are one, and so neither is there; nor is a reduction that each microbatch
     does, whose predicted time is subtracted from backward. Times are as long as they would have been on the machine as
@@ -56,7 +57,7 @@ def _device_bytes(plan: Plan, rank: RankMeasurement) -> int:
 
 
 def learned(evidence: Iterable[Evidence]) -> tuple[dict[Term, CorrectionFactor], tuple[str, ...]]:
-    """Return the factor of each term, and where the evidence for it is thin or plans contradict one another."""
+    """Return the factor of each term, and a warning if the evidence for it is thin or plans contradict each other."""
     by_term: dict[Term, dict[str, list[float]]] = {term: {} for term in Term}
     most = dict.fromkeys(Term, inf)
     for each in evidence:
@@ -93,13 +94,13 @@ def learned(evidence: Iterable[Evidence]) -> tuple[dict[Term, CorrectionFactor],
 
 
 def factor_of(correction: Correction, term: Term) -> float:
-    """Return the factor of a term: 1 where nothing was learned of it."""
+    """Return the factor of a term: 1 if nothing was learned of it."""
     known = correction.factors.get(term)
     return 1.0 if known is None else known.factor
 
 
 def check_learned_from(correction: Correction, file: Path, hardware: Path, profiles: Sequence[Path]) -> None:
-    """Raise BadInput, naming the correction's file, where it was learned from other profiles than these."""
+    """Raise BadInput, naming the correction's file, if it was learned from other profiles than these."""
     given = (sha256_of_file(hardware), tuple(map(sha256_of_file, profiles)))
     if (correction.hardware_sha256, correction.profiles_sha256) != given:
         names = ", ".join(path.name for path in (hardware, *profiles))
@@ -127,7 +128,7 @@ def corrected(profiles: Profiles, correction: Correction) -> Profiles:
 def _terms(
     measured: PlanMeasurement, rank: RankMeasurement, stage: StagePrediction, overhead_s: float
 ) -> Iterator[tuple[Term, float, float]]:
-    """Yield each term that this rank tells apart: measured, and predicted of its pipeline stage."""
+    """Yield each term that this rank can distinguish: measured, and predicted for its pipeline stage."""
     terms = stage.time_terms_s
     # Half of what is gathered and moved comes in forward, half in backward; neither is corrected here.
     overlapped_s = (terms["gathers"] + terms["redistribution"]) / 2

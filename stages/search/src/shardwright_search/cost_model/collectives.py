@@ -1,4 +1,4 @@
-"""Time of collectives, read off the hardware profile, and how they and computation that overlap slow each other."""
+"""Time of collectives by the hardware profile, and how they and overlapping computation slow each other down."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -16,14 +16,14 @@ from shardwright_search.cost_model.profiles import Profiles
 
 
 class Duration(NamedTuple):
-    """A time, and a warning where it leans on numbers that nobody measured."""
+    """A time, and a warning if it is based on numbers that were not measured."""
 
     time_s: float
     warning: str | None = None
 
 
 class Slowdowns(NamedTuple):
-    """The times of a computation and a collective that overlap over their times alone."""
+    """Times of a computation and a collective when they overlap, over their times without overlap."""
 
     compute: float
     collective: float
@@ -32,7 +32,7 @@ class Slowdowns(NamedTuple):
 def collective_time(
     profiles: Profiles, collective: Collective, kinds: Iterable[GroupKind], num_bytes: float
 ) -> Duration:
-    """Return the time of a collective that groups of these kinds do at once: that of the slowest kind.
+    """Return the time of a collective that groups of these kinds do at once: the slowest kind's.
 
     `num_bytes` is the full tensor, as defined by `Collective`. A group of one rank, or no bytes, takes no time.
     Raises BadInput when the hardware profile has neither such groups nor larger ones.
@@ -54,7 +54,7 @@ def exchange_time(profiles: Profiles, consecutive: bool, across_nodes: bool, num
     """Return the time of a step of a ring, in which each rank sends a message and receives one.
 
     It is that of a message one way, times what a message each way was measured to take over it, at least 1 and linear
-    in the logarithm of the bytes; 1 where overlap of sends was not measured.
+    in the logarithm of the bytes; 1 if overlap of sends was not measured.
     """
     one_way = send_kind_time(profiles, consecutive, across_nodes, num_bytes)
     log_bytes, factors = _both_ways(profiles.hardware, across_nodes)
@@ -66,7 +66,7 @@ def exchange_time(profiles: Profiles, consecutive: bool, across_nodes: bool, num
 
 @lru_cache(maxsize=16)
 def _both_ways(hardware: HardwareProfile, across: bool) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return logarithms of bytes, ascending [sizes], and the times of a message each way over those one way [sizes].
+    """Return logarithms of bytes, ascending [sizes], and the time of a message both ways over its time one way [sizes].
 
     Both are of neighbours, inside a node or across nodes.
     """
@@ -82,12 +82,12 @@ def _both_ways(hardware: HardwareProfile, across: bool) -> tuple[NDArray[Any], N
 
 
 def longest(durations: Iterable[Duration]) -> Duration:
-    """Return the longest of several that must all be over."""
+    """Return the longest of several durations, all of which must be over."""
     return max(durations, key=lambda duration: duration.time_s)
 
 
 def in_turn(durations: Iterable[Duration]) -> Duration:
-    """Return the time of several that follow one another, with the first warning."""
+    """Return the total of durations that follow one another, with the first warning."""
     listed = list(durations)
     warning = next((each.warning for each in listed if each.warning), None)
     return Duration(sum((each.time_s for each in listed), start=0.0), warning)
@@ -96,9 +96,9 @@ def in_turn(durations: Iterable[Duration]) -> Duration:
 def slowdowns_of(
     profiles: Profiles, collective: Collective, kinds: Iterable[GroupKind], num_bytes: float
 ) -> Slowdowns | None:
-    """Return the largest of the slowdowns that groups of these kinds have, with a message of this size.
+    """Return the largest slowdowns among groups of these kinds, for a message of this size.
 
-    Linear in the logarithm of the bytes between measured sizes, the nearest size's beyond. None where nothing was
+    Linear in the logarithm of the bytes between measured sizes, the nearest size's beyond. None if nothing was
     measured: then nothing overlaps.
     """
     curves = (_slowdown_curve(profiles.hardware, collective, kind.size, kind.across_nodes) for kind in kinds)
@@ -151,7 +151,7 @@ def _slowdown_curve(
 
 
 def largest_slowdowns(slowdowns: Iterable[Slowdowns | None]) -> Slowdowns | None:
-    """Return the largest slowdowns of several messages; None where any of them is not known, or there are none."""
+    """Return the largest slowdowns of several messages; None if there are none or one is not known."""
     known = list(slowdowns)
     if not known or None in known:
         return None
@@ -159,7 +159,7 @@ def largest_slowdowns(slowdowns: Iterable[Slowdowns | None]) -> Slowdowns | None
 
 
 def overlapped_time(compute_s: float, collective: Duration, slowdowns: Slowdowns | None) -> float:
-    """Return how much longer a computation and a collective take than the computation alone, started together.
+    """Return the additional time, beyond the computation's own, of a computation and a collective started together.
 
     Each runs slowed down until the shorter is over, the other then goes on alone. Without slowdowns they do not
     overlap.
@@ -174,7 +174,7 @@ def overlapped_time(compute_s: float, collective: Duration, slowdowns: Slowdowns
 
 
 def _on_curve(profiles: Profiles, key: CollectiveKey, num_bytes: float) -> Duration:
-    """Return the time of the kind itself, or of what stands for it.
+    """Return the time of the kind itself, or of the measured kind that stands for it.
 
     A warning says where another stands for it, and where the size is beyond the measured ones.
     """

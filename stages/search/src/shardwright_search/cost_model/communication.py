@@ -1,4 +1,4 @@
-"""Time of redistribution between layouts, of sends between pipeline stages, of tied parameters and of the norm."""
+"""Time of redistribution between layouts, of sends between stages, of tied parameters and of the gradient norm."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Nodes = tuple[int, ...]
 
 
 class _AllToAll(NamedTuple):
-    """The exchanges of one change of layout that cost alike: the groups' kind, and what a rank sends at most."""
+    """The exchanges of one change of layout that cost the same: the groups' kind, and the most that a rank sends."""
 
     kind: GroupKind
     numel_per_sample: float

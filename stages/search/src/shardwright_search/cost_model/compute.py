@@ -1,4 +1,4 @@
-"""Time and memory of one layer, read off the model profile."""
+"""Time and memory of one layer according to the model profile."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -13,16 +13,16 @@ from shardwright_search.cost_model.time_model import TimeModel
 
 
 class ComputeCost(NamedTuple):
-    """The figures of one microbatch through one layer on one rank, and a warning where they are no measured ones."""
+    """The figures of one microbatch through one layer on one rank, and a warning if they were not measured."""
 
     figures: LayerFigures[float]
     warning: str | None
     attention: Passes = (0.0, 0.0)
-    """The part of both passes that scores of pairs of positions take, where ranks share positions out."""
+    """The part of both passes that is spent on attention scores, if ranks hold parts of the positions."""
 
 
 def slowest_compute(costs: Sequence[ComputeCost]) -> ComputeCost:
-    """Return the most of each figure, of ranks of several node types that all do the same."""
+    """Return the largest of each figure over ranks of several node types that do the same work."""
     if len(costs) == 1:
         return costs[0]
     columns = zip(*(cost.figures for cost in costs), strict=True)
@@ -32,7 +32,7 @@ def slowest_compute(costs: Sequence[ComputeCost]) -> ComputeCost:
 
 
 def joined_warnings(warnings: Iterable[str | None]) -> str | None:
-    """Return all different warnings as one, or None where there are none."""
+    """Return all different warnings as one, or None if there are none."""
     return "; ".join(dict.fromkeys(warning for warning in warnings if warning is not None)) or None
 
 
@@ -88,7 +88,7 @@ def _to_measure(profiles: Profiles, key: LayerKey, micro_batch_size: int) -> str
 
 
 def expert_cost(profiles: Profiles, key: ExpertKey, rows: float) -> ComputeCost:
-    """Return the cost of experts of a rank that has so many rows, between measured numbers of rows or, warned, beyond.
+    """Return the cost of one rank's experts for a number of rows, interpolated, or extrapolated with a warning.
 
     Raises BadInput when the profile does not have experts by themselves, or not so many of them.
     """
@@ -109,7 +109,7 @@ def expert_cost(profiles: Profiles, key: ExpertKey, rows: float) -> ComputeCost:
 
 
 def with_experts(rest: ComputeCost, replayed_bytes: float, experts: ComputeCost) -> ComputeCost:
-    """Return the cost of a layer from those of its experts and of the rest of it.
+    """Return the cost of a layer as the sum of its experts' and the remainder's.
 
     Times and kept bytes add up. While experts work in a backward pass, there is also what was `replayed_bytes` of the
     rest before them.
@@ -121,7 +121,7 @@ def with_experts(rest: ComputeCost, replayed_bytes: float, experts: ComputeCost)
 
 
 def states_of(profiles: Profiles, type_name: str, tp_size: int) -> StateRow:
-    """Return what one layer's parameters cost a step; BadInput when the profile has none of that type and tp_size."""
+    """Return what one layer's parameters cost in a step; raise BadInput if the profile lacks that type and tp_size."""
     states = profiles.states.get(key := LayerKey(type=type_name, tp_size=tp_size))
     if states is None:
         remedy = "add that tp_size to the profile settings and measure the probes again"
@@ -130,7 +130,10 @@ def states_of(profiles: Profiles, type_name: str, tp_size: int) -> StateRow:
 
 
 def _at(points: LayerPoints, size: float) -> LayerFigures[float] | None:
-    """Return the figures at a micro-batch size; None where one point alone cannot be extended."""
+    """Return the figures at a micro-batch size.
+
+    None if there is a single point, from which nothing can be extrapolated.
+    """
     sizes = points.micro_batch_sizes
     if sizes[0] <= size <= sizes[-1]:
         return LayerFigures(*(float(np.interp(size, sizes, column)) for column in points.values.T))
@@ -153,7 +156,7 @@ def _with_bytes(values: Sequence[float]) -> LayerFigures[float]:
 
 
 def _beyond(key: LayerKey, points: LayerPoints, size: int) -> str | None:
-    """Return the warning of a micro-batch size beyond the measured ones; None where it is between them."""
+    """Return the warning for a micro-batch size outside the measured ones; None if it is inside."""
     sizes = points.micro_batch_sizes
     if sizes[0] <= size <= sizes[-1]:
         return None
@@ -162,7 +165,7 @@ def _beyond(key: LayerKey, points: LayerPoints, size: int) -> str | None:
 
 
 def _on_fits(profiles: Profiles, key: LayerKey, size: int, time_model: TimeModel) -> ComputeCost:
-    """Return the figures by the curves of a mode, or, with a warning, those of the nearest length times the tokens."""
+    """Return the figures from the curves of a mode, or, with a warning, the nearest length's scaled by tokens."""
     nearest, strategy = _nearest_length(profiles, key), key.without("sequence_length")
     points = profiles.layers[nearest]
     plain = _at(points, size)
@@ -187,7 +190,7 @@ def _on_fits(profiles: Profiles, key: LayerKey, size: int, time_model: TimeModel
 
 
 def _on_curve(profiles: Profiles, key: LayerKey, quantity: str, size: int, time_model: TimeModel) -> float | None:
-    """Return the value of the mode's curve of a figure; None where the profile has none."""
+    """Return the value of the mode's curve of a figure; None if the profile has none."""
     length = key.sequence_length
     for curve in profiles.fits.get(key.without("sequence_length"), ()):
         if curve.quantity != quantity:

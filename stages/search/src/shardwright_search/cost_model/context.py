@@ -1,4 +1,4 @@
-"""Cost of layers whose ranks share out the positions of a sample: their computation, messages and buffers.
+"""Cost of layers whose ranks hold parts of the positions of a sample: their computation, messages and buffers.
 
 With n ranks, time and kept bytes are constant + linear b s/n + quadratic b s^2/n of the curve over lengths. Such
 figures are derived; where a probe ran with keys of n ranks on one device, its times over the derived ones correct them.
@@ -50,10 +50,10 @@ _ACCUMULATED_BYTES = 4
 def shared_layer_cost(
     profiles: Profiles, key: LayerKey, micro_batch_size: int, parts: int, time_model: TimeModel
 ) -> ComputeCost:
-    """Return the cost of a layer on one of `parts` ranks that share out its positions, messages aside.
+    """Return the cost, without messages, of a layer on one of `parts` ranks that split its positions.
 
     Points of the share's own length stand for all but attention to other shares; without any, the curve over lengths.
-    Raises BadInput where the profile has no such curve.
+    Raises BadInput if the profile has no such curve.
     """
     if parts == 1:
         return layer_cost(profiles, key, micro_batch_size, time_model)
@@ -88,7 +88,7 @@ def _corrected(profiles: Profiles, type_name: str, parts: int, cost: ComputeCost
 
 
 def _curves(profiles: Profiles, key: LayerKey, parts: int) -> dict[str, FitRow]:
-    """Return the curves over micro-batch sizes and lengths of a layer, by quantity; a quantity that is 0 has none."""
+    """Return a layer's curves over micro-batch sizes and lengths, by quantity; quantities that are 0 have none."""
     rows = profiles.fits.get(strategy := key.without("sequence_length"), ())
     curves = {str(row.quantity): row for row in rows if row.mode is FitMode.JOINT}
     if Quantity.FORWARD_S not in curves:
@@ -101,7 +101,7 @@ def _curves(profiles: Profiles, key: LayerKey, parts: int) -> dict[str, FitRow]:
 def _on_joint_curves(
     profiles: Profiles, key: LayerKey, size: int, figures: LayerFigures[float], curves: Mapping[str, FitRow]
 ) -> LayerFigures[float]:
-    """Return figures with those that have a curve by it; raises BadInput where a time would be negative."""
+    """Return figures with those that have a joint curve taken from it; raise BadInput if a time would be negative."""
     joint = {name: on_joint_curve(row, size, key.sequence_length) for name, row in curves.items()}
     if min(joint.values()) < 0:
         problem = f"{key}: the joint curve is negative at micro_batch_size {size}"
@@ -110,7 +110,7 @@ def _on_joint_curves(
 
 
 class SharedContext(NamedTuple):
-    """A layer whose ranks share out positions, with the samples of a microbatch and the formats of numbers."""
+    """A layer under context parallelism, with the samples of a microbatch and the number formats."""
 
     model: Model
     type_name: str
@@ -132,7 +132,7 @@ class SharedContext(NamedTuple):
 
     @property
     def attentions(self) -> tuple[KeysAndValues, ...]:
-        """Return the keys and values of each attention; none where no positions are shared out."""
+        """Return the keys and values of each attention; none without context parallelism."""
         kind = self.model.types[self.type_name]
         return keys_and_values(kind, self.strategy, self.samples, tensors_of(self.model, kind))
 
@@ -188,7 +188,7 @@ def _ring_times(
     kinds: Sequence[GroupKind],
     attention: Passes,
 ) -> tuple[Duration, Duration]:
-    """Return what a ring adds: each step has a block and a send but the last, in which gradients go home alone."""
+    """Return what a ring adds: each step overlaps a block with a send, except the last, which sends gradients."""
     across = any(kind.across_nodes for kind in kinds)
     # Ranks of a node that lie in other rings send over the same network.
     alone = all(kind.ranks_per_node == max(topology.on_each_node) for kind in kinds)

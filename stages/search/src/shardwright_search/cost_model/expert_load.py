@@ -1,4 +1,4 @@
-"""The load of the experts that ranks share out: what a run logged of it, or a number that is stated."""
+"""The load of experts under expert parallelism: as logged by a run, or a stated ratio."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class LoadFile(NamedTuple):
         return imbalances(self.load, model, ep_size)[type_name]
 
     def check(self, model: Model) -> None:
-        """Raise BadInput where the load is of other experts than those of a model."""
+        """Raise BadInput if the load belongs to other experts than a model's."""
         if (problem := load_misfit(self.load, model)) is not None:
             raise BadInput(self.path, f"is of other experts: {problem}", "give the load of a run of this model")
 
@@ -31,7 +31,7 @@ class StatedLoad(NamedTuple):
     """Rows of the fullest group over the mean group's, from 1."""
 
     def imbalance(self, _model: Model, _type_name: str, ep_size: int) -> float:
-        """Return the ratio, but at most `ep_size`, where one group has all rows."""
+        """Return the ratio, limited to `ep_size`, at which one group has all rows."""
         return min(self.ratio, float(ep_size))
 
     def check(self, _model: Model) -> None:
@@ -42,7 +42,7 @@ Load = LoadFile | StatedLoad
 
 
 def read_load(text: str) -> Load:
-    """Return the load that `--imbalance` says; BadInput where it is neither a ratio nor the file of a load."""
+    """Return the load that `--imbalance` states; raise BadInput if it is neither a ratio nor a load file."""
     try:
         ratio = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Experts that ranks share out: their load on one rank, and the time of the messages that bring rows to them."""
+"""Experts under expert parallelism: their load on one rank, and the time of the messages that exchange rows."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ from shardwright_search.cost_model.topology import StageTopology, axis_group_kin
 
 
 def imbalance_of(profiles: Profiles, model: Model, type_name: str, strategy: LayerStrategy) -> float:
-    """Return the rows of the fullest rank over those at even load, for which all ranks of its group wait."""
+    """Return the ratio of the fullest rank's rows to an even load; all ranks of its group wait for it."""
     grid = strategy.expert_grid
     if profiles.load is None or grid is None:
         return 1.0
@@ -50,7 +50,7 @@ def even_load(model: Model, type_name: str, strategy: LayerStrategy, samples: in
 
 
 def replays_experts(strategy: LayerStrategy) -> bool:
-    """Return whether the backward pass computes experts again, and beside them what of the layer comes before them."""
+    """Return whether the backward pass computes experts again, together with the part of the layer before them."""
     return strategy.recompute in (Recompute.FULL, Recompute.SELECTIVE, Recompute.MLP)
 
 
@@ -93,7 +93,7 @@ def exchange_times(
 
 
 def _once_a_node(profiles: Profiles, groups: Sequence[GroupKind], num_bytes: float, top_k: int) -> Duration:
-    """Return the time of rows of which each position's go to a node once, and from there to each rank once.
+    """Return the time of exchanges that send each position to a node once, and from there to each rank once.
 
     Of k choices among n places, n (1 - (1 - 1/n)^k) differ in the mean. What goes to other nodes and what goes on
     inside of them do so at once: the longer of both counts (DeepEP's and HybridEP's kernels).
@@ -112,7 +112,7 @@ def _once_a_node(profiles: Profiles, groups: Sequence[GroupKind], num_bytes: flo
 
 
 def _different(places: int, choices: int) -> float:
-    """Return how many of some places are chosen at least once, in the mean."""
+    """Return the expected number of places that are chosen at least once."""
     return places * (1 - (1 - 1 / places) ** choices)
 
 
@@ -132,7 +132,7 @@ def beside_other_passes(
 
 
 def host_floor(profiles: Profiles, type_name: str, strategy: Strategy, experts: int, pipelined: bool) -> Passes:
-    """Return the least time of both passes of a layer, which its host needs; `experts`: those of the rank."""
+    """Return the least time of both passes of a layer that its host needs; `experts` are the rank's."""
     recompute = strategy.recompute if isinstance(strategy, LayerStrategy) else Recompute.NONE
     plain, none = HostKey(type=type_name, recompute=recompute), (0.0, 0.0)
     started = [profiles.host.get(key, none) for key in (plain, replace(plain, experts=experts)) if experts]

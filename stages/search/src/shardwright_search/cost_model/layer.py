@@ -82,14 +82,14 @@ class Link(NamedTuple):
     """Whether their ranks are neighbours."""
     across_nodes: bool
     node_types: tuple[str, ...]
-    """Node types of both; the slower end binds."""
+    """Node types of both stages; the slower one determines the time."""
 
 
 class Turns(NamedTuple):
-    """The shape of a plan, as far as it changes the time of a layer's passes."""
+    """The features of a plan's shape on which the time of a layer's passes depends."""
 
     alternate: bool = False
-    """Whether a rank has passes of another micro-batch to compute while a layer's exchanges go on."""
+    """Whether a rank can compute another micro-batch's passes while a layer exchanges rows."""
     pipelined: bool = False
     """Whether the plan is a pipeline between nodes."""
 
@@ -133,7 +133,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_method
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> Link:
-        """Return how two pipeline stages lie to each other: neighbouring ranks or not, across nodes where any pair is.
+        """Return how two pipeline stages are placed: neighbouring ranks or not, across nodes if any pair is.
 
         Ranks of stages of equal width are pairs in their order, of others each with each. A single rank that sends
         across nodes does so as neighbours do: no other shares its node's network. A stage that spans node types sends
@@ -149,12 +149,12 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         return Link(consecutive, across, types)
 
     def nodes_of(self, *stages: Sequence[int]) -> tuple[Nodes, ...]:
-        """Return the nodes of several pipeline stages' ranks, counted from the first rank's."""
+        """Return the nodes of several pipeline stages' ranks, numbered from the first rank's node."""
         nodes = self.cluster.domain_of_rank
         return tuple(tuple(nodes[rank] - nodes[stages[0][0]] for rank in ranks) for ranks in stages)
 
     def node_types_of(self, *stages: Sequence[int]) -> tuple[str, ...]:
-        """Return the node types of several pipeline stages, each once, in the order of their names."""
+        """Return the node types of several pipeline stages, each once, sorted by name."""
         types = self.cluster.node_type_of_rank
         return tuple(sorted({types[rank] for ranks in stages for rank in ranks}))
 
@@ -187,7 +187,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def step_overhead_s(self) -> float:
-        """Time outside the layers that comes once a step, on the ranks where it is longest."""
+        """Time outside the layers once a step, on the ranks where it is longest."""
         return max(profiles.step_overhead_s for profiles in self._profiles_by_type.values())
 
     @cached_method
@@ -237,7 +237,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         single_microbatch: bool,
         turns: Turns = PLAIN_TURNS,
     ) -> LayerCost:
-        """Return all costs of a layer of that type on a pipeline stage; `samples` are those of a microbatch.
+        """Return all costs of a layer of that type on a pipeline stage, for `samples` in a microbatch.
 
         Raises BadInput when a profile lacks a point.
         """
@@ -295,7 +295,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _all_parameters(
         self, type_name: str, strategy: Strategy, topology: StageTopology, single_microbatch: bool
     ) -> LayerParameters:
-        """Return the costs of a layer's parameters, those of experts that ranks share out included."""
+        """Return the costs of a layer's parameters, with those of experts that are split over ranks."""
         groups = []
         for number, group in enumerate(parameter_groups(self.model.types[type_name], strategy)):
             given = type_name, number, strategy
@@ -349,7 +349,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
     def _beside_experts(
         self, node_type: str, key: LayerKey, micro_batch_size: int, strategy: LayerStrategy, samples: int
     ) -> ComputeCost:
-        """Return the cost of a layer whose ranks share experts out: that of its experts, and of the rest of it."""
+        """Return the cost of a layer with expert parallelism: its experts', and the remainder's."""
         profiles = self.profiles_on(node_type)
         expert_key, rows = even_load(self.model, key.type, strategy, samples)
         experts = expert_cost(profiles, expert_key, rows * imbalance_of(profiles, self.model, key.type, strategy))

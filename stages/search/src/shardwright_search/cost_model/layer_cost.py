@@ -9,18 +9,18 @@ from shardwright_search.cost_model.parameters import Overlapped, ParameterMemory
 
 
 class Cost(NamedTuple):
-    """A time in picoseconds, one way, and a warning where it leans on numbers that nobody measured."""
+    """A time in picoseconds, one way, and a warning if it is based on numbers that were not measured."""
 
     time_ps: int
     warning: str | None
 
 
 class Gather(NamedTuple):
-    """ZeRO-3's gather of a layer for one pass, in picoseconds; 0 where there is none."""
+    """ZeRO-3's gather of a layer for one pass, in picoseconds; 0 if there is none."""
 
     alone_ps: int = 0
     slowdowns: Slowdowns | None = None
-    """None where it overlaps with nothing."""
+    """None if it does not overlap with anything."""
     overhead_ps: int = 0
 
     def added_ps(self, compute_ps: int) -> int:
@@ -38,17 +38,18 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
     """Time that an overlapped ZeRO-3 gather adds to the forward pass of each microbatch; likewise the backward pass."""
     gather_backward_ps: int
     gather: Gather
-    """The gather by itself: the runtime starts it a layer ahead, so it overlaps with another layer."""
+    """The gather without computation: the runtime starts it one layer ahead, so it overlaps with another layer."""
     sync_every_ps: int
     """Time that reducing the gradients adds to each microbatch's backward pass; 0 when they are reduced once a step."""
     reduction_ps: int
-    """The messages of the reduction alone, unless every microbatch reduces."""
+    """The messages of the reduction without overheads; 0 if every microbatch reduces."""
     slowdowns: Slowdowns | None
-    """Slowdowns of the backward pass and the reduction where they overlap; None where that was not measured."""
+    """Slowdowns of the backward pass and the reduction when they overlap; None if they were not measured."""
     overlapped_ps: int
-    """Time that they add to the last backward pass by the measured slowdowns; inside `sync_ps`, beside overheads."""
+    """Time by which they lengthen the last backward pass, by the measured slowdowns; part of `sync_ps`, without
+    overheads."""
     sync_ps: int
-    """Once a step: what reducing the gradients adds, ZeRO-2's gather, and sums of replicated parameters' gradients."""
+    """Once a step: what gradient reduction adds, ZeRO-2's gather, and sums of replicated parameters' gradients."""
     optimizer_ps: int
     memory: ParameterMemory
     activation_bytes: int

@@ -51,7 +51,7 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     """Parameters as stored: sP under DDP, sP/w when sharded."""
     gathered_parameters: int
-    """Copies for compute that stay all step long: cP under ZeRO-2 and DDP, but not where what is stored serves.
+    """Compute copies that stay for the whole step: cP under ZeRO-2 and DDP, unless the stored ones are used directly.
 
     Under ZeRO-3 that is the gather buffer of the model's first layer, which FSDP2 keeps until the next gather.
     """
@@ -64,19 +64,19 @@ class ParameterMemory(msgspec.Struct, frozen=True, kw_only=True):
     where both formats are one.
     """
     gradient_buffer: int = 0
-    """Gradients of runtimes that hold all of them all step long, before they are sharded: rP, and cP beside a wider r.
+    """Gradients of runtimes that hold all of them, unsharded, for the whole step: rP, and cP in addition to a wider r.
 
     Then there are no `gradients`, `gradient_sums`, buffers of reductions and `unreduced_gradients`.
     """
     gradient_sums: int
-    """Gradients of the microbatches before, of replicas that reduce every microbatch: sP.
+    """Accumulated gradients of earlier microbatches on replicas that reduce every microbatch: sP.
 
     What that one makes is on its way until the next backward pass of the stage begins.
     """
     optimizer: int
     """The optimizer's states of the shard."""
     buffers: int
-    """Buffers of FSDP2 for a layer's collectives while the layer works: of gathers under ZeRO-3 2cP, of reductions rP.
+    """FSDP2's buffers for a layer's collectives while the layer runs: 2cP for gathers under ZeRO-3, rP for reductions.
 
     Experts that ranks share out are gathered a layer at a time: cP.
     Beside the parameters it works with lie those of the layer that comes next, on their way. The reduction buffer of
@@ -160,7 +160,7 @@ def _stored_bytes(kind: LayerType, precision: Precision, axes: ParameterAxes) ->
 
 
 def _computed_bytes(kind: LayerType, precision: Precision, axes: ParameterAxes) -> int:
-    """The bytes of a layer's parameters on the ranks that compute with them: those in few bits as they are stored."""
+    """The bytes of a layer's parameters on the ranks that compute with them; quantized ones as they are stored."""
     few = sum(p.numel(axes.tensor.size) for p in _quantized(kind, precision))
     return ITEMSIZE[precision.compute] * (kind.parameter_count(axes.tensor.size) - few) + _few_bits(few, precision)
 
@@ -183,9 +183,9 @@ class Overlapped(NamedTuple):
 
     alone: Duration
     slowdowns: Slowdowns | None = None
-    """Slowdowns of the pass and the collective; None where the two do not overlap."""
+    """Slowdowns of the pass and the collective; None if they do not overlap."""
     overhead_s: float = 0.0
-    """Time in a probe beyond that of its messages, such as copies and waiting; it overlaps with nothing."""
+    """Time in a probe beyond its messages', such as copies and waiting; it overlaps with nothing."""
 
     def overlapped_s(self, compute_s: float) -> float:
         """Return what its messages add to a pass that takes so long."""
@@ -253,7 +253,7 @@ def parameter_costs(
 
 
 def _share_of_states(states: StateRow, whole: LayerType, group: ParameterGroup) -> StateRow:
-    """Return the times of a group of parameters, by their share of those of a layer that were profiled together."""
+    """Return the times of a group of parameters as its share of those of a layer that were profiled together."""
     if group.kind.parameters == whole.parameters:
         return states
     profiled = whole.parameter_count(states.tp_size)
@@ -276,7 +276,7 @@ class LayerParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def joined_parameters(groups: Sequence[tuple[Strategy, ParameterCosts]]) -> LayerParameters:
-    """Return the costs of several groups of a layer's parameters: their messages follow one another."""
+    """Return the total costs of several groups of a layer's parameters, whose messages follow one another."""
     costs = [each for _, each in groups]
     memory = {name: sum(getattr(c.memory, name) for c in costs) for name in ParameterMemory.__struct_fields__}
     zero3, others = (
@@ -294,14 +294,14 @@ def joined_parameters(groups: Sequence[tuple[Strategy, ParameterCosts]]) -> Laye
 
 
 def _in_turn(collectives: Sequence[Overlapped]) -> Overlapped:
-    """Return collectives that follow one another; those without messages have no slowdowns."""
+    """Return the total of collectives that follow one another; those without messages have no slowdowns."""
     used = [each for each in collectives if each.alone.time_s or each.overhead_s]
     alone, slowdowns = in_turn(each.alone for each in used), largest_slowdowns(each.slowdowns for each in used)
     return Overlapped(alone, slowdowns, sum(each.overhead_s for each in used))
 
 
 def slowest_parameters(costs: Sequence[ParameterCosts]) -> ParameterCosts:
-    """Return the most of each cost, of ranks of several node types that all do and hold the same."""
+    """Return the largest of each cost over ranks of several node types that do and hold the same."""
     if len(costs) == 1:
         return costs[0]
     return ParameterCosts(
@@ -321,7 +321,7 @@ def _slowest(overlapped: Sequence[Overlapped]) -> Overlapped:
 def _overlapped(
     profiles: Profiles, states: StateRow, shards: int, groups: DataGroupKinds, messages: Sequence[Message]
 ) -> Overlapped:
-    """Return messages that follow one another: all ranks' share, or a shard group's and then its replicas'.
+    """Return the total of consecutive messages: over all ranks, or over a shard group and then its replicas.
 
     Their time is the hardware profile's. What a probe's took more comes on top.
     """
@@ -337,7 +337,7 @@ def _overlapped(
 
 
 def _overhead_s(profiles: Profiles, states: StateRow, shards: int, message: Message) -> float:
-    """Return the time that a probe's collective of this kind took beyond its message alone; 0 if not probed.
+    """Return the time that a probe's collective of this kind took beyond its message; 0 if not probed.
 
     Both are in the same format.
     Replicas of shards sum a part of what the probe summed, and have that part of its overhead.

@@ -15,7 +15,7 @@ def of_parameters(strategy: Strategy) -> Strategy:
 
 
 def of_passes(strategy: Strategy) -> Strategy:
-    """Return a strategy without the states that ranks share out, which a microbatch's passes do not depend on."""
+    """Return a strategy without its sharding of states, on which a microbatch's passes do not depend."""
     whole = {"data_parallel": DataParallel.DDP, "shard_size": 0}
     if isinstance(strategy, LayerStrategy) and strategy.experts is not UNSET:
         return replace(strategy, **whole, experts=replace(strategy.experts, **whole))

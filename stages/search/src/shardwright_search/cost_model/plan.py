@@ -34,7 +34,7 @@ class Evaluation(NamedTuple):
     objective_ps: int
     warnings: tuple[str, ...]
     reference_s: float
-    """Time of the reference workload on the machine as profiled; 0 where none was run, or on several machines."""
+    """Time of the reference workload on the machine as profiled; 0 if none was run, or on several machines."""
 
 
 def cost_model_of(plan: Plan, profiles: Profiles, time_model: TimeModel = TimeModel.INTERPOLATE) -> CostModel:
@@ -56,7 +56,7 @@ def offset_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
 
 
 def simulated_step_ps(plan: Plan, costs: CostModel) -> int:
-    """Return a plan's simulated step alone, with what each step takes whatever its schedule."""
+    """Return only a plan's simulated step time, including what every step takes."""
     times = [costs_of_range.times for costs_of_range in range_costs(plan, costs)]
     simulated_ps = step_time_ps(times, plan.schedule, plan.num_microbatches, len(plan.stages[0].layers))
     return simulated_ps + _always_ps(plan, costs)
@@ -76,7 +76,7 @@ def evaluate(plan: Plan, profiles: Profiles, costs: CostModel | None = None, tim
     Raises BadInput for a field that has no price, and when a profile is of another model, device or precision, or lacks
     a point.
     """
-    check_fields(plan, f"plan {plan.name}", "the cost model", ("precision.base",))
+    check_fields(plan, f"plan {plan.name}", "the cost model", ("optimizer", "precision.base"))
     check_profiles(profiles, plan.model, plan.cluster, plan.precision, plan.attention, plan.compile)
     costs = cost_model_of(plan, profiles) if costs is None else costs
     ranges = range_costs(plan, costs)
@@ -115,7 +115,7 @@ def _closed_form_ps(plan: Plan, stages: Sequence[StageCosts]) -> int:
 
 
 def _communicators(plan: Plan, profiles_of: Sequence[Sequence[Profiles]]) -> Sequence[int | None]:
-    """Return the most that the communicators of a rank of each stage hold; None where nothing holds any."""
+    """Return the largest memory of communicators of any rank of each stage; None if they hold none."""
     sizes = [max(each.communicator_bytes for each in profiles) for profiles in profiles_of]
     if plan.world_size == 1 or not any(sizes):
         return [None] * len(plan.stages)
@@ -173,7 +173,7 @@ def _timeline(simulation: Simulation) -> tuple[TimelineEvent, ...]:
 
 
 def _usd_per_step(plan: Plan, step_s: float) -> float | None:
-    """Return the price of all nodes for one step; None where one has no price."""
+    """Return the price of all nodes for one step; None if a node has no price."""
     usd_per_hour = 0.0
     for group in plan.cluster.nodes:
         if (price := plan.cluster.node_types[group.node_type].usd_per_hour) is None:

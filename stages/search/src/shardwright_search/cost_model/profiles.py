@@ -37,7 +37,7 @@ from shardwright.types.model_profile import (
 from shardwright_search.cost_model.expert_load import Load
 
 Sources = frozenset[tuple[str, str]]
-"""Numbers of a profile by name, each with where it comes from: measured, derived, assumed, analytic or absent."""
+"""The source of each number of a profile, by name: measured, derived, assumed, analytic or absent."""
 
 
 Passes = tuple[float, float]
@@ -51,13 +51,13 @@ class LayerPoints(NamedTuple):
     values: NDArray[Any]
     """The `LayerFigures` of each point [points, figures]."""
     sources: Sources
-    """Where these figures come from, over all points."""
+    """The sources of these figures, over all points."""
     errors: NDArray[Any]
-    """Standard errors of the two times, as shares of them [points, 2]; 0 where none is known."""
+    """Standard errors of the two times, as shares of them [points, 2]; 0 if unknown."""
 
 
 class Profiles(NamedTuple):
-    """A hardware and a model profile of one device, with the names of their files, and those of other devices."""
+    """A hardware and a model profile of one device, with the names of their files, and the other devices' profiles."""
 
     hardware: HardwareProfile
     hardware_file: Path
@@ -71,12 +71,12 @@ class Profiles(NamedTuple):
     """The fitted curves, by keys without micro_batch_size and sequence_length."""
     process_bytes: int
     communicator_bytes: int
-    """Bytes of each communicator that is no edge."""
+    """Bytes of each communicator that is not a pipeline edge."""
     step_overhead_s: float
     sources: Sources
-    """Where these three come from."""
+    """The sources of these three."""
     reference_s: float
-    """The time of the reference workload on the machine as it was profiled; 0 where none was run."""
+    """The time of the reference workload on the machine as it was profiled; 0 if none was run."""
     notes: str
     """The notes of the model profile, one sentence a line."""
     memory_factor: float = 1.0
@@ -86,23 +86,23 @@ class Profiles(NamedTuple):
     others: tuple["Profiles", ...] = ()
     """The profiles of the other devices of a mixed cluster."""
     rests: Mapping[LayerKey, LayerPoints] = MappingProxyType({})
-    """The points of layers beside experts that ranks share out, by the keys of `layers`."""
+    """The points of layers without their experts, for expert parallelism, by the keys of `layers`."""
     rest_fits: Mapping[LayerKey, Sequence[FitRow]] = MappingProxyType({})
     """The curves through them, by the keys of `fits`."""
     experts: Mapping[ExpertKey, LayerPoints] = MappingProxyType({})
-    """The points of these experts, by keys without rows."""
+    """The points of experts, by keys without rows."""
     context: tuple[ContextRow, ...] = ()
     """Measured times of layers whose ranks share positions out, over the derived ones."""
     exchange: ExchangeRow | None = None
-    """How experts' rows are exchanged; None: all to all, and nothing hides it."""
+    """How rows are exchanged between experts; None: all-to-all without overlap."""
     host: Mapping[HostKey, Passes] = MappingProxyType({})
     """The least times of passes, by what their host starts."""
     load: Load | None = None
-    """The load of experts; None: all experts of a layer get as many positions."""
+    """The load of experts; None: all experts of a layer get the same number of positions."""
 
     @property
     def beside_experts(self) -> "Profiles":
-        """Return the profiles whose layers lack the experts that ranks share out."""
+        """Return the profiles in which layers lack their experts."""
         return self._replace(layers=self.rests, fits=self.rest_fits, context=())
 
     @property
@@ -111,11 +111,11 @@ class Profiles(NamedTuple):
         return self._replace(others=()), *self.others
 
     def each(self, change: Callable[["Profiles"], "Profiles"]) -> "Profiles":
-        """Return the profiles with those of each device changed."""
+        """Return the profiles with each device's changed by a function."""
         return together([change(profiles) for profiles in self.per_device])
 
     def of_device(self, device: str) -> "Profiles":
-        """Return the profiles of one device; StopIteration where there are none."""
+        """Return the profiles of one device; StopIteration if there are none."""
         return next(profiles for profiles in self.per_device if profiles.origin.device == device)
 
     def used(self, cluster: Cluster) -> tuple["Profiles", ...]:
@@ -123,20 +123,20 @@ class Profiles(NamedTuple):
         return tuple(profiles for profiles in self.per_device if profiles.origin.device in devices_of(cluster))
 
     def of_any_length(self, key: LayerKey) -> dict[LayerKey, LayerPoints]:
-        """Return the points whose keys differ from a key in sequence_length alone."""
+        """Return the points whose keys differ from a key only in sequence_length."""
         alike = key.without("sequence_length")
         return {other: points for other, points in self.layers.items() if other.without("sequence_length") == alike}
 
 
 def together(per_device: Sequence[Profiles]) -> Profiles:
-    """Return profiles of one device each as those of a mixed cluster; BadInput where two are of the same device."""
+    """Return profiles of one device each as those of a mixed cluster; raise BadInput if two are for the same device."""
     _check_distinct([(profiles.origin.device, profiles.model_file) for profiles in per_device])
     first, *others = per_device
     return first._replace(others=tuple(others))
 
 
 def _check_distinct(devices: Iterable[tuple[str, Path]]) -> None:
-    """Raise BadInput where two files are of one device."""
+    """Raise BadInput if two files are of one device."""
     known: dict[str, Path] = {}
     for device, file in devices:
         if device in known:
@@ -151,9 +151,9 @@ def devices_of(cluster: Cluster) -> tuple[str, ...]:
 
 
 def read_profiles(hardware_files: Sequence[Path], model_files: Sequence[Path]) -> Profiles:
-    """Read and index the profiles: of hardware that of the whole cluster or one for each device, of models the latter.
+    """Read and index the profiles: hardware profiles of the cluster or each device, model profiles of each device.
 
-    Raises BadInput where two are of one device.
+    Raises BadInput if two are of one device.
     """
     hardware = [(read_hardware_profile(file), file) for file in hardware_files]
     _check_distinct((profile.device, file) for profile, file in hardware)
@@ -162,7 +162,7 @@ def read_profiles(hardware_files: Sequence[Path], model_files: Sequence[Path]) -
 
 
 def _hardware_of(device: str, hardware: Sequence[tuple[HardwareProfile, Path]]) -> tuple[HardwareProfile, Path]:
-    """Return the profile of a device alone, else of a cluster that has it, else any, which `check_profiles` refuses."""
+    """Return the profile of only this device, else of a cluster with it, else any, which `check_profiles` refuses."""
     return min(hardware, key=lambda one: (one[0].device != device, device not in _devices(one[0])))
 
 
@@ -210,7 +210,7 @@ def _held_by(runtime: str, file: Path) -> Held:
 
 
 def sources_of(row: Row, *names: str) -> Sources:
-    """Return where these numbers of a row come from."""
+    """Return the sources of these numbers of a row."""
     columns = columns_of(type(row))
     return frozenset((name, str(getattr(row, columns[name].source))) for name in names)
 
@@ -218,7 +218,7 @@ def sources_of(row: Row, *names: str) -> Sources:
 def check_profiles(
     profiles: Profiles, model: Model, cluster: Cluster, precision: Precision, attention: Attention, compile: bool
 ) -> None:
-    """Raise BadInput where a profile was made for another model, device, precision or kernels, or one is missing."""
+    """Raise BadInput if a profile was made for another model, device, precision or kernels, or one is missing."""
     if profiles.load is not None:
         profiles.load.check(model)
     for one in profiles.per_device:
@@ -232,7 +232,7 @@ def check_profiles(
 
 
 def _check_origin(profiles: Profiles, model: Model, precision: Precision, attention: Attention, compile: bool) -> None:
-    """Raise BadInput where a profile was made for another model, precision or kernels."""
+    """Raise BadInput if a profile was made for another model, precision or kernels."""
     origin = profiles.origin
     if origin.architecture_sha256 != model.architecture_sha256:
         problem = f"profiled layers of {origin.model!r} that are not those of model {model.name!r}"
@@ -271,7 +271,7 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     optimizer: float = 1.0
     step_overhead: float = 1.0
     memory: float = 1.0
-    """The factor of all that a rank holds."""
+    """Correction factor of a rank's memory."""
     collectives: ArrayLike = 1.0
     """The factors of the points of the hardware profile [points], or one for all."""
 
@@ -308,7 +308,7 @@ def _scaled_states(states: StateRow, by: Scaling) -> StateRow:
 
 
 def _scaled_curve(curve: FitRow, by: Scaling) -> FitRow:
-    """Return a curve of times multiplied, a curve of bytes as it is."""
+    """Return a curve of times multiplied by a factor; curves of bytes are unchanged."""
     times = (Quantity.FORWARD_S, Quantity.BACKWARD_S)
     if curve.quantity not in times:
         return curve

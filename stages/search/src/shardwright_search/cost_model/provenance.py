@@ -14,7 +14,7 @@ from shardwright_search.cost_model.expert_load import StatedLoad
 from shardwright_search.cost_model.profiles import LayerPoints, Profiles, Sources, sources_of
 
 _QUOTED = ("analytic", "assumed")
-"""Sources of which the profile's notes are repeated."""
+"""Sources for which the profile's notes are repeated."""
 
 
 def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ def provenance_warnings(plan: Plan, profiles: Profiles) -> tuple[str, ...]:
 
 
 def _document_lines(plan: Plan) -> Iterator[str]:
-    """Yield a warning where ranks share positions out, whose order balances whole samples: of documents kept apart.
+    """Yield a warning under context parallelism that its order balances whole samples, not separate documents.
 
     Masked attention in this project's runtime takes equal time on all ranks, about twice that of causal attention.
     """
@@ -44,7 +44,7 @@ def _document_lines(plan: Plan) -> Iterator[str]:
 
 
 def _load_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
-    """Yield the warning of experts that ranks share out where no run says how many positions each gets."""
+    """Yield the warning for experts whose load no run has logged."""
     grids = (layer.expert_grid for layer in plan.layers)
     if not any(grid and axes_of(grid).dense.experts.size > 1 for grid in grids):
         return
@@ -68,7 +68,7 @@ def _device_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
 
 
 def _overlap_lines(plan: Plan, profiles: Profiles) -> Iterator[str]:
-    """Yield the warnings of times of overlapped messages that were given, or timed over one kind of link alone."""
+    """Yield the warnings for slowdowns that were stated, or measured over only one kind of link."""
     overlap, notes = profiles.hardware.overlap, profiles.hardware.provenance.notes
     sources = frozenset(("overlap", str(row.source)) for row in overlap.rows)
     yield from _lines(sources, profiles.hardware_file, notes)
@@ -92,7 +92,7 @@ def has_ring(plan: Plan) -> bool:
 
 
 def _used(plan: Plan, profiles: Profiles) -> Sources:
-    """Return the numbers of the model profile that price the plan, with where they come from."""
+    """Return the numbers of the model profile that price the plan, with their sources."""
     sources = set(profiles.sources).union(*(points.sources for _, points in _points(plan, profiles)))
     for name, strategy in dict.fromkeys(_layers_on(plan, profiles.origin.device)):
         # A reduction that was not measured is counted by its messages.
@@ -115,7 +115,7 @@ def _points(plan: Plan, profiles: Profiles) -> Iterator[tuple[LayerKey, LayerPoi
 
 
 def _uncertain_lines(points: Mapping[LayerKey, LayerPoints], file: Path) -> Iterator[str]:
-    """Yield a warning where a block's time has an error of more than a fifth of it: the curve's largest."""
+    """Yield a warning if a block's time has an error of more than a fifth of it: the curve's largest."""
     for key, measured in points.items():
         if key.type not in (EMBEDDING, HEAD) and (worst := float(measured.errors.max())) > MAX_RELATIVE_ERROR:
             error = f"{key.without('sequence_length')} of {file.name}: a standard error of {worst:.0%}"
@@ -123,14 +123,14 @@ def _uncertain_lines(points: Mapping[LayerKey, LayerPoints], file: Path) -> Iter
 
 
 def _launch_lines(types: Set[str], profiles: Profiles) -> Iterator[str]:
-    """Yield what the profile's notes say of layers that wait for their host, and were scaled in proportion."""
+    """Yield the profile's notes on launch-bound layers that were scaled in proportion."""
     for line in profiles.notes.splitlines():
         if line.startswith(tuple(f"launch-bound: {name} " for name in types)):
             yield f"{line.rstrip('.')}: {profiles.model_file.name}"
 
 
 def _profiled(profiles: Profiles, type_name: str, degree: int) -> int:
-    """Return the degree whose numbers priced a plan: where no node could measure it, the largest below it."""
+    """Return the degree whose numbers priced a plan: if no node could measure it, the next smaller one."""
     profiled = (key.tp_size for key in profiles.states if key.type == type_name)
     return max(size for size in profiled if size <= degree)
 
@@ -148,7 +148,7 @@ def _layers_on(plan: Plan, device: str) -> Iterator[tuple[str, Strategy]]:
 
 
 def _lines(sources: Sources, file: Path, notes: str) -> Iterator[str]:
-    """Yield a line for each kind of numbers that nobody measured, with what the profile's notes say of it."""
+    """Yield a line for each kind of numbers that were not measured, with the profile's notes on it."""
     for kind in _QUOTED:
         names = sorted(name for name, source in sources if source == kind)
         if names:

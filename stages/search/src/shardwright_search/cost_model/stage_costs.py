@@ -52,7 +52,7 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
     gathered_first: tuple[float, float]
     """The share of microbatches for which a forward, or a backward, pass gathers the layer that it begins with."""
     overlap: Overlap | None
-    """How reductions and the backward pass slow each other down; None where that was not measured."""
+    """Slowdowns of reductions and the backward pass when they overlap; None if they were not measured."""
     warnings: tuple[str, ...]
 
     @property
@@ -83,7 +83,7 @@ class RangeCosts(msgspec.Struct, frozen=True, kw_only=True):
         return self.sum_of("memory.gradients") + self.sum_of("memory.gradient_sums")
 
     def peak_bytes(self, parts: tuple[Phase, ...]) -> int:
-        """Return the most that a stage of this range alone holds in some phases, without states."""
+        """Return the peak memory, without states, of a stage with only this range in some phases."""
         layers = (
             _memory_without_states(
                 parts, o.memory.gradients, o.memory.gradient_sums, o.activation_bytes, o.workspace_bytes
@@ -192,13 +192,13 @@ def range_costs(plan: Plan, costs: CostModel) -> list[RangeCosts]:
 
 
 def _output_bytes(costs: CostModel, layers: Sequence[Layer], samples: int) -> int:
-    """Return what a rank holds of the output of a range's last layer but the head; 0 of a head alone."""
+    """Return what a rank holds of the output of a range's last layer before the head; 0 for a head by itself."""
     kind, strategy = next((layer for layer in reversed(layers) if layer[0] != HEAD), (HEAD, None))
     return 0 if strategy is None else costs.boundary_bytes(kind, layout_of(strategy), samples)
 
 
 def _gathered_first(plan: Plan, index: int, layers: Sequence[LayerCost]) -> tuple[float, float]:
-    """Return the shares of microbatches that gather the first layer: without those that `gathers_spared` counts."""
+    """Return the share of microbatches that gather the first layer, without gathers in `gathers_spared`."""
     if not (layers and (layers[0].gather.alone_ps or layers[-1].gather.alone_ps)):
         return 1.0, 1.0
     chunk, stage = divmod(index, len(plan.stages))
@@ -216,7 +216,7 @@ class _Transfer(NamedTuple):
     """Bytes that a rank holds of one microbatch in the output layout."""
     received_bytes: int
     redistributed: bool
-    """Whether it is received as it was given out, and then changed to the first layer's layout."""
+    """Whether it is received in the sender's layout, and then redistributed to the first layer's."""
 
 
 _NO_TRANSFER = _Transfer(_NOTHING, 0, 0, False)
@@ -298,6 +298,6 @@ def _plain(strategy: Strategy) -> Strategy:
 
 
 def _overlap(layers: Sequence[LayerCost]) -> Overlap | None:
-    """Return the largest slowdowns of a range's reductions; None where one is not known, or there are none."""
+    """Return the largest slowdowns of a range's reductions; None if there are none or one is not known."""
     slowdowns = largest_slowdowns(layer.slowdowns for layer in layers if layer.reduction_ps)
     return None if slowdowns is None else Overlap(*slowdowns)

@@ -15,7 +15,7 @@ from shardwright_search.cost_model.topology import kinds_of, stage_topology
 def tied_cost_ps(
     costs: CostModel, embedding: Strategy, head: Strategy, first: Sequence[int], last: Sequence[int]
 ) -> int:
-    """Return the time of both replicas of each tied parameter: one's gradient to the other, the sum back.
+    """Return the time to exchange the gradients of each tied parameter: one replica's to the other, and the sum back.
 
     `first` and `last` are the ranks of their pipeline stages. Every rank of the receiving side gets its own part,
     which the ranks of the other side send in even shares; ranks that hold the same part of both send nothing.
@@ -36,7 +36,7 @@ def tied_cost_ps(
 
 
 def shared_cost_ps(costs: CostModel, stages: Sequence[Sequence[int]]) -> int:
-    """Return the time of parameters that all layers of a type share: as if one rank sent those of all layers."""
+    """Return the time of parameters that all layers of a type share, as if one rank sent all layers' parts."""
     total = 0
     for kinds in costs.model.layers_by_base.values():
         replicas = len(kinds) - 1
@@ -57,7 +57,7 @@ def tied_class(strategy: Strategy) -> ParameterAxes:
 
 
 def _sent_ps(costs: CostModel, first: Sequence[int], last: Sequence[int], sent: float) -> int:
-    """Return the time of so many bytes a rank, among the ranks of one stage or from one stage's to another's."""
+    """Return the time to send a number of bytes from each rank, within one stage or between two stages."""
     if first != last:
         consecutive, across, node_types = costs.link(first, last)
         ends = map(costs.profiles_on, node_types)

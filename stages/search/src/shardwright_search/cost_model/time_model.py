@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class TimeModel(StrEnum):
-    """How times and activations are read off a profile."""
+    """How times and activations are derived from a profile's points."""
 
     INTERPOLATE = "interpolate"
     """Between the points of the model's own length."""

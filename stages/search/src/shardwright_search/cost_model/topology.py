@@ -1,4 +1,4 @@
-"""Where the ranks of a pipeline stage lie on the nodes, and what kinds of group they form."""
+"""Where the ranks of a pipeline stage are placed on nodes, and which kinds of groups they form."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -14,13 +14,13 @@ from shardwright.types.hardware_profile import GroupKind
 
 
 class StageTopology(NamedTuple):
-    """How many neighbouring ranks of a stage share each node or NVLink domain: stages that lie alike cost alike."""
+    """How many neighbouring ranks of a stage are on each node or NVLink domain; equal placements cost the same."""
 
     node_type: str
-    """Node type of its ranks; where it spans several, of those whose costs are asked for."""
+    """Node type of its ranks; if it spans several, the type whose costs are requested."""
     on_each_node: tuple[int, ...]
     node_types: tuple[str, ...] = ()
-    """Node type of each node, where it spans several types."""
+    """Node type of each node, if it spans several types."""
 
     @property
     def size(self) -> int:
@@ -39,7 +39,7 @@ class StageTopology(NamedTuple):
         return tuple(sorted({*self.node_types} or {self.node_type}))
 
     def ranks_on(self, node_type: str) -> int:
-        """Return how many of its ranks are of a node type."""
+        """Return the number of its ranks on a node type."""
         types = self.node_types or (self.node_type,) * len(self.on_each_node)
         return sum(ranks for name, ranks in zip(types, self.on_each_node, strict=True) if name == node_type)
 
@@ -59,7 +59,7 @@ def axis_group_kinds(topology: StageTopology, axis: Axis) -> tuple[GroupKind, ..
 
 
 class DataGroupKinds(NamedTuple):
-    """The kinds of a stage's data-parallel groups, of ranks of equal tensor-parallel index."""
+    """The kinds of a stage's data-parallel groups, whose ranks have equal tensor-parallel index."""
 
     shards: tuple[GroupKind, ...]
     """Kinds of the groups of neighbours among them that share a layer's states out."""
@@ -69,7 +69,7 @@ class DataGroupKinds(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def data_group_kinds(topology: StageTopology, axes: ParameterAxes) -> DataGroupKinds:
-    """Return the kinds of the groups that share out a layer's states, and of those that hold the same part."""
+    """Return the kinds of the groups that shard a layer's states, and of the groups of replicas."""
     states = np.array(axes.states.groups(range(topology.size)))
     groups = states.reshape(len(states), axes.replicas, axes.shards)
     replicas = groups.swapaxes(1, 2)

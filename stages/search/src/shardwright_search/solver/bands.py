@@ -1,4 +1,4 @@
-"""Bounds that tell plans apart by their largest Z: a stage's A as often as the slowest one counts, and its U.
+"""Bounds for plans grouped by their largest Z: a stage's A times the steady count, plus its U.
 
 With several node types few layers on the slow ones make the sum of A small and many make the largest Z small, so the
 least of each together bounds little. The largest Z of a plan lies between two edges of a scale. No stage of the plan
@@ -20,7 +20,7 @@ from shardwright_search.step.cached_method import cached_method
 from shardwright_search.step.pareto import Ints, Numbers
 
 _FIRST, _STEP, _COUNT = 0.9, 1.025, 32
-"""Edges: the lowest over what the largest z is at least, each over the one before it, and how many there are."""
+"""Band edges: the lowest over the least possible largest Z, each over the one before, and their number."""
 
 
 class StageLowerBounds(NamedTuple):
@@ -33,7 +33,7 @@ class StageLowerBounds(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A pipeline stage, the position before it, the device group that it is on, and the position behind it."""
+    """A pipeline stage: the position before it, its device group, and the position after it."""
 
     stage: int
     position: Position
@@ -56,7 +56,7 @@ class Known(NamedTuple):
     time: Numbers
     """The stage's A."""
     slowest: Numbers
-    """Least that comes on top of the sum of A, of all stages; `slowest_of_others`: of the others alone."""
+    """The least that is added to the sum of A, over all stages; `slowest_of_others`: over the other stages."""
     slowest_of_others: Numbers
     sums: Sums
     limit: float
@@ -64,17 +64,17 @@ class Known(NamedTuple):
 
 
 class Rests(NamedTuple):
-    """Least that some stages add to T with others of a known largest Z, by the layer where they begin or end."""
+    """The least that some stages add to T, given the largest Z of the others, by the layer where they begin or end."""
 
     sums: Numbers
     """[bands, layers + 1]: of A; never larger in a higher band."""
     with_floors: Numbers
-    """[bands + 1, layers + 1]: the least of sum and lower edge in a band or a higher one; infinity behind the last."""
+    """[bands + 1, layers + 1]: the least of sum and lower edge in this or a higher band; infinity after the last."""
     floors: Numbers
     """[bands]: the lower edges, ascending."""
 
     def least(self, layers: Ints, largest: Numbers) -> Numbers:
-        """Return the least sum of A and largest Z, where that of the other stages is given, and a layer [labels]."""
+        """Return the least sum of A and largest Z, given the other stages' largest Z and a layer [labels]."""
         band = np.searchsorted(self.floors, largest, side="right")
         least: Numbers = np.minimum(self.sums[band - 1, layers] + largest, self.with_floors[band, layers])
         return least
@@ -107,7 +107,7 @@ class Bands:
 
     @cached_method
     def after(self, stage: int, position: Position) -> Rests:
-        """Return the bounds of a stage and those behind it, where the stages before it take up `position`."""
+        """Return the bounds of a stage and the stages after it, if the stages before it take up `position`."""
         sums = self._after[stage][position]
         above = np.minimum.accumulate((sums + self.floors[:, None])[::-1])[::-1]
         return Rests(sums, np.concatenate([above, np.full((1, sums.shape[1]), np.inf)]), self.floors)
@@ -146,13 +146,13 @@ class Bands:
         return levels
 
     def _runs(self, stage: int) -> tuple[slice, slice]:
-        """Return where a stage's runs can start and end, so that each stage gets a layer."""
+        """Return where a stage's runs can start and end so that each stage has a layer."""
         total, later = len(self._problem.layers), self._problem.pp_size - 1 - stage
         starts = slice(stage, total - later) if stage else slice(0, 1)
         return starts, slice(stage + 1, total - later + 1) if later else slice(total, total + 1)
 
     def _in_bands(self, costs: StageLowerBounds, starts: slice, ends: slice, forward: bool) -> Numbers:
-        """Return A [bands, reached, passed] where no Z is above the band, else infinity."""
+        """Return A [bands, reached, passed] if no Z is above the band, else infinity."""
         time, largest = (values[starts, ends] for values in costs)
         if forward:
             time, largest = time.T, largest.T

@@ -22,7 +22,7 @@ from shardwright_search.solver.targets import Best, C, Optimum, Solvable, Target
 _MAX_WIDER_LABELS = 6_000
 """Work on a configuration's plans past the limit that it was solved below."""
 _MAX_PARTS = 400
-"""Parts of configurations that are searched in their place; of more, bounds alone are known."""
+"""Largest number of parts of configurations that are searched; beyond it only bounds are known."""
 
 
 def optimize(
@@ -43,8 +43,8 @@ def optimize(
     `deadline` and Ctrl-C end the search early. `report` hears the best score, the least
     bound and how many configurations are left. After `max_labels` labels it ends early, too. A configuration that
     `waits` comes after the best plan of all others is found, which a search that is stopped then has. `wide`: guesses
-    far above loose bounds are plans to be stayed below, too. `parts_of`: what to search in place of a configuration
-    whose best plan is none after all; None where it is one. Where there are too many parts, the best is such a plan if
+    far above loose bounds are plans to be stayed below, too. `parts_of`: what to search instead of a configuration
+    whose best plan is none after all; None if it is one. Where there are too many parts, the best is such a plan if
     no other is known. `with_room`: the part in which to guess again where a guess is none after all.
     """
     search = Search(targets, solvable, most, max_labels, wide, parts_of, with_room)
@@ -72,7 +72,7 @@ def optimize(
 def plans_below(
     targets: Sequence[Target[C]], solvable: Callable[[C], Solvable], limit: float, most: int, max_labels: float
 ) -> Iterator[Best[C]]:
-    """Yield up to `most` plans of each configuration below a limit, and no more once so many labels are made."""
+    """Yield up to `most` plans of each configuration below a limit, until a number of labels has been made."""
     search = Search(targets, solvable, most, max_labels)
     with suppress(Spent):
         for target in targets:
@@ -101,23 +101,24 @@ class Search(Generic[C]):
         self.heap: list[Open] = []
         self._waiting: list[Open] = []
         self._closed: list[Open] = []
-        """Configurations whose bound is no lower than their limit."""
+        """Configurations whose bound is not below their limit."""
         self.plans: dict[int, tuple[Best[C], ...]] = {}
-        """Plans below the limit, by configuration; none where none was found."""
+        """Plans below the limit, by configuration; empty if none was found."""
         self.guesses: dict[int, Best[C]] = {}
         """Guessed plans below their limits by configuration, which may be solved yet."""
         self._reach: dict[int, float] = {}
         """Scores below which all plans of a configuration with plans are known, up to the most that are asked."""
         self.best: Best[C] | None = None
         self.left_out: dict[int, Best[C]] = {}
-        """The plan that is the best but is none, by configuration, where there were too many parts to search."""
+        """The best plan that does not fit with its communicators, by configuration, if there were too many parts to
+        search."""
         self.whole: list[int] = list(range(len(targets)))
         """The number of the target that each configuration is a part of, or is."""
         self.looked_at = 0
 
     @property
     def best_score(self) -> float:
-        """Score that other plans must stay below; infinity where there is none."""
+        """Score that other plans must be below; infinity if there is none."""
         return np.inf if self.best is None else self.best.score
 
     @property
@@ -127,7 +128,7 @@ class Search(Generic[C]):
 
     @property
     def min_bound(self) -> float:
-        """Score that no plan of the configurations left, the one worked on among them, is below."""
+        """A lower bound of the scores of plans of the remaining configurations, the current one included."""
         left_out = (best.score for best in self.left_out.values())
         return min([self._now.bound, *left_out, *(one.bound for one in (*self.heap[:1], *self._waiting))])
 
@@ -179,7 +180,7 @@ class Search(Generic[C]):
             self._now = NOTHING
 
     def _bound_waiting(self) -> bool:
-        """Bound the most promising of those that wait, if it is that of all and has only a relaxed bound."""
+        """Bound the most promising waiting configuration, if its relaxed bound is the lowest of all."""
         here = self._waiting[0] if self._waiting else NOTHING
         if here.tries != RELAXED or here.bound >= self.heap[0].bound:
             return False
@@ -189,12 +190,12 @@ class Search(Generic[C]):
         return True
 
     def _end_wait(self) -> bool:
-        """Let those that wait begin; whether there are any."""
+        """Start the waiting configurations; return whether there are any."""
         self.heap, self._waiting = self._waiting, []
         return bool(self.heap)
 
     def find_all(self, limit: float) -> None:
-        """Know all plans up to a limit, which is above the best one, as far as that is little work.
+        """Find all plans up to a limit above the best one, as far as that is little work.
 
         No parts are searched any more.
         """
@@ -212,7 +213,7 @@ class Search(Generic[C]):
         return {number: 0.0 for number in range(self.looked_at, len(self._targets))} | self._open | left_out
 
     def final_scores(self) -> dict[int, float]:
-        """Return the scores of the best plans, and the bounds that are no lower than their limits, by number."""
+        """Return the best plans' scores, and the bounds that are not below their limits, by number."""
         closed = {one.number: one.bound for one in self._closed}
         return closed | {number: plans[0].score for number, plans in self.plans.items() if plans}
 
@@ -251,7 +252,7 @@ class Search(Generic[C]):
             heapq.heappush(queue, Open(bound, here.number, 0))
 
     def _solve(self, here: Open, target: Target[C], limit: float) -> None:
-        """Solve a configuration below its next limit; without a plan its bound is higher, or it has none.
+        """Solve a configuration below its next limit; without a plan its bound rises, or it is infeasible.
 
         Narrow limits in which a guess says that there is no plan are passed over: what is found below a wider one is
         reported as the narrowest would have it.
@@ -301,7 +302,7 @@ class Search(Generic[C]):
             self.best = self.best_known
 
     def _search_parts(self, number: int, best: Best[C], parts: Sequence[C]) -> None:
-        """Search the parts of a configuration, whose best plan is none after all, in its place."""
+        """Search the parts of a configuration instead of it, because its best plan turned out not to fit."""
         if len(self._targets) + len(parts) > self._max_targets:
             if self._max_targets:
                 self.left_out[number] = best
@@ -313,7 +314,7 @@ class Search(Generic[C]):
         self.looked_at += len(parts)
 
     def _widen(self, limit: float) -> None:
-        """Know all plans up to a limit of what was solved below a nearer one, as far as that is little work."""
+        """Find all plans up to a limit, for what was solved below a lower one, as far as that is little work."""
         for number, reach in self._reach.items():
             plans, above = self.plans[number], float(np.nextafter(limit, np.inf))
             if plans and reach < above:
@@ -321,7 +322,10 @@ class Search(Generic[C]):
                 self.plans[number] = tuple(plans_below(*known)) or plans
 
     def _guess(self, here: Open, target: Target[C], limit: float) -> PricedSolution | None:
-        """Return the best guess; where bounds are loose or no plan is known, guess ever further above until some is."""
+        """Return the best guess.
+
+        If bounds are loose or no plan is known, guess with a growing limit until a plan is found.
+        """
         solvable, enough = self._solvable(target.configuration), target.time_ps(here.bound * (1 + AT_ONCE))
         further = [above for above in WIDE if self._wide or above >= GUESSED]
         for above in further if self._wide or self.best is None else further[:1]:

@@ -21,7 +21,7 @@ from shardwright_search.step.memory import Phase, min_phases, phases
 from shardwright_search.step.pareto import Numbers
 
 CostsOf = Callable[[DeviceGroup, tuple[Phase, ...]], GroupCosts]
-"""`GroupCosts`, or what remembers those that it made."""
+"""`GroupCosts`, or a cache of them."""
 
 
 class StageKind(NamedTuple):
@@ -40,7 +40,7 @@ class Rest(NamedTuple):
     mean: Numbers
 
     def with_stage(self, costs: "Rest") -> "Rest":
-        """Return the least with one more stage, whose bounds are [end of these, end of both]."""
+        """Return the bounds of one stage more; `stage` is indexed by [end of these stages, end of the new one]."""
         return Rest(
             (self.total[:, None] + costs.total).min(0),
             np.maximum(self.slowest[:, None], costs.slowest).min(0),
@@ -86,7 +86,7 @@ class ConfigurationBounds:
         return self._pass(range(self.problem.pp_size), forward=True)
 
     def target_runs(self, below_ps: float) -> dict[StageKind, list[TargetRun]] | None:
-        """Return the runs that stages of a plan with T < below_ps can hold; None: some stage has none."""
+        """Return the runs that stages of a plan with T < below_ps can hold; None: there is no such plan."""
         problem, limit = self.problem, below_ps - self._min_tied_ps
         caps: dict[StageKind, Numbers] = {}
         for stage in range(problem.pp_size):
@@ -106,7 +106,7 @@ class ConfigurationBounds:
     def _raise_caps(
         self, caps: Numbers, stage: int, group: int, position: Position, after: Position, limit: float
     ) -> bool:
-        """Raise the caps [runs, weightings] to those of one stage on one group; whether it can be there."""
+        """Raise the caps [runs, weightings] to those of one stage on one group; return whether it can be there."""
         before = self._before[stage][position]
         send = self._send(stage, position, group, after)
         costs, behind = self._costs(stage, group, send), self.after[stage + 1][after]
@@ -137,7 +137,7 @@ class ConfigurationBounds:
 
     @cached_method
     def _costs(self, stage: int, group: int, send: float) -> Rest:
-        """Return a, z and g [start, end] of a stage whose sends take so long; infinity where it cannot hold a run."""
+        """Return a, z and g [start, end] of a stage with this send time; infinity if it cannot hold a run."""
         costs = self.costs_of(self.problem.device_groups[group], self._parts[stage])
         a, both, g = (costs.least(self.problem.layers, w) + w[0] * send for w in weightings(self.problem, group))
         z = both - np.where(np.isfinite(a), a, 0)
@@ -198,6 +198,9 @@ class ConfigurationBounds:
 
 
 def _fewer(in_flight: int) -> int:
-    """Return the next number below that is 2^n or 3 x 2^n: with fewer in flight a stage needs no more of either."""
+    """Return the largest smaller number of the form 2^n or 3 x 2^n.
+
+    With fewer in flight a stage needs no more memory or time.
+    """
     power = 1 << (in_flight.bit_length() - 1)
     return power + power // 2 if power > 1 and in_flight >= power + power // 2 else power

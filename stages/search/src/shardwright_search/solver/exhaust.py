@@ -1,4 +1,4 @@
-"""Every target is solved up to a limit of its own, which may fall as plans of others are found."""
+"""Solve every target up to its own limit, which may fall as plans of others are found."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ class Exhausted(NamedTuple):
     """Bounds known in the end."""
 
     bounds: tuple[float, ...]
-    """Score by target: no plan of it has a lower one, or its limit is no higher than this; infinity: it has no plan."""
+    """Lower bound of the scores of a target's plans, unless its limit is lower; infinity: it has no plan."""
     open: tuple[int, ...]
     """The targets that may have a plan below their limit: none, unless the search was stopped or had too many parts."""
     looked_at: int

@@ -8,10 +8,9 @@ from shardwright_search.solver.partition import PricedSolution
 from shardwright_search.solver.targets import Best, C, Solvable, Target
 
 GUESSED = 0.05
-"""Share above its bound up to which a plan of a configuration is guessed where some plan is known."""
+"""Relative distance above a configuration's bound within which a plan is guessed, if a plan is already known."""
 WIDE = (0.01, 0.02, GUESSED, 0.1, 0.2, 0.5, 1.0, 3.0)
-"""Shares where bounds may be loose and plans are many, and past `GUESSED` where no plan is known yet: one
-after another, until a plan is found."""
+"""Relative distances for loose bounds and many plans, tried after `GUESSED` one after another until a plan is found."""
 AT_ONCE = 0.011
 """Share above its bound up to which a configuration is solved at once: labels grow fast with it."""
 _MAX_ROOMS = 8
@@ -19,7 +18,10 @@ _MAX_ROOMS = 8
 
 
 def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) -> Best[C] | None:
-    """Return a plan of a configuration with a known bound, guessed until none is better; None: none was found."""
+    """Return a guessed plan of a configuration with a known bound, improved until none better is found.
+
+    None: none was found.
+    """
     asked = solvable(target.configuration)
     least = max(bound, target.score(asked.lower_ps))
     plan = best_guess(asked, target.time_ps(least * (1 + GUESSED)))
@@ -27,7 +29,7 @@ def guess(target: Target[C], bound: float, solvable: Callable[[C], Solvable]) ->
 
 
 def best_guess(asked: Solvable, below_ps: float, enough_ps: float = -np.inf) -> PricedSolution | None:
-    """Return the best of guesses that are made until none is better, or one is good enough."""
+    """Return the best of successive guesses, until none is better or one is good enough."""
     better = best = asked.guess(below_ps)
     # Below a nearer limit other labels are the promising ones.
     while better is not None and better.objective_ps > enough_ps:
@@ -38,9 +40,9 @@ def best_guess(asked: Solvable, below_ps: float, enough_ps: float = -np.inf) -> 
 def guess_with_room(
     best: Best[C], limit: float, solvable: Callable[[C], Solvable], with_room: Callable[[Best[C]], C | None]
 ) -> Best[C] | None:
-    """Return a guess of a part of a configuration, with room for what the guess of the whole needs beside.
+    """Return a guess for a part of a configuration, with the reserve that the whole one's guess needs.
 
-    `with_room`: the part with the room that a plan needs; None where it has that. None: no such plan was found.
+    `with_room`: the part with the room that a plan needs; None if it has that. None: no such plan was found.
     """
     for _ in range(_MAX_ROOMS):
         if (part := with_room(best)) is None:

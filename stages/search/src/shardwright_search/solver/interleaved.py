@@ -63,15 +63,15 @@ class Interleaved:
         return self._bounds.lower_ps
 
     def guess(self, below_ps: float) -> PricedSolution | None:
-        """Return a plan with T < below_ps that the most promising labels lead to; None: they lead to none."""
+        """Return a plan with T < below_ps reached from the most promising labels; None: they lead to none."""
         return next(iter(self._best_plans(self._levels(below_ps, lambda made: None, _GUESSED), below_ps, 1)), None)
 
     def solve_below(self, below_ps: float, most: int, tick: Callable[[int], None]) -> tuple[PricedSolution, ...]:
-        """Return plans with T < below_ps: the best one first and up to `most`; none: there is none in the space."""
+        """Return plans with T < below_ps, the best one first and up to `most`; empty if the space has none."""
         return self._best_plans(self._levels(below_ps, tick), below_ps, most)
 
     def _levels(self, below_ps: float, tick: Callable[[int], None], extended: int | None = None) -> list[ChunkLabels]:
-        """Return labels of the first positions, from none on; of each only so many are extended, if not all."""
+        """Return labels of the first positions, from zero on; if not all, only a limited number of each is extended."""
         none, zero = np.zeros(1), np.zeros(1, np.int64)
         chain = Chain(none, none, none, none, none, none, none, zero, zero)
         levels = [ChunkLabels((chain,) * len(self._problem.spans.ranges), zero, zero)]
@@ -137,7 +137,7 @@ class Interleaved:
         return ChunkLabels(tuple(chains), parent, option)
 
     def _freed(self, options: Options, position: int | None = None) -> Options:
-        """Return options of a chunk's last position, or of an embedding alone, without what is free in their passes.
+        """Return options of a chunk's last position, or of a lone embedding, without memory freed in its passes.
 
         The gradient of what the chunk gives out, which `_peak_bytes` counts, has taken the output's place.
         """
@@ -207,7 +207,7 @@ class Interleaved:
         return np.asarray(times)
 
     def _stage_ends(self, labels: ChunkLabels, embedding: Options, head: Options) -> Numbers:
-        """Return U of the first stage, of the last, and of one between them, if there is one [stages, labels]."""
+        """Return U of the first stage, of the last, and of a middle one, if there is one [stages, labels]."""
         problem, chunk_ps = self._problem, labels.chains[0].exposed_ps
         ends = (embedding, problem.spans.first), (head, problem.spans.last)
         outer = [
@@ -236,7 +236,7 @@ class Interleaved:
         return np.asarray(np.maximum.reduce(peaks) + 3 * received)
 
     def _with_embedding(self, chain: Chain, embedding: Options) -> _Outer:
-        """Return what the embedding holds with a chunk behind it."""
+        """Return what the embedding holds when a chunk follows it."""
         if self._problem.lacking[0] == len(self._problem.positions):
             embedding = self._freed(embedding)
         nothing = np.zeros((len(chain.time_ps), 2))
@@ -269,7 +269,7 @@ def _with_head(chain: Chain, head: Options, received: Numbers) -> _Outer:
 
 
 def _outer(chain: Chain, options: Options, memory: StageMemory) -> _Outer:
-    """Return a chunk with the embedding or the head, of which one microbatch holds so much."""
+    """Return a chunk with the embedding or the head, which holds this much of one microbatch."""
     return _Outer(
         state_bytes=chain.state_bytes + options.state_bytes,
         activation_bytes=memory.resident[:, 0],

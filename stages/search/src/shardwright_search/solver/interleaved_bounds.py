@@ -25,7 +25,7 @@ _PRICES = 9
 """Prices of a byte on a stage, around the one that bounds most."""
 _ROUNDING = 1e-12
 _EMBEDDING, _HEAD, _SPANS = range(3)
-"""Rows of the weights: from the last one on those of the ranges of positions."""
+"""Rows of the weights, from the last one: head, embedding, and the ranges of positions."""
 _WORKSPACE = 5
 
 
@@ -45,7 +45,7 @@ class _Sum(NamedTuple):
     tied: Numbers
 
     def with_memory(self, memory: "_Sum", price: float) -> "_Sum":
-        """Return the sum of both, the memory at a price."""
+        """Return the sum of time and priced memory."""
         return _Sum._make(mine + price * theirs for mine, theirs in zip(self, memory, strict=True))
 
 
@@ -73,11 +73,11 @@ class InterleavedBounds:
         self._num_memories = len(memories)
 
     def _least(self, weights: _Sum) -> float:
-        """Return the least sum over options alone."""
+        """Return the sum of the least cost over options."""
         return sum(float(least.min()) * count for least, count in self._costs(weights))
 
     def _costs(self, weights: _Sum) -> Iterator[tuple[Numbers, int]]:
-        """Yield what options cost and how many layers there are: embedding, each type of a position, and head."""
+        """Yield the options' costs and the number of layers: embedding, each type of a position, and head."""
         problem = self._problem
         yield weights.options[_EMBEDDING] @ self._numbers[problem.embedding], 1
         held = ((kind, tuple(problem.spans.with_position(i))) for i, kind in enumerate(problem.positions))
@@ -102,12 +102,15 @@ class InterleavedBounds:
 
     @property
     def missing_bytes(self) -> tuple[int, ...]:
-        """Bytes that the first and the last stage lack at least; 0 or fewer where they may fit."""
+        """Lower bound of the bytes by which the first and the last stage exceed their budgets.
+
+        0 or less if they may fit.
+        """
         held = (self._steps(0) + self._rest[1].transpose(0, 2, 1)).min((1, 2))[: self._num_memories]
         return tuple(int(np.floor(each)) - int(self._budget) for each in rounded_down(held))
 
     def after(self, count: int, chains: Numbers, input_layout: Ints, output_layout: Ints) -> Numbers:
-        """Return a lower bound on T behind so many positions; infinity: none fits.
+        """Return a lower bound on T after a number of positions; infinity: nothing fits.
 
         chains: time, U, state, activations and gradients of these positions [ranges, 5, labels]. Layouts are those of
         the first and the last of these positions.
@@ -160,7 +163,7 @@ class InterleavedBounds:
         return np.asarray(table.transpose(2, 0, 1))
 
     def _moves(self, kind: int) -> Numbers:
-        """Return the redistribution behind a type of layer [layouts, layouts]."""
+        """Return the redistribution after a type of layer [layouts, layouts]."""
         moves: Numbers = self._problem.group.redistribution_ps[kind]
         return moves[np.ix_(self._layouts, self._layouts)]
 
@@ -200,7 +203,7 @@ def _no_options(problem: InterleavedProblem) -> Numbers:
 
 
 def _time(problem: InterleavedProblem, form: ClosedForm, slowest: Place) -> _Sum:
-    """Return a sum that is no larger than T, with a stage of some place as the slowest: in the middle the second."""
+    """Return a lower bound of T if a stage in some place is the slowest; in the middle, the second stage."""
     p, v, fill, more = problem.pp_size, problem.num_chunks, form.fill / form.parts, form.steady / form.parts
     at_first, at_last = slowest is Place.FIRST, slowest is Place.LAST
     ends = problem.by_span(Place.FIRST, v, 1) + problem.by_span(Place.LAST, v, 1)
@@ -222,7 +225,7 @@ def _time(problem: InterleavedProblem, form: ClosedForm, slowest: Place) -> _Sum
 
 
 def _memory(problem: InterleavedProblem, moment: InFlight, end: Place) -> _Sum:
-    """Return a sum that is no larger than what the stage of the embedding or of the head holds at a moment."""
+    """Return a lower bound of what the stage of the embedding or of the head holds at a moment."""
     v, at_outer, at_first = problem.num_chunks, moment.at_outer, end is Place.FIRST
     options = _no_options(problem)
     options[_SPANS:, 2] = problem.by_span(end, v, 1)

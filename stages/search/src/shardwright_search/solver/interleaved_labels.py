@@ -38,7 +38,7 @@ class Chain(NamedTuple):
 
     @property
     def memory(self) -> StageMemory:
-        """What is held of one microbatch [labels, kinds of passes]: those that make no gradients, and those that do."""
+        """What is held of one microbatch [labels, kinds of passes]: without and with passes that make gradients."""
         peaks = np.stack([self.peak_bytes, self.making_bytes], -1)
         return StageMemory(np.broadcast_to(self.activation_bytes[:, None], peaks.shape), peaks)
 
@@ -81,7 +81,7 @@ class _Held(NamedTuple):
     """Sum of what a stage holds at a moment: each range's numbers so often, and a peak of the chunk worked on."""
 
     peak: int
-    """Number of the peak: 0 for none, 1 for that of passes that make no gradients, 2 for that of others."""
+    """Index of the peak: 0 for none, 1 for passes that make no gradients, 2 for the others."""
     worked_on: int
     """Range of the chunk worked on; without a peak 0."""
     states: tuple[float, ...]
@@ -101,7 +101,7 @@ class _Held(NamedTuple):
 
 
 class Comparison:
-    """The numbers of labels of which none may be larger for a label to replace another.
+    """The columns in which one label must be no worse to dominate another.
 
     A plan's T is a number times the sum of A', another times the largest of them, and the largest U: there is such a
     sum for each place of the slowest stage and of that with the largest U.

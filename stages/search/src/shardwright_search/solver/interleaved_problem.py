@@ -41,13 +41,13 @@ class InFlight(NamedTuple):
     outer: int
     """Activations held of the chunk that the embedding or the head is with; a stage in the middle has no such chunk."""
     freed: int
-    """Outputs, each of one of these activations, whose memory is free because they were received."""
+    """Outputs with the size of these activations whose memory is free because they were received."""
     at_outer: bool
-    """True where that chunk is the one worked on."""
+    """True if that chunk is the one worked on."""
     made: int
     """Chunks whose gradients are there: they have been through a backward pass before."""
     outer_made: bool
-    """True where that chunk is one of them."""
+    """True if that chunk is one of them."""
     makes: bool
     """True in the first backward pass of the chunk worked on, which makes its gradients layer by layer."""
 
@@ -56,7 +56,7 @@ class InFlight(NamedTuple):
 def moments_in_flight(
     schedule: PipelineSchedule, pp_size: int, num_microbatches: int, num_chunks: int, frees_outputs: bool
 ) -> tuple[tuple[InFlight, ...], ...]:
-    """Return the moments of the first stage, of the stages in the middle, and of the last that no other exceeds.
+    """Return the moments of the first, the middle and the last stages that no other moment dominates.
 
     `frees_outputs` is that of the problem. Of fewer than three stages the last stands for the middle. Stages further on
     have no more in flight, but in a short step as much as the second, of which they may have freed less. Whole rounds
@@ -94,7 +94,7 @@ def _counted(counts: PassCounts, outer: int | None, frees_outputs: bool) -> InFl
 
 
 def _beaten(one: InFlight, other: InFlight) -> bool:
-    """Return whether another moment with the same kind of chunk holds no less, of the outer chunk and of all others.
+    """Return whether another moment with the same kind of chunk holds at least as much of every chunk.
 
     The first stage's outer chunk receives nothing, so that more of it may be less. Any other chunk has received as much
     as it gives out: where more outputs are freed at the other moment, as many more of these chunks must be held there.
@@ -117,7 +117,7 @@ class Spans(NamedTuple):
     """The positions that chunks hold."""
 
     ranges: tuple[range, ...]
-    """Those that differ: of all positions, which most chunks hold, then of the first and of the last chunk."""
+    """The distinct ranges: of all positions, as in most chunks, then of the first and of the last chunk."""
     first: int
     """Number of the first chunk's range."""
     last: int
@@ -129,7 +129,7 @@ class Spans(NamedTuple):
 
 
 class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """Positions of a chunk, and how often and where a chunk is."""
+    """Positions of a chunk, and how often and where a chunk occurs."""
 
     embedding: int
     """Type numbers."""
@@ -144,14 +144,14 @@ class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
     sends_ps: Numbers
     """[cuts, types, layouts]: over the cut after each stage, one way; the last from the last stage to the first."""
     moments_in_flight: tuple[tuple[InFlight, ...], ...]
-    """Moments of the first stage, of those in the middle (the last if there are none), and of the last."""
+    """Moments of the first stage, of the middle ones (the last if there are none), and of the last."""
     boundary_bytes: Numbers
     """[types, layouts]: what a rank holds of one microbatch's outputs of that type and layout."""
     tied_ps: Numbers
     frees_outputs: bool = True
-    """True where an output's memory is free once it was received."""
+    """True if an output's memory is free once it was received."""
     lacking: tuple[int, int] = (0, 0)
-    """Positions that the first chunk lacks at its start, and the last chunk at its end.
+    """Positions that are missing at the start of the first chunk, and at the end of the last.
 
     A first chunk that lacks all needs an embedding that hands on what layers do; it does so in their layout.
     """
@@ -170,7 +170,7 @@ class InterleavedProblem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(place for place in Place if place is not Place.MIDDLE or self.pp_size > 2)
 
     def span_at(self, place: Place) -> int:
-        """Return the number of the range of the chunk with the embedding or the head; in the middle that of others."""
+        """Return the index of the range of the chunk with the embedding or the head; in the middle, of other chunks."""
         return {Place.FIRST: self.spans.first, Place.MIDDLE: 0, Place.LAST: self.spans.last}[place]
 
     def by_span(self, place: Place, count: float, outer: float) -> Numbers:

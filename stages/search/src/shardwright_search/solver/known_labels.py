@@ -31,7 +31,7 @@ class KnownLabels:
         self._known: dict[_Stage, _Found] = {}
 
     def reaching(self, kind: StageKind, stage: StageLabels, targets: list[TargetRun]) -> dict[int, RunLabels]:
-        """Return `stage.reaching`, found anew only where some run may cost more than when labels were last found."""
+        """Return `stage.reaching`, recomputed only if some run may cost more than when labels were last found."""
         key, caps = _Stage(stage.costs, kind.start, stage.weights), {target.run: target.caps for target in targets}
         known = self._known.get(key)
         if known is None or not all(run in known.caps and all(map(le, caps[run], known.caps[run])) for run in caps):

@@ -20,7 +20,7 @@ _ROUNDING = 1e-12
 
 
 def plain_plan(problem: Problem) -> PricedSolution | None:
-    """Return the best plan of those that cut layers evenly and treat all of a type alike, in one layout of each width.
+    """Return the best plan with evenly cut layers and one strategy for each type, in one layout for each width.
 
     For each layout every type takes its fastest option, or its leanest. None: none fits.
     """
@@ -33,7 +33,7 @@ def plain_plan(problem: Problem) -> PricedSolution | None:
 
 
 def _even(problem: Problem) -> Iterator[tuple[Solution, PlanCost]]:
-    """Yield plans that cut layers evenly and treat all of a type alike."""
+    """Yield plans with evenly cut layers and one strategy for each type."""
     layers, p = len(problem.layers) - 2, problem.pp_size
     ends = (*(1 + max(stage, layers * (stage + 1) // p) for stage in range(p - 1)), len(problem.layers))
     groups = _even_groups(problem)
@@ -45,13 +45,13 @@ def _even(problem: Problem) -> Iterator[tuple[Solution, PlanCost]]:
 
 
 def _missing_bytes(problem: Problem, solution: Solution, cost: PlanCost) -> int:
-    """Return the most that a stage lacks; negative or 0 where the plan fits."""
+    """Return the largest excess over a stage's budget; negative or 0 if the plan fits."""
     budgets = (problem.device_groups[group].budget_bytes for group in solution.device_groups)
     return max(int(used - budget) for used, budget in zip(cost.memory_bytes, budgets, strict=True))
 
 
 def _even_groups(problem: Problem) -> tuple[int, ...]:
-    """Return device groups that the stages can be on, each the first of those that are nearest to the mean width."""
+    """Return possible device groups of the stages, for each the first whose width is nearest to the mean."""
     position, groups = problem.start_position, []
     for placements in problem.placements:
         group, position = min(placements[position], key=lambda move: abs(problem.relative_widths[move[0]] - 1))
@@ -60,7 +60,7 @@ def _even_groups(problem: Problem) -> tuple[int, ...]:
 
 
 def _alike(problem: Problem, groups: Sequence[int]) -> Iterator[dict[int, tuple[int, ...]]]:
-    """Yield options by device group and type: those of each layout that are fastest, and those that hold least."""
+    """Yield options by device group and type: for each layout the fastest ones, and those that hold least."""
     layouts = {group: problem.layouts_of_width[problem.device_groups[group].width] for group in groups}
     for number in range(max(map(len, layouts.values()))):
         for lean in (False, True):
@@ -82,18 +82,18 @@ def _simplest(options: Options, is_embedding: bool, layout: int, lean: bool) -> 
 
 
 class MinMemory(NamedTuple):
-    """Memory that the plan that lacks the least needs in its scarcest stage."""
+    """The memory of the plan with the smallest excess, in its tightest stage."""
 
     memory_bytes: int
     stage: int
     group: int
     """The stage's device group."""
     missing_bytes: int
-    """Bytes above the stage's budget; negative where it fits."""
+    """Bytes by which the stage exceeds its budget; negative if it fits."""
 
 
 def least_missing_bytes(problem: Problem) -> float:
-    """Return a lower bound on the bytes that the scarcest stage lacks, known without a dynamic programme."""
+    """Return a lower bound on the tightest stage's excess, found without dynamic programming."""
     most = max(group.budget_bytes for group in problem.device_groups)
     return float(_least_behind(problem)[0, 0]) - most
 
@@ -117,9 +117,9 @@ def _least_behind(problem: Problem) -> Numbers:
 
 
 def _least_costs(problem: Problem, made: bool) -> Numbers:
-    """Return the least memory [stages, types] of a layer; of a stage's rank times its relative width where they differ.
+    """Return the least memory [stages, types] of a layer; with unequal widths, times the stage's relative width.
 
-    `made`: with gradients, in place of the activations of the microbatch on its way.
+    `made`: with gradients, instead of the activations of the microbatch on its way.
     """
     others = np.array(problem.in_flight)[:, None] - 1
     if len(set(problem.relative_widths)) > 1:
@@ -142,8 +142,9 @@ class _MemoryState(NamedTuple):
 
 
 def min_memory(problem: Problem, most_missing_bytes: float = inf) -> MinMemory | None:
-    """Return the plan whose scarcest stage lacks the least; None where each lacks more than `most_missing_bytes`.
+    """Return the plan whose tightest stage exceeds its budget least.
 
+    None if each exceeds it by more than `most_missing_bytes`.
     No plan that lacks more than an even one is looked at.
     """
     even = min((_missing_bytes(problem, *plan) for plan in _even(problem)), default=inf)
@@ -153,7 +154,7 @@ def min_memory(problem: Problem, most_missing_bytes: float = inf) -> MinMemory |
 
 
 def _lacking(problem: Problem, most_missing_bytes: float) -> MinMemory | None:
-    """Return the plan that lacks the least of those that lack no more than so much.
+    """Return the plan with the smallest excess among those within a limit.
 
     A run of layers needs the least peak over all options, for each input layout and each output layout;
     cuts and groups that have the smallest largest lack are then found by a dynamic programme.
@@ -183,7 +184,7 @@ def _lacking(problem: Problem, most_missing_bytes: float) -> MinMemory | None:
 
 
 def _first_ends(problem: Problem, most_missing_bytes: float) -> list[int]:
-    """Return where each stage may end at the earliest, so that those behind it lack no more than so much together."""
+    """Return the earliest end of each stage so that the stages after it exceed their budgets by at most a limit."""
     if len(set(problem.relative_widths)) > 1:
         return [0] * problem.pp_size
     most = most_missing_bytes + max(group.budget_bytes for group in problem.device_groups)
@@ -192,7 +193,7 @@ def _first_ends(problem: Problem, most_missing_bytes: float) -> list[int]:
 
 
 class _MemoryLabels(NamedTuple):
-    """Ways to treat a run: none of the same layouts holds less."""
+    """Ways to treat a run: none with the same layouts holds less."""
 
     memory: StageMemory
     received_layout: Ints
@@ -206,7 +207,7 @@ class _RunPeaks:
         self._problem, self._costs, self._start = problem, costs, start
 
     def behind(self, at: _MemoryState, ends: Sequence[int], most: float) -> Iterator[tuple[int, Numbers]]:
-        """Yield each end that a run behind a state can have with the least peaks [output layout], up to a peak."""
+        """Yield each possible end of a run after a state with the least peaks [output layout], up to a limit."""
         layers = self._problem.layers
         previous = layers[at.end - 1] if at.end else -1
         for end in ends:
@@ -225,7 +226,7 @@ class _RunPeaks:
 
     @cached_method
     def peaks(self, before: int, layers: tuple[int, ...]) -> Numbers:
-        """Return the least peak [received layout, output layout] of a run behind a layer; infinity: there is none."""
+        """Return the least peak [received layout, output layout] of a run after a layer; infinity: there is none."""
         labels = self._labels(before, layers)
         least = np.full((self._problem.num_layouts, self._problem.num_layouts), np.inf)
         given = 0 if self._is_last(layers) else self._problem.boundary_bytes[layers[-1]][labels.output_layout]

@@ -12,13 +12,13 @@ LIMITS = (0.001, 0.0015, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0)
 
 
 class Open(NamedTuple):
-    """A configuration that is not solved yet, by its bound, and how often it was solved below a limit in vain."""
+    """A configuration that is not solved yet, by its bound, and how often no plan was found below a limit."""
 
     bound: float
     number: int
     tries: int
     guess: float | None = None
-    """The score of a plan that is known of; infinity: none was found."""
+    """The score of a known plan; infinity: none was found."""
 
 
 NOTHING = Open(np.inf, -1, 0)

@@ -25,13 +25,13 @@ from shardwright_search.solver.stage_labels import RunLabels, StageLabels
 from shardwright_search.step.pareto import Ints, Numbers, non_dominated
 
 _FEW_IN_ALL = 5_000
-"""Labels kept before all cuts behind a stage, in a guess."""
+"""Number of labels kept before all cuts after a stage, in a guess."""
 _TOGETHER = 500
-"""Labels of runs that are paired at once with those before a cut, or one run more."""
+"""Number of labels of runs that are paired at once with the labels before a cut, or one run if it has more."""
 
 
 class LabelState(NamedTuple):
-    """Where the layers of some labels end, the position, the last stage's device group and the next one's."""
+    """Where the layers of some labels end, the position, and the device groups of the last stage and the next one."""
 
     end: int
     position: Position
@@ -54,11 +54,11 @@ class Prefix(NamedTuple):
     """Layout in which the next stage receives the outputs."""
     tied_class: Ints
     source: Ints
-    """Number of the level's source: where the label came from."""
+    """Index of the source within the level from which the label was extended."""
     parent: Ints
     """The label there."""
     chosen: Ints
-    """The label of the last stage among those of its run."""
+    """The label of the last stage among its run's labels."""
 
     def take(self, rows: Ints) -> "Prefix":
         """Return the labels of some rows."""
@@ -66,7 +66,7 @@ class Prefix(NamedTuple):
 
 
 class _StageContents(NamedTuple):
-    """Contents that a stage of one kind can have from a layer on: labels of several runs, one entry per label."""
+    """Possible contents of a stage of one kind from a layer on: labels of several runs, one entry for each label."""
 
     time_ps: Numbers
     exposed_ps: Numbers
@@ -109,7 +109,7 @@ def first_level(problem: Problem) -> Level:
 def next_level(
     bounds: ConfigurationBounds, stage: int, before: Level, labels_of: LabelsOf, below_ps: float, few: bool
 ) -> Level:
-    """Append one pipeline stage to every label in every way; `few`: keep no more than the most promising ones."""
+    """Append one pipeline stage to every label in every way; `few`: keep only the most promising ones."""
     problem, phases = bounds.problem, bounds.problem.phases(stage)
     parts: dict[_StateWithoutEnd, list[_Appended]] = {}
     sources: list[tuple[LabelState, _StageContents]] = []
@@ -135,7 +135,7 @@ def next_level(
 
 
 class _Appended(NamedTuple):
-    """Labels of all layers before a cut, where it is, and what T is at least with what is still to come."""
+    """Labels of all layers before a cut, the cut, and a lower bound of T with the stages to come."""
 
     labels: Prefix
     end: Ints
@@ -163,7 +163,7 @@ def _joined(parts_of: dict[_StateWithoutEnd, list[_Appended]], few: bool) -> dic
 
 
 def _runs(bounds: ConfigurationBounds, stage: int, start: int, known: dict[int, RunLabels]) -> Iterator[_StageContents]:
-    """Yield what a stage can hold from a layer on, by the labels of runs; so many together that no pairing is large."""
+    """Yield what a stage can hold from a layer on, by the labels of runs, in batches small enough to pair."""
     known_runs = ((end, known.get(int(bounds.runs.number[start, end]))) for end in bounds.problem.ends(stage, start))
     runs = [(end, labels) for end, labels in known_runs if labels is not None and len(labels.time_ps)]
     before = list(accumulate((len(labels.time_ps) for _, labels in runs), initial=0))
@@ -187,7 +187,7 @@ def _undominated(problem: Problem, labels: Prefix) -> Ints:
 
 
 def _followed(problem: Problem, stage: int, position: Position) -> list[int]:
-    """Return the device groups that the next stage, number `stage`, can be on; -1 behind the last."""
+    """Return the possible device groups of the next stage, number `stage`; -1 after the last."""
     if stage == problem.pp_size:
         return [-1]
     return [following for following, _ in problem.placements[stage].get(position, ())]
@@ -272,13 +272,13 @@ class Pipeline:
         return ConfigurationBounds(self._problem, self._costs_of, rough=True).lower_ps
 
     def guess(self, below_ps: float) -> PricedSolution | None:
-        """Return the best plan with T < below_ps among a few labels of each step; None: there is none among them."""
+        """Return the best plan with T < below_ps among a few labels of each step; None: they contain none."""
         return next(iter(self.solve_below(below_ps, 1, lambda made: None, _FEW_LABELS)), None)
 
     def solve_below(
         self, below_ps: float, most: int, tick: Callable[[int], None], max_labels: int | None = None
     ) -> tuple[PricedSolution, ...]:
-        """Return plans with T < below_ps, non-dominated: the best first, and up to `most`; none: there is none.
+        """Return non-dominated plans with T < below_ps, the best first, up to `most`; empty if there are none.
 
         With `max_labels` only so many of a run are extended, the most promising ones, and some thousands in all behind
         a stage: plans may be missed.
@@ -296,7 +296,7 @@ class Pipeline:
     def _labels(
         self, kind: StageKind, runs: list[TargetRun], tick: Callable[[int], None], max_labels: int | None
     ) -> dict[int, RunLabels]:
-        """Return the labels of runs that stages of a kind can hold, of a guess no known ones."""
+        """Return the labels of runs that stages of a kind can hold; for a guess, ignore known ones."""
         costs = self._bounds.costs_of(self._problem.device_groups[kind.group], kind.phases)
         stage = StageLabels(self._problem, kind, costs, tick, max_labels)
         known = self._known if max_labels is None else None

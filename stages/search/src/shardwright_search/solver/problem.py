@@ -23,7 +23,7 @@ _NEVER_FITS = 2.0**52
 Position = tuple[int, ...]
 """Resources that the stages so far take up, such as ranks; all else that stages can be on follows from it."""
 Moves = Mapping[Position, tuple[tuple[int, Position], ...]]
-"""Before a stage: the device groups it can be on, and the position behind it."""
+"""The device groups possible for a stage, and the positions after it."""
 
 
 class Start(Enum):
@@ -38,7 +38,7 @@ class Start(Enum):
 
     @classmethod
     def of_widths(cls, before: int, here: int) -> "Start":
-        """Return how a stage so wide starts behind another."""
+        """Return how a stage of a width starts after another one."""
         return cls.REDISTRIBUTED if before == here else cls.IN_PLACE
 
 
@@ -46,7 +46,7 @@ class Cut(NamedTuple):
     """Between two neighbouring pipeline stages."""
 
     position: Position
-    """Behind the first of them."""
+    """The position after the first of them."""
     before: int
     """Device group of the first of them."""
     behind: int
@@ -58,13 +58,13 @@ class Options(NamedTuple):
     time_ps: Numbers
     """Forward and backward of one microbatch."""
     exposed_ps: Numbers
-    """Time once a step: gradient sync as far as it is exposed, and the optimizer."""
+    """Time once a step: the exposed part of gradient reduction, and the optimizer."""
     state_bytes: Numbers
     """Bytes held all step long."""
     late_bytes: Numbers
     """Bytes held from the layer's first backward pass on: gradients."""
     sum_bytes: Numbers
-    """Bytes held from the second backward pass on, which makes the late bytes anew: gradients of passes before."""
+    """Bytes held from the second backward pass on, in which the late bytes are created again: accumulated gradients."""
     activation_bytes: Numbers
     """Bytes of one microbatch in flight."""
     workspace_bytes: Numbers
@@ -91,7 +91,7 @@ class Options(NamedTuple):
 
     @property
     def renewed_bytes(self) -> Numbers:
-        """Late bytes that come anew in every backward pass."""
+        """Late bytes that are created again in every backward pass."""
         return np.where(self.sum_bytes > 0, self.late_bytes, 0.0)
 
     def cost(self, weights: tuple[float, float]) -> Numbers:
@@ -109,11 +109,11 @@ class DeviceGroup(msgspec.Struct, frozen=True, dict=True, eq=False):
     budget_bytes: int
     """Budget of one rank, without the process's memory."""
     width: int = 1
-    """Ranks of a stage. Those of equal width share layouts, and no others do."""
+    """Ranks of a stage; exactly the stages of equal width have the same layouts."""
 
     @cached_property
     def keeps_sums(self) -> bool:
-        """True where some option keeps gradients of earlier microbatches in addition to those of the last."""
+        """True if some option keeps gradients of earlier microbatches in addition to the last one's."""
         return any(bool(o.sum_bytes.any()) for o in self.options)
 
 
@@ -126,7 +126,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     """
 
     layers: tuple[int, ...]
-    """Type number of each, the embedding's first and the head's last: either may be alone in its stage."""
+    """Type number of each layer, the embedding first and the head last; either may be alone in its stage."""
     device_groups: tuple[DeviceGroup, ...]
     placements: tuple[Moves, ...]
     """Placements by pipeline stage that leave room for all later stages."""
@@ -145,7 +145,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
     tied_ps: Numbers
     """[classes of the embedding, classes of the head]: what tied parameters cost once a step."""
     weights: tuple[int, ...] | None = None
-    """Weight of a stage on each device group; None: the number of its ranks.
+    """Weight of a stage on each device group; None: its number of ranks.
 
     It is the sum over its ranks of a positive number that is the same for all of a node type. Bounds are the tightest
     where it is the type's speed.
@@ -169,7 +169,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def keeps_sums(self) -> bool:
-        """True where some option keeps gradients of earlier microbatches in addition to those of the last."""
+        """True if some option keeps gradients of earlier microbatches in addition to the last one's."""
         return any(group.keeps_sums for group in self.device_groups)
 
     def objectives(self, time_ps: Numbers, exposed_ps: Numbers) -> list[Numbers]:
@@ -186,7 +186,7 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def positions(self) -> tuple[dict[Position, tuple[int, ...]], ...]:
-        """Positions before each stage and behind the last, each with the device groups that the stage before is on."""
+        """Positions before each stage and after the last, each with the device groups possible for the stage before."""
         levels: list[dict[Position, tuple[int, ...]]] = [dict.fromkeys(self.placements[0], (-1,))]
         for moves in self.placements:
             behind: dict[Position, dict[int, None]] = {}
@@ -233,12 +233,12 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @property
     def is_mixed(self) -> bool:
-        """True where the device groups share several pools, such as node types."""
+        """True if the device groups share several pools, such as node types."""
         return len(self.start_position) > 1
 
     @cached_property
     def min_send_ps(self) -> dict[Cut, float]:
-        """The least that handing over takes, of what can be handed over: the head's outputs are not."""
+        """The least time of a send between stages, over everything that can be sent; the head's outputs cannot."""
         kinds, arrays = sorted(set(self.layers[:-1])), {id(times): times for times in self.sends_ps.values()}
         least = {identity: float(times[kinds].min()) for identity, times in arrays.items()}
         return {cut: least[id(times)] for cut, times in self.sends_ps.items()}
@@ -275,13 +275,13 @@ class Problem(msgspec.Struct, frozen=True, dict=True, eq=False):
         return tuple(sorted({group for moves in self.placements[stage].values() for group, _ in moves}))
 
     def start(self, before: int, group: int) -> Start:
-        """Return how a stage on a device group receives its input behind one on another; -1: it is the first."""
+        """Return how a stage on one device group receives its input after a stage on another; -1: it is the first."""
         if before < 0:
             return Start.FIRST
         return Start.of_widths(self.device_groups[before].width, self.device_groups[group].width)
 
     def ends(self, stage: int, start: int) -> range:
-        """Return where a pipeline stage that starts at layer `start` can end, so that each stage gets a layer."""
+        """Return where a pipeline stage that starts at layer `start` can end so that each stage has a layer."""
         total, later, more = len(self.layers), self.pp_size - 1 - stage, int(self.block_in_each_stage)
         if later == 0:
             return range(total, total + (start < total))

@@ -38,7 +38,7 @@ class Stages(NamedTuple):
     widths: tuple[float, ...]
     """Ranks of a stage over the mean of all stages, by device group."""
     weights: tuple[Weights, ...]
-    """The third of `weightings`, of A and U, by device group."""
+    """The third of `weightings`, for A and U, by device group."""
     in_flight: int
     """Microbatches in flight in the stage with the fewest."""
     budget_bytes: float
@@ -83,7 +83,7 @@ def lean(options: Options) -> Options:
 def _dual(
     groups: tuple[DeviceGroup, ...], widths: tuple[float, ...], weights: tuple[Weights, ...], in_flight: int
 ) -> Dual:
-    """Return the bound where every layer may be on any group, with the group's weights and so many in flight.
+    """Return the bound if every layer may be on any group, with the group's weights and a number in flight.
 
     Its memory is that of a rank times the relative width of its stage.
     """
@@ -115,22 +115,25 @@ class _NodeTypeBounds(NamedTuple):
     """Lower bounds on the times of a stage on a node type."""
 
     a_block: Numbers
-    """[blocks + 1]: A over the number of blocks, of a stage that holds so many or fewer."""
+    """[blocks + 1]: A for each block, in a stage with at most this number of blocks."""
     largest: Numbers
-    """[blocks]: Z of a stage with so many blocks or more, from one on; ascending, infinity: there is none."""
+    """[blocks]: Z of a stage with at least this number of blocks, from one on; ascending; infinity: there is none."""
     largest_with_head: Numbers
-    """[blocks + 1]: Z of a stage that ends with the head, from none on."""
+    """[blocks + 1]: Z of a stage that ends with the head, from zero blocks on."""
     embedding: float
-    """A of the embedding alone."""
+    """A of the embedding by itself."""
     head: float
-    """A of the head alone."""
+    """A of the head by itself."""
 
     def most(self, bands: Numbers, sends_ps: float) -> Ints:
-        """Return how many blocks a stage can hold whose Z, with what sends add to it, is no more [bands]."""
+        """Return the number of blocks that a stage can hold if its Z, with sends, stays within a limit [bands]."""
         return np.searchsorted(self.largest + sends_ps, bands, side="right")
 
     def max_with_head(self, bands: Numbers, sends_ps: float) -> Ints:
-        """Return how many blocks a stage can hold that ends with the head [bands]; -1: it cannot hold that."""
+        """Return the number of blocks that a stage which ends with the head can hold [bands].
+
+        -1: it cannot hold the head.
+        """
         return np.searchsorted(self.largest_with_head + sends_ps, bands, side="right") - 1
 
 
@@ -193,7 +196,7 @@ class Counted:
 
 
 def _bands(each: Sequence[_NodeTypeBounds], sends_ps: Sequence[float]) -> Numbers:
-    """Return every largest Z that changes how many blocks a stage can hold, ascending."""
+    """Return all values of the largest Z at which the number of blocks that a stage can hold changes, ascending."""
     columns = [
         column + send
         for least, send_ps in zip(each, sends_ps, strict=True)
@@ -204,7 +207,7 @@ def _bands(each: Sequence[_NodeTypeBounds], sends_ps: Sequence[float]) -> Number
 
 
 def _cheapest(a_block: Numbers, lower: Numbers, upper: Numbers, blocks: int) -> Numbers:
-    """Return the least sum of A [bands] of so many blocks, of which each type [types, bands] holds some and no more."""
+    """Return the least sum of A [bands] of a number of blocks, given each type's capacity [types, bands]."""
     order = np.argsort(a_block, axis=0)
     least = np.broadcast_to(lower, a_block.shape)
     a, least, room = (np.take_along_axis(column, order, 0) for column in (a_block, least, upper - lower))

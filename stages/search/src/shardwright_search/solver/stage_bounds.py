@@ -28,7 +28,7 @@ class Polyline(NamedTuple):
     cost: Numbers
 
     def at(self, left: Numbers) -> Numbers:
-        """Return the least cost within amounts of memory; infinity where the layers do not fit."""
+        """Return the least cost within amounts of memory; infinity if the layers do not fit."""
         return np.interp(left, self.memory, self.cost, left=np.inf)
 
 
@@ -49,12 +49,12 @@ class Dual:
         return np.where(counts @ self._min_memory <= left, rounded_down(value), np.inf)
 
     def prices(self, counts: Numbers, left: float, most: int) -> Numbers:
-        """Return the price of a byte that bounds a run with so many layers of each type most, and those around it."""
+        """Return the price of a byte that gives the strongest bound for these numbers of layers, and nearby prices."""
         best = int((counts @ self._min_cost - left * self._prices).argmax())
         return self._prices[max(0, best - most // 2) : best + most // 2 + 1]
 
     def cheapest(self, counts: Numbers, ways: Iterable[tuple[float, float]]) -> Numbers:
-        """Return the bounds of `runs`, each in the cheapest of several ways, which cost something and leave memory."""
+        """Return the bounds of `runs`, each in the cheapest of several ways, which have a cost and leave memory."""
         least, cost, memory = np.full(len(counts), np.inf), counts @ self._min_cost, counts @ self._min_memory
         for more, left in ways:
             value = more + rounded_down((cost - left * self._prices).max(1))
@@ -62,7 +62,7 @@ class Dual:
         return least
 
     def polyline(self, counts: Sequence[int]) -> Polyline:
-        """Return the least cost of so many layers of each type over their memory."""
+        """Return the least cost of a number of layers of each type as a function of their memory."""
         edges: list[tuple[float, float, float]] = []
         start = np.zeros(2)
         for count, corners in zip(counts, self._hulls, strict=True):

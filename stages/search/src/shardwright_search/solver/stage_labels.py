@@ -27,7 +27,7 @@ _LENGTHS = 6
 
 
 class RunLabels(NamedTuple):
-    """Labels of one run, one entry per label in each column; those of the run without its last layer behind them."""
+    """Labels of one run, one entry for each label in each column, and labels of the run without its last layer."""
 
     time_ps: Numbers
     exposed_ps: Numbers
@@ -62,7 +62,7 @@ class RunLabels(NamedTuple):
 
 Reachable = list[tuple[Run, TargetRun]]
 Rest = tuple[tuple[int, ...], tuple[float, ...]]
-"""Layers that a target still lacks, and its caps."""
+"""Layers that a target still needs, and its caps."""
 
 
 class StageLabels:
@@ -95,7 +95,7 @@ class StageLabels:
         self.reached: dict[int, RunLabels] = {}
 
     def reaching(self, targets: Sequence[TargetRun]) -> dict[int, RunLabels]:
-        """Return, by run, the labels of every target worth being a whole stage, where memory no longer matters."""
+        """Return, by run, the labels of every target that can be a whole stage, for which memory no longer matters."""
         runs = runs_of(self.problem.layers).runs
         reachable = sorted(((runs[target.run], target) for target in targets), key=lambda pair: pair[0])
         for before, group in groupby(reachable, key=lambda pair: pair[0].before):
@@ -119,7 +119,7 @@ class StageLabels:
     def _branches(
         self, labels: RunLabels, depth: int, reachable: Reachable
     ) -> Iterator[tuple[RunLabels, int, Reachable]]:
-        """Keep the labels of runs that are over; return those with one layer more of the others, by its type."""
+        """Keep the labels of completed runs; return the others extended by one layer, by its type."""
         self._tick(len(labels.time_ps))
         onward = []
         for run, target in reachable:
@@ -139,7 +139,7 @@ class StageLabels:
                 yield following, depth + 1, group
 
     def whole(self, labels: RunLabels, run: Run, target: TargetRun) -> RunLabels:
-        """Return the labels of a whole stage that stay below the target's caps, and of which none replaces another."""
+        """Return the non-dominated labels of a whole stage that are below the target's caps."""
         labels = self.below(labels, target)
         if run.layers[-1] != self.problem.layers[-1]:
             sent = self.problem.boundary_bytes[run.layers[-1]][labels.output_layout]
@@ -187,7 +187,7 @@ class StageLabels:
         return self._undominated(following, memory)
 
     def worth_extending(self, labels: RunLabels, before: int) -> Ints:
-        """Return the labels that none of another layout replaces after paying for the redistribution to theirs."""
+        """Return the labels that no label of another layout dominates after a redistribution to their layout."""
         moves = self.costs.group.redistribution_ps[before]
         rows = np.arange(len(labels.time_ps))
         if len(rows) <= _FEW or not self._triangular[before]:
@@ -246,7 +246,7 @@ class StageLabels:
         return np.flatnonzero(keep)
 
     def _least(self, labels: RunLabels, rows: Ints, weights: Weights, rest: tuple[int, ...]) -> Numbers:
-        """Return the least cost of a run through each of the rows, with the rest of its layers."""
+        """Return the least cost of a run that contains each of the rows, with its remaining layers."""
         cost = weights[0] * labels.time_ps[rows] + weights[1] * labels.exposed_ps[rows]
         if not rest:
             return cost

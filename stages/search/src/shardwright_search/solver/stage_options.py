@@ -26,25 +26,25 @@ class Run(NamedTuple):
 
 
 class PivotGroup(NamedTuple):
-    """Runs that end alike: in a layer of one type, with or without the head behind it."""
+    """Runs with equal ends: in a layer of one type, with or without the head after it."""
 
     kind: int
     """The layer's type; -1: the runs hold no layer."""
     behind: int
-    """The head's type; -1: nothing is behind the layer."""
+    """The head's type; -1: nothing follows the layer."""
     rows: Ints
     counts: Numbers
-    """[rows, types]: how many layers of each type are before the layer; all of them where there is no layer."""
+    """[rows, types]: number of layers of each type before the layer; all of them if there is no layer."""
 
 
 class Runs(NamedTuple):
     """Every run of a chain of layers."""
 
     number: Ints
-    """[start, end]: which run it is; -1 where end <= start."""
+    """[start, end]: which run it is; -1 if end <= start."""
     runs: tuple[Run, ...]
     counts: Numbers
-    """[runs, types]: how many layers of each type."""
+    """[runs, types]: number of layers of each type."""
     first: Ints
     """[runs]: type of the first layer."""
     last: Ints
@@ -52,7 +52,7 @@ class Runs(NamedTuple):
 
 
 def pivot_of(layers: Sequence[int], head: int) -> tuple[int | None, int]:
-    """Return where the last layer of a run is, if at the end or right before the head, and what is behind it or -1."""
+    """Return the place of a run's last layer, if at the end or right before the head, and the type after it or -1."""
     if layers[-1] != head:
         return len(layers) - 1, -1
     return (len(layers) - 2, head) if len(layers) > 1 else (None, -1)
@@ -103,7 +103,7 @@ def weightings(problem: Problem, group: int) -> tuple[Weights, Weights, Weights]
 
 
 def mean_weights(form: ClosedForm, pp_size: int, relative_weight: float) -> Weights:
-    """Return the third of these for a stage of a weight relative to the mean of all stages."""
+    """Return the third of these for a stage with a weight relative to the mean of all stages."""
     return form.fill + form.steady * relative_weight / pp_size, form.once * relative_weight / pp_size
 
 
@@ -129,7 +129,7 @@ class Measure(NamedTuple):
 
 
 class Pivot(NamedTuple):
-    """The last block of a run, with the head if that is behind it: their workspace binds.
+    """The last block of a run, and the head if it follows: their workspace determines the peak.
 
     So their options are kept apart, one entry each; what another replaces is left out.
     """
@@ -192,7 +192,10 @@ class GroupCosts:
 
     @cached_method
     def _lines(self, weights: Weights, rest: tuple[int, ...]) -> tuple[Polyline, ...]:
-        """Return the least cost of the layers to come by their memory, for each measure; the first lacks the pivot."""
+        """Return the least cost of the remaining layers by their memory, for each measure.
+
+        The first without the pivot.
+        """
         before = rest[: pivot_of(rest, self._head)[0]]
         counted = [before, *(rest for _ in self.measures[1:])]
         return tuple(
@@ -213,7 +216,7 @@ class GroupCosts:
 
     @cached_method
     def _pivot(self, weights: Weights, kind: int, behind: int) -> Pivot:
-        """Return the pivot of a block's type; `behind` is the type of the one layer behind it, or -1."""
+        """Return the pivot of a block's type; `behind` is the type of the one layer after it, or -1."""
         cost, held, measure = self.options[kind].cost(weights), self._first_phase[kind], self.measures[0].memory
         end = held.late + held.workspace
         memory = measure[kind] + end
@@ -234,8 +237,9 @@ class GroupCosts:
 
     @cached_method
     def _enumerated(self, layers: tuple[int, ...]) -> tuple[Numbers, Numbers] | None:
-        """Return A and U of every choice of a short run that fits in the first phase, layouts aside; None: too many.
+        """Return A and U of every choice for a short run that fits in the first phase, regardless of layouts.
 
+        None: too many.
         The linear programme is loose there.
         """
         if prod(len(self.options[kind].time_ps) for kind in layers) > _FEW_PLANS:
@@ -251,7 +255,7 @@ class GroupCosts:
 
 
 def _useful(options: Options, parts: tuple[Phase, ...]) -> Ints:
-    """Return options that no other of the same layouts replaces: memory, time and U are no less."""
+    """Return the options that no other option with the same layouts dominates in memory, time and U."""
     memory = options.memory(parts)
     peak, end = memory.static + memory.late, memory.static + memory.activation
     columns = [options.time_ps, options.time_ps + options.exposed_ps]

@@ -15,16 +15,16 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 GRACE_S = 0.5
-"""CPU seconds that a command may take, once its time is up or Ctrl-C was heard, to make an answer of what it knows."""
+"""CPU seconds that a command may use, after its limit or Ctrl-C, to build an answer from what it knows."""
 _AGAIN_S = 1.0
-"""How soon the timer fires again where the interpreter had to drop the first exception, as in a finalizer."""
+"""Delay until the timer fires again if the interpreter dropped the first exception, as in a finalizer."""
 _SOON_S = 0.01
-"""How soon it fires again where a block was about to begin or to end."""
+"""Delay until it fires again if a block was about to begin or end."""
 _AT_ONCE_S = 1e-6
 
 
 class CpuSeconds(float):
-    """CPU seconds of this process: a limit, or a deadline by `process_time`; other floats are those of `monotonic`."""
+    """CPU seconds of this process: a limit, or a deadline of `process_time`; other floats refer to `monotonic`."""
 
 
 class _Clock(NamedTuple):
@@ -61,7 +61,7 @@ def ended(work: Callable[[], object], deadline: float | None) -> bool:
 
 
 def latest(values: Iterable[T], deadline: float) -> tuple[T | None, bool]:
-    """Return the last value that came before a deadline or Ctrl-C, and whether it is the last of all; None: none."""
+    """Return the last value before a deadline or Ctrl-C, and whether it is the final one; None: there is none."""
     last: list[T] = []
 
     def take() -> None:
@@ -73,7 +73,7 @@ def latest(values: Iterable[T], deadline: float) -> tuple[T | None, bool]:
 
 
 def until(limit_s: float | None) -> float:
-    """Return the deadline at the end of a limit that begins now, by the clock of the limit; None: there is none."""
+    """Return the deadline of a limit that starts now, on the limit's clock; None: there is none."""
     if limit_s is None:
         return inf
     now = _clock_of(limit_s).now()
@@ -81,7 +81,7 @@ def until(limit_s: float | None) -> float:
 
 
 def left(deadline: float) -> float | None:
-    """Return the limit that ends at a deadline and begins now; None: there is none."""
+    """Return the limit from now to a deadline; None: there is none."""
     if deadline == inf:
         return None
     left_s = deadline - _clock_of(deadline).now()
@@ -89,7 +89,7 @@ def left(deadline: float) -> float | None:
 
 
 def soon(deadline: float) -> float:
-    """Return the deadline, or one that leaves the CPU seconds of `GRACE_S` from now where it leaves less."""
+    """Return the deadline, moved so that at least `GRACE_S` CPU seconds remain from now."""
     left_s = left(deadline)
     return deadline if left_s is None or left_s > GRACE_S else until(CpuSeconds(GRACE_S))
 
@@ -100,8 +100,9 @@ def was_interrupted(began_s: float, time_limit_s: float | None) -> bool:
 
 
 class stopped_at:
-    """A block, of the main thread, in which Stopped is raised at a deadline; of nested ones the first one counts.
+    """A block of the main thread in which Stopped is raised at a deadline.
 
+    Of nested blocks the outermost deadline counts.
     Nothing is raised where a block begins or ends: the timer then fires again soon, or is not there any more. Where the
     deadline of an outer block stopped an inner one, of either clock, the outer one is stopped once that has ended, at
     its own end at the latest: its work is not whole.
@@ -165,7 +166,7 @@ def _clock_of(seconds: float) -> _Clock:
 
 
 def _block_of(clock: _Clock) -> stopped_at | None:
-    """Return the innermost block that the clock's alarm stops; None: it stops none."""
+    """Return the innermost block that the clock's alarm stops; None: there is none."""
     block = getattr(getsignal(clock.alarm), "__self__", None)
     return block if isinstance(block, stopped_at) else None
 
@@ -174,4 +175,4 @@ _LIMITS = {stopped_at.__enter__.__code__, stopped_at.__exit__.__code__}
 
 
 def _pass(*_: object) -> None:
-    """Let the last signal of a block go by."""
+    """Ignore a block's last signal."""

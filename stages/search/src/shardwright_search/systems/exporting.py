@@ -1,7 +1,7 @@
 """Refusals of plans that another system cannot express, and the one strategy that most of them want of all layers."""
 
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from math import isfinite
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from shardwright.types import (
     Model,
     Plan,
     Recompute,
+    Schedule,
     SequenceParallel,
     Strategy,
     misfit,
@@ -60,6 +61,10 @@ class ExportTarget(NamedTuple):
         """Raise BadInput unless the condition holds; `feature` names what the system cannot express."""
         if not holds:
             raise BadInput(self.plan_file, f"{self.name} cannot express {feature}", remedy)
+
+    def demand_schedule(self, plan: Plan, schedules: Collection[Schedule]) -> None:
+        """Raise BadInput unless the plan's schedule is one of the system's."""
+        self.demand(plan.schedule in schedules, f"the schedule {plan.schedule}", f"choose {' or '.join(schedules)}")
 
     def demand_number(self, name: str, value: object) -> None:
         """Raise BadInput unless a value of a model's configuration is a number: a plan may hold any."""

@@ -426,6 +426,7 @@ def galvatron_strategy(plan: Plan, plan_file: object) -> GalvatronStrategy:
     target = ExportTarget("Galvatron", plan_file)
     check_exportable(plan, target)
     check_stages(plan, target)
+    target.demand_schedule(plan, _PIPELINE_TYPES)
     check_rings(plan, target)
     _check_ranges(plan, target)
     _check_joined(plan, target)

@@ -367,8 +367,8 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
     uniform = uniform_of(plan, target, _KINDS, has_expert_grids=True, has_context=True, types=LAYER_TYPES)
     check_context(plan, uniform, target, drops=True)
     check_split_sequence(plan, uniform, target)
-    holds = plan.schedule in _SCHEDULES or uniform.pp_size == 1
-    target.demand(holds, f"the schedule {plan.schedule}", f"choose {' or '.join(_SCHEDULES)}")
+    if uniform.pp_size > 1:
+        target.demand_schedule(plan, _SCHEDULES)
     options = {
         **model_options(plan.model, target),
         "--tensor-model-parallel-size": uniform.layer.tp_size,

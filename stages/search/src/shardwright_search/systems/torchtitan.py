@@ -490,6 +490,7 @@ def _check_pipeline(plan: Plan, uniform: UniformStrategy, target: ExportTarget) 
     """Raise BadInput for pipelines that torch's schedules refuse, or that torchtitan cannot cut."""
     if uniform.pp_size == 1:
         return
+    target.demand_schedule(plan, _SCHEDULES)
     feature = f"1f1b with {plan.num_microbatches} microbatches in {uniform.pp_size} pipeline stages"
     holds = _schedule(plan, uniform) not in _FILLED or plan.num_microbatches >= uniform.pp_size
     target.demand(holds, feature, "choose as many microbatches or more")

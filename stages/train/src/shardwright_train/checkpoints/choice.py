@@ -44,12 +44,12 @@ class Resumed(NamedTuple):
     record: Checkpoint
 
     def progress(self, sequence_length: int) -> Progress:
-        """The progress, in samples of a length: those of another one count as many tokens, rounded up."""
+        """The progress in samples of a length; samples of another length are converted by tokens, rounded up."""
         progress, saved = self.record.progress, self.record.identity.sequence_length or sequence_length
         return msgspec.structs.replace(progress, samples=-(-progress.samples * saved // sequence_length))
 
     def beginning(self, goes_on: bool, sequence_length: int) -> Beginning:
-        """Where the batches of a continued run or, if `goes_on` is false, of a branch begin."""
+        """The position at which the batches of a resumed run, or, if `goes_on` is false, of a branch begin."""
         progress = self.progress(sequence_length)
         return self.record.began if goes_on else Beginning(step=progress.step, samples=progress.samples)
 
@@ -92,14 +92,16 @@ def checkpoint_to_resume(job: RunOptions, identity: Identity, run: Path, world: 
     if resumed is not None and (change := changed_rate(resumed.record, identity)) is not None:
         if resumed.folder.parent == run and job.learning_rate_schedule is None:
             branch = f"or begin a branch with --resume-from {resumed.folder}"
-            raise BadInput(resumed.folder, change, f"name --learning-rate-schedule {job.schedule} to take it, {branch}")
+            raise BadInput(
+                resumed.folder, change, f"give --learning-rate-schedule {job.schedule} to accept it, {branch}"
+            )
         if world.rank == 0:
             print(f"{resumed.folder}: {change}", file=sys.stderr, flush=True)
     return resumed
 
 
 def newest_whole(run: Path, world: World) -> Resumed | None:
-    """A run's newest checkpoint whose files are undamaged, or None if there is no checkpoint.
+    """A run's newest undamaged checkpoint, or None if it has no checkpoint.
 
     Newer damaged checkpoints are set aside, with a warning. Raises BadInput on all ranks if all are damaged; then
     none is changed.
@@ -115,7 +117,7 @@ def newest_whole(run: Path, world: World) -> Resumed | None:
         return resumed
     if damaged:
         file, problem, _ = next(iter(damaged.values())).args
-        raise BadInput(run, f"none of its {len(damaged)} checkpoints is whole ({file}: {problem})", _NONE_WHOLE)
+        raise BadInput(run, f"none of its {len(damaged)} checkpoints is undamaged ({file}: {problem})", _NONE_WHOLE)
     return None
 
 
@@ -159,19 +161,19 @@ def read_whole(checkpoint: Path, world: World) -> Resumed:
 
 
 def read_record(checkpoint: Path) -> Checkpoint:
-    """A checkpoint's record; raises BadInput if there is none, or it is of another step than its folder."""
+    """A checkpoint's record; raises BadInput if there is none, or its step differs from its folder's."""
     if not os.path.lexists(checkpoint / RECORD):
         raise BadInput(
             checkpoint, f"is not a complete checkpoint: it has no {RECORD}", "pass the folder of a step, step-…"
         )
     record = read_document(checkpoint / RECORD, Checkpoint)
     if folders.step_of(checkpoint) not in (None, record.progress.step):
-        raise BadInput(checkpoint / RECORD, f"is of step {record.progress.step}", _OTHER)
+        raise BadInput(checkpoint / RECORD, f"belongs to step {record.progress.step}", _OTHER)
     return record
 
 
 def check_files(checkpoint: Path, record: Checkpoint, share: Sequence[int]) -> None:
-    """Raise BadInput if some checkpoint files, given by their numbers, are damaged, or others stand next to them."""
+    """Raise BadInput if some checkpoint files, given by their numbers, are damaged, or if there are unexpected ones."""
     strange = sorted({path.name for path in checkpoint.glob("*.safetensors")} - {file.name for file in record.files})
     if strange:
         raise BadInput(checkpoint / strange[0], "is not one of the files that were saved", _OTHER)
@@ -221,7 +223,7 @@ _OF_SCHEDULE = ("learning_rate", "learning_rate_schedule", "warmup_steps", "fina
 
 
 def changed_rate(record: Checkpoint, asked: Identity) -> str | None:
-    """How the learning rate of the next step changes with the schedule that is asked for; None: it does not.
+    """How the requested schedule changes the learning rate of the next step; None: not at all.
 
     Records of earlier versions do not have the steps of their schedule, and nothing is known of their rate.
     """

@@ -55,7 +55,7 @@ _Loss = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
 def folder_of_run(checkpoints: Path, plan: Plan, parent: Path | None = None) -> Path:
-    """The checkpoint folder of a plan, or of its branch from a checkpoint; what plans execute tells them apart.
+    """The checkpoint folder of a plan, or of its branch from a checkpoint; it is named by what the plan executes.
 
     Plans that differ in names, prices or memory share a folder.
     """
@@ -63,7 +63,7 @@ def folder_of_run(checkpoints: Path, plan: Plan, parent: Path | None = None) -> 
 
 
 def adopt_older(checkpoints: Path, plan: Plan, parent: Path | None = None) -> None:
-    """Link a run's folder to the one that earlier versions named for the whole plan, if that alone exists.
+    """Link a run's folder to the one that earlier versions named after the whole plan, if only that exists.
 
     Raises BadInput if such a link leads nowhere.
     """
@@ -108,7 +108,7 @@ def complete_checkpoints(run: Path) -> tuple[Path, ...]:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None."""
+    """The complete checkpoint with the highest step, or None."""
     return next(iter(complete_checkpoints(run)), None)
 
 
@@ -137,7 +137,7 @@ def make_empty(folder: Path) -> None:
 
 
 def remove_leftovers(run: Path) -> None:
-    """Remove what saves, removals and starts that were cut off have left behind; none may be under way."""
+    """Remove leftovers of interrupted saves, removals and starts; none may be in progress."""
     for sign in run.glob(".seen-*"):
         if _SIGN.fullmatch(sign.name) and sign.is_file() and not sign.stat().st_size:
             sign.unlink()
@@ -147,7 +147,7 @@ def remove_leftovers(run: Path) -> None:
 
 
 def prune(run: Path, keep_last: int, keep_every: int, kept: Collection[int] = ()) -> None:
-    """Remove complete checkpoints but the latest, those of every `keep_every`-th step (0: no others), and of `kept`.
+    """Remove complete checkpoints except the latest, every `keep_every`-th step's (0: none), and `kept`.
 
     A checkpoint that holds anything else, or is a link, stays. Each is renamed first, so that a partly deleted one is
     never taken for a complete one, nor for one that has lost its record.
@@ -267,7 +267,7 @@ class Progress(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     wall_s: Seconds
     """Seconds that the run's processes have run so far."""
     updates: NonNegativeCount
-    """Steps in which the optimizer changed the weights: all but those in which float16 overflowed."""
+    """Steps in which the optimizer changed the weights: all except those in which float16 overflowed."""
     loss_scale: Annotated[float, Meta(gt=0, le=2.0**64)]
     """Factor of the loss before float16's backward pass."""
     steps_without_overflow: NonNegativeCount
@@ -318,7 +318,7 @@ class Checkpoint(Document, frozen=True, kw_only=True, forbid_unknown_fields=True
     world_size: Count
     """Number of ranks that saved the checkpoint; any number may load it."""
     parent: str | None
-    """Checkpoint from which a branch began; None for a run that is no branch."""
+    """Checkpoint from which a branch began; None for a run that is not a branch."""
     files: tuple[SavedFile, ...]
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", t
 _HEADER_ALIGNMENT = 8
 _STAGES = 2
 _STAGE_BYTES = 2**25
-"""Bytes of a stage: 32 MiB, of which a GPU copies 25 GB/s or more as it does of larger ones; an assumption."""
+"""Bytes of a staging buffer: 32 MiB, which a GPU is assumed to copy at 25 GB/s or more, as it does larger ones."""
 
 
 class TensorShard(NamedTuple):

@@ -72,7 +72,7 @@ def _prepare_speech(options: PrepareOptions) -> None:
 
 
 _OTHERS = {Source.IMAGES: _prepare_images, Source.CAPTIONS: _prepare_captions, Source.SPEECH: _prepare_speech}
-"""Functions that prepare what is no text alone."""
+"""Functions that prepare data other than plain text."""
 
 
 def convert(options: ConvertOptions) -> None:
@@ -83,7 +83,7 @@ def convert(options: ConvertOptions) -> None:
 
 
 def check(options: CheckOptions) -> None:
-    """Print what a plan would do on every role; NothingFits if a rank lacks memory."""
+    """Print memory and traffic of every role of a plan; raise NothingFits if a rank has too little memory."""
     from rich.console import Console
 
     from shardwright_train.dry_run import check_roles, print_checks, raise_if_too_large
@@ -128,7 +128,7 @@ def _document_shares(plan: Plan, data: Path, separates: bool) -> tuple[str, ...]
 def describe_folder(folder: Path, name: str, sequence_length: int, adapter: Path | None = None) -> Model:
     """Describe the model of a folder's config.json for samples of a length in tokens, positions of images included.
 
-    `adapter`: an adapter_config.json of peft, or its folder: low-rank matrices are trained in place of the model.
+    `adapter`: an adapter_config.json of peft, or its folder: low-rank matrices are trained instead of the model.
     Raises BadInput naming the key that cannot be trained, and why.
     """
     file = folder / "config.json"

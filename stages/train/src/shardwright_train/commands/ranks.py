@@ -157,11 +157,11 @@ def start_measure(options: MeasureOptions) -> None:
 
 
 class _Beside(NamedTuple):
-    """What files of plans ask for beside them; plans are named by their hashes."""
+    """Files and options that plans need in addition; plans are identified by their hashes."""
 
     in_turns: tuple[_Turns, ...]
     shares: Mapping[str, int]
-    """Ranks that share longer samples out, of the plans each rank of which stands for one of them."""
+    """Number of ranks over which longer samples would be split, for plans whose ranks each stand for one of these."""
     experts: tuple[ExpertProbe, ...]
 
     @classmethod
@@ -201,7 +201,7 @@ def _measure(
     scratch: Path,
     results: _Results,
 ) -> None:
-    """Measure plans of one world size, in one launch and one more each time that a device lacked memory for a plan.
+    """Measure plans of one world size in one launch, and one more each time that a device runs out of memory.
 
     Ranks that wait for one that ran out cannot be called back: they are started anew, and what is measured is kept.
     A plan that ran out while it was measured in turns with others is measured by itself, and so are the others.
@@ -249,7 +249,7 @@ def _in_order(plans: Sequence[Plan], results: _Results) -> Measurement:
     taken = {measured.attention for plan, measured in done if plan.attention is Attention.AUTO}
     if len(taken) > 1:
         raise RunFailed(
-            f"auto took {' and '.join(sorted(taken))}: measure them in two commands, or set one in the plans"
+            f"auto selected {' and '.join(sorted(taken))}: measure them in two commands, or set one in the plans"
         )
     return msgspec.structs.replace(
         done[0][1],
@@ -261,7 +261,7 @@ def _in_order(plans: Sequence[Plan], results: _Results) -> Measurement:
 
 
 def _of_failures(failed: tuple[PlanFailure, ...]) -> Measurement:
-    """A measurement that consists of failures alone, which are known without the ranks."""
+    """A measurement with only failures, which are known without the ranks."""
     plan = failed[0].plan
     device_type = device_type_of(plan.cluster, plan.name)
     on_gpu = device_type != CPU
@@ -297,7 +297,7 @@ def check_plan(plan: Plan, file: object, nodes: Nodes) -> None:
 
 
 def _check_folders(*folders: Path | None) -> None:
-    """Raise BadInput if a folder's name is that of a file."""
+    """Raise BadInput if a file has a folder's name."""
     for folder in filter(None, folders):
         if folder.exists() and not folder.is_dir():
             raise BadInput(folder, "is not a folder", "name another")

@@ -4,7 +4,7 @@ Images with classes: images.npy: uint8 [images, channels, height, width], and la
 number of a class.
 
 Texts: images.npy as above, or features.npy: float32 [sounds, bins, frames]. tokens.npy: int32, the tokens of all texts,
--1 in place of an image. samples.npy: int64 [samples, 3]: the first token of a text, the number of its tokens, and the
+-1 instead of an image. samples.npy: int64 [samples, 3]: the first token of a text, the number of its tokens, and the
 number of its sound or first image, -1 without one. Further images of a text follow that one.
 """
 
@@ -56,7 +56,7 @@ class Images:
 
     @property
     def per_epoch(self) -> int:
-        """The number of images of the split; in evaluation, those from 0 to it are all of it once."""
+        """The number of images of the split; in evaluation, images 0 to this number are the whole split once."""
         return self._order.per_epoch
 
     def read(self, first: int, share: BatchShare) -> Batch:
@@ -108,7 +108,7 @@ def open_images(folder: Path, form: ImageForm, seed: int, part: SplitPart = WHOL
 
 
 def mapped(path: Path) -> NDArray[Any]:
-    """An array mapped from its file; raises BadInput if it is none."""
+    """An array mapped from its file; raises BadInput if the file is not one."""
     try:
         return open_memmap(path, mode="r")
     except OSError as error:
@@ -127,12 +127,12 @@ def described(array: NDArray[Any]) -> str:
 
 TOKENS, SAMPLES = "tokens.npy", "samples.npy"
 PLACE = -1
-"""The token that stands in the place of a text's image."""
+"""The token that marks the place of an image in a text."""
 TextTokens = NDArray[np.int32]
 
 
 class Paired(Protocol):
-    """What an objective makes of texts and of what belongs to them."""
+    """What an objective derives from texts and from the media that belong to them."""
 
     @property
     def vocab_size(self) -> int:
@@ -180,11 +180,11 @@ class Pairs:
 
     @property
     def per_epoch(self) -> int:
-        """The number of samples of the split; in evaluation, those from 0 to it are all of it once."""
+        """The number of samples of the split; in evaluation, samples 0 to this number are the whole split once."""
         return self.order.per_epoch
 
     def read(self, first: int, share: BatchShare) -> Batch:
-        """The inputs and labels of a rank's share of a batch; images that a text lacks are black."""
+        """The inputs and labels of a rank's share of a batch; missing images are black."""
         chosen = self.order.chosen(first + share.rows)
         texts, numbers = self._texts(chosen), self.samples[chosen, 2]
         counts = np.array([self.objective.inputs_of(text) for text in texts], np.int64)

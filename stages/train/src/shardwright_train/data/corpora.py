@@ -60,7 +60,7 @@ class Source(StrEnum):
     CAPTIONS = "captions"
     """A folder of images, and captions.jsonl with a text for each."""
     SPEECH = "speech"
-    """A folder of WAV files, and transcripts.jsonl with what is said in each."""
+    """A folder of WAV files, and transcripts.jsonl with what is spoken in each."""
 
 
 _GLOBS = {Source.TEXT: "*.txt", Source.JSONL: "*.jsonl*", Source.WIKIPEDIA: "*.xml.bz2", Source.WIKITEXT: "*.xml.bz2"}
@@ -95,7 +95,7 @@ class Corpus(NamedTuple):
     identity: list[object]
     """Properties that identify the corpus: how it is read, its files, their sizes and modification times."""
     pieces: Callable[[], Iterator[TextPiece]]
-    """Function that yields the text from the beginning; it raises BadInput with the place where it is damaged."""
+    """Function that yields the text from the beginning; it raises BadInput with the place of any damage."""
 
     @property
     def strips_markup(self) -> bool:
@@ -104,7 +104,7 @@ class Corpus(NamedTuple):
 
 
 def source_of(text: str, glob: str | None) -> Source:
-    """The format that `auto` stands for: by the ending of the file or pattern, else plain text."""
+    """The format that `auto` selects: by the ending of the file or pattern, else plain text."""
     if _is_saved(Path(text)):
         return Source.DATASETS
     name = text if glob is None or Path(text).is_file() else glob
@@ -191,7 +191,7 @@ def text_pieces(files: Sequence[Path]) -> Iterator[TextPiece]:
 
 
 def _cut(content: bytes) -> int:
-    """Where a piece of a longer text may end: after a line, a word, or else a character."""
+    """Where a long text may be cut: after a line, a word, or else a character."""
     lines = [match.end() for match in _LINE_END.finditer(content, len(content) // 2)]
     if lines:
         return lines[-1]
@@ -256,7 +256,7 @@ def article_pieces(files: Sequence[Path]) -> Iterator[TextPiece]:
 
 
 def _pages(path: Path, file: IO[bytes]) -> Iterator[Element]:
-    """Yield the pages of a dump, of limited size: a few compressed KB can unpack to a GiB."""
+    """Yield the pages of a dump, limiting their size: a few compressed KB can unpack to a GiB."""
     parser: XMLPullParser[Any] = XMLPullParser(("start", "end"))
     root: Element | None = None
     pages = page_bytes = 0

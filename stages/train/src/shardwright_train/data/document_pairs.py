@@ -29,7 +29,7 @@ class DocumentShares(NamedTuple):
     imbalance: float
     """Pairs of the rank that sees most of a sample over the mean rank's, from 1 to `ranks`."""
     share: float
-    """Visible pairs over those of samples that are one document each."""
+    """Visible pairs over the visible pairs of samples with one document each."""
 
     def __str__(self) -> str:
         return (
@@ -57,14 +57,14 @@ def document_shares(plan: Plan, batches: TextBatches) -> tuple[DocumentShares, .
 
 
 def document_warnings(plan: Plan, batches: object) -> tuple[str, ...]:
-    """A line for each cp_size of a plan; none if its samples are no packed text."""
+    """A line for each cp_size of a plan; none if its samples are not packed text."""
     if not isinstance(batches, TextBatches):
         return ()
     return tuple(f"--reset-attention-mask: {shares}" for shares in document_shares(plan, batches))
 
 
 def visible_pairs(documents: NDArray[np.int64], causal: bool) -> NDArray[np.int64]:
-    """The number of positions [n, s] that each position sees of its own document.
+    """The number of positions [n, s] of its own document that each position sees.
 
     `documents` [n, s] number the documents of each sample, ascending.
     """
@@ -86,7 +86,7 @@ def of_ranks(pairs: NDArray[np.int64], order: Sequence[int] | None, ranks: int) 
 
 
 def imbalance(pairs: NDArray[Any]) -> float:
-    """The pairs [n, ranks] of each sample's fullest rank over those of its mean rank, both summed over samples.
+    """The pairs [n, ranks] of each sample's fullest rank over its mean rank's, both summed over samples.
 
     Ranks that attend to one sample at a time wait for the fullest: their attention takes so many times as long.
     """

@@ -76,7 +76,7 @@ def lengths_filling(inputs: int) -> Lengths:
 
 @dataclass(frozen=True)
 class Prefix(Text):
-    """Prefix language modelling (Raffel et al. 2020, section 3.2.3): an encoder reads, a decoder goes on."""
+    """Prefix language modelling (Raffel et al. 2020, section 3.2.3): encode a prefix, decode its continuation."""
 
     keeps_boundaries: ClassVar[bool] = False
     first_token: int
@@ -122,7 +122,7 @@ class SpanCorruption(Text):
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
-        """The objective, its decoder start as for a prefix; raises ValueError if there is no eos_token_id."""
+        """The objective, its decoder starting as for a prefix; raises ValueError if there is no eos_token_id."""
         lengths_filling(sequence_length)
         if config.eos_token_id is None:
             raise ValueError("there is no eos_token_id to close inputs and targets with")
@@ -246,7 +246,7 @@ class Transcription(Prefix):
     def open(
         self, folder: Path, seed: int, part: SplitPart = WHOLE, boundaries: Boundaries = ACROSS
     ) -> TextBatches | RandomBatches | Pairs:
-        """Open a split of a folder of spectrograms and what is said in them; RANDOM gives random ones."""
+        """Open a split of a folder of spectrograms and transcripts; RANDOM gives random ones."""
         if folder == RANDOM or any(boundaries):
             return super().open(folder, seed, part, boundaries)
         return open_pairs(folder, self, seed, part)
@@ -271,7 +271,7 @@ class Transcription(Prefix):
         return 1
 
     def of_texts(self, texts: Sequence[TextTokens]) -> Batch:
-        """`decoder_tokens` and `labels` [n, sequence_length]; what fills a text up is no label.
+        """`decoder_tokens` and `labels` [n, sequence_length]; padding is not a label.
 
         The first token, which the decoder begins with, is not predicted: tokenizers put it before a text, too.
         """

@@ -32,7 +32,7 @@ _FORMATS = ("JPEG", "PNG")
 _AT_ONCE = 256
 _SAY_EVERY_S = 10.0
 HERE = "<image>"
-"""The text that stands in the place of an image; a text without it begins with the image."""
+"""The text that marks the place of an image; a text without it begins with the image."""
 _RATE = 16_000
 """Samples of a recording in a second, as Whisper takes them."""
 _FRAMES_PER_S = 100
@@ -149,7 +149,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     text: str
     image: str | tuple[str, ...] | None = None
-    """The file of an image, or those of several in their order in the text, by their paths in the folder."""
+    """The file of an image, or several in their order in the text, as paths in the folder."""
     audio: str | None = None
     """The file of a recording, by its path in the folder."""
 
@@ -165,13 +165,13 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tokens(NamedTuple):
-    """Where the tokenizer of the texts comes from: a model's folder, or a vocabulary to train."""
+    """The source of the texts' tokenizer: a model's folder, or a vocabulary to train."""
 
     folder: Path | None
     vocab_size: int | None
 
     def tokenizing(self, texts: Sequence[str], source: Path) -> Tokenizing:
-        """The tokenizer; raises BadInput if not one of both is given."""
+        """The tokenizer; raises BadInput unless exactly one of both is given."""
         if (self.folder is None) == (self.vocab_size is None):
             problem = "it needs either --vocab-size or --tokenizer"
             raise BadInput("prepare", problem, "train a tokenizer, or pass a model's")
@@ -217,7 +217,10 @@ def prepare_speech(folder: Path, bins: int, seconds: int, out: Path, tokens: Tok
 
 
 def _lines(listing: Path, other: str) -> Iterator[tuple[int, Line]]:
-    """Yield the lines of a listing with their numbers; raise BadInput for one that is none, or names an `other`."""
+    """Yield the lines of a listing with their numbers.
+
+    Raise BadInput for a malformed one, or one that names an `other`.
+    """
     decoder = msgspec.json.Decoder(Line)
     texts = read_bytes(listing).splitlines()
     for number, text in enumerate(texts, 1):
@@ -280,7 +283,7 @@ def _prepare(
 
 
 def _encoded(line: Line, tokenizing: Tokenizing, listing: Path) -> NDArray[np.int32]:
-    """The tokens of a text with those that the tokenizer puts around one, and the places of its images.
+    """The tokens of a text with the tokenizer's prefix and suffix, and the places of its images.
 
     What is said in a recording begins with the task that it names, such as <|en|>, instead of the tokenizer's own.
     """
@@ -300,7 +303,7 @@ def _tokens(text: str, tokenizing: Tokenizing, listing: Path) -> list[int]:
 
 
 def _sound(file: Path, seconds: int) -> NDArray[np.float32]:
-    """A recording in [-1, 1), its channels' mean; raises BadInput if it is no such WAV file."""
+    """A recording in [-1, 1), averaged over channels; raises BadInput if it is not a WAV file of the expected form."""
     try:
         with wave.open(str(file), "rb") as opened:
             form = opened.getparams()

@@ -22,7 +22,7 @@ from shardwright_train.parallel.rng import seed_of
 from shardwright_train.parallel.vocab import IGNORED
 
 RANDOM = Path("random")
-"""Name in place of a data folder that selects random samples, for timing alone: no data is read."""
+"""Name instead of a data folder that selects random samples, only for timing: no data is read."""
 _RANDOM_EPOCH = 1 << 20
 # Devlin et al. 2019, section 3.1: the share of positions that are labels, and of these the shares that show the mask
 # token and a random one; the rest show themselves.
@@ -44,7 +44,7 @@ class Text(ABC):
     predicts_next: ClassVar[bool] = False
     """Whether each label is the token after its position."""
     keeps_boundaries: ClassVar[bool] = True
-    """Whether the documents of a sample can be told apart in it."""
+    """Whether the documents within a sample can be distinguished."""
     vocab_size: int
     sequence_length: int
 
@@ -60,7 +60,7 @@ class Text(ABC):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What distinguishes its samples from those of the model's default objective; empty for the default."""
+        """A name that distinguishes its samples from those of the model's default objective; empty for the default."""
         return ()
 
     def counted(self, samples: int, text: Callable[[], Tensor]) -> int:
@@ -100,7 +100,7 @@ class Text(ABC):
 
 @dataclass(frozen=True)
 class TextBatches:
-    """The global batches of a split of a text: a function of data, seed and step alone, whatever the plan."""
+    """The global batches of a split of a text: a function of data, seed and step, independent of the plan."""
 
     samples: Samples | Blend
     objective: Text
@@ -114,7 +114,10 @@ class TextBatches:
 
     @property
     def per_epoch(self) -> int:
-        """The number of samples of the split; in evaluation, those from 0 to it are all of it once, in order."""
+        """The number of samples of the split.
+
+        In evaluation, samples 0 to this number are the whole split once, in order.
+        """
         return self.samples.per_epoch
 
     def read(self, first: int, share: BatchShare) -> Batch:
@@ -133,13 +136,13 @@ class TextBatches:
         return {name: x for name, x in batch.items() if name not in share.left_out}
 
     def counted(self, first: int, samples: int) -> int:
-        """The number of labels of a batch that count on all ranks together; raises RunFailed if none does."""
+        """The number of labels of a batch that count, over all ranks; raises RunFailed if there are none."""
         indices = np.arange(first, first + samples)
         labels = self.objective.counted(samples, lambda: torch.from_numpy(self.samples.read(indices)))
         if self.boundaries.reset_attention_mask and self.objective.predicts_next:
             labels -= int(self.samples.documents(indices)[:, -1].sum())
         if not labels:
-            raise RunFailed("a batch is nothing but padding: shuffle the text or see what pad_token_id stands for")
+            raise RunFailed("a batch contains only padding: shuffle the text, or check pad_token_id")
         return labels
 
     def check_contents(self) -> None:
@@ -167,7 +170,7 @@ class Masked(Text):
 
     is_random: ClassVar[bool] = True
     mask: int | None
-    """Token that hides others; None if the configuration has none: then no text can be trained on."""
+    """Token that hides others; None if the configuration has none, in which case no text can be trained on."""
     padding: int | None
     """Token of padding; None if nothing is padded."""
 
@@ -296,7 +299,7 @@ class ClassificationOfAll(Classification):
 
 @dataclass(frozen=True)
 class RandomBatches:
-    """The global batches of a run on random samples: a function of seed and step alone, whatever the plan."""
+    """The global batches of a run on random samples: a function of seed and step, independent of the plan."""
 
     objective: Text | Classification
     seed: int
@@ -363,13 +366,16 @@ _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711
 
 @dataclass(frozen=True)
 class ImageText(Causal):
-    """The next token of a text, in which an image takes as many positions as it has states; these are no labels."""
+    """Next-token prediction for texts in which an image takes as many positions as it has states.
+
+    These are not labels.
+    """
 
     read_by: ClassVar[Mapping[str, str]] = {"pixel_values": EMBEDDING, "labels": HEAD}
     beside_positions: ClassVar[frozenset[str]] = frozenset({"pixel_values"})
     keeps_boundaries: ClassVar[bool] = False
     image_token: int
-    """Token that stands at each position of an image."""
+    """Token at each position of an image."""
     image_tokens: int
     """Positions of an image."""
     form: tuple[int, int, int]
@@ -379,7 +385,7 @@ class ImageText(Causal):
     deviation: tuple[float, ...]
     """Their standard deviation, by channel."""
     images: int = 1
-    """The most images of a sample; pixels have a dim of so many if it is above 1."""
+    """The largest number of images in a sample; above 1, pixels have a dim of this size."""
 
     @classmethod
     def from_config(cls, config: Any, sequence_length: int) -> Self:
@@ -393,7 +399,7 @@ class ImageText(Causal):
         return cls(*tokens, form, mean, deviation, getattr(config, IMAGES, 1))
 
     def batch(self, samples: Tensor, generator: torch.Generator) -> Batch:
-        """`tokens` and `labels` [n, sequence_length] of samples that hold an image's tokens or none."""
+        """`tokens` and `labels` [n, sequence_length] of samples that hold an image's tokens, or no image."""
         labels = samples[:, 1:]
         return {"tokens": samples[:, :-1], "labels": labels.masked_fill(labels == self.image_token, IGNORED)}
 
@@ -430,7 +436,7 @@ class ImageText(Causal):
         return np.dtype(np.uint8), self.form
 
     def of_texts(self, texts: Sequence[TextTokens]) -> Batch:
-        """`tokens` and `labels` [n, sequence_length]; what fills a text up is behind it, and no label."""
+        """`tokens` and `labels` [n, sequence_length]; padding follows the text and is not a label."""
         whole = padded([self._with_image(text) for text in texts], self.sequence_length + 1, IGNORED)
         labels = whole[:, 1:]
         tokens = whole[:, :-1].masked_fill(whole[:, :-1] == IGNORED, 0)
@@ -462,7 +468,7 @@ class ImageText(Causal):
         return {"pixel_values": scaled if self.images > 1 else scaled[:, 0]}
 
     def unfit(self, text: TextTokens, has_input: bool) -> str | None:
-        """Why a text cannot be a sample, or None: its images must have places in it, and leave some text."""
+        """Why a text cannot be a sample, or None: its images need places in it, and room for some text."""
         places = np.flatnonzero(text == PLACE)
         if bool(len(places)) != has_input:
             return f"has {len(places)} places for {int(has_input)} images"

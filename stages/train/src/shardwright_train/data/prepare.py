@@ -220,7 +220,7 @@ def _batches(pieces: Iterable[TextPiece], most_characters: int, most_pieces: int
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer as processes hand it to one another."""
+    """A tokenizer that can be passed between processes."""
 
     tokenizer: Path
     sha256: str
@@ -337,7 +337,10 @@ def _join(shards: Sequence[Path], targets: DataFolder, vocab_size: int) -> tuple
 
 
 def _read_shard(shard: Path) -> tuple[NDArray[Any], NDArray[Any], int]:
-    """The tokens of a shard, where its documents end, and the bytes of its text; RunFailed if it is damaged."""
+    """The tokens of a shard, the ends of its documents, and the bytes of its text.
+
+    Raises RunFailed if it is damaged.
+    """
     try:
         with np.load(shard) as held:
             return held["tokens"], held["ends"], int(held["text_bytes"])

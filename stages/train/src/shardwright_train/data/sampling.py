@@ -71,7 +71,7 @@ def _feistel(x: NDArray[np.uint64], half: int, keys: tuple[np.uint64, ...]) -> N
 
 
 class Shuffled(NamedTuple):
-    """The order of a split of so many samples.
+    """The order of a split with a number of samples.
 
     Files often have samples of one kind one after the other: the splits are those of one shuffled order of all.
     """
@@ -143,7 +143,7 @@ class Samples:
         return tokens
 
     def documents(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The document [n, S + 1] of each token of these samples, numbered from 0 in each sample."""
+        """The document number [n, S + 1] of each token of these samples, counted from 0 in each sample."""
         firsts = self.first + self.numbers(indices) * self.sequence_length
         return np.stack([self._documents_from(int(first)) for first in firsts])
 
@@ -252,7 +252,10 @@ class BlendedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 @dataclass(frozen=True)
 class Blend:
-    """The samples of several data sets: to train on, by their weights; to evaluate, all of each, one after another."""
+    """The samples of several data sets: mixed by weight for training.
+
+    All of each, one after another, for evaluation.
+    """
 
     parts: tuple[Samples, ...]
     weights: tuple[float, ...]
@@ -317,7 +320,7 @@ class Blend:
 
     @cached_property
     def _round(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return [places]: the data set of each place of a round, and how many of its samples come before."""
+        """Return [places]: the data set of each place of a round, and how many samples of that set come before."""
         sets = np.repeat(np.arange(len(self.parts)), self._quotas)
         numbers = np.concatenate([np.arange(quota) for quota in self._quotas])
         order = np.argsort((numbers + 0.5) / self._quotas[sets], kind="stable")

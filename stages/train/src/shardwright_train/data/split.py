@@ -21,7 +21,7 @@ class Fractions(NamedTuple):
     test: float = 0.0
 
     def bounds(self, split: Split) -> tuple[float, float]:
-        """Where a split begins and ends, as fractions of the data: training comes first, the test split last.
+        """Beginning and end of a split as fractions of the data: training comes first, the test split last.
 
         Raises BadInput if nothing is left to train on.
         """
@@ -41,7 +41,7 @@ class SplitPart(NamedTuple):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Where the part begins and ends, as fractions of the data."""
+        """Beginning and end of the part, as fractions of the data."""
         return self.fractions.bounds(self.split)
 
     @property

@@ -1,6 +1,6 @@
 """Tokenizers: of a model's folder, or trained on a text, and the tokens that each puts around a document.
 
-A folder of a stranger is read, and its tokenizer run, so that whatever is wrong with it is one line.
+A stranger's folder is read and its tokenizer is run in such a way that any fault ends in a one-line error.
 """
 
 import json
@@ -169,13 +169,13 @@ def _document_ends(tokenizer: Tokenizer, end: int, file: object) -> DocumentEnds
         problem = f"its post_processor adds {len(before) + len(after)} tokens to each text, over {_MOST_AROUND}"
         raise BadInput(file, problem, "use another tokenizer")
     if (highest := max((*before, *after, end))) >= (rows := rows_of(tokenizer)):
-        problem = f"its post_processor adds the token {highest}, it has {rows}"
+        problem = f"its post_processor adds the token {highest}, but the vocabulary has {rows}"
         raise BadInput(file, problem, "correct it, or use another tokenizer")
     return DocumentEnds(before, after if after[-1:] == (end,) else (*after, end))
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """Read a tokenizer from an untrusted file; raise BadInput if it is none, or makes a text far longer."""
+    """Read a tokenizer from an untrusted file; raise BadInput if it is malformed, or expands texts too much."""
     check_growth(read_object(file, any_text=True), file)
     content = read_bytes(file).decode()
     with library_faults(file, "is not a tokenizer", "use one that `tokenizers` has saved"):
@@ -188,7 +188,7 @@ def rows_of(tokenizer: Tokenizer) -> int:
 
 
 def end_of(folder: Path) -> tuple[str, int] | None:
-    """The token that ends a text by a folder's tokenizer, and its number; None if it names none.
+    """The token that ends a text according to a folder's tokenizer, and its number; None if it names none.
 
     A folder without settings, as `prepare` writes it for a trained tokenizer, names `END_OF_TEXT` by having it.
     """
@@ -233,13 +233,13 @@ def _unwritten() -> Iterator[None]:
 
 
 _LONGEST = 48
-"""The most characters that the rules may make of one; those of published tokenizers make 36 (SentencePiece's, twice 18
-of the ligature U+FDFA)."""
+"""The largest number of characters into which the rules may expand one; published tokenizers reach 36 (SentencePiece's,
+twice 18 of the ligature U+FDFA)."""
 _MOST_RULES = 256
 _MOST_CHARACTERS = 1 << 14
 """The most characters that the rules of a file may name."""
 _OTHER = "\U000f0000"
-"""Stands for any character that no rule names, and is as long as any in UTF-8."""
+"""Stands for any character that no rule mentions, and is as long as any in UTF-8."""
 _DECOMPOSING = ("NFC", "NFD", "NFKC", "NFKD", "BertNormalizer", "Lowercase")
 _MAY_BE_EMPTY = ("*", "?", "|", "{0", "{,", "^", "$", "\\b", "\\B", "\\A", "\\z", "\\Z", "\\G", "\\K")
 _REMEDY = "use a tokenizer whose rules hardly lengthen a text"
@@ -267,7 +267,7 @@ def check_growth(tokenizer: Mapping[str, Any], file: object) -> None:
 
 
 def growth(tokenizer: Mapping[str, Any]) -> float:
-    """A bound of the characters that a tokenizer.json's normalizers and pre-tokenizers make of one.
+    """An upper bound of the characters that a tokenizer.json's normalizers and pre-tokenizers make of one character.
 
     The end of a text counts as one more. Of Unicode's tables, which no file can extend, the characters count that rules
     name.
@@ -284,7 +284,7 @@ def _named(rules: Iterable[Rule]) -> set[str]:
 
 
 def _rules(rule: object) -> Iterator[Rule]:
-    """Yield the rules of a normalizer or pre-tokenizer, those inside of sequences each by itself, in their order."""
+    """Yield the rules of a normalizer or pre-tokenizer in order, with sequences flattened."""
     if not isinstance(rule, Mapping):
         return
     inner = rule.get("normalizers", rule.get("pretokenizers"))
@@ -315,7 +315,7 @@ def _texts(rule: Rule) -> Iterator[str]:
 
 
 def _with_parts(characters: Iterable[str]) -> set[str]:
-    """Characters with all that Unicode's tables and UTF-8 make of them."""
+    """Characters with everything that Unicode's tables and UTF-8 decompose them into."""
     parts = {part for each in characters for part in _parts(each)}
     return {*characters, *parts, *(part for each in parts for part in _parts(each)), *_BYTES}
 
@@ -325,7 +325,7 @@ def _parts(character: str) -> str:
 
 
 def _before(rule: Rule, after: Weights) -> Weights:
-    """What becomes of each character that a rule meets, by what becomes of those that it leaves."""
+    """The results for each character that a rule receives, from the results for the characters that it outputs."""
     kind = rule.get("type")
     if kind == "Replace":
         return _before_replacing(rule, after)

@@ -1,4 +1,4 @@
-"""A folder of prepared data: data.json, a .bin of tokens, and an .idx of where each sequence lies in it.
+"""A folder of prepared data: data.json, a .bin of tokens, and an .idx with the position of each sequence.
 
 The .idx has one of the two layouts that Megatron has written.
 
@@ -76,7 +76,7 @@ class TokenIndex(NamedTuple):
         return self.total if sequence == len(self.starts) else int(self.starts[sequence]) // self.start_unit
 
     def first_document_from(self, token: int) -> int:
-        """The first document that begins at or after a token; the number of documents if none does."""
+        """The first document that begins at or after a token; the number of documents if there is none."""
         return bisect_left(range(self.num_documents), token, key=self.document_start)
 
 
@@ -95,7 +95,7 @@ def open_index(path: Path) -> TokenIndex:
 def write_index(
     path: Path, lengths: NDArray[Any], dtype: np.dtype[Any], documents: NDArray[np.int64] | None = None
 ) -> None:
-    """Write an index of sequences that follow one another, atomically; lengths [sequences], in tokens.
+    """Write an index of consecutive sequences atomically; lengths [sequences], in tokens.
 
     Where `documents` [documents + 1] is None each sequence is one. Raises ValueError for a length beyond 2^31 - 1.
     """
@@ -173,7 +173,7 @@ def _check_size(path: Path, raw: NDArray[np.uint8], expected: int) -> None:
 
 
 def _checked_total(path: Path, index: TokenIndex) -> int:
-    """The number of tokens of all sequences; raises BadInput unless each begins where the one before ends."""
+    """The number of tokens of all sequences; raises BadInput unless each begins where the previous one ends."""
     total = 0
     for block in _blocks(len(index.lengths)):
         lengths = index.lengths[block]
@@ -252,9 +252,9 @@ class PreparedData(Document, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokens_sha256: str
     """SHA-256 of tokens.bin."""
     tokens_before: tuple[int, ...] | None = None
-    """Tokens put before each document; None: unknown, or, of a text that an earlier version prepared, none."""
+    """Number of tokens before each document; None: unknown, or, for text that an earlier version prepared, none."""
     tokens_after: tuple[int, ...] | None = None
-    """Tokens put behind each document, the one that closes it included; None: unknown, or that one."""
+    """Number of tokens after each document, including its end token; None: unknown, or only the end token."""
 
     @property
     def sha256(self) -> str:

@@ -48,7 +48,7 @@ class Engine:
     def train_step(
         self, step: Step, *, stop: bool = False, save: bool = False, hook: StepHook = no_hook
     ) -> StepOutcome:
-        """Run forward, backward and the optimizer's update; `stop` and `save` tell all ranks what this one requests."""
+        """Run forward, backward and the optimizer's update; `stop` and `save` are passed on to all ranks."""
         context = self.stage.context
         hook = slowed(hook, context.plan.cluster.of_rank(context.rank).slowdown)
         hook("start")
@@ -59,7 +59,7 @@ class Engine:
         return outcome
 
     def try_alone(self, step: Step) -> int:
-        """Run forward and backward of this rank's pipeline stage alone, up to its peak memory.
+        """Run forward and backward of only this rank's pipeline stage, up to its peak memory.
 
         Takes memory as a step does, gradients and optimizer included, and changes nothing: what it computes has no
         meaning and is forgotten. Returns on how many microbatches; collective over the ranks of the stage.
@@ -71,7 +71,7 @@ class Engine:
         return len({action.microbatch for action in alone.actions()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint: parameters and the moments of those that are trained, by name."""
+        """The tensors of a checkpoint: parameters, and the moments of trained ones, by name."""
         return {**self.optimizer.parameters, **self.optimizer.state()}
 
 

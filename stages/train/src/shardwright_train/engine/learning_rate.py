@@ -47,7 +47,7 @@ class LearningRateSchedule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """The optimizer hyperparameters of a run, which are no part of the plan."""
+    """The optimizer hyperparameters of a run, which are not part of the plan."""
 
     learning_rate: float
     """Peak learning rate."""
@@ -131,7 +131,7 @@ def group_of(
 
 
 def check_patterns(factors: Iterable[LearningRateFactor], names: Sequence[str]) -> None:
-    """Raise BadInput if a pattern matches none of a model's parameters."""
+    """Raise BadInput if a pattern does not match any of a model's parameters."""
     for pattern, _ in factors:
         if not any(fnmatchcase(name, pattern) for name in names):
             problem = f"{pattern!r} matches none of the model's {len(names)} parameters"

@@ -137,7 +137,10 @@ class ShardedAdamW:
         return (norms.square() / self._replicas).sum()
 
     def _update(self, shared: Tensor, learning_rate: float, loss_scale: float) -> None:
-        """Update unless loss or squared norm, the first two of `shared`, are not finite; the device alone decides."""
+        """Update unless loss or squared norm, the first two of `shared`, are not finite.
+
+        Decided on the device, without a wait.
+        """
         limit, gradients = self.settings.clip_norm, []
         if not self._trained:
             return
@@ -176,7 +179,7 @@ class StepOutcome:
     peak_memory_bytes: tuple[int, ...]
     """Peak memory of each rank so far, in bytes: of its device's tensors on a GPU, of the process on CPU."""
     auxiliary_loss: float | None = None
-    """Part of the loss that blocks' auxiliary losses are, of which the mean over samples counts; None without any."""
+    """The part of the loss that comes from blocks' auxiliary losses, averaged over samples; None without any."""
     assignments: tuple[float, ...] = ()
     """How often each expert of each layer is chosen, in order; of each layer to a factor, its ranks with replicas."""
 

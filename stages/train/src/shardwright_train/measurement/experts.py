@@ -1,4 +1,4 @@
-"""Time and memory of a layer's experts alone, on one rank, with the same number of rows for each expert."""
+"""Time and memory of a layer's experts in isolation, on one rank, with the same number of rows for each expert."""
 
 import time
 from collections.abc import Callable, Sequence

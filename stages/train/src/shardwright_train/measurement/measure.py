@@ -94,7 +94,7 @@ def _attention_by(plans: Sequence[Plan], kernels: Sequence[str], world: World) -
 
 
 def _in_turns(asked: Plans) -> Iterator[_Places]:
-    """Yield the places of plans that are measured together, by the first of them; most are alone."""
+    """Yield the places of plans that are measured together, by their first; most plans are measured by themselves."""
     groups = {min(group): group for group in asked.in_turns}
     others = {place for group in asked.in_turns for place in group} - groups.keys()
     for place in range(len(asked.plans)):
@@ -124,7 +124,7 @@ def _agreed_kernels(plans: Sequence[Plan], world: World) -> tuple[str, ...]:
 
 @dataclass
 class _Runner:
-    """A plan built on this rank in process groups of its own, with a batch to run it on, until it is closed."""
+    """A plan built on this rank with its process groups and a batch, until it is closed."""
 
     engine: Engine
     work: Step
@@ -311,7 +311,7 @@ _KIND: JournalKind[MeasureIdentity, PlanMeasurement] = JournalKind(
 def open_journal(
     job: MeasureJob, world: World, device: str, versions: str
 ) -> Journal[MeasureIdentity, PlanMeasurement]:
-    """Open a measurement's journal, the same on every rank; it starts anew for other settings, device or versions."""
+    """Open a measurement's journal, the same on every rank; it restarts for other settings, devices or versions."""
     identity = MeasureIdentity(
         steps=job.steps,
         warmup_steps=job.warmup_steps,

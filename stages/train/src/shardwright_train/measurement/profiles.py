@@ -183,7 +183,7 @@ class _CollectivesSettled(TorchDispatchMode):
 
 
 def trace_file(folder: Path, plan: Plan, rank: int) -> Path:
-    """The file of a rank's trace of a plan; plans of one name are told apart by their hash."""
+    """The file of a rank's trace of a plan; plans with equal names are distinguished by their hash."""
     name = re.sub(r"[^\w.-]+", "-", plan.name, flags=re.ASCII)[:80]
     return folder / f"{name}-{plan.sha256[:8]}.rank{rank}.json.gz"
 

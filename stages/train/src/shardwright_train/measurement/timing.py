@@ -23,7 +23,7 @@ _REPEATS = 4
 """Number of repeats, as long as a step of a small model: an interruption of 10 ms doubles 15 ms, but hardly a step."""
 _SCATTER = 0.1
 _MAX_SCATTERED = 3
-"""Limit of the steps of a plan measured alone, as a multiple of the requested ones, if they scatter."""
+"""Largest number of steps of a plan measured by itself, as a multiple of the requested ones, if times scatter."""
 MAX_AGAIN = 2
 """Limit of the repetitions of the first rounds for plans measured in turns."""
 _LAYERS = "layers"
@@ -169,7 +169,7 @@ _WORKLOADS = {
 
 
 def reference_time_s(device: torch.device) -> float:
-    """The seconds of the workload on this rank's device, mean of several, while all ranks run it; collective.
+    """The mean seconds of the workload on this rank's device while all ranks run it; collective.
 
     Between training steps its tensors use memory that activations have freed.
     """
@@ -190,7 +190,7 @@ def reference_time_s(device: torch.device) -> float:
 
 
 Taken = tuple[list[StepTiming], ...]
-"""Timed steps of each plan; those of equal index belong to one round."""
+"""Timed steps of each plan; steps of equal index belong to one round."""
 
 
 class Measured(NamedTuple):
@@ -206,7 +206,7 @@ class Limits(NamedTuple):
 
     steps: int
     min_time_s: float
-    """Seconds of each plan at least; of those in turns, in the mean."""
+    """Least seconds for each plan; for plans in turns, their mean."""
     of_all_ranks: Callable[[float], float]
     """Function that returns the largest value over all ranks; collective."""
 
@@ -214,7 +214,7 @@ class Limits(NamedTuple):
 def measure_in_turns(
     step: Sequence[Callable[[], StepTiming]], limits: Limits, forward_only: Collection[int] = ()
 ) -> Measured:
-    """Measure one step of each plan in turn, until all are measured for long enough.
+    """Measure one step of each plan in turn, until all have been measured for long enough.
 
     A plan alone is measured for longer if its steps scatter. Several plans are compared with the first:
     if the difference in layer time has too large an error, all are measured again. `forward_only` are the places of
@@ -236,7 +236,7 @@ def measure_in_turns(
 
 
 def largest_error(taken: Taken, forward_only: Collection[int] = ()) -> float:
-    """The largest relative error, in either pass, of a plan's difference in layer time from the first plan."""
+    """The largest relative error, in either pass, of the difference between two plans' layer times."""
     forward = [[step.forward_s[_LAYERS] for step in steps] for steps in taken]
     compared = (steps for place, steps in enumerate(taken) if place not in forward_only)
     backward = [[step.backward_s[_LAYERS] for step in steps] for steps in compared]
@@ -262,7 +262,7 @@ def _scatter(steps: Sequence[StepTiming]) -> float:
 def rank_measurements(
     steps: Sequence[StepTiming], stage: int, memory: RankMemory, world: World
 ) -> tuple[RankMeasurement, ...]:
-    """The times and memory of all ranks in the steps of a plan, from those of this rank; collective."""
+    """The times and memory of all ranks in the steps of a plan, gathered from each; collective."""
     names = steps[0].forward_s
     mine = RankMeasurement(
         rank=world.rank,

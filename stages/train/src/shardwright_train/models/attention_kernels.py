@@ -93,7 +93,7 @@ def settle_attention(plans: Sequence[Plan], world: World, *, by_document: bool =
 
 
 def _by(plan: Plan, kernel: Attention, world: World, by_document: bool) -> str:
-    """The kernel behind scaled_dot_product_attention on a GPU, for people; on CPU there is one."""
+    """The name of the kernel that scaled_dot_product_attention uses on a GPU; on CPU there is only one."""
     ran = kernels_run(plan, kernel, world.device, by_document=by_document) if on_accelerator(world.device) else ""
     return f" by {ran}" if ran else ""
 
@@ -116,7 +116,7 @@ def kernels_run(plan: Plan, kernel: Attention, device: torch.device, *, by_docum
 
 
 def _backends(kernel: str, device: torch.device) -> tuple[SDPBackend, ...]:
-    """The kernels that scaled_dot_product_attention may take: on a GPU none that keeps scores unless asked."""
+    """The kernels that scaled_dot_product_attention may choose: on a GPU none that keeps scores unless requested."""
     only = {name.value: backend for name, backend in _ONLY.items()}.get(kernel)
     if only is not None:
         return (only,)
@@ -124,7 +124,7 @@ def _backends(kernel: str, device: torch.device) -> tuple[SDPBackend, ...]:
 
 
 def use_kernels(precision: Precision, attention: str, device: torch.device) -> None:
-    """Set up this process to compute matrix products, convolutions and attention as a plan says, until the next plan.
+    """Set up matrix products, convolutions and attention of this process as a plan says, until the next plan.
 
     A GPU's scaled_dot_product_attention falls back to plain arithmetic in silence otherwise.
     """
@@ -161,13 +161,13 @@ def _lack(device: torch.device) -> str | None:
 
 
 def _fused_lack(plan: Plan, family: Family, device: torch.device, by_document: bool = False) -> str | None:
-    """What a GPU's fused kernels of scaled_dot_product_attention lack for a plan, or None."""
+    """What a GPU's fused kernels of scaled_dot_product_attention do not support of a plan, or None."""
     tried = on_accelerator(device) or plan.attention is Attention.SDPA_FLASH
     return _refusal(plan, family, device, by_document) if tried else None
 
 
 def _refusal(plan: Plan, family: Family, device: torch.device, by_document: bool = False) -> str | None:
-    """Why no fused kernel supports one group of heads of each attention of a plan, or None."""
+    """Why no fused kernel supports one group of heads of some attention of a plan, or None."""
     only = _ONLY.get(plan.attention)
     backends = list(_FUSED) if only is None else [only]
     for trial in _trials(plan, family, device, by_document):
@@ -186,7 +186,7 @@ class _Trial(NamedTuple):
 
 
 def _trials(plan: Plan, family: Family, device: torch.device, by_document: bool) -> Iterator[_Trial]:
-    """Yield what each attention of a plan gives a kernel: one group of heads, of as many positions as are tried.
+    """Yield a kernel's inputs for each attention of a plan: one group of heads, with a limited number of positions.
 
     Without a mask transformers hands the heads of a group that share their keys over as they are (`enable_gqa`).
     """
@@ -216,7 +216,7 @@ def _trials(plan: Plan, family: Family, device: torch.device, by_document: bool)
 
 
 def _attentions(model: Model, family: Family) -> Iterator[tuple[Heads, int, Mask]]:
-    """Yield the heads of each attention, the positions that a kernel is given, and what it leaves out of these.
+    """Yield the heads of each attention, the number of positions, and what is masked among them.
 
     The positions are those of a sample or an image, or those of a window of an image.
     """

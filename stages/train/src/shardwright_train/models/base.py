@@ -106,7 +106,7 @@ class Family:
         return (block(states[0], attention_mask=mask, **arguments),)
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Cosines and sines [1, s, features], or complex numbers, of a type of block at positions [1, s]."""
+        """Cosines and sines [1, s, features], or complex numbers, for a type of block at positions [1, s]."""
         angles: Any = rotary(example, positions)
         return angles if isinstance(angles, tuple) else (angles,)
 
@@ -154,7 +154,7 @@ class Family:
         return self.objective.from_config(self.configuration(model), model.sequence_length)
 
     def trained_on(self, model: Model, asked: str | None) -> Text | Classification:
-        """The objective of a run that requests `asked`; raises BadInput if the model has none such."""
+        """The objective of a run that requests `asked`; raises BadInput if the model does not have it."""
         if asked is not None and asked not in self.objectives:
             raise BadInput(f"--objective {asked}", f"a {model.family} model does not support it", "leave it out")
         if not self.objectives:
@@ -223,7 +223,7 @@ class Family:
         return stock
 
     def file_name(self, name: str) -> tuple[str, int]:
-        """The name in files of a parameter with a Hugging Face name, and its place among those stacked there."""
+        """The name in files of a parameter with a Hugging Face name, and its index if it is stacked there."""
         module, _, kind = name.rpartition(".")
         for path, parts in self.facts.stock.stacked.items():
             for place, part in enumerate(parts):
@@ -325,7 +325,7 @@ class Family:
         return Pieces(stock, self.head, self._loss) if kind == HEAD else self.block(stock, kind, index)
 
     def _loss(self, pieces: Pieces, states: States, batch: Batch) -> Tensor:
-        """The sum of cross entropy over the group's samples; under Ulysses, of this rank's own positions."""
+        """The sum of cross entropy over the group's samples; under Ulysses, over this rank's positions."""
         matrix: Any = pieces.get_submodule(self.head[-1])
         normed, labels = self.normed(pieces, states), batch["labels"].shape[1]
         # A class is told from the first position, which ranks that share out the sequence have only once it is whole.
@@ -354,7 +354,7 @@ def _within(parameter: str, paths: tuple[str, ...]) -> bool:
 
 
 def family_named(name: str, file: object) -> Family:
-    """The family of a name that stands in `file`; raises BadInput when there is none."""
+    """The family with a name that is in `file`; raises BadInput if there is none."""
     if name not in FAMILIES:
         problem = refusal(name, f"model family {name!r} cannot be trained")
         raise BadInput(file, problem, f"use one of: {', '.join(sorted(FAMILIES))}")

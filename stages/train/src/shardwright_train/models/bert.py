@@ -57,21 +57,21 @@ class Bert(Family):
 
 
 class Roberta(Bert):
-    """The BERT family, whose positions count the tokens that are not padding, from the row behind padding's."""
+    """BERT with position numbers that count only tokens other than padding, from the row after padding's."""
 
     embedding = tuple(path.replace("bert.", "roberta.", 1) for path in Bert.embedding)
     head = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder")
     parts = {kind: parts._replace(path=f"roberta.{parts.path.partition('.')[2]}") for kind, parts in Bert.parts.items()}
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration; raises ValueError if there is no padding, whose token positions begin behind."""
+        """The configuration; raises ValueError without a padding token, after whose row positions begin."""
         configured = super().configured(config)
         if configured.pad_token_id is None:
             raise ValueError("pad_token_id null cannot be trained: positions begin after it")
         return configured
 
     def numbers(self, pieces: Pieces, batch: Batch) -> Tensor:
-        """The rows of the table of positions of this rank's tokens; each document of a sample begins anew."""
+        """The rows of the table of positions of this rank's tokens; each document of a sample restarts."""
         padding, held = pieces.config.pad_token_id, pieces.tensor_parallel.positions(batch["tokens"].shape[1])
         real = (batch["tokens"] != padding).long()
         counted = real.cumsum(1)
@@ -110,7 +110,7 @@ class ModernBert(Family):
         return (stock(inputs_embeds=token_embedding(stock.tok_embeddings, batch["tokens"], pieces.tensor_parallel)),)
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The block of a type, wherever in a model it stands: the first type alone norms no input."""
+        """The block of a type, wherever it is in a model; only the first type does not norm its input."""
         block: Any = super().block(stock, kind, index)
         if kind == FIRST:
             block.attn_norm = nn.Identity()
@@ -119,6 +119,6 @@ class ModernBert(Family):
         return block  # type: ignore[no-any-return]
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """The angles of a type of block: those with a window have a base of their own."""
+        """The angles for a type of block; types with a window have another base."""
         angles: tuple[Tensor, ...] = rotary(example, positions, SLIDING if kind == SLIDING else FULL)
         return angles

@@ -22,7 +22,7 @@ _NO_MEANING = frozenset(
         *("pooler_type", "directionality", "pretraining_tp"),
     )
 )
-"""Keys of published files that say nothing about the model that is trained."""
+"""Keys of published files that do not affect the trained model."""
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _ROPE_KEYS = frozenset(
     (
@@ -71,7 +71,7 @@ def keys_of(config_class: Any) -> frozenset[str]:
 
 
 def _rotates_partly(config_class: Any) -> bool:
-    """Whether the models of a configuration class rotate a share of the features that the configuration says."""
+    """Whether a configuration class has models that rotate only a configured share of the features."""
     return _PARTIAL in (getattr(config_class(), "rope_parameters", None) or {})
 
 

@@ -83,7 +83,7 @@ class T5(Family):
         return compute == "float16" or super().keeps_last_sum(kind, config, compute)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """Correct the position bias: it covers all keys, of the positions and heads that attend on this rank."""
+        """Restrict the position bias, which covers all keys, to the positions and heads that attend on this rank."""
         super().after_split(block, config, tensor_parallel)
         attention: Any = block.get_submodule(_ATTENTION)
         if tensor_parallel.attends_apart:
@@ -120,7 +120,7 @@ class Whisper(Family):
     counted_per_rank = ("num_heads",)
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration; the decoder's positions are those of a sample."""
+        """The configuration; the decoder has as many positions as a sample."""
         configured = super().configured({key: x for key, x in config.items() if key != "max_position_embeddings"})
         configured.max_position_embeddings = configured.max_target_positions
         return configured
@@ -141,7 +141,7 @@ class Whisper(Family):
         return {**filled, f"{_SINES}.weight": (Filling(Given(sinusoids(rows, features))),)}
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The embeddings of the spectrogram's frames, of which every rank computes all, and of the tokens."""
+        """The embeddings of the tokens, and of the spectrogram's frames, which every rank computes completely."""
         encoder: Any = pieces.get_submodule("model.encoder")
         decoder: Any = pieces.get_submodule("model.decoder")
         split, rate, sines = pieces.tensor_parallel, pieces.config.dropout, encoder.embed_positions.weight
@@ -152,7 +152,7 @@ class Whisper(Family):
         return tuple(dropout(states, rate, pieces.training) for states in (encoded, decoded))
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """A stock block whose feed-forward is a part, an encoder's with a replica of the norm behind all."""
+        """A stock block whose feed-forward is a part; an encoder's last norm is replicated."""
         stack: Any = stock.get_submodule(f"model.{kind}")
         block: Any = copy.deepcopy(stack.layers[index])
         if kind == "encoder":
@@ -176,7 +176,7 @@ def _feed_forward(block: Any, states: Tensor) -> Tensor:
 
 
 def _forward(block: Any, states: Tensor, mask: Tensor | None = None, encoded: Tensor | None = None) -> Tensor:
-    """Run a stock block, whose own forward has no part to recompute by itself."""
+    """Run a stock block, whose own forward has no separate part that could be recomputed."""
     attended, _ = block.self_attn(block.self_attn_layer_norm(states), attention_mask=mask)
     states = states + dropout(attended, block.dropout, block.training)
     if encoded is not None:

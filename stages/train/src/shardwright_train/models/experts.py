@@ -71,7 +71,7 @@ def wide_logits(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """A tensor in float32, or as it is if its format is wider."""
+    """A tensor in float32, or unchanged if its format is wider."""
     return x.to(_wide_format(x))
 
 
@@ -104,7 +104,7 @@ class _Widened(torch.autograd.Function):
 
 
 class Sparse(Llama):
-    """Llama's rules, and experts that ranks share out; or each has a share of the features of all.
+    """Llama's rules, and experts that are split over ranks whole or by features.
 
     The stock modules hold the parameters; what they compute is written anew, without the stock's loop over experts.
     """
@@ -121,7 +121,7 @@ class Sparse(Llama):
     always: tuple[str, ...] = ()
     """Path in a block of the experts that compute every position, if there are such."""
     returns_scores: bool = False
-    """Whether the stock feed-forward part also returns the router's scores, which blocks leave alone."""
+    """Whether the stock feed-forward part also returns the router's scores, which blocks ignore."""
 
     def block(self, stock: Any, kind: str, index: int) -> nn.Module:
         """A stock block; one with experts also returns the balance loss."""
@@ -164,7 +164,7 @@ class Sparse(Llama):
         return WithLoss((output[0],), noted.tensor, noted.counts)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """Tell the experts which ranks share them, and note that nothing but a sum needs the last product of others."""
+        """Give the experts their groups of ranks, and note whether their last product is only summed."""
         super().after_split(block, config, tensor_parallel)
         summed = [f"{path}.down_proj" for path in self.always]
         for last in (module for name, module in block.named_modules() if name in summed):
@@ -182,7 +182,7 @@ class Sparse(Llama):
     def compute_experts(
         self, experts: Any, rows: Tensor, weights: "Unseen", counts: Counts, recomputation: Recomputation
     ) -> Tensor:
-        """The weighted results of experts for rows that are sorted by expert; of this rank's features alone.
+        """The weighted results of experts for rows sorted by expert, for this rank's features only.
 
         Rows are weighted before the last product, which is linear: so its results need not be kept.
         """
@@ -204,7 +204,7 @@ class Sparse(Llama):
 
 
 class Unseen:
-    """A tensor that goes into or out of a module, of which FSDP2 knows nothing.
+    """A tensor that goes into or out of a module, hidden from FSDP2.
 
     Weights of experts' results stay in float32, whatever format experts compute in. The gradient of a block's loss
     follows that of its output, whose nodes autograd works on first since they are younger: if FSDP2 hears of both it
@@ -270,7 +270,7 @@ def _forward(part: Any, hidden: Tensor) -> Tensor:
 
 
 def _with_shared(part: Any, hidden: Tensor, results: Tensor, leave: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Results and those of shared experts, which `leave` sums over ranks; None: all are summed later."""
+    """The results plus the shared experts' results, which `leave` sums over ranks; None: all are summed later."""
     if (shared := getattr(part, "shared_experts", getattr(part, "shared_expert", None))) is None:
         return results
     always: Tensor = shared(hidden)
@@ -298,7 +298,7 @@ def _loss(probabilities: Tensor, counts: Tensor, tensor_parallel: TensorParallel
 
 
 def _sharing_positions(tensor_parallel: TensorParallel, is_outside: bool) -> Iterator[dist.ProcessGroup]:
-    """Yield the groups over which positions of a sample are shared out where its experts are chosen."""
+    """Yield the groups whose ranks hold different positions of a sample when its experts are chosen."""
     if tensor_parallel.splits_everything or (is_outside and tensor_parallel.sums_outside):
         yield tensor_parallel.sequence_group
     if tensor_parallel.axes.shares_context:
@@ -358,12 +358,12 @@ class DeepseekV3(DeepseekV2):
         return stock
 
     def may_lack(self, model: Model, name: str) -> bool:
-        """Whether a parameter of a file is of the layers behind the last, which predict further tokens."""
+        """Whether a file's parameter belongs to the layers after the last one, which predict further tokens."""
         number = name.removeprefix("model.layers.").partition(".")[0]
         return number.isdigit() and int(number) >= len(model.layers)
 
     def choose(self, part: Any, x: Tensor) -> Choice:
-        """The choice of a router by corrected scores, in the best groups; scores alone weigh the results."""
+        """The choice of a router by corrected scores, within the best groups; weights come from uncorrected scores."""
         config, scores = part.config, wide_logits(x, routing_matrix(part.gate)).sigmoid()
         corrected = scores.detach() + part.gate.e_score_correction_bias
         best = corrected.unflatten(-1, (config.n_group, -1)).topk(2, -1).values.sum(-1)
@@ -379,7 +379,7 @@ class DeepseekV3(DeepseekV2):
 
 
 class Llama4(Sparse):
-    """Experts that take in weighted positions, beside one that computes them all; heads are rotated in pairs."""
+    """Experts whose inputs are weighted, with a shared one for all positions; heads are rotated in pairs."""
 
     parts = dict.fromkeys(TYPES, Parts("model.layers", attention=("self_attn",), mlp=("feed_forward",)))
     plan = {
@@ -409,7 +409,7 @@ class Llama4(Sparse):
         return recomputation.product(expert_products, up * experts.act_fn(gate), last, counts)
 
     def constants(self, model: Model, kind: str, places: Places, *others: Any) -> dict[str, Any]:
-        """Those of all families; raises BadInput for parts of a sequence whose queries are scaled by position.
+        """The constants of all families; raises BadInput for parts of a sequence if queries are scaled by position.
 
         Stock blocks that do not rotate count positions from the first that they are given.
         """

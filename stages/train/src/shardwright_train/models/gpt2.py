@@ -27,7 +27,7 @@ class GPT2(Family):
     counted_per_rank = ("split_size",)
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration; the default width of the feed-forward is four times that of the hidden states."""
+        """The configuration; the default feed-forward width is four times the hidden states'."""
         configured = super().configured(config)
         configured.n_inner = configured.n_inner or 4 * configured.n_embd
         return configured

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025): experts with a SwiGLU of clamped inputs, one of which is one too small, and sinks."""
+"""gpt-oss (OpenAI 2025): experts with a SwiGLU whose inputs are clamped, the linear one plus one, and sinks."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ from shardwright_train.parallel.tensor import TensorParallel
 SINK_ATTENTION = "shardwright_sinks"
 """Name under which transformers' modules find the attention below."""
 _HELD = WeakTensorKeyDictionary()
-"""Masks with a further key and query, by those without."""
+"""Masks extended by one key and query, by the original masks."""
 _SPACE = (0, SINK_FEATURES, 1, 0)
-"""Padding of queries, keys and values [b, heads, s, d]: features behind, and a position before."""
+"""Padding of queries, keys and values [b, heads, s, d]: features after the others, and a position before them."""
 
 
 def _attention(
@@ -81,7 +81,7 @@ def clamped_swiglu(gate_up: Tensor, weights: Tensor, limit: float, alpha: float)
 
 
 class _Gated(torch.autograd.Function):
-    """An activation that keeps its input alone."""
+    """An activation that only keeps its input."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weights: Tensor, limit: float, alpha: float) -> Tensor:
@@ -131,12 +131,12 @@ class GptOss(Sparse):
         return block
 
     def choose(self, part: Any, x: Tensor) -> Choice:
-        """The choice of a router, whose weights are a softmax over those of the chosen experts alone."""
+        """The choice of a router, whose weights are a softmax over only the chosen experts."""
         probabilities, scores, index = scored(x, part.router)
         return Choice(probabilities, index, scores.softmax(-1))
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """Let the first rank alone add biases behind products that are summed over ranks."""
+        """Let only the first rank add the biases of products that are summed over ranks."""
         super().after_split(block, config, tensor_parallel)
         experts: Any = block.get_submodule("mlp.experts")
         experts.keeps_biases = float((experts.tensor_parallel or tensor_parallel).rank == 0)

@@ -80,7 +80,7 @@ class Siglip(ViT):
         return ((patches + table)[:, pieces.tensor_parallel.positions(len(table))].clone(),)
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
-        """The mean of the normed positions, as the only one."""
+        """The mean of the normed positions, as a single position."""
         return pieces.through(self.head[:1], states[-1]).mean(1, keepdim=True)
 
 
@@ -112,11 +112,11 @@ class Swin(Family):
         return (states[:, pieces.tensor_parallel.positions(states.shape[1])].clone(),)
 
     def normed(self, pieces: Pieces, states: States) -> Tensor:
-        """The mean of the normed positions, as the only one."""
+        """The mean of the normed positions, as a single position."""
         return pieces.through(self.head[:1], states[-1]).mean(1, keepdim=True)
 
     def block(self, stock: Any, kind: str, index: int) -> Any:
-        """A block, or what merges patches, which knows how high and wide the image is that it receives."""
+        """A block, or a patch merging, that is given the height and width of its input image."""
         block: Any = super().block(stock, kind, index)
         if kind in MERGES:
             block.input_resolution = [side >> MERGES.index(kind) for side in stock.swin.embeddings.patch_grid]

@@ -182,7 +182,7 @@ def _runs(shape: Sequence[int], box: Box) -> Iterator[_Run]:
 
 
 def _blocks(runs: Iterator[_Run]) -> Iterator[tuple[int, list[_Run]]]:
-    """Yield the runs that are drawn together, and how many numbers come before them."""
+    """Yield the runs that are drawn together, and the number of random numbers before them."""
     first, size = 0, 0
     block: list[_Run] = []
     for run in runs:

@@ -35,7 +35,7 @@ class Llama(Family):
 
 
 class Cohere(Llama):
-    """Llama with scaled logits, and norms of heads with weights of their own for each head."""
+    """Llama with scaled logits, and norms with separate weights for each head."""
 
     plan = Llama.plan | dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), Rule("cut", dim=0))
 
@@ -60,7 +60,7 @@ class Granite(Llama):
 
 
 class Ministral(Llama):
-    """Llama whose stock class needs to be told the features of a head."""
+    """Llama with a stock class that must be given the width of a head."""
 
     def configured(self, config: Mapping[str, Any]) -> Any:
         """The configuration; heads have their share of the hidden states' features by default."""
@@ -73,7 +73,7 @@ class Ministral3(Llama):
     """Llama whose stock blocks scale queries by their positions in a sample."""
 
     def constants(self, model: Model, kind: str, places: Places, example: Tensor, *others: Any) -> dict[str, Any]:
-        """Those of all families, and the positions [1, s] that this rank computes."""
+        """The constants of all families, and the positions [1, s] that this rank computes."""
         constants = super().constants(model, kind, places, example, *others)
         constants["arguments"]["position_ids"] = places.positions(example.device)[places.computed][None]
         return constants
@@ -86,12 +86,12 @@ class Ministral3(Llama):
 
 
 class SmolLM3(Llama):
-    """Llama with two types of block; the stock ones know whether they rotate."""
+    """Llama with two types of block; the stock blocks decide whether they rotate."""
 
     parts = dict.fromkeys((ROTATED, UNROTATED), Llama.parts[BLOCK])
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration; raises ValueError if a layer has a window, which it has by its type alone."""
+        """The configuration; raises ValueError if a layer has a window, which only its type may give it."""
         if "sliding_attention" in (config.get("layer_types") or ()):
             raise ValueError("layer_types 'sliding_attention' cannot be trained: attention is whole")
         return super().configured(config)
@@ -104,7 +104,7 @@ class Gemma2(Llama):
     """Llama with scaled embeddings and bounded logits; the stock blocks have the rest."""
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The modules of a layer, of which the table is a plain one: `embed` scales its rows."""
+        """The modules of a layer, with a plain embedding table: `embed` scales its rows."""
         module = super().module(stock, kind, index)
         if kind == EMBEDDING:
             rows, features = stock.model.embed_tokens.weight.shape
@@ -125,7 +125,7 @@ class Gemma2(Llama):
 
 
 class Gemma3(Gemma2):
-    """Gemma 2 whose types of block turn by angles of their own."""
+    """Gemma 2 with rotation angles that differ by type of block."""
 
     def angles(self, rotary: nn.Module, kind: str, example: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """The cosines and sines of a type of block."""
@@ -146,7 +146,7 @@ class NormedHead(nn.Linear):
 
 
 class Baichuan(Llama):
-    """Llama whose files hold queries, keys and values as one; ALiBi in place of rotations in 13B."""
+    """Llama whose files hold queries, keys and values as one; ALiBi instead of rotations in 13B."""
 
     def configured(self, config: Mapping[str, Any]) -> Any:
         """Llama's configuration, with the positions of 13B under the usual name."""
@@ -171,7 +171,7 @@ class Baichuan(Llama):
         kernel: str,
         heads: Callable[[int], slice] = slice,
     ) -> dict[str, Any]:
-        """Those of Llama; under ALiBi by angles of 0, for positions show in the mask."""
+        """The constants of Llama; with ALiBi the angles are 0, because positions are in the mask."""
         constants = super().constants(model, kind, places, example, kernel, heads)
         if model.types[kind].alibi_heads:
             cos, sin = constants["arguments"]["position_embeddings"]
@@ -181,7 +181,7 @@ class Baichuan(Llama):
 
 
 class Glm4(Llama):
-    """Llama whose files hold the gate and the first matrix of the feed-forward as one, each sharded by itself."""
+    """Llama with files that store the gate and first matrix of the feed-forward as one; each is sharded separately."""
 
     plan = {
         **Llama.plan,
@@ -201,7 +201,7 @@ class Phi3(Llama):
     counted_per_rank = ("num_key_value_heads",)
 
     def after_split(self, block: nn.Module, config: Any, tensor_parallel: TensorParallel) -> None:
-        """Correct the numbers of heads: the stock block reads that of queries in its configuration, a copy."""
+        """Correct the number of heads, which the stock block reads from its copy of the configuration."""
         super().after_split(block, config, tensor_parallel)
         attention: Any = block.get_submodule("self_attn")
         attention.config.num_attention_heads //= tensor_parallel.size

@@ -93,11 +93,11 @@ class Llava(Family):
         return configured
 
     def normalized(self, read: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys of a configuration whose tower ends with the block whose states are taken."""
+        """Changes to a configuration so that its tower ends with the block whose states are taken."""
         return {"vision_feature_layer": -1, "image_seq_length": image_tokens(read)}
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The modules of a layer; numbers of patches' positions are no buffer, which would lose its values."""
+        """The modules of a layer; patch position numbers are not a buffer, which would lose its values."""
         if kind != EMBEDDING:
             return super().module(stock, kind, index)
         paths = self.embedding if hasattr(stock.model.vision_tower, "pre_layrnorm") else self.embedding[:-1]
@@ -118,7 +118,7 @@ class Llava(Family):
         return block  # type: ignore[no-any-return]
 
     def initialize(self, model: Model, module: nn.Module) -> None:
-        """Give a whole layer the initial weights that transformers gives it, those of the tower by its own class."""
+        """Give a whole layer the initial weights of transformers, the tower's by its own class."""
         stock = self.stock_model(model)
         within = [part for name, part in module.named_modules() if name == VISION_TOWER]
         within += [module] if getattr(module, "of_tower", False) else []
@@ -131,18 +131,18 @@ class Llava(Family):
             module.apply(start)
 
     def keeps_last_sum(self, kind: str, config: Any, compute: str) -> bool:
-        """Whether a value after the last product is kept: where the projector puts its states among a text's."""
+        """Whether the result of the last product is kept: where the projector merges its states into a text's."""
         return kind == PROJECTOR or super().keeps_last_sum(kind, config, compute)
 
     def may_lack(self, model: Model, name: str) -> bool:
-        """Whether a tensor is of a block of the tower behind the one whose states are taken."""
+        """Whether a tensor belongs to a block of the tower after the one whose states are taken."""
         blocks = self.parts[TOWER].path
         number = name.removeprefix(f"{blocks}.").partition(".")[0]
         taken = sum(base_type(kind) == TOWER for kind in model.layers)
         return name.startswith(f"{blocks}.") and number.isdecimal() and int(number) >= taken
 
     def embed(self, pieces: Pieces, batch: Batch) -> States:
-        """The states of an image's patches, of which every rank computes all, and those of the tokens."""
+        """The states of an image's patches, which every rank computes completely, and the tokens'."""
         tower: Any = pieces.get_submodule(VISION_TOWER)
         table: Any = pieces.get_submodule(self.embedding[0])
         embeddings, split = tower.embeddings, pieces.tensor_parallel
@@ -158,7 +158,7 @@ class Llava(Family):
         return held, token_embedding(table, batch["tokens"], split)
 
     def call(self, block: Any, states: States, batch: Batch, constants: dict[str, Any]) -> Any:
-        """Run a block on its states: the tower's pass those of the text through, and the projector joins both."""
+        """Run a block: the tower's blocks pass the text's states through, and the projector merges both."""
         if len(states) == 1:
             return super().call(block, states, batch, constants)
         held, text = states
@@ -190,17 +190,17 @@ class Gemma3Images(Llava):
     text = Gemma3TextConfig, GEMMA3
 
     def configured(self, config: Mapping[str, Any]) -> Any:
-        """The configuration, which says how many positions an image takes as Llava's does."""
+        """The configuration, which states the number of positions of an image as Llava's does."""
         configured = super().configured({key: x for key, x in config.items() if key != "image_seq_length"})
         configured.image_seq_length = configured.mm_tokens_per_image
         return configured
 
     def normalized(self, read: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing: all blocks of the tower compute something."""
+        """Return no changes: all blocks of the tower are used."""
         return {}
 
     def module(self, stock: Any, kind: str, index: int) -> nn.Module:
-        """The modules of a layer, of which the table is a plain one: `embed` scales its rows."""
+        """The modules of a layer, with a plain embedding table: `embed` scales its rows."""
         module = super().module(stock, kind, index)
         if kind == EMBEDDING:
             scaled = stock.model.language_model.embed_tokens
@@ -229,6 +229,6 @@ class Gemma3Images(Llava):
 
 
 def _projected(projector: Any, image: Tensor) -> Tensor:
-    """An image's features, of the normed states."""
+    """An image's features, projected from the normed states."""
     features: Tensor = type(projector).forward(projector, projector.post_layernorm(image))
     return features

@@ -18,7 +18,7 @@ _HELD: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 
 
 class Places(NamedTuple):
-    """The places of a sample at which a rank works, where ranks hold its positions in an order."""
+    """The places of a sample held by a rank, if a plan changes the order of positions."""
 
     length: int
     computed: slice
@@ -26,7 +26,7 @@ class Places(NamedTuple):
     attending: slice
     """Places that attend on this rank."""
     order: Tensor | None = None
-    """Positions [s] at all places; None if they keep their order."""
+    """Positions [s] at all places; None if the order is unchanged."""
 
     @classmethod
     def whole(cls, length: int) -> "Places":
@@ -50,7 +50,7 @@ class Places(NamedTuple):
 
 
 def shared_mask(window: int | None, attending: slice) -> str:
-    """The key in a microbatch of the mask that its layers with a window share, of the form of `document_mask`.
+    """The key in a microbatch of the mask that its layers with a window share, in the form of `document_mask`.
 
     The window may be None: layers without one. `attending`: places of its rows.
     """
@@ -78,7 +78,10 @@ def mask_for(mask: Mask, states: Tensor, batch: Batch, constants: Mapping[str, A
 
 
 def causal_mask(states: Tensor, tokens: Tensor, kernel: str) -> Tensor | None:
-    """The causal mask added to scores [b, heads, s, s] for the eager kernel; None for others, causal anyway."""
+    """The causal mask added to scores [b, heads, s, s] for the eager kernel.
+
+    None for others, which are causal without it.
+    """
     if kernel != Attention.EAGER.value:
         return None
     length = tokens.shape[1]
@@ -122,14 +125,14 @@ def alibi_mask(places: Places, slopes: Sequence[float], example: Tensor) -> Tens
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slopes of so many heads (Press et al. 2022, and their code for numbers that are no power of two)."""
+    """The slopes for a number of heads (Press et al. 2022, and their code for numbers that are not powers of two)."""
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes if power == heads else slopes + alibi_slopes(2 * power)[0::2][: heads - power]
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype, padding: Tensor | None, places: Places) -> Tensor:
-    """The mask to add to scores [b, heads, q, s] so that each position attends to its own document alone.
+    """The mask to add to scores [b, heads, q, s] so that each position attends only to its own document.
 
     documents [b, s] number them; causal if there is no `padding` [b, s], which is false on what stands for nothing.
     """

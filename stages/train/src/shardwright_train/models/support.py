@@ -1,4 +1,4 @@
-"""Checks, before ranks start, of plan features that no device or this installation does not support."""
+"""Checks, before ranks start, for plan features that the device or this installation does not support."""
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -49,7 +49,7 @@ def flash_attn_is_installed() -> bool:
 
 
 def flash_obstacle(plan: Plan) -> str | None:
-    """Why flash_attention_2 can never run a plan, or None, disregarding installation, device and family."""
+    """Why flash_attention_2 can never run a plan, or None, regardless of installation, device and family."""
     if _on_cpu(plan):
         return "needs CUDA, but the plan is for cpu"
     if (compute := plan.precision.compute) not in _SIXTEEN_BITS:

@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, with the logarithms by which results of several such blocks are merged.
+"""Attention of some queries to some keys, with the logarithms needed to merge the results of several such blocks.
 
 Kernels that return logarithms are the operators behind `scaled_dot_product_attention` (Rabe and Staats 2021; Dao et
 al. 2022). The gradients of a block follow from the merged output and logarithm alone (Liu et al. 2023).
@@ -26,7 +26,7 @@ _SHORT = (torch.float16, torch.bfloat16)
 _ROWS = 32
 """Multiple of queries to which the memory-efficient kernel pads its logarithms."""
 _ALIGNMENT = 8
-"""Numbers of which the memory-efficient kernel's rows of a mask, and the flash kernel's heads, are multiples."""
+"""Rows of a mask in the memory-efficient kernel, and heads in the flash kernel, must be multiples of this."""
 _WIDEST_FLASH, _FLASH_CAPABILITY = 256, (8, 0)
 """Largest heads and least compute capability of the flash kernel."""
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -58,7 +58,7 @@ class Attended(NamedTuple):
 
 
 def nothing_attended(query: Tensor, features: int) -> Attended:
-    """The attention of queries [b, heads, q, d] to no keys, of values of some features, in float32 at least.
+    """The attention of queries [b, heads, q, d] to no keys, for values of a width, in float32 or wider.
 
     Its output lies in memory as [b, q, heads, d], which is what the product behind attention reads.
     """
@@ -78,9 +78,9 @@ class Block:
     scale: float
     """Factor of the scores."""
     is_causal: bool = False
-    """Whether queries and keys are the same positions in rising order, none of which sees a later one."""
+    """Whether queries and keys are the same positions in ascending order, under a causal mask."""
     seen: Tensor | None = None
-    """The keys that each query sees [b or 1, 1, q, k], if `is_causal` does not say it."""
+    """The keys that each query sees [b or 1, 1, q, k], unless `is_causal` implies it."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
         """The attention of the queries."""
@@ -108,7 +108,7 @@ class Block:
         return self._efficient_backward(gradient, query, key, value, last)
 
     def _forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The output and logarithms; those of a query that sees nothing are any finite numbers."""
+        """The output and logarithms; for a query that sees nothing they are arbitrary finite numbers."""
         causal, scale = self.is_causal, self.scale
         if query.device.type == "cpu":
             on_cpu = cpu_attention(query, key, value, 0.0, causal, attn_mask=self._bias(query), scale=scale)
@@ -178,7 +178,7 @@ class Piece(NamedTuple):
     block: Block
 
     def add(self, total: Attended, query: Tensor, both: Tensor) -> None:
-        """Merge the attention of the part into that of all queries, in place."""
+        """Merge the attention of the part into the attention of all queries, in place."""
         key, value = parted(both[..., self.keys, :], query.shape[_FEATURES])
         total.rows(self.queries).add(self.block.attend(query[:, :, self.queries], key, value))
 
@@ -206,18 +206,18 @@ def joined(key: Tensor, value: Tensor) -> Tensor:
 
 
 def parted(both: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    """Keys, of some features, and values that are together, as views."""
+    """Keys, of a given width, and values that are stored together, as views."""
     key, value = both if len(both) > 1 else both[0].tensor_split([features], _FEATURES)
     return key, value
 
 
 def _only_efficient() -> bool:
-    """Whether the plan asks for the memory-efficient kernel: PyTorch's settings say so."""
+    """Whether the plan asks only for the memory-efficient kernel, according to PyTorch's settings."""
     return torch.backends.cuda.mem_efficient_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
 
 
 def _equally_wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors [..., features], the narrower ones with zeros behind."""
+    """Tensors [..., features], the narrower ones padded with zeros."""
     widest = max(x.shape[_FEATURES] for x in tensors)
     return tuple(pad(x, (0, widest - x.shape[_FEATURES])) if x.shape[_FEATURES] < widest else x for x in tensors)
 
@@ -228,6 +228,6 @@ def _repeated(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _folded(x: Tensor, heads: int) -> Tensor:
-    """Gradients of repeated heads, summed over those that repeat one."""
+    """Gradients of repeated heads, summed over the repetitions."""
     groups: Tensor = x.unflatten(_HEADS, (heads, -1))
     return groups.sum(_HEADS + 1)

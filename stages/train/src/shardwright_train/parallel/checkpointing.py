@@ -1,4 +1,4 @@
-"""Activation recomputation in the backward pass (Chen et al. 2016), of plain and of compiled blocks.
+"""Activation recomputation in the backward pass (Chen et al. 2016), for plain and compiled blocks.
 
 Selective recomputation keeps results of matrix products, of attention, and of sums over ranks; of attention whose keys
 go round a ring, the merged result. The result of a product
@@ -69,14 +69,14 @@ class KeptResults(TorchDispatchMode):
         return result
 
     def again(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """A function's result, none of whose products are kept."""
+        """A function's result, computed without keeping any products."""
         self._repeats = True
         result = function(*args)
         self._repeats = False
         return result
 
     def whole(self, function: Callable[[], Attended]) -> Attended:
-        """The attention that a function computes, kept in place of its parts."""
+        """The attention that a function computes, kept instead of its parts."""
         if self._replays:
             kept: Attended = self._results.pop(0)
             return kept
@@ -197,7 +197,7 @@ def part_of(name: str, parts: Parts) -> Recompute:
 def apply_activation_checkpointing(
     block: nn.Module, parts: Parts, recompute: Recompute, randomness: Randomness, recomputation: Recomputation
 ) -> None:
-    """Recompute a block's attention or MLP if its strategy says so; the caller handles recomputing whole blocks.
+    """Recompute a block's attention or MLP if its strategy says so; whole blocks are recomputed by the caller.
 
     Each part draws from a seed of its own, so that it draws the same whether it is recomputed or not.
     """
@@ -223,7 +223,7 @@ def compile_block(block: nn.Module, parts: Parts, recompute: Recompute, gathers:
 
 
 def _replace(block: nn.Module, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a callable inside a block, a module or a method, by what `change` makes of it."""
+    """Replace a callable inside a block, a module or a method, by the result of `change`."""
     holder_name, _, last = name.rpartition(".")
     holder = block.get_submodule(holder_name)
     if isinstance(part := getattr(holder, last), nn.Module):
@@ -251,7 +251,7 @@ def _seeded(
 
 
 def _recomputed(policy: _Policy | None, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The recomputing function, not a partial object, which would give each layer a graph of its own."""
+    """The recomputing function; a partial object would give each layer a separate graph."""
     kept: dict[str, Any] = {}
     if policy is not None:
         kept = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}

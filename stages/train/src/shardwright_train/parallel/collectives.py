@@ -176,7 +176,7 @@ class _GatheredShard:
         return self._regathered
 
     def _used(self, gradient: Tensor) -> Tensor:
-        """Note that the gradient of the gathered tensor exists, so that it is not needed any more, and return it."""
+        """Return the gathered tensor's gradient, and note that the tensor itself is no longer needed."""
         self._regathered = None
         return gradient
 

@@ -26,7 +26,7 @@ from shardwright_train.parallel.process_groups import Travelling, pass_on
 
 
 class Rectangle(NamedTuple):
-    """Queries of one rank and keys of another, numbered in rising order of positions, that see one another in part."""
+    """Queries of one rank and keys of another, in ascending order of positions, some of which see one another."""
 
     queries: slice
     keys: slice
@@ -60,7 +60,7 @@ class ContextShares:
         return _argsort(self._share(rank))
 
     def is_rising(self, rank: int) -> bool:
-        """Whether a rank's positions lie in memory in rising order, as those of the largest cp_size do."""
+        """Whether a rank's positions are in memory in ascending order, as with the largest cp_size."""
         return list(self._share(rank)) == self.positions(rank)
 
     def positions(self, rank: int) -> list[int]:
@@ -72,14 +72,14 @@ class ContextShares:
         return [rank * self.length + place for place in self.rising(rank)]
 
     def runs(self, rank: int) -> Iterator[tuple[slice, int]]:
-        """Yield runs of neighbouring positions of a rank, numbered in rising order, and the position behind each."""
+        """Yield runs of neighbouring positions of a rank, numbered in ascending order, and the position after each."""
         positions = self.positions(rank)
         ends = [i for i in range(1, self.length) if positions[i] != positions[i - 1] + 1]
         for first, end in zip([0, *ends], [*ends, self.length], strict=True):
             yield slice(first, end), positions[end - 1] + 1
 
     def rectangle(self, rank: int, source: int, causal: bool) -> Rectangle | None:
-        """The least rectangle that holds all queries of a rank and keys of `source` that see one another."""
+        """The smallest rectangle with all visible pairs of a rank's queries and keys of `source`."""
         if not causal:
             return Rectangle(slice(0, self.length), slice(0, self.length), False, True)
         queries, keys = self.positions(rank), self.positions(source)
@@ -114,7 +114,7 @@ def visible(queries: Tensor, keys: Tensor, causal: bool, documents: tuple[Tensor
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Attention of this rank's positions to those of a group; a subclass says how their keys and values come here."""
+    """Attention of this rank's positions to a group's; a subclass brings the other ranks' keys and values."""
 
     shares: ContextShares
     group: dist.ProcessGroup
@@ -137,7 +137,7 @@ class ContextAttention:
 
     @cached_property
     def memory_order(self) -> Tensor:
-        """Where positions in rising order lie in memory: the inverse of `rising_order` [s/n]."""
+        """Where positions in ascending order are in memory: the inverse of `rising_order` [s/n]."""
         return self.rising_order.argsort()
 
 
@@ -150,7 +150,7 @@ _HEADS, _POSITIONS = 2, 3
 
 @dataclass(frozen=True)
 class GatherAttention(ContextAttention):
-    """Attention of this rank's positions to those of a group, whose keys and values are gathered."""
+    """Attention of this rank's positions to a group's, with gathered keys and values."""
 
     keeps: bool = False
     """Whether gathered keys and values are kept for the backward pass: if a replay gathers them right before it."""
@@ -167,7 +167,7 @@ class GatherAttention(ContextAttention):
         return output
 
     def pieces(self, scale: float, documents: Tensor | None = None) -> tuple[Piece, ...]:
-        """The parts of attention, of queries in rising order of positions and of all keys in that order.
+        """The parts of attention, for queries in ascending order of positions and all keys in that order.
 
         A mask of more keys than queries would have to end at the last of both, and kernels differ in where theirs do.
         So each run of positions attends to all keys before it, and to itself under a mask.
@@ -208,7 +208,7 @@ class GatherAttention(ContextAttention):
         return visible(self._positions[mine], self._positions, self.causal, numbers)
 
     def scattered(self, gradient: Tensor) -> Tensor:
-        """The sum over the ranks of gradients of gathered keys and values, of this rank's positions."""
+        """The sum over the ranks of gradients of gathered keys and values, for this rank's positions."""
         if self.group.size() == 1:
             return gradient
         return scatter_dim(gradient.to(self.reduce), _POSITIONS, self.group).to(gradient.dtype)
@@ -219,7 +219,7 @@ class GatherAttention(ContextAttention):
         return both.index_select(_POSITIONS, self._natural)
 
     def scattered_from_order(self, gradient: Tensor) -> Tensor:
-        """The sum over the ranks of gradients, in that order, of this rank's positions."""
+        """The sum over the ranks of gradients, in that order, for this rank's positions."""
         return self.scattered(gradient.index_select(_POSITIONS, self._positions))
 
     def rising(self, x: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _causal(run: slice, end: int, scale: float) -> Iterator[Piece]:
-    """Yield the parts of a run of neighbouring positions, the last of which is before `end`."""
+    """Yield the parts of a run of neighbouring positions that ends before `end`."""
     first = end - (run.stop - run.start)
     if first:
         yield Piece(run, slice(0, first), Block(scale))
@@ -305,12 +305,12 @@ _RING_POSITIONS = 2
 class _Step(NamedTuple):
     source: int
     rectangle: Rectangle | None
-    """The pairs of queries and keys of `source` that are computed; None: there are none."""
+    """The pairs of queries and keys of `source` to compute; None: there are none."""
 
 
 @dataclass(frozen=True)
 class RingAttention(ContextAttention):
-    """Attention of this rank's positions to those of a group, whose keys and values go round."""
+    """Attention of this rank's positions to a group's, with keys and values passed around a ring."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Tensor | None = None
@@ -439,15 +439,15 @@ def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StandIn:
-    """A rank that stands for one of several, whose share of longer samples its samples are."""
+    """A rank that stands for one of several in a measurement: its samples are that rank's part of longer samples."""
 
     ranks: int
     order: Tensor | None
-    """Positions of a longer sample [s] in the order in which ranks would hold them; None if they keep theirs."""
+    """Positions of a longer sample [s] in the order in which ranks would hold them; None if the order is unchanged."""
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """What attention takes for the group of these ranks: it has a rank and a size alone."""
+        """A substitute for the group of these ranks that only has a rank and a size."""
         return cast(dist.ProcessGroup, _RankInTheMiddle(self.ranks))
 
 
@@ -464,10 +464,10 @@ class _RankInTheMiddle:
 
 @dataclass(frozen=True)
 class StandInAttention(GatherAttention):
-    """Attention to keys and values that stand for those of a group."""
+    """Attention to keys and values that stand for a group's."""
 
     def scattered(self, gradient: Tensor) -> Tensor:
-        """The gradient of this rank's positions, of which no other rank has a part."""
+        """The gradient of this rank's positions, to which no other rank contributes."""
         mine: Tensor = gradient.unflatten(-2, (self.group.size(), -1))[..., self.group.rank(), :, :]
         return mine
 

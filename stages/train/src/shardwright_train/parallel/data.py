@@ -55,7 +55,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of a layer's mesh that data parallelism works on: all but those that cut parameters first."""
+    """The axes of a layer's mesh for data parallelism: all except those that shard parameters first."""
     return mesh[tuple(name for name in _axis_names(mesh) if name not in _CUTTING)]
 
 
@@ -261,7 +261,7 @@ class GradientAllReduce:
                 self._buckets.append(_sent(buckets.pop(0), self._group))
 
     def collect(self) -> None:
-        """Wait for the last backward pass's reduction, and add its result to those of earlier passes.
+        """Wait for the last backward pass's reduction, and add its result to earlier passes' results.
 
         Raises RuntimeError if a gradient came after its layer's backward pass was taken to be over.
         """

@@ -82,22 +82,22 @@ def dispatch(index: Tensor, counts: Tensor) -> Dispatch:
 
 
 class Exchange(NamedTuple):
-    """The exchange of rows with the ranks of their experts, where they are sorted by expert.
+    """The exchange of rows with the ranks of their experts, for rows sorted by expert.
 
     Ranks that share the features of the same experts gather the rows that any of them receives, and sum the results.
     """
 
     experts: dist.ProcessGroup | None
-    """Ranks over which experts are sharded; None if each has all."""
+    """Ranks over which whole experts are distributed; None if each rank has all."""
     features: dist.ProcessGroup | None
-    """Ranks that share each expert's features; None if each has all."""
+    """Ranks over which each expert's features are split; None if each rank has all."""
     sent: Sequence[int]
     """Rows sent to each of these ranks."""
     received: Sequence[int]
     gathered: Sequence[int]
     """Rows that each rank that shares features receives."""
     order: Tensor
-    """For each row here that is sorted by expert, its number among those received."""
+    """For each row here, sorted by expert, its index among the received rows."""
     inverse: Tensor
     counts: Counts
     """Rows of each expert of this rank."""
@@ -111,7 +111,7 @@ class Exchange(NamedTuple):
         return sorted_rows
 
     def back(self, rows: Tensor) -> Tensor:
-        """The results of sorted rows of all experts, for those of this rank's experts."""
+        """Send the results for sorted rows of this rank's experts back to the rows' ranks."""
         arrived: Tensor = _Sorted.apply(rows, self.inverse, self.order, 1)  # type: ignore[no-untyped-call]
         if self.features is not None:
             arrived = with_transpose(arrived, self._scatter, self._gather)
@@ -125,7 +125,7 @@ class Exchange(NamedTuple):
         return with_transpose(rows, there, back)
 
     def _gather(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks that share features; they are padded to those of the fullest on their way."""
+        """Gather the rows of all ranks that split the same experts' features, padded to the fullest rank's number."""
         ranks, most = len(self.gathered), max(self.gathered)
         if most == 0:
             return rows
@@ -182,7 +182,7 @@ def exchange(
 def _rows_of_ranks(
     here: Tensor, together: Tensor, rows: int, features: dist.ProcessGroup | None, read: Callable[[Tensor], list[int]]
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """The rows for each rank and from each along experts, of each rank along features, and of each expert here.
+    """The number of rows to and from each rank along experts, of each rank along features, and of each expert here.
 
     The counts are [ranks along experts, experts of a rank] of what leaves this rank, and of what arrives [ranks along
     features, ranks along experts, experts of a rank]. Without data, as many are for each as for another.
@@ -228,7 +228,7 @@ def with_biases(rows: Tensor, biases: Tensor, counts: Counts, weights: Tensor | 
 
 
 def _has_grouped_products(rows: Tensor, weights: Tensor) -> bool:
-    """Whether PyTorch computes products in groups; their gradients refuse matrices of no rows at all."""
+    """Whether PyTorch computes grouped products here; their gradients refuse matrices without rows."""
     aligned = all(length % _ALIGNMENT == 0 for length in weights.shape[1:])
     return rows.is_cuda and rows.dtype is torch.bfloat16 and aligned and len(rows) > 0
 
@@ -299,17 +299,17 @@ def _summed(rows: Tensor, inverse: Tensor, copies: int) -> Tensor:
 
 
 def corrected_bias(kind: LayerType) -> Parameter | None:
-    """The bias that steps correct in a type of layer; None if there is none, or a frozen one."""
+    """The bias that steps correct in a type of layer; None if there is none, or it is frozen."""
     return next((p for p in kind.parameters if p.is_buffer and p.frozen is not True), None)
 
 
 class RouterBias(NamedTuple):
-    """The bias of a layer's router: what is added to scores where experts are chosen [experts]."""
+    """The bias of a layer's router, which is added to scores when experts are chosen [experts]."""
 
     bias: Tensor
     """The same on all ranks of the layer."""
     experts: slice
-    """Numbers of the layer's experts among those of all layers."""
+    """Numbers of the layer's experts among all layers' experts."""
 
 
 class RouterBiases(NamedTuple):

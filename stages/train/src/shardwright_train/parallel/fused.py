@@ -95,7 +95,7 @@ def _turns_halves(module: nn.Module) -> bool:
 
 
 def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """The fused forward of a layer norm or of an RMS norm; None for other modules."""
+    """The fused forward of a layer norm or an RMS norm; None for other modules."""
     if isinstance(module, nn.LayerNorm) and module.weight is not None and len(module.normalized_shape) == 1:
         return lambda x: _layer_norm(module, x)
     return (lambda x: _rms_norm(module, x)) if _is_rms_norm(module) else None
@@ -116,7 +116,7 @@ def _rms_norm(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module divides by the root mean square and multiplies by its weight alone, without gate."""
+    """Whether a module divides by the root mean square and multiplies by its weight, without a gate."""
     held = dict(module.named_parameters())
     if list(held) != ["weight"] or held["weight"].dim() != 1 or not hasattr(module, "variance_epsilon"):
         return False

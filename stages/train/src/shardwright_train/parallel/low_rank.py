@@ -19,7 +19,7 @@ from shardwright_train.parallel.sharding_rules import INSIDE, VOCABULARY, Rule
 
 
 class LowRankLinear(nn.Linear):
-    """A matrix W with A and B beside it: y = W x + bias + scaling B A x.
+    """A matrix W with low-rank matrices A and B: y = W x + bias + scaling B A x.
 
     Its parameters are named as peft names them, but for W itself, which keeps its name in the stock model.
     """
@@ -52,7 +52,7 @@ class LowRankConv1D(Conv1D):
 
 
 def added(matrix: LowRankLinear | LowRankConv1D, x: Tensor) -> Tensor:
-    """What the low-rank matrices beside a matrix add to its product."""
+    """The product of a matrix's low-rank matrices, to be added to the matrix's."""
 
     def product(x: Tensor) -> Tensor:
         low_rank: Tensor = matrix.lora_B(matrix.lora_A(x))

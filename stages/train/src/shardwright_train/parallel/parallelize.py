@@ -27,7 +27,7 @@ from shardwright_train.parallel.tensor import TensorParallel, apply_tensor_paral
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleStyle:
-    """What parallelizing a stock module needs to know about it."""
+    """What is needed to know about a stock module to parallelize it."""
 
     rules: Mapping[str, Rule]
     """Sharding rules of tensor parallelism, by the ends of parameters' names; the rest is replicated."""
@@ -194,6 +194,6 @@ def _unit(layer: nn.Module, root: str, root_of: Mapping[str, str], cut_of: Mappi
 
 
 def _unwrapped(unit: Unit, cut_of: Mapping[str, Cut]) -> set[nn.Parameter]:
-    """The parameters of a unit that FSDP2 does not wrap: none but the buffers, or all."""
+    """The parameters of a unit that FSDP2 does not wrap: only the buffers, or all."""
     wrapped = isinstance(unit.module, FSDPModule)
     return unit.buffers(cut_of) if wrapped else {parameter for _, parameter in unit.named_parameters()}

@@ -25,7 +25,7 @@ _ALL_TO_ALL = (Purpose.EXCHANGE, Purpose.TIED_PARAMETERS)
 
 
 class Groups:
-    """The process groups of a plan, or of several in one launch, which share those that are equal.
+    """The process groups of a plan, or of several plans in one launch; equal groups are created once.
 
     Making a group is collective over the whole world: `prepare` makes all groups a plan needs, in an order that
     follows from the plan alone, and the look-ups after it never make any.
@@ -88,7 +88,7 @@ class Groups:
         return self._in_stage(plan, Purpose.TENSOR_PARALLEL, axes.dense.tensor)
 
     def context_group(self, plan: Plan, strategy: Strategy) -> dist.ProcessGroup:
-        """The group of the ranks whose positions attend to one another."""
+        """The group of this rank's context-parallel ranks, whose positions attend to each other's."""
         return self._in_stage(plan, Purpose.CONTEXT, axes_of(strategy).context)
 
     def _in_stage(self, plan: Plan, purpose: Purpose, axis: Axis) -> dist.ProcessGroup:
@@ -119,7 +119,7 @@ class Groups:
         return self.among(purpose, grid[tuple(place)].tolist())
 
     def _warm_up(self, groups: Sequence[PlannedGroup]) -> None:
-        """Send a number over each group and over that of all ranks, one after the other.
+        """Send a number over each group and over the group of all ranks, one after the other.
 
         NCCL makes connections at the first message of two ranks, and both wait there for the other, or until their
         devices have done all that they were given: in the midst of a schedule, with receives posted ahead, two ranks
@@ -164,7 +164,7 @@ def _stage_ranks(plan: Plan) -> tuple[int, ...]:
 
 
 class Travelling(NamedTuple):
-    """A tensor on its way to the next rank of the ring, and that of the rank before."""
+    """A tensor in transit to the next rank of the ring, and the one from the previous rank."""
 
     works: Sequence[dist.Work]
     sent: Tensor

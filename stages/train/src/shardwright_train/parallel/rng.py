@@ -47,7 +47,7 @@ class Randomness:
 
     @contextmanager
     def seeded(self, *seed: object) -> Iterator[None]:
-        """Draw from a seed inside, and leave the process's own random state as it was."""
+        """Use a seed inside, and restore the process's random state afterwards."""
         before = self._now
         with torch.random.fork_rng(devices=[self._device] if on_accelerator(self._device) else []):
             self._now = _Pass(seed)

@@ -35,11 +35,11 @@ _MASKLESS = tuple(kernel.value for kernel in (*FUSED_SDPA, Attention.SDPA_MATH))
 
 @dataclass(frozen=True)
 class AcrossRanks:
-    """The attention of a layer's positions to those of other ranks, in the order in which ranks hold them."""
+    """The attention of a layer's positions to other ranks' positions, in the order in which ranks hold them."""
 
     group: dist.ProcessGroup
     order: Tensor | None
-    """Positions of a sample in that order; None if they keep theirs."""
+    """Positions of a sample in that order; None if the order is unchanged."""
     kernel: str
     reduce: torch.dtype
     """Format in which gradients of keys and values are summed over the ranks."""
@@ -49,7 +49,7 @@ class AcrossRanks:
     """Whether gathered keys and values are kept for the backward pass, as if a replay has gathered them again."""
     context: ContextParallel
     is_stand_in: bool = False
-    """Whether this rank's keys and values stand for those of the group."""
+    """Whether this rank's keys and values stand for the group's in a measurement."""
     _of_length: dict[tuple[int, bool], GatherAttention | RingAttention] = field(default_factory=dict)
 
     def attend(
@@ -63,7 +63,7 @@ class AcrossRanks:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The attention [b, s/n, heads, d] of this rank's positions to those of all.
+        """The attention [b, s/n, heads, d] of this rank's positions to all positions.
 
         `compute` is the stock kernel, which `module` belongs to. The mask is one to add to the scores of this rank's
         positions [b or 1, heads or 1, s/n or 1, s], or the numbers [b, s] of all positions' documents, or None: then
@@ -91,7 +91,7 @@ class AcrossRanks:
         return output
 
     def _attention(self, key: Tensor, causal: bool) -> GatherAttention | RingAttention:
-        """The attention to all keys, of which this rank has some."""
+        """The attention to all keys, of which this rank has a part."""
         length = key.shape[_POSITIONS] * self.group.size()
         if (made := self._of_length.get((length, causal))) is None:
             order = self._positions if self.order is not None else range(length)
@@ -112,7 +112,7 @@ class AcrossRanks:
 
 class _Shared(NamedTuple):
     heads: dist.ProcessGroup | None
-    """Group whose ranks exchange positions for heads; None if they keep theirs."""
+    """Group whose ranks exchange positions for heads; None if they do not."""
     repeat: int
     """Number of copies of each key and value head, so that the degree divides their number."""
     kernel: Callable[..., Any]
@@ -171,7 +171,7 @@ def _attention(
 
 
 def _seen(module: nn.Module, kernel: str, degree: int, repeats: bool) -> tuple[int, nn.Module]:
-    """How often key and value heads are repeated for so many ranks, and the module that a kernel reads.
+    """The number of repetitions of key and value heads for a number of ranks, and the module that a kernel reads.
 
     `repeats`: whether heads are repeated before the kernel for each query head.
     """

@@ -14,15 +14,16 @@ from shardwright.types import Parameter
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for sharding a parameter; those without a rule are replicated."""
+    """A rule for sharding a parameter; parameters without a rule are replicated."""
 
     kind: str
     fused: int = 1
-    """Number of equal matrices side by side in one weight, such as query, key and value, each sharded by itself."""
+    """Number of equal matrices side by side in one weight, such as query, key and value, which are sharded
+    separately."""
     dim: int | None = None
-    """Dim that is cut; None: the dim that its kind cuts in the weight or the bias of a stock matrix."""
+    """Dim that is sharded; None: the default dim of its kind for the weight or bias of a stock matrix."""
     ep_dim: int | None = None
-    """Dim of experts, of a parameter of several."""
+    """Dim of experts, for a parameter of several."""
 
 
 COLUMN = Rule("column")
@@ -45,10 +46,10 @@ WORDS = {
 }
 """The rules by the words of transformers' tensor-parallel plans; outputs are never gathered: the loss takes shares."""
 OF_OUTPUTS = ("moe_tp_experts",)
-"""Words of these plans for what modules give, not for their parameters."""
+"""Words of these plans that refer to outputs of modules, not to their parameters."""
 
 Rules = Mapping[str, Rule]
-"""Rules by the ends of parameters' paths, or of those of their modules, for all parameters of a module."""
+"""Rules by suffix of a parameter's path, or of a module's for all of its parameters."""
 
 
 class Parts(NamedTuple):
@@ -61,7 +62,7 @@ class Parts(NamedTuple):
     products: tuple[str, ...] = ()
     """Callables that column-parallel products begin in; if empty, each part."""
     alone: bool = False
-    """Whether the path is that of the only one of its type, and of no list."""
+    """Whether the path is the only one of its type, not an entry of a list."""
 
     def place(self, index: int) -> str:
         """The path of the block with a number in the list."""
@@ -74,7 +75,7 @@ class Parts(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The sharding of a parameter; fused matrices have a dim of their own."""
+    """The sharding of a parameter; fused matrices have a separate dim."""
 
     name: str
     shape: tuple[int, ...]

@@ -56,11 +56,11 @@ class TensorParallel:
     fused_loss: bool = False
     """Whether a fused kernel computes the head's cross entropy."""
     expert_group: dist.ProcessGroup | None = None
-    """Group of ranks over which the experts are sharded; None if each rank has all of them."""
+    """Group of ranks over which whole experts are distributed; None if each rank has all of them."""
     order: Tensor | None = None
-    """Positions of a sample [s] in the order in which ranks hold them; None if they keep theirs."""
+    """Positions of a sample [s] in the order in which ranks hold them; None if the order is unchanged."""
     stand_in: StandIn | None = None
-    """In a measurement, the group of which this rank plays a member; None outside of measurements."""
+    """In a measurement, the group for which this rank's keys stand; None outside of measurements."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -116,7 +116,7 @@ class TensorParallel:
 
     @property
     def attends_across(self) -> bool:
-        """Whether positions lie in another order, or attend to those of other ranks."""
+        """Whether positions are reordered, or attend to other ranks' positions."""
         return self.axes.shares_context or self.order is not None or self.stand_in is not None
 
     def positions(self, length: int) -> slice:
@@ -207,7 +207,7 @@ def _compute_with_shards(
 
 
 def _make_row_parallel(module: nn.Module, tensor_parallel: TensorParallel) -> None:
-    """Make a matrix product compute its share of a sum over the group; its bias is added by the first rank alone."""
+    """Make a matrix product compute its part of a sum over the group; only the first rank adds its bias."""
     keep = float(tensor_parallel.rank == 0)
     if tensor_parallel.size > 1:
         _change_parameters(module, lambda name, local: local * keep if name == "bias" else local)

@@ -37,7 +37,10 @@ class GivenWeights(Protocol):
     """Initial weights from a folder, instead of drawn ones."""
 
     def read(self, window: Tensor, name: str, shape: Sequence[int], box: Box) -> bool:
-        """Fill a tensor with the part `box` of a stock parameter; False if the folder lacks it and it must be drawn."""
+        """Fill a tensor with the part `box` of a stock parameter.
+
+        Return False if the folder lacks it and it must be drawn.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +60,17 @@ class RankContext:
     weights: GivenWeights | None = None
     """Given initial weights; None: all are drawn."""
     stands_for: int = 1
-    """In a measurement, the size of the context-parallel group of which each rank plays a member; otherwise 1."""
+    """In a measurement, the size of the context-parallel group for which each rank stands; otherwise 1."""
 
     @cached_property
     def order(self) -> Tensor | None:
-        """The positions of a sample [s] in the order in which ranks hold them; None if they keep theirs."""
+        """The positions of a sample [s] in the order in which ranks hold them; None if the order is unchanged."""
         order = position_order(self.plan, self.family.facts.attention.mask is Mask.CAUSAL)
         return None if order is None else torch.tensor(order, device=self.device)
 
     @cached_property
     def stand_in(self) -> StandIn | None:
-        """The group of which this rank plays a member in a measurement, or None."""
+        """The group for which this rank stands in a measurement, or None."""
         length, ranks = self.plan.model.sequence_length * self.stands_for, self.stands_for
         order = zigzag(length, ranks) if self.family.facts.attention.mask is Mask.CAUSAL else range(length)
         return StandIn(ranks, torch.tensor(order, device=self.device)) if ranks > 1 else None
@@ -130,7 +133,7 @@ LossHook = Callable[["Layer", WithLoss], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer of a pipeline stage; `redistributions` move its inputs into its layout, if they arrive in another one."""
+    """A layer of a pipeline stage; `redistributions` convert inputs that arrive in another layout."""
 
     name: str
     kind: str

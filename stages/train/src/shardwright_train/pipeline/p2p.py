@@ -23,7 +23,7 @@ class TensorPiece(NamedTuple):
 
     rank: int
     group: dist.ProcessGroup | None
-    """Group of the two ranks, for this direction alone; None if the other rank is absent, and nothing is sent."""
+    """Group of the two ranks, for only this direction; None if the other rank is absent, and nothing is sent."""
     window: Window
 
 
@@ -43,7 +43,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A rank's place in the pipeline: where its chunks' messages, by pass and chunk, come from and go to.
+    """A rank's place in the pipeline: the source and destination of its chunks' messages, by pass and chunk.
 
     Every pair of ranks has a separate group for each direction, and with interleaved stages for each of the two ways
     around, so that no message waits for one of another kind: NCCL runs the operations of one communicator in order, so
@@ -84,7 +84,7 @@ class StageAlone(Pipeline):
         return cls(pipeline.context, incoming, outgoing)
 
     def actions(self) -> tuple[Action, ...]:
-        """The rank's actions in a step, for as many microbatches as reach its peak memory."""
+        """The rank's actions in a step, with as many microbatches as reach its peak memory."""
         return until_fullest(super().actions())
 
 
@@ -125,7 +125,7 @@ class _Sent(NamedTuple):
 
 
 class _Expected(NamedTuple):
-    """A piece that is being received into a tensor of its own, or into its place if that is contiguous."""
+    """A piece that is being received into a separate tensor, or in place if the place is contiguous."""
 
     target: Tensor
     buffer: Tensor

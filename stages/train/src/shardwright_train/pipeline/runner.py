@@ -108,7 +108,7 @@ def on_device(batch: Batch, context: RankContext) -> Batch:
 
 
 def mask_bytes(context: RankContext) -> int:
-    """The most bytes of masks that a rank holds at once if its samples tell their documents apart."""
+    """The largest number of bytes of masks on a rank at once if documents are kept apart."""
     plan, stage = context.plan, context.stage_index
     ranges = plan.stages[stage].layers
     passes, alive, largest = Counter[int](), 0, 0
@@ -309,7 +309,7 @@ class _Passes:
         self.hook(name, at)
 
     def _end_segments(self, at: MicrobatchChunk) -> None:
-        """Call the hook for the segments whose backward pass has not ended yet, the first of which does now."""
+        """Call the hook for the segments whose backward pass has not ended yet and ends now, with the first of them."""
         noted = self.segments.pop(at, [])
         for name in (f"{segment}.backward" for segment in reversed(self.stage.chunks[at[1]].segments)):
             if name not in noted:

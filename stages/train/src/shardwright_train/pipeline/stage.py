@@ -171,12 +171,12 @@ class Stage:
         return sum(gathered_bytes(unit.module) for unit in zero3)
 
     def prepare_gathers(self, action: Action, following: Action | None) -> None:
-        """Let an action gather the first layer of the next one, or keep the layer that both share."""
+        """Let an action gather the first layer of the next one, or keep a layer that both need."""
         then = None if following is None else (self.chunks[following.chunk].gathers, following.kind)
         self.chunks[action.chunk].gathers.prepare(action.kind, then)
 
     def finish_gradients(self) -> None:
-        """Create missing gradients of what is trained, and sum those that several ranks or layers have a part of."""
+        """Create missing gradients of trained parameters, and sum those to which several ranks or layers contribute."""
         gradients, partial = {}, defaultdict[dist.ProcessGroup, list[Tensor]](list)
         for layer, unit in self.units:
             if unit.gradient_all_reduce is not None:
@@ -231,7 +231,7 @@ def _site(context: RankContext, tensor: BoundaryTensor) -> RedistributionSite:
 
 
 def _hooked_both_ways(states: States, hook: Hook, ended: str, begun: str, is_output: bool = False) -> States:
-    """Call the hook where two segments meet: the forward pass ends one, and the gradients end the other.
+    """Call the hook at the boundary of two segments: the forward pass ends one, and the gradients end the other.
 
     Returns views, because a state may have other uses before the border, and none after it: the other segment's
     backward pass is over when its gradients exist. An output has no other use, and FSDP2 wants no view there.

@@ -71,7 +71,7 @@ class Evaluator:
     world: World
 
     def evaluate(self, step: int, stops: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """The mean loss over all labels that count, after a step; None as soon as some rank wants to stop.
+        """The mean loss over all labels that count, after a step; None if a rank wants to stop.
 
         Parameters, gradients, moments and random states are left as they are. Raises RunFailed on all ranks if the
         loss is no number or no label counts.
@@ -114,7 +114,7 @@ def better(best: Best | None, evaluation: Evaluation | None, step: int, data: Va
 
 
 def best_so_far(job: RunOptions, saved: Best | None, data: ValidationData | None) -> Best | None:
-    """The lowest loss that a run continues with; None if not requested, or for other data."""
+    """The lowest loss from which a run continues; None if not requested, or for other data."""
     if saved is None or data is None or not job.keep_best:
         return None
     return saved if saved.data_sha256 == data.sha256 else None

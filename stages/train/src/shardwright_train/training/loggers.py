@@ -50,7 +50,7 @@ class _Library(NamedTuple):
 
 @dataclass
 class Loggers:
-    """The loggers of a run; a failing one is dropped after one warning, and the run goes on."""
+    """The loggers of a run; one that fails is dropped after a warning, and the run continues."""
 
     prediction: Prediction | None
     to: dict[str, Logger] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def scalars(metrics: StepMetrics, prediction: Prediction | None) -> dict[str, fl
 
 
 def _open_tensorboard(run: RunNames) -> Logger:
-    """Write event files in `OUT/tensorboard`; those of steps that an earlier process took give way to new ones."""
+    """Write event files in `OUT/tensorboard`; they replace those of an earlier process's steps that run again."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = run.out / "tensorboard"

@@ -112,8 +112,9 @@ def mask_memory(context: RankContext, prediction: Prediction | None) -> str:
 
 
 def try_stages(engine: Engine, step: Step, world: World, group: dist.ProcessGroup, file: Path) -> None:
-    """Run each pipeline stage alone on a step's samples, all at once; leaves no gradients, and prints the result.
+    """Run each pipeline stage by itself on a step's samples, all at the same time.
 
+    Leaves no gradients, and prints the result.
     `group` is one of all ranks, `file` the plan's. Raises OutOfMemory if a device lacks memory.
     """
     plan = engine.stage.context.plan

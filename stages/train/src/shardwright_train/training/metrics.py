@@ -30,7 +30,7 @@ LOAD = "load.json"
 
 @dataclass
 class LoadLog:
-    """The mean load of a model's experts over the steps that are counted; steps follow one another."""
+    """The mean load of a model's experts over consecutive steps."""
 
     model: Model
     first_step: int = 0
@@ -42,7 +42,7 @@ class LoadLog:
         self._sums = {layer: _LayerSums.of_experts(part.stop - part.start) for layer, part in self._slices.items()}
 
     def resume(self, folders: Sequence[Path], step: int) -> None:
-        """Go on from the first of some folders' load.json that ends with a step.
+        """Continue from the load.json, in the first of some folders that has one, which ends with a step.
 
         Raises BadInput for a damaged one, and for one that another model or program wrote.
         """
@@ -57,7 +57,7 @@ class LoadLog:
                 return
 
     def _misfit(self, load: ExpertLoad) -> str | None:
-        """Why sums cannot go on from a load, or None if they can."""
+        """Why sums cannot be continued from a load, or None if they can."""
         if (problem := load_misfit(load, self.model)) is not None:
             return problem
         groups = {one.layer: {group.ep_size for group in one.groups} for one in load.layers}
@@ -138,7 +138,7 @@ class Metrics:
     time_left: TimeLeft = field(default_factory=TimeLeft)
 
     def keep_until(self, step: int, parent: Path | None) -> None:
-        """Drop the lines past a checkpoint's step, as those steps run again; without lines, begin with the parent's."""
+        """Drop the lines after a checkpoint's step, which runs again; without lines, begin with the parent's."""
         file = self.file
         if not file.is_file() and parent is not None and (parent / METRICS).is_file():
             file = parent / METRICS
@@ -195,7 +195,7 @@ def _described(evaluation: Evaluation) -> str:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a line; None if it is damaged, such as when its writing was interrupted."""
+    """The step of a line; None if the line is damaged, such as by an interrupted write."""
     try:
         return msgspec.json.decode(line, type=StepMetrics).step if line.endswith(b"\n") else None
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -208,7 +208,7 @@ class StepReports:
 
     metrics: Metrics
     loggers: Loggers
-    """Loggers, open on rank 0 alone."""
+    """Loggers, open only on rank 0."""
     load: LoadLog
     """Load of experts."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "reports"))

@@ -38,7 +38,7 @@ class LossScale:
 
     @classmethod
     def for_compute(cls, dtype: str) -> "LossScale":
-        """The initial scale of a dtype: float16 starts at 2^16 and adapts; other formats need none."""
+        """The initial scale for a dtype: float16 starts at 2^16 and adapts; other formats need none."""
         return cls(_START, fixed=False) if dtype == "float16" else cls()
 
     @property
@@ -59,7 +59,7 @@ class LossScale:
 
 
 def first_nonfinite(engine: Engine, step: Step, world: World) -> str:
-    """Run a step again, watching every layer's output and gradients, and return where the first nonfinite value is.
+    """Run a step again, checking every layer's output and gradients, and return where the first nonfinite value is.
 
     Collective over the world; the parameters are as they were, for such a step updates nothing.
     """

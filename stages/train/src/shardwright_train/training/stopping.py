@@ -68,9 +68,9 @@ class Due:
 
     every_steps: int
     every_minutes: float
-    """Minutes between checkpoints; 0: by steps alone."""
+    """Minutes between checkpoints; 0: only by steps."""
     max_time_s: float | None
-    """Seconds after which the run stops in order; None: never."""
+    """Seconds after which the run saves and stops; None: never."""
     began_s: float = field(default_factory=time.monotonic)
     saved_s: float = field(default_factory=time.monotonic)
 

@@ -45,7 +45,7 @@ class AdapterTensor(NamedTuple):
 
 
 def open_adapter(folder: Path, model: Model, family: Family) -> dict[str, AdapterTensor]:
-    """Match the low-rank matrices of a folder with those of an adapted model, by their full names.
+    """Match the low-rank matrices of a folder with an adapted model's, by their full names.
 
     Raises BadInput in one line if they are others: by name, shape, format, scaling, or another file than the model
     was described with.

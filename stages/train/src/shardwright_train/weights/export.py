@@ -191,7 +191,7 @@ def _write_tensors(folder: Path, checkpoint: Path, parameters: Sequence[_Exporte
 
 
 def _config(model: Model, family: Family, copy_from: Path | None, dtype: torch.dtype) -> dict[str, Any]:
-    """The configuration for from_pretrained: the description's, and the entries that it lacks."""
+    """The configuration for from_pretrained: the description's, completed with missing entries."""
     labels: dict[str, Any] = {}
     if copy_from is not None and (copy_from / CONFIG).is_file():
         labels = {key: value for key, value in read_config(copy_from).items() if key in _LABELS}

@@ -46,7 +46,7 @@ _MAX_FILE = 2**60
 _SHOWN = 8
 _AGAIN = "fetch the folder again"
 _FREE = re.compile(r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cache|pretraining_tp|.*dropout.*")
-"""Keys of a configuration that say nothing about what its weights compute."""
+"""Keys of a configuration that do not affect what its weights compute."""
 _QUANTIZED = ("_blocks", "_scales")
 """Ends of the names of the two tensors that hold a matrix in MXFP4 (Rouhani et al. 2023)."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -70,7 +70,7 @@ def refuse_code(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder by key, from one file or those that its index names, reading none.
+    """Every tensor of a folder by key, from one file or from those that its index names, without reading any.
 
     Raises BadInput naming the file that is missing, lies outside, is not a valid safetensors file, or lacks a key.
     """
@@ -137,7 +137,7 @@ class Weights:
     surplus: tuple[str, ...]
     """Keys of the folder that the model does not use."""
     adapter: Mapping[str, AdapterTensor]
-    """Low-rank matrices of a trained adapter, by their full names; none if they are drawn."""
+    """Low-rank matrices of a trained adapter, by their full names; empty if they are drawn."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -150,7 +150,7 @@ class Weights:
         return chain(*self.tensors.values(), *held, (each.stored for each in self.adapter.values()))
 
     def notes(self, kept_in: str) -> list[str]:
-        """Messages for the user: parameters drawn anew, ignored keys, and a change of format."""
+        """Messages for the user: newly drawn parameters, ignored keys, and a change of format."""
         dtypes = {FLOATS[stored.dtype] for stored in self._all}
         notes = [f"newly initialized: {listed(self.new)}"] if self.new else []
         notes += [f"not used: {listed(self.surplus)}"] if self.surplus else []
@@ -187,7 +187,7 @@ class Weights:
 
 
 def open_weights(folder: Path, model: Model, family: Family, allow_new: bool, adapter: Path | None = None) -> Weights:
-    """Match a folder with a plan's model, and one of a trained `adapter`; `allow_new` lets some of the head be missing.
+    """Match a folder, and one of a trained `adapter`, with a plan's model; `allow_new` permits missing head parameters.
 
     Raises BadInput in one line for a configuration or a shape that is not the model's, for parameters that are missing,
     and for surplus ones inside its blocks.
@@ -240,7 +240,7 @@ def stored_names(stock: Any, names: Sequence[str]) -> dict[str, str]:
 
 
 def source_of_name(stock: Any, name: str) -> Source | None:
-    """The first matrix that files hold of each expert of a parameter; None if they hold it whole."""
+    """The first matrix, in files, of each expert of a parameter; None if files hold it whole."""
     _, converters = _by_kind(get_model_conversion_mapping(stock, add_legacy=False))
     patterns = (c.source_patterns[0] for c in converters if any(map(name.endswith, c.target_patterns)))
     return source_of(next(patterns, None), converters)
@@ -292,7 +292,7 @@ def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -
 
 
 def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, family: Family) -> None:
-    """Raise BadInput if a config.json is not that of the model, in anything that its weights are used for."""
+    """Raise BadInput if a config.json differs from the model in anything that its weights depend on."""
     if (kind := config.get("model_type")) != family.facts.model_type:
         raise BadInput(file, f"model_type is {kind!r}, but the plan's model is a {family.facts.model_type}", _REMEDY)
     try:
@@ -320,7 +320,7 @@ def _read(stored: Stored, window: Tensor, shape: Sequence[int], box: Box) -> Non
 
 
 def _moved(part: tuple[slice, ...], rows: int) -> tuple[slice, ...]:
-    """Slices of a tensor by those of its rows from a number on."""
+    """Slices of a tensor, given those of its rows from an offset on."""
     return (slice(part[0].start + rows, part[0].stop + rows), *part[1:]) if rows else part
 
 

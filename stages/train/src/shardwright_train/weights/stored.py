@@ -24,7 +24,7 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 class Stored(NamedTuple):
-    """A tensor of a file, or some rows of one, as the file's header says; `dtype` in the words of safetensors."""
+    """A tensor of a file, or some of its rows, according to the file's header; `dtype` is safetensors' name."""
 
     file: Path
     key: str
@@ -35,7 +35,7 @@ class Stored(NamedTuple):
 
 
 def header(file: Path) -> dict[str, Stored]:
-    """Every tensor of a safetensors file by key, reading none; raises BadInput if it is not a whole one."""
+    """Every tensor of a safetensors file by key, without reading any; raises BadInput if the file is not complete."""
     try:
         with safe_open(file, "numpy") as opened:
             slices = {key: opened.get_slice(key) for key in opened.keys()}
@@ -104,7 +104,7 @@ class Source(NamedTuple):
 
 
 def source_of(pattern: str | None, converters: Sequence[Any]) -> Source | None:
-    """The matrix that a pattern of a conversion names; None if tensors are no pieces of experts."""
+    """The matrix that a pattern of a conversion names; None if tensors are not pieces of experts."""
     for converter in converters:
         patterns = tuple(converter.source_patterns)
         if pattern in patterns and _merges_experts(converter, len(patterns)):
@@ -124,7 +124,7 @@ def places(shape: Sequence[int], source: Source) -> Iterator[Place]:
 
 
 def key_of(pattern_name: str, source: Source, place: Place) -> str:
-    """The name of a piece in a file, by that of the first matrix, in which a pattern stands for its number."""
+    """The name of a piece in a file, from the name of the first matrix, in which a pattern stands for its number."""
     named = pattern_name.replace(source.patterns[0], source.patterns[place.matrix])
     return named.replace(_NUMBER, str(place.expert))
 
@@ -151,7 +151,7 @@ class Pieces(NamedTuple):
         return None
 
     def read(self, window: Tensor, box: Box) -> None:
-        """Fill a tensor with the part `box` of the parameter, of which each file is opened once.
+        """Fill a tensor with the part `box` of the parameter, opening each file once.
 
         Raises BadInput if a file has changed since.
         """

@@ -38,7 +38,7 @@ _GIGA = 1e9
 
 
 class _Cluster(NamedTuple):
-    """The cluster that a file was measured on, as its name says."""
+    """The cluster on which a file was measured, according to its name."""
 
     nodes: int
     gpus_per_node: int
@@ -50,7 +50,7 @@ class _Cluster(NamedTuple):
 
 
 def import_galvatron_hardware(options: GalvatronHardwareOptions) -> HardwareProfile:
-    """The profile that the tables determine; if two files say the same thing, the first counts.
+    """The profile that the tables determine; if two files state the same figure, the first counts.
 
     Times of whole collectives, as measured, are taken before bandwidths, and their disagreement is noted. A gather and
     a scatter are half of an all-reduce (ring, derived). Where no all-to-all was timed, the bus bandwidth of the
@@ -91,7 +91,7 @@ def write_galvatron_hardware(options: GalvatronHardwareOptions) -> None:
 
 
 def _first(items: Iterable[tuple[CollectiveKey, _Figure]]) -> dict[CollectiveKey, _Figure]:
-    """One figure for each kind of collective: that of the file that was named first."""
+    """One figure for each kind of collective, from the first file that has it."""
     figures: dict[CollectiveKey, _Figure] = {}
     for key, figure in items:
         figures.setdefault(key, figure)

@@ -40,9 +40,9 @@ class Computation(NamedTuple):
     forwards: Mapping[Forward, float]
     """Milliseconds of the whole model."""
     layers: Mapping[tuple[int, int, Lengths], float]
-    """Milliseconds of a sample in a layer, as the file gives them, by type, batch (0: not said) and type's length."""
+    """Milliseconds of a sample in a layer, as in the file, by type, batch (0: not stated) and type's length."""
     others: Mapping[tuple[int, Lengths], float]
-    """Milliseconds of a sample in the rest of the model, as the file gives them, by batch (0: not said) and lengths."""
+    """Milliseconds of a sample in the rest of the model, as in the file, by batch (0: not stated) and lengths."""
     unknown: tuple[str, ...]
     """Keys of another grammar."""
 
@@ -149,7 +149,7 @@ def read_memory(file: Path) -> Memory:
 
 
 def _number(file: Path, key: str, value: object) -> float:
-    """A JSON number as float; raises BadInput if it is none, or beyond anything that was ever measured."""
+    """A JSON number as float; raises BadInput if it is not a number, or implausibly large."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadInput(file, f"{key!r} is {_shown(value)}, not a number", "measure that point again")
     if abs(value) > _MAX_NUMBER:
@@ -189,7 +189,7 @@ def _lengths(file: Path, match: re.Match[str]) -> Lengths:
 def _forward(file: Path, match: re.Match[str]) -> Forward:
     made = Forward(_counts(file, match["layers"]), _batch(file, match), _lengths(file, match))
     if made.batch == 0:
-        raise BadInput(file, f"{match.group()!r} is of a batch of 0", "pass a file as Galvatron writes it")
+        raise BadInput(file, f"{match.group()!r} is for a batch of 0", "pass a file as Galvatron writes it")
     return made
 
 
@@ -234,9 +234,7 @@ def _figures(file: Path, key: str, entry: Mapping[str, Any], names: Set[str]) ->
                 read = _positive if name == PARAMETER_SIZE else _not_negative
                 made[_NAMES.get(name, name), int(size)] = read(file, key, mib)
             else:
-                raise BadInput(
-                    file, f"{key!r} has {size!r} where a tp_size is due", "pass a file as Galvatron writes it"
-                )
+                raise BadInput(file, f"{key!r} has {size!r} instead of a tp_size", "pass a file as Galvatron writes it")
     return made
 
 

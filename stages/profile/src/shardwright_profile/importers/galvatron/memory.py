@@ -23,14 +23,17 @@ _STALE = 0.01
 
 
 class ModelMemory(NamedTuple):
-    """The memory figures of one length, all from one kind of a file's tables; what the file does not say is absent."""
+    """The memory figures of one length, all from one kind of the file's tables.
+
+    Figures that the file lacks are absent.
+    """
 
     sequence: bool
-    """Choice between the tables: True is those with sequence parallelism, False those without."""
+    """Choice between the tables: with sequence parallelism (True) or without (False)."""
     layers: Mapping[str, Figures]
     """Figures of a layer, by type."""
     ends: Figures
-    """Figures of embedding and head together, of which each is given half."""
+    """Figures of embedding and head together; each gets half."""
     measured_tp_sizes: frozenset[int]
     """Values of tp_size with raw rows; at others Galvatron halved instead of measuring, and figures are assumed."""
     notes: tuple[str, ...]
@@ -166,7 +169,7 @@ def figures_of_rows(memory: Memory, lengths: Lengths, index: int, sequence: bool
 def _per_layer(
     rows: Mapping[RankMemory, float], kind: str, lengths: Lengths, index: int
 ) -> tuple[Forward, float] | None:
-    """The MiB of one layer of a type on rank 0: the fewest layers against the fewest more of that type alone."""
+    """The MiB of one layer of a type on rank 0: the difference between the two smallest numbers of such layers."""
     by_forward = {
         w.forward: mib for w, mib in rows.items() if w.rank == 0 and w.kind == kind and w.forward.lengths == lengths
     }

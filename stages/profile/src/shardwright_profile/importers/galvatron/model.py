@@ -22,7 +22,7 @@ from shardwright_profile.importers.launches import launch_notes
 from shardwright_profile.options import GalvatronOptions
 
 FLAT_FAMILY = "galvatron"
-"""The family of a model that these files alone describe."""
+"""The family of models that are only described by these files."""
 
 
 class Hardware(NamedTuple):

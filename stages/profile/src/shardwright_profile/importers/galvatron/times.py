@@ -1,4 +1,4 @@
-"""Forward times of layers from Galvatron's times of whole models, and the defects of these.
+"""Forward times of layers from Galvatron's times of whole models, and the defects of these times.
 
 A layer's time is (T(more layers) - T(fewer)) / (more - fewer): the difference that Galvatron takes too.
 """
@@ -20,7 +20,7 @@ _STALE = 1e-3
 """Relative difference above which a figure of the file counts as different from its own raw rows."""
 
 Row = tuple[tuple[int, ...], int]
-"""Layers of each type, and batch, of a forward pass."""
+"""A forward pass: the number of layers of each type, and the batch."""
 
 
 class Point(NamedTuple):
@@ -60,7 +60,7 @@ class _Difference(NamedTuple):
     """Milliseconds of one layer and the whole batch."""
     fewer: tuple[int, ...]
     more: tuple[int, ...]
-    """Number of layers of each type in the row of more layers; `fewer` is that of the other row."""
+    """Number of layers of each type in the row with more layers; `fewer` has the other row's."""
 
 
 def lengths_of(computation: Computation, sequence_length: int) -> Lengths:
@@ -140,7 +140,7 @@ def _layer_points(rows: Mapping[Row, float], index: int, batches: Sequence[int],
 
 
 def _rest_points(rows: Mapping[Row, float], types: int, batches: Sequence[int], notes: list[str]) -> Iterator[Point]:
-    """Yield the time of the fewest layers less that of these layers; if that is not positive it is absent."""
+    """Yield the time of the fewest layers minus the time of these layers; absent if that is not positive."""
     for batch in batches:
         smallest = [
             min(_differences(rows, i, batch), key=lambda difference: (difference.fewer, difference.more), default=None)
@@ -171,7 +171,7 @@ def _without_dips(index: int, points: tuple[Point, ...], defects: _Defects) -> t
 
 
 def _stale(computation: Computation, rows: Mapping[Row, float], lengths: Lengths, types: int) -> Iterator[str]:
-    """Yield a sentence for each figure of the file that contradicts all pairs of its own raw rows."""
+    """Yield a sentence for each figure of the file that contradicts all pairs of its raw rows."""
     batches = sorted({batch for _, batch in rows})
     for (index, batch, length), given_ms in sorted(computation.layers.items()):
         if index >= types or length != lengths[index : index + 1]:
@@ -189,7 +189,7 @@ def _stale(computation: Computation, rows: Mapping[Row, float], lengths: Lengths
 
 
 def _differences(rows: Mapping[Row, float], index: int, batch: int) -> Iterator[_Difference]:
-    """Yield every pair of rows of a batch that differ in the layers of one type alone."""
+    """Yield every pair of rows of a batch that differ only in the number of layers of one type."""
     for fewer, more in combinations(sorted(layers for layers, other in rows if other == batch), 2):
         if _differing_type(fewer, more) == index:
             step_ms = rows[(more, batch)] - rows[(fewer, batch)]
@@ -211,7 +211,7 @@ def _name(layers: tuple[int, ...]) -> str:
 
 
 def first_fall(values: Sequence[float]) -> int | None:
-    """The place of the first value that is below the one before it; None if values never fall."""
+    """The index of the first value below the one before it; None if values never fall."""
     return next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
 
 
@@ -226,7 +226,7 @@ def longest_rise(values: Sequence[float]) -> range:
 
 
 def levelled(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The non-falling times nearest to those given: means of neighbours that fall, marked derived.
+    """The non-decreasing times nearest to the given ones: means of falling neighbours, marked derived.
 
     Least squares under monotonicity, by pooling adjacent violators (Ayer et al. 1955).
     """
@@ -243,7 +243,7 @@ def levelled(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def completed(points: Sequence[Point], micro_batch_sizes: Iterable[int]) -> tuple[Point, ...]:
-    """The points, and those asked for that are not among them, off the line through all, marked derived.
+    """The points, and requested ones that are missing, from the line through all points, marked derived.
 
     Galvatron's batch mode fits m b + c; from one point, or if that line is not positive, its static mode m b serves.
     """
