@@ -58,6 +58,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Further bytes kept so: what a router tells."""
     passing: int = 0
     """Elements of the compute format that are written and read beside these, and not kept."""
+    operator_bytes: int = 0
+    """Bytes that single operators between products write and read besides of what ranks share out: rotations."""
+    outside_operator_bytes: int = 0
+    """The same outside: norms in float32."""
     outside: int
     """Elements kept in the compute format: what enters the region, and the stream behind it."""
     outside_bytes: int = 0

@@ -1,6 +1,5 @@
 """Refusals of plans that another system cannot express, and the one strategy that most of them want of all layers."""
 
-import re
 from collections.abc import Container, Iterator, Sequence
 from math import isfinite
 from typing import NamedTuple
@@ -8,6 +7,7 @@ from typing import NamedTuple
 from msgspec import UNSET
 from msgspec.structs import asdict, replace
 
+from shardwright.devices.table import shipped_devices
 from shardwright.io import BadInput
 from shardwright.models.context import context_obstacle, ring_obstacle
 from shardwright.models.mtp import mtp_layers
@@ -33,8 +33,6 @@ from shardwright_search.space.uniform import UniformStrategy
 
 WHOLE_LAYERS = (Recompute.NONE, Recompute.FULL)
 """Recomputation that each system has."""
-_BLACKWELL = re.compile(r"\bG?B[23]00\b")
-"""Names of devices that multiply in MXFP8 (Transformer Engine, `check_mxfp8_support`: compute capability 10.0)."""
 
 
 class Exported(NamedTuple):
@@ -219,8 +217,9 @@ def check_recompute(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute]
 
 
 def in_mxfp8(plan: Plan) -> bool:
-    """Return whether products in FP8 are scaled in blocks of 32: where all devices have MXFP8, NVIDIA's Blackwell."""
-    return all(_BLACKWELL.search(node.device) for node in plan.cluster.node_types.values())
+    """Return whether products in FP8 are scaled in blocks of 32: where all devices have MXFP8, by their table."""
+    found = (shipped_devices().get(node.device) for node in plan.cluster.node_types.values())
+    return all(device is not None and device.mxfp8 for device in found)
 
 
 def kernel_notes(plan: Plan) -> Iterator[str]:
