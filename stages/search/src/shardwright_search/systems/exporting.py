@@ -124,7 +124,7 @@ def uniform_of(
 
 def check_exportable(plan: Plan, target: ExportTarget, with_peft: bool = False) -> None:
     """Raise BadInput for fields that no export supports, and for frozen parameters but those beside peft's."""
-    check_fields(plan, target.plan_file, f"the {target.name} export")
+    check_fields(plan, target.plan_file, f"the {target.name} export", ("precision.base",) if with_peft else ())
     holds = not plan.model.is_frozen or (with_peft and plan.model.low_rank is not UNSET)
     target.demand(holds, "frozen parameters", "export a plan of the model that is trained whole")
 

@@ -69,7 +69,7 @@ _FP32 = ("fp32", "float32", "torch.float32")
 _VALUES: Mapping[str, tuple[object, ...]] = {
     "optimizer": ("adam",),
     "outer_dp_sharding_strategy": ("no_shard",),
-    "cuda_graph_impl": ("transformer_engine", "full_iteration"),
+    "cuda_graph_impl": ("none", "transformer_engine", "full_iteration"),
     "cpu_offloading_num_layers": ("0", 0),
     "optimizer_offload_fraction": ("1.0", 1.0),
     "hierarchical_context_parallel_sizes": ("1", 1),
