@@ -108,8 +108,9 @@ def asked_of_accelerate(text: str) -> None:
     for node in ast.parse(text).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             exec(compile(ast.Module([node], []), "accelerate.py", "exec"), names)
+    untried = ("Accelerator", "get_peft_model")  # of a GPU, and of a model
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id != "Accelerator":
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in untried:
             eval(compile(ast.Expression(node), "accelerate.py", "eval"), names)
 
 

@@ -1,5 +1,7 @@
 """Experts as systems run them: NVLink domains, dispatchers, overlap, the host's time, and published steps."""
 
+import re
+from collections.abc import Mapping
 from functools import cache
 
 import pytest
@@ -13,10 +15,11 @@ from shardwright.types.dispatcher import Dispatcher
 from shardwright_search.advise.choices import reading_of
 from shardwright_search.advise.question import Question, question_of
 from shardwright_search.advise.report import ways_of_experts
+from shardwright_search.advise.targeted import started
 from shardwright_search.cost_model.experts import _different
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.options import AdviseOptions
+from shardwright_search.options import AdviseOptions, System
 
 
 def _step_s(asked: Question, text: str, profiles: Profiles | None = None) -> float:
@@ -31,6 +34,7 @@ def _megatron(model: str, gpus: str, batch: int, **more: object) -> Question:
     )
 
 
+_OVERLAP, _FUSED = "--overlap-moe-expert-parallel-comm", "--use-transformer-engine-op-fuser"
 _QWEN_ON_RACKS = "tp=1,pp=4,vpp=12,ep=32,etp=1,mbs=2,zero=1"
 
 
@@ -62,6 +66,7 @@ def test_exchanges_overlap_in_one_stage_or_interleaved_ones_without_full_recompu
         (_QWEN_ON_RACKS, True),
         (_QWEN_ON_RACKS.replace("vpp=12,", ""), False),
         (_QWEN_ON_RACKS + ",recompute=full", False),
+        (_QWEN_ON_RACKS + ",recompute=mlp", False),
         ("tp=1,pp=1,ep=32,etp=1,mbs=2,zero=1", True),
         ("tp=1,pp=1,ep=32,etp=1,mbs=32,zero=1", False),
     ):
@@ -78,6 +83,37 @@ def test_plans_that_share_experts_have_a_plain_and_a_tuned_time():
     assert not list(ways_of_experts(asked, reading_of("tp=1,pp=1,mbs=1,zero=3", asked.setting).plan))
     with pytest.raises(BadInput, match="--tuned: the runtime shardwright has no tuned way to run qwen3-30b-a3b"):
         question_of(AdviseOptions(model="qwen3-30b-a3b", gpus="1x8:H100-SXM", tuned=True))
+
+
+@pytest.mark.parametrize(
+    ("precision", "more", "written", "left_out"),
+    [
+        pytest.param("bfloat16", "", {_OVERLAP, "--cuda-graph-scope attn moe_router moe_preprocess"}, _FUSED),
+        pytest.param("bfloat16", ",recompute=mlp", set(), _OVERLAP),
+        pytest.param("bfloat16", ",pp=2", {"--cuda-graph-impl transformer_engine"}, _OVERLAP),
+        pytest.param("fp8", "", {_OVERLAP, _FUSED, "--cuda-graph-impl full_iteration"}, "--cuda-graph-scope"),
+    ],
+)
+@pytest.mark.parametrize("system", [System.MEGATRON, System.MEGATRON_BRIDGE])
+def test_what_tuned_prices_assume_is_in_the_command(
+    system: System, precision: str, more: str, written: set[str], left_out: str
+):
+    asked = _megatron("qwen3-30b-a3b", "2x4:GB200", 64, precision=precision)
+    plan = reading_of("tp=1,ep=4,etp=1,mbs=1,zero=1" + more, asked.setting).plan
+    plain, tuned = (_arguments(started(system, plan, each).files, system) for each in (False, True))
+    assert "--moe-token-dispatcher-type alltoall" in plain and not plain & written
+    assert {"--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend hybridep", *written} <= tuned
+    assert not any(line.startswith(left_out) for line in tuned)
+
+
+def _arguments(files: Mapping[str, str], system: System) -> set[str]:
+    """The lines of a file, those of a recipe as the arguments that say the same."""
+    if system is System.MEGATRON:
+        return set(files["args.txt"].splitlines())
+    fields = re.findall(r"cfg\.[\w.]*?(\w+) = (.+)", files["recipe.py"])
+    fields += re.findall(r"(overlap_moe\w+)=(True)", files["recipe.py"])
+    lists = ((name, " ".join(re.findall(r"[\w.]+", value))) for name, value in fields)
+    return {f"--{name.replace('_', '-')} {value}".removesuffix(" True") for name, value in lists}
 
 
 def test_domains_hold_all_nodes_of_a_rack_or_equal_powers_of_two():
@@ -108,5 +144,7 @@ def test_the_host_starts_local_experts_one_by_one_unless_graphs_or_fusion_spare_
     assert host["plain"][experts] == pytest.approx(((7 + 2 * 16) * 42e-6, 2 * (7 + 2 * 16) * 42e-6))
     assert host["graphs"][experts] == pytest.approx(host["plain"][experts]) and host["plain"][rest][0] > 0
     assert host["graphs"][rest] == host["full"][rest] == host["full"][experts] == (0.0, 0.0)
+    again = HostKey(type=block, recompute=Recompute.FULL)
+    assert host["graphs"][again] == host["plain"][again] and host["full"][again] == (0.0, 0.0)
     fused = _megatron("qwen3-30b-a3b", "1x8:H100-SXM", 64, fused_experts=True).profiles.host
     assert fused[experts] == (0.0, 0.0) and fused[rest] == host["plain"][rest]

@@ -1,6 +1,7 @@
 """Plans of 20 models on 3 clusters, written for every system as `advise --launch` writes them: `exports.py FOLDER`.
 
-Of each model and cluster all choices are written that the system runs; a folder is FOLDER/SYSTEM/MODEL/CLUSTER/CHOICE.
+Of each model and cluster all choices are written that the system runs; a folder is FOLDER/SYSTEM/MODEL/CLUSTER/CHOICE,
+and under FOLDER/tuned those of experts as `--tuned` runs them.
 """
 
 import sys
@@ -14,7 +15,8 @@ from shardwright_search.advise.choices import reading_of
 from shardwright_search.advise.question import machines_of, model_of
 from shardwright_search.advise.targeted import started
 from shardwright_search.options import AdviseOptions, System
-from shardwright_search.systems.entry import Setting
+from shardwright_search.systems.entry import Setting, has_experts
+from shardwright_search.systems.registry import TUNED
 
 MODELS = (
     *("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-2-7b", "llama-3-70b", "llama-3.1-405b", "mistral-7b"),
@@ -30,6 +32,7 @@ CHOICES = (
 )
 """Data, tensor, pipeline, context and expert parallelism, each kind of ZeRO and of recomputation."""
 IN_FP8 = (System.MEGATRON, System.MEGATRON_BRIDGE, System.TORCHTITAN)
+TUNED_FOLDER = "tuned"
 RANKS = "ranks"
 """File with the number of ranks."""
 
@@ -47,14 +50,16 @@ def write_exports(folder: Path) -> Counter[System]:
                 for choice in CHOICES:
                     place = folder / system / name / gpus.replace(":", "-") / choice
                     written[system] += _write(place, system, choice, setting)
+                    if system in TUNED and has_experts(model):
+                        _write(folder / TUNED_FOLDER / place.relative_to(folder), system, choice, setting, tuned=True)
     return written
 
 
-def _write(place: Path, system: System, choice: str, setting: Setting) -> bool:
+def _write(place: Path, system: System, choice: str, setting: Setting, tuned: bool = False) -> bool:
     """Whether the system runs a choice: then its files are written."""
     try:
         plan: Plan = reading_of(choice, setting).plan
-        files = started(system, plan).files
+        files = started(system, plan, tuned).files
     except BadInput:
         return False
     place.mkdir(parents=True, exist_ok=True)

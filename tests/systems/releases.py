@@ -46,8 +46,8 @@ def _megatron(folder: Path, ranks: int) -> None:
         from megatron.core import utils
         from megatron.core.models.common.embeddings import rope_utils
         from megatron.training import arguments
-    needs_one = "export CUDA_DEVICE_MAX_CONNECTIONS" in (folder / "node.sh").read_text()
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_one else {}
+    connections = re.findall(r"CUDA_DEVICE_MAX_CONNECTIONS:-(\d+)", (folder / "node.sh").read_text())
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections[0]} if connections else {}
     with (
         patch.dict(os.environ, environment),
         patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
@@ -95,6 +95,8 @@ _SECTIONS = {
     "checkpoint": ("CheckpointConfig",),
     "dataset": ("GPTDatasetConfig", "BlendedMegatronDatasetConfig", "DataloaderConfig"),
     "tokenizer": ("TokenizerConfig",),
+    "rng": ("RNGConfig",),
+    "rerun_state_machine": ("RerunStateMachineConfig",),
 }
 """Classes that a section's fields are of."""
 
@@ -202,3 +204,5 @@ _ASKED: Mapping[System, tuple[str, Callable[[Path, int], None]]] = {
 }
 TAKEN = {system: taken for system, (package, taken) in _ASKED.items() if _roots(package)}
 """What each system that is installed is asked by."""
+HAS_NEWEST_MEGATRON = bool(_roots("megatron.training"))
+"""Whether Megatron's packages are those of `newest`, which run experts as they are priced tuned."""

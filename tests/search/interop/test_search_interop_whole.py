@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from accepted_files import TAKEN
 from megatron_parser import megatron
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardwright.io import BadInput
@@ -113,6 +115,42 @@ def test_low_rank_matrices_are_those_that_peft_makes(make, system, adapter, name
         assert entry.read(text, entry.file_name, setting).plan.layers == plan.layers
         with pytest.raises(BadInput, match="trains low-rank matrices: ask with --lora"):
             entry.read(text, entry.file_name, setting._replace(model=named(make, "llama-3.2-1b").model))
+
+
+@pytest.mark.parametrize("base", [UNSET, "4bit", "8bit"])
+@pytest.mark.parametrize("system", [System.ACCELERATE, System.DEEPSPEED])
+def test_low_rank_matrices_beside_a_base_in_16_bits_or_fewer_are_exported(make, system, base):
+    """The classes of transformers and peft take the lines; FSDP2 shards no 8 bits, nor does ZeRO-3."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    precision = Precision(parameters="bfloat16", compute="bfloat16", reduce="bfloat16", base=base)
+    adapter = {"r": 4, "target_modules": ["q_proj"]}
+    changes = {"adapter": adapter, "precision": precision, "gradient_reduction": EVERY}
+    plan = named(make, "llama-3.2-1b", **changes)
+    refused = (
+        plan
+        if system is System.ACCELERATE
+        else named(make, "llama-3.2-1b", data_parallel=DataParallel.ZERO3, **changes)
+    )
+    if base == "8bit":
+        with pytest.raises(BadInput, match="cannot express a base of 8 bits"):
+            SYSTEMS[system].export(refused, PLAN)
+        if system is System.ACCELERATE:
+            return
+    exported = SYSTEMS[system].export(plan, PLAN)
+    text = exported.text if system is System.ACCELERATE else dict(exported.beside)["deepspeed_adapter.py"]
+    TAKEN[system](exported.text)
+    module: dict = {}
+    exec(text.replace("ACCELERATOR = Accelerator(", "PREPARED = dict("), module)
+    assert module["LOADED"]["dtype"] is torch.bfloat16 and any("**LOADED" in note for note in exported.notes)
+    assert "get_peft_model(model, ADAPTER, autocast_adapter_dtype=False)" in text
+    assert isinstance(module["ADAPTER"], peft.LoraConfig)
+    given = module["LOADED"].get("quantization_config")
+    if base is UNSET:
+        assert given is None
+    else:
+        assert isinstance(given, transformers.BitsAndBytesConfig)
+        assert (given.load_in_4bit, given.load_in_8bit) == (base == "4bit", base == "8bit")
+        assert base == "8bit" or (given.bnb_4bit_use_double_quant and given.bnb_4bit_quant_storage is torch.bfloat16)
 
 
 def test_deepspeed_hides_messages_as_its_price_assumes(make):

@@ -1,7 +1,8 @@
 """The table of devices: what makers and others published of each, with the source of every figure."""
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated, Literal
@@ -146,6 +147,12 @@ def read_devices(path: Path | None = None) -> DeviceTable:
         raise BadInput(
             path, f"is not a table of devices ({error})", "see devices.toml of shardwright.devices"
         ) from None
+
+
+@cache
+def shipped_devices() -> Mapping[str, Device]:
+    """Return the devices of this package's table by the names that drivers give them."""
+    return {name: device for device in read_devices().devices.values() for name in device.names}
 
 
 def device_named(table: DeviceTable, name: str, option: str = "--device") -> tuple[str, Device]:

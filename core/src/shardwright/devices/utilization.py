@@ -1,9 +1,8 @@
 """Model FLOPs utilization (MFU): the share of the devices' published peak that a model's operations use."""
 
-from functools import cache
 from typing import NamedTuple
 
-from shardwright.devices.table import Device, read_devices
+from shardwright.devices.table import shipped_devices
 from shardwright.models.facts import Family
 from shardwright.models.registry import FAMILIES, facts_of_type
 from shardwright.models.traits import Mask
@@ -39,7 +38,7 @@ def model_flops_utilization(plan: Plan, step_time_s: float) -> Utilization | Non
     A backward pass counts twice a forward pass, less for what is frozen; what is recomputed does not count.
     """
     products = "tf32" if plan.precision.tf32 else plan.precision.compute
-    devices = [_shipped_by_name().get(plan.cluster.of_rank(rank).device) for rank in range(plan.world_size)]
+    devices = [shipped_devices().get(plan.cluster.of_rank(rank).device) for rank in range(plan.world_size)]
     peaks = [None if device is None else device.peak(products) for device in devices]
     if None in peaks:
         return None
@@ -78,8 +77,3 @@ def _is_causal(family: Family, heads: Heads) -> bool:
     """
     decodes = len(family.states) > 1 and heads.queries == family.states[-1]
     return heads.queries == heads.keys and (decodes or family.attention.mask is Mask.CAUSAL)
-
-
-@cache
-def _shipped_by_name() -> dict[str, Device]:
-    return {name: device for device in read_devices().devices.values() for name in device.names}

@@ -115,9 +115,10 @@ BY_TRANSFORMERS = Held(loss_bytes=12, reserved=_RESERVED)
 its gradient and the gradient's bf16 copy: 12.25 bytes a logit by torch's own count of a forward and backward pass."""
 BY_GALVATRON = Held(loss_bytes=10, reserved=_RESERVED)
 """vocab_parallel_cross_entropy of its copy of Megatron: bf16 logits, their float32 copy, the softmax."""
-BY_MEGATRON_CORE = Held(whole_gradients=True, fused_gate=True, fp8_inputs=True, reserved=_RESERVED)
-"""megatron/core/distributed/param_and_grad_buffer.py: one contiguous buffer of gradients; fused cross entropy of
-Transformer Engine (scripts/performance/helpers.py of NeMo), whose gradient takes the place of bf16 logits;
+BY_MEGATRON_CORE = Held(loss_bytes=6, whole_gradients=True, fused_gate=True, fp8_inputs=True, reserved=_RESERVED)
+"""megatron/core/distributed/param_and_grad_buffer.py: one contiguous buffer of gradients; its native fused cross
+entropy (core/fusions/fused_cross_entropy.py), as its validate_args refuses Transformer Engine's: logits or their
+gradient in bf16 beside the softmax in float32;
 megatron/core/fusions/fused_bias_swiglu.py keeps its input; Transformer Engine's linear.py keeps inputs quantized."""
 BY_TORCHTITAN = Held(loss_bytes=12, sharded_loss_bytes=18, every_second_product=True, reserved=1.12)
 """torchtitan/components/loss.py: cross entropy of float32 logits, as transformers'; under tensor parallelism

@@ -148,6 +148,10 @@ class _Share(NamedTuple):
         whole = part.passing * self.itemsize
         return self.samples * (part.passing_bytes * self.inside + whole * self.entering)
 
+    def operator_bytes(self, part: Part) -> float:
+        """Return the bytes that single operators between products write and read besides."""
+        return self.samples * (part.operator_bytes * self.inside + part.outside_operator_bytes * self.outside)
+
     def once_bytes(self, part: Part) -> float:
         """Return the bytes of what a part computes once for all samples."""
         return (part.mask * self.inside + part.weight_copies * self.weights) * self.itemsize
@@ -236,15 +240,18 @@ def host_s(
     """
     parts, habits = layer_parts(model, type_name, True, machine.compiled), machine.experts
     sparse = model.types[type_name].experts is not UNSET
+    # A graph of parts of a layer does not hold what is computed again (`TransformerConfig` of megatron-core).
+    partial = habits.graphs is Graphs.PARTIAL and recompute.replays_experts
+    graphs = Graphs.NONE if partial else habits.graphs
     kernels = again = 0
-    for part in parts[: -1 if sparse else None] if habits.graphs is Graphs.NONE or not sparse else ():
+    for part in parts[: -1 if sparse else None] if graphs is Graphs.NONE or not sparse else ():
         kernels += part.kernels
         again += part.kernels * (part in _replayed(parts, recompute))
     if experts is not None and sparse and not habits.fused:
         own = parts[-1].kernels + habits.kernels * experts
         own += exchange_kernels(machine.compiled) * (experts < experts_of(model.types[type_name]).number)
         kernels, again = kernels + own, again + own * bool(_replayed(parts[-1:], recompute))
-    if habits.graphs is Graphs.FULL:
+    if graphs is Graphs.FULL:
         kernels = again = 0
     return kernels * machine.operator_s, (2 * kernels + again) * machine.operator_s
 
@@ -460,7 +467,7 @@ def _slower_heads(features: int, narrow: bool) -> float:
 
 def _between_products_s(part: Part, share: _Share, machine: Machine) -> float:
     """Return the seconds of the forward pass between its products."""
-    moved = share.kept_bytes(part) + share.passing_bytes(part) + share.once_bytes(part)
+    moved = share.kept_bytes(part) + share.passing_bytes(part) + share.once_bytes(part) + share.operator_bytes(part)
     return 2 * moved / machine.memory_bytes_per_s + part.kernels * KERNEL_START_S
 
 

@@ -58,6 +58,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Additional bytes that every rank keeps completely: the router's choices."""
     passing: int = 0
     """Additional elements in the compute format that are written and read, and not kept."""
+    operator_bytes: int = 0
+    """Bytes that single operators between products write and read in addition, of what ranks shard: rotations."""
+    outside_operator_bytes: int = 0
+    """The same outside the region: norms in float32."""
     outside: int
     """Elements kept in the compute format outside the region: its input, and the stream after it."""
     outside_bytes: int = 0

@@ -39,6 +39,18 @@ _NORM_KEEPS = {
 A LayerNorm keeps its input; an RMSNorm keeps its input in float32, and what it multiplies by its weights. A LayerNorm
 in float32 is not torch's: it keeps the distance from the mean, once for the variance and once to divide it by this.
 """
+_NORM_MOVES = {"RMSNorm": 12, "RMSNorm in float32": 10}
+"""Bytes of a feature that an RMSNorm of single operators writes and reads besides, in a forward pass.
+
+Cast to float32, square, mean, product with the root, cast back, product with the weights move 36 bytes of a 16-bit
+element (transformers' LlamaRMSNorm, aten's `rms_norm`): 18 are written and read, less those kept.
+"""
+_ROTATION_BYTES = 10
+"""Bytes of a feature of queries and keys that rotary positions of single operators write and read in a forward pass.
+
+Two products, a negated copy and a sum in 16 bits (transformers' `apply_rotary_pos_emb`), or a cast to float32, a
+complex product and a cast back (torchtitan's `apply_rotary_emb`), move 20 bytes.
+"""
 _SOFT_CAP_BYTES = 6
 """Bytes kept of a 16-bit attention score that is bounded: its hyperbolic tangent, and a softmax in float32."""
 _GELU_COPIES = {"gelu_new": 3, "quick_gelu": 1}
@@ -140,7 +152,13 @@ def _with_norms(facts: Family, part: Part, norms: int, fused: bool) -> Part:
         part,
         outside=part.outside + (norms * elements - 1) * part.result,
         outside_bytes=part.outside_bytes + norms * more * part.result,
+        outside_operator_bytes=norms * _norm_moves(facts, fused) * part.result,
     )
+
+
+def _norm_moves(facts: Family, fused: bool) -> int:
+    norm = facts.norm
+    return 0 if fused else _NORM_MOVES.get(f"{norm.kind}{' in float32' if norm.in_float32 else ''}", 0)
 
 
 def _as_trained(part: Part, kind: LayerType, model: Model, facts: Family, fused: bool, region: int = 0) -> Part:
@@ -205,6 +223,7 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
     # A norm without weights keeps its input in float32: twice an element of 16 bits of queries and keys.
     copies += width * facts.normed_heads(base_type(type_name), config)
     drops = _drops(model, type_name, region)
+    moves = _norm_moves(family, fused) * norms_heads + _ROTATION_BYTES * (not fused and facts.positions == "rope")
     return Part(
         name="attention",
         flops=2.0 * hidden * width,
@@ -218,6 +237,7 @@ def _attention_part(model: Model, type_name: str, region: Region, stream: int, h
         inside=width + elements + copies + biases,
         inside_bytes=more,
         products=width,
+        operator_bytes=moves * (width // 2),
         second_products=a.key_width * a.key_positions,
         scores=(2 if drops else 1) * a.scores,
         score_bytes=_SOFT_CAP_BYTES * facts.soft_caps * a.scores,

@@ -53,6 +53,11 @@ class Recompute(StrEnum):
     SELECTIVE = "selective"
     """Activations other than results of matrix products and of attention are recomputed (Korthikanti et al. 2022)."""
 
+    @property
+    def replays_experts(self) -> bool:
+        """Return whether the backward pass computes experts again, and beside them what of the layer is before them."""
+        return self in (Recompute.FULL, Recompute.SELECTIVE, Recompute.MLP)
+
 
 class Strategy(Value, frozen=True, kw_only=True, forbid_unknown_fields=True, order=True):
     """A sharding of the embedding or the head over the ranks of its pipeline stage.

@@ -198,6 +198,9 @@ def _runtimes(options: AdviseOptions, model: Model, machines: Machines) -> tuple
     plain = options.assumed_of(SHARDWRIGHT if options.target is None else SYSTEMS[options.target].runtime)
     mxfp8 = options.precision == FP8 and all(device.mxfp8 for device in machines.devices.values())
     tuned = plain.tuned(mxfp8) if any(kind.experts is not UNSET for kind in model.types.values()) else None
+    if tuned is not None and options.target is not None:
+        # No argument of Megatron-LM, and no field of a recipe with a named precision, asks for it.
+        tuned = replace(tuned, fp8_attention=False)
     if tuned is None and options.tuned:
         problem = f"the runtime {plain.name} has no tuned way to run {model.name}"
         raise BadInput("--tuned", problem, "leave it out, or take a runtime that has one, for a model with experts")

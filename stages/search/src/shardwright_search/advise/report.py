@@ -188,8 +188,8 @@ def _exchanging(profiles: Profiles, row: ExchangeRow | None) -> Profiles:
 
 
 TUNED_FLAGS = (
-    "--moe-token-dispatcher-type flex, --overlap-moe-expert-parallel-comm where a plan allows it, CUDA graphs and, in "
-    "MXFP8, the operator fuser and FP8 attention"
+    "--moe-token-dispatcher-type flex, --overlap-moe-expert-parallel-comm and CUDA graphs where a plan allows them "
+    "and, in MXFP8, the operator fuser; FP8 attention, which no argument asks for, under --runtime alone"
 )
 
 

@@ -17,7 +17,7 @@ from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.search_space import NothingListed
 from shardwright_search.systems.entry import Entry, Limits
 from shardwright_search.systems.launch import in_pipeline_order
-from shardwright_search.systems.registry import SYSTEMS
+from shardwright_search.systems.registry import SYSTEMS, TUNED
 
 _MAX_RUNNERS_UP = 5
 
@@ -42,9 +42,13 @@ class Within(NamedTuple):
     """None where it was not found in time."""
 
 
-def started(system: System, plan: Plan) -> Started:
-    """Return what starts a plan; BadInput names the first thing of the plan that the system cannot express."""
-    target, name = SYSTEMS[system], f"--for {system}"
+def started(system: System, plan: Plan, tuned: bool = False) -> Started:
+    """Return what starts a plan; BadInput names the first thing of the plan that the system cannot express.
+
+    `tuned`: experts run as its recipes for speed run them.
+    """
+    target = TUNED.get(system, SYSTEMS[system]) if tuned else SYSTEMS[system]
+    name = f"--for {system}"
     ordered = in_pipeline_order(plan, name)
     if target.launch is not None:
         exported, launch = target.launch(plan, name, None)

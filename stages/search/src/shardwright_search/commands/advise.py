@@ -132,7 +132,7 @@ def _within(
 
     Where that one is slower, having reduced gradients once a step alone, the system's own is the best of all.
     """
-    start = started(system, taken)
+    start = started(system, taken, question.is_tuned)
     try:
         unlimited = find_best(*_given(question), tell, CpuSeconds(limit_s))
     except StoppedEarly:

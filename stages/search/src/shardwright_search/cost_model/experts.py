@@ -49,11 +49,6 @@ def even_load(model: Model, type_name: str, strategy: LayerStrategy, samples: in
     return key, rows * axes.tensor.size
 
 
-def replays_experts(strategy: LayerStrategy) -> bool:
-    """Return whether the backward pass computes experts again, together with the part of the layer before them."""
-    return strategy.recompute in (Recompute.FULL, Recompute.SELECTIVE, Recompute.MLP)
-
-
 def is_exchange(message: Message) -> bool:
     """Return whether a message takes rows to the ranks of their experts or back; a sum is one of counts."""
     return message.cause is Cause.EXPERTS and message.collective is not Collective.ALL_REDUCE

@@ -48,7 +48,6 @@ from shardwright_search.cost_model.experts import (
     host_floor,
     imbalance_of,
     is_exchange,
-    replays_experts,
 )
 from shardwright_search.cost_model.layer_cost import Cost as Cost
 from shardwright_search.cost_model.layer_cost import Gather as Gather
@@ -92,6 +91,11 @@ class Turns(NamedTuple):
     """Whether a rank can compute another micro-batch's passes while a layer exchanges rows."""
     pipelined: bool = False
     """Whether the plan is a pipeline between nodes."""
+
+
+def has_other_passes(pp_size: int, num_microbatches: int, num_chunks: int) -> bool:
+    """Return whether Megatron-LM overlaps exchanges with another micro-batch: of one stage, or of several chunks."""
+    return num_microbatches > 1 and (pp_size == 1 or num_chunks > 1)
 
 
 PLAIN_TURNS = Turns()
@@ -174,7 +178,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         """
         overlaps, floors = self._shape_counts
         return Turns(
-            alternate=overlaps and num_microbatches > 1 and (pp_size == 1 or num_chunks > 1),
+            alternate=overlaps and has_other_passes(pp_size, num_microbatches, num_chunks),
             pipelined=floors and pp_size > 1 and self.cluster.num_nodes > 1,
         )
 
@@ -357,7 +361,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
         shared = micro_batch_size, axes_of(strategy).context.size, self.time_model
         rest, kept = (shared_layer_cost(profiles.beside_experts, each, *shared) for each in keys)
         replayed = kept.figures.activation_bytes - rest.figures.activation_bytes
-        return with_experts(rest, replayed if replays_experts(strategy) else 0.0, experts)
+        return with_experts(rest, replayed if strategy.recompute.replays_experts else 0.0, experts)
 
     def _traffic(
         self,
@@ -377,7 +381,7 @@ class CostModel(msgspec.Struct, frozen=True, dict=True, eq=False):
             shared = strategy, topology, samples, self.compute_bytes
             exchanges = exchange_times(profiles, self.model, type_name, *shared)
             overlapped = profiles.exchange is not None and profiles.exchange.overlapped
-            if overlapped and turns.alternate and strategy.recompute is not Recompute.FULL:
+            if overlapped and turns.alternate and not strategy.recompute.replays_experts:
                 exchanges = beside_other_passes(profiles, exchanges, compute.figures)
             times.append(exchanges)
         return tuple(map(in_turn, zip(*times, strict=True)))

@@ -35,7 +35,7 @@ from shardwright_search.systems.exporting import (
     kernel_notes,
     uniform_of,
 )
-from shardwright_search.systems.peft import IMPORTED, adapter_text
+from shardwright_search.systems.peft import adapter_text, imported_for, loading_notes, loading_text
 from shardwright_search.systems.torchtitan import ROTATE_METHODS
 
 _TITLE = "accelerate"
@@ -93,7 +93,7 @@ ACCELERATOR = Accelerator(
         reshard_after_forward={reshards},
         auto_wrap_policy="transformer_based_wrap",
         activation_checkpointing={recomputes},
-        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.{compute}, reduce_dtype=torch.float32),
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.{compute}, reduce_dtype=torch.{reduce}),
     ),
     gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps={steps}, sync_each_batch={each}),
 ){adapter}
@@ -113,13 +113,18 @@ def accelerate_setup(plan: Plan, plan_file: object) -> Exported:
     target.demand(uniform.layer.tp_size == 1, f"layers[0]: tp_size {uniform.layer.tp_size}", "choose tp_size 1")
     shards = uniform.replicas == 1 or uniform.layer.data_parallel is not DataParallel.DDP
     target.demand(shards, "layers[0]: ddp", "choose zero2 or zero3, which FSDP2 runs")
-    target.demand_in_float32(plan, "float32", "bfloat16")
+    kept, used, reduced = plan.precision.parameters, plan.precision.compute, plan.precision.reduce
+    holds = used in ("float32", "bfloat16") and kept == reduced and kept in ("float32", used)
+    remedy = "compute in float32 or bfloat16, and keep and reduce in float32, or all in bfloat16"
+    target.demand_precision(plan, holds, remedy)
+    target.demand(plan.precision.base != "8bit", "a base of 8 bits, which FSDP2 does not shard", "choose 4bit")
     kinds = {layer.recompute for layer in plan.layers}
     target.demand(len(kinds) == 1, "recomputation of some layers", "recompute all layers or none")
-    adapter = adapter_text(plan.model)
+    adapter = adapter_text(plan)
     text = _SETUP.format(
-        adapter=adapter.rstrip("\n"),
-        peft=IMPORTED if adapter else "",
+        adapter=loading_text(plan.precision).rstrip("\n") + adapter.rstrip("\n"),
+        peft=imported_for(plan),
+        reduce=plan.precision.reduce,
         micro_batch_size=uniform.micro_batch_size,
         replicas=uniform.shard_groups,
         shards=_shards(uniform),
@@ -134,6 +139,7 @@ def accelerate_setup(plan: Plan, plan_file: object) -> Exported:
     notes = [f"run it on {plan.world_size} ranks", "your script imports ACCELERATOR and prepares the model with it"]
     if adapter:
         notes.append("low-rank matrices are peft's: your script prepares adapted(model)")
+    notes += loading_notes(plan.precision)
     if uniform.shares_context:
         notes.append("each step runs inside ACCELERATOR.maybe_context_parallel, which shares out tokens and labels")
     return Exported(text, (*notes, *kernel_notes(plan)), beside=((_CONFIG, _config(plan, uniform)),))
@@ -169,7 +175,7 @@ def _config(plan: Plan, uniform: UniformStrategy) -> str:
     keys = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
-        "mixed_precision": "no" if plan.precision.compute == "float32" else "bf16",
+        "mixed_precision": "no" if plan.precision.compute == plan.precision.parameters else "bf16",
         "use_cpu": False,
         "debug": False,
         "num_processes": plan.world_size,

@@ -16,7 +16,7 @@ from shardwright.types import DataParallel, GradientReduction, Model, Plan, Prec
 from shardwright_search.space.uniform import UniformStrategy
 from shardwright_search.systems.entry import Entry, Limits, Reading, Setting, Settings, torchrun
 from shardwright_search.systems.exporting import WHOLE_LAYERS, Exported, ExportTarget, kernel_notes, uniform_of
-from shardwright_search.systems.peft import IMPORTED, adapter_text
+from shardwright_search.systems.peft import adapter_text, imported_for, loading_notes, loading_text
 
 _TITLE = "DeepSpeed"
 _ADAPTER = "deepspeed_adapter.py"
@@ -104,9 +104,17 @@ def deepspeed_json(plan: Plan, plan_file: object) -> Exported:
     target.demand(len(kinds) == 1, "recomputation of some layers", "recompute all layers or none")
     if kinds == {Recompute.FULL}:
         keys["activation_checkpointing"] = {"partition_activations": False, "cpu_checkpointing": False}
-    adapter = adapter_text(plan.model)
-    beside = ((_ADAPTER, IMPORTED.rstrip("\n") + adapter),) if adapter else ()
+    split = uniform.layer.data_parallel is DataParallel.ZERO3 and uniform.layer.dp_size > 1
+    feature = "a base of 8 bits, which ZeRO-3 does not shard"
+    target.demand(plan.precision.base != "8bit" or not split, feature, "choose 4bit, or zero2")
+    beside = ((_ADAPTER, _adapter(plan)),) if plan.model.low_rank is not UNSET else ()
     return Exported(json.dumps(keys, indent=2) + "\n", tuple(_notes(plan, kinds)), beside=beside)
+
+
+def _adapter(plan: Plan) -> str:
+    loaded = loading_text(plan.precision)
+    imported = ("import torch\n" if loaded else "") + imported_for(plan)
+    return imported.rstrip() + loaded.rstrip() + adapter_text(plan)
 
 
 def _zero(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> dict[str, object]:
@@ -125,7 +133,11 @@ def _zero(plan: Plan, uniform: UniformStrategy, target: ExportTarget) -> dict[st
 
 
 def _precision(plan: Plan, target: ExportTarget) -> dict[str, object]:
-    """Return the types of computation and reduction; gradients are summed in float32."""
+    """Return the types of computation and reduction; gradients are summed in float32, or beside a base in 16 bits."""
+    kept, used = plan.precision.parameters, plan.precision.compute
+    if plan.model.low_rank is not UNSET and kept == used == plan.precision.reduce == "bfloat16":
+        types = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
+        return {"bf16": {"enabled": True}, **types}
     target.demand_in_float32(plan, "float32", *_PRECISIONS)
     if (used := plan.precision.compute) == "float32":
         return {}
@@ -139,6 +151,9 @@ def _notes(plan: Plan, kinds: set[Recompute]) -> Iterator[str]:
         yield _CHECKPOINTS
     if plan.model.low_rank is not UNSET:
         yield f"low-rank matrices are peft's: train.py gives DeepSpeed adapted(model) of {_ADAPTER} (--launch)"
+        if plan.precision.parameters == "bfloat16":
+            yield "it keeps masters of the low-rank matrices, and their states, in float32, of which the price has half"
+    yield from loading_notes(plan.precision)
     yield from kernel_notes(plan)
 
 

@@ -1,6 +1,5 @@
 """Refusals of plans that another system cannot express, and the one strategy that most of them want of all layers."""
 
-import re
 from collections.abc import Collection, Container, Iterator, Sequence
 from math import isfinite
 from typing import NamedTuple
@@ -8,6 +7,7 @@ from typing import NamedTuple
 from msgspec import UNSET
 from msgspec.structs import asdict, replace
 
+from shardwright.devices.table import shipped_devices
 from shardwright.io import BadInput
 from shardwright.models.context import context_obstacle, ring_obstacle
 from shardwright.models.mtp import mtp_layers
@@ -34,8 +34,6 @@ from shardwright_search.space.uniform import UniformStrategy
 
 WHOLE_LAYERS = (Recompute.NONE, Recompute.FULL)
 """Recomputation that each system has."""
-_BLACKWELL = re.compile(r"\bG?B[23]00\b")
-"""Names of devices that multiply in MXFP8 (Transformer Engine, `check_mxfp8_support`: compute capability 10.0)."""
 
 
 class Exported(NamedTuple):
@@ -131,7 +129,7 @@ def uniform_of(
 
 def check_exportable(plan: Plan, target: ExportTarget, with_peft: bool = False) -> None:
     """Raise BadInput for fields that no export supports, and for frozen parameters but those beside peft's."""
-    check_fields(plan, target.plan_file, f"the {target.name} export")
+    check_fields(plan, target.plan_file, f"the {target.name} export", ("precision.base",) if with_peft else ())
     holds = not plan.model.is_frozen or (with_peft and plan.model.low_rank is not UNSET)
     target.demand(holds, "frozen parameters", "export a plan of the model that is trained whole")
 
@@ -224,8 +222,9 @@ def check_recompute(plan: Plan, target: ExportTarget, kinds: Sequence[Recompute]
 
 
 def in_mxfp8(plan: Plan) -> bool:
-    """Return whether products in FP8 are scaled in blocks of 32: where all devices have MXFP8, NVIDIA's Blackwell."""
-    return all(_BLACKWELL.search(node.device) for node in plan.cluster.node_types.values())
+    """Return whether products in FP8 are scaled in blocks of 32: where all devices have MXFP8, by their table."""
+    found = (shipped_devices().get(node.device) for node in plan.cluster.node_types.values())
+    return all(device is not None and device.mxfp8 for device in found)
 
 
 def kernel_notes(plan: Plan) -> Iterator[str]:

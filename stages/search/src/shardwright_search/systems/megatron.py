@@ -62,6 +62,7 @@ from shardwright_search.systems.exporting import (
 from shardwright_search.systems.launch import scripts_of
 from shardwright_search.systems.megatron_layout import written_layout
 from shardwright_search.systems.megatron_reader import COMM_TYPES, read_arguments, read_megatron
+from shardwright_search.systems.megatron_tuned import tuned_environment, tuned_options
 
 # Attention: heads, and the latents that they may be computed from.
 
@@ -358,9 +359,10 @@ _SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED_1F1B)
 """Schedules of a pipeline; the layer ranges of a stage decide between them."""
 
 
-def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
+def megatron_arguments(plan: Plan, plan_file: object, tuned: bool = False) -> Exported:
     """Return the arguments that a plan decides, one a line; data and the learning rate are those of the command.
 
+    `tuned`: experts run as `Runtime.tuned` prices them.
     Raises BadInput naming the first thing that Megatron-LM cannot express.
     """
     target = ExportTarget(_TARGET, plan_file)
@@ -385,9 +387,11 @@ def megatron_arguments(plan: Plan, plan_file: object) -> Exported:
         **_precision(plan, target),
     }
     options |= _hidden(plan, uniform, options)
+    options |= tuned_options(plan, uniform) if tuned else {}
     given = {option: value for option, value in options.items() if value is not False}
     text = "".join(f"{shlex.join((option, *_words(value)))}\n" for option, value in given.items())
-    return Exported(text, tuple(_notes(plan, uniform, given)), _environment(uniform, given))
+    variables = (*tuned_environment(plan, given), *_environment(uniform, given))
+    return Exported(text, tuple(_notes(plan, uniform, given)), variables)
 
 
 def _words(value: Value) -> Sequence[str]:
@@ -601,3 +605,6 @@ MEGATRON = Entry(
     command=lambda plan, file: torchrun(plan, f'"$PRETRAIN" $(xargs < {file}) --mock-data --train-iters 20 --lr 1e-4'),
     launch=partial(scripts_of, megatron_arguments),
 )
+_tuned = partial(megatron_arguments, tuned=True)
+TUNED_MEGATRON = MEGATRON._replace(export=_tuned, launch=partial(scripts_of, _tuned), version="megatron-core 0.19.2")
+"""The same with experts as its recipes for speed run them."""

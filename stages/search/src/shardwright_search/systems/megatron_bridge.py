@@ -8,6 +8,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from shardwright.estimate.runtimes import RUNTIMES, RuntimeName
 from shardwright.io import BadInput
@@ -52,8 +53,18 @@ _FIELDS: Mapping[str, str] = {
     "overlap_param_gather": "ddp.overlap_param_gather",
     "cross_entropy_loss_fusion": "model.cross_entropy_loss_fusion",
     "cross_entropy_fusion_impl": "model.cross_entropy_fusion_impl",
+    "moe_flex_dispatcher_backend": "model.moe_flex_dispatcher_backend",
+    "moe_router_dtype": "model.moe_router_dtype",
+    "cuda_graph_impl": "model.cuda_graph_impl",
+    "cuda_graph_scope": "model.cuda_graph_scope",
+    "use_transformer_engine_op_fuser": "model.use_transformer_engine_op_fuser",
+    "moe_paged_stash": "model.moe_paged_stash",
+    "moe_expert_rank_capacity_factor": "model.moe_expert_rank_capacity_factor",
+    "moe_pad_experts_for_cuda_graph_inference": "model.moe_pad_experts_for_cuda_graph_inference",
+    "moe_mlp_glu_interleave_size": "model.moe_mlp_glu_interleave_size",
 }
 """Fields of a recipe by the arguments of Megatron-LM that say the same."""
+_OVERLAPS = ("tp_comm_overlap", "overlap_moe_expert_parallel_comm")
 _LAYOUT = _FIELDS["pipeline_model_parallel_layout"]
 _MIXED = {
     None: "bf16_mixed",
@@ -100,26 +111,30 @@ if __name__ == "__main__":
 '''
 
 
-def bridge_recipe(plan: Plan, plan_file: object) -> Exported:
-    """Return the recipe; BadInput names the first thing that Megatron's core or the bridge cannot express."""
+def bridge_recipe(plan: Plan, plan_file: object, tuned: bool = False) -> Exported:
+    """Return the recipe; BadInput names the first thing that Megatron's core or the bridge cannot express.
+
+    `tuned`: experts run as `Runtime.tuned` prices them.
+    """
     target = ExportTarget(_TITLE, plan_file)
     bridged = ", ".join(sorted(name for name in FAMILIES if _is_bridged(name)))
     target.demand(_is_bridged(plan.model.family), f"a {plan.model.family} model", f"choose {bridged}")
     compute, reduce = plan.precision.compute, plan.precision.reduce
     holds = compute in ("bfloat16", FP8) and reduce == "float32"
     target.demand_precision(plan, holds, "compute in bfloat16 or fp8, reduce in float32")
-    exported = megatron_arguments(plan, plan_file)
+    exported = megatron_arguments(plan, plan_file, tuned)
     given = {**words_of(exported.text, str(plan_file))}
     if given.pop("num_layers_per_virtual_pipeline_stage", None) is not None:
         given["num_virtual_stages_per_pipeline_rank"] = [str(len(plan.stages[0].layers))]
     fields = {**_DEFAULTS, **{_FIELDS[name]: _value(name, given[name]) for name in given if name in _FIELDS}}
     fields |= dict(_others(plan, given, fields))
     lines = "".join(f"    cfg.{field} = {value!r}\n" for field, value in fields.items())
-    if "tp_comm_overlap" in given:
-        lines += "    cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=True)\n"
+    if overlaps := [name for name in _OVERLAPS if name in given]:
+        lines += f"    cfg.comm_overlap = CommOverlapConfig({', '.join(f'{name}=True' for name in overlaps)})\n"
     text = _RECIPE.format(name=plan.name, path=plan.model.name, lines=lines)
-    notes = (f"run it on {plan.world_size} ranks", "PATH in the recipe is of the model", "its data are made up")
-    return Exported(text, notes)
+    notes = [f"run it on {plan.world_size} ranks", "PATH in the recipe is of the model", "its data are made up"]
+    notes += [f"its recipes for speed {line}" for line in exported.environment if tuned]
+    return Exported(text, tuple(notes))
 
 
 def _others(
@@ -129,16 +144,21 @@ def _others(
     yield from (("model.seq_length", length), ("dataset.seq_length", length))
     yield "mixed_precision", _MIXED[given["fp8_recipe"][0] if "fp8_recipe" in given else None]
     yield "ddp.grad_reduce_in_fp32", True
+    if "no_check_for_nan_in_loss_and_grad" in given:
+        yield from (("rerun_state_machine.check_for_nan_in_loss", False), ("ddp.check_for_nan_in_grad", False))
+    if "cuda_graph_impl" in given:
+        yield from (("rng.te_rng_tracker", True), ("model.use_te_rng_tracker", True))
     if fields["ddp.use_megatron_fsdp"]:
         yield "model.gradient_accumulation_fusion", False
 
 
 def _value(name: str, words: Sequence[str]) -> object:
-    if name == "recompute_modules":
+    if name in ("recompute_modules", "cuda_graph_scope"):
         return list(words)
     if not words:
         return True
-    return int(words[0]) if words[0].isdecimal() else words[0]
+    number = words[0].replace(".", "", 1).isdecimal()
+    return ast.literal_eval(words[0]) if number else words[0]
 
 
 def read_recipe(text: str, file: str, setting: Setting) -> Reading:
@@ -206,3 +226,5 @@ MEGATRON_BRIDGE = Entry(
     read=read_recipe,
     command=lambda plan, file: torchrun(plan, file),
 )
+TUNED_BRIDGE = MEGATRON_BRIDGE._replace(export=partial(bridge_recipe, tuned=True), version="megatron-bridge 0.6.2")
+"""The same with experts as its recipes for speed run them."""

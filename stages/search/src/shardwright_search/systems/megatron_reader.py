@@ -47,6 +47,11 @@ _HIDING = {
     *("ddp_bucket_size", "ddp_num_buckets", "ddp_pad_buckets_for_high_nccl_busbw"),
 }
 """Settings of how communication is hidden, and cut into messages."""
+_TUNED = {
+    *("use_transformer_engine_op_fuser", "moe_paged_stash", "moe_flex_dispatcher_backend"),
+    *("moe_expert_rank_capacity_factor", "moe_pad_experts_for_cuda_graph_inference", "moe_mlp_glu_interleave_size"),
+}
+"""Settings of how experts run, which `--tuned` asks for."""
 _ELSEWHERE = {
     *("data_parallel_random_init", "pipeline_model_parallel_comm_backend", "no_async_tensor_model_parallel_allreduce"),
     *("async_tensor_model_parallel_allreduce", "distributed_backend", "distributed_timeout_minutes"),
@@ -57,13 +62,14 @@ _ELSEWHERE = {
     *("cuda_graph_warmup_steps", "cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph"),
     *("ckpt_fully_parallel_save", "ckpt_fully_parallel_load", "no_ckpt_fully_parallel_save", "fully_parallel_save"),
     *("fully_parallel_load", "optimizer_config_override_provider", "load_main_params_from_ckpt", "mixed_precision"),
-    "comm_overlap",
+    *("comm_overlap", "te_rng_tracker", "use_te_rng_tracker", "check_for_nan_in_loss", "check_for_nan_in_grad"),
 }
 """Settings of starting, saving and logging, and of what the question says, whose names have words of plans."""
 _FP32 = ("fp32", "float32", "torch.float32")
 _VALUES: Mapping[str, tuple[object, ...]] = {
     "optimizer": ("adam",),
     "outer_dp_sharding_strategy": ("no_shard",),
+    "cuda_graph_impl": ("none", "transformer_engine", "full_iteration"),
     "cpu_offloading_num_layers": ("0", 0),
     "optimizer_offload_fraction": ("1.0", 1.0),
     "hierarchical_context_parallel_sizes": ("1", 1),
@@ -126,7 +132,7 @@ def check_fields(file: str, given: Mapping[str, object], read: Collection[str], 
 def _settings(read: Collection[str], setting: Setting) -> Settings:
     """Return what is known of settings that stand beside those of model, data and logging."""
     asked = _IN_FP8 if _is_in_fp8(setting) else set[str]()
-    return Settings(read=read, harmless=_HIDING | _ELSEWHERE | asked, values=_VALUES, strict=False)
+    return Settings(read=read, harmless=_HIDING | _TUNED | _ELSEWHERE | asked, values=_VALUES, strict=False)
 
 
 def _is_in_fp8(setting: Setting) -> bool:

@@ -1,4 +1,8 @@
-"""Low-rank matrices of a plan's model as peft makes them beside a stock model of transformers."""
+"""Low-rank matrices of a plan's model as peft makes them beside a stock model of transformers, and its loading.
+
+Frozen matrices in 8 or 4 bits are those of bitsandbytes 0.49, of which ranks shard 4 bits alone: these lie in
+tensors of the compute format (`bnb_4bit_quant_storage`; peft's pages on FSDP and on DeepSpeed).
+"""
 
 import json
 
@@ -6,7 +10,7 @@ from msgspec import UNSET
 
 from shardwright.models.low_rank import adapter_config
 from shardwright.models.low_rank_targets import matched_names
-from shardwright.types import Model
+from shardwright.types import Model, Plan, Precision
 
 IMPORTED = "from peft import LoraConfig, get_peft_model\n"
 _TEXT = '''
@@ -18,19 +22,54 @@ ADAPTER = LoraConfig(
 
 def adapted(model):
     """Return the model with low-rank matrices, which alone are trained: prepare this one."""
-    return get_peft_model(model, ADAPTER)
+    return get_peft_model(model, ADAPTER{kept})
 '''
 
 
-def adapter_text(model: Model) -> str:
-    """Return lines of Python that put the low-rank matrices beside a stock model; none where all of it is trained."""
+_QUANTIZED = {
+    "8bit": "BitsAndBytesConfig(load_in_8bit=True)",
+    "4bit": (
+        'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, '
+        "bnb_4bit_compute_dtype=torch.{compute}, bnb_4bit_quant_storage=torch.{compute})"
+    ),
+}
+"""Configurations of transformers' quantized models, by the bits of a plan's frozen matrices."""
+
+
+def imported_for(plan: Plan) -> str:
+    """Return the lines of Python that import what `adapter_text` names, but for torch."""
+    if plan.model.low_rank is UNSET:
+        return ""
+    return IMPORTED + ("" if plan.precision.base is UNSET else "from transformers import BitsAndBytesConfig\n")
+
+
+def loading_text(precision: Precision) -> str:
+    """Return lines of Python that say how a stock model is loaded; none where it is in float32 without further ado."""
+    given = [] if precision.parameters == "float32" else [f'"dtype": torch.{precision.parameters}']
+    if precision.base is not UNSET:
+        given.append(f'"quantization_config": {_QUANTIZED[precision.base].format(compute=precision.compute)}')
+    return f"\n\nLOADED = {{{', '.join(given)}}}\n" if given else ""
+
+
+def loading_notes(precision: Precision) -> tuple[str, ...]:
+    """Return what a script does with these lines."""
+    return ("your script loads the model by from_pretrained(..., **LOADED)",) if loading_text(precision) else ()
+
+
+def adapter_text(plan: Plan) -> str:
+    """Return lines of Python that put the low-rank matrices beside a stock model; none where all of it is trained.
+
+    peft makes them in float32 beside 16 bits unless it is told not to.
+    """
+    model = plan.model
     if model.low_rank is UNSET:
         return ""
     config = adapter_config(model) | {"inference_mode": False}
     config["target_modules"] = _shortest(model, config["target_modules"])
     given = {key: value for key, value in config.items() if key != "peft_type" and value not in (None, {}, [])}
     lines = (f"    {key}={value if isinstance(value, bool) else json.dumps(value)}," for key, value in given.items())
-    return _TEXT.format(arguments="\n".join(lines))
+    kept = "" if plan.precision.parameters == "float32" else ", autocast_adapter_dtype=False"
+    return _TEXT.format(arguments="\n".join(lines), kept=kept)
 
 
 def _shortest(model: Model, names: list[str]) -> list[str]:

@@ -7,8 +7,8 @@ from shardwright_search.systems.accelerate import ACCELERATE
 from shardwright_search.systems.deepspeed import DEEPSPEED
 from shardwright_search.systems.entry import Entry
 from shardwright_search.systems.galvatron import GALVATRON
-from shardwright_search.systems.megatron import MEGATRON
-from shardwright_search.systems.megatron_bridge import MEGATRON_BRIDGE
+from shardwright_search.systems.megatron import MEGATRON, TUNED_MEGATRON
+from shardwright_search.systems.megatron_bridge import MEGATRON_BRIDGE, TUNED_BRIDGE
 from shardwright_search.systems.torchtitan import TORCHTITAN
 
 SYSTEMS: Mapping[System, Entry] = {
@@ -19,3 +19,5 @@ SYSTEMS: Mapping[System, Entry] = {
     System.MEGATRON_BRIDGE: MEGATRON_BRIDGE,
     System.TORCHTITAN: TORCHTITAN,
 }
+TUNED: Mapping[System, Entry] = {System.MEGATRON: TUNED_MEGATRON, System.MEGATRON_BRIDGE: TUNED_BRIDGE}
+"""Those whose recipes for speed run experts in another way (`--tuned`)."""

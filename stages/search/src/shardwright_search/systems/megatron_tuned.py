@@ -1,0 +1,65 @@
+"""Arguments of Megatron-LM by which experts run as `Runtime.tuned` prices them, and those of its recipes beside them.
+
+Names and values are those of Megatron-Bridge 0.6.2 (`perf_recipes/qwen/common.py`, and the environment of its recipes),
+and of megatron-core 0.19 (`TransformerConfig`). Products in MXFP8 are one operator inside a graph of the whole step,
+which needs the paged stash of 0.19; in 16 bits graphs replay all but the experts, which 0.16 has, too.
+"""
+
+from collections.abc import Mapping
+
+from msgspec import UNSET
+
+from shardwright.types import FP8, Plan
+from shardwright_search.cost_model.layer import has_other_passes
+from shardwright_search.space.uniform import UniformStrategy
+from shardwright_search.systems.exporting import in_mxfp8
+
+_DISPATCHED = {"--moe-token-dispatcher-type": "flex", "--moe-router-dtype": "fp32"}
+_OVERLAP = "--overlap-moe-expert-parallel-comm"
+_FUSED = "--use-transformer-engine-op-fuser"
+_MXFP8: Mapping[str, str | bool] = {
+    _FUSED: True,
+    "--cuda-graph-impl": "full_iteration",
+    "--no-check-for-nan-in-loss-and-grad": True,
+    "--moe-paged-stash": True,
+    "--moe-expert-rank-capacity-factor": "1.5",
+    "--moe-pad-experts-for-cuda-graph-inference": True,
+    "--moe-mlp-glu-interleave-size": "32",
+}
+
+
+def tuned_options(plan: Plan, uniform: UniformStrategy) -> Mapping[str, str | bool | tuple[str, ...]]:
+    """Return the arguments of a plan's experts; none if the plan does not split them over ranks, or has none."""
+    experts = uniform.layer.experts
+    if experts is UNSET or experts.ep_size == 1:
+        return {}
+    mxfp8 = plan.precision.compute == FP8 and in_mxfp8(plan)
+    joined = all(node.domain_devices is not UNSET for node in plan.cluster.node_types.values())
+    options: dict[str, str | bool | tuple[str, ...]] = {
+        **_DISPATCHED,
+        "--moe-flex-dispatcher-backend": "hybridep" if mxfp8 or joined else "deepep",
+    }
+    replays = any(layer.recompute.replays_experts for layer in plan.layers)
+    if has_other_passes(uniform.pp_size, plan.num_microbatches, uniform.chunks) and not replays:
+        options |= {_OVERLAP: True}
+    if mxfp8:
+        return {**options, **_MXFP8}
+    if not replays:
+        scope = ("attn", "moe_router", "moe_preprocess")
+        return {**options, "--cuda-graph-impl": "transformer_engine", "--cuda-graph-scope": scope}
+    return options
+
+
+def tuned_environment(plan: Plan, options: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the lines that set the variables of the recipes: of HybridEP's NVLink domains, and of the fused operator.
+
+    With expert exchanges beside computation, several connections of the device are wanted (`validate_args`).
+    """
+    lines, sizes = [], [node.domain_devices for node in plan.cluster.node_types.values()]
+    if _OVERLAP in options and "--use-megatron-fsdp" not in options:
+        lines.append('export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-32}"')
+    if _FUSED in options:
+        lines.append("export NVTE_CUTEDSL_FUSED_GROUPED_MLP=1")
+    if options.get("--moe-flex-dispatcher-backend") == "hybridep" and UNSET not in sizes:
+        lines.append(f"export NVLINK_DOMAIN_SIZE={sizes[0]} USE_MNNVL=1")
+    return tuple(lines)
