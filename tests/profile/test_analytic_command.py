@@ -224,7 +224,7 @@ def test_a_search_can_plan_with_analytic_profiles(written, tmp_path):
         (("--out", "m.h5", "MODEL", "--device", "V100-16"), "device Tesla V100-SXM2-16GB: the table has no rate for"),
         (("--out", "m.h5", "MODEL", "MODEL", "--device", "L4"), "sequence length 1024 is given twice"),
         (("--out", "m.h5", "MODEL", "--cluster", "cluster.json", "--node-type", "b"), "--node-type: 'b' is not one of"),
-        (("--out", "m.h5", "MODEL", "--device", "L4", "--devices", "cluster.json"), "is no TOML"),
+        (("--out", "m.h5", "MODEL", "--device", "L4", "--devices", "cluster.json"), "is not TOML"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused_in_one_line(inputs, command, one_error_line, tmp_path, options, problem):

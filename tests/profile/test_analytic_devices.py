@@ -149,7 +149,7 @@ def test_a_name_of_several_devices_or_of_another_one_is_refused(name, problem):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("revised = ", "is no TOML"),
+        ("revised = ", "is not TOML"),
         (GOOD + "memory_bytes = 5\n", "memory_bytes and memory_bytes_source need one another"),
         (GOOD + 'link_bytes_per_s_source = "me"\n', "link_bytes_per_s and link_bytes_per_s_source need one another"),
         (GOOD + "peaks = { float8 = 1e12 }\n", "float8"),

@@ -50,7 +50,8 @@ def test_the_line_names_stage_bytes_and_every_remedy(lacking):
     line, found = promised(lacking), remedies(*lacking[:4], FILE)
     assert "\n" not in line
     pattern = (
-        r"no plan fits: even the leanest \(batch 8, .*\) lacks (\d+) bytes a rank in pipeline stage \d+: "
+        r"no plan fits: even the leanest \(batch 8, .*\) exceeds the budget by (\d+) bytes a rank in pipeline "
+        r"stage \d+: "
         r"raise memory_gib to at least (\S+), or lower global_batch_size to (\d+), the largest divisor that fits, "
         r"or take (\d+) nodes of n"
     )
@@ -130,7 +131,11 @@ def test_of_chunks_a_bound_is_told_and_only_what_a_search_finds_is_promised(make
     request = make.request(schedules=["interleaved_1f1b"], num_microbatches=num_microbatches)
     world = World(request, model, cluster, make.profiles(model, cluster, make.hardware(make.cluster(8, nodes=4))))
     found = answer(changed(world, memory_gib=1.2 / 1024))
-    assert not found.exact and "lacks more than" in found.reason and "raise memory_gib to more than" in found.reason
+    assert (
+        not found.exact
+        and "exceeds the budget by more than" in found.reason
+        and "raise memory_gib to more than" in found.reason
+    )
     bound = changed(world, memory_gib=found.min_bytes / GIB)
     assert isinstance(answer(bound), Infeasible)
     assert isinstance(answer(changed(world, memory_gib=1.2 * found.min_bytes / GIB)), SearchAnswer)

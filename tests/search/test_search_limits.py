@@ -139,7 +139,7 @@ def test_advice_is_proven_however_long_the_machine_makes_it_wait(monkeypatch):
 
     monkeypatch.setattr(search, "space_of", late)
     told = call(APP, "advise", "gpt2-xl", "--gpus", "1:H100-SXM", "--batch", 4, "--seq", 256, "--time-limit", 1.2)
-    assert told.exit_code == 0 and "proven under these estimates" in told.output and not told.stderr
+    assert told.exit_code == 0 and "proven optimal under these estimates" in told.output and not told.stderr
 
 
 def test_a_long_search_for_advice_tells_of_its_progress_on_standard_error(monkeypatch):

@@ -73,7 +73,7 @@ class Option(NamedTuple):
 
     @property
     def limits(self) -> str:
-        """Its limits in words; empty if it is no number."""
+        """Its limits in words; empty if it is not a number."""
         return " and ".join(filter(None, _bounds(self.metas)))
 
     def value(self, text: str) -> object:

@@ -141,9 +141,11 @@ def read_devices(path: Path | None = None) -> DeviceTable:
             raise BadInput(path, odd, "correct the file")
         return msgspec.convert(raw, DeviceTable)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadInput(path, f"is no TOML ({error})", "correct the file") from None
+        raise BadInput(path, f"is not TOML ({error})", "correct the file") from None
     except msgspec.ValidationError as error:
-        raise BadInput(path, f"is no table of devices ({error})", "see devices.toml of shardwright-estimate") from None
+        raise BadInput(
+            path, f"is not a list of devices ({error})", "see devices.toml of shardwright-estimate"
+        ) from None
 
 
 def device_named(table: DeviceTable, name: str, option: str = "--device") -> tuple[str, Device]:

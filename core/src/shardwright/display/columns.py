@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PIPED_WIDTH = 120
-"""Characters of a line where no terminal says how many it has."""
 _FRAME = 3
 """Characters that a column takes beside its cells: a line and two spaces."""
 _WORDS_WIDTH = 44
@@ -36,15 +34,18 @@ class PrintedColumn(NamedTuple):
         return max((len(line) for cell in self.cells for line in cell.split("\n")), default=0)
 
 
-def split_columns(columns: Sequence[PrintedColumn], repeated: int, room: int) -> list[list[PrintedColumn]]:
+def split_columns(
+    columns: Sequence[PrintedColumn], repeated: int, room: int, most: int | None = None
+) -> list[list[PrintedColumn]]:
     """Return the columns of each table that a table is split into: the first ones in all, of the others as many as fit.
 
-    `repeated`: number of columns that each table begins with; `room`: characters of a line. A table has one other
-    column at least, even where there is no room for it.
+    `repeated`: number of columns that each table begins with; `room`: characters of a line; `most`: columns of a table.
+    A table has one other column at least, even if there is no room for it.
     """
     first, blocks = list(columns[:repeated]), [list(columns[:repeated])]
     for column in columns[repeated:]:
-        if len(blocks[-1]) > repeated and _taken([*blocks[-1], column]) > room:
+        is_full = len(blocks[-1]) == most or _taken([*blocks[-1], column]) > room
+        if len(blocks[-1]) > repeated and is_full:
             blocks.append(list(first))
         blocks[-1].append(column)
     return blocks

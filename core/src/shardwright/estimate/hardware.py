@@ -91,7 +91,7 @@ def node_rates(text: str, step_s: float = NETWORK_STEP_S) -> NodeRates:
     named = [part.partition("=") for part in others]
     names = [name for name, _, _ in named]
     if unknown := [name for name in names if name not in set(Collective) or names.count(name) > 1]:
-        problem = f"{unknown[0]!r:.40} is no collective, or named twice"
+        problem = f"{unknown[0]!r:.40} is not a collective, or named twice"
         raise BadInput(_OPTION, problem, f"write 400+all_gather=300, with {', '.join(Collective)}")
     by_collective = tuple((Collective(name), _up_to(rates)) for name, _, rates in named)
     return NodeRates(_up_to(first), by_collective, step_s)

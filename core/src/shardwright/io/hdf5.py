@@ -247,5 +247,5 @@ def _hard_linked(path: Path, file: h5py.File, name: str, kind: type) -> h5py.Gro
             raise BadInput(path, f"{name} is a link to elsewhere", WRITE_AGAIN)
         walked = walked[part]
     if not isinstance(walked, kind):
-        raise BadInput(path, f"{name} is no {kind.__name__.lower()}", WRITE_AGAIN)
+        raise BadInput(path, f"{name} is not a {kind.__name__.lower()}", WRITE_AGAIN)
     return walked

@@ -120,7 +120,7 @@ def find_best(
         report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
         asked = replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
         if (asked.reserve_gib - request.reserve_gib) * GIB >= min(budgets.values()):
-            reason = f"no plan fits: the communicators of a plan that was found lack {more} bytes"
+            reason = f"no plan fits: the communicators of a plan that was found exceed the budget by {more} bytes"
             return _spare(left) or Infeasible(reason, more, min(budgets.values()) + more, False)
     spare = _spare(left)
     return answer if spare is None else _with_bound(spare, left[0])

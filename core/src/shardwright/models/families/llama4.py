@@ -69,7 +69,7 @@ def _expert_parameters(config: Config) -> Parameters:
 
 
 def _wrong(config: Config) -> str | None:
-    """Return what is wrong with what lists blocks: it is no list of numbers, or too short."""
+    """Return what is wrong with what lists blocks: it is not a list of numbers, or too short."""
     for key, least in ((_ROTATING, config.get("num_hidden_layers")), (_EXPERT_BLOCKS, 0)):
         listed = config.get(key)
         if listed is not None and not (isinstance(listed, list | tuple) and all(isinstance(x, int) for x in listed)):

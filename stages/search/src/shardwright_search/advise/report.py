@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from shardwright.devices.utilization import MFU_COUNTS, model_flops_utilization
 from shardwright.display.plan_words import layer_runs, strategy_words
+from shardwright.display.units import duration_text, usd_text
 from shardwright.estimate.accuracy import EXPANDABLE, SEEN, SPARE_SHARE, memory_range
 from shardwright.models.context import plan_obstacle
 from shardwright.types import GIB, Estimate, Plan
@@ -19,8 +19,9 @@ from shardwright_search.advise.targeted import Within
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.explain.printing import table
+from shardwright_search.explain.printing import Lines, ShellCommand, table
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, time_changes
+from shardwright_search.proof_words import proof_words
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import headroom
 from shardwright_search.space.runnable import left_out
@@ -89,18 +90,19 @@ def report(advice: Advice) -> RenderableType:
     """Return the whole report."""
     question, (plan, evaluation) = advice.question, advice.answer.chosen
     parts: list[RenderableType] = [
-        Text("\n".join(_answer(question, advice.answer, advice.batches, advice.within))),
+        Lines(list(_answer(question, advice.answer, advice.batches, advice.within))),
         _memory_table(question, plan, evaluation.estimate),
         _plans_table(question, advice.plans),
     ]
     if (node_types := node_types_table(plan, evaluation.estimate)) is not None:
         parts.insert(1, node_types)
-    parts += [Text("\n".join(_against(question, plan, evaluation.estimate, choice))) for choice in advice.choices]
+    parts += [Lines(list(_against(question, plan, evaluation.estimate, choice))) for choice in advice.choices]
     if not advice.all_rules:
-        parts.append(Text("some rules of thumb were not priced within the time limit"))
+        parts.append(Lines(["some rules of thumb were not priced within the time limit"]))
     if advice.within is not None:
-        parts.append(Text("\n".join(_starts(advice.within))))
-    return Group(*parts, Text("\n".join(["assumed", *(f"  {line}" for line in advice.assumed), SEEN])))
+        how, command, *notes = _starts(advice.within)
+        parts += [Lines([how]), ShellCommand(command), Lines(notes)]
+    return Group(*parts, Lines(["assumed", *(f"  {line}" for line in advice.assumed), SEEN]))
 
 
 def usd_per_billion_tokens(plan: Plan, estimate: Estimate) -> float | None:
@@ -125,6 +127,7 @@ def _answer(
     """Yield the lines of the answer: the plan, what it yields, what is proven, and batch sizes that yield much more."""
     model, plan, estimate = question.model, answer.chosen.plan, answer.chosen.evaluation.estimate
     budgets = f", within {question.budget_words}" if len(question.budgets) > 1 else ""
+    yield _in_short(question, plan, estimate)
     yield (
         f"{model.name} ({model.parameter_count / 1e9:.3g} B parameters, {model.sequence_length} tokens a sample) on "
         f"{question.cluster.name}, batch {plan.global_batch_size}: {verdict(plan, estimate)}{budgets}"
@@ -148,6 +151,20 @@ def _answer(
         shape = f"{len(other.stages)} pipeline stage(s), {other.num_microbatches} microbatch(es)"
         divides = f"{question.cluster.num_devices} GPUs divide it, and not {plan.global_batch_size}"
         yield f"  --batch {other.global_batch_size} gives {gives} ({shape}): {divides}"
+
+
+def _in_short(question: Question, plan: Plan, estimate: Estimate) -> str:
+    """Return the answer in a sentence that needs no knowledge of plans: whether it fits, how long and how dear."""
+    free_bytes, share_free = headroom(plan, estimate)
+    device_bytes = free_bytes / share_free if free_bytes else float(estimate.memory_bytes)
+    fits = memory_range(device_bytes - free_bytes)[1] <= device_bytes
+    tokens_per_s = estimate.samples_per_s * question.model.sequence_length
+    price = usd_per_billion_tokens(plan, estimate)
+    costs = "" if price is None else f" and cost about {usd_text(price)}"
+    return (
+        f"{'Yes' if fits else 'Probably, but memory is tight'}: {question.model.name} can be trained on "
+        f"{question.cluster.name}, where a billion tokens take about {duration_text(1e9 / tokens_per_s)}{costs}."
+    )
 
 
 def verdict(plan: Plan, estimate: Estimate) -> str:
@@ -222,20 +239,13 @@ def _limits_of(question: Question, target: Entry) -> Iterator[str]:
 
 
 def _proven(answer: SearchAnswer, within: Within | None) -> str:
-    if within is not None and not answer.stopped and answer.bound_s:
-        gap = answer.optimum_s / answer.bound_s - 1
-        runs = f"proven within what {within.target.title} runs, under these estimates"
-        return f"{runs}: no such plan is more than {gap:.2%} faster"
-    if not answer.bound_s:
-        return "stopped by the time limit before there was a bound: how much faster other plans are is not known"
-    gap = answer.optimum_s / answer.bound_s - 1
-    if answer.stopped:
-        return f"stopped by the time limit: no plan is more than {gap:.1%} faster (--time-limit)"
-    return f"proven under these estimates: no plan of the space is more than {gap:.2%} faster"
+    limits = "" if within is None else f" within what {within.target.title} runs,"
+    words = proof_words(answer.optimum_s, answer.bound_s, limits)
+    return f"{words}; the search was stopped by the time limit (--time-limit)" if answer.stopped else words
 
 
 def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
-    """Yield the ways of running a step that no plan of the space has."""
+    """Yield the ways of running a step that no plan of the search has."""
     if any(schedule.interleaves for schedule in question.request.schedules):
         chunks = max(question.request.chunks_per_stage)
         yield f"interleaved schedules of over {chunks} chunks a stage (--against pp=2,vpp={2 * chunks} prices one)"
@@ -249,7 +259,7 @@ def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
 
 
 def _context_not_searched(question: Question) -> Iterator[str]:
-    """Yield the context parallelism that no plan of the space has: more of it, and what the runtime does not do."""
+    """Yield the context parallelism that no plan of the search has: more of it, and what the runtime does not do."""
     most, lacking = max(question.request.cp_sizes), tuple(left_out(question.request, question.model, question.cluster))
     if lacking:
         yield from lacking
@@ -259,9 +269,9 @@ def _context_not_searched(question: Question) -> Iterator[str]:
 
 
 def _experts_not_searched(question: Question) -> Iterator[str]:
-    """Yield the ways to share out the experts that a model has which no plan of the space has."""
+    """Yield the ways to split the experts that a model has which no plan of the search has."""
     if sizes := question.request.ep_sizes:
-        yield f"experts in more than {max(sizes)} parts, or with features shared out beside (etp)"
+        yield f"experts in more than {max(sizes)} parts, or with their features split too (etp)"
 
 
 def _layer_counts(plan: Plan) -> str:
@@ -297,7 +307,7 @@ def _memory_table(question: Question, plan: Plan, estimate: Estimate) -> Rendera
     return table(title, ("what", "GiB", "share", "less of it by"), memory_rows(question, plan, estimate), last)
 
 
-PLAN_HEADINGS = ("", "plan", "s a step", "times as long", "GiB", "fits")
+PLAN_HEADINGS = ("", "plan", "s a step", "slowdown", "GiB", "fits")
 """Headings of `plan_rows`."""
 
 
@@ -334,9 +344,9 @@ def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedC
     ratio = sample_s(other, there) / sample_s(plan, estimate)
     yield f"  predicted {', '.join([f'{there.simulated_step_time_s:.4g} s a step', *_yields(question, other, there)])}"
     yield from ways_of_experts(question, other)
-    yield f"  yours takes {ratio:.2f} times as long, {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
+    yield f"  yours takes {ratio:.2f} times the time, {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
     if lacks > 0:
-        yield f"  it does not fit: it lacks {lacks / GIB:.2f} GiB a rank of {question.budget_words}"
+        yield f"  it does not fit: it exceeds {question.budget_words} by {lacks / GIB:.2f} GiB a rank"
     yield "  here is what differs, best plan → yours:"
     yield from (f"    {line}" for line in plan_differences(plan, other) or ("nothing that is done",))
     changes = sorted(time_changes(plan, estimate, other, there), key=lambda change: -abs(change.binding.gain))

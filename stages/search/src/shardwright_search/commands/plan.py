@@ -7,6 +7,7 @@ from pathlib import Path
 from time import monotonic
 
 from shardwright.command import show
+from shardwright.display.wrapping import line_width, wrapped
 from shardwright.io import (
     NothingFits,
     RunFailed,
@@ -76,7 +77,7 @@ def plan(options: PlanOptions) -> None:
         if options.certificate is not None and isinstance(certificate, Certificate):
             write_document(all_or_none.enter_context(atomic_path(options.certificate)), certificate)
         all_or_none.enter_context(written(options.out, best_plan, prediction))
-        show("\n".join((plan_summary(best_plan, prediction), *batches)))
+        show(wrapped((*plan_summary(best_plan, prediction), *batches), line_width()))
     if isinstance(certificate, str):
         raise RunFailed(f"no certificate: {certificate}: {options.out} is written without one")
 

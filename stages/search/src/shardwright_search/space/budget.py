@@ -157,8 +157,8 @@ def infeasible(
     missing_bytes = ceil(shortfall.missing_bytes * instance.costs.profiles_on(shortfall.node_type).memory_factor)
     exact = shortfall.configuration in configurations and shortfall.configuration.num_chunks == 1
     exact = exact and _is_known(instance, shortfall)
-    lack = f"lacks {'' if exact else 'more than '}{missing_bytes} bytes a rank in pipeline stage {shortfall.stage}"
-    reason = f"{subject} ({shortfall.configuration}) {lack}"
+    more = f"{'' if exact else 'more than '}{missing_bytes} bytes a rank in pipeline stage {shortfall.stage}"
+    reason = f"{subject} ({shortfall.configuration}) exceeds the budget by {more}"
     return _lacking(instance, reason, shortfall.node_type, missing_bytes, exact, file)
 
 
@@ -200,7 +200,7 @@ def _lacking(
 
 
 def states_beyond_budget(instance: Instance) -> int:
-    """Return bytes that a rank lacks in the mean, however the states of all parameters are shared out; 0: none.
+    """Return bytes that a rank lacks in the mean, however the states of all parameters are sharded; 0: none.
 
     States are the parameters as stored, and of trained ones gradients in the smaller format and the optimizer's states.
     """
@@ -216,7 +216,7 @@ def states_beyond_budget(instance: Instance) -> int:
 
 
 def _by_division(instance: Instance, file: Path) -> Infeasible:
-    """Return what is lacking however the states are shared out, which is less than any plan lacks and may be 0."""
+    """Return what is lacking however the states are sharded, which is less than any plan lacks and may be 0."""
     missing, roomiest = states_beyond_budget(instance), max(instance.budgets, key=instance.prices.with_process)
     if missing == 0:
         problem = "how much memory is missing was not known when the search was stopped: give it more time"
@@ -225,7 +225,8 @@ def _by_division(instance: Instance, file: Path) -> Infeasible:
     missing_bytes = int(missing * instance.costs.profiles_on(roomiest).memory_factor)
     devices = instance.costs.cluster.num_devices
     reason = (
-        f"states shared out among all {devices} ranks, without activations, lack more than {missing_bytes} bytes a rank"
+        f"states sharded over all {devices} ranks, without activations, exceed the budget by more than {missing_bytes} "
+        "bytes a rank"
     )
     return _lacking(instance, reason, roomiest, missing_bytes, False, file)
 
