@@ -70,4 +70,4 @@ def test_a_broken_command_is_the_same_command():
     command = '  torchrun --nproc-per-node 8 "$PRETRAIN file" $(xargs < a.txt) --name ' + "'one two  three' " * 8
     broken = wrapped_command(command, 60)
     assert broken.count("\\\n") > 2 and all(len(line) <= 60 for line in broken.splitlines())
-    assert shlex.split(broken) == shlex.split(command)
+    assert shlex.split(broken.replace("\\\n", " ")) == shlex.split(command)

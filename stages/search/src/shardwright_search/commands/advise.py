@@ -8,6 +8,7 @@ from time import process_time
 
 from msgspec.structs import replace
 
+from shardwright.display.wrapping import line_width, wrapped
 from shardwright.io import BadInput, NothingFits, check_new, check_writable, write_bytes, write_document
 from shardwright.types import GIB, Cluster, Estimate, Model, Plan
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
@@ -16,13 +17,14 @@ from shardwright_search.advise.question import Question, ignored_keys, question_
 from shardwright_search.advise.report import Advice, PricedChoice, report
 from shardwright_search.advise.sizes import Sized, axes_of, column_of, outcomes_of
 from shardwright_search.advise.targeted import Within, best_for, started
+from shardwright_search.advise.ways_out import ways_out
 from shardwright_search.candidates import Candidate
 from shardwright_search.commands.given_plans import written_files
 from shardwright_search.commands.prediction import progress
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.printing import show_rich
-from shardwright_search.explain.what_if import WhatIf, better_batches, fits, remedies
+from shardwright_search.explain.what_if import WhatIf, better_batches
 from shardwright_search.options import AdviseOptions, System
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
 from shardwright_search.solver.stopping import CpuSeconds, latest, left, soon, until
@@ -51,7 +53,7 @@ def advise(options: AdviseOptions) -> None:
             question = question.whole
             answer = _searched(options, question, line, deadline)
         if isinstance(answer, Infeasible):
-            raise NothingFits(_nothing_fits(options, question, answer, deadline))
+            raise NothingFits(_nothing_fits(options, question, answer))
         rules, whole = latest(_rules_of_thumb(question), soon(0.0 if answer.stopped else deadline))
         rules = rules or ()
         choices = [_priced_choice(text, question) for text in options.against]
@@ -89,12 +91,7 @@ def _check(options: AdviseOptions) -> None:
 
 def _page(options: AdviseOptions, advice: Advice, tell: Callable[[str], None]) -> str:
     """Return the page, with other sizes searched beside as time allows."""
-
-    def search(question: Question, limit_s: float) -> SearchAnswer | Infeasible:
-        if options.target is not None:
-            return best_for(options.target, question, _quiet, limit_s)
-        return find_best(*_given(question), _quiet, CpuSeconds(limit_s))
-
+    search = _side_search(options)
     axes, asked = axes_of(options, advice.question), Sized.of_answer(advice.question, advice.answer)
     deadline = until(CpuSeconds(options.html_limit))
     outcomes = outcomes_of(options, axes, asked, search, tell, deadline)
@@ -214,35 +211,25 @@ def _priced(plan: Plan, question: Question) -> Estimate:
     return evaluate(plan, question.profiles, timeline=False).estimate
 
 
-def _nothing_fits(options: AdviseOptions, question: Question, answer: Infeasible, deadline: float) -> str:
-    """Return by how much each plan lacks memory, and what would do, as far as that is found in time."""
+def _nothing_fits(options: AdviseOptions, question: Question, answer: Infeasible) -> str:
+    """Return by how much the leanest plan exceeds the budget, and on further lines what would do."""
     system = options.target
     kind = "plan" if system is None else f"plan that {SYSTEMS[system].title} runs"
     more = "" if answer.exact else "more than "
-    larger = f"GPUs that leave {more}{answer.min_bytes / GIB:.2f} GiB"
-    ways = ("more GPUs", larger, *_smaller(options, question, deadline))
-    return (
-        f"{question.model.name} on {question.cluster.name}: no {kind} fits in {question.budget_words}, "
-        f"even the leanest lacks {more}{answer.missing_bytes / GIB:.2f} GiB a rank: take {', '.join(ways)}"
+    first = (
+        f"{question.model.name} on {question.cluster.name}: no {kind} fits in {question.budget_words}, even the "
+        f"leanest exceeds it by {more}{answer.missing_bytes / GIB:.2f} GiB a rank: each of these is a way out, or part"
     )
+    ways = (f"  {way}" for way in ways_out(options, question, answer, _side_search(options)))
+    return wrapped((f"{first} of one:", *ways), line_width())
 
 
-def _smaller(options: AdviseOptions, question: Question, deadline: float) -> Iterator[str]:
-    """Yield a smaller batch and a shorter sample for which some plan fits, the largest that were found in time."""
-    if options.target is not None:
-        return  # what another system runs is searched for one size alone
-    batch, _ = remedies(*_given(question), deadline)
-    if batch is not None:
-        yield f"--batch {batch}"
-    lengths, _ = latest(_shorter(options, question.model.sequence_length, deadline), soon(deadline))
-    yield from (f"--seq {length}" for length in lengths or ())
+def _side_search(options: AdviseOptions) -> Callable[[Question, float], SearchAnswer | Infeasible]:
+    """Return the function that searches a question that differs from the asked one, in some CPU seconds."""
 
+    def search(question: Question, limit_s: float) -> SearchAnswer | Infeasible:
+        if options.target is not None:
+            return best_for(options.target, question, _quiet, limit_s)
+        return find_best(*_given(question), _quiet, CpuSeconds(limit_s))
 
-def _shorter(options: AdviseOptions, asked: int, deadline: float) -> Iterator[tuple[int, ...]]:
-    """Yield the longest part of a sample's length for which some plan fits, of some halves of it; nothing without."""
-    for length in (asked // 2, asked // 4, asked // 8):
-        with suppress(BadInput):  # the model takes no such length
-            question = question_of(replace(options, seq=length))
-            if fits(*_given(question), deadline):
-                yield (length,)
-                return
+    return search

@@ -55,7 +55,8 @@ class SplitTable(NamedTuple):
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the tables."""
         for number, columns in enumerate(split_columns(self.columns, 1, options.max_width, _MOST_COLUMNS)):
-            made = Table(title=f"{self.title}{' (continued)' if number else ''}", title_justify="left")
+            yield Text(wrapped([f"{self.title}{' (continued)' if number else ''}"], options.max_width))
+            made = Table()
             for column, width in zip(columns, widths_of(columns, options.max_width), strict=True):
                 made.add_column(column.heading, justify="left" if column.is_text else "right", width=width)
             for row, cells in enumerate(zip(*(column.cells for column in columns), strict=True), start=1):

@@ -248,12 +248,12 @@ def fits(
         if states_beyond_budget(space.instance) > 0:
             return False
         listed = [target.configuration for target in space.targets]
-        if not any_fits(space.instance, listed):
-            return False
         single = [configuration for configuration in listed if configuration.num_chunks == 1]
         if any_fits(space.instance, single):
             return True
-        # Several chunks may hold more than one: their need is only known by searching.
+        if len(single) == len(listed):
+            return False
+        # The need of several chunks is only known by searching.
         left_s = left(deadline)
         return not isinstance(find_best(request, model, cluster, profiles, file, lambda _: None, left_s), Infeasible)
     except StoppedEarly:
