@@ -166,7 +166,7 @@ def row_of(recipe: Recipe) -> Row:
             ours = _priced(question, read_document(plan, Plan))
         except NothingFits as error:
             return Row(recipe, published_s(recipe.published, question), theirs, None, str(error))
-    proof = next(line.strip() for line in printed.getvalue().splitlines() if line.startswith(("  proven", "  stopped")))
+    proof = next(line.strip() for line in printed.getvalue().splitlines() if line.startswith(("  proven", "  not proven")))
     return Row(recipe, published_s(recipe.published, question), theirs, ours, proof)
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 _FRAME = 3
 """Characters that a column takes beside its cells: a line and two spaces."""
-_WORDS_WIDTH = 44
+_WORDS_WIDTH = 40
 """Characters that a column of words has at least, where it has more."""
 
 

@@ -23,6 +23,7 @@ from shardwright_search.explain.printing import Lines, ShellCommand, table
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, time_changes
 from shardwright_search.proof_words import proof_words
 from shardwright_search.search import SearchAnswer
+from shardwright_search.simplest import Simple
 from shardwright_search.space.budget import headroom
 from shardwright_search.space.runnable import left_out
 from shardwright_search.systems.entry import Entry
@@ -63,20 +64,28 @@ class Advice(NamedTuple):
     """Without it, time was up before the other rules were priced."""
     batches: Sequence[Candidate] = ()
     within: Within | None = None
+    simple: Simple | None = None
+    """The answer as the simplest plan within a tolerance, the fastest, and the best of one strategy; None: no other."""
 
     @property
     def lines(self) -> list[str]:
         """Return the answer in lines: the plan, what it yields, what is proven, and what starts it elsewhere."""
-        lines = list(_answer(self.question, self.answer, self.batches, self.within))
+        lines = list(_answer(self))
         return lines if self.within is None else [*lines, *_starts(self.within)]
 
     @property
     def plans(self) -> list[tuple[Plan, Estimate, str]]:
         """Return the best plan, its runners-up and those of rules, each with its name."""
         plan, evaluation = self.answer.chosen
-        others = [(other.plan, other.evaluation.estimate, "runner-up") for other in self.answer.runners_up]
+        beside = [] if self.simple is None else [("fastest", self.simple.fastest), ("uniform", self.simple.uniform)]
+        beside += [("runner-up", other) for other in self.answer.runners_up]
+        others = [
+            (other.plan, other.evaluation.estimate, name)
+            for name, other in beside
+            if other is not None and other.plan != plan
+        ]
         others += [(rule.plan, rule.estimate, rule.name) for rule in self.rules]
-        return [(plan, evaluation.estimate, "the best"), *others]
+        return [(plan, evaluation.estimate, "the answer"), *others]
 
     @property
     def assumed(self) -> list[str]:
@@ -90,7 +99,7 @@ def report(advice: Advice) -> RenderableType:
     """Return the whole report."""
     question, (plan, evaluation) = advice.question, advice.answer.chosen
     parts: list[RenderableType] = [
-        Lines(list(_answer(question, advice.answer, advice.batches, advice.within))),
+        Lines(list(_answer(advice))),
         _memory_table(question, plan, evaluation.estimate),
         _plans_table(question, advice.plans),
     ]
@@ -121,10 +130,9 @@ def plan_words(plan: Plan) -> str:
     return ", ".join([shape, strategy_words(plan.layers[0])] if len(runs) == 1 else [shape, *runs])
 
 
-def _answer(
-    question: Question, answer: SearchAnswer, batches: Sequence[Candidate], within: Within | None
-) -> Iterator[str]:
+def _answer(advice: Advice) -> Iterator[str]:
     """Yield the lines of the answer: the plan, what it yields, what is proven, and batch sizes that yield much more."""
+    question, answer, batches, within = advice.question, advice.answer, advice.batches, advice.within
     model, plan, estimate = question.model, answer.chosen.plan, answer.chosen.evaluation.estimate
     budgets = f", within {question.budget_words}" if len(question.budgets) > 1 else ""
     yield _in_short(question, plan, estimate)
@@ -132,7 +140,9 @@ def _answer(
         f"{model.name} ({model.parameter_count / 1e9:.3g} B parameters, {model.sequence_length} tokens a sample) on "
         f"{question.cluster.name}, batch {plan.global_batch_size}: {verdict(plan, estimate)}{budgets}"
     )
-    yield f"best plan: {plan_words(plan)}"
+    is_fastest = advice.simple is None or advice.simple.fastest.plan == plan
+    within_words = f"simplest plan within {answer.tolerance:.0%} of the bound"
+    yield f"{'best plan' if is_fastest else within_words}: {plan_words(plan)}"
     yield f"  layers of each pipeline stage: {_layer_counts(plan)}"
     yield f"  embedding {strategy_words(plan.embedding)}; head {strategy_words(plan.head)}"
     price = usd_per_billion_tokens(plan, estimate)
@@ -140,7 +150,7 @@ def _answer(
     words += [] if price is None else [f"{price:,.2f} USD per billion tokens"]
     yield f"  predicted {', '.join(words)}"
     yield from ways_of_experts(question, plan)
-    yield f"  {_proven(answer, within)}"
+    yield from _proofs(advice)
     if within is None:
         yield f"  not searched: {', '.join(_not_searched(question, answer))}"
     else:
@@ -236,6 +246,27 @@ def _limits_of(question: Question, target: Entry) -> Iterator[str]:
     ways = "; or ".join(way.words for way in target.limits(question.model, question.request.precision))
     yield f"{target.version} runs: {ways}"
     yield from (f"{target.version}: {source}" for source in target.sources)
+
+
+def _proofs(advice: Advice) -> Iterator[str]:
+    """Yield what is proven of the answer, and the fastest plan and the best one of one strategy where they differ."""
+    answer, simple = advice.answer, advice.simple
+    proven = _proven(answer, advice.within)
+    if simple is None or simple.fastest.plan == answer.chosen.plan:
+        yield f"  {proven}"
+    else:
+        gap = answer.chosen.evaluation.estimate.objective_s / answer.bound_s - 1
+        yield f"  no plan is more than {gap * 100:.1f} % faster, proven under these estimates (--tolerance)"
+        yield f"  fastest plan, {simple.gain * 100:.1f} % less time: {_timed_words(simple.fastest)}; {proven}"
+    if simple is not None and simple.uniform is not None and simple.uniform.plan != answer.chosen.plan:
+        more = simple.uniform.sample_s / answer.chosen.sample_s - 1
+        yield f"  best plan of one strategy, {more * 100:.1f} % more time: {_timed_words(simple.uniform)}"
+
+
+def _timed_words(candidate: Candidate) -> str:
+    """Return a plan with its step time, in words."""
+    step_s = candidate.evaluation.estimate.simulated_step_time_s
+    return f"{step_s:.4g} s a step, {plan_words(candidate.plan)}"
 
 
 def _proven(answer: SearchAnswer, within: Within | None) -> str:

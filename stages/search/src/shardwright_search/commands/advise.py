@@ -18,7 +18,7 @@ from shardwright_search.advise.report import Advice, PricedChoice, report
 from shardwright_search.advise.sizes import Sized, axes_of, column_of, outcomes_of
 from shardwright_search.advise.targeted import Within, best_for, started
 from shardwright_search.advise.ways_out import ways_out
-from shardwright_search.candidates import Candidate
+from shardwright_search.candidates import Candidate, kind_of
 from shardwright_search.commands.given_plans import written_files
 from shardwright_search.commands.prediction import progress
 from shardwright_search.cost_model.plan import evaluate
@@ -27,6 +27,7 @@ from shardwright_search.explain.printing import show_rich
 from shardwright_search.explain.what_if import WhatIf, better_batches
 from shardwright_search.options import AdviseOptions, System
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
+from shardwright_search.simplest import Simple, simplest
 from shardwright_search.solver.stopping import CpuSeconds, latest, left, soon, until
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.request import SearchRequest
@@ -58,13 +59,15 @@ def advise(options: AdviseOptions) -> None:
         rules = rules or ()
         choices = [_priced_choice(text, question) for text in options.against]
         answer = _never_worse(answer, [*rules, *choices], question, options.target)
-        taken = _taken(options.take, answer, [*rules, *choices])
+        simple = _simple(options, question, answer)
+        answer = replace(answer, chosen=simple.plan, tolerance=simple.tolerance, beside=_other_kinds(answer, simple))
+        taken = _taken(options.take, answer, [*rules, *choices], simple)
         within, batches = None, tuple[Candidate, ...]()
         if options.target is None:
             batches = tuple(better_batches(WhatIf("", *_given(question)), answer, deadline))
         else:
             within = _within(options.target, question, answer, taken, _seldom(tell), options.time_limit)
-        advice = Advice(question, answer, rules, choices, whole, batches, within)
+        advice = Advice(question, answer, rules, choices, whole, batches, within, simple)
         page = None if options.html is None else _page(options, advice, tell)
     files = {} if within is None or options.launch is None else within.started.files
     texts = {options.launch / name: text for name, text in files.items()} if options.launch is not None else {}
@@ -138,9 +141,32 @@ def _within(
     return Within(SYSTEMS[system], start, answer if slower else unlimited)  # type: ignore[arg-type]
 
 
-def _taken(name: str, answer: SearchAnswer, choices: Sequence[PricedChoice]) -> Plan:
+def _simple(options: AdviseOptions, question: Question, answer: SearchAnswer) -> Simple:
+    """Return the simplest plan within the tolerance that the system runs; without tolerance the fastest."""
+    if options.tolerance:
+        simple = simplest(answer, question.budgets, options.tolerance)
+        if _runs(options.target, simple.plan.plan):
+            return simple
+    return Simple(answer.chosen, answer.chosen, None, 0.0)
+
+
+def _other_kinds(answer: SearchAnswer, simple: Simple) -> Callable[[], tuple[Candidate, ...]]:
+    """Return the function that finds runners-up of other kinds than the answer and one another."""
+
+    def beside() -> tuple[Candidate, ...]:
+        kinds = {kind_of(simple.plan.plan): simple.plan}
+        for other in answer.runners_up:
+            kinds.setdefault(kind_of(other.plan), other)
+        return tuple(kinds.values())[1:]
+
+    return beside
+
+
+def _taken(name: str, answer: SearchAnswer, choices: Sequence[PricedChoice], simple: Simple) -> Plan:
     """Return the plan that is written; raises BadInput where nothing has that name."""
-    plans = {"best": answer.chosen.plan} | {choice.name: choice.plan for choice in choices}
+    plans = {"best": answer.chosen.plan, "fastest": simple.fastest.plan}
+    plans |= {} if simple.uniform is None else {"uniform": simple.uniform.plan}
+    plans |= {choice.name: choice.plan for choice in choices}
     if name not in plans and name.startswith(_RUNNER_UP):
         plans |= {f"{_RUNNER_UP}{i}": other.plan for i, other in enumerate(answer.runners_up, 1)}
     if name not in plans:

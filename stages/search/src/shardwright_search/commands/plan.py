@@ -32,6 +32,7 @@ from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.what_if import WhatIf, better_batches, further_remedies
 from shardwright_search.options import PlanOptions
 from shardwright_search.search import SearchAnswer, find_best
+from shardwright_search.simplest import simplified
 from shardwright_search.solver.stopping import ended, soon
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages, with_spare
 from shardwright_search.space.request import SearchRequest
@@ -58,7 +59,7 @@ def plan(options: PlanOptions) -> None:
     files = {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
     deadline = inf if options.time_limit is None else monotonic() + options.time_limit
     with progress() as report:
-        answer = find_best(*given, report, options.time_limit)
+        answer = simplified(find_best(*given, report, options.time_limit), request, options.search)
         if isinstance(answer, Infeasible):
             raise NothingFits(
                 f"{options.search}: {answer.reason}{further_remedies(*given, 0.0 if answer.stopped else deadline)}"

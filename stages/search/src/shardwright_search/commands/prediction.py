@@ -241,6 +241,8 @@ def _scope(request: SearchRequest, answer: SearchAnswer) -> str:
 
 def _chosen_by(answer: SearchAnswer) -> str:
     """Return how the plan was chosen among those near the optimum, in words."""
+    if answer.tolerance:
+        return f"the simplest plan that was found within {answer.tolerance:.2%} of the bound was taken"
     if not answer.simulated:
         return "plans were compared by their closed form alone"
     return (
