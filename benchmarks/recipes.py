@@ -157,7 +157,8 @@ def row_of(recipe: Recipe) -> Row:
     with tempfile.TemporaryDirectory() as place, chdir(ROOT), redirect_stdout(io.StringIO()) as printed:
         plan = Path(place) / "plan.json"
         against = [] if recipe.choice is None else [f"--against={recipe.choice}"]
-        options = command.parse("advise", [*shlex.split(recipe.advise), *against, "--out", str(plan)])
+        fastest = "--tolerance", "0", "--out", str(plan)
+        options = command.parse("advise", [*shlex.split(recipe.advise), *against, *fastest])
         assert isinstance(options, AdviseOptions)
         question = question_of(options)
         theirs = _priced(question, reading_of(recipe.choice, question.setting).plan) if recipe.choice else None
@@ -166,7 +167,9 @@ def row_of(recipe: Recipe) -> Row:
             ours = _priced(question, read_document(plan, Plan))
         except NothingFits as error:
             return Row(recipe, published_s(recipe.published, question), theirs, None, str(error))
-    proof = next(line.strip() for line in printed.getvalue().splitlines() if line.startswith(("  proven", "  stopped")))
+    proof = next(
+        line.strip() for line in printed.getvalue().splitlines() if line.startswith(("  proven", "  not proven"))
+    )
     return Row(recipe, published_s(recipe.published, question), theirs, ours, proof)
 
 

@@ -10,7 +10,12 @@ from types import ModuleType
 
 import pytest
 
+from shardwright.display import wrapping
+
 gc.disable()
+os.environ.pop("COLUMNS", None)
+_PIPED_WIDTH = wrapping.PIPED_WIDTH
+wrapping.PIPED_WIDTH = 4000  # Lines are read whole; how they are broken has its own tests.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,6 +48,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
+
+
+@pytest.fixture
+def usual_width(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The characters of a line of output that is no terminal, where lines are broken as for people."""
+    monkeypatch.setattr(wrapping, "PIPED_WIDTH", _PIPED_WIDTH)
+    return _PIPED_WIDTH
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     rows = tuple(_row(number, Status.FRONT if number < 6 else Status.DOMINATED) for number in range(1, 9))
     plans = {row.nodes: a_plan() for row in rows if row.plan}
-    lines = ["exact: no plan of the space is as fast and as cheap as a point and better in one"]
+    lines = ["exact: no plan is as fast and as cheap as a point and better in one of the two"]
     drawing = draw_front(rows, frozenset({rows[0].nodes}), "Llama 2 70B on rented nodes of p4d and g5")
     words = FrontWords("llama-2-70b", "p4d-and-g5", lines)
     (folder / "front.html").write_text(front_page(rows, plans, drawing, words))

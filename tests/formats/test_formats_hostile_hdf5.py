@@ -208,13 +208,16 @@ MODEL_CORPUS: dict[str, tuple[Change, str]] = {
         "table layers: sequence_parallel is 'ring'",
     ),
     "negative forward time": (lambda f: _set(f, "layers/forward_s", 0, -1.0), "table layers: forward_s is -1.0"),
-    "a forward time that is no number": (lambda f: _set(f, "layers/forward_s", 0, np.nan), "forward_s is nan in row 0"),
+    "a forward time that is not a number": (
+        lambda f: _set(f, "layers/forward_s", 0, np.nan),
+        "forward_s is nan in row 0",
+    ),
     "a value that is absent": (
         lambda f: _set(f, "layers/workspace_bytes", 1, 5),
         "workspace_bytes is 5 in row 1, but workspace_source marks it absent",
     ),
     "unknown source": (lambda f: _set(f, "layers/forward_source", 0, b"guessed"), "forward_source is 'guessed'"),
-    "a coefficient that is no number": (lambda f: _set(f, "fits/constant", 0, np.inf), "constant is inf in row 0"),
+    "a coefficient that is not a number": (lambda f: _set(f, "fits/constant", 0, np.inf), "constant is inf in row 0"),
     "a point twice": (
         lambda f: _set(f, "layers/type", 0, b"block"),
         f"{BLOCK} micro_batch_size 2 sequence_length 16 is there twice",

@@ -74,7 +74,7 @@ def test_a_sharing_of_experts_has_a_price(question):
         (
             "mixtral-8x7b",
             "--use-distributed-optimizer --num-distributed-optimizer-instances 2 --expert-model-parallel-size 8",
-            "num_distributed_optimizer_instances beside experts that ranks share out is not priced: leave it at 1",
+            "num_distributed_optimizer_instances beside experts that are split over ranks is not priced: leave it at 1",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_what_cannot_share_experts_out_is_refused(model, text, problem):
             "tensor_parallel_degree = 4\nexpert_tensor_parallel_degree = 2",
             "2 is neither 1 nor tensor_parallel_",
         ),
-        ("tensor_parallel_degree = 8", "expert_parallel_degree 4 is no multiple of tensor_parallel_degree 8"),
+        ("tensor_parallel_degree = 8", "expert_parallel_degree 4 is not a multiple of tensor_parallel_degree 8"),
         (
             "data_parallel_replicate_degree = 2",
             "data_parallel_replicate_degree beside",

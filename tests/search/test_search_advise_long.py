@@ -70,7 +70,7 @@ def test_a_choice_has_the_degree_that_it_says_whatever_is_searched() -> None:
         ("tp=8,cp=8", "tp 8 x cp 8 x pp 1 does not divide 32 GPUs"),
         ("tp=8,context=ring", "context without cp above 1: give cp, or leave context out"),
         ("cp=2,context=helix", "context 'helix': choose gather, ring"),
-        ("cp=0", "cp '0' is no number from 1"),
+        ("cp=0", "cp '0' is not a number from 1"),
     ],
 )
 def test_a_choice_that_no_plan_has_is_refused(choice: str, message: str) -> None:

@@ -224,7 +224,9 @@ def test_a_name_in_a_table_is_shown_as_it_is_not_taken_for_a_style(capsys):
 
 
 @pytest.mark.parametrize("columns", [None, 60, 100])
-def test_tables_are_as_wide_as_the_terminal_at_most_and_120_columns_where_there_is_none(capsys, monkeypatch, columns):
+def test_tables_are_as_wide_as_the_terminal_at_most_and_100_columns_if_there_is_none(
+    capsys, monkeypatch, columns, usual_width
+):
     """Sixteen stages of nine characters, and a plan in many words: numbers and names are whole."""
     if columns is not None:
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
@@ -234,7 +236,7 @@ def test_tables_are_as_wide_as_the_terminal_at_most_and_120_columns_where_there_
     show_rich(table("plans", ["", "plan", "ms"], [["best", "tp1 x dp8 zero3 " * 20, "1.5"]]))
     printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     lines = [line for line in printed.splitlines() if line[:1] in "┃│┏┡├└"]
-    assert max(map(len, lines)) <= (columns or 120) < 16 * 15
+    assert max(map(len, lines)) <= (columns or usual_width) < 16 * 15
     assert all(sum(number in line for line in lines) == 1 for number in numbers)
     assert sum("forward" in line for line in lines) == sum("term" in line for line in lines) > 1
     assert sum(line.count("zero3") for line in lines) == 20 and not any("…" in line for line in lines)

@@ -136,10 +136,13 @@ def test_memory_binds_until_the_next_change_fits(make):
     budget = int(request.memory_gib * GIB)
     changes, told = lines(plan, found, budget)
     least = min(changes, key=lambda change: change.lacks_bytes)
-    assert told[-1].startswith("memory binds: layer ") and f"lacks {least.lacks_bytes} bytes a rank" in told[-1]
+    assert (
+        told[-1].startswith("memory binds: layer ")
+        and f"exceeds the budget by {least.lacks_bytes} bytes a rank" in told[-1]
+    )
     assert strategy_words(least.strategy) in told[-1]
     _, told = lines(plan, found, budget + least.lacks_bytes - 1)
-    assert told[-1].startswith("memory binds") and "lacks 1 bytes" in told[-1]
+    assert told[-1].startswith("memory binds") and "exceeds the budget by 1 bytes" in told[-1]
     _, told = lines(plan, found, budget + least.lacks_bytes)
     assert told[-1].startswith("faster by the closed form, and fits: layer ")
     ample, there = best(replace(request, memory_gib=None), model, cluster, profiles).chosen

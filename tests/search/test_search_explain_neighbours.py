@@ -54,7 +54,7 @@ def answers(plan, questions):
 def test_where_states_may_be_shared_out_in_groups_one_kind_has_none(world, make):
     request, *_, profiles = world
     kinds = neighbours(best(*world).chosen.plan, replace(request, shard_sizes=(2,)), profiles, FILE)
-    (question,) = [own for own in kinds if own.difference == "states shared out among all ranks"]
+    (question,) = [own for own in kinds if own.difference == "states sharded over all ranks"]
     assert question.request.shard_sizes is None
 
 
@@ -201,7 +201,7 @@ def test_the_table_says_time_and_memory_against_the_plan(world):
         cells = [cell.strip() for cell in row.split("│")[2:-1]]
         if isinstance(other, Infeasible):
             assert cells == ["-"] * 5
-            assert any(what in line and f"lacks {other.missing_bytes} bytes" in line for line in lines)
+            assert any(what in line and f"exceeds the budget by {other.missing_bytes} bytes" in line for line in lines)
             continue
         theirs = other.chosen.evaluation.estimate
         assert cells == [

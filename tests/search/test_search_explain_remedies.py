@@ -50,7 +50,8 @@ def test_the_line_names_stage_bytes_and_every_remedy(lacking):
     line, found = promised(lacking), remedies(*lacking[:4], FILE)
     assert "\n" not in line
     pattern = (
-        r"no plan fits: even the leanest \(batch 8, .*\) lacks (\d+) bytes a rank in pipeline stage \d+: "
+        r"no plan fits: even the leanest \(batch 8, .*\) exceeds the budget by (\d+) bytes a rank in pipeline "
+        r"stage \d+: "
         r"raise memory_gib to at least (\S+), or lower global_batch_size to (\d+), the largest divisor that fits, "
         r"or take (\d+) nodes of n"
     )
@@ -124,16 +125,15 @@ def test_what_is_left_free_and_corrected_memory_are_counted(lacking):
 
 
 @pytest.mark.parametrize("num_microbatches", [None, (4,)])
-def test_of_chunks_a_bound_is_told_and_only_what_a_search_finds_is_promised(make, num_microbatches):
-    """Chunks hold more than one layer range does, whose need is what is known."""
+def test_what_chunks_need_is_told_by_the_byte_and_only_what_a_search_finds_is_promised(make, num_microbatches):
     model, cluster = make.model(8), make.cluster(2)
     request = make.request(schedules=["interleaved_1f1b"], num_microbatches=num_microbatches)
     world = World(request, model, cluster, make.profiles(model, cluster, make.hardware(make.cluster(8, nodes=4))))
     found = answer(changed(world, memory_gib=1.2 / 1024))
-    assert not found.exact and "lacks more than" in found.reason and "raise memory_gib to more than" in found.reason
-    bound = changed(world, memory_gib=found.min_bytes / GIB)
-    assert isinstance(answer(bound), Infeasible)
-    assert isinstance(answer(changed(world, memory_gib=1.2 * found.min_bytes / GIB)), SearchAnswer)
+    assert found.exact and "raise memory_gib to at least" in found.reason
+    bound = changed(world, memory_gib=(found.min_bytes - 1) / GIB)
+    assert isinstance(answer(bound), Infeasible) and answer(bound).missing_bytes == 1
+    assert isinstance(answer(changed(world, memory_gib=found.min_bytes / GIB)), SearchAnswer)
     batch, nodes = remedies(*bound[:4], FILE)
     smaller = [size for size in (1, 2, 4) if isinstance(answer(changed(bound, global_batch_size=size)), SearchAnswer)]
     assert batch == max(smaller, default=None)

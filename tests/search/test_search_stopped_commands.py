@@ -8,9 +8,10 @@ from threading import Thread
 
 import pytest
 from command_calls import call as call_app
+from msgspec.structs import replace
 
 from shardwright.io import read_document, write_document
-from shardwright.types import Plan, Prediction
+from shardwright.types import Plan, Prediction, Schedule
 from shardwright_search.cli import APP
 from shardwright_search.commands import plan as plan_command
 from shardwright_search.search import find_best
@@ -88,9 +89,10 @@ def test_ctrl_c_while_the_missing_memory_is_sought_ends_the_command_with_what_is
     inputs, tmp_path, monkeypatch, function
 ):
     paths = inputs(0.4 / 1024)
-    lack = int(re.findall(r"lacks (\d+) bytes a rank", plan(paths, tmp_path / "p.json").stderr)[0])
+    lack = int(re.findall(r"exceeds the budget by (\d+) bytes a rank", plan(paths, tmp_path / "p.json").stderr)[0])
     if function == "_of_chunks":
-        monkeypatch.setattr(budget, "min_shortfall", lambda *_: budget.Shortfall(None, 0, "", 0))
+        search = read_document(paths["search"], SearchRequest)
+        write_document(paths["search"], replace(search, schedules=(Schedule.INTERLEAVED_1F1B,), global_batch_size=8))
     monkeypatch.setattr(budget, function, interrupted)
     monkeypatch.setattr(budget, "states_beyond_budget", lambda _: 0)
     told = plan(paths, tmp_path / "p.json")

@@ -132,7 +132,7 @@ def test_a_search_for_any_widths_that_is_stopped_at_once_answers_a_good_plan_of_
     assert hasty.stopped and len({len(stage.ranks) for stage in hasty.chosen.plan.stages}) == 1
     assert hasty.optimum_s == pytest.approx(equal.optimum_s)
     told = prediction_of_searched(hasty, request, [GIB] * len(hasty.chosen.plan.stages), {})
-    assert "no bound is known; 0 of " in plan_summary(hasty.chosen.plan, told)
+    assert any("no bound is known; 0 of " in line for line in plan_summary(hasty.chosen.plan, told))
     assert told.proof.nearness == "not known to be near the optimum"
 
 

@@ -82,7 +82,7 @@ def kill_in_step_3() -> None:
 
 
 def poison_a_layer() -> None:
-    """Fill a layer's first parameter with what is no number."""
+    """Fill a layer's first parameter with what is not a number."""
 
     def poison(trained: Engine, *_: object) -> None:
         layer = next(e for e in trained.stage.layers if e.name == f"layers[{POISONED_LAYER}]")

@@ -1,4 +1,4 @@
-"""A loss that is no number stops all ranks together, says where it came from, and is saved nowhere."""
+"""A loss that is not a number stops all ranks together, says where it came from, and is saved nowhere."""
 
 import json
 from pathlib import Path

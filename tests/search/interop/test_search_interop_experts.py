@@ -149,7 +149,7 @@ def test_torchtitan_is_told_degrees_of_experts(setting):
         (System.TORCHTITAN, {"ep_size": 2, "etp_size": 4}, "ep_size 2 x etp_size 4 beside tp_size 2"),
         (System.TORCHTITAN, {"ep_size": 1, "etp_size": 1}, "ep_size 1 x etp_size 1 beside tp_size 2"),
         (System.DEEPSPEED, {"ep_size": 2, "etp_size": 1}, "whose ranks share experts out: leave out its experts"),
-        (System.MEGATRON, {"shard_size": 2, "ep_size": 2, "etp_size": 1}, "experts beside states shared out in groups"),
+        (System.MEGATRON, {"shard_size": 2, "ep_size": 2, "etp_size": 1}, "experts beside states sharded in groups"),
     ],
 )
 def test_a_sharing_that_a_system_does_not_have_is_refused(setting, system, made, problem):

@@ -205,11 +205,11 @@ def test_a_script_that_lacks_something_says_what(tmp_path, script, changes, says
         ("a A100\nb A100\nc A10\nd A10\ne A10", "3 hosts of type A10"),
         ("a A100\nb H100\nc A10\nd A10", "line 2: the plan's cluster has no node type 'H100', only A10, A100: give"),
         ("a A100\na A100\nc A10\nd A10", "line 2: host a stands twice"),
-        ("a A100\n-oProxyCommand=x A100", "line 2: '-oProxyCommand=x' is no host name"),
-        ("a;b A100", "line 1: 'a;b' is no host name"),
+        ("a A100\n-oProxyCommand=x A100", "line 2: '-oProxyCommand=x' is not a host name"),
+        ("a;b A100", "line 1: 'a;b' is not a host name"),
         ("a", "line 1: the plan's cluster has no node type ''"),
         ("", "0 hosts of type A100"),
-        (b"\xff\xfe", "is no text"),
+        (b"\xff\xfe", "is not text"),
     ],
 )
 def test_hosts_that_are_not_the_clusters_are_refused(tmp_path, hosts, says):
@@ -252,7 +252,7 @@ def test_what_megatron_or_a_script_cannot_say_is_refused(tmp_path, planned):
     nodes = [replace(group, node_type=f"my {group.node_type}") for group in wide.cluster.nodes]
     renamed = Cluster(name="c", nodes=tuple(nodes), node_types={f"my {name}": own for name, own in types.items()})
     line = refused(tmp_path, replace(wide, cluster=renamed))
-    assert line.endswith("node type 'my A10' is no name of a feature of Slurm's: pass --hosts")
+    assert line.endswith("node type 'my A10' is not the name of a feature in Slurm: pass --hosts")
     hosts = HOSTS.replace("A1", "my A1")
     assert (
         "small1 my A10\n" in (written(tmp_path, replace(wide, cluster=renamed), hosts=hosts) / "nodes.txt").read_text()

@@ -127,7 +127,7 @@ def test_layers_that_predict_further_tokens_that_were_not_asked_for_are_named():
     assert _read(f"{LAYOUT} 'Et*16|t*16L' --mtp-num-layers 0", 2).notes == ()
     for words, problem in (
         (f"{LAYOUT} 'Et*16|t*16,mL' --mtp-num-layers 2", "mtp_num_layers '2' and 1 layers m in the layout"),
-        ("--mtp-num-layers some", "mtp_num_layers 'some' is no number from 1"),
+        ("--mtp-num-layers some", "mtp_num_layers 'some' is not a number from 1"),
     ):
         with pytest.raises(BadInput, match=problem):
             _read(words, 2)

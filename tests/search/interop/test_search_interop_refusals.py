@@ -80,7 +80,7 @@ REFUSED = {
     "layers[1]: sequence_parallel none, where layers[0] has megatron": lambda p: layer_changed(
         p, 1, sequence_parallel=SequenceParallel.NONE
     ),
-    "layers[2]: states shared out in groups of 2": lambda p: layer_changed(
+    "layers[2]: states sharded in groups of 2": lambda p: layer_changed(
         p, 2, data_parallel=DataParallel.ZERO3, shard_size=2
     ),
     "layers[4]: strided groups": lambda p: layer_changed(p, 4, tp_consecutive=False),

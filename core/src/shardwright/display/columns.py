@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PIPED_WIDTH = 120
-"""Characters in a line if there is no terminal to ask."""
 _FRAME = 3
 """Characters that a column needs in addition to its cells: a line and two spaces."""
-_WORDS_WIDTH = 44
+_WORDS_WIDTH = 40
 """The least width, in characters, of a column of words that is wider than this."""
 
 
@@ -36,15 +34,18 @@ class PrintedColumn(NamedTuple):
         return max((len(line) for cell in self.cells for line in cell.split("\n")), default=0)
 
 
-def split_columns(columns: Sequence[PrintedColumn], repeated: int, room: int) -> list[list[PrintedColumn]]:
+def split_columns(
+    columns: Sequence[PrintedColumn], repeated: int, room: int, most: int | None = None
+) -> list[list[PrintedColumn]]:
     """Return the columns of each part of a split table: all leading columns, and as many of the others as fit.
 
-    `repeated`: number of columns that each table begins with; `room`: characters of a line. A table has one other
-    column at least, even if there is no room for it.
+    `repeated`: number of columns that each table begins with; `room`: characters of a line; `most`: columns of a table.
+    A table has one other column at least, even if there is no room for it.
     """
     first, blocks = list(columns[:repeated]), [list(columns[:repeated])]
     for column in columns[repeated:]:
-        if len(blocks[-1]) > repeated and _taken([*blocks[-1], column]) > room:
+        is_full = len(blocks[-1]) == most or _taken([*blocks[-1], column]) > room
+        if len(blocks[-1]) > repeated and is_full:
             blocks.append(list(first))
         blocks[-1].append(column)
     return blocks

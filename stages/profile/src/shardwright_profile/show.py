@@ -14,9 +14,10 @@ from rich.console import Console
 from shardwright.command import show
 from shardwright.display.chart import ChartAxis, Panel, bytes_axis, linear_axis, logarithmic_axis
 from shardwright.display.colours import series_numbers
-from shardwright.display.columns import PIPED_WIDTH, PrintedColumn
+from shardwright.display.columns import PrintedColumn
 from shardwright.display.svg import SOFT, document, legend, line, marker, picture, text
 from shardwright.display.units import bytes_text, rate_text, seconds_text
+from shardwright.display.wrapping import line_width
 from shardwright.estimate.curves import design_of
 from shardwright.io import BadInput, write_bytes
 from shardwright.io.hdf5 import format_of
@@ -33,8 +34,7 @@ def show_profile(path: Path) -> None:
     profile = _read(path)
     title, tables = _hardware_tables(profile) if isinstance(profile, HardwareProfile) else _model_tables(profile)
     printed, is_terminal = StringIO(), sys.stdout.isatty()
-    width = None if is_terminal else PIPED_WIDTH
-    console = Console(file=printed, force_terminal=is_terminal, width=width, highlight=False, markup=False)
+    console = Console(file=printed, force_terminal=is_terminal, width=line_width(), highlight=False, markup=False)
     for each in (title, *tables):
         console.print(each)
     show(printed.getvalue().removesuffix("\n"))

@@ -63,6 +63,12 @@ def runners_up(instance: Instance, chosen: Plan, others: Sequence[Best[Configura
     return tuple(sorted(taken, key=lambda c: c.evaluation.objective_ps / c.plan.global_batch_size))
 
 
+def kind_of(plan: Plan) -> tuple[object, ...]:
+    """Return what kind of plan it is: its pipeline degree, and what its layers split and recompute."""
+    splits = {(each.tp_size, each.cp_size, each.recompute) for each in plan.layers}
+    return len(plan.stages), plan.schedule.interleaves, frozenset(splits)
+
+
 def _decision(plan: Plan) -> tuple[object, ...]:
     """Return what a plan does, whatever it is called: with one microbatch all schedules do the same."""
     schedule = plan.schedule if plan.num_microbatches > 1 else None

@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, field
 
 from shardwright.command import POSITIONAL, Off, Options
 from shardwright.types.attention import Attention
-from shardwright.types.limits import Count, Gib, NonNegativeNumber, PositiveNumber, Samples, Seconds, Tokens
+from shardwright.types.limits import Count, Gib, NonNegativeNumber, PositiveNumber, Samples, Seconds, Share, Tokens
 from shardwright.types.plan import Base, ComputeType, DType, GradientReduction, Precision, Schedule
 from shardwright.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
@@ -83,7 +83,8 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     launch: Path | None = None
     """New folder of what starts the plan in the system of --for."""
     take: str = "best"
-    """The plan that --out and --launch write: best, runner-up:N, a rule:NAME, or one of --against."""
+    """The plan that --out and --launch write: best (the answer), fastest, uniform, runner-up:N, a rule:NAME, or one of
+    --against."""
     against: tuple[str, ...] = ()
     """A choice to price beside the best plan: tp=8,pp=4,mbs=1,zero=1, a file of another system as --launch writes it
     (Megatron-LM arguments, a torchtitan TOML), or rule:tp8, rule:smallest, rule:nvidia-table."""
@@ -103,6 +104,8 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     searched, and the tuned time is beside them."""
     uniform: bool = False
     """Only plans with one strategy for all layers, as Megatron-LM and torchtitan run them."""
+    tolerance: Share = 0.02
+    """The answer is the simplest plan within this share of the best; 0: it is the fastest plan."""
     mtp: Annotated[int, Meta(ge=0, le=8)] = 0
     """Layers that predict further tokens, as DeepSeek-V3 trains one: estimated, and run by Megatron-LM."""
     budget_gib: Gib | None = None

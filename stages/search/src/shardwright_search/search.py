@@ -20,7 +20,7 @@ from shardwright_search.first_plans import first_plans
 from shardwright_search.least_simulated import changed, simulated
 from shardwright_search.solver.branch_and_bound import optimize
 from shardwright_search.solver.stopping import CpuSeconds, Stopped, latest, left, soon, stopped_at, until
-from shardwright_search.solver.targets import Best, Optimum
+from shardwright_search.solver.targets import Best, Optimum, Target
 from shardwright_search.space.budget import (
     Infeasible,
     budgets_of,
@@ -69,8 +69,12 @@ class SearchAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Whether the search ended before it was done."""
     best: Best[Configuration]
     """The plan of the least closed form."""
+    tolerance: float = 0.0
+    """The share of the bound within which the simplest plan was chosen; 0: the chosen plan is the fastest."""
     instance: Instance
     """What was priced."""
+    bounds: tuple[tuple[float, Target[Configuration]], ...] = ()
+    """What is known of the least score of each configuration, the least first."""
     unlisted: Unlisted | None = None
     """Configurations that were bounded alone and may have a better plan."""
     reserve_gib: float = 0.0
@@ -120,7 +124,7 @@ def find_best(
         report(f"its communicators need {more} bytes more than was left for them: searching with as much in reserve")
         asked = replace(asked, reserve_gib=asked.reserve_gib + more / GIB)
         if (asked.reserve_gib - request.reserve_gib) * GIB >= min(budgets.values()):
-            reason = f"no plan fits: the communicators of a plan that was found lack {more} bytes"
+            reason = f"no plan fits: the communicators of a plan that was found exceed the budget by {more} bytes"
             return _spare(left) or Infeasible(reason, more, min(budgets.values()) + more, False)
     spare = _spare(left)
     return answer if spare is None else _with_bound(spare, left[0])
@@ -270,6 +274,7 @@ def _answer(
         stopped=optimum.stopped,
         best=best,
         instance=instance,
+        bounds=optimum.bounds,
         unlisted=left,
         fits=fitting,
         uncounted_bytes=more,

@@ -59,7 +59,7 @@ def reading_of(text: str, setting: Setting) -> Reading:
     reads = next((each.read for each in SYSTEMS.values() if each.is_its_file(path, content)), None)
     if reads is None and path.suffix in _SUFFIXES:
         systems = ", ".join(each.title for each in SYSTEMS.values() if path.suffix == Path(each.file_name).suffix)
-        raise BadInput(text, f"is no file of {systems}", "give a file as --launch writes it")
+        raise BadInput(text, f"is not a file of {systems}", "give a file as --launch writes it")
     return (reads or _OF_WORDS.read)(content, text, setting)
 
 
@@ -68,7 +68,7 @@ def _text_of(path: Path) -> str:
     try:
         content = read_bytes(path, _MAX_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
-        raise BadInput(path, "is no text in UTF-8", "save it as UTF-8") from None
+        raise BadInput(path, "is not text in UTF-8", "save it as UTF-8") from None
     if has_controls(content):
         raise BadInput(path, "holds control characters", "give a file of text")
     return content
@@ -90,7 +90,7 @@ def _pairs(text: str, setting: Setting) -> UniformStrategy:
     """
     pairs = dict(part.partition("=")[::2] for part in text.split(","))
     if unknown := sorted(set(pairs) - _KEYS):
-        problem = f"{unknown[0]!r} is no file, no rule and no key of a choice"
+        problem = f"{unknown[0]!r} is not a file, a rule or a key of a choice"
         raise BadInput(f"--against {text}", problem, _EXAMPLE)
     data_parallel = _one_of(text, "zero", pairs.get("zero", "0"), _ZERO)
     shards, model = data_parallel is DataParallel.ZERO3, setting.model
@@ -122,7 +122,7 @@ def _context(text: str, pairs: Mapping[str, str]) -> ContextParallel:
 
 def _count(text: str, pairs: Mapping[str, str], key: str) -> int:
     if not _COUNT.fullmatch(pairs.get(key, "1")):
-        raise BadInput(f"--against {text}", f"{key} {pairs[key]!r} is no number from 1", "correct it")
+        raise BadInput(f"--against {text}", f"{key} {pairs[key]!r} is not a number from 1", "correct it")
     return int(pairs.get(key, "1"))
 
 
@@ -205,7 +205,9 @@ def plan_of_rule(name: str, question: Question, fits: Callable[[Plan], bool]) ->
     Raises BadInput for an unknown rule, and where none of its plans divides batch and devices.
     """
     if name not in RULES:
-        raise BadInput("--against", f"rule:{name} is no rule", f"use {', '.join(f'rule:{known}' for known in RULES)}")
+        raise BadInput(
+            "--against", f"rule:{name} is not a rule", f"use {', '.join(f'rule:{known}' for known in RULES)}"
+        )
     plan = None
     for choice in RULES[name].choices(question):
         try:

@@ -22,6 +22,7 @@ from shardwright_search.advise.report import (
     usd_per_billion_tokens,
 )
 from shardwright_search.advise.sizes import Axes, Column, Outcome, Outcomes, Sized
+from shardwright_search.proof_words import proof_words
 
 _PARTS = ("answer", "plan", "memory", "front")
 """Ids of the parts that the sliders change, in the order of the page."""
@@ -158,10 +159,8 @@ def _counted(share: Utilization) -> str:
 
 
 def _proof(sized: Sized) -> str:
-    if sized.gap is None:
-        return "The search was stopped before it knew how much faster other plans may be."
-    stopped = "The search was stopped: another plan may be" if sized.stopped else "Proven: no plan is more than"
-    return f"{stopped} {'up to ' if sized.stopped else ''}{sized.gap:.2%} faster, under these estimates."
+    words = proof_words(1.0, 0.0 if sized.gap is None else 1 / (1 + sized.gap))
+    return f"{words[:1].upper()}{words[1:]}{' (the search was stopped)' if sized.stopped else ''}."
 
 
 def _memory(sized: Sized) -> str:

@@ -276,7 +276,7 @@ def _whole_model(options: AdviseOptions) -> tuple[Model, str]:
     file = _config_file(path)
     if not file.exists():
         known = did_you_mean(options.model, presets, f"give a config.json, or one of {', '.join(presets)}")
-        raise BadInput(options.model, "is no file and no preset", known)
+        raise BadInput(options.model, "is neither a file nor a preset", known)
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     return model_of_config(read_object(file), name, options.seq, file), str(file)
 

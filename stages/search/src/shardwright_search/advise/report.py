@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from shardwright.devices.utilization import MFU_COUNTS, model_flops_utilization
 from shardwright.display.plan_words import layer_runs, strategy_words
+from shardwright.display.units import duration_text, usd_text
 from shardwright.estimate.accuracy import EXPANDABLE, SEEN, SPARE_SHARE, memory_range
 from shardwright.models.context import plan_obstacle
 from shardwright.types import GIB, Estimate, Plan
@@ -19,9 +19,11 @@ from shardwright_search.advise.targeted import Within
 from shardwright_search.candidates import Candidate
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.explain.printing import table
+from shardwright_search.explain.printing import Lines, ShellCommand, table
 from shardwright_search.explain.tables import node_types_table, plan_differences, sample_s, time_changes
+from shardwright_search.proof_words import proof_words
 from shardwright_search.search import SearchAnswer
+from shardwright_search.simplest import Simple
 from shardwright_search.space.budget import headroom
 from shardwright_search.space.runnable import left_out
 from shardwright_search.systems.entry import Entry
@@ -62,20 +64,28 @@ class Advice(NamedTuple):
     """Without it, time was up before the other rules were priced."""
     batches: Sequence[Candidate] = ()
     within: Within | None = None
+    simple: Simple | None = None
+    """The answer as the simplest plan within a tolerance, the fastest, and the best of one strategy; None: no other."""
 
     @property
     def lines(self) -> list[str]:
         """Return the answer in lines: the plan, what it yields, what is proven, and what starts it elsewhere."""
-        lines = list(_answer(self.question, self.answer, self.batches, self.within))
+        lines = list(_answer(self))
         return lines if self.within is None else [*lines, *_starts(self.within)]
 
     @property
     def plans(self) -> list[tuple[Plan, Estimate, str]]:
         """Return the best plan, its runners-up and those of rules, each with its name."""
         plan, evaluation = self.answer.chosen
-        others = [(other.plan, other.evaluation.estimate, "runner-up") for other in self.answer.runners_up]
+        beside = [] if self.simple is None else [("fastest", self.simple.fastest), ("uniform", self.simple.uniform)]
+        beside += [("runner-up", other) for other in self.answer.runners_up]
+        others = [
+            (other.plan, other.evaluation.estimate, name)
+            for name, other in beside
+            if other is not None and other.plan != plan
+        ]
         others += [(rule.plan, rule.estimate, rule.name) for rule in self.rules]
-        return [(plan, evaluation.estimate, "the best"), *others]
+        return [(plan, evaluation.estimate, "the answer"), *others]
 
     @property
     def assumed(self) -> list[str]:
@@ -89,18 +99,19 @@ def report(advice: Advice) -> RenderableType:
     """Return the whole report."""
     question, (plan, evaluation) = advice.question, advice.answer.chosen
     parts: list[RenderableType] = [
-        Text("\n".join(_answer(question, advice.answer, advice.batches, advice.within))),
+        Lines(list(_answer(advice))),
         _memory_table(question, plan, evaluation.estimate),
         _plans_table(question, advice.plans),
     ]
     if (node_types := node_types_table(plan, evaluation.estimate)) is not None:
         parts.insert(1, node_types)
-    parts += [Text("\n".join(_against(question, plan, evaluation.estimate, choice))) for choice in advice.choices]
+    parts += [Lines(list(_against(question, plan, evaluation.estimate, choice))) for choice in advice.choices]
     if not advice.all_rules:
-        parts.append(Text("some rules of thumb were not priced within the time limit"))
+        parts.append(Lines(["some rules of thumb were not priced within the time limit"]))
     if advice.within is not None:
-        parts.append(Text("\n".join(_starts(advice.within))))
-    return Group(*parts, Text("\n".join(["assumed", *(f"  {line}" for line in advice.assumed), SEEN])))
+        how, command, *notes = _starts(advice.within)
+        parts += [Lines([how]), ShellCommand(command), Lines(notes)]
+    return Group(*parts, Lines(["assumed", *(f"  {line}" for line in advice.assumed), SEEN]))
 
 
 def usd_per_billion_tokens(plan: Plan, estimate: Estimate) -> float | None:
@@ -119,17 +130,19 @@ def plan_words(plan: Plan) -> str:
     return ", ".join([shape, strategy_words(plan.layers[0])] if len(runs) == 1 else [shape, *runs])
 
 
-def _answer(
-    question: Question, answer: SearchAnswer, batches: Sequence[Candidate], within: Within | None
-) -> Iterator[str]:
+def _answer(advice: Advice) -> Iterator[str]:
     """Yield the lines of the answer: the plan, what it yields, what is proven, and batch sizes that yield much more."""
+    question, answer, batches, within = advice.question, advice.answer, advice.batches, advice.within
     model, plan, estimate = question.model, answer.chosen.plan, answer.chosen.evaluation.estimate
     budgets = f", within {question.budget_words}" if len(question.budgets) > 1 else ""
+    yield _in_short(question, plan, estimate)
     yield (
         f"{model.name} ({model.parameter_count / 1e9:.3g} B parameters, {model.sequence_length} tokens a sample) on "
         f"{question.cluster.name}, batch {plan.global_batch_size}: {verdict(plan, estimate)}{budgets}"
     )
-    yield f"best plan: {plan_words(plan)}"
+    is_fastest = advice.simple is None or advice.simple.fastest.plan == plan
+    within_words = f"simplest plan within {answer.tolerance:.0%} of the bound"
+    yield f"{'best plan' if is_fastest else within_words}: {plan_words(plan)}"
     yield f"  layers of each pipeline stage: {_layer_counts(plan)}"
     yield f"  embedding {strategy_words(plan.embedding)}; head {strategy_words(plan.head)}"
     price = usd_per_billion_tokens(plan, estimate)
@@ -137,7 +150,7 @@ def _answer(
     words += [] if price is None else [f"{price:,.2f} USD per billion tokens"]
     yield f"  predicted {', '.join(words)}"
     yield from ways_of_experts(question, plan)
-    yield f"  {_proven(answer, within)}"
+    yield from _proofs(advice)
     if within is None:
         yield f"  not searched: {', '.join(_not_searched(question, answer))}"
     else:
@@ -148,6 +161,20 @@ def _answer(
         shape = f"{len(other.stages)} pipeline stage(s), {other.num_microbatches} microbatch(es)"
         divides = f"{question.cluster.num_devices} GPUs divide it, and not {plan.global_batch_size}"
         yield f"  --batch {other.global_batch_size} gives {gives} ({shape}): {divides}"
+
+
+def _in_short(question: Question, plan: Plan, estimate: Estimate) -> str:
+    """Return the answer in a sentence that needs no knowledge of plans: whether it fits, how long and how dear."""
+    free_bytes, share_free = headroom(plan, estimate)
+    device_bytes = free_bytes / share_free if free_bytes else float(estimate.memory_bytes)
+    fits = memory_range(device_bytes - free_bytes)[1] <= device_bytes
+    tokens_per_s = estimate.samples_per_s * question.model.sequence_length
+    price = usd_per_billion_tokens(plan, estimate)
+    costs = "" if price is None else f" and cost about {usd_text(price)}"
+    return (
+        f"{'Yes' if fits else 'Probably, but memory is tight'}: {question.model.name} can be trained on "
+        f"{question.cluster.name}, where a billion tokens take about {duration_text(1e9 / tokens_per_s)}{costs}."
+    )
 
 
 def verdict(plan: Plan, estimate: Estimate) -> str:
@@ -221,21 +248,35 @@ def _limits_of(question: Question, target: Entry) -> Iterator[str]:
     yield from (f"{target.version}: {source}" for source in target.sources)
 
 
+def _proofs(advice: Advice) -> Iterator[str]:
+    """Yield what is proven of the answer, and the fastest plan and the best one of one strategy where they differ."""
+    answer, simple = advice.answer, advice.simple
+    proven = _proven(answer, advice.within)
+    if simple is None or simple.fastest.plan == answer.chosen.plan:
+        yield f"  {proven}"
+    else:
+        gap = answer.chosen.evaluation.estimate.objective_s / answer.bound_s - 1
+        yield f"  no plan is more than {gap * 100:.1f} % faster, proven under these estimates (--tolerance)"
+        yield f"  fastest plan, {simple.gain * 100:.1f} % less time: {_timed_words(simple.fastest)}; {proven}"
+    if simple is not None and simple.uniform is not None and simple.uniform.plan != answer.chosen.plan:
+        more = simple.uniform.sample_s / answer.chosen.sample_s - 1
+        yield f"  best plan of one strategy, {more * 100:.1f} % more time: {_timed_words(simple.uniform)}"
+
+
+def _timed_words(candidate: Candidate) -> str:
+    """Return a plan with its step time, in words."""
+    step_s = candidate.evaluation.estimate.simulated_step_time_s
+    return f"{step_s:.4g} s a step, {plan_words(candidate.plan)}"
+
+
 def _proven(answer: SearchAnswer, within: Within | None) -> str:
-    if within is not None and not answer.stopped and answer.bound_s:
-        gap = answer.optimum_s / answer.bound_s - 1
-        runs = f"proven within what {within.target.title} runs, under these estimates"
-        return f"{runs}: no such plan is more than {gap:.2%} faster"
-    if not answer.bound_s:
-        return "stopped by the time limit before there was a bound: how much faster other plans are is not known"
-    gap = answer.optimum_s / answer.bound_s - 1
-    if answer.stopped:
-        return f"stopped by the time limit: no plan is more than {gap:.1%} faster (--time-limit)"
-    return f"proven under these estimates: no plan of the space is more than {gap:.2%} faster"
+    limits = "" if within is None else f" within what {within.target.title} runs,"
+    words = proof_words(answer.optimum_s, answer.bound_s, limits)
+    return f"{words}; the search was stopped by the time limit (--time-limit)" if answer.stopped else words
 
 
 def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
-    """Yield the ways of running a step that no plan of the space has."""
+    """Yield the ways of running a step that no plan of the search has."""
     if any(schedule.interleaves for schedule in question.request.schedules):
         chunks = max(question.request.chunks_per_stage)
         yield f"interleaved schedules of over {chunks} chunks a stage (--against pp=2,vpp={2 * chunks} prices one)"
@@ -249,7 +290,7 @@ def _not_searched(question: Question, answer: SearchAnswer) -> Iterator[str]:
 
 
 def _context_not_searched(question: Question) -> Iterator[str]:
-    """Yield the context parallelism that no plan of the space has: more of it, and what the runtime does not do."""
+    """Yield the context parallelism that no plan of the search has: more of it, and what the runtime does not do."""
     most, lacking = max(question.request.cp_sizes), tuple(left_out(question.request, question.model, question.cluster))
     if lacking:
         yield from lacking
@@ -259,9 +300,9 @@ def _context_not_searched(question: Question) -> Iterator[str]:
 
 
 def _experts_not_searched(question: Question) -> Iterator[str]:
-    """Yield the ways to share out the experts that a model has which no plan of the space has."""
+    """Yield the ways to split the experts that a model has which no plan of the search has."""
     if sizes := question.request.ep_sizes:
-        yield f"experts in more than {max(sizes)} parts, or with features shared out beside (etp)"
+        yield f"experts in more than {max(sizes)} parts, or with their features split too (etp)"
 
 
 def _layer_counts(plan: Plan) -> str:
@@ -297,7 +338,7 @@ def _memory_table(question: Question, plan: Plan, estimate: Estimate) -> Rendera
     return table(title, ("what", "GiB", "share", "less of it by"), memory_rows(question, plan, estimate), last)
 
 
-PLAN_HEADINGS = ("", "plan", "s a step", "times as long", "GiB", "fits")
+PLAN_HEADINGS = ("", "plan", "s a step", "slowdown", "GiB", "fits")
 """Headings of `plan_rows`."""
 
 
@@ -334,9 +375,9 @@ def _against(question: Question, plan: Plan, estimate: Estimate, choice: PricedC
     ratio = sample_s(other, there) / sample_s(plan, estimate)
     yield f"  predicted {', '.join([f'{there.simulated_step_time_s:.4g} s a step', *_yields(question, other, there)])}"
     yield from ways_of_experts(question, other)
-    yield f"  yours takes {ratio:.2f} times as long, {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
+    yield f"  yours takes {ratio:.2f} times the time, {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
     if lacks > 0:
-        yield f"  it does not fit: it lacks {lacks / GIB:.2f} GiB a rank of {question.budget_words}"
+        yield f"  it does not fit: it exceeds {question.budget_words} by {lacks / GIB:.2f} GiB a rank"
     yield "  here is what differs, best plan → yours:"
     yield from (f"    {line}" for line in plan_differences(plan, other) or ("nothing that is done",))
     changes = sorted(time_changes(plan, estimate, other, there), key=lambda change: -abs(change.binding.gain))

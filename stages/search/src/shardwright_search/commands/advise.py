@@ -8,6 +8,7 @@ from time import process_time
 
 from msgspec.structs import replace
 
+from shardwright.display.wrapping import line_width, wrapped
 from shardwright.io import BadInput, NothingFits, check_new, check_writable, write_bytes, write_document
 from shardwright.types import GIB, Cluster, Estimate, Model, Plan
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
@@ -16,15 +17,17 @@ from shardwright_search.advise.question import Question, ignored_keys, question_
 from shardwright_search.advise.report import Advice, PricedChoice, report
 from shardwright_search.advise.sizes import Sized, axes_of, column_of, outcomes_of
 from shardwright_search.advise.targeted import Within, best_for, started
-from shardwright_search.candidates import Candidate
+from shardwright_search.advise.ways_out import ways_out
+from shardwright_search.candidates import Candidate, kind_of
 from shardwright_search.commands.given_plans import written_files
 from shardwright_search.commands.prediction import progress
 from shardwright_search.cost_model.plan import evaluate
 from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.printing import show_rich
-from shardwright_search.explain.what_if import WhatIf, better_batches, fits, remedies
+from shardwright_search.explain.what_if import WhatIf, better_batches
 from shardwright_search.options import AdviseOptions, System
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
+from shardwright_search.simplest import Simple, simplest
 from shardwright_search.solver.stopping import CpuSeconds, latest, left, soon, until
 from shardwright_search.space.budget import Infeasible
 from shardwright_search.space.request import SearchRequest
@@ -51,18 +54,20 @@ def advise(options: AdviseOptions) -> None:
             question = question.whole
             answer = _searched(options, question, line, deadline)
         if isinstance(answer, Infeasible):
-            raise NothingFits(_nothing_fits(options, question, answer, deadline))
+            raise NothingFits(_nothing_fits(options, question, answer))
         rules, whole = latest(_rules_of_thumb(question), soon(0.0 if answer.stopped else deadline))
         rules = rules or ()
         choices = [_priced_choice(text, question) for text in options.against]
         answer = _never_worse(answer, [*rules, *choices], question, options.target)
-        taken = _taken(options.take, answer, [*rules, *choices])
+        simple = _simple(options, question, answer)
+        answer = replace(answer, chosen=simple.plan, tolerance=simple.tolerance, beside=_other_kinds(answer, simple))
+        taken = _taken(options.take, answer, [*rules, *choices], simple)
         within, batches = None, tuple[Candidate, ...]()
         if options.target is None:
             batches = tuple(better_batches(WhatIf("", *_given(question)), answer, deadline))
         else:
             within = _within(options.target, question, answer, taken, _seldom(tell), options.time_limit)
-        advice = Advice(question, answer, rules, choices, whole, batches, within)
+        advice = Advice(question, answer, rules, choices, whole, batches, within, simple)
         page = None if options.html is None else _page(options, advice, tell)
     files = {} if within is None or options.launch is None else within.started.files
     texts = {options.launch / name: text for name, text in files.items()} if options.launch is not None else {}
@@ -89,12 +94,7 @@ def _check(options: AdviseOptions) -> None:
 
 def _page(options: AdviseOptions, advice: Advice, tell: Callable[[str], None]) -> str:
     """Return the page, with other sizes searched beside as time allows."""
-
-    def search(question: Question, limit_s: float) -> SearchAnswer | Infeasible:
-        if options.target is not None:
-            return best_for(options.target, question, _quiet, limit_s)
-        return find_best(*_given(question), _quiet, CpuSeconds(limit_s))
-
+    search = _side_search(options)
     axes, asked = axes_of(options, advice.question), Sized.of_answer(advice.question, advice.answer)
     deadline = until(CpuSeconds(options.html_limit))
     outcomes = outcomes_of(options, axes, asked, search, tell, deadline)
@@ -141,9 +141,32 @@ def _within(
     return Within(SYSTEMS[system], start, answer if slower else unlimited)  # type: ignore[arg-type]
 
 
-def _taken(name: str, answer: SearchAnswer, choices: Sequence[PricedChoice]) -> Plan:
+def _simple(options: AdviseOptions, question: Question, answer: SearchAnswer) -> Simple:
+    """Return the simplest plan within the tolerance that the system runs; without tolerance the fastest."""
+    if options.tolerance:
+        simple = simplest(answer, question.budgets, options.tolerance)
+        if _runs(options.target, simple.plan.plan):
+            return simple
+    return Simple(answer.chosen, answer.chosen, None, 0.0)
+
+
+def _other_kinds(answer: SearchAnswer, simple: Simple) -> Callable[[], tuple[Candidate, ...]]:
+    """Return the function that finds runners-up of other kinds than the answer and one another."""
+
+    def beside() -> tuple[Candidate, ...]:
+        kinds = {kind_of(simple.plan.plan): simple.plan}
+        for other in answer.runners_up:
+            kinds.setdefault(kind_of(other.plan), other)
+        return tuple(kinds.values())[1:]
+
+    return beside
+
+
+def _taken(name: str, answer: SearchAnswer, choices: Sequence[PricedChoice], simple: Simple) -> Plan:
     """Return the plan that is written; raises BadInput where nothing has that name."""
-    plans = {"best": answer.chosen.plan} | {choice.name: choice.plan for choice in choices}
+    plans = {"best": answer.chosen.plan, "fastest": simple.fastest.plan}
+    plans |= {} if simple.uniform is None else {"uniform": simple.uniform.plan}
+    plans |= {choice.name: choice.plan for choice in choices}
     if name not in plans and name.startswith(_RUNNER_UP):
         plans |= {f"{_RUNNER_UP}{i}": other.plan for i, other in enumerate(answer.runners_up, 1)}
     if name not in plans:
@@ -214,35 +237,25 @@ def _priced(plan: Plan, question: Question) -> Estimate:
     return evaluate(plan, question.profiles, timeline=False).estimate
 
 
-def _nothing_fits(options: AdviseOptions, question: Question, answer: Infeasible, deadline: float) -> str:
-    """Return by how much each plan lacks memory, and what would do, as far as that is found in time."""
+def _nothing_fits(options: AdviseOptions, question: Question, answer: Infeasible) -> str:
+    """Return by how much the leanest plan exceeds the budget, and on further lines what would do."""
     system = options.target
     kind = "plan" if system is None else f"plan that {SYSTEMS[system].title} runs"
     more = "" if answer.exact else "more than "
-    larger = f"GPUs that leave {more}{answer.min_bytes / GIB:.2f} GiB"
-    ways = ("more GPUs", larger, *_smaller(options, question, deadline))
-    return (
-        f"{question.model.name} on {question.cluster.name}: no {kind} fits in {question.budget_words}, "
-        f"even the leanest lacks {more}{answer.missing_bytes / GIB:.2f} GiB a rank: take {', '.join(ways)}"
+    first = (
+        f"{question.model.name} on {question.cluster.name}: no {kind} fits in {question.budget_words}, even the "
+        f"leanest exceeds it by {more}{answer.missing_bytes / GIB:.2f} GiB a rank: each of these is a way out, or part"
     )
+    ways = (f"  {way}" for way in ways_out(options, question, answer, _side_search(options)))
+    return wrapped((f"{first} of one:", *ways), line_width())
 
 
-def _smaller(options: AdviseOptions, question: Question, deadline: float) -> Iterator[str]:
-    """Yield a smaller batch and a shorter sample for which some plan fits, the largest that were found in time."""
-    if options.target is not None:
-        return  # what another system runs is searched for one size alone
-    batch, _ = remedies(*_given(question), deadline)
-    if batch is not None:
-        yield f"--batch {batch}"
-    lengths, _ = latest(_shorter(options, question.model.sequence_length, deadline), soon(deadline))
-    yield from (f"--seq {length}" for length in lengths or ())
+def _side_search(options: AdviseOptions) -> Callable[[Question, float], SearchAnswer | Infeasible]:
+    """Return the function that searches a question that differs from the asked one, in some CPU seconds."""
 
+    def search(question: Question, limit_s: float) -> SearchAnswer | Infeasible:
+        if options.target is not None:
+            return best_for(options.target, question, _quiet, limit_s)
+        return find_best(*_given(question), _quiet, CpuSeconds(limit_s))
 
-def _shorter(options: AdviseOptions, asked: int, deadline: float) -> Iterator[tuple[int, ...]]:
-    """Yield the longest part of a sample's length for which some plan fits, of some halves of it; nothing without."""
-    for length in (asked // 2, asked // 4, asked // 8):
-        with suppress(BadInput):  # the model takes no such length
-            question = question_of(replace(options, seq=length))
-            if fits(*_given(question), deadline):
-                yield (length,)
-                return
+    return search

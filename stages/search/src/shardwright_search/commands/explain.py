@@ -8,7 +8,6 @@ from time import monotonic
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from shardwright.display.svg import document
 from shardwright.display.timeline import draw_timeline, idle_s
@@ -26,7 +25,7 @@ from shardwright_search.cost_model.layer import CostModel
 from shardwright_search.cost_model.plan import Evaluation, cost_model_of, evaluate
 from shardwright_search.cost_model.time_model import TimeModel
 from shardwright_search.explain.binding import Change, LayerAlternatives, binding_lines, faster_changes
-from shardwright_search.explain.printing import show_rich, table
+from shardwright_search.explain.printing import Lines, show_rich, table
 from shardwright_search.explain.tables import answers_shown, difference, explanation, node_types_table
 from shardwright_search.explain.what_if import WhatIf, WhatIfAnswer, answer, neighbours, outlook
 from shardwright_search.options import ExplainOptions, SimulateOptions
@@ -134,7 +133,7 @@ def _further(
     neighbouring = "the best plan of each neighbouring kind, against this plan"
     yield answers_shown(neighbouring, plan, evaluation.estimate, answers[: len(kinds)])
     yield answers_shown("what more would bring, against this plan", plan, evaluation.estimate, answers[len(kinds) :])
-    yield Text(_STAYS)
+    yield Lines([_STAYS])
 
 
 def _answers(questions: Sequence[WhatIf], time_limit_s: float | None) -> list[WhatIfAnswer]:
@@ -189,15 +188,15 @@ def _report(plan: Plan, estimate: Estimate) -> RenderableType:
     stages = f"{len(plan.stages)} pipeline stage(s)"
     line = f"plan {plan.name}: {plan.schedule}, {stages}, {plan.num_microbatches} microbatches"
     step = f"simulated step {step_ms}, lower bound {bound_ms}, closed form {closed_ms}"
-    headings = ("stage", *(kind.replace("_", " ") for kind in _KINDS), "idle", "idle share")
+    headings = ("stage", *(kind.replace("_", " ") for kind in _KINDS), "idle (share)")
     rows = [_stage_row(estimate, stage, end_s) for stage in range(len(plan.stages))]
     title = f"ms until {end_ms}, when the last stage is done"
     types = node_types_table(plan, estimate)
-    return Group(Text(f"{line}\n{step}"), table(title, headings, rows), *([] if types is None else [types]))
+    return Group(Lines([line, step]), table(title, headings, rows), *([] if types is None else [types]))
 
 
 def _stage_row(estimate: Estimate, stage: int, end_s: float) -> list[str]:
     events = [event for event in estimate.timeline if event.stage == stage]
     sums_s = [sum(event.end_s - event.start_s for event in events if event.kind == kind) for kind in _KINDS]
     idle = idle_s(events, stage, end_s)
-    return [f"{stage:>5}", *(f"{time_s * 1e3:.3f}" for time_s in (*sums_s, idle)), f"{idle / end_s:.1%}"]
+    return [f"{stage:>5}", *(f"{time_s * 1e3:.3f}" for time_s in sums_s), f"{idle * 1e3:.3f} ({idle / end_s:.1%})"]

@@ -6,6 +6,7 @@ from os.path import realpath
 from pathlib import Path
 
 from shardwright.command import show
+from shardwright.display.wrapping import line_width, wrapped
 from shardwright.io import BadInput, atomic_path, check_new, read_document, sync_path, write_document
 from shardwright.types import Cluster, Model, Plan
 from shardwright_search.advise.choices import reading_of
@@ -39,7 +40,7 @@ def evaluate_plan(options: EvaluateOptions) -> None:
     prediction = prediction_of_evaluated(plan, evaluation, {"plan": options.plan} | inputs.files, inputs.warnings)
     with atomic_path(options.out) as path:
         write_document(path, prediction)
-        show(plan_summary(plan, prediction))
+        show(wrapped(plan_summary(plan, prediction), line_width()))
 
 
 def uniform(options: UniformOptions) -> None:
@@ -58,7 +59,7 @@ def uniform(options: UniformOptions) -> None:
     files = {"cluster": options.cluster, "model": options.model} | inputs.files
     prediction = prediction_of_evaluated(plan, evaluate(plan, inputs.profiles), files)
     with written(options.out, plan, prediction):
-        show(plan_summary(plan, prediction))
+        show(wrapped(plan_summary(plan, prediction), line_width()))
 
 
 def export_plan(options: ExportOptions) -> None:

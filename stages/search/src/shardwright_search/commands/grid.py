@@ -28,6 +28,7 @@ from shardwright_search.commands.prediction import (
 from shardwright_search.cost_model.expert_load import StatedLoad
 from shardwright_search.options import GridOptions
 from shardwright_search.search import SearchAnswer, StoppedEarly, find_best
+from shardwright_search.simplest import simplified
 from shardwright_search.solver.stopping import was_interrupted
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages, with_spare
 from shardwright_search.space.request import CellAnswer, Grid, GridAnswers, SearchRequest
@@ -68,7 +69,7 @@ class _Cells(NamedTuple):
         key, file, time_limit_s, began_s = self.key(search), self.options.grid, self.options.time_limit, monotonic()
         given = search, self.model, self.cluster, self.inputs.profiles, file
         try:
-            answer = find_best(*given, lambda _: None, time_limit_s)
+            answer = simplified(find_best(*given, lambda _: None, time_limit_s), search, file)
             reason = answer.reason if isinstance(answer, Infeasible) else None
             is_stopped = answer.stopped
         except BadInput as error:

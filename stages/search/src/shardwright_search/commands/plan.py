@@ -7,6 +7,7 @@ from pathlib import Path
 from time import monotonic
 
 from shardwright.command import show
+from shardwright.display.wrapping import line_width, wrapped
 from shardwright.io import (
     NothingFits,
     RunFailed,
@@ -31,6 +32,7 @@ from shardwright_search.cost_model.profiles import Profiles
 from shardwright_search.explain.what_if import WhatIf, better_batches, further_remedies
 from shardwright_search.options import PlanOptions
 from shardwright_search.search import SearchAnswer, find_best
+from shardwright_search.simplest import simplified
 from shardwright_search.solver.stopping import ended, soon
 from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages, with_spare
 from shardwright_search.space.request import SearchRequest
@@ -57,7 +59,7 @@ def plan(options: PlanOptions) -> None:
     files = {"cluster": options.cluster, "model": options.model, "search": options.search} | inputs.files
     deadline = inf if options.time_limit is None else monotonic() + options.time_limit
     with progress() as report:
-        answer = find_best(*given, report, options.time_limit)
+        answer = simplified(find_best(*given, report, options.time_limit), request, options.search)
         if isinstance(answer, Infeasible):
             raise NothingFits(
                 f"{options.search}: {answer.reason}{further_remedies(*given, 0.0 if answer.stopped else deadline)}"
@@ -76,7 +78,7 @@ def plan(options: PlanOptions) -> None:
         if options.certificate is not None and isinstance(certificate, Certificate):
             write_document(all_or_none.enter_context(atomic_path(options.certificate)), certificate)
         all_or_none.enter_context(written(options.out, best_plan, prediction))
-        show("\n".join((plan_summary(best_plan, prediction), *batches)))
+        show(wrapped((*plan_summary(best_plan, prediction), *batches), line_width()))
     if isinstance(certificate, str):
         raise RunFailed(f"no certificate: {certificate}: {options.out} is written without one")
 

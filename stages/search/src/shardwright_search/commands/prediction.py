@@ -19,6 +19,7 @@ from shardwright_search.cost_model.expert_load import LoadFile, read_load
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles, read_profiles
 from shardwright_search.profile_options import ProfileOptions
+from shardwright_search.proof_words import proof_words
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import headroom
 from shardwright_search.space.request import Objective, SearchRequest, StageWidths
@@ -178,7 +179,8 @@ def _communicators(answer: SearchAnswer, request: SearchRequest, budgets_bytes: 
     stages = answer.chosen.evaluation.estimate.stages
     for number, (stage, most) in enumerate(zip(stages, budgets_bytes, strict=True)):
         if stage.memory_bytes > most and "communicators" in stage.memory_terms_bytes:
-            yield f"stage {number} lacks {stage.memory_bytes - most} bytes for its communicators: raise reserve_gib"
+            more_bytes = stage.memory_bytes - most
+            yield f"stage {number} exceeds the budget by {more_bytes} bytes with its communicators: raise reserve_gib"
 
 
 def _widths(request: SearchRequest) -> str:
@@ -239,6 +241,8 @@ def _scope(request: SearchRequest, answer: SearchAnswer) -> str:
 
 def _chosen_by(answer: SearchAnswer) -> str:
     """Return how the plan was chosen among those near the optimum, in words."""
+    if answer.tolerance:
+        return f"the simplest plan that was found within {answer.tolerance:.2%} of the bound was taken"
     if not answer.simulated:
         return "plans were compared by their closed form alone"
     return (
@@ -247,7 +251,7 @@ def _chosen_by(answer: SearchAnswer) -> str:
     )
 
 
-def plan_summary(plan: Plan, prediction: Prediction) -> str:
+def plan_summary(plan: Plan, prediction: Prediction) -> list[str]:
     """Return the plan, its predicted time and memory, and the proof in a few lines."""
     estimate, proof = prediction.estimate, prediction.proof
     lines = [
@@ -259,14 +263,15 @@ def plan_summary(plan: Plan, prediction: Prediction) -> str:
         _memory_line(plan, estimate, prediction.memory_budget_bytes),
     ]
     if proof is not None:
-        below = f"no plan of the space is below {proof.objective_bound_s * 1e3:.3f} ms (gap {proof.gap:.2%})"
+        bound_s = proof.objective_bound_s
+        least = f"no plan takes less than {bound_s * 1e3:.3f} ms" if bound_s else "no bound is known"
         rest = "some others are open" if proof.gap else "the bounds ruled out the others"
-        lines.append(
-            f"proof: {proof.objective} {proof.objective_s * 1e3:.3f} ms, "
-            f"{below if proof.objective_bound_s else 'no bound is known'}; "
-            f"{proof.solved} of {proof.examined} cases were solved, {rest}"
-        )
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in prediction.warnings)])
+        lines += [
+            proof_words(proof.objective_s, bound_s),
+            f"proof: {proof.objective} {proof.objective_s * 1e3:.3f} ms, {least}; "
+            f"{proof.solved} of {proof.examined} cases were solved, {rest}",
+        ]
+    return [*lines, *(f"warning: {warning}" for warning in prediction.warnings)]
 
 
 def _gap(estimate: Estimate) -> float:

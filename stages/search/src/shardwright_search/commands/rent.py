@@ -181,7 +181,7 @@ def _proof(front: Front) -> str:
     proof = f"{len(front.points)} points of {len(front.answers)} sub-clusters, {pruned} ruled out by bounds alone; "
     proof += f"{front.solved} of {front.looked_at} configurations were solved; "
     if not num_open:
-        return proof + "exact: no plan of the space is as fast and as cheap as a point and better in one"
+        return proof + "exact: no plan is as fast and as cheap as a point and better in one of the two"
     least = min(answer.bound_s for answer in front.answers if answer.is_open)
     why = "stopped" if front.stopped else "stages of any widths can lie on some in too many ways to be searched"
     return proof + f"{why}: plans above {least:.6g} s a step of {num_open} sub-clusters may be missing"

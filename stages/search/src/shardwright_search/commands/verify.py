@@ -48,7 +48,7 @@ def verify(options: VerifyOptions) -> None:
     # What is printed is rounded to the safe side, too.
     bound_ns, gap = floor(certificate.bound_ps / 1000), ceil((plan_ps / Fraction(certificate.bound_ps) - 1) * 10**6)
     show(
-        f"verified: no plan of the space takes less than {bound_ns * 1e-6:.6f} ms a step of "
+        f"verified: no plan takes less than {bound_ns * 1e-6:.6f} ms a step of "
         f"{plan.global_batch_size} samples (closed form)\n"
         f"this plan takes {plan_ps * 1e-9:.6f} ms: no plan is more than {gap * 1e-4:.4f}% faster\n"
         f"{count} configurations confirmed in {monotonic() - started:.1f} s{_not_compared(options)}"

@@ -127,7 +127,8 @@ def _memory_lines(changes: Sequence[Change]) -> list[str]:
     else:
         least = min(kept_out, key=lambda change: (change.lacks_bytes, -change.saved_ps))
         lines = [
-            f"memory binds: {_change_words(least)}, but lacks {least.lacks_bytes} bytes a rank in stage {least.stage}"
+            f"memory binds: {_change_words(least)}, but exceeds the budget by {least.lacks_bytes} bytes a rank in "
+            f"stage {least.stage}"
         ]
     if possible:
         most = max(possible, key=lambda change: change.saved_ps)

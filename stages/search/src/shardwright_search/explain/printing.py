@@ -1,4 +1,4 @@
-"""Tables as wide as the terminal at most, and what prints them."""
+"""Tables and lines as wide as the terminal at most, and what prints them."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -7,14 +7,38 @@ from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 from shardwright.command import show
-from shardwright.display.columns import PIPED_WIDTH, PrintedColumn, split_columns, widths_of
+from shardwright.display.columns import PrintedColumn, split_columns, widths_of
+from shardwright.display.wrapping import line_width, wrapped, wrapped_command
 
 PLAN = "plan"
 """Heading of a column whose cells have lines of their own."""
 WORDS = (PLAN, "less of it by")
 """Headings of columns of words, which are broken where there is no room."""
+
+_MOST_COLUMNS = 6
+
+
+class Lines(NamedTuple):
+    """Lines of text; those that are wider than the terminal are broken between words."""
+
+    lines: Sequence[str]
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines."""
+        yield Text(wrapped(self.lines, options.max_width))
+
+
+class ShellCommand(NamedTuple):
+    """A command to copy; it is continued by backslashes."""
+
+    command: str
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the command."""
+        yield Text(wrapped_command(self.command, options.max_width))
 
 
 class SplitTable(NamedTuple):
@@ -30,8 +54,9 @@ class SplitTable(NamedTuple):
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the tables."""
-        for number, columns in enumerate(split_columns(self.columns, 1, options.max_width)):
-            made = Table(title=f"{self.title}{' (continued)' if number else ''}", title_justify="left")
+        for number, columns in enumerate(split_columns(self.columns, 1, options.max_width, _MOST_COLUMNS)):
+            yield Text(wrapped([f"{self.title}{' (continued)' if number else ''}"], options.max_width))
+            made = Table()
             for column, width in zip(columns, widths_of(columns, options.max_width), strict=True):
                 made.add_column(column.heading, justify="left" if column.is_text else "right", width=width)
             for row, cells in enumerate(zip(*(column.cells for column in columns), strict=True), start=1):
@@ -54,11 +79,10 @@ def table(
 
 
 def show_rich(content: RenderableType) -> None:
-    """Print on standard output, tables as wide as the terminal at most, or as `PIPED_WIDTH`."""
+    """Print on standard output, tables and lines as wide as the terminal at most."""
     printed, is_terminal = StringIO(), sys.stdout.isatty()
-    width = None if is_terminal else PIPED_WIDTH
     console = Console(
-        file=printed, force_terminal=is_terminal, width=width, highlight=False, markup=False, soft_wrap=True
+        file=printed, force_terminal=is_terminal, width=line_width(), highlight=False, markup=False, soft_wrap=True
     )
     console.print(content)
     show(printed.getvalue().removesuffix("\n"))

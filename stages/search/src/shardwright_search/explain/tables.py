@@ -5,14 +5,13 @@ from itertools import groupby
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from shardwright.display.node_types import binding, node_type_uses
 from shardwright.display.plan_words import headline, range_words, shape_and_runs, stage_lines, strategy_words
 from shardwright.io import BadInput
 from shardwright.plan.axes import effective
 from shardwright.types import MIB, Estimate, LayerStrategy, Plan, RunnerUp, Strategy
-from shardwright_search.explain.printing import PLAN, SplitTable, table
+from shardwright_search.explain.printing import PLAN, Lines, SplitTable, table
 from shardwright_search.explain.what_if import WhatIfAnswer
 from shardwright_search.search import SearchAnswer
 from shardwright_search.space.budget import Infeasible
@@ -56,10 +55,10 @@ def explanation(
 ) -> RenderableType:
     """Return tables of time and memory by pipeline stage, `lines` on what binds, and the runners-up."""
     parts: list[RenderableType] = [
-        Text("\n".join([headline(plan), *stage_lines(plan)])),
+        Lines([headline(plan), *stage_lines(plan)]),
         _time_table(estimate),
         _memory_table(estimate, budgets_bytes),
-        Text("\n".join(lines)),
+        Lines(lines),
     ]
     if runners_up:
         headings = (PLAN, "ms a step", "time", "MiB", "memory")
@@ -75,8 +74,8 @@ def answers_shown(title: str, plan: Plan, estimate: Estimate, answers: Sequence[
     groups: dict[str, list[str]] = {}
     for kind, result in answers:
         groups.setdefault(_words(result, plan), []).append(kind)
-    lines = "\n".join(f"{', '.join(names)}: {words}" for words, names in groups.items())
-    return Group(table(title, headings, rows), Text(lines))
+    lines = [f"{', '.join(names)}: {words}" for words, names in groups.items()]
+    return Group(table(title, headings, rows), Lines(lines))
 
 
 def _time_table(estimate: Estimate) -> SplitTable:
@@ -151,7 +150,7 @@ def _words(result: SearchAnswer | Infeasible | BadInput, plan: Plan) -> str:
         return f"no plan: {result}"
     if isinstance(result, Infeasible):
         more = "" if result.exact else "more than "
-        return f"no plan fits, the leanest lacks {more}{result.missing_bytes} bytes a rank"
+        return f"no plan fits, the leanest exceeds the budget by {more}{result.missing_bytes} bytes a rank"
     chosen = result.chosen.plan
     words = "this plan" if _decision(chosen) == _decision(plan) else "; ".join(shape_and_runs(chosen))
     return f"(the best so far) {words}" if result.stopped else words
@@ -228,8 +227,8 @@ def difference(plan: Plan, estimate: Estimate, other: Plan, there: Estimate) -> 
     ]
     gain = sample_s(other, there) / sample_s(plan, estimate) - 1
     return Group(
-        Text("\n".join([f"plan {other.name} against this one differs in", *(f"  {line}" for line in lines)])),
-        Text("\n".join([*times, f"the other takes {gain:+.1%} time a sample"])),
+        Lines([f"plan {other.name} against this one differs in", *(f"  {line}" for line in lines)]),
+        Lines([*times, f"the other takes {gain:+.1%} time a sample"]),
         _table("ms a step", "slowest", time_changes(plan, estimate, other, there), 1e-3, 3),
         _table("MiB of a rank", "fullest", memory_changes(estimate, there), MIB, 2),
     )

@@ -76,11 +76,11 @@ def neighbours(plan: Plan, request: SearchRequest, profiles: Profiles, file: Pat
 
 
 def _kinds(plan: Plan, asked: SearchRequest, file: Path) -> Iterator[tuple[str, SearchRequest]]:
-    """Yield the changes of a narrowed request; data parallelism alone is a named space, without demands on the ends."""
+    """Yield the changes of a narrowed request; data parallelism only is a named space, without demands on the ends."""
     yield "no recomputation", replace(asked, recompute=(Recompute.NONE,))
     yield "one strategy for all layers", replace(asked, fine_grained=False)
     if asked.shard_sizes is not None:
-        yield "states shared out among all ranks", replace(asked, shard_sizes=None)
+        yield "states sharded over all ranks", replace(asked, shard_sizes=None)
     if asked.cp_sizes != (1,):
         embedding, head = (replace(outer, cp_sizes=None) for outer in (asked.embedding, asked.head))
         yield "no context parallelism", replace(asked, cp_sizes=(1,), embedding=embedding, head=head)
@@ -248,12 +248,12 @@ def fits(
         if states_beyond_budget(space.instance) > 0:
             return False
         listed = [target.configuration for target in space.targets]
-        if not any_fits(space.instance, listed):
-            return False
         single = [configuration for configuration in listed if configuration.num_chunks == 1]
         if any_fits(space.instance, single):
             return True
-        # Several chunks may hold more than one: their need is only known by searching.
+        if len(single) == len(listed):
+            return False
+        # The need of several chunks is only known by searching.
         left_s = left(deadline)
         return not isinstance(find_best(request, model, cluster, profiles, file, lambda _: None, left_s), Infeasible)
     except StoppedEarly:

@@ -1,7 +1,7 @@
 """The memory that a rank may use, whether a plan fits with its communicators, and how much is missing if none does."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
@@ -15,16 +15,19 @@ from shardwright.io.table import Source
 from shardwright.types import BASE_BITS, GIB, ITEMSIZE, Cluster, Estimate, Plan
 from shardwright_search.cost_model.plan import Evaluation
 from shardwright_search.cost_model.profiles import Profiles
-from shardwright_search.solver.stopping import ended
+from shardwright_search.solver.stopping import latest
 from shardwright_search.space.configurations import Configuration
 from shardwright_search.space.instance import Instance
 from shardwright_search.space.request import SearchRequest
+
+_LARGEST_BYTES = 2**52
+"""More than any device has."""
 
 
 class Infeasible(NamedTuple):
     """No plan fits: why, how much is missing on a rank, and the least budget with which one fits.
 
-    Of several chunks a stage, and of the communicators of stages whose layers differ, only a bound is known: not
+    Of the communicators of several chunks a stage, and of stages whose layers differ, only a bound is known: not
     `exact`, both numbers may then be too small.
     """
 
@@ -112,29 +115,28 @@ def headroom(plan: Plan, estimate: Estimate) -> tuple[int, float]:
 
 
 def min_shortfall(instance: Instance, configurations: Sequence[Configuration]) -> Shortfall:
-    """Return the least that is lacking, over configurations with one chunk: several chunks hold no less."""
+    """Return the least that is lacking, over configurations with one chunk."""
     from shardwright_search.solver.min_memory import least_missing_bytes, min_memory
 
-    single = [configuration._replace(num_chunks=1) for configuration in configurations]
     least: Shortfall | None = None
-    bounds = (least_missing_bytes(instance.problem(configuration)) for configuration in single)
+    bounds = (least_missing_bytes(instance.problem(configuration)) for configuration in configurations)
     for bound, number in sorted((bound, number) for number, bound in enumerate(bounds)):
         if least is not None and bound >= least.missing_bytes:
             break
         most = inf if least is None else least.missing_bytes - 1
-        if (plan := min_memory(instance.problem(single[number]), most)) is not None:
-            node_type = instance.node_type(single[number], plan.group)
-            least = Shortfall(single[number], plan.stage, node_type, plan.missing_bytes)
+        if (plan := min_memory(instance.problem(configurations[number]), most)) is not None:
+            node_type = instance.node_type(configurations[number], plan.group)
+            least = Shortfall(configurations[number], plan.stage, node_type, plan.missing_bytes)
     if least is None:
         raise ValueError("no configuration")
     return least
 
 
 def any_fits(instance: Instance, configurations: Sequence[Configuration]) -> bool:
-    """Return whether a plan of some configuration fits, each taken with one chunk: several hold no less."""
+    """Return whether a plan of some configuration fits; each has one chunk."""
     from shardwright_search.solver.min_memory import least_missing_bytes, min_memory
 
-    problems = (instance.problem(configuration._replace(num_chunks=1)) for configuration in configurations)
+    problems = (instance.problem(configuration) for configuration in configurations)
     return any(least_missing_bytes(problem) <= 0 and min_memory(problem, 0) is not None for problem in problems)
 
 
@@ -149,17 +151,15 @@ def infeasible(
 
     Where that takes longer than until a deadline, it is what all states lack on all devices together.
     """
-    shortfalls: list[Shortfall] = []
-    if not ended(lambda: shortfalls.append(_shortfall(instance, configurations)), deadline):
+    shortfall, whole = latest(_shortfalls(instance, configurations), deadline)
+    if shortfall is None:
         return _by_division(instance, file)._replace(stopped=True)
-    (shortfall,) = shortfalls
     # Measured memory may be more than the tables say by a factor.
     missing_bytes = ceil(shortfall.missing_bytes * instance.costs.profiles_on(shortfall.node_type).memory_factor)
-    exact = shortfall.configuration in configurations and shortfall.configuration.num_chunks == 1
-    exact = exact and _is_known(instance, shortfall)
-    lack = f"lacks {'' if exact else 'more than '}{missing_bytes} bytes a rank in pipeline stage {shortfall.stage}"
-    reason = f"{subject} ({shortfall.configuration}) {lack}"
-    return _lacking(instance, reason, shortfall.node_type, missing_bytes, exact, file)
+    exact = whole and _is_known(instance, shortfall)
+    more = f"{'' if exact else 'more than '}{missing_bytes} bytes a rank in pipeline stage {shortfall.stage}"
+    reason = f"{subject} ({shortfall.configuration}) exceeds the budget by {more}"
+    return _lacking(instance, reason, shortfall.node_type, missing_bytes, exact, file)._replace(stopped=not whole)
 
 
 def _is_known(instance: Instance, shortfall: Shortfall) -> bool:
@@ -167,21 +167,56 @@ def _is_known(instance: Instance, shortfall: Shortfall) -> bool:
     from shardwright_search.solver.min_memory import min_memory
     from shardwright_search.space.room_parts import alike_parts
 
+    if shortfall.configuration.num_chunks > 1:
+        return not instance.counts_communicators
     parts = alike_parts(instance, shortfall.configuration)
     return any(min_memory(instance.problem(part), shortfall.missing_bytes) is not None for part in parts)
 
 
-def _shortfall(instance: Instance, configurations: Sequence[Configuration]) -> Shortfall:
-    """Return the least that is lacking; where a plan with one chunk fits, the least known of several chunks.
+def _shortfalls(instance: Instance, configurations: Sequence[Configuration]) -> Iterator[Shortfall]:
+    """Yield a bound of the least that plans exceed their budget by, where it is known first, and then the least itself.
 
-    What fits but for communicators that are not counted lacks a byte or more.
+    Plans of several chunks may need less than all of one. What fits but for communicators that are not counted exceeds
+    the budget by a byte or more.
     """
-    shortfall = min_shortfall(instance, configurations)
-    if shortfall.missing_bytes > 0:
-        return shortfall
-    if instance.counts_communicators:
-        return shortfall._replace(missing_bytes=1)
-    return min((_of_chunks(instance, each) for each in configurations), key=lambda each: each.missing_bytes)
+    single = [each for each in configurations if each.num_chunks == 1]
+    least = min_shortfall(instance, single) if single else None
+    if least is not None:
+        least = least._replace(missing_bytes=max(1, least.missing_bytes))
+    several = (_of_chunks(instance, each) for each in configurations if each.num_chunks > 1)
+    bounds = sorted(several, key=lambda each: each.missing_bytes)
+    for number, bound in enumerate(bounds):
+        if least is not None and bound.missing_bytes >= least.missing_bytes:
+            break
+        if number == 0:
+            yield bound
+        least = _least_of_chunks(instance, bound, None if least is None else least.missing_bytes) or least
+    if least is not None:
+        yield least
+
+
+def _least_of_chunks(instance: Instance, bound: Shortfall, below: int | None) -> Shortfall | None:
+    """Return what a configuration of several chunks exceeds the budget by, by bisection; None: it is not below so much.
+
+    `bound`: a bound of it.
+    """
+    from shardwright_search.solver.interleaved import Interleaved
+
+    problem = instance.interleaved_problem(bound.configuration)
+
+    def fits_with(more: int) -> bool:
+        group = replace(problem.group, budget_bytes=problem.group.budget_bytes + more)
+        return bool(Interleaved(replace(problem, group=group)).solve_below(inf, 1, lambda _: None))
+
+    low, high = bound.missing_bytes, 2 * bound.missing_bytes if below is None else below - 1
+    while not fits_with(high):
+        if below is not None or high > _LARGEST_BYTES:
+            return None
+        low, high = high + 1, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits_with(middle) else (middle + 1, high)
+    return bound._replace(missing_bytes=low)
 
 
 def _lacking(
@@ -200,7 +235,7 @@ def _lacking(
 
 
 def states_beyond_budget(instance: Instance) -> int:
-    """Return bytes that a rank lacks in the mean, however the states of all parameters are shared out; 0: none.
+    """Return bytes that a rank lacks in the mean, however the states of all parameters are sharded; 0: none.
 
     States are the parameters as stored, and of trained ones gradients in the smaller format and the optimizer's states.
     """
@@ -216,7 +251,7 @@ def states_beyond_budget(instance: Instance) -> int:
 
 
 def _by_division(instance: Instance, file: Path) -> Infeasible:
-    """Return what is lacking however the states are shared out, which is less than any plan lacks and may be 0."""
+    """Return what is lacking however the states are sharded, which is less than any plan lacks and may be 0."""
     missing, roomiest = states_beyond_budget(instance), max(instance.budgets, key=instance.prices.with_process)
     if missing == 0:
         problem = "how much memory is missing was not known when the search was stopped: give it more time"
@@ -225,7 +260,8 @@ def _by_division(instance: Instance, file: Path) -> Infeasible:
     missing_bytes = int(missing * instance.costs.profiles_on(roomiest).memory_factor)
     devices = instance.costs.cluster.num_devices
     reason = (
-        f"states shared out among all {devices} ranks, without activations, lack more than {missing_bytes} bytes a rank"
+        f"states sharded over all {devices} ranks, without activations, exceed the budget by more than {missing_bytes} "
+        "bytes a rank"
     )
     return _lacking(instance, reason, roomiest, missing_bytes, False, file)
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from shardwright.io import Document, Removed, Value
 from shardwright.types.attention import Attention
-from shardwright.types.limits import Count, Gib, Name, NonNegativeCount, NonNegativeNumber, Sha256
+from shardwright.types.limits import Count, Gib, Name, NonNegativeCount, NonNegativeNumber, Sha256, Share
 from shardwright.types.plan import GradientReduction, Precision, Schedule
 from shardwright.types.strategy import ContextParallel, DataParallel, Recompute, SequenceParallel
 from shardwright_search.cost_model.time_model import TimeModel
@@ -128,6 +128,8 @@ class SearchRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Dimensions to leave out."""
     fine_grained: bool = True
     """Whether each layer has a strategy of its own; else all share one."""
+    tolerance: Share = 0.0
+    """Share of the least time that no plan is below within which the simplest plan is taken; 0: the fastest is."""
     pp_sizes: Counts | None = None
     """Pipeline degrees; null: every divisor of the number of devices that leaves each pipeline stage a layer; with any
     `stage_widths` every number that does, and with listed ones theirs."""

@@ -141,7 +141,7 @@ def accelerate_setup(plan: Plan, plan_file: object) -> Exported:
         notes.append("low-rank matrices are peft's: your script prepares adapted(model)")
     notes += loading_notes(plan.precision)
     if uniform.shares_context:
-        notes.append("each step runs inside ACCELERATOR.maybe_context_parallel, which shares out tokens and labels")
+        notes.append("each step runs inside ACCELERATOR.maybe_context_parallel, which splits tokens and labels")
     return Exported(text, (*notes, *kernel_notes(plan)), beside=((_CONFIG, _config(plan, uniform)),))
 
 
@@ -241,7 +241,7 @@ def _check_settings(text: str, file: str) -> None:
     try:
         nodes = [*ast.walk(ast.parse(text))]
     except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        raise BadInput(file, f"is no Python ({type(error).__name__})", "correct it") from None
+        raise BadInput(file, f"is not Python ({type(error).__name__})", "correct it") from None
     for call in (node for node in nodes if isinstance(node, ast.Call)):
         name = getattr(call.func, "id", getattr(call.func, "attr", ""))
         if name not in _SETTINGS:

@@ -165,7 +165,7 @@ def read_deepspeed(text: str, file: str, setting: Setting) -> Reading:
     keys = object_of(text, file)
     zero = keys.get("zero_optimization")
     if not isinstance(zero, Mapping):
-        raise BadInput(file, "is no configuration of DeepSpeed", "give one with zero_optimization")
+        raise BadInput(file, "is not a configuration of DeepSpeed", "give one with zero_optimization")
     for name in ("tensor_parallel", "pipeline"):
         if keys.get(name):
             raise BadInput(file, f"{name} is not priced", "leave it out")

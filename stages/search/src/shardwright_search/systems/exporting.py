@@ -192,7 +192,7 @@ def experts_apart(layer: LayerStrategy) -> tuple[str, str] | None:
         feature = f"experts {grid.data_parallel}, where the rest has {kind}"
         return feature, "give experts the data_parallel of their layer"
     grouped = layer.shard_size or grid.shard_size
-    return ("experts beside states shared out in groups", "leave out shard_size") if grouped else None
+    return ("experts beside states sharded in groups", "leave out shard_size") if grouped else None
 
 
 def _check_context_alike(plan: Plan, target: ExportTarget) -> None:
@@ -208,7 +208,7 @@ def _layer_with_experts(plan: Plan, target: ExportTarget) -> LayerStrategy:
     layers = [(i, layer) for i, layer in enumerate(plan.layers) if plan.model.types[layer.type].experts is not UNSET]
     number, first = layers[0] if layers else (0, plan.layers[0])
     for i, layer in layers:
-        feature = f"layers[{i}]: experts shared out otherwise than in layers[{number}]"
+        feature = f"layers[{i}]: experts split differently from layers[{number}]"
         target.demand(layer.experts == first.experts, feature, "share them out alike in all layers")
         check_expert_states(f"layers[{i}]", layer, target)
     return first

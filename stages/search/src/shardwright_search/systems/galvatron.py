@@ -243,7 +243,7 @@ def _flags(path: Path, name: str, numbers: tuple[int, ...]) -> tuple[bool, ...]:
 def _numbers(path: Path, name: str, text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
-        raise BadInput(path, f"{name} is no list of numbers", "write it as in 1,1,2,2")
+        raise BadInput(path, f"{name} is not a list of numbers", "write it as in 1,1,2,2")
     return tuple(int(part) for part in parts)
 
 
@@ -478,7 +478,7 @@ def _num_microbatches(given: GalvatronStrategy, dp_size: int, file: Path) -> int
     """
     samples, left = divmod(given.global_bsz, dp_size)
     if left:
-        problem = f"global_bsz {given.global_bsz} is not shared out evenly to the {dp_size} ranks of embedding and head"
+        problem = f"global_bsz {given.global_bsz} is not split evenly over the {dp_size} ranks of embedding and head"
         raise BadInput(file, problem, "pass the cluster it was made for")
     size = -(-samples // given.chunks)
     if samples % size:
@@ -527,7 +527,7 @@ def _check_strategies(plan: Plan, target: ExportTarget) -> DataParallelType:
         ulysses = strategy.sequence_parallel is SequenceParallel.ULYSSES
         strided = not strategy.tp_consecutive and (where in (EMBEDDING, HEAD) or ulysses)
         target.demand(not strided, f"{where}: strided groups there", "make them consecutive")
-        feature = f"{where}: states shared out in groups of {strategy.shard_size}"
+        feature = f"{where}: states sharded in groups of {strategy.shard_size}"
         target.demand(not strategy.shard_size, feature, "share them out among all ranks: leave out shard_size")
         if kind is not DataParallel.ZERO3 and (strategy.dp_size > 1 or strategy.cp_size > 1 or ulysses):
             default = default or (where, kind)

@@ -93,7 +93,7 @@ def _check_types(cluster: Cluster, nodes: Sequence[Node], plan_file: object) -> 
         if cluster.node_types[name].on_cpu:
             raise BadInput(plan_file, f"node type {name} has no GPU, which Megatron-LM needs", "plan for GPUs")
         if nodes[0].host is None and len(cluster.nodes) > 1 and _FEATURE.fullmatch(name) is None:
-            raise BadInput(plan_file, f"node type {name!r} is no name of a feature of Slurm's", "pass --hosts")
+            raise BadInput(plan_file, f"node type {name!r} is not the name of a feature in Slurm", "pass --hosts")
 
 
 def _node_list(plan: Plan, nodes: Sequence[Node]) -> str:
@@ -211,7 +211,7 @@ def read_hosts(path: Path, cluster: Cluster) -> dict[str, str]:
             continue
         where, node_type = f"line {number}", node_type.strip()
         if _HOST.fullmatch(host) is None:
-            raise BadInput(path, f"{where}: {host!r} is no host name", _REMEDY)
+            raise BadInput(path, f"{where}: {host!r} is not a host name", _REMEDY)
         if node_type not in cluster.node_types:
             known = ", ".join(sorted(cluster.node_types))
             raise BadInput(path, f"{where}: the plan's cluster has no node type {node_type!r}, only {known}", _REMEDY)
@@ -232,4 +232,4 @@ def _text(path: Path) -> str:
     try:
         return read_bytes(path, _MAX_HOSTS_BYTES).decode().replace("\t", " ")
     except UnicodeDecodeError:
-        raise BadInput(path, "is no text", _REMEDY) from None
+        raise BadInput(path, "is not text", _REMEDY) from None

@@ -312,7 +312,7 @@ def _exact(family: Family, model: Model, target: ExportTarget) -> Arguments:
 
 
 def _check_numbers(family: Family, config: Mapping[str, Any], target: ExportTarget) -> None:
-    """Raise BadInput for a value that is no number where its family, or a rotary scaling, has one.
+    """Raise BadInput for a value that is not a number where its family, or a rotary scaling, has one.
 
     A plan holds any configuration that stands in its file.
     """

@@ -171,7 +171,7 @@ def read_recipe(text: str, file: str, setting: Setting) -> Reading:
         try:
             fields[match[1]] = ast.literal_eval(match[2])
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            # What is computed, or nested beyond what Python parses, is no value of a recipe that is written.
+            # What is computed, or nested beyond what Python parses, is not a value of a recipe that is written.
             computed[match[1]] = match[2]
     arguments = []
     for name, field in _FIELDS.items():

@@ -198,7 +198,7 @@ def read_megatron(text: str, file: str, setting: Setting) -> Reading:
     etp_size = _count(file, given, "expert_tensor_parallel_size", str(uniform.layer.tp_size))
     uniform = with_experts(file, setting.model, uniform, ep_size, etp_size)
     if uniform.layer.experts is not UNSET and uniform.layer.shard_size:
-        problem = "num_distributed_optimizer_instances beside experts that ranks share out is not priced"
+        problem = "num_distributed_optimizer_instances beside experts that are split over ranks is not priced"
         raise BadInput(file, problem, "leave it at 1")
     kind, notes = _recompute(file, given, setting)
     plan = setting.plan(uniform.having(file, recompute=kind), file)
@@ -229,7 +229,7 @@ def words_of(text: str, file: str) -> Words:
 def _count(file: str, given: Words, name: str, default: str = "1") -> int:
     text = " ".join(given.get(name, (default,)))
     if not _COUNT.fullmatch(text):
-        raise BadInput(file, f"{name} {text!r} is no number from 1", "correct it")
+        raise BadInput(file, f"{name} {text!r} is not a number from 1", "correct it")
     return int(text)
 
 

@@ -160,7 +160,7 @@ def read_torchtitan(text: str, file: str, setting: Setting) -> Reading:
     try:
         sections: Mapping[str, Any] = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadInput(file, f"is no TOML ({error})", "correct the file") from None
+        raise BadInput(file, f"is not TOML ({error})", "correct the file") from None
     parallel, training, recompute = (_table(file, sections, name) for name in _SECTIONS)
     if not any(name.endswith("_degree") for name in parallel):
         raise BadInput(file, "sets no parallel size", "give a degree in [parallelism], such as tensor_parallel_degree")
@@ -217,19 +217,19 @@ def _leaves(keys: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 def _table(file: str, sections: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     keys = sections.get(name, {})
     if not isinstance(keys, Mapping):
-        raise BadInput(file, f"{name} is no table", f"write [{name}] and its keys")
+        raise BadInput(file, f"{name} is not a table", f"write [{name}] and its keys")
     return keys
 
 
 def _number(file: str, keys: Mapping[str, Any], name: str) -> int:
     number = keys.get(name, 1)
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number < 10**7:
-        raise BadInput(file, f"{name} {number!r} is no number from 1", "correct it")
+        raise BadInput(file, f"{name} {number!r} is not a number from 1", "correct it")
     return number
 
 
 def _context(file: str, parallel: Mapping[str, Any]) -> ContextParallel:
-    """Return how positions attend to those of other ranks; it has no effect where none are shared out."""
+    """Return how positions attend to those of other ranks; it has no effect where none are split."""
     if _number(file, parallel, "context_parallel_degree") == 1:
         return ContextParallel.GATHER
     method = parallel.get("context_parallel_rotate_method", "allgather")
@@ -267,7 +267,7 @@ def _with_states(file: str, parallel: Mapping[str, Any], uniform: UniformStrateg
 def _with_experts(
     file: str, parallel: Mapping[str, Any], setting: Setting, uniform: UniformStrategy
 ) -> UniformStrategy:
-    """Return the choice with experts shared out, which borrow tensor-parallel ranks, or take their features' as tp."""
+    """Return the choice with experts split, which borrow tensor-parallel ranks, or take their features' as tp."""
     ep_size = _number(file, parallel, "expert_parallel_degree")
     etp_size = _number(file, parallel, "expert_tensor_parallel_degree")
     tp_size, cp_size = uniform.layer.tp_size, uniform.layer.cp_size
@@ -277,7 +277,7 @@ def _with_experts(
         problem = f"expert_tensor_parallel_degree {etp_size} is neither 1 nor tensor_parallel_degree {tp_size}"
         raise BadInput(file, problem, "correct it")
     if etp_size == 1 and ep_size % tp_size:
-        problem = f"expert_parallel_degree {ep_size} is no multiple of tensor_parallel_degree {tp_size}"
+        problem = f"expert_parallel_degree {ep_size} is not a multiple of tensor_parallel_degree {tp_size}"
         raise BadInput(file, problem, "choose one, or share the features of experts by tp")
     if not borrows(ExpertStrategy(ep_size=ep_size, etp_size=etp_size), tp_size, cp_size):
         problem = f"expert_parallel_degree {ep_size} beside context_parallel_degree {cp_size}"
@@ -293,7 +293,9 @@ def _with_ranges(file: str, parallel: Mapping[str, Any], uniform: UniformStrateg
     if parts is None:
         return uniform
     if not isinstance(parts, list) or not all(isinstance(name, str) for part in parts for name in _list(part)):
-        raise BadInput(file, "module_fqns_per_model_part is no list of lists of names", "list the modules of each part")
+        raise BadInput(
+            file, "module_fqns_per_model_part is not a list of lists of names", "list the modules of each part"
+        )
     ranges, low = [], 0
     for part in parts:
         count = sum(name.startswith("layers.") for name in part)
@@ -473,7 +475,7 @@ def _check_experts(uniform: UniformStrategy, target: ExportTarget) -> None:
     remedy += ", a multiple of cp_size either way" if uniform.shares_context else ""
     target.demand(holds, f"layers[0]: {beside}", remedy)
     replicated = uniform.replicas > 1 and uniform.layer.data_parallel is DataParallel.DDP
-    target.demand(not replicated, "layers[0]: experts shared out beside ddp", "choose zero2 or zero3")
+    target.demand(not replicated, "layers[0]: experts split beside ddp", "choose zero2 or zero3")
 
 
 def _has_experts_so(configuration: Configuration) -> bool:

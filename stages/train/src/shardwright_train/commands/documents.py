@@ -6,7 +6,7 @@ from io import StringIO
 from pathlib import Path
 
 from shardwright.command import show
-from shardwright.display.columns import PIPED_WIDTH
+from shardwright.display.wrapping import line_width
 from shardwright.io import BadInput, read_document, read_object, write_document
 from shardwright.models.adapter_config import read_adapter
 from shardwright.models.config_keys import without_notes
@@ -103,8 +103,7 @@ def check(options: CheckOptions) -> None:
     checks = check_roles(runnable, family, attention, progress, options.reset_attention_mask)
     printed = StringIO()
     is_terminal = sys.stdout.isatty()
-    width = None if is_terminal else PIPED_WIDTH
-    console = Console(file=printed, force_terminal=is_terminal, width=width, highlight=False, markup=False)
+    console = Console(file=printed, force_terminal=is_terminal, width=line_width(), highlight=False, markup=False)
     print_checks(plan, checks, console)
     show("\n".join([printed.getvalue().removesuffix("\n"), *shares]))
     raise_if_too_large(plan, checks)

@@ -241,7 +241,7 @@ class _Spans:
 def _of_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
     """The trace with processes and flows numbered apart from all other ranks', and processes named by the rank.
 
-    The rank's process on the host gets the number of the rank. The profiler's own spans, whose process is no number,
+    The rank's process on the host gets the number of the rank. The profiler's own spans, whose process is not a number,
     are left out.
     """
     host = os.getpid()

@@ -74,7 +74,7 @@ class Evaluator:
         """The mean loss over all labels that count, after a step; None if a rank wants to stop.
 
         Parameters, gradients, moments and random states are left as they are. Raises RunFailed on all ranks if the
-        loss is no number or no label counts.
+        loss is not a number or no label counts.
         """
         began, totals, stage = time.monotonic(), [0.0, 0.0], self.engine.stage
         share, device = stage.context.share, self.world.device

@@ -92,7 +92,7 @@ def train(job: RunJob, world: World) -> None:
     """Train to the job's last step on all ranks, from the newest whole checkpoint of this run if there is one.
 
     Raises BadInput together on all ranks when plan, data or checkpoint cannot be used, RunFailed when loss or gradient
-    norm is no number, Stopped when a rank was asked to stop: then the state is saved first.
+    norm is not a number, Stopped when a rank was asked to stop: then the state is saved first.
     """
     with deterministic(job.plan, job.deterministic):
         _train(job, world)
@@ -270,7 +270,7 @@ def _steps(run: _Run, ready: Iterator[Step], stop_asked: list[int]) -> Progress:
 def _scale_after(run: _Run, work: Step, outcome: StepOutcome, scale: LossScale) -> LossScale:
     """The scale of the next step's loss.
 
-    Raises RunFailed, on all ranks, if loss or gradient norm is no number and no overflow that a lower scale mends.
+    Raises RunFailed, on all ranks, if loss or gradient norm is not a number and no overflow that a lower scale mends.
     """
     overflowed = scale.can_fall and math.isfinite(outcome.loss) and not outcome.finite
     if not outcome.finite and not overflowed:

@@ -1,0 +1,183 @@
+"""What would make a model fit that does not: more memory or nodes, other formats, LoRA, shorter samples, less batch."""
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import chain, count
+from math import ceil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from shardwright.io import BadInput
+from shardwright.types import GIB
+from shardwright_search.advise.question import Question, question_of
+from shardwright_search.options import AdviseOptions
+from shardwright_search.search import SearchAnswer, StoppedEarly
+from shardwright_search.solver.stopping import CpuSeconds, left, until
+from shardwright_search.space.budget import Infeasible, states_beyond_budget
+from shardwright_search.space.configurations import divisors
+from shardwright_search.space.search_space import space_of
+
+_LIMIT_S, _EACH_S = 8.0, 2.0
+"""CPU seconds of all side searches, and of one."""
+_NEXT = 3
+"""Numbers of nodes that are tried one after the other, before each is twice the last."""
+_MOST_TIMES_NODES = 64
+_MOST_BUDGETS = 4
+_RANK = 16
+_STEP_GIB = 0.01
+Search = Callable[[Question, float], SearchAnswer | Infeasible]
+
+
+class _Way(NamedTuple):
+    """A change that may make a model fit: what it is called, its option, and the sizes that are tried in turn."""
+
+    name: str
+    tries: Callable[[], Iterator[tuple[str, AdviseOptions]]]
+    """The option and the changed question, the one that is wanted most first."""
+
+
+def ways_out(options: AdviseOptions, question: Question, lacking: Infeasible, search: Search) -> Iterator[str]:
+    """Yield a line for each way: what fits and what a step then takes, what it brings, or that there was no time.
+
+    Each search has `_EACH_S`, and all together `_LIMIT_S` or the asked time limit, in CPU seconds.
+    """
+    asked = replace(options, batch=question.request.global_batch_size, html=None, out=None, launch=None)
+    limit_s, late = min(_LIMIT_S, options.time_limit), list[str]()
+    deadline = until(CpuSeconds(limit_s))
+    yield from _larger_budget(asked, question, lacking, search, deadline)
+    yield from _more_nodes(asked, question, lacking, search, deadline)
+    with TemporaryDirectory() as folder:
+        for way in _ways(asked, question, Path(folder)):
+            words = None
+            for option, changed in way.tries():
+                outcome = _outcome(changed, search, deadline)
+                if outcome is None:
+                    late.append(option)
+                    break
+                words = f"{option} ({way.name}): {_brings(outcome, lacking)}"
+                if isinstance(outcome, SearchAnswer):
+                    break
+            yield from [] if words is None else [words]
+    if options.target is None:
+        yield "recomputation of whole layers and micro-batches of one sample are part of the search already"
+    if late:
+        yield f"not decided in the {limit_s:g} CPU seconds for this: {', '.join(late)}"
+
+
+def _ways(asked: AdviseOptions, question: Question, folder: Path) -> Iterator[_Way]:
+    """Yield the ways that the options leave open."""
+    if asked.uniform:
+        yield _Way(
+            "another strategy for each layer", lambda: iter([("without --uniform", replace(asked, uniform=False))])
+        )
+    if asked.parameters is None and asked.formats.parameters == "float32" and asked.precision == "bfloat16":
+        changed = replace(asked, parameters="bfloat16")
+        yield _Way("parameters and states in bfloat16", lambda: iter([("--parameters bfloat16", changed)]))
+    if asked.lora is None and not asked.frozen and not asked.mtp:
+        config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": "all-linear"}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        low_rank = replace(asked, lora=folder)
+        tries = [("--lora FOLDER", low_rank), ("--lora FOLDER --base 4bit", replace(low_rank, base="4bit"))]
+        yield _Way(f"LoRA, rank {_RANK} on all Linear modules", lambda: iter(tries))
+    elif asked.base is None and asked.lora is not None:
+        yield _Way("frozen matrices in 4 bits", lambda: iter([("--base 4bit", replace(asked, base="4bit"))]))
+    length = question.model.sequence_length
+    shorter = [(f"--seq {length // part}", replace(asked, seq=length // part)) for part in (2, 4, 8) if length >= part]
+    yield _Way("shorter samples", lambda: iter(shorter))
+    assert asked.batch is not None
+    batches = divisors(asked.batch)[-2::-1][:3]
+    if batches:
+        yield _Way("a smaller batch", lambda: ((f"--batch {size}", replace(asked, batch=size)) for size in batches))
+
+
+def _outcome(options: AdviseOptions, search: Search, deadline: float) -> SearchAnswer | Infeasible | BadInput | None:
+    """Return what is found of changed options, or why they are refused; None: it was not found in time."""
+    left_s = left(deadline) or 0.0
+    if left_s <= 0:
+        return None
+    try:
+        question = question_of(options)
+        whole = question if options.budget_gib is not None else question.whole
+        space = space_of(whole.request, whole.model, whole.cluster, whole.profiles, Path("--gpus"))
+        if (missing := states_beyond_budget(space.instance)) > 0:
+            return Infeasible("", missing, min(whole.budgets.values()) + missing, exact=False)
+        return search(whole, CpuSeconds(min(_EACH_S, left_s)))
+    except StoppedEarly:
+        return None
+    except BadInput as refused:
+        return refused
+
+
+def _brings(outcome: SearchAnswer | Infeasible | BadInput, lacking: Infeasible) -> str:
+    """Return what a change brings, in words: a plan with its time, or how much less is missing."""
+    if isinstance(outcome, BadInput):
+        return f"not possible: {outcome}"
+    if isinstance(outcome, Infeasible):
+        more = "" if outcome.exact else "more than "
+        missing = f"still exceeds the budget by {more}{outcome.missing_bytes / GIB:.2f} GiB a rank"
+        brought = (lacking.missing_bytes - outcome.missing_bytes) / GIB if outcome.exact and lacking.exact else 0.0
+        return f"{missing}, {brought:.2f} GiB less" if brought >= _STEP_GIB else missing
+    estimate = outcome.chosen.evaluation.estimate
+    tokens_per_s = estimate.samples_per_s * outcome.chosen.plan.model.sequence_length
+    most = "at most " if outcome.stopped else ""
+    return f"fits, {most}{estimate.simulated_step_time_s:.4g} s a step, {tokens_per_s:,.0f} tokens/s"
+
+
+def _larger_budget(
+    asked: AdviseOptions, question: Question, lacking: Infeasible, search: Search, deadline: float
+) -> Iterator[str]:
+    """Yield the least budget that is known to fit, or the memory that GPUs must have."""
+    types = question.cluster.node_types
+    device_gib = min(types[name].memory_bytes for name in question.budgets) / GIB
+    for _ in range(_MOST_BUDGETS):
+        needed_gib = ceil(lacking.min_bytes / GIB / _STEP_GIB) * _STEP_GIB
+        if needed_gib > device_gib or asked.budget_gib is None:
+            yield f"GPUs of {'' if lacking.exact else 'more than '}{lacking.min_bytes / GIB:.2f} GiB"
+            return
+        changed = replace(asked, budget_gib=round(needed_gib, 2))
+        outcome = _outcome(changed, search, deadline)
+        if isinstance(outcome, SearchAnswer):
+            yield f"--budget-gib {needed_gib:.2f}: {_brings(outcome, lacking)}"
+            return
+        if not isinstance(outcome, Infeasible):
+            break
+        lacking = outcome
+    yield f"--budget-gib above {lacking.min_bytes / GIB:.2f} (which budget suffices was not found in time)"
+
+
+def _more_nodes(
+    asked: AdviseOptions, question: Question, lacking: Infeasible, search: Search, deadline: float
+) -> Iterator[str]:
+    """Yield the fewest nodes of the type that fit, or a number that does if some were not decided."""
+    if len(question.cluster.nodes) > 1:
+        return
+    (group,) = question.cluster.nodes
+    per_node = question.cluster.node_types[group.node_type].devices_per_node
+    device = asked.gpus.rpartition(":")[2]
+    first, fewest = _fewest_by_states(question, group.count), True
+    numbers = chain(range(first, first + _NEXT), (first * 2**power for power in count(1)))
+    for number in numbers:
+        changed = replace(asked, gpus=f"{number}x{per_node}:{device}")
+        outcome = _outcome(changed, search, deadline) if number <= first * _MOST_TIMES_NODES else None
+        if isinstance(outcome, SearchAnswer):
+            kind = "the fewest nodes" if fewest and number < first + _NEXT else "enough nodes, maybe not the fewest"
+            yield f"--gpus {changed.gpus} ({kind}): {_brings(outcome, lacking)}"
+            return
+        if isinstance(outcome, BadInput) and number == first:
+            yield f"--gpus {changed.gpus}: {_brings(outcome, lacking)}"
+            return
+        if (left(deadline) or 0.0) <= 0 or number > first * _MOST_TIMES_NODES:
+            yield f"more nodes: {first} or more are needed; how many was not found in time"
+            return
+        fewest = fewest and isinstance(outcome, Infeasible)
+
+
+def _fewest_by_states(question: Question, nodes: int) -> int:
+    """Return the fewest nodes, more than there are, over which the states of all parameters can be sharded."""
+    given = question.request, question.model, question.cluster, question.profiles, Path("--gpus")
+    devices, budget = question.cluster.num_devices, min(question.budgets.values())
+    states = (states_beyond_budget(space_of(*given).instance) + budget) * devices
+    return max(nodes + 1, states // (budget * (devices // nodes)))

@@ -1,0 +1,299 @@
+"""The simplest plan within a tolerance of the bound of all plans: few strategies, whose layers stand together.
+
+The bound of the search is the certificate: whatever has at most one or two strategies of blocks and a closed form
+within the tolerance of it is within the tolerance of every plan. Each configuration whose bound allows it is solved
+with its options limited to one strategy, or to a pair of those that take the least time for the memory they hold.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from heapq import heapify, heappop, heappush
+from itertools import combinations
+from math import inf
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from shardwright.types import LayerStrategy, Plan
+from shardwright_search.candidates import Candidate
+from shardwright_search.cost_model.plan import evaluate
+from shardwright_search.search import SearchAnswer
+from shardwright_search.simulation.simulator import num_played
+from shardwright_search.solver.interleaved import Interleaved
+from shardwright_search.solver.partition import Pipeline
+from shardwright_search.solver.problem import DeviceGroup, Options, Solution
+from shardwright_search.solver.quick_bounds import Relaxed
+from shardwright_search.solver.stage_options import GroupCosts
+from shardwright_search.solver.stopping import CpuSeconds, latest, until
+from shardwright_search.solver.targets import Solvable, Target
+from shardwright_search.space.budget import Infeasible, budgets_of, budgets_of_stages
+from shardwright_search.space.configurations import Configuration
+from shardwright_search.space.instance import Instance
+from shardwright_search.space.request import SearchRequest
+from shardwright_search.step.cached_method import cached_method
+from shardwright_search.step.pareto import Ints, Numbers
+
+_MAX_CONFIGURATIONS = 12
+_MAX_STRATEGIES = 10
+"""The most strategies of which pairs are tried."""
+_AT_ONCE = 4
+"""Plans of a pair that are tried whether they fit with all their communicators."""
+_FEW = 2
+"""The strategies of blocks that a simple plan has at most."""
+_LIMIT_S = 4.0
+"""CPU seconds of the search for each number of strategies."""
+
+
+class Simple(NamedTuple):
+    """The simplest plan within a tolerance, and what stands beside it."""
+
+    plan: Candidate
+    fastest: Candidate
+    uniform: Candidate | None
+    """The best plan with one strategy of all blocks that was found in time."""
+    tolerance: float
+
+    @property
+    def gain(self) -> float:
+        """Return the share of time that the fastest plan saves."""
+        return 1 - self.fastest.sample_s / self.plan.sample_s
+
+
+def num_strategies(plan: Plan) -> int:
+    """Return the number of strategies of blocks; what layers of some types lack, such as experts, tells none apart."""
+    by_type: dict[str, set[LayerStrategy]] = {}
+    for layer in plan.layers:
+        by_type.setdefault(layer.type, set()).add(layer)
+    return max(len(set(map(_untyped, plan.layers))), *map(len, by_type.values()))
+
+
+def _untyped(layer: LayerStrategy) -> LayerStrategy:
+    return replace(layer, type="", experts=UNSET)
+
+
+def simplified(answer: SearchAnswer | Infeasible, request: SearchRequest, file: Path) -> SearchAnswer | Infeasible:
+    """Return an answer with the simplest plan within the tolerance that a request asks for; it may ask for none."""
+    if isinstance(answer, Infeasible) or not request.tolerance:
+        return answer
+    budgets = budgets_of(request, answer.instance.costs.cluster, file)
+    return replace(answer, chosen=simplest(answer, budgets, request.tolerance).plan, tolerance=request.tolerance)
+
+
+def simplest(answer: SearchAnswer, budgets: Mapping[str, int], tolerance: float) -> Simple:
+    """Return the simplest plan whose closed form is within the tolerance of the bound, else the chosen one.
+
+    Of its layers those of one strategy stand together in each stage, where this fits and takes no longer. Each of the
+    two searches, of one strategy and of two, has `_LIMIT_S` CPU seconds.
+    """
+    fits = _Fits(answer.instance, budgets)
+    chosen, uniform = fits.together(answer.chosen), None
+    if num_strategies(chosen.plan) == 1:
+        uniform = _Found(answer.best.score, chosen)
+    elif answer.bound_s:
+        uniform, _ = latest(_Trials(answer, fits).best(1, inf), until(CpuSeconds(_LIMIT_S)))
+    beside, plan = None if uniform is None else uniform.candidate, chosen
+    if answer.bound_s:
+        limit = answer.best.score * (answer.bound_s / answer.optimum_s) * (1 + tolerance)
+        if uniform is not None and uniform.score <= limit:
+            plan = uniform.candidate
+        elif num_strategies(chosen.plan) > _FEW:
+            pair, _ = latest(_Trials(answer, fits).best(_FEW, limit), until(CpuSeconds(_LIMIT_S)))
+            plan = chosen if pair is None else fits.together(pair.candidate)
+    return Simple(fits.timed(plan), answer.chosen, beside, tolerance)
+
+
+class _Found(NamedTuple):
+    """A plan that fits, and its score."""
+
+    score: float
+    candidate: Candidate
+
+
+class _Fits(NamedTuple):
+    """What fits is asked of the plan itself, with all that it holds."""
+
+    instance: Instance
+    budgets: Mapping[str, int]
+
+    def candidate(self, plan: Plan) -> Candidate | None:
+        """Return a plan with its price; None: it does not fit."""
+        priced = Candidate(plan, evaluate(plan, self.instance.costs.profiles, self.instance.costs, timeline=False))
+        limits = budgets_of_stages(plan, self.budgets)
+        stages = zip(priced.evaluation.estimate.stages, limits, strict=True)
+        return priced if all(stage.memory_bytes <= limit for stage, limit in stages) else None
+
+    def timed(self, candidate: Candidate) -> Candidate:
+        """Return a plan with the events of its step where all of them are played."""
+        plan, ranges = candidate.plan, sum(len(stage.layers) for stage in candidate.plan.stages)
+        if num_played(ranges, len(plan.stages), plan.num_microbatches) < plan.num_microbatches:
+            return candidate
+        return Candidate(plan, evaluate(plan, self.instance.costs.profiles, self.instance.costs))
+
+    def together(self, candidate: Candidate) -> Candidate:
+        """Return the plan with layers of one strategy next to one another in each stage, unless that costs time."""
+        first = list(dict.fromkeys(map(_untyped, candidate.plan.layers)))
+        for order in (first, first[::-1]):
+            plan = _in_order(candidate.plan, order)
+            if plan == candidate.plan:
+                return candidate
+            priced = self.candidate(plan)
+            if priced is not None and priced.sample_s <= candidate.sample_s * (1 + _SAME):
+                return priced
+        return candidate
+
+
+_SAME = 1e-4
+"""The share by which a plan may take longer whose layers stand together."""
+
+
+def _in_order(plan: Plan, order: Sequence[LayerStrategy]) -> Plan:
+    """Return the plan with the strategies of each layer range in an order, each still on layers of its type."""
+    layers = list(plan.layers)
+
+    def place_of(layer: LayerStrategy) -> int:
+        return order.index(_untyped(layer))
+
+    for low, high in (each for stage in plan.stages for each in stage.layers):
+        for kind in dict.fromkeys(plan.model.layers[low:high]):
+            places = [place for place in range(low, high) if plan.model.layers[place] == kind]
+            for place, layer in zip(places, sorted((layers[i] for i in places), key=place_of), strict=True):
+                layers[place] = layer
+    return replace(plan, layers=tuple(layers))
+
+
+class _Trials:
+    """The configurations that may have a plan of few strategies near the bound, each with its options limited."""
+
+    def __init__(self, answer: SearchAnswer, fits: _Fits) -> None:
+        self._instance, self._fits = answer.instance, fits
+        self._bounds = answer.bounds[:_MAX_CONFIGURATIONS]
+        self._known = tuple(dict.fromkeys(answer.chosen.plan.layers))
+
+    def best(self, count: int, limit: float) -> Iterator[_Found]:
+        """Yield the best plan so far of so many strategies of blocks with a score up to a limit."""
+        known, number = float(np.nextafter(limit, np.inf)), len(self._bounds)
+        tried: list[tuple[float, int, Target[Configuration], _Limited | None]]
+        tried = [(bound, n, target, None) for n, (bound, target) in enumerate(self._bounds)]
+        heapify(tried)
+        while tried and tried[0][0] < known:
+            bound, _, target, limited = heappop(tried)
+            if limited is None:
+                for each in self._limited(target.configuration, count):
+                    heappush(tried, (max(bound, target.score(each.solvable.relaxed_bound_ps)), number, target, each))
+                    number += 1
+                continue
+            for priced in limited.solvable.solve_below(target.time_ps(known), _AT_ONCE, lambda _: None):
+                plan = self._instance.plan(target.configuration, limited.whole(priced.solution))
+                if (candidate := self._fits.candidate(plan)) is not None:
+                    known = target.score(priced.objective_ps)
+                    yield _Found(known, candidate)
+                    break
+
+    def _limited(self, configuration: Configuration, count: int) -> Iterator["_Limited"]:
+        """Yield a configuration limited to each promising choice of strategies that all its types have."""
+        for choice in self._promising(configuration, count):
+            limited = _Limited(self._instance, configuration, choice)
+            if limited.is_possible:
+                yield limited
+
+    def _promising(self, configuration: Configuration, count: int) -> Iterator[tuple[LayerStrategy, ...]]:
+        """Yield each choice of strategies: of one all, of two pairs of those that are fast for what they hold."""
+        strategies, options = _strategies(self._instance, configuration)
+        if count == 1:
+            yield from ((each,) for each in strategies)
+            return
+        held = options.state_bytes + options.late_bytes + options.activation_bytes * configuration.in_flight(0)
+        rows = [row for row, each in enumerate(strategies) if each in self._known]
+        rows += [row for row in _front(options.time_ps, held) if row not in rows]
+        yield from combinations([strategies[row] for row in rows[:_MAX_STRATEGIES]], count)
+
+
+def _front(time_ps: Numbers, held: Numbers) -> list[int]:
+    """Return the options that take less time than all that hold no more, by ascending time."""
+    rows, least = list[int](), np.inf
+    for row in np.lexsort((held, time_ps)).tolist():
+        if held[row] < least:
+            rows.append(row)
+            least = float(held[row])
+    return rows
+
+
+def _strategies(instance: Instance, configuration: Configuration) -> tuple[Sequence[LayerStrategy], Options]:
+    """Return the strategies of the type of most choices, and what they cost on the first stage's ranks."""
+    group = _group(instance, configuration)
+    by_type = _by_type(instance, configuration, group.width)
+    name = max(dict.fromkeys(instance.costs.model.layers), key=lambda each: len(by_type[each]))
+    return by_type[name], group.options[instance.prices.types.index(name)]
+
+
+def _group(instance: Instance, configuration: Configuration) -> DeviceGroup:
+    if configuration.num_chunks > 1:
+        return instance.interleaved_problem(configuration).group
+    return instance.problem(configuration).device_groups[0]
+
+
+def _by_type(instance: Instance, configuration: Configuration, width: int) -> dict[str, Sequence[LayerStrategy]]:
+    """Return the strategies of blocks by type, in the order of the options."""
+    shardings = instance.choices.layers.shardings(instance.choices.choice(configuration))
+    names = dict.fromkeys(instance.costs.model.layers)
+    return {name: tuple(s for s in shardings.of_type(name, width) if isinstance(s, LayerStrategy)) for name in names}
+
+
+class _Limited:
+    """A configuration whose blocks have a few strategies to choose from."""
+
+    def __init__(self, instance: Instance, configuration: Configuration, choice: Sequence[LayerStrategy]) -> None:
+        self._instance, self._configuration, self._choice = instance, configuration, choice
+        if configuration.num_chunks > 1:
+            self._interleaved = instance.interleaved_problem(configuration)
+            self._groups: tuple[DeviceGroup, ...] = (self._interleaved.group,)
+        else:
+            self._problem = instance.problem(configuration)
+            self._groups = self._problem.device_groups
+
+    @property
+    def is_possible(self) -> bool:
+        """Return whether each type of block has one of the strategies on stages of each width."""
+        return all(len(rows) for group in self._groups for rows in self._rows(group.width).values())
+
+    @cached_property
+    def solvable(self) -> Solvable:
+        """The configuration with these options only."""
+        if self._configuration.num_chunks > 1:
+            return Interleaved(replace(self._interleaved, group=self._narrowed(self._groups[0])))
+        groups = tuple(map(self._narrowed, self._groups))
+        return Pipeline(replace(self._problem, device_groups=groups), cache(GroupCosts), Relaxed())
+
+    def whole(self, solution: Solution) -> Solution:
+        """Return a solution with the numbers of all options."""
+        layers, options = self._instance.types_of_layers, list(solution.options)
+        stage = 0
+        for place, kind in enumerate(layers):
+            stage += place == solution.ends[stage]
+            rows = self._rows(self._groups[solution.device_groups[stage]].width)
+            options[place] = int(rows[kind][options[place]]) if kind in rows else options[place]
+        return solution._replace(options=tuple(options))
+
+    def _narrowed(self, group: DeviceGroup) -> DeviceGroup:
+        rows = self._rows(group.width)
+        options = (each.take(rows[kind]) if kind in rows else each for kind, each in enumerate(group.options))
+        return replace(group, options=tuple(options))
+
+    @cached_method
+    def _rows(self, width: int) -> dict[int, Ints]:
+        """Return the options of each type of block that have one of the strategies, on stages of a width."""
+        layers, types = self._instance.choices.layers, self._instance.prices.types
+        return {
+            types.index(name): np.array(
+                [
+                    row
+                    for row, each in enumerate(all_)
+                    if any(each == layers.as_type(one, name) for one in self._choice)
+                ],
+                np.int64,
+            )
+            for name, all_ in _by_type(self._instance, self._configuration, width).items()
+        }
