@@ -75,8 +75,10 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     """NODESxGPUS:DEVICE (`shardwright profile devices`), as 8x8:H100-SXM; of several types 2x8:A100-40+2x8:H100-SXM."""
     batch: Samples | None = None
     """Samples of a step, of all GPUs together; by default as many for each GPU as make about 4 Mi tokens."""
+    taken_as: str | None = field(default=None, name="as")
+    """A family, such as llama or mixtral, by whose shapes a config.json of an unknown type is priced, approximately."""
     seq: Tokens | None = None
-    """Tokens of a sample; by default a preset's own."""
+    """Tokens of a sample; by default a preset's own, of a config.json 4096 or its most, if these are fewer."""
     target: System | None = field(default=None, name="for")
     """The system that is to run the plan: what it runs is searched, priced with its runtime unless --runtime names
     another, and what starts it is printed."""

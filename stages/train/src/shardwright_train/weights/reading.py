@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
 from shardwright.io import BadInput, check_regular, read_object, sha256_of_file, sha256_of_value
+from shardwright.models.alike import read_config as read_keys_of
 from shardwright.models.config_keys import without_notes
 from shardwright.plan.layout import Box
 from shardwright.types import HEAD, Model
@@ -293,7 +294,8 @@ def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -
 
 def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, family: Family) -> None:
     """Raise BadInput if a config.json is not that of the model, in anything that its weights are used for."""
-    if (kind := config.get("model_type")) != family.facts.model_type:
+    config = read_keys_of(config, file).config
+    if (kind := config["model_type"]) != family.facts.model_type:
         raise BadInput(file, f"model_type is {kind!r}, but the plan's model is a {family.facts.model_type}", _REMEDY)
     try:
         config, _ = without_notes(family.facts, config)
