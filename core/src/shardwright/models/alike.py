@@ -56,6 +56,8 @@ _INNER = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_siz
 _USUAL = ("deepseek_v3", "mixtral", "llama", "gpt2")
 """Families that most others are like, those of which fewer are first."""
 _OF_ENCODERS = "type_vocab_size"
+_IMPLIED = ("n_inner", "num_key_value_heads")
+"""Lengths that all classes of transformers take from others if a file does not have them."""
 _NULLS = ("attention_chunk_size", "q_lora_rank", "sliding_window")
 
 
@@ -189,7 +191,7 @@ def _taken(flat: Config, family: Family) -> Iterator[tuple[str, str]]:
         words[experts.features] = (*_INNER, *words.get(experts.features, ()))
     shaped = set[str]()
     for key, names in words.items():
-        own = family.keys.aliases.get(key, key)
+        own = _own_name(family, key)
         shaped |= {own, *names}
         if (name := next((name for name in (*names, own) if flat.get(name) is not None), None)) is not None:
             yield own, name
@@ -205,13 +207,19 @@ def _wrongly_typed(flat: Config, family: Family) -> set[str]:
     return set() if fits else {*stack.typing_keys}
 
 
+def _own_name(family: Family, key: str) -> str:
+    """Return what a family calls a key of a model's shape."""
+    usual = family.keys.aliases.get(key, key)
+    known = family.keys.defaults.keys() | known_keys(family)
+    return usual if usual in known else next((name for name in _WORDS.get(key, ()) if name in known), usual)
+
+
 def _required(family: Family) -> Iterator[str]:
     """Yield the keys without which a family's shapes would be those of its defaults."""
     first = () if family.experts is None or family.experts.first is None else (family.experts.first,)
     shapes = ("hidden_size", "num_hidden_layers", "num_attention_heads", *family.keys.lengths, *first)
-    implied = ("num_key_value_heads", family.keys.aliases.get("intermediate_size"))
     for key in (*shapes, *family.divided.lengths):
-        if (own := family.keys.aliases.get(key, key)) not in implied:
+        if (own := _own_name(family, key)) not in _IMPLIED:
             yield own
 
 

@@ -147,7 +147,7 @@ def question_of(options: AdviseOptions) -> Question:
     if options.precision == FP8 and attention is Attention.EAGER:
         raise BadInput("--attention", "eager is not estimated beside fp8", "take flash2 or flash3")
     batch = options.batch or _usual_batch(model, machines.cluster)
-    unsaid = (
+    unsaid: tuple[str, ...] = (
         () if options.batch else (f"batch: {batch} samples, about 4 Mi tokens a step as published runs took (--batch)",)
     )
     if options.seq is None and options.model not in read_presets() and _is_text(model):

@@ -53,10 +53,10 @@ def table(
     return SplitTable(title, columns, len(above))
 
 
-def show_rich(content: RenderableType) -> None:
-    """Print on standard output, tables as wide as the terminal at most, or as `PIPED_WIDTH`."""
+def show_rich(content: RenderableType, at_most: int = PIPED_WIDTH) -> None:
+    """Print on standard output, tables as wide as the terminal at most, or as `at_most` characters."""
     printed, is_terminal = StringIO(), sys.stdout.isatty()
-    width = None if is_terminal else PIPED_WIDTH
+    width = None if is_terminal else at_most
     console = Console(
         file=printed, force_terminal=is_terminal, width=width, highlight=False, markup=False, soft_wrap=True
     )
