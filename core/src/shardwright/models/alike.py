@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from shardwright.io import BadInput, did_you_mean
 from shardwright.models.config_keys import NOTES, changes_nothing, known_keys
 from shardwright.models.facts import Family
-from shardwright.models.registry import FAMILIES, refusal
+from shardwright.models.registry import FAMILIES, OTHER_NAMES, USUAL, refusal
 from shardwright.models.traits import Config, Mask
 
 OPTION = "--as"
@@ -18,28 +18,6 @@ _ALIKE = 0.7
 """The least likeness, from 0 to 1, of a type's name to that of its nearest family."""
 
 
-class _Same(NamedTuple):
-    """A family that models of another type belong to."""
-
-    family: str
-    renamed: Mapping[str, str] = {}
-    """The family's keys by those of the type's files."""
-    defaults: Config = {}
-    """Values of absent keys, where they differ from the family's."""
-
-
-_SAME = {
-    # kimi_k25/configuration_kimi_k25.py of transformers 5.23 reads its text_config so.
-    "kimi_k2": _Same("deepseek_v3"),
-    # models/auto/modeling_auto.py of transformers 5.23 builds the family's class for these; their configuration_*.py.
-    "gpt-sw3": _Same("gpt2"),
-    "internlm3": _Same(
-        "llama",
-        {"qkv_bias": "attention_bias", "bias": "mlp_bias"},
-        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
-    ),
-    "iquestcoder": _Same("llama", {}, {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}),
-}
 _WORDS = {
     "hidden_size": ("n_embd", "d_model", "dim", "model_dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -53,8 +31,6 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
 _INNER = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
 
-_USUAL = ("deepseek_v3", "mixtral", "llama", "gpt2")
-"""Families that most others are like, those of which fewer are first."""
 _OF_ENCODERS = "type_vocab_size"
 _IMPLIED = ("n_inner", "num_key_value_heads")
 """Lengths that all classes of transformers take from others if a file does not have them."""
@@ -94,7 +70,7 @@ def read_config(given: Config, file: object, taken_as: str | None = None) -> Rea
 
 def same_types(family: str) -> tuple[str, ...]:
     """Return the types that are read as a family under another name."""
-    return tuple(kind for kind, same in _SAME.items() if same.family == family)
+    return tuple(name for name, other in OTHER_NAMES.items() if other.family == family)
 
 
 def priced_families() -> tuple[str, ...]:
@@ -116,10 +92,10 @@ def unknown_type(given: Config, file: object) -> BadInput:
 
 
 def nearest_family(given: Config) -> str | None:
-    """Return the family that a configuration is most like by its name and its keys; None: it lacks those of all."""
+    """Return the family of a like name, or else the first of the usual ones that fits; None: none does."""
     fitting = [name for name in priced_families() if _fits(given, FAMILIES[name])]
     near = get_close_matches(str(given.get("model_type")), fitting, 1, _ALIKE)
-    return next((name for name in (*near, *_USUAL) if name in fitting), None)
+    return next((name for name in (*near, *USUAL) if name in fitting), None)
 
 
 def _is_causal(family: Family) -> bool:
@@ -140,10 +116,10 @@ def _without_format(given: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
 def _as_named(config: dict[str, Any], file: object) -> dict[str, Any]:
     """Return a configuration under the name of its family; raises BadInput where there is none."""
     kind = config.get("model_type")
-    same = _SAME.get(kind) if isinstance(kind, str) else None
-    if same is not None:
-        renamed = {same.renamed.get(key, key): value for key, value in config.items()}
-        return {**same.defaults, **renamed, "model_type": same.family}
+    other = OTHER_NAMES.get(kind) if isinstance(kind, str) else None
+    if other is not None:
+        renamed = {other.renamed.get(key, key): value for key, value in config.items()}
+        return {**other.defaults, **renamed, "model_type": other.family}
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise unknown_type(config, file)
     return config
@@ -193,7 +169,8 @@ def _taken(flat: Config, family: Family) -> Iterator[tuple[str, str]]:
     for key, names in words.items():
         own = _own_name(family, key)
         shaped |= {own, *names}
-        if (name := next((name for name in (*names, own) if flat.get(name) is not None), None)) is not None:
+        name = next((name for name in (*names, own) if flat.get(name) is not None), None)
+        if name is not None and own in _known(family):
             yield own, name
     known = known_keys(family) - shaped - NOTES - {"model_type"} - _wrongly_typed(flat, family)
     yield from ((key, key) for key in flat if key in known)
@@ -207,10 +184,14 @@ def _wrongly_typed(flat: Config, family: Family) -> set[str]:
     return set() if fits else {*stack.typing_keys}
 
 
+def _known(family: Family) -> set[str]:
+    return {*family.keys.defaults, *known_keys(family)}
+
+
 def _own_name(family: Family, key: str) -> str:
     """Return what a family calls a key of a model's shape."""
     usual = family.keys.aliases.get(key, key)
-    known = family.keys.defaults.keys() | known_keys(family)
+    known = _known(family)
     return usual if usual in known else next((name for name in _WORDS.get(key, ()) if name in known), usual)
 
 
@@ -242,4 +223,4 @@ def _check_experts(flat: Config, family: Family) -> None:
     for key in _EXPERTS:
         if isinstance(number := flat.get(key), int) and number > 1:
             problem = f"{family.model_type} has no experts, and the model has {number} ({key})"
-            raise BadInput(OPTION, problem, f"give {OPTION} mixtral, or another family with experts")
+            raise BadInput(OPTION, problem, "give a family with experts; without the option, the nearest is named")

@@ -15,7 +15,7 @@ from shardwright_search.options import DevicesOptions, ModelsOptions
 
 _WIDTH = 100
 """Characters of the widest line."""
-_BY_KEYS = "A model of another type is priced by its keys, approximately, by --as llama or --as mixtral."
+_BY_KEYS = "A model of another type is priced by its keys, approximately, by --as FAMILY."
 _NOTHING = "-"
 
 
