@@ -50,6 +50,8 @@ _FREE = re.compile(r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cach
 """Keys of a configuration that say nothing about what its weights compute."""
 _QUANTIZED = ("_blocks", "_scales")
 """Ends of the names of the two tensors that hold a matrix in MXFP4 (Rouhani et al. 2023)."""
+_OF_FP8 = "_scale_inv"
+"""End of the name of the scales of a matrix in blocks of FP8."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that older files of transformers hold in addition to parameters."""
 _REMEDY = "describe the model from this folder and plan for that"
@@ -276,7 +278,11 @@ def _check_form(stored: Stored, shape: tuple[int, ...]) -> None:
 
 
 def _check_unquantized(folder: Path, keys: Iterable[str]) -> None:
-    """Raise BadInput if a folder holds matrices in MXFP4, such as the experts of gpt-oss as they are published."""
+    """Raise BadInput if a folder holds matrices in MXFP4 or blocks of FP8, as gpt-oss and DeepSeek-V3 are published."""
+    keys = tuple(keys)
+    if scales := [key for key in keys if key.endswith(_OF_FP8)]:
+        problem = f"holds {scales[0]}: its weights are in FP8, which are not read here"
+        raise BadInput(folder, problem, "have transformers dequantize the model, and save it in bfloat16")
     if quantized := [key for key in keys if key.endswith(_QUANTIZED)]:
         problem = f"holds {quantized[0]} in MXFP4, which cannot be trained"
         remedy = "have transformers load it with Mxfp4Config(dequantize=True) and save it in bfloat16"
