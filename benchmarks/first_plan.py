@@ -18,6 +18,7 @@ from accuracy_parts.commands import run, write_json_document
 
 from shardwright.devices.utilization import model_flops_utilization
 from shardwright.io import one_line_errors, read_document
+from shardwright.models.registry import read_presets
 from shardwright.types import Estimate, Model, Plan, Prediction
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.question import Question, question_of
@@ -79,15 +80,15 @@ def run_commands(name: str, config: Mapping[str, Any], place: Path) -> Files:
     folder = place / name
     folder.mkdir()
     search, model, cluster, settings = _documents(name, config)
-    preset = yaml.safe_load((ROOT / "config" / "models" / f"{model['preset']}.yaml").read_text(encoding="utf-8"))
-    write_json_document(folder / "config.json", None, **preset["config"])
+    preset = read_presets()[model["preset"]]
+    write_json_document(folder / "config.json", None, **preset.config)
     for kind, document in {"cluster": cluster, "profile_settings": settings, "search": search}.items():
         write_json_document(folder / f"{kind}.json", kind, **document)
     files = Files(folder / "hardware.h5", folder / "profile.h5", folder / "plan.json")
     described, of_cluster = folder / "model.json", ("--cluster", folder / "cluster.json")
     across = config["clusters"][config["searches"][name]["cluster"]].get("inter_node_gbit_s")
     network = () if across is None else ("--inter-node-gbit-s", across)
-    length = ("--sequence-length", preset["sequence_length"])
+    length = ("--sequence-length", preset.sequence_length)
     run("shardwright", "train", "describe", folder, "--name", name, *length, "--out", described)
     made = ("--out", files.profile, "--hardware-out", files.hardware)
     of_model = ("--model", described, "--settings", folder / "profile_settings.json")

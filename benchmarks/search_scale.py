@@ -23,6 +23,8 @@ from accuracy_parts.commands import run
 from peers.cases import CASES as PUBLISHED
 from search import files_of, request_of
 
+from shardwright.models.registry import read_presets
+
 ROOT = Path(__file__).resolve().parents[1]
 NODE = {"device": "NVIDIA A100-SXM4-80GB", "devices_per_node": 8, "memory_bytes": 80 * 2**30, "usd_per_hour": 32.77}
 PRECISION = {"parameters": "float32", "compute": "bfloat16", "reduce": "float32"}
@@ -62,7 +64,7 @@ CASES = {
         "search": {"global_batch_size": {"min": 512, "max": 2048, "step": 512}, "memory_gib": 80},
     },
     "llama 405b on 16,384 devices": {
-        "preset": "llama3-8b",
+        "preset": "llama-3-8b",
         "config": {
             "hidden_size": 16384,
             "intermediate_size": 53248,
@@ -182,9 +184,10 @@ def median_of(command: list[str], folder: Path, repeats: int, clear: Callable[[]
 
 def prepared(folder: Path, case: dict) -> list[str]:
     """Describe the model and estimate the profiles; the options of the search."""
-    preset = yaml.safe_load((ROOT / f"config/models/{case['preset']}.yaml").read_text(encoding="utf-8"))
+    published, own = read_presets().get(case["preset"]), ROOT / f"config/models/{case['preset']}.yaml"
+    config = published.config if published else yaml.safe_load(own.read_text(encoding="utf-8"))["config"]
     (folder / "config").mkdir(parents=True, exist_ok=True)
-    (folder / "config/config.json").write_text(json.dumps(preset["config"] | case["config"]), encoding="utf-8")
+    (folder / "config/config.json").write_text(json.dumps(config | case["config"]), encoding="utf-8")
     node = NODE | {"device": case.get("driver", NODE["device"])}
     cluster = {"name": "large", "nodes": [{"node_type": "a", "count": case["nodes"]}], "node_types": {"a": node}}
     settings = SETTINGS | {"recompute": case.get("recompute", SETTINGS["recompute"])}

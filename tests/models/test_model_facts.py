@@ -171,7 +171,10 @@ def test_shapes_are_those_of_every_committed_description(path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "dbrx"}, "model_type 'dbrx' has no shapes here"),
+        (
+            {"model_type": "dbrx"},
+            "model_type 'dbrx' is none of the families known here: the nearest is llama: --as llama",
+        ),
         ({"model_type": "qwen2_5_vl"}, "model_type 'qwen2_5_vl' cannot be trained: mrope_section and window_size"),
         ({"model_type": "mixtral", "num_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok 3 is over num_l"),
         ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts must be a whole number from 1"),

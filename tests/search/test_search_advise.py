@@ -204,7 +204,7 @@ def test_what_fits_nowhere_ends_with_3_and_says_by_how_much(capsys, tmp_path):
         ({"MODEL": "lama3.1-8B"}, "error: lama3.1-8B: is neither a file nor a preset: did you mean llama-3.1-8b or "),
         (
             {"MODEL": "nothing"},
-            "error: nothing: is neither a file nor a preset: give a config.json, or one of llama-2-7b,",
+            "error: nothing: is neither a file nor a preset: give a config.json, or one that ",
         ),
         ({"--gpus": "H100-SXM"}, "is not NODESxGPUS:DEVICE"),
         ({"--gpus": "8:H1000"}, "error: --gpus: 'H1000' is not in the table of devices: did you mean H100-"),
@@ -252,10 +252,29 @@ def test_no_choice_shares_out_a_sequence_that_layers_take_whole():
     assert {layer.sequence_parallel for layer in usual.layers} == {SequenceParallel.MEGATRON}
 
 
-def test_a_config_must_say_how_long_samples_are(config):
+def test_samples_are_as_long_as_usual_unless_a_config_has_fewer_positions(config):
+    assert (question := _question(config)).model.sequence_length == 512
+    assert "tokens a sample: 512, at most 4096 and the model's (--seq)" in question.assumed
+    assert not any(line.startswith("tokens a sample") for line in _question(config, seq=256).assumed)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 131072}))
+    assert _question(config).model.sequence_length == 4096
+    t5 = {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    config.write_text(json.dumps(t5 | {"num_decoder_layers": 2, "vocab_size": 256}))
     with pytest.raises(BadInput, match=r"--seq: .*config.json does not say how long samples are"):
         _question(config)
-    assert _question(config.parent, seq=256).model.name == config.parent.name
+
+
+def test_a_model_priced_by_its_keys_is_said_to_be_approximate_everywhere(config, capsys, tmp_path):
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "seed_oss", "residual_dropout": 0.1}))
+    out, command = tmp_path / "plan.json", (config, "--gpus", "1:A100-40", "--batch", 8, "--seq", 256)
+    code, told, error = _advise(capsys, *command)
+    assert (code, told) == (2, "") and error.count("\n") == 1 and len(error) < 300
+    assert "the nearest is llama: --as llama prices it by its keys, approximately" in error
+    code, told, error = _advise(capsys, *command, "--as", "llama", "--out", out)
+    assert code == 0 and f"{config.parent.name} (approximate, as llama) (" in told.splitlines()[0]
+    assert "approximate, as llama: without residual_dropout" in error
+    assert read_document(out, Plan).model.name == f"{config.parent.name} (approximate, as llama)"
+    assert _question(config.parent, seq=256, taken_as="llama").model.name.startswith(config.parent.name)
 
 
 def test_the_patches_of_an_image_need_no_length(tmp_path, capsys):

@@ -120,11 +120,6 @@ REFUSED_WINDOWED: list[tuple[Config, int, str]] = [
     (command_r7b(rotary_pct=0.5), 512, "rotary_pct 0.5 cannot be trained: all features of a head are rotated"),
     (command_r7b(use_parallel_block=False), 512, "use_parallel_block false cannot be trained"),
     (command_r7b(sliding_window=0), 512, "sliding_window must be a whole number from 1"),
-    (
-        gpt_oss(24, 32, quantization_config={"quant_method": "mxfp4"}),
-        512,
-        "experts in MXFP4 are not trained; have transformers load the model with Mxfp4Config(dequantize=True)",
-    ),
     (gpt_oss(24, 32, hidden_act="gelu"), 512, 'hidden_act "gelu" cannot be trained: experts have a clamped SwiGLU'),
     (_GEMMA_3_1B | {"layer_types": ["local"] * 26}, 512, "layer_types"),
     (_GEMMA_3_1B | {"sliding_window_pattern": 0}, 512, "sliding_window_pattern must be a whole number from 1"),

@@ -251,11 +251,6 @@ REFUSED: list[tuple[Config, int, str]] = [
         4096,
         "rope_parameters: 'partial_rotary_factor' cannot be trained",
     ),
-    (
-        PUBLISHED["Llama-3-8B"][0] | {"quantization_config": {"bits": 4}},
-        4096,
-        'quantization_config {"bits": 4} cannot be trained: weights are trained in the plan\'s precision',
-    ),
     (PUBLISHED["Llama-3-8B"][0] | {"pad_token_id": 128256}, 4096, "pad_token_id 128256 is not below vocab_size 128256"),
     (PUBLISHED["Llama-3-8B"][0], 16384, "sequence length 16384 is over 8192 positions"),
     (PUBLISHED["Mixtral-8x7B-v0.1"][0] | {"router_jitter_noise": 0.1}, 64, "router_jitter_noise 0.1 cannot be trained"),

@@ -217,9 +217,19 @@ def test_experts_in_four_bits_are_refused_in_one_line_that_says_what_to_do(tmp_p
         change_config(folder, quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(BadInput) as refused:
         open_weights(folder, model, family_named("gpt_oss", "test"), allow_new=True)
-    words = "experts in MXFP4 are not trained" if said else f"holds {name}_blocks in MXFP4, which cannot be trained"
+    words = f"holds {name}_blocks in MXFP4, which cannot be trained"
     assert words in str(refused.value) and "Mxfp4Config(dequantize=True)" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_weights_in_fp8_are_refused_in_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+    model, folder = tiny("deepseek_v3"), tmp_path / "model"
+    published(model, folder)
+    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(1, 1)}))
+    change_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    with pytest.raises(BadInput, match=f"holds {name}: its weights are in FP8"):
+        open_weights(folder, model, family_named("deepseek_v3", "test"), allow_new=True)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

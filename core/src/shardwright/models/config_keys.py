@@ -53,6 +53,8 @@ _OFF = ("add_cross_attention", "is_decoder", "use_qk_norm")
 _ALIKE = 0.8
 """The least similarity, from 0 to 1, of a key to the one that it misspells."""
 _CODE = "auto_map"
+_OF_FILES = (_CODE, "architectures", "dtype", "model_type", "pretraining_tp", "torch_dtype", "transformers_version")
+"""Keys that name the model, its code and the format of its file."""
 PARTS = ("text_config", "vision_config")
 """Keys that hold the keys of a part of a model."""
 
@@ -124,6 +126,11 @@ def _meaning(known: frozenset[str], key: str, value: object, *, has_code: bool) 
     if near := get_close_matches(key, known, 1, _ALIKE):
         return f"did you mean {near[0]}?"
     return "it may be read by the code that auto_map names, which is not run" if has_code and value else None
+
+
+def changes_nothing(key: str, value: object) -> bool:
+    """Return whether a key says nothing about any model, by its name, or is off."""
+    return key in NOTES or key.startswith(_TOOLS) or not value or key in _OF_FILES
 
 
 _MAX_LENGTH = 2**31 - 1

@@ -10,9 +10,10 @@ from typing import NamedTuple
 from msgspec import UNSET, UnsetType
 
 from shardwright.io import BadInput
+from shardwright.models.alike import read_config
 from shardwright.models.config_keys import is_length, is_number, not_a_length, without_notes, wrong_values
 from shardwright.models.facts import Family
-from shardwright.models.registry import FAMILIES, refusal
+from shardwright.models.registry import FAMILIES
 from shardwright.models.traits import ATTENDED, MULTIPLIED, POSITIONS, VALUES, Config
 from shardwright.types.limits import MAX_LAYERS
 from shardwright.types.model import EMBEDDING, HEAD, LayerType, Model, Parameter
@@ -32,6 +33,8 @@ _TABLES = (
 _HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_features": "head_dim"}
 CHUNK = "attention_chunk_size"
 """The key of the positions of a chunk, across whose borders some blocks do not attend."""
+USUAL_TOKENS = 4096
+"""Tokens of a sample if nobody gives them, as many models of 2023 to 2025 were trained on."""
 _STRETCHING = ("linear", "dynamic", "yarn")
 """Kinds of rotary scaling whose factor comes on top of the positions."""
 
@@ -49,19 +52,15 @@ class Contents(NamedTuple):
 
 
 def model_of_config(given: Config, name: str, sequence_length: int | None, file: object) -> Model:
-    """Return the description of a configuration for samples of a length in tokens; None: it fixes the length.
+    """Return the description of a configuration for samples of a length in tokens; None: the usual one.
 
     Raises BadInput, naming `file`, for families without facts, for keys of other models, and for keys that are missing
     or no lengths, and naming --seq for a length that is missing or does not suit the configuration.
     """
-    kind = given.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        problem = refusal(kind, f"model_type {kind!r} has no shapes here")
-        raise BadInput(file, problem, f"use a model of {known}")
-    family = FAMILIES[kind]
+    given = read_config(given, file).config
+    family = FAMILIES[given["model_type"]]
     config = _checked(family, given, file)
-    if sequence_length is None and (sequence_length := family.fixed_positions(config)) is None:
+    if sequence_length is None and (sequence_length := usual_length(family, config)) is None:
         raise BadInput("--seq", f"{file} does not say how long samples are", "give it, in tokens")
     if (wrong := wrong_length(family, config, sequence_length)) is not None:
         raise BadInput("--seq", f"{wrong} in {file}", "give another")
@@ -92,6 +91,17 @@ def described_model(
         types={layer: _layer_type(family, config, layer, sequence_length, contents(layer)) for layer in kinds},
         tied=family.stock.tied if config.get("tie_word_embeddings") else (),
     )
+
+
+def usual_length(family: Family, config: Config) -> int | None:
+    """Return the tokens of a sample if nobody gives them: an image's, or `USUAL_TOKENS` where so many are possible.
+
+    None: the configuration has no limit.
+    """
+    if (fixed := family.fixed_positions(config)) is not None:
+        return fixed
+    longest, _ = _longest(family, config)
+    return None if longest is None else min(USUAL_TOKENS, longest)
 
 
 def wrong_length(family: Family, config: Config, sequence_length: int) -> str | None:

@@ -4,7 +4,7 @@ import tomllib
 from importlib import import_module
 from importlib.resources import files
 from pkgutil import iter_modules
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -13,19 +13,29 @@ from msgspec.structs import replace
 from shardwright.io import BadInput, Value
 from shardwright.models import families
 from shardwright.models.facts import Family
-from shardwright.models.traits import Config
+from shardwright.models.traits import Config, OtherName
 from shardwright.types import Model, Tokens, base_type
+
+Found = TypeVar("Found")
+
+
+def _public(kind: type[Found]) -> list[Found]:
+    """Return the public values of a kind in the modules of `families`, which nothing lists."""
+    modules = (import_module(f"{families.__name__}.{module.name}") for module in iter_modules(families.__path__))
+    public = (value for module in modules for name, value in vars(module).items() if not name.startswith("_"))
+    return [value for value in public if isinstance(value, kind)]
 
 
 def read_families() -> dict[str, Family]:
-    """Return each family by its model_type: the public values of the modules in `families`, which nothing lists."""
-    modules = (import_module(f"{families.__name__}.{module.name}") for module in iter_modules(families.__path__))
-    public = (value for module in modules for name, value in vars(module).items() if not name.startswith("_"))
-    found = {value.model_type: value for value in public if isinstance(value, Family)}
-    return dict(sorted(found.items()))
+    """Return each family by its model_type."""
+    return dict(sorted({each.model_type: each for each in _public(Family)}.items()))
 
 
 FAMILIES = read_families()
+OTHER_NAMES = {each.model_type: each for each in _public(OtherName)}
+"""The types that are read as a family, by their model_type."""
+USUAL = ("deepseek_v3", "mixtral", "llama", "gpt2")
+"""Families that models of most other types are like, the most special first."""
 _UNFIT = {
     "qwen2_5_vl": "mrope_section and window_size follow the size of each image, which its configuration does not hold",
 }

@@ -41,6 +41,17 @@ class Only(NamedTuple):
     reason: str
 
 
+class OtherName(NamedTuple):
+    """A further model_type whose models transformers computes as those of a family."""
+
+    model_type: str
+    family: str
+    renamed: Mapping[str, str] = {}
+    """The family's keys by those of the type's files."""
+    defaults: Config = {}
+    """Values of absent keys, where they differ from the family's."""
+
+
 class StockModel(NamedTuple):
     """The model of transformers that is trained: its class, and how it names and stores parameters."""
 

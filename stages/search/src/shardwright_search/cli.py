@@ -21,6 +21,8 @@ APP = CommandLine(
         "correct": Command(options.CorrectOptions, f"{_COMMANDS}.measured:correct"),
         "explain": Command(options.ExplainOptions, f"{_COMMANDS}.explain:explain"),
         "export": Command(options.ExportOptions, f"{_COMMANDS}.given_plans:export_plan"),
+        "devices": Command(options.DevicesOptions, f"{_COMMANDS}.listing:list_devices"),
+        "models": Command(options.ModelsOptions, f"{_COMMANDS}.listing:list_models"),
         "grid": Command(options.GridOptions, f"{_COMMANDS}.grid:grid"),
         "import galvatron": Command(options.ImportGalvatronOptions, f"{_SYSTEMS}.galvatron:import_galvatron"),
         "rent": Command(RentOptions, f"{_COMMANDS}.rent:rent"),

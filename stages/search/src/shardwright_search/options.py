@@ -72,11 +72,13 @@ class AdviseOptions(TrainedParts, frozen=True, kw_only=True):
     model: Annotated[str, POSITIONAL]
     """A Hugging Face config.json, its folder, or a preset such as llama-3-8b."""
     gpus: str
-    """NODESxGPUS:DEVICE (`shardwright profile devices`), as 8x8:H100-SXM; of several types 2x8:A100-40+2x8:H100-SXM."""
+    """NODESxGPUS:DEVICE (`shardwright devices`), as 8x8:H100-SXM; of several types 2x8:A100-40+2x8:H100-SXM."""
     batch: Samples | None = None
     """Samples of a step, of all GPUs together; by default as many for each GPU as make about 4 Mi tokens."""
+    taken_as: str | None = field(default=None, name="as")
+    """A family, such as llama or mixtral, by whose shapes a config.json of an unknown type is priced, approximately."""
     seq: Tokens | None = None
-    """Tokens of a sample; by default a preset's own."""
+    """Tokens of a sample; by default a preset's own, of a config.json 4096 or its most, if these are fewer."""
     target: System | None = field(default=None, name="for")
     """The system that is to run the plan: what it runs is searched, priced with its runtime unless --runtime names
     another, and what starts it is printed."""
@@ -346,3 +348,17 @@ class NewOptions(Options, frozen=True, kw_only=True):
     """Steps of the training."""
     out: Path = Path("shardwright.yaml")
     """Configuration to write, YAML; it must not be there yet."""
+
+
+class ModelsOptions(Options, frozen=True, kw_only=True):
+    """List the models that are known by name, and the families of models that are read from a config.json."""
+
+    model: Annotated[str | None, POSITIONAL] = None
+    """A preset or a family, to see the source and the keys of its presets."""
+
+
+class DevicesOptions(Options, frozen=True, kw_only=True):
+    """List the devices that can be planned for: memory, peak of dense matrix products, and who published it."""
+
+    device: Annotated[str | None, POSITIONAL] = None
+    """A device, to see every figure with its source."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from shardwright.command import POSITIONAL, Off, Options
 from shardwright.launch.heartbeat import HANG_TIMEOUT_S
@@ -36,6 +36,9 @@ class DescribeOptions(Options, frozen=True, kw_only=True):
     """Tokens of one sample."""
     out: Path
     """Model description to write (JSON)."""
+    taken_as: str | None = field(default=None, name="as")
+    """A family, such as llama or mixtral, whose model is described in place of one of an unknown type: it has the
+    same width, layers, heads and experts, and is another model."""
     frozen: tuple[_Text, ...] = ()
     """Part that is not trained: embedding, head, layers, layers[2] or layers[0:8], and after a dot which parameters,
     as in layers.mlp.*; it has no gradients and no optimizer state. May be repeated."""

@@ -194,6 +194,8 @@ DEEPSEEK_V2 = replace(
     experts=_KEYS,
     systems=traits.Systems("bridged", _TORCHTITAN),
 )
+# kimi_k25/configuration_kimi_k25.py of transformers 5.23 reads its text_config so.
+KIMI_K2 = traits.OtherName("kimi_k2", "deepseek_v3")
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     model_type="deepseek_v3",

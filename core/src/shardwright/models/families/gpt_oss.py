@@ -54,14 +54,7 @@ GPT_OSS = replace(
         aliases={"num_experts": _EXPERTS.number},
         # traits.Keys of the published files that say once more what others do.
         ignored=("experts_per_token", "initial_context_length", "swiglu_limit"),  # the last to transformers 5.19
-        only={
-            "hidden_act": Only("silu", "experts have a clamped SwiGLU"),
-            "quantization_config": Only(
-                None,
-                "experts in MXFP4 are not trained; have transformers load the model with Mxfp4Config(dequantize=True) "
-                "and save it in bfloat16",
-            ),
-        },
+        only={"hidden_act": Only("silu", "experts have a clamped SwiGLU")},
     ),
     parameters=with_blocks(_block),
     stacks=windowed(lambda _config, index: FULL if index % 2 else SLIDING),

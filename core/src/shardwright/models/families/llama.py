@@ -82,6 +82,12 @@ _LLAMA3 = traits.Torchtitan(
     },
 )
 LLAMA = _kin("LlamaForCausalLM", torchtitan=_LLAMA3)
+# models/auto/modeling_auto.py of transformers 5.23 builds Llama for these; defaults are those of their own classes.
+_FEW_KEYS = {"head_dim": 128, "rms_norm_eps": 1e-5}
+INTERNLM3 = traits.OtherName(
+    "internlm3", "llama", {"qkv_bias": "attention_bias", "bias": "mlp_bias"}, _FEW_KEYS | {"num_key_value_heads": 2}
+)
+IQUESTCODER = traits.OtherName("iquestcoder", "llama", {}, _FEW_KEYS | {"num_key_value_heads": 8})
 
 
 def of_sliding(layer: str, config: Config) -> int | None:

@@ -17,8 +17,9 @@ from shardwright.estimate.profile import hardware_profile, model_profile
 from shardwright.estimate.runtimes import SHARDWRIGHT, Runtime, attention_of
 from shardwright.estimate.settings import ProfileSettings
 from shardwright.io import BadInput, did_you_mean, read_object
+from shardwright.models.alike import read_config
 from shardwright.models.config_keys import without_notes
-from shardwright.models.description import model_of_config
+from shardwright.models.description import USUAL_TOKENS, model_of_config
 from shardwright.models.mtp import with_mtp
 from shardwright.models.registry import FAMILIES, read_presets
 from shardwright.types import (
@@ -146,9 +147,11 @@ def question_of(options: AdviseOptions) -> Question:
     if options.precision == FP8 and attention is Attention.EAGER:
         raise BadInput("--attention", "eager is not estimated beside fp8", "take flash2 or flash3")
     batch = options.batch or _usual_batch(model, machines.cluster)
-    unsaid = (
+    unsaid: tuple[str, ...] = (
         () if options.batch else (f"batch: {batch} samples, about 4 Mi tokens a step as published runs took (--batch)",)
     )
+    if options.seq is None and options.model not in read_presets() and _is_text(model):
+        unsaid += (f"tokens a sample: {model.sequence_length}, at most {USUAL_TOKENS} and the model's (--seq)",)
     interleaved = (Schedule.INTERLEAVED_1F1B,) if batch <= _MAX_INTERLEAVED else ()
     request = SearchRequest(
         name="advise",
@@ -191,6 +194,10 @@ def question_of(options: AdviseOptions) -> Question:
         None if other is None else profiles_under(other),
         options.tuned,
     )
+
+
+def _is_text(model: Model) -> bool:
+    return FAMILIES[model.family].fixed_positions(FAMILIES[model.family].configured(model.config)) is None
 
 
 def _runtimes(options: AdviseOptions, model: Model, machines: Machines) -> tuple[Runtime, Runtime | None]:
@@ -268,31 +275,33 @@ def model_of(options: AdviseOptions) -> tuple[Model, str]:
 
 
 def _whole_model(options: AdviseOptions) -> tuple[Model, str]:
-    presets, path = read_presets(), Path(options.model)
+    presets = read_presets()
     if options.model in presets:
         preset = presets[options.model]
+        read = read_config(preset.config, f"preset {options.model}", options.taken_as)
         length = options.seq or preset.sequence_length
-        return model_of_config(preset.config, options.model, length, f"preset {options.model}"), preset.source
-    file = _config_file(path)
+        return model_of_config(read.config, read.named(options.model), length, options.model), preset.source
+    file = _config_file(Path(options.model))
     if not file.exists():
-        known = did_you_mean(options.model, presets, f"give a config.json, or one of {', '.join(presets)}")
+        known = did_you_mean(options.model, presets, "give a config.json, or one that `shardwright models` lists")
         raise BadInput(options.model, "is neither a file nor a preset", known)
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
-    return model_of_config(read_object(file), name, options.seq, file), str(file)
+    read = read_config(read_object(file), file, options.taken_as)
+    return model_of_config(read.config, read.named(name), options.seq, file), str(file)
 
 
 def _config_file(path: Path) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
-def ignored_keys(options: AdviseOptions) -> str | None:
-    """Return a line naming the keys of the model's config.json that change nothing; None: there are none."""
-    if options.model in read_presets():
-        return None
+def config_notes(options: AdviseOptions) -> tuple[str, ...]:
+    """Return a line for each thing that the user must know of how the model's config.json is read."""
+    if options.model in (presets := read_presets()):
+        return read_config(presets[options.model].config, options.model, options.taken_as).notes
     file = _config_file(Path(options.model))
-    config = read_object(file)
-    _, ignored = without_notes(FAMILIES[config["model_type"]], config)
-    return None if ignored is None else f"{file}: {ignored}"
+    read = read_config(read_object(file), file, options.taken_as)
+    _, ignored = without_notes(FAMILIES[read.config["model_type"]], read.config)
+    return tuple(f"{file}: {note}" for note in (*read.notes, ignored) if note is not None)
 
 
 def machines_of(options: AdviseOptions, table: DeviceTable) -> Machines:

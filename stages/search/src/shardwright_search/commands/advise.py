@@ -13,7 +13,7 @@ from shardwright.io import BadInput, NothingFits, check_new, check_writable, wri
 from shardwright.types import GIB, Cluster, Estimate, Model, Plan
 from shardwright_search.advise.choices import RULES, plan_of_rule, reading_of
 from shardwright_search.advise.page import advice_page
-from shardwright_search.advise.question import Question, ignored_keys, question_of
+from shardwright_search.advise.question import Question, config_notes, question_of
 from shardwright_search.advise.report import Advice, PricedChoice, report
 from shardwright_search.advise.sizes import Sized, axes_of, column_of, outcomes_of
 from shardwright_search.advise.targeted import Within, best_for, started
@@ -43,8 +43,8 @@ def advise(options: AdviseOptions) -> None:
     """Show the answer, and write the plan and what starts it where it is asked for."""
     _check(options)
     question = question_of(options)
-    if (ignored := ignored_keys(options)) is not None:
-        print(ignored, file=sys.stderr, flush=True)
+    for note in config_notes(options):
+        print(note, file=sys.stderr, flush=True)
     deadline = until(CpuSeconds(options.time_limit))
     with progress() as tell:
         line = tell if sys.stderr.isatty() else _seldom(tell)

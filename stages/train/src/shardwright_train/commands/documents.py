@@ -9,6 +9,7 @@ from shardwright.command import show
 from shardwright.display.wrapping import line_width
 from shardwright.io import BadInput, read_document, read_object, write_document
 from shardwright.models.adapter_config import read_adapter
+from shardwright.models.alike import read_config
 from shardwright.models.config_keys import without_notes
 from shardwright.models.frozen import FrozenPart, freeze
 from shardwright.models.low_rank import adapt
@@ -22,7 +23,7 @@ from shardwright_train.options import CheckOptions, ConvertOptions, DescribeOpti
 def describe(options: DescribeOptions) -> None:
     """Write the description of a model."""
     frozen = tuple(map(FrozenPart.parse, options.frozen))
-    model = describe_folder(options.config_dir, options.name, options.sequence_length, options.lora)
+    model = describe_folder(options.config_dir, options.name, options.sequence_length, options.lora, options.taken_as)
     write_document(options.out, freeze(model, frozen) if frozen else model)
 
 
@@ -124,29 +125,30 @@ def _document_shares(plan: Plan, data: Path, separates: bool) -> tuple[str, ...]
 # The description of a model, from its config.json.
 
 
-def describe_folder(folder: Path, name: str, sequence_length: int, adapter: Path | None = None) -> Model:
+def describe_folder(
+    folder: Path, name: str, sequence_length: int, adapter: Path | None = None, taken_as: str | None = None
+) -> Model:
     """Describe the model of a folder's config.json for samples of a length in tokens, positions of images included.
 
     `adapter`: an adapter_config.json of peft, or its folder: low-rank matrices are trained instead of the model.
+    `taken_as`: the family whose model is described instead of a model of an unknown type.
     Raises BadInput naming the key that cannot be trained, and why.
     """
     file = folder / "config.json"
-    config = read_object(file)
-    family = config.get("model_type")
-    if not isinstance(family, str):
-        raise BadInput(file, "has no model_type", "pass a folder with the config.json of a model")
+    read = read_config(read_object(file), file, taken_as)
     # One line says what is wrong.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with without_collection():
         from shardwright_train.models.base import family_named
         from shardwright_train.models.description import describe
 
-        known = family_named(family, file)
+        known = family_named(read.config["model_type"], file)
     try:
-        config, ignored = without_notes(known.facts, config)
+        config, ignored = without_notes(known.facts, read.config)
         model = describe(known, config, name, sequence_length)
     except ValueError as error:
         raise BadInput(file, str(error), "correct the configuration") from None
-    if ignored is not None:
-        print(f"{file}: {ignored}", file=sys.stderr, flush=True)
+    for note in (*read.notes, ignored):
+        if note is not None:
+            print(f"{file}: {note}", file=sys.stderr, flush=True)
     return model if adapter is None else adapt(model, *read_adapter(adapter))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.io import BadInput
+from shardwright.models.alike import unknown_type
 from shardwright.models.facts import Family as Facts
-from shardwright.models.registry import FAMILIES, refusal
+from shardwright.models.registry import FAMILIES
 from shardwright.types import EMBEDDING, HEAD, Attention, Model, Strategy, base_type
 from shardwright_train.data.objectives import Causal, Classification, Text
 from shardwright_train.data.share import POSITIONS, Batch
@@ -356,8 +357,7 @@ def _within(parameter: str, paths: tuple[str, ...]) -> bool:
 def family_named(name: str, file: object) -> Family:
     """The family with a name that is in `file`; raises BadInput if there is none."""
     if name not in FAMILIES:
-        problem = refusal(name, f"model family {name!r} cannot be trained")
-        raise BadInput(file, problem, f"use one of: {', '.join(sorted(FAMILIES))}")
+        raise unknown_type({"model_type": name}, file)
     return _family(name)
 
 

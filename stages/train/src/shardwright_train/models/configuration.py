@@ -42,7 +42,6 @@ _EVERYWHERE = {
     "per_layer_config": Only(None, "all layers of a type are identical"),
     "problem_type": Only("single_label_classification", "the loss is cross entropy over classes"),
     "pruned_heads": Only({}, "all layers of a type are identical"),
-    "quantization_config": Only(None, "weights are trained in the plan's precision"),
     "tie_encoder_decoder": Only(False, "the two stacks have separate weights"),
     "use_mrope": Only(False, "positions count tokens"),
 }

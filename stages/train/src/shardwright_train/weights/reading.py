@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
 from shardwright.io import BadInput, check_regular, read_object, sha256_of_file, sha256_of_value
+from shardwright.models.alike import read_config as read_keys_of
 from shardwright.models.config_keys import without_notes
 from shardwright.plan.layout import Box
 from shardwright.types import HEAD, Model
@@ -49,6 +50,8 @@ _FREE = re.compile(r"(initializer|summary|pooler|output)_.*|.*_token_id|use_cach
 """Keys of a configuration that do not affect what its weights compute."""
 _QUANTIZED = ("_blocks", "_scales")
 """Ends of the names of the two tensors that hold a matrix in MXFP4 (Rouhani et al. 2023)."""
+_OF_FP8 = "_scale_inv"
+"""End of the name of the scales of a matrix in blocks of FP8."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that older files of transformers hold in addition to parameters."""
 _REMEDY = "describe the model from this folder and plan for that"
@@ -275,7 +278,11 @@ def _check_form(stored: Stored, shape: tuple[int, ...]) -> None:
 
 
 def _check_unquantized(folder: Path, keys: Iterable[str]) -> None:
-    """Raise BadInput if a folder holds matrices in MXFP4, such as the experts of gpt-oss as they are published."""
+    """Raise BadInput if a folder holds matrices in MXFP4 or blocks of FP8, as gpt-oss and DeepSeek-V3 are published."""
+    keys = tuple(keys)
+    if scales := [key for key in keys if key.endswith(_OF_FP8)]:
+        problem = f"holds {scales[0]}: its weights are in FP8, which are not read here"
+        raise BadInput(folder, problem, "have transformers dequantize the model, and save it in bfloat16")
     if quantized := [key for key in keys if key.endswith(_QUANTIZED)]:
         problem = f"holds {quantized[0]} in MXFP4, which cannot be trained"
         remedy = "have transformers load it with Mxfp4Config(dequantize=True) and save it in bfloat16"
@@ -293,7 +300,8 @@ def _missing(folder: Path, missing: set[str], head: set[str], allow_new: bool) -
 
 def _check_configuration(file: Path, config: Mapping[str, Any], model: Model, family: Family) -> None:
     """Raise BadInput if a config.json differs from the model in anything that its weights depend on."""
-    if (kind := config.get("model_type")) != family.facts.model_type:
+    config = read_keys_of(config, file).config
+    if (kind := config["model_type"]) != family.facts.model_type:
         raise BadInput(file, f"model_type is {kind!r}, but the plan's model is a {family.facts.model_type}", _REMEDY)
     try:
         config, _ = without_notes(family.facts, config)
