@@ -58,7 +58,7 @@ def model_of_config(given: Config, name: str, sequence_length: int | None, file:
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         problem = refusal(kind, f"model_type {kind!r} has no shapes here")
-        raise BadInput(file, problem, f"use a model of {known}")
+        raise BadInput(file, problem, f"pip install '.[train]', which traces most types, or use a model of {known}")
     family = FAMILIES[kind]
     config = _checked(family, given, file)
     if sequence_length is None and (sequence_length := family.fixed_positions(config)) is None:

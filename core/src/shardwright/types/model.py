@@ -19,6 +19,7 @@ from shardwright.types.limits import (
 )
 from shardwright.types.low_rank import LowRank
 from shardwright.types.regions import BoundaryTensor, Experts, Region
+from shardwright.types.traced import Traced
 
 EMBEDDING = "embedding"
 HEAD = "head"
@@ -125,6 +126,8 @@ class LayerType(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """False where neither it nor any layer before it has a trained parameter: no backward pass goes through it."""
     experts: Experts | UnsetType = UNSET
     """The experts of its feed-forward part; left out where it has none."""
+    traced: Traced | UnsetType = UNSET
+    """What a pass was seen to do; left out where facts of its family say it."""
 
     def __post_init__(self) -> None:
         if not self.has_backward and any(self.trained_parameters):

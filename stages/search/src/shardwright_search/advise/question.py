@@ -38,6 +38,7 @@ from shardwright.types import (
 )
 from shardwright_search.advise.experts import searched_ep_sizes
 from shardwright_search.advise.long_context import priced_lengths, searched_cp_sizes
+from shardwright_search.advise.traced import is_traced, traced_model
 from shardwright_search.cost_model.expert_load import LoadFile, read_load
 from shardwright_search.cost_model.profiles import Profiles, index_profiles, together
 from shardwright_search.options import AdviseOptions
@@ -275,7 +276,10 @@ def _whole_model(options: AdviseOptions) -> tuple[Model, str]:
         known = did_you_mean(options.model, presets, f"give a config.json, or one of {', '.join(presets)}")
         raise BadInput(options.model, "is no file and no preset", known)
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
-    return model_of_config(read_object(file), name, options.seq, file), str(file)
+    config = read_object(file)
+    if is_traced(config):
+        return traced_model(file, name, options.seq), f"{file}, traced"
+    return model_of_config(config, name, options.seq, file), str(file)
 
 
 def _config_file(path: Path) -> Path:
@@ -288,6 +292,8 @@ def ignored_keys(options: AdviseOptions) -> str | None:
         return None
     file = _config_file(Path(options.model))
     config = read_object(file)
+    if is_traced(config):
+        return None
     _, ignored = without_notes(FAMILIES[config["model_type"]], config)
     return None if ignored is None else f"{file}: {ignored}"
 

@@ -141,9 +141,13 @@ def describe_folder(folder: Path, name: str, sequence_length: int, adapter: Path
     with without_collection():
         from shardwright_train.models.base import family_named
         from shardwright_train.models.description import describe
+        from shardwright_train.models.traced import describe_by_trace, is_traced
 
-        known = family_named(family, file)
+        known = None if is_traced(family) else family_named(family, file)
     try:
+        if known is None:
+            model = describe_by_trace(config, name, sequence_length)
+            return model if adapter is None else adapt(model, *read_adapter(adapter))
         config, ignored = without_notes(known.facts, config)
         model = describe(known, config, name, sequence_length)
     except ValueError as error:
