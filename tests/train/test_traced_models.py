@@ -14,6 +14,8 @@ from shardwright.models.description import model_of_config
 from shardwright.models.registry import read_presets
 from shardwright.types import EMBEDDING, HEAD, Attention, LayerStrategy, Precision, Recompute
 from shardwright_search.advise import traced as search_traced
+from shardwright_search.advise.question import ignored_keys, model_of
+from shardwright_search.options import AdviseOptions
 from shardwright_train.commands.documents import describe_folder
 from shardwright_train.models import operators
 from shardwright_train.models.traced import describe_by_trace
@@ -102,11 +104,14 @@ def test_a_type_without_facts_is_described_by_its_class(folder):
 
 
 def test_the_planner_asks_the_stage_that_trains(folder):
+    asked = AdviseOptions(model=str(folder), gpus="1x2:H100-SXM", seq=32)
+    assert model_of(asked)[0].types["block"].traced.kernels > 10
+    assert ignored_keys(asked).endswith("'starcoder2' is described by a trace; train run does not train it")
     config = json.loads((folder / "config.json").read_text())
     assert search_traced.is_traced(config)
     found = search_traced.traced_model(folder / "config.json", "starcoder", 32)
     assert found == describe_folder(folder, "starcoder", 32)
-    with pytest.raises(BadInput, match="--seq: .* does not say how long samples are"):
+    with pytest.raises(BadInput, match=r"--seq: .* does not say how long samples are"):
         search_traced.traced_model(folder / "config.json", "starcoder", None)
 
 

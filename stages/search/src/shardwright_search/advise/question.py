@@ -287,13 +287,16 @@ def _config_file(path: Path) -> Path:
 
 
 def ignored_keys(options: AdviseOptions) -> str | None:
-    """Return a line naming the keys of the model's config.json that change nothing; None: there are none."""
+    """Return a line naming the keys of the model's config.json that change nothing; None: there are none.
+
+    Of a traced model, it says what becomes of a plan.
+    """
     if options.model in read_presets():
         return None
     file = _config_file(Path(options.model))
     config = read_object(file)
     if is_traced(config):
-        return None
+        return f"{file}: model_type {config['model_type']!r} is described by a trace; train run does not train it"
     _, ignored = without_notes(FAMILIES[config["model_type"]], config)
     return None if ignored is None else f"{file}: {ignored}"
 
